@@ -1,0 +1,101 @@
+"""Host memory for rows: page-aligned blocks of exact size that go back to their pool when the last array on them dies.
+
+A fresh block costs a page fault every 4 KiB, so a loop that drops its batches runs on the same few blocks for ever; a batch that
+is kept keeps its block. ``malloc`` promises neither the alignment, nor the size, nor that freed memory leaves the process.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+
+PAGE = mmap.PAGESIZE
+_LOCK_BYTES = 1 << 36  # drivers refuse to lock 512 GiB in one call (seen with r580 and later: xcena-dev/maru PR 64)
+
+
+def block_nbytes(nbytes: int) -> int:
+    """What a block for ``nbytes`` takes: whole pages, at least one."""
+    return max(1, -(-nbytes // PAGE)) * PAGE
+
+
+def anonymous(nbytes: int) -> Bytes:
+    """Zero-filled memory of its own mapping, shape (block_nbytes(nbytes),), unmapped when the last array on it dies."""
+    return np.frombuffer(mmap.mmap(-1, block_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+
+
+class _Lease:
+    """What every array on a block has as its base: its death tells that the block is free."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "_memory")
+
+    def __init__(self, memory: Bytes) -> None:
+        self._memory = memory  # the address below is good for as long as this lives
+        self.__array_interface__: dict[str, Any] = memory.__array_interface__
+
+
+class Pool:
+    """Blocks for reuse. ``take`` and the death of an array may happen in any thread.
+
+    Args:
+        n_spare: Free blocks of one size that are kept; more are given back to the system.
+        make: Makes memory of at least that many bytes.
+    """
+
+    def __init__(self, n_spare: int, make: Callable[[int], Bytes] = anonymous) -> None:
+        self._n_spare, self._make = n_spare, make
+        self._free: dict[int, deque[Bytes]] = {}
+        self._closed = False
+
+    def take(self, nbytes: int) -> Bytes:
+        """Memory with old contents, shape (nbytes,); it is the caller's until the last array on it dies."""
+        free = self._free.setdefault(block_nbytes(nbytes), deque())
+        try:
+            memory = free.popleft()
+        except IndexError:
+            memory = self._make(nbytes)
+        lease = _Lease(memory)
+        weakref.finalize(lease, self._give, free, memory).atexit = False
+        return np.asarray(lease)[:nbytes]
+
+    def close(self) -> None:
+        """Give the free blocks back to the system; those still in use follow when their last array dies."""
+        self._closed = True
+        self._free.clear()
+
+    def _give(self, free: deque[Bytes], memory: Bytes) -> None:
+        if not self._closed and len(free) < self._n_spare:
+            free.append(memory)
+
+
+def page_locked(nbytes: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]) -> Bytes:
+    """Memory as ``anonymous`` gives it, page-locked until the last array on it dies, or the interpreter ends.
+
+    Forked processes do not inherit it: what the driver has locked must not become copy-on-write.
+
+    Args:
+        nbytes: Size, rounded up to whole pages and not to a power of two, as the pools of torch and CuPy do.
+        lock: Called with address and size of each piece; raises what the driver says.
+        unlock: Called with the address of each piece.
+    """
+    mapping = mmap.mmap(-1, block_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    mapping.madvise(mmap.MADV_DONTFORK)
+    memory = np.frombuffer(mapping, np.uint8)
+    lease = _Lease(memory)
+    for start in range(0, len(memory), _LOCK_BYTES):
+        address = memory.ctypes.data + start
+        lock(address, min(_LOCK_BYTES, len(memory) - start))
+        weakref.finalize(lease, _unlock, unlock, address, memory)
+    return np.asarray(lease)
+
+
+def _unlock(unlock: Callable[[int], object], address: int, memory: Bytes) -> None:
+    """``memory`` is an argument so that the mapping outlives the lock on it."""
+    unlock(address)

@@ -1,0 +1,225 @@
+"""Config -> Plan: from memory limits to a batch size. Arithmetic only."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .errors import ArgumentError, BudgetError
+
+Place = Literal["host", "pinned", "device"]
+Route = Literal["staged", "direct"]
+
+_PAGE = 4096  # host memory is taken in whole pages
+_DEVICE_BLOCK = 512  # torch's caching allocator rounds to this
+_ROW_NUMBER = 8
+_ORDER_ROWS, _ORDER_ARRAYS = 1 << 14, 8  # an order computes a run of so many rows at least, in so many arrays of row numbers
+
+
+def KiB(count: float = 1) -> int:
+    """Bytes in ``count`` KiB, rounded down."""
+    return int(count * (1 << 10))
+
+
+def MiB(count: float = 1) -> int:
+    """Bytes in ``count`` MiB, rounded down."""
+    return int(count * (1 << 20))
+
+
+def GiB(count: float = 1) -> int:
+    """Bytes in ``count`` GiB, rounded down."""
+    return int(count * (1 << 30))
+
+
+def human(nbytes: float) -> str:
+    """Bytes as people read them: ``1.5 GiB``."""
+    for unit in ("B", "KiB", "MiB"):
+        if nbytes < 1024:
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} GiB"
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a feeder moves, as far as memory is concerned."""
+
+    row_nbytes: tuple[int, ...]
+    """Bytes of one row in each store."""
+    writable: tuple[bool, ...]
+    """Which of the stores can be written back."""
+    resident_bytes: int
+    """Host memory that the stores hold while they gather, in bytes."""
+    n_rows: int
+    """Rows of one epoch, the most that a batch can have."""
+    unified: bool
+    """Whether batches live in host memory."""
+    route: Route
+
+
+@dataclass(frozen=True)
+class Item:
+    """One use of memory: ``count`` buffers of ``nbytes`` each."""
+
+    what: str
+    place: Place
+    count: int
+    nbytes: int
+
+    @property
+    def total(self) -> int:
+        return self.count * self.nbytes
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much memory a feeder takes, and what for. ``str(plan)`` says it in words."""
+
+    batch_size: int
+    depth: int
+    route: Route
+    items: tuple[Item, ...]
+    cpu_memory_limit: int | None = None
+    gpu_memory_limit: int | None = None
+
+    @property
+    def n_slots(self) -> int:
+        """Batches that can be under way to the device at a time."""
+        return self.depth + 1
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory in all, page-locked or not."""
+        return self._sum("host") + self.pinned_bytes
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Page-locked part of the host memory."""
+        return self._sum("pinned")
+
+    @property
+    def device_bytes(self) -> int:
+        """Memory of a device that has its own."""
+        return self._sum("device")
+
+    def _sum(self, place: Place) -> int:
+        return sum(item.total for item in self.items if item.place == place)
+
+    def __str__(self) -> str:
+        def of(limit: int | None) -> str:
+            return f" of {human(limit)}" if limit is not None else ""
+
+        lines = [f"batches of {self.batch_size} rows, {self.depth} ahead, {self.route} route"]
+        lines.append(f"host: {human(self.host_bytes)}{of(self.cpu_memory_limit)}, of it page-locked: {human(self.pinned_bytes)}")
+        if self.device_bytes:
+            lines.append(f"device: {human(self.device_bytes)}{of(self.gpu_memory_limit)}")
+        lines += [f"  {item.place}: {item.count} x {human(item.nbytes)} {item.what}" for item in self.items]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Memory limits, and how a feeder should use them.
+
+    Args:
+        cpu_memory_limit: Host memory that the feeder may take, in bytes; None for what is free, less ``headroom``.
+        gpu_memory_limit: Device memory that it may take for batches, in bytes; None likewise. Where batches live in host memory there is
+            no such limit.
+        preferred_batch_size: Rows per batch at most; the largest batch that fits is taken up to this.
+        depth: Batches prefetched ahead of the loop; 0 is the synchronous loop.
+        headroom: Share of the free memory that is left alone where a limit is None.
+
+    Raises:
+        ArgumentError: A limit or size below 1, a negative depth, a headroom not in [0, 1).
+    """
+
+    cpu_memory_limit: int | None = None
+    gpu_memory_limit: int | None = None
+    preferred_batch_size: int | None = None
+    depth: int = 2
+    headroom: float = 0.1
+
+    def __post_init__(self) -> None:
+        for name in ("cpu_memory_limit", "gpu_memory_limit", "preferred_batch_size"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ArgumentError(f"{name}={value}: expected at least 1, or None")
+        check_depth(self.depth)
+        if not 0 <= self.headroom < 1:
+            raise ArgumentError(f"headroom={self.headroom}: expected a share in [0, 1)")
+
+    def plan(self, load: Load, *, free_host_bytes: int, free_device_bytes: int) -> Plan:
+        """The plan with the largest batch that fits.
+
+        Raises:
+            BudgetError: Not even one row fits in every slot.
+        """
+        cpu = self._limit(self.cpu_memory_limit, free_host_bytes)
+        gpu = None if load.unified else self._limit(self.gpu_memory_limit, free_device_bytes)
+
+        def plan_of(batch_size: int) -> Plan:
+            return Plan(batch_size, self.depth, load.route, plan_items(load, batch_size, self.depth), cpu, gpu)
+
+        def excess(batch_size: int) -> bool:
+            plan = plan_of(batch_size)
+            return plan.host_bytes > cpu or (gpu is not None and plan.device_bytes > gpu)
+
+        largest = min(load.n_rows, self.preferred_batch_size or load.n_rows)
+        fitting = bisect.bisect_left(range(1, largest + 1), True, key=excess)  # memory grows with the batch
+        if fitting == 0:
+            self._refuse(plan_of(1), cpu, gpu)
+        return plan_of(fitting)
+
+    def _limit(self, limit: int | None, free: int) -> int:
+        return int(free * (1 - self.headroom)) if limit is None else limit
+
+    def _refuse(self, plan: Plan, cpu: int, gpu: int | None) -> None:
+        if gpu is not None and plan.device_bytes > gpu:
+            kind, limit, name, given, place = "device", gpu, "gpu_memory_limit", self.gpu_memory_limit, ("device",)
+            need = plan.device_bytes
+        else:
+            kind, limit, name, given, place = "host", cpu, "cpu_memory_limit", self.cpu_memory_limit, ("host", "pinned")
+            need = plan.host_bytes
+        uses = ", ".join(f"{item.count} x {human(item.nbytes)} for {item.what}" for item in plan.items if item.place in place)
+        said = f"{name} is {human(limit)} ({limit} bytes)" + ("" if given is not None else ", what is free less the headroom")
+        raise BudgetError(
+            f"one row per slot needs {human(need)} ({need} bytes) of {kind} memory: {uses}; {said}; lower depth (now {plan.depth}) or raise {name}"
+        )
+
+
+def plan_items(load: Load, batch_size: int, depth: int) -> tuple[Item, ...]:
+    """Every buffer that a feeder has at a time, with a loop that drops its batches.
+
+    The loop holds one batch, and the next one while it asks for it; ``depth`` more are prefetched. A write-back is held until it has
+    landed and every prefetched batch has seen it: ``max(depth, 1)`` may be on their way, ``depth + 1`` more may not have been seen.
+    """
+
+    def batch(block: int, chosen: Sequence[bool]) -> int:
+        sizes = (batch_size * nbytes for nbytes, wanted in zip(load.row_nbytes, chosen, strict=True) if wanted)
+        return sum(max(1, -(-size // block)) * block for size in sizes)
+
+    everything = [True] * len(load.row_nbytes)
+    place: Place = "host" if load.unified else "device"
+    block = _PAGE if load.unified else _DEVICE_BLOCK
+    n_held = max(depth, 1) + depth + 1
+    items = [Item("batches", place, depth + 2, batch(block, everything))]
+    if any(load.writable):
+        items.append(Item("write-backs until they have landed and been seen", place, n_held, batch(block, load.writable)))
+    if not load.unified:
+        items.append(Item("staging", "pinned", depth + 1, batch(_PAGE, everything)))
+        if any(load.writable):
+            items.append(Item("staging of a write-back", "pinned", 1, batch(_PAGE, load.writable)))
+    n_rows_arrays = depth + 3 + (3 * n_held if any(load.writable) else 0)  # of a write-back: the rows, and the rows sorted
+    items.append(Item("row numbers", "host", n_rows_arrays, batch_size * _ROW_NUMBER))
+    items.append(Item("the order of the rows", "host", _ORDER_ARRAYS, max(_ORDER_ROWS, batch_size) * _ROW_NUMBER))
+    if load.resident_bytes:
+        items.append(Item("file pages mapped while rows are gathered", "host", 1, load.resident_bytes))
+    return tuple(items)
+
+
+def check_depth(depth: int) -> None:
+    """Raise ArgumentError unless ``depth`` is a number of batches."""
+    if depth < 0:
+        raise ArgumentError(f"depth={depth}: expected 0 (the synchronous loop) or more")

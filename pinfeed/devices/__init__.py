@@ -1,0 +1,44 @@
+"""Where batches go. ``resolve`` finds a device by name; frameworks are loaded only when it does."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ..errors import DeviceError
+from .base import Device, Event, Stream
+
+__all__ = ["Device", "Event", "Stream", "resolve"]
+
+
+def resolve(device: Any, *, n_spare: int) -> Device:
+    """The device of that name.
+
+    Args:
+        device: ``"auto"`` for CUDA where there is one and else the CPU; ``"cpu"``, ``"cuda"``, ``"cuda:1"``; a ``torch.device``; or a
+            Device, which is given back as it is and stays its owner's.
+        n_spare: Free blocks of one size that a device made here keeps for reuse.
+
+    Raises:
+        DeviceError: There is no such device.
+    """
+    if hasattr(device, "current_stream"):
+        found: Device = device
+        return found
+    import torch
+
+    from .cuda import CudaDevice
+    from .host import HostDevice
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        wanted = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(
+            f"device={device!r} is not a device ({str(error).splitlines()[0]}); expected 'auto', 'cpu', 'cuda' or 'cuda:N'"
+        ) from None
+    if wanted.type == "cpu":
+        return HostDevice(n_spare=n_spare)
+    if wanted.type == "cuda":
+        return CudaDevice(wanted.index, n_spare=n_spare)
+    raise DeviceError(f"device={str(wanted)!r} is not supported; expected 'auto', 'cpu', 'cuda' or 'cuda:N'")

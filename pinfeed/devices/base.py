@@ -1,0 +1,133 @@
+"""The seam between pinfeed and an accelerator: Device, Stream, Event.
+
+Rule 1: everything above this layer speaks to an accelerator through these protocols only.
+Rule 2: an Event is recorded once. ``Stream.record`` gives a new one; there is no re-record, so no stale capture.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..rows import Rows
+from ..stores.base import Store
+
+Array = npt.NDArray[Any]
+Tensor = Any
+"""What the device lends: a torch tensor on it (a simulated device has arrays of its own)."""
+Buffer = Any
+"""Raw memory of the device."""
+
+
+class Part(Protocol):
+    """One array of a batch, while it still is where it comes from."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+
+    def read(self, out: Array) -> Iterator[None]:
+        """Fill ``out``, of this shape and dtype, in steps: the iterator is asked for the next one until it ends."""
+        ...
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def sync(self) -> None:
+        """Block the host until the stream has come here."""
+
+    def is_done(self) -> bool:
+        """Whether it has."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work that the device does in order. Two objects for one stream are equal."""
+
+    def record(self) -> Event:
+        """A new event behind all work so far."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """Let later work wait for the event; the host goes on."""
+
+    def sync(self) -> None:
+        """Block the host until all work so far is done."""
+
+
+class Device(Protocol):
+    """Streams, workers, memory and copies of one accelerator."""
+
+    @property
+    def name(self) -> str:
+        """As torch writes it: ``cpu``, ``cuda:0``."""
+        ...
+
+    @property
+    def unified(self) -> bool:
+        """Whether its memory is the host's: a batch is gathered where it is lent, and there is one limit."""
+        ...
+
+    def stream(self, name: str) -> Stream:
+        """A side stream, made once by whoever owns it."""
+        ...
+
+    def current_stream(self) -> Stream:
+        """The stream in which the calling thread's work runs."""
+        ...
+
+    def worker(self, name: str) -> Executor:
+        """An executor of one thread that may use this device."""
+        ...
+
+    def empty(self, nbytes: int, stream: Stream) -> Buffer:
+        """Memory for work in ``stream``; freed memory comes back to work in the same stream only."""
+        ...
+
+    def tensor(self, buffer: Buffer, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
+        """The beginning of a buffer as a tensor; it keeps the buffer alive."""
+        ...
+
+    def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        """Page-locked host memory, shape (nbytes,), for copies that do not block the host."""
+        ...
+
+    def copy(self, src: Tensor | Array, dst: Tensor | Array, stream: Stream) -> None:
+        """Queue a copy between staging memory and a tensor, or between tensors."""
+
+    def copy_rows(self, src: Tensor, src_pos: Rows, dst: Tensor, dst_pos: Rows, stream: Stream) -> None:
+        """Queue ``dst[dst_pos] = src[src_pos]``."""
+
+    def adopt(self, part: Part) -> Tensor | None:
+        """The part itself, if it already is what the device would lend, or moves there on its own; else None."""
+
+    def reaches(self, source: Part | Store) -> bool:
+        """Whether the device reads the part, or writes the store, where it is, without staging."""
+        ...
+
+    def read(self, part: Part, dst: Tensor, stream: Stream) -> Iterator[None]:
+        """Queue the read of a part it reaches, in steps as ``Part.read``."""
+        ...
+
+    def write(self, store: Store, rows: Rows, values: Tensor, stream: Stream) -> None:
+        """Queue the write of rows of a store it reaches."""
+
+    def share(self, tensor: Tensor, stream: Stream) -> None:
+        """Keep the memory of ``tensor`` until ``stream``, which is not the one it was made for, has done its work so far, once it is freed."""
+
+    def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
+        """Shape, dtype and whether it is on this device, of a tensor; None for anything else."""
+
+    def free_bytes(self) -> int:
+        """Memory of the device that is free now, in bytes."""
+        ...
+
+    def close(self) -> None:
+        """Free spare memory. Tensors that were lent stay valid."""

@@ -1,0 +1,109 @@
+"""HostDevice: the CPU as a device. Work in a stream is done when it is queued; batches are gathered where they are lent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Executor, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..blocks import Bytes, Pool
+from ..memory import free_host_bytes
+from ..rows import Rows
+from ..stores.base import Store
+from ..tensors import NUMPY, to_numpy, to_torch
+from .base import Array, Part
+
+
+class HostEvent:
+    """Past as soon as it is recorded."""
+
+    def sync(self) -> None:
+        """Nothing is under way."""
+
+    def is_done(self) -> bool:
+        return True
+
+
+class HostStream:
+    """Work done at once by whoever queues it."""
+
+    _event = HostEvent()
+
+    def record(self) -> HostEvent:
+        return self._event
+
+    def wait(self, event: Any) -> None:
+        """Every event is past."""
+
+    def sync(self) -> None:
+        """Nothing is under way."""
+
+
+class HostDevice:
+    """The CPU.
+
+    Args:
+        n_spare: Free batch buffers of one size kept for reuse.
+    """
+
+    name = "cpu"
+    unified = True
+    _stream = HostStream()
+
+    def __init__(self, *, n_spare: int = 4) -> None:
+        self._pool = Pool(n_spare)
+
+    def stream(self, name: str) -> HostStream:
+        return self._stream
+
+    def current_stream(self) -> HostStream:
+        return self._stream
+
+    def worker(self, name: str) -> Executor:
+        return ThreadPoolExecutor(1, thread_name_prefix=name)
+
+    def empty(self, nbytes: int, stream: Any) -> Bytes:
+        return self._pool.take(nbytes)
+
+    def tensor(self, buffer: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
+        return to_torch(np.ndarray(shape, dtype, buffer))
+
+    def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        return self._pool.take(nbytes)
+
+    def copy(self, src: torch.Tensor | Array, dst: torch.Tensor | Array, stream: Any) -> None:
+        target, source = (x if isinstance(x, torch.Tensor) else to_torch(x) for x in (dst, src))
+        target.copy_(source)
+
+    def copy_rows(self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: Any) -> None:
+        dst[torch.from_numpy(dst_pos)] = src[torch.from_numpy(src_pos)]
+
+    def adopt(self, part: Part) -> Any:
+        return getattr(part, "value", None)  # a leaf of a loader's batch is the user's already, and where it should be
+
+    def reaches(self, source: Part | Store) -> bool:
+        return True
+
+    def read(self, part: Part, dst: torch.Tensor, stream: Any) -> Iterator[None]:
+        return part.read(to_numpy(dst, "batch"))
+
+    def write(self, store: Store, rows: Rows, values: torch.Tensor, stream: Any) -> None:
+        store.scatter(rows, to_numpy(values, "values"))
+
+    def share(self, tensor: torch.Tensor, stream: Any) -> None:
+        """There is one stream."""
+
+    def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        return tuple(value.shape), NUMPY.get(value.dtype), value.device.type == "cpu"
+
+    def free_bytes(self) -> int:
+        return free_host_bytes()
+
+    def close(self) -> None:
+        self._pool.close()

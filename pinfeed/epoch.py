@@ -1,0 +1,204 @@
+"""One loop over a source: two workers, a deque of futures, order, errors, closing.
+
+Prefetching is a deque of futures, so order, back-pressure, the end of the data and errors with their tracebacks are those of
+``Future``. The generator's frame owns both workers: whatever ends the loop, its ``finally`` joins them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from typing import Any
+
+from .devices.base import Tensor
+from .errors import WorkerError, WriteBackError
+from .rows import Rows
+from .sources import Load
+from .stats import Meter
+from .stores.base import Store
+from .transfer import Landing, Slot, Transfer
+
+
+class Inline:
+    """An executor that runs its tasks at once, in the caller's thread: depth 0."""
+
+    def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
+        future: Future[Any] = Future()
+        try:
+            future.set_result(fn(*args))
+        except Exception as error:  # KeyboardInterrupt is the caller's own here and goes straight up
+            future.set_exception(error)
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Nothing is under way."""
+
+
+class Landings:
+    """Write-backs under way, oldest first.
+
+    Args:
+        transfer: Brings them to their stores.
+        writer: Where that runs.
+        limit: So many may be under way; one more waits for the oldest, so that their memory is bounded.
+    """
+
+    def __init__(self, transfer: Transfer, writer: Executor | Inline, limit: int) -> None:
+        self._transfer, self._writer, self._limit = transfer, writer, limit
+        self._futures: deque[Future[None]] = deque()
+        self.failure: BaseException | None = None
+        """The first write-back that failed and has not been raised yet."""
+
+    def add(self, landing: Landing) -> None:
+        """Submit a write-back."""
+        while len(self._futures) >= self._limit:
+            self._take(self._futures.popleft())
+        self.check()
+        self._futures.append(self._writer.submit(guarded, self._transfer.land, landing))
+
+    def check(self) -> None:
+        """Raise the error of a write-back that has failed."""
+        while self._futures and self._futures[0].done():
+            self._take(self._futures.popleft())
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+    def finish(self) -> None:
+        """Wait for all of them; ``failure`` tells how they ended."""
+        while self._futures:
+            self._take(self._futures.popleft())
+
+    def _take(self, future: Future[None]) -> None:
+        error = future.exception()
+        if error is not None and self.failure is None:
+            self.failure = error
+
+
+class Loan:
+    """A batch that is lent. Its tensors are taken once; from then on they belong to the user alone."""
+
+    def __init__(self, transfer: Transfer, landings: Landings, slot: Slot, number: int) -> None:
+        assert slot.load is not None
+        load = slot.load
+        self.rows, self.checksum, self.number, self.n_rows, self.nbytes = load.rows, load.checksum, number, load.n_rows, sum(slot.needed)
+        self._rebuild, self._tensors = load.rebuild, transfer.lend(slot)
+        self._transfer, self._landings = transfer, landings
+        self._over = self._written = False
+
+    def take(self) -> Any:
+        """The batch, in the structure that the user knows."""
+        tensors, self._tensors = self._tensors, []
+        return self._rebuild(iter(tensors))
+
+    def end(self) -> None:
+        """The next batch is asked for, or the loop has ended."""
+        self._over = True
+
+    def require_writable(self) -> Rows:
+        """The rows of the batch, if it can be written back now.
+
+        Raises:
+            WriteBackError: The next batch was asked for, the loop is over, or it was written back already.
+        """
+        if self.rows is None:
+            raise WriteBackError("write_back of a batch that does not come from stores; only rows of stores can be written back")
+        if self._over:
+            raise WriteBackError("write_back after the next batch was taken, or after the loop; call it before asking for the next batch")
+        if self._written:
+            raise WriteBackError("write_back was called for this batch before; give all values in one call (None for what stays as it is)")
+        return self.rows
+
+    def write(self, stores: Sequence[Store], values: Sequence[Tensor | None]) -> None:
+        """Start to write values back; they have been checked."""
+        self._landings.add(self._transfer.hold(stores, self.require_writable(), values))
+        self._written = True
+
+
+class Epoch:
+    """One loop.
+
+    Args:
+        transfer: Whose slots are used; nobody else may be using them.
+        meter: Counts.
+        first: Number of the first batch.
+    """
+
+    def __init__(self, transfer: Transfer, meter: Meter, first: int) -> None:
+        depth, device = len(transfer.slots) - 1, transfer.device
+        self._transfer, self._meter, self._first = transfer, meter, first
+        self._reader: Executor | Inline = device.worker("pinfeed-read") if depth else Inline()
+        self._writer: Executor | Inline = device.worker("pinfeed-write") if depth else Inline()
+        self.landings = Landings(transfer, self._writer, max(depth, 1))
+
+    def loans(self, loads: Iterator[Load]) -> Iterator[Loan]:
+        """Lend the batches in order. One that cannot be filled raises its error in its turn; a failed write-back, as soon as it is known.
+
+        Args:
+            loads: What to lend: a generator, iterated in the reader's thread.
+        """
+        meter, transfer, numbers = self._meter, self._transfer, itertools.count(self._first)
+        loan: Loan | None = None
+
+        def fill(slot: Slot, number: int) -> Slot | None:
+            load = next(loads, None)
+            return None if load is None else transfer.fill(slot, load, number)
+
+        def submit(slot: Slot) -> Future[Slot | None]:
+            transfer.reserve(slot)
+            return self._reader.submit(guarded, fill, slot, next(numbers))
+
+        transfer.begin()
+        asked = meter.enter()
+        try:
+            filling = deque(submit(slot) for slot in transfer.slots)
+            while (slot := filling.popleft().result()) is not None:
+                loan = Loan(transfer, self.landings, slot, self._first if loan is None else loan.number + 1)
+                lent = meter.lent(loan.number, loan.n_rows, loan.nbytes, asked)
+                yield loan
+                loan.end()
+                asked = meter.span("compute", loan.number, lent)
+                self.landings.check()
+                filling.append(submit(slot))
+                transfer.forget()
+        finally:
+            meter.leave()
+            if loan is not None:
+                loan.end()
+            transfer.stop()
+            self._reader.shutdown(wait=True, cancel_futures=True)
+            self.landings.finish()
+            self._writer.shutdown(wait=True)
+            transfer.quiesce()
+        self.landings.check()
+
+
+def guarded(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call ``fn``; what would end the loop or the program in silence becomes an error that says so.
+
+    Raises:
+        WorkerError: ``fn`` raised StopIteration, SystemExit or the like.
+    """
+    try:
+        return fn(*args)
+    except (StopIteration, StopAsyncIteration, SystemExit, GeneratorExit) as error:
+        raise WorkerError(
+            f"{_where(error)} raised {error!r}, which would end the loop in silence; raise an error that says what is wrong"
+        ) from error
+    except RuntimeError as error:
+        if isinstance(error.__cause__, StopIteration):  # a generator turns it into this
+            raise WorkerError(
+                f"{_where(error.__cause__)} raised {error.__cause__!r}, which would end the loop in silence"
+            ) from error.__cause__
+        raise
+
+
+def _where(error: BaseException) -> str:
+    traceback = error.__traceback__
+    assert traceback is not None
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    code = traceback.tb_frame.f_code
+    return f"{code.co_name} ({code.co_filename}, line {traceback.tb_lineno})"

@@ -1,0 +1,65 @@
+"""What can go wrong, each kind under the built-in exception that a caller would expect.
+
+PinfeedError
+├── ArgumentError      (ValueError)         an argument that cannot be
+├── BudgetError        (ValueError)         a memory limit that cannot hold one row a slot
+├── RowIndexError      (IndexError)         row numbers out of range, negative or not integers
+├── StoreError         (ValueError)         rows that pinfeed cannot serve: damaged file, wrong dtype
+│   └── FileMissing    (FileNotFoundError)  no such file
+├── ReadError          (OSError)            a file that failed or shrank while it was read
+├── WriteBackError     (ValueError)         values that cannot be written back
+├── DeviceError        (RuntimeError)       a device that does not exist or cannot do what was asked
+├── MissingDependency  (ImportError)        a package, or the hardware behind it, that is not here
+├── ClosedError        (RuntimeError)       use after close, or a second loop at the same time
+└── WorkerError        (RuntimeError)       user code raised what would have ended the loop in silence
+"""
+
+from __future__ import annotations
+
+
+class PinfeedError(Exception):
+    """Base of every error that pinfeed raises on its own account."""
+
+
+class ArgumentError(PinfeedError, ValueError):
+    """An argument, or a combination of arguments, that cannot be."""
+
+
+class BudgetError(PinfeedError, ValueError):
+    """A memory limit that cannot hold even one row in every slot."""
+
+
+class RowIndexError(PinfeedError, IndexError):
+    """Row numbers that are out of range, negative or not integers."""
+
+
+class StoreError(PinfeedError, ValueError):
+    """Rows that pinfeed cannot serve."""
+
+
+class FileMissing(StoreError, FileNotFoundError):
+    """A file that is not there."""
+
+
+class ReadError(PinfeedError, OSError):
+    """A file that failed, or shrank, while it was read."""
+
+
+class WriteBackError(PinfeedError, ValueError):
+    """Values that cannot be written back, or not any more."""
+
+
+class DeviceError(PinfeedError, RuntimeError):
+    """A device that does not exist or cannot do what was asked."""
+
+
+class MissingDependency(PinfeedError, ImportError):
+    """A package, or the hardware behind it, that is needed and not here."""
+
+
+class ClosedError(PinfeedError, RuntimeError):
+    """Use after close, or a second loop while one is running."""
+
+
+class WorkerError(PinfeedError, RuntimeError):
+    """User code raised an exception that would have ended the loop, or the program, in silence."""

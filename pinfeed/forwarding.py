@@ -1,0 +1,82 @@
+"""Store-to-load forwarding: which rows of a batch were written after it was gathered. Numpy only.
+
+With prefetch depth d, batches k+1 … k+d are gathered before batch k is written back. A batch has seen the writes that had landed
+in the store when its gather began. Before it is lent, every later write is copied over the rows that both hold, oldest first;
+then it is what a gather at that moment would have given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import WriteBackError
+from .rows import Rows
+
+
+class Write:
+    """Values of some rows on their way to the store.
+
+    Args:
+        number: Writes are numbered in the order in which the loop made them.
+        rows: Shape (n,), no row twice.
+        values: One device array a store, shape (n, *row_shape); None where a store stays as it is.
+
+    Raises:
+        WriteBackError: A row is there twice: which value wins would be left to chance.
+    """
+
+    __slots__ = ("_order", "_sorted", "number", "rows", "values")
+
+    def __init__(self, number: int, rows: Rows, values: Sequence[Any]) -> None:
+        self.number, self.rows, self.values = number, rows, values
+        self._order = np.argsort(rows, kind="stable")
+        self._sorted = rows[self._order]
+        twice = np.flatnonzero(self._sorted[1:] == self._sorted[:-1])
+        if len(twice):
+            raise WriteBackError(
+                f"write_back of {len(rows)} rows in which row {self._sorted[twice[0]]} stands more than once; "
+                "expected every row once: give unique rows to the feeder, or sum the changes of a row first"
+            )
+
+    def overlap(self, rows: Rows) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
+        """Positions (in ``rows``, in this write) of the rows that both hold; ``rows`` may repeat."""
+        if not len(self._sorted):
+            return np.empty(0, np.intp), np.empty(0, np.intp)
+        at = np.minimum(np.searchsorted(self._sorted, rows), len(self._sorted) - 1)
+        hit = self._sorted[at] == rows
+        return np.flatnonzero(hit), self._order[at[hit]]
+
+
+class WriteLog:
+    """Writes that some gathered batch may not have seen, oldest first.
+
+    The consumer's thread appends, reads and forgets; the writer's thread moves ``landed``; the reader's thread reads it.
+    """
+
+    def __init__(self) -> None:
+        self._writes: list[Write] = []
+        self._next = 0
+        self.landed = 0
+        """Writes numbered below this are in the store."""
+
+    def __len__(self) -> int:
+        return len(self._writes)
+
+    def append(self, rows: Rows, values: Sequence[Any]) -> Write:
+        write = Write(self._next, rows, values)
+        self._next += 1
+        self._writes.append(write)
+        return write
+
+    def since(self, number: int) -> list[Write]:
+        """Writes numbered ``number`` or above."""
+        return [w for w in self._writes if w.number >= number]
+
+    def forget(self, before: int) -> None:
+        """Drop the writes below ``before``: every batch that is still to be lent has seen them."""
+        if self._writes and self._writes[0].number < before:
+            self._writes = self.since(before)

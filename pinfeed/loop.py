@@ -1,0 +1,163 @@
+"""Loop: the epochs of one source, one at a time: numbers, resuming, statistics, closing."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from .devices.base import Device
+from .epoch import Epoch, Loan
+from .errors import ArgumentError, ClosedError
+from .sources import Source
+from .stats import FeederStats, Meter, Timeline
+from .transfer import Transfer
+
+T = TypeVar("T")
+
+logger = logging.getLogger("pinfeed")
+
+
+class Loop:
+    """Runs epochs over a source, each in a generator that owns its threads.
+
+    Args:
+        source: What to lend.
+        device: Where to.
+        depth: Batches ahead.
+        capacity: Bytes of each part of a full batch, as far as they are known.
+        progress: Show a progress bar.
+        timeline: Record spans.
+    """
+
+    def __init__(self, source: Source, device: Device, *, depth: int, capacity: Sequence[int], progress: bool, timeline: bool) -> None:
+        self.source = source
+        self._progress, self._meter = progress, Meter(timeline=timeline)
+        self._transfer = Transfer(device, depth + 1, capacity, self._meter)
+        self._epoch, self._batch, self._checksum = 0, 0, 0
+        self._fresh = True  # the next run begins at (_epoch, _batch); else that epoch was left, and the one after it begins
+        self._running: weakref.ref[Generator[Any, None, None]] | None = None
+        self._last: Epoch | None = None
+        self._closed = False
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that runs, or of the next one."""
+        return self._epoch if self._fresh or self._is_running() else self._epoch + 1
+
+    @property
+    def stats(self) -> FeederStats:
+        return self._meter.stats()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What took time, batch by batch.
+
+        Raises:
+            ArgumentError: It was not recorded.
+        """
+        if self._meter.timeline is None:
+            raise ArgumentError("no timeline was recorded; make the feeder with timeline=True")
+        return self._meter.timeline
+
+    def run(self, lend: Callable[[Loan], T]) -> Generator[T, None, None]:
+        """The next epoch, as what ``lend`` makes of each batch. Only a reference of the caller's keeps it going: ``break`` ends it.
+
+        Raises:
+            ClosedError: The loop is closed, or an epoch runs.
+        """
+        self._require_open()
+        if self._is_running():
+            raise ClosedError("a loop over this feeder is running; end it (or close() its iterator) first, or make a second feeder")
+        self._raise_failure()
+        generator = self._run(lend)
+        self._running = weakref.ref(generator)
+        return generator
+
+    def set_epoch(self, number: int) -> None:
+        """Let the next run be epoch ``number``, from its beginning."""
+        self._require_idle("set_epoch()")
+        self._epoch, self._batch, self._checksum, self._fresh = number, 0, 0, True
+
+    def state(self) -> dict[str, Any]:
+        """Where the loop is: batches that were prefetched and not lent count for nothing."""
+        return {"epoch": self._epoch, "batch": self._batch, "checksum": self._checksum, "source": dict(self.source.fingerprint)}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Let the next run go on where ``state`` was taken.
+
+        Raises:
+            ArgumentError: It is not such a state, or of another source.
+        """
+        self._require_idle("load_state_dict()")
+        try:
+            numbers = [int(state[key]) for key in ("epoch", "batch", "checksum")]
+            theirs = dict(state["source"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(f"not a state of a feeder ({error!r}); expected what state_dict() returned") from None
+        ours = dict(self.source.fingerprint)
+        if theirs != ours:
+            differing = [
+                f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}" for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)
+            ]
+            raise ArgumentError(f"the state is of another feeder: {'; '.join(differing)}; make the feeder as it was made then")
+        self._epoch, self._batch, self._checksum = numbers
+        self._fresh = True
+
+    def close(self) -> None:
+        """End the run under way: join its workers, land its write-backs. Idempotent.
+
+        Raises:
+            The error of a write-back that failed after the loop could have raised it.
+        """
+        generator = self._running() if self._running is not None else None
+        if generator is not None:
+            generator.close()
+        self._closed = True
+        self._transfer.close()
+        self._raise_failure()
+
+    def _run(self, lend: Callable[[Loan], T]) -> Generator[T, None, None]:
+        if not self._fresh:
+            self._epoch, self._batch, self._checksum = self._epoch + 1, 0, 0
+        self._fresh = False
+        self._last = Epoch(self._transfer, self._meter, self._batch)
+        loads = self.source.epoch(self._epoch, self._batch, self._checksum)
+        bar = self._bar() if self._progress else None
+        try:
+            for loan in self._last.loans(loads):
+                self._batch, self._checksum = loan.number + 1, loan.checksum
+                if bar is not None:
+                    bar.update()
+                yield lend(loan)
+        finally:
+            if bar is not None:
+                bar.close()
+        self._epoch, self._batch, self._checksum, self._fresh = self._epoch + 1, 0, 0, True
+
+    def _bar(self) -> Any:
+        from tqdm.auto import tqdm
+
+        try:
+            total = len(self.source)
+        except TypeError:
+            total = None
+        return tqdm(total=total, initial=self._batch, unit="batch", desc=f"epoch {self._epoch}")
+
+    def _is_running(self) -> bool:
+        generator = self._running() if self._running is not None else None
+        return generator is not None and generator.gi_frame is not None
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError("the feeder is closed; make a new one")
+
+    def _require_idle(self, what: str) -> None:
+        self._require_open()
+        if self._is_running():
+            raise ClosedError(f"{what} while a loop over this feeder is running; call it before the loop")
+
+    def _raise_failure(self) -> None:
+        if self._last is not None:
+            self._last.landings.check()

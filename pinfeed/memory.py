@@ -1,0 +1,66 @@
+"""What is free on the host: the least of what the machine, its control groups and the process's own limits leave."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+
+
+def free_host_bytes(*, proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
+    """Bytes that this process may still allocate.
+
+    The page cache counts as free: in the machine's figure by psutil, in a control group's by its ``inactive_file``. A group is bound by
+    every group above it, so the process's own path is walked up to the root; versions 1 and 2 are understood.
+    """
+    free = [psutil.virtual_memory().available, *_cgroup_free(proc, root)]
+    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
+        soft = resource.getrlimit(limit)[0]
+        if soft != resource.RLIM_INFINITY:
+            used = psutil.Process().memory_info()
+            free.append(soft - (used.vms if limit == resource.RLIMIT_AS else used.data))
+    return max(0, min(free))
+
+
+def _cgroup_free(proc: Path, root: Path) -> Iterator[int]:
+    for directory, limit_file, usage_file, file_key in _cgroups(proc, root):
+        try:
+            text = (directory / limit_file).read_text().strip()
+            if text == "max":
+                continue
+            usage = int((directory / usage_file).read_text())
+            fields = dict(line.split(maxsplit=1) for line in (directory / "memory.stat").read_text().splitlines())
+            yield int(text) - usage + int(fields.get(file_key, 0))
+        except (OSError, ValueError):
+            continue  # no controller here, or not ours to read
+
+
+def _cgroups(proc: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
+    """The process's groups from its own up to the root: directory, limit file, usage file, key of droppable page cache."""
+    try:
+        lines = proc.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers == "":
+            base, names = root, ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+        else:
+            continue
+        directory = base / path.lstrip("/")
+        while True:
+            yield directory, *names
+            if directory == base or base not in directory.parents:
+                break
+            directory = directory.parent
+
+
+def resident_bytes() -> dict[str, int]:
+    """Resident memory of this process: ``anonymous``, ``file`` (mapped from files) and ``shared`` (page-locked memory counts here), in bytes."""
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    names = {"anonymous": "RssAnon", "file": "RssFile", "shared": "RssShmem"}
+    return {name: int(fields[field].split()[0]) * 1024 for name, field in names.items()}

@@ -1,0 +1,381 @@
+"""Which rows, in which order.
+
+An order maps positions of an epoch to row numbers. It is a function of its arguments, the number of rows and the epoch, and
+can be asked for any position, so a million-row shuffle costs no memory and a resumed epoch goes on where it stopped.
+Orders know the number of rows only when they are bound: ``Feeder(x, rows=block_shuffled(seed=1, block_rows=4096), ...)``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from .errors import ArgumentError, RowIndexError, WorkerError
+
+Rows = npt.NDArray[np.int64]
+"""Row numbers, shape (n,)."""
+At = Callable[[Rows], Rows]
+"""Row numbers at the given positions of one epoch."""
+
+_TABLE_ROWS = 1 << 16  # up to here a permutation is a table: every permutation is equally likely; 512 KiB at most
+_RUN_ROWS = 1 << 14  # an order is asked for at least so many rows at once: numpy's cost per call is shared by many batches
+
+
+@runtime_checkable
+class Order(Protocol):
+    """Which rows an epoch has, in which order. Orders are frozen dataclasses: equal arguments, equal order, and ``repr`` tells both."""
+
+    def length(self, n_rows: int) -> int:
+        """Number of rows in one epoch over ``n_rows`` rows."""
+
+    def bind(self, n_rows: int, epoch: int) -> At:
+        """The order of one epoch."""
+
+
+def sequential() -> Order:
+    """Rows 0, 1, 2, … in every epoch."""
+    return Sequential()
+
+
+def shuffled(seed: int = 0) -> Order:
+    """All rows in random order, another one in every epoch; the same for the same seed and epoch, on every machine and version."""
+    return Shuffled(seed)
+
+
+def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -> Order:
+    """Random order at near-sequential disk speed.
+
+    Blocks of ``block_rows`` neighbouring rows come in random order; the rows of ``window_blocks`` consecutive blocks are mixed.
+    Where blocks begin is drawn anew in every epoch. Rows that are neighbours in the file are at most one window apart.
+
+    Raises:
+        ArgumentError: ``block_rows`` or ``window_blocks`` below 1.
+    """
+    for name, value in (("block_rows", block_rows), ("window_blocks", window_blocks)):
+        if value < 1:
+            raise ArgumentError(f"{name}={value}: expected at least 1")
+    return BlockShuffled(seed, block_rows, window_blocks)
+
+
+def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = False) -> Order:
+    """The share of one rank, equally long on every rank, as ``torch.utils.data.DistributedSampler`` cuts it.
+
+    Rank r takes positions r, r + world_size, … of ``order``; of a block-shuffled order it takes one contiguous stretch, so that a
+    block is read by one rank. Where rows do not divide, the first rows of the order come again at its end, or with
+    ``drop_last`` the rest is left out.
+
+    Raises:
+        ArgumentError: ``rank`` is not in [0, world_size).
+    """
+    if not 0 <= rank < world_size:
+        raise ArgumentError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size")
+    return PerRank(order, rank, world_size, drop_last)
+
+
+@dataclass(frozen=True)
+class Sequential:
+    """Rows in the order of the store."""
+
+    def length(self, n_rows: int) -> int:
+        return n_rows
+
+    def bind(self, n_rows: int, epoch: int) -> At:
+        return lambda positions: positions
+
+
+@dataclass(frozen=True)
+class Shuffled:
+    """A random permutation of all rows."""
+
+    seed: int
+
+    def length(self, n_rows: int) -> int:
+        return n_rows
+
+    def bind(self, n_rows: int, epoch: int) -> At:
+        return permutation(n_rows, f"{self.seed}/{epoch}")
+
+
+@dataclass(frozen=True)
+class BlockShuffled:
+    """Blocks in random order, their rows mixed within a window of blocks."""
+
+    seed: int
+    block_rows: int
+    window_blocks: int
+
+    def length(self, n_rows: int) -> int:
+        return n_rows
+
+    def bind(self, n_rows: int, epoch: int) -> At:
+        salt = f"{self.seed}/{epoch}/blocks"
+        block, n_full = self.block_rows, n_rows // self.block_rows
+        # Rows are a ring that is cut into blocks from a drawn row on: the short block at the end is another one in every epoch.
+        first = int(_keys(salt + "/first", 1)[0] % np.uint64(n_rows)) if n_rows else 0
+        block_at = permutation(n_full, salt)
+        window_rows = block * self.window_blocks
+
+        def window(number: int) -> Rows:
+            size = min(window_rows, n_rows - number * window_rows)
+            mixed = number * window_rows + permutation(size, f"{salt}/{number}")(np.arange(size))
+            index, offset = np.divmod(mixed, block)
+            full = index < n_full
+            index[full] = block_at(index[full])
+            return (index * block + offset + first) % n_rows
+
+        last: tuple[int, Rows] = (-1, np.empty(0, np.int64))  # consecutive batches ask for the same window
+
+        def at(positions: Rows) -> Rows:
+            nonlocal last
+            number, offset = np.divmod(positions, window_rows)
+            rows = np.empty_like(positions)
+            for n in np.unique(number).tolist():
+                if n != last[0]:
+                    last = (n, window(n))
+                here = number == n
+                rows[here] = last[1][offset[here]]
+            return rows
+
+        return at
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """One rank's share of an order."""
+
+    order: Order
+    rank: int
+    world_size: int
+    drop_last: bool
+
+    def length(self, n_rows: int) -> int:
+        whole = self.order.length(n_rows)
+        return whole // self.world_size if self.drop_last else -(-whole // self.world_size)
+
+    def bind(self, n_rows: int, epoch: int) -> At:
+        at, whole, share = self.order.bind(n_rows, epoch), self.order.length(n_rows), self.length(n_rows)
+        if isinstance(self.order, BlockShuffled):
+            return lambda positions: at((positions + self.rank * share) % whole)
+        return lambda positions: at((positions * self.world_size + self.rank) % whole)
+
+
+# -- permutations ----------------------------------------------------------------------------------------------------
+
+
+def permutation(n: int, salt: str) -> At:
+    """A permutation of [0, n) as a function, drawn by ``salt``.
+
+    Small ones are tables. Large ones are a Feistel network over the next power of two, walked until it falls below n
+    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): no memory, any position at once.
+    """
+    if n <= _TABLE_ROWS:
+        table = np.argsort(_mix(np.arange(n, dtype=np.uint64) ^ _keys(salt, 1)[0]), kind="stable")
+        return lambda positions: table[positions]
+    keys = _keys(salt, 6)
+    bits = (n - 1).bit_length()
+    low_bits = np.uint64(bits // 2)
+    low, high = np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1)
+
+    def network(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+        left, right = x >> low_bits, x & low
+        for even, odd in zip(keys[::2], keys[1::2], strict=True):
+            left ^= _mix(right ^ even) & high
+            right ^= _mix(left ^ odd) & low
+        return (left << low_bits) | right
+
+    def at(positions: Rows) -> Rows:
+        x = network(positions.astype(np.uint64))
+        while len(outside := np.flatnonzero(x >= n)):
+            x[outside] = network(x[outside])
+        return x.astype(np.int64)
+
+    return at
+
+
+def _keys(salt: str, n: int) -> npt.NDArray[np.uint64]:
+    return np.frombuffer(hashlib.blake2b(salt.encode(), digest_size=8 * n).digest(), "<u8").astype(np.uint64)
+
+
+def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Spread every bit over all others: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+# -- batches ---------------------------------------------------------------------------------------------------------
+
+
+class RowBatches(Protocol):
+    """The batches of an epoch: ``(rows, checksum)`` from batch ``start`` on."""
+
+    @property
+    def fingerprint(self) -> dict[str, Any]: ...
+    def __len__(self) -> int: ...
+    def epoch(self, number: int, start: int = 0, checksum: int = 0) -> Iterator[tuple[Rows, int]]: ...
+
+
+@dataclass(frozen=True)
+class OrderBatches:
+    """Batches of an order: ``batch_size`` rows each, the last one shorter unless ``drop_last``."""
+
+    order: Order
+    n_rows: int
+    batch_size: int
+    drop_last: bool = False
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return {"order": repr(self.order), "n_rows": self.n_rows, "batch_size": self.batch_size, "drop_last": self.drop_last}
+
+    def __len__(self) -> int:
+        n = self.order.length(self.n_rows)
+        return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
+
+    def epoch(self, number: int, start: int = 0, checksum: int = 0) -> Iterator[tuple[Rows, int]]:
+        """Rows of the batches of epoch ``number`` from batch ``start`` on. The order needs no checksum: it is a function of the epoch."""
+        at, size = self.order.bind(self.n_rows, number), self.batch_size
+        stop = min(len(self) * size, self.order.length(self.n_rows))
+        run = max(1, _RUN_ROWS // size) * size
+        for begin in range(start * size, stop, run):
+            rows = at(np.arange(begin, min(begin + run, stop), dtype=np.int64))
+            for i in range(0, len(rows), size):
+                yield rows[i : i + size], 0
+
+
+class SamplerBatches:
+    """Batches of a user's sampler, batch sampler, array or list.
+
+    Elements that are integers are cut into batches of ``batch_size``; elements that are sequences of integers are the batches.
+    Every batch carries a checksum of all row numbers so far, so that a resumed epoch can tell whether the sampler repeats itself.
+
+    Args:
+        rows: Iterable of integers or of integer sequences; ``set_epoch(number)`` is called before each epoch where it exists.
+        n_rows: Rows that there are.
+        batch_size: Rows per batch, and the most that a batch given by ``rows`` may have; None for batches of any size.
+        drop_last: Leave out a last batch that is not full.
+
+    Raises:
+        RowIndexError: An array or a list holds something that is not a row number.
+        ArgumentError: It is empty, or gives single rows and there is no ``batch_size``.
+    """
+
+    def __init__(self, rows: Iterable[Any], n_rows: int, batch_size: int | None, drop_last: bool) -> None:
+        self._rows, self._n_rows, self._batch_size, self._drop_last = rows, n_rows, batch_size, drop_last
+        self._name = f"rows={type(rows).__name__}"
+        self.gives_batches = batch_size is None or largest_batch(rows) is not None
+        if isinstance(rows, (np.ndarray, Sequence)):  # refuse what can be refused before anything runs
+            if len(rows) == 0:
+                raise ArgumentError("rows is empty: expected row numbers, or batches of row numbers")
+            if np.ndim(rows[0]) == 0:
+                self._rows = check_rows(rows, n_rows)
+                self._require_batch_size()
+            else:
+                self._rows = [self._check(batch, i) for i, batch in enumerate(rows)]
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return {"order": self._name, "n_rows": self._n_rows, "batch_size": self._batch_size, "drop_last": self._drop_last}
+
+    def __len__(self) -> int:
+        try:
+            n = len(self._rows)  # type: ignore[arg-type]
+        except TypeError:
+            raise TypeError(f"{self._name} has no len(), so the number of batches is not known") from None
+        if self.gives_batches:
+            return n
+        size = self._require_batch_size()
+        return n // size if self._drop_last else -(-n // size)
+
+    def epoch(self, number: int, start: int = 0, checksum: int = 0) -> Iterator[tuple[Rows, int]]:
+        """Rows of the batches of epoch ``number``; the first ``start`` are drawn and compared with ``checksum``, not given.
+
+        Raises:
+            ArgumentError: They are other rows than those that ``checksum`` was made of.
+            WorkerError: Fewer batches came than ``len`` promised: something below ended in silence.
+        """
+        if hasattr(self._rows, "set_epoch"):
+            self._rows.set_epoch(number)
+        total = count = 0
+        for rows in self._cut():
+            if count >= start:
+                self._compare(count == start, total, checksum, number)
+                yield rows, zlib.crc32(rows.tobytes(), total)
+            total, count = zlib.crc32(rows.tobytes(), total), count + 1
+        self._compare(count == start, total, checksum, number)
+        try:
+            promised = len(self)
+        except TypeError:
+            return
+        if count < promised:
+            raise WorkerError(f"{self._name} promised {promised} batches (its len) and ended after {count} in epoch {number}")
+
+    def _compare(self, here: bool, total: int, checksum: int, number: int) -> None:
+        if here and total != checksum:
+            raise ArgumentError(
+                f"{self._name} gave other rows for epoch {number} than when the state was saved; a sampler that is to be resumed must "
+                "give the same order for the same epoch (by set_epoch, or a fixed seed)"
+            )
+
+    def _cut(self) -> Iterator[Rows]:
+        if isinstance(self._rows, np.ndarray):
+            size = self._require_batch_size()
+            yield from (self._rows[i : i + size] for i in range(0, min(len(self) * size, len(self._rows)), size))
+            return
+        pending: list[Any] = []
+        for count, element in enumerate(self._rows):
+            if np.ndim(element) == 1:
+                self.gives_batches = True
+                yield self._check(element, count)
+                continue
+            pending.append(element)
+            if len(pending) == self._require_batch_size():
+                yield check_rows(pending, self._n_rows)
+                pending = []
+        if pending and not self._drop_last:
+            yield check_rows(pending, self._n_rows)
+
+    def _check(self, batch: Any, number: int) -> Rows:
+        rows = check_rows(batch, self._n_rows, f"batch {number} of rows")
+        if self._batch_size is not None and len(rows) > self._batch_size:
+            raise ArgumentError(
+                f"batch {number} of rows has {len(rows)} rows; expected at most {self._batch_size}, the batch size that was planned; "
+                "give smaller batches or raise the limits"
+            )
+        return rows
+
+    def _require_batch_size(self) -> int:
+        if self._batch_size is None:
+            raise ArgumentError("rows gives single row numbers: give batch_size= or config= as well")
+        return self._batch_size
+
+
+def largest_batch(rows: Iterable[Any]) -> int | None:
+    """Rows of the largest batch, where ``rows`` is known to give batches and can tell in advance; else None."""
+    if isinstance(rows, (np.ndarray, Sequence)):
+        return max(len(batch) for batch in rows) if len(rows) and np.ndim(rows[0]) == 1 else None
+    size = getattr(rows, "batch_size", None)  # a torch BatchSampler, or one made like it
+    return size if isinstance(size, int) else None
+
+
+def check_rows(rows: Any, n_rows: int, name: str = "rows") -> Rows:
+    """``rows`` as int64, contiguous, shape (n,), every one in [0, n_rows).
+
+    Raises:
+        RowIndexError: Not integers, negative or too large.
+    """
+    array = np.asarray(rows)
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise RowIndexError(f"{name}: got shape {array.shape} of {array.dtype}; expected a 1-d array of integer row numbers")
+    if len(array):
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= n_rows:
+            wrong = low if low < 0 else high
+            raise RowIndexError(f"{name}: row {wrong} is out of range; expected 0 <= row < {n_rows}")
+    return np.ascontiguousarray(array, dtype=np.int64)

@@ -1,0 +1,91 @@
+"""Sources: what fills a slot. Their epochs run in the reader's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from .devices.base import Part
+from .rows import RowBatches, Rows
+from .stores.base import Store
+from .tree import Rebuild
+
+_STEP_BYTES = 16 << 20  # rows are gathered in steps of this size; a loop that ends waits for one step at most
+
+
+@dataclass
+class Load:
+    """One batch that is to be brought to the device."""
+
+    parts: Sequence[Part]
+    rebuild: Rebuild
+    """Makes the batch, in the structure that the user knows, from the tensors of the parts."""
+    n_rows: int
+    """Samples in the batch, for the statistics."""
+    rows: Rows | None = None
+    """Row numbers, if the parts are rows of stores."""
+    checksum: int = 0
+    """Of all row numbers of the epoch so far, where a resumed epoch needs one."""
+
+
+class Source(Protocol):
+    """Batches, epoch by epoch."""
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """What must be the same for a saved position to mean the same batch; plain values."""
+        ...
+
+    def __len__(self) -> int:
+        """Batches in an epoch; TypeError where that is not known."""
+        ...
+
+    def epoch(self, number: int, start: int, checksum: int) -> Iterator[Load]:
+        """The batches of epoch ``number`` from batch ``start`` on."""
+        ...
+
+
+class StoreRows:
+    """The rows of one store that a batch wants."""
+
+    __slots__ = ("dtype", "rows", "shape", "store")
+
+    def __init__(self, store: Store, rows: Rows) -> None:
+        self.store, self.rows = store, rows
+        self.shape, self.dtype = (len(rows), *store.row_shape), store.dtype
+
+    def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
+        """Gather the rows into ``out``, some megabytes at a time."""
+        step = max(1, _STEP_BYTES * len(out) // max(1, out.nbytes))
+        for i in range(0, len(out), step):
+            self.store.gather(self.rows[i : i + step], out[i : i + step])
+            yield
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Rows of stores of equal length, in the order that ``batches`` says."""
+
+    stores: Sequence[Store]
+    rebuild: Rebuild
+    batches: RowBatches
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        return self.batches.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def epoch(self, number: int, start: int, checksum: int) -> Iterator[Load]:
+        for rows, total in self.batches.epoch(number, start, checksum):
+            yield Load([StoreRows(store, rows) for store in self.stores], self.rebuild, len(rows), rows, total)
+
+
+def part_nbytes(part: Part) -> int:
+    """Bytes of a part."""
+    return int(np.prod(part.shape, dtype=np.int64)) * part.dtype.itemsize

@@ -1,0 +1,179 @@
+"""What a feeder measured: totals, and on request a timeline of every batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .errors import ArgumentError, MissingDependency
+
+LANES = ("read", "copy", "write", "wait", "compute")
+"""What a span can be: rows gathered, rows copied to the device, rows written back; the loop waiting, the loop's own work."""
+
+_COLOURS = {"read": "#4878a8", "copy": "#6aa84f", "write": "#8e63a8", "wait": "#cc4125", "compute": "#e69138"}
+
+
+class Span(NamedTuple):
+    """One thing that took time."""
+
+    lane: str
+    batch: int
+    start_s: float
+    """Seconds since the first batch was asked for."""
+    end_s: float
+
+
+@dataclass(frozen=True)
+class FeederStats:
+    """Totals since the feeder was made."""
+
+    batches: int
+    rows: int
+    bytes: int
+    """Bytes lent to the loop."""
+    seconds: float
+    """Time within loops."""
+    wait_s: float
+    """Time in which a loop waited for a batch."""
+    read_s: float
+    """Time in which the reader gathered rows."""
+    write_s: float
+    """Time in which the writer wrote rows back."""
+
+    @property
+    def starved(self) -> float:
+        """Share of the time in which the loop waited for data."""
+        return self.wait_s / self.seconds if self.seconds else 0.0
+
+    @property
+    def rows_per_s(self) -> float:
+        return self.rows / self.seconds if self.seconds else 0.0
+
+    @property
+    def gb_per_s(self) -> float:
+        """1e9 bytes per second."""
+        return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.batches} batches, {self.rows} rows in {self.seconds:.2f} s: {self.rows_per_s:,.0f} rows/s, {self.gb_per_s:.2f} GB/s, "
+            f"starved {self.starved:.1%} of the time"
+        )
+
+
+class Meter:
+    """Counts. Each number belongs to one thread: ``read_s`` to the reader, ``write_s`` to the writer, the others to the consumer.
+
+    Args:
+        timeline: Keep a span for everything that took time.
+    """
+
+    def __init__(self, *, timeline: bool = False) -> None:
+        self.timeline = Timeline() if timeline else None
+        self.batches = self.rows = self.bytes = 0
+        self.wait_s = self.read_s = self.write_s = 0.0
+        self._seconds = 0.0
+        self._zero: float | None = None
+        self._entered: float | None = None  # when the loop under way began
+
+    def now(self) -> float:
+        """The time."""
+        return time.perf_counter()
+
+    def enter(self) -> float:
+        """A loop begins; the time, the first of which is the zero of the timeline."""
+        self._entered = now = time.perf_counter()
+        if self._zero is None:
+            self._zero = now
+        return now
+
+    def lent(self, batch: int, rows: int, nbytes: int, asked: float) -> float:
+        """A batch that the loop asked for at ``asked`` is lent; the time."""
+        now = self.span("wait", batch, asked)
+        self.batches, self.rows, self.bytes, self.wait_s = (
+            self.batches + 1,
+            self.rows + rows,
+            self.bytes + nbytes,
+            self.wait_s + now - asked,
+        )
+        return now
+
+    def leave(self) -> None:
+        """The loop has ended."""
+        if self._entered is not None:
+            self._seconds += time.perf_counter() - self._entered
+        self._entered = None
+
+    def span(self, lane: str, batch: int, start: float) -> float:
+        """Something that began at ``start`` ends; the time."""
+        now = time.perf_counter()
+        if self.timeline is not None:
+            zero = self._zero or 0.0
+            self.timeline.spans.append(Span(lane, batch, start - zero, now - zero))
+        return now
+
+    def stats(self) -> FeederStats:
+        running = time.perf_counter() - self._entered if self._entered is not None else 0.0
+        return FeederStats(self.batches, self.rows, self.bytes, self._seconds + running, self.wait_s, self.read_s, self.write_s)
+
+
+class Timeline:
+    """Spans in the order in which they ended."""
+
+    def __init__(self) -> None:
+        self.spans: list[Span] = []
+
+    def save(self, path: str | os.PathLike[str], *, last_s: float | None = None) -> None:
+        """Write a picture (.png, .svg, .pdf; needs matplotlib) or a trace for Perfetto and chrome://tracing (.json).
+
+        Args:
+            path: Its ending decides.
+            last_s: Only the last so many seconds.
+
+        Raises:
+            MissingDependency: A picture was asked for and there is no matplotlib.
+            ArgumentError: There is nothing to draw.
+        """
+        name = os.fspath(path)
+        if not self.spans:
+            raise ArgumentError("the timeline is empty: iterate a feeder made with timeline=True first")
+        first = max(span.end_s for span in self.spans) - last_s if last_s is not None else 0.0
+        spans = [span for span in self.spans if span.start_s >= first]
+        if name.endswith(".json"):
+            with open(name, "w") as file:
+                json.dump({"traceEvents": [_event(span) for span in spans]}, file)
+        else:
+            _draw(spans, name)
+
+
+def _event(span: Span) -> dict[str, Any]:
+    lane = LANES.index(span.lane)
+    start_us, length_us = span.start_s * 1e6, (span.end_s - span.start_s) * 1e6
+    return {"name": f"{span.lane} {span.batch}", "ph": "X", "pid": 0, "tid": lane, "ts": start_us, "dur": length_us}
+
+
+def _draw(spans: list[Span], path: str) -> None:
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise MissingDependency('a picture needs matplotlib: pip install "pinfeed[plot]"') from None
+    lanes = [lane for lane in LANES if any(span.lane == lane for span in spans)]
+    figure = Figure(figsize=(14, 0.7 * len(lanes) + 1.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    begin = min(span.start_s for span in spans)
+    for row, lane in enumerate(lanes):
+        for shade in (0, 1):  # neighbouring batches differ, so that a person can tell them apart
+            bars = [((s.start_s - begin) * 1e3, (s.end_s - s.start_s) * 1e3) for s in spans if s.lane == lane and s.batch % 2 == shade]
+            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLOURS[lane], alpha=1.0 if shade else 0.6)
+    total = max(span.end_s for span in spans) - begin
+    labels = [f"{lane} {sum(s.end_s - s.start_s for s in spans if s.lane == lane) / total:.0%}" for lane in lanes]
+    axes.set_yticks(range(len(lanes)), labels)
+    axes.invert_yaxis()
+    axes.set_xlim(0, total * 1e3)
+    axes.set_xlabel("milliseconds; each bar is one batch")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,8 @@
+"""Where rows live on the host."""
+
+from .array import ArrayStore
+from .base import Store
+from .mmap import MmapStore
+from .pinned import PinnedStore
+
+__all__ = ["ArrayStore", "MmapStore", "PinnedStore", "Store"]

@@ -1,0 +1,80 @@
+"""ArrayStore: rows of an array in memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import check_dtype
+from ..errors import StoreError
+from ..rows import Rows
+from .base import Array, run_of
+
+
+class ArrayStore:
+    """Rows of a numpy array or of a CPU tensor, shared, not copied: what is written back is seen in the array.
+
+    Args:
+        array: Shape (n_rows, *row_shape), at least one row.
+        name: What errors call it.
+
+    Raises:
+        StoreError: No rows, Fortran order, an object or structured dtype, or a tensor that is not on the CPU.
+    """
+
+    resident_bytes = 0
+
+    def __init__(self, array: Any, *, name: str = "array") -> None:
+        if not isinstance(array, np.ndarray):
+            from ..tensors import to_numpy  # a tensor: torch is there already; without one it need not be loaded
+
+            array = to_numpy(array, name)
+        if array.ndim == 0 or len(array) == 0:
+            raise StoreError(f"{name}: shape {array.shape} has no rows; expected (n_rows, ...) with at least one row")
+        if check_dtype(array.dtype, name) != array.dtype:
+            raise StoreError(f"{name}: dtype {array.dtype} is not in this machine's byte order; convert with .astype({array.dtype.name!r})")
+        if array.ndim > 1 and array.flags.f_contiguous and not array.flags.c_contiguous:
+            raise StoreError(
+                f"{name}: Fortran order, in which a row is scattered over memory; make rows contiguous with np.ascontiguousarray"
+            )
+        self._array: Array = array
+
+    @property
+    def array(self) -> Array:
+        """The rows themselves, shape (n_rows, *row_shape)."""
+        return self._array
+
+    @property
+    def n_rows(self) -> int:
+        return len(self._array)
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self._array.shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._array.dtype
+
+    @property
+    def writable(self) -> bool:
+        return bool(self._array.flags.writeable)
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        if (run := run_of(rows)) is not None:
+            np.copyto(out, self._array[run])
+        elif self._array.flags.c_contiguous:
+            # mode="clip": with "raise", numpy gathers into a buffer of its own first and copies that. Rows are in range here.
+            np.take(self._array, rows, axis=0, out=out, mode="clip")
+        else:  # take would copy the whole array to make it contiguous
+            np.copyto(out, self._array[rows])
+
+    def scatter(self, rows: Rows, values: Array) -> None:
+        self._array[rows] = values
+
+    def flush(self) -> None:
+        """Memory needs none."""
+
+    def close(self) -> None:
+        """The array is the caller's."""

@@ -1,0 +1,194 @@
+"""MmapStore: rows of a .npy file, or of several shards seen as one, never read whole.
+
+Rows go from the page cache straight to where they belong. Consecutive rows come by preadv; scattered ones by one system call
+from a mapping (see vmread.py), whose pages are dropped from this process again before they add up. No instruction of this process
+touches the mapping itself, so a file that shrinks is an error and not the end of the process.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..dtypes import check_dtype
+from ..errors import ArgumentError, ClosedError, FileMissing, StoreError, WriteBackError
+from ..rows import Rows
+from .base import Array, run_of
+from .npy import read_header
+from .shard import Shard
+
+Path = str | os.PathLike[str]
+
+_OPEN_SHARDS = 64  # of a thousand, so many hold a descriptor at a time
+
+
+class MmapStore:
+    """Rows of a .npy file on disk.
+
+    Args:
+        path: A file, a pattern (``"features-*.npy"``, in sorted order) or a sequence of files; several are shards of one store and
+            may differ in their number of rows.
+        mode: ``"r"``, or ``"r+"`` to write rows back through to the file.
+
+    Raises:
+        FileMissing: A file, or every file of a pattern, is missing.
+        StoreError: Not a .npy file, truncated, no rows, Fortran order, a dtype that torch has not, or shards that do not match.
+    """
+
+    def __init__(self, path: Path | Sequence[Path], *, mode: str = "r") -> None:
+        if mode not in ("r", "r+"):
+            raise ArgumentError(f"mode={mode!r}: expected 'r' or 'r+'")
+        headers = [read_header(p) for p in _paths(path)]
+        first = headers[0]
+        for header in headers:
+            if (header.dtype, header.row_shape) != (first.dtype, first.row_shape):
+                raise StoreError(
+                    f"shards do not match: {first.path} has rows of shape {first.row_shape}, {first.dtype}; "
+                    f"{header.path} of shape {header.row_shape}, {header.dtype}"
+                )
+        self._ends = np.cumsum([header.n_rows for header in headers])
+        if self._ends[-1] == 0:
+            raise StoreError(f"{first.path} has no rows (shape {(first.n_rows, *first.row_shape)}); expected at least one")
+        self._headers, self._mode = headers, mode
+        self._dtype, self._swapped = check_dtype(first.dtype, first.path), not first.dtype.isnative
+        self._open: OrderedDict[int, Shard] = OrderedDict()
+        self._dirty: set[int] = set()
+        self._lock = threading.Lock()  # guards _open and _dirty: reader and writer use the store at the same time
+        self._closed = False
+
+    def __repr__(self) -> str:
+        return f"MmapStore({self.paths[0] if len(self.paths) == 1 else self.paths!r}, mode={self._mode!r})"
+
+    def __enter__(self) -> MmapStore:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def paths(self) -> list[str]:
+        """The files, in the order of their rows."""
+        return [header.path for header in self._headers]
+
+    @property
+    def n_rows(self) -> int:
+        return int(self._ends[-1])
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self._headers[0].row_shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._dtype
+
+    @property
+    def writable(self) -> bool:
+        return self._mode == "r+"
+
+    @property
+    def resident_bytes(self) -> int:
+        """Pages of the files that are mapped into this process at a time, at most, in bytes."""
+        return Shard.RESIDENT_BYTES
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``.
+
+        Raises:
+            ReadError: A file has shrunk, or cannot be read.
+        """
+        target = _bytes_of(out)
+        for number, shard_rows, positions in self._split(rows):
+            shard = self._shard(number)
+            run = run_of(shard_rows)
+            if run is not None and (positions is None or run_of(positions) is not None):
+                begin = 0 if positions is None else int(positions[0])
+                shard.read_run(run, target[begin : begin + len(shard_rows)])
+            else:
+                shard.read_rows(shard_rows, target, np.arange(len(rows)) if positions is None else positions)
+        if self._swapped:
+            out.byteswap(inplace=True)
+
+    def scatter(self, rows: Rows, values: Array) -> None:
+        """Write rows through to the file; other readers of it see them at once, ``flush`` makes them durable.
+
+        Raises:
+            WriteBackError: The store was opened with mode="r".
+            OSError: What the file system says, with the name of the file.
+        """
+        if not self.writable:
+            raise WriteBackError(f'{self!r} is read-only; open it with MmapStore(path, mode="r+")')
+        source = _bytes_of(np.ascontiguousarray(values.byteswap() if self._swapped else values))
+        for number, shard_rows, positions in self._split(rows):
+            shard = self._shard(number)
+            with self._lock:
+                self._dirty.add(number)
+            shard.write_rows(shard_rows, source if positions is None else source[positions])
+
+    def flush(self) -> None:
+        """Return when every row written so far is on the disk (fsync)."""
+        with self._lock:
+            dirty, self._dirty = self._dirty, set()
+        for number in sorted(dirty):
+            self._shard(number).flush()
+
+    def close(self) -> None:
+        """Flush and close the files. Idempotent."""
+        if not self._closed:
+            self.flush()
+            self._closed = True
+            self._open.clear()
+
+    def _split(self, rows: Rows) -> list[tuple[int, Rows, npt.NDArray[np.intp] | None]]:
+        """The rows by shard: (shard, rows within it, their positions in ``rows``; None for all)."""
+        if len(self._headers) == 1:
+            return [(0, rows, None)]
+        shard_of = np.searchsorted(self._ends, rows, side="right")
+        starts = np.concatenate(([0], self._ends[:-1]))
+        parts = []
+        for number in np.unique(shard_of).tolist():
+            positions = np.flatnonzero(shard_of == number)
+            parts.append((number, rows[positions] - starts[number], positions))
+        return parts
+
+    def _shard(self, number: int) -> Shard:
+        """The shard, opened. One that falls out of the cache closes when the last thread that reads it is done."""
+        with self._lock:
+            if self._closed:
+                raise ClosedError(f"{self!r} is closed; open the file again")
+            shard = self._open.pop(number, None) or Shard(self._headers[number], writable=self.writable)
+            self._open[number] = shard
+            if len(self._open) > _OPEN_SHARDS:
+                oldest, evicted = self._open.popitem(last=False)
+                if oldest in self._dirty:
+                    self._dirty.discard(oldest)
+                    evicted.flush()
+            return shard
+
+
+def _paths(path: Path | Sequence[Path]) -> list[str]:
+    if isinstance(path, (str, os.PathLike)):
+        name = os.fspath(path)
+        if not glob.has_magic(name) or os.path.exists(name):
+            return [name]
+        found = sorted(glob.glob(name))
+        if not found:
+            raise FileMissing(f"{name}: no file matches this pattern (looked in {os.getcwd()})")
+        return found
+    names = [os.fspath(p) for p in path]
+    if not names:
+        raise ArgumentError("an empty list of files; expected at least one .npy file")
+    return names
+
+
+def _bytes_of(array: Array) -> npt.NDArray[np.uint8]:
+    """Shape (n, row_nbytes), on the same memory."""
+    n = len(array)
+    return array.reshape(-1).view(np.uint8).reshape(n, array.nbytes // n if n else 0)

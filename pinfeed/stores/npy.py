@@ -1,0 +1,97 @@
+"""The header of a .npy file, versions 1 to 3 (numpy's NEP 1), read without trusting it: nothing is unpickled or evaluated."""
+
+from __future__ import annotations
+
+import ast
+import math
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..dtypes import check_dtype
+from ..errors import FileMissing, StoreError
+
+_MAX_HEADER = 1 << 16  # what version 1 can say; a longer one lists the fields of a structured dtype, or is no header
+
+
+@dataclass(frozen=True)
+class NpyHeader:
+    """Where the rows of a .npy file are."""
+
+    path: str
+    dtype: np.dtype[Any]
+    """As in the file, which may have the other byte order."""
+    n_rows: int
+    row_shape: tuple[int, ...]
+    offset: int
+    """Bytes before the first row."""
+
+    @property
+    def row_nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.row_shape)
+
+    @property
+    def end(self) -> int:
+        """Bytes that the file needs to have."""
+        return self.offset + self.n_rows * self.row_nbytes
+
+
+def read_header(path: str) -> NpyHeader:
+    """Read and check the header of a .npy file.
+
+    Raises:
+        FileMissing: There is no such file.
+        StoreError: It is a directory, not a .npy file, truncated, in Fortran order, of a dtype that torch has not, or has no rows axis.
+    """
+    try:
+        with open(path, "rb") as file:
+            start = file.read(12)
+            length = _header_length(path, start)
+            begin = 10 if start[6] == 1 else 12
+            file.seek(begin)
+            text = file.read(length)
+            size = os.fstat(file.fileno()).st_size
+    except FileNotFoundError:
+        raise FileMissing(f"{path}: no such file (looked in {os.getcwd()}); expected a .npy file, as numpy.save writes it") from None
+    except IsADirectoryError:
+        raise StoreError(f"{path} is a directory; expected a .npy file, or a pattern such as {path}/*.npy") from None
+    dtype, shape = _parse(path, text, length)
+    header = NpyHeader(path, dtype, shape[0], shape[1:], begin + length)
+    if header.end > size:
+        raise StoreError(
+            f"{path} is truncated: its header promises {shape[0]} rows of {header.row_nbytes} bytes, {header.end} bytes in all; "
+            f"the file has {size}; copy or save it again"
+        )
+    return header
+
+
+def _header_length(path: str, start: bytes) -> int:
+    if len(start) < 12 or start[:6] != b"\x93NUMPY":
+        raise StoreError(f"{path} is not a .npy file (it starts with {start[:6]!r}); expected one that numpy.save wrote")
+    if start[6] not in (1, 2, 3):
+        raise StoreError(f"{path}: .npy version {start[6]}.{start[7]} is not known; expected 1.0, 2.0 or 3.0")
+    length = int.from_bytes(start[8:10] if start[6] == 1 else start[8:12], "little")
+    if length > _MAX_HEADER:
+        raise StoreError(f"{path}: a header of {length} bytes; expected at most {_MAX_HEADER} (an unstructured array needs about 100)")
+    return length
+
+
+def _parse(path: str, text: bytes, length: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    try:
+        if len(text) < length:
+            raise ValueError(f"{len(text)} of {length} bytes are there")
+        fields = ast.literal_eval(text.decode("utf-8").strip())
+        dtype = np.lib.format.descr_to_dtype(fields["descr"])
+        shape, fortran = fields["shape"], fields["fortran_order"]
+        if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+            raise ValueError(f"shape {shape!r}")
+    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, MemoryError, RecursionError) as error:
+        raise StoreError(f"{path}: the .npy header is damaged ({error}); save the array again") from None
+    check_dtype(dtype, path)
+    if not shape:
+        raise StoreError(f"{path} holds a single number (shape ()); expected (n_rows, ...)")
+    if fortran and len(shape) > 1:
+        raise StoreError(f"{path} is in Fortran order, in which a row is scattered over the file; save np.ascontiguousarray(array)")
+    return dtype, shape

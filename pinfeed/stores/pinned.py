@@ -1,0 +1,146 @@
+"""PinnedStore: rows in page-locked memory, which a GPU can read and write itself."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..blocks import anonymous, page_locked
+from ..dtypes import DTYPES, check_dtype
+from ..errors import DeviceError, MissingDependency, StoreError
+from .array import ArrayStore
+from .base import Array, Store
+from .mmap import MmapStore
+
+Pin = Literal["auto"] | bool
+
+_FILL_BYTES = 16 << 20  # tables are filled piecewise: the peak is the table and one piece
+
+
+class PinnedStore(ArrayStore):
+    """Rows in memory that is page-locked through CuPy. Takes exactly its rows, rounded up to whole pages.
+
+    Args:
+        source: A numpy array, a CPU tensor, a path of a .npy file or a Store; copied piece by piece.
+        pin: True to page-lock, ``"auto"`` to do so where CUDA and CuPy are there and take ordinary memory elsewhere, False for
+            ordinary memory.
+
+    Raises:
+        MissingDependency: ``pin=True`` without CuPy or without a CUDA device.
+        DeviceError: The driver refused to lock so much.
+    """
+
+    page_locked: bool
+    """Whether the rows are in page-locked memory."""
+
+    def __init__(self, source: Any, *, pin: Pin = True) -> None:
+        store, owned = (source, False) if isinstance(source, Store) else _open(source)
+        try:
+            self._allocate((store.n_rows, *store.row_shape), store.dtype, pin)
+            step = _rows_per_piece(self._array)
+            for start in range(0, store.n_rows, step):
+                rows = np.arange(start, min(start + step, store.n_rows), dtype=np.int64)
+                store.gather(rows, self._array[start : start + step])
+        finally:
+            if owned:
+                store.close()
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True) -> PinnedStore:
+        """Rows of any contents, ``shape`` (n_rows, *row_shape); the system gives zeros."""
+        store = cls.__new__(cls)
+        store._allocate(tuple(shape), DTYPES["bfloat16"] if dtype == "bfloat16" else np.dtype(dtype), pin)
+        return store
+
+    @classmethod
+    def zeros(cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True) -> PinnedStore:
+        """Rows of zeros."""
+        return cls.empty(shape, dtype, pin=pin)  # an anonymous mapping is zero-filled
+
+    @classmethod
+    def normal(
+        cls,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike = "float32",
+        *,
+        mean: float = 0.0,
+        std: float = 1.0,
+        seed: int = 0,
+        pin: Pin = True,
+    ) -> PinnedStore:
+        """Rows of normally distributed numbers, the same for the same seed."""
+        rng = np.random.default_rng(seed)
+        return cls.empty(shape, dtype, pin=pin)._fill(lambda size: rng.normal(mean, std, size))
+
+    @classmethod
+    def uniform(
+        cls,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike = "float32",
+        *,
+        low: float = 0.0,
+        high: float = 1.0,
+        seed: int = 0,
+        pin: Pin = True,
+    ) -> PinnedStore:
+        """Rows of numbers evenly distributed over [low, high), the same for the same seed."""
+        rng = np.random.default_rng(seed)
+        return cls.empty(shape, dtype, pin=pin)._fill(lambda size: rng.uniform(low, high, size))
+
+    def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], pin: Pin) -> None:
+        if not shape or shape[0] < 1:
+            raise StoreError(f"PinnedStore: shape {shape} has no rows; expected (n_rows, ...) with at least one row")
+        dtype = check_dtype(dtype, "PinnedStore")
+        nbytes = math.prod(shape) * dtype.itemsize
+        runtime = _cuda_runtime(pin)
+        self.page_locked = runtime is not None
+        if runtime is None:
+            memory = anonymous(nbytes)
+        else:
+            try:
+                memory = page_locked(nbytes, lambda address, size: runtime.hostRegister(address, size, 0), runtime.hostUnregister)
+            except runtime.CUDARuntimeError as error:
+                raise DeviceError(
+                    f"the driver refused to page-lock {nbytes} bytes ({error}); free memory, raise `ulimit -l`, or give pin=False"
+                ) from error
+        self._array: Array = memory[:nbytes].view(dtype).reshape(shape)
+
+    def _fill(self, draw: Callable[[tuple[int, ...]], Array]) -> PinnedStore:
+        if self.dtype.kind not in "fV":  # V: bfloat16
+            raise StoreError(f"PinnedStore: random rows of {self.dtype}; expected a floating point dtype")
+        step = _rows_per_piece(self._array)
+        for start in range(0, self.n_rows, step):
+            piece = self._array[start : start + step]
+            piece[...] = draw(piece.shape).astype(self.dtype)
+        return self
+
+
+def _open(source: Any) -> tuple[Store, bool]:
+    if isinstance(source, (np.ndarray,)) or hasattr(source, "numpy"):
+        return ArrayStore(source), True
+    return MmapStore(source), True
+
+
+def _rows_per_piece(array: Array) -> int:
+    return max(1, _FILL_BYTES // max(1, array.nbytes // len(array)))
+
+
+def _cuda_runtime(pin: Pin) -> Any:
+    """CuPy's CUDA runtime, or None for ordinary memory."""
+    if pin is False:
+        return None
+    try:
+        import cupy
+    except ImportError:
+        problem = 'CuPy is not installed: pip install "pinfeed[cuda12]" or "pinfeed[cuda13]", to match the driver'
+    else:
+        if cupy.cuda.is_available():
+            return cupy.cuda.runtime
+        problem = "CuPy finds no CUDA device or driver"
+    if pin == "auto":
+        return None
+    raise MissingDependency(f'PinnedStore needs page-locked memory, and {problem}; give pin="auto" for ordinary memory where there is none')

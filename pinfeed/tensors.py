@@ -1,0 +1,42 @@
+"""numpy arrays and torch tensors as each other, without copies."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .dtypes import BFLOAT16, DTYPES
+from .errors import StoreError
+
+TORCH: dict[np.dtype[Any], torch.dtype] = {dtype: getattr(torch, name) for name, dtype in DTYPES.items()}
+NUMPY: dict[torch.dtype, np.dtype[Any]] = {there: here for here, there in TORCH.items()}
+
+
+def to_torch(array: npt.NDArray[Any]) -> torch.Tensor:
+    """A CPU tensor on the array's memory."""
+    if array.dtype == BFLOAT16:  # torch does not know the dtype as numpy's, but it knows its bits
+        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+    return torch.from_numpy(array)
+
+
+def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
+    """An array on the memory of a dense CPU tensor.
+
+    Raises:
+        StoreError: It is not one.
+    """
+    if not isinstance(value, torch.Tensor):
+        raise StoreError(f"{name}: got {type(value).__name__}; expected a path, a numpy array, a CPU tensor or a Store")
+    if value.device.type != "cpu":
+        raise StoreError(f"{name}: the tensor is on {value.device} already; expected one on the CPU (index it directly, or give .cpu())")
+    if value.layout is not torch.strided or value.dtype not in NUMPY:
+        raise StoreError(f"{name}: got a {value.layout} tensor of {value.dtype}; expected a dense one of {', '.join(sorted(DTYPES))}")
+    value = value.detach()
+    if value.dtype is torch.bfloat16:
+        bits: npt.NDArray[Any] = value.view(torch.uint16).numpy()
+        return bits.view(BFLOAT16)
+    array: npt.NDArray[Any] = value.numpy()
+    return array

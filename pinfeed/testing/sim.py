@@ -1,0 +1,339 @@
+"""SimDevice: an asynchronous device without hardware, that runs work as late, or in as bad an order, as streams and events allow.
+
+One adversary decides all that may happen at the same time on a real machine: which stream advances, and when a worker does its
+next task. Everything runs in the caller's thread, so a run is a function of the adversary, and a failing one can be replayed.
+
+As on a GPU, work in a stream reads and writes memory when it runs, and holds no reference to it. Freed device memory goes back to
+the stream that it was allocated for and is handed out again at once, queued work or not, as torch's caching allocator does; who
+ordered his streams wrongly finds his data overwritten. Host memory that is freed while queued work needs it is an error.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..devices.base import Part
+from ..rows import Rows
+from ..stores.base import Store
+
+Array = npt.NDArray[Any]
+Choose = Callable[[Sequence[str]], "str | None"]
+"""Of the actors that can advance, the one that does; None for nobody."""
+Site = tuple[str, int]
+"""File and line of a call."""
+
+_POISON = 0x5B
+
+
+def lazy(ready: Sequence[str]) -> str | None:
+    """Everything as late as possible."""
+    return None
+
+
+def favour(*names: str) -> Choose:
+    """The named actors at once, all others as late as possible."""
+    return lambda ready: next((name for name in ready if name in names), None)
+
+
+class Memory:
+    """A piece of device memory; free when nobody holds it any more."""
+
+    def __init__(self, contents: npt.NDArray[np.uint8], stream: SimStream) -> None:
+        self.contents, self.stream = contents, stream
+        self.shared: set[SimStream] = set()
+        weakref.finalize(self, stream.device._free_memory, contents, stream, self.shared).atexit = False
+
+
+class DeviceArray:
+    """An array on the device. The host cannot read it; work in a stream can."""
+
+    def __init__(self, memory: Memory, array: Array) -> None:
+        self.memory, self._array, self.shape, self.dtype = memory, array, array.shape, array.dtype
+
+    def __getitem__(self, key: slice) -> DeviceArray:
+        return DeviceArray(self.memory, self._array[key])
+
+
+class SimEvent:
+    """A point in a stream."""
+
+    def __init__(self, stream: SimStream) -> None:
+        self._stream, self.passed = stream, False
+
+    def sync(self) -> None:
+        if not self._stream.device._ignored():
+            self._stream.device._force(self)
+
+    def is_done(self) -> bool:
+        return self.passed
+
+
+class SimStream:
+    """A queue of closures."""
+
+    def __init__(self, device: SimDevice, name: str) -> None:
+        self.device, self.name = device, name
+        self._work: deque[tuple[Callable[[], object], SimEvent | None]] = deque()
+
+    def record(self) -> SimEvent:
+        event = SimEvent(self)
+        self._enqueue(lambda: setattr(event, "passed", True))
+        return event
+
+    def wait(self, event: SimEvent) -> None:
+        if not self.device._ignored():
+            self._enqueue(lambda: None, after=event)
+
+    def sync(self) -> None:
+        if not self.device._ignored():
+            self.device._force(self.record())
+
+    def _enqueue(self, run: Callable[[], object], after: SimEvent | None = None) -> None:
+        self._work.append((run, after))
+        self.device._turn()
+
+    def _reach(self, array: DeviceArray | Array) -> Callable[[], Array]:
+        """How work in this stream finds the array when it runs."""
+        if isinstance(array, DeviceArray):
+            contents = array._array
+            return lambda: contents
+        base = array
+        while isinstance(base.base, np.ndarray):
+            base = base.base
+        owner = weakref.ref(base)
+        address, shape, dtype, strides = array.ctypes.data, array.shape, array.dtype, array.strides
+        del array, base
+
+        def reach() -> Array:
+            root = owner()
+            assert root is not None, f"stream {self.name!r} uses freed host memory"
+            return np.ndarray(shape, dtype, root, address - root.ctypes.data, strides)
+
+        return reach
+
+    @property
+    def _ready(self) -> bool:
+        return bool(self._work) and (self._work[0][1] is None or self._work[0][1].passed)
+
+    def _advance(self) -> None:
+        self._work.popleft()[0]()
+
+
+class SimFuture(Future[Any]):
+    """A future whose task runs when the adversary says so, or when its result is asked for."""
+
+    def __init__(self, worker: SimWorker) -> None:
+        super().__init__()
+        self._worker = worker
+
+    def result(self, timeout: float | None = None) -> Any:
+        self._run()
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        self._run()
+        return super().exception(timeout)
+
+    def done(self) -> bool:
+        self._worker._device._turn()
+        return super().done()
+
+    def _run(self) -> None:
+        while not super().done():
+            self._worker._advance()
+
+
+class SimWorker:
+    """An executor of one thread, simulated."""
+
+    def __init__(self, device: SimDevice) -> None:
+        self._device, self._busy = device, False
+        self._tasks: deque[tuple[SimFuture, Callable[..., Any], tuple[Any, ...]]] = deque()
+
+    def submit(self, fn: Callable[..., Any], *args: Any) -> SimFuture:
+        future = SimFuture(self)
+        self._tasks.append((future, fn, args))
+        self._device._turn()
+        return future
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        while self._tasks:
+            if cancel_futures:
+                self._tasks.popleft()[0].cancel()
+            else:
+                self._advance()
+
+    @property
+    def _ready(self) -> bool:
+        return bool(self._tasks) and not self._busy
+
+    def _advance(self) -> None:
+        future, fn, args = self._tasks.popleft()
+        self._busy = True
+        try:
+            future.set_result(fn(*args))
+        except BaseException as error:
+            future.set_exception(error)
+        finally:
+            self._busy = False
+
+
+class SimDevice:
+    """A device whose schedule is ``choose``.
+
+    Args:
+        choose: The adversary; asked whenever the host calls the device.
+        direct: Whether the device reads and writes the rows of stores itself, when its streams come to it.
+        deaf_to: A call site of ``wait`` or ``sync`` that is ignored.
+
+    Attributes:
+        sites: Call sites of ``wait`` and ``sync`` so far.
+        peak_bytes: Most device memory that was allocated at a time.
+    """
+
+    name = "sim"
+    unified = False
+
+    def __init__(self, choose: Choose = lazy, *, direct: bool = False, deaf_to: Site | None = None) -> None:
+        self._choose, self._direct, self._deaf_to = choose, direct, deaf_to
+        self._actors: dict[str, SimStream | SimWorker] = {}
+        self._turning = False
+        self._free: dict[tuple[str, int], list[npt.NDArray[np.uint8]]] = {}
+        self._pinned: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
+        self._compute = self.stream("compute")
+        self._current = self._compute
+        self.sites: set[Site] = set()
+        self.allocated_bytes = self.peak_bytes = 0
+
+    # ---- Device ------------------------------------------------------------------------------------------------------
+    def stream(self, name: str) -> SimStream:
+        stream = self._actors.setdefault(name, SimStream(self, name))
+        assert isinstance(stream, SimStream)
+        return stream
+
+    def current_stream(self) -> SimStream:
+        return self._current
+
+    def worker(self, name: str) -> Any:
+        self._actors[name] = worker = SimWorker(self)
+        return worker
+
+    def empty(self, nbytes: int, stream: SimStream) -> Memory:
+        spare = self._free.get((stream.name, nbytes))
+        contents = spare.pop() if spare else np.full(nbytes, _POISON, np.uint8)
+        self.allocated_bytes += nbytes
+        self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+        return Memory(contents, stream)
+
+    def tensor(self, buffer: Memory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
+        return DeviceArray(buffer, np.ndarray(shape, dtype, buffer.contents))
+
+    def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
+        array = np.full(nbytes, _POISON, np.uint8)
+        self._pinned[id(array)] = array
+        return array
+
+    def copy(self, src: Any, dst: Any, stream: SimStream) -> None:
+        for host in (x for x in (src, dst) if isinstance(x, np.ndarray)):
+            assert any(np.shares_memory(host, p) for p in self._pinned.values()), "asynchronous copy of pageable memory"
+        source, target = stream._reach(src), stream._reach(dst)
+        stream._enqueue(lambda: np.copyto(target(), source()))
+
+    def copy_rows(self, src: DeviceArray, src_pos: Rows, dst: DeviceArray, dst_pos: Rows, stream: SimStream) -> None:
+        source, target = stream._reach(src), stream._reach(dst)
+        stream._enqueue(lambda: target().__setitem__(dst_pos, source()[src_pos]))
+
+    def adopt(self, part: Part) -> Any:
+        return None
+
+    def reaches(self, source: Part | Store) -> bool:
+        return self._direct
+
+    def read(self, part: Part, dst: DeviceArray, stream: SimStream) -> Iterator[None]:
+        target = stream._reach(dst)
+        stream._enqueue(lambda: [None for _ in part.read(target())])
+        yield
+
+    def write(self, store: Store, rows: Rows, values: DeviceArray, stream: SimStream) -> None:
+        source = stream._reach(values)
+        stream._enqueue(lambda: store.scatter(rows, source()))
+
+    def share(self, tensor: DeviceArray, stream: SimStream) -> None:
+        tensor.memory.shared.add(stream)
+
+    def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
+        return (value.shape, value.dtype, True) if isinstance(value, DeviceArray) else None
+
+    def free_bytes(self) -> int:
+        return 1 << 30
+
+    def close(self) -> None:
+        """Nothing is spare."""
+
+    # ---- for tests ---------------------------------------------------------------------------------------------------
+    def switch(self, name: str) -> None:
+        """The consumer's work goes to another stream from now on, behind what it has queued so far."""
+        stream = self.stream(name)
+        stream._enqueue(lambda: None, after=self._current.record())
+        self._current = stream
+
+    def launch(self, kernel: Callable[..., object], *arrays: DeviceArray) -> None:
+        """What a user's model does: run ``kernel`` on the arrays in the current stream."""
+        reach = [self._current._reach(array) for array in arrays]
+        self._current._enqueue(lambda: kernel(*(r() for r in reach)))
+
+    def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
+        """A new array of the user's."""
+        wanted = np.dtype(dtype)
+        return self.tensor(self.empty(int(np.prod(shape)) * wanted.itemsize, self._current), shape, wanted)
+
+    def drain(self) -> None:
+        """Run all that is left, as the end of the program does."""
+        while ready := [actor for actor in self._actors.values() if actor._ready]:
+            ready[0]._advance()
+
+    # ---- scheduling --------------------------------------------------------------------------------------------------
+    def _turn(self) -> None:
+        """The host called the device: the adversary advances whom it likes."""
+        if self._turning:
+            return
+        self._turning = True
+        try:
+            while name := self._choose([name for name, actor in self._actors.items() if actor._ready]):
+                self._actors[name]._advance()
+        finally:
+            self._turning = False
+
+    def _force(self, event: SimEvent) -> None:
+        """The host waits for ``event``: run what it depends on and nothing more."""
+        self._turn()
+        while not event.passed:
+            after = event._stream._work[0][1]
+            if after is not None and not after.passed:
+                self._force(after)  # the adversary may have advanced this stream too, meanwhile
+            else:
+                event._stream._advance()
+
+    def _ignored(self) -> bool:
+        frame = sys._getframe(2)
+        site = (frame.f_code.co_filename, frame.f_lineno)
+        self.sites.add(site)
+        return site == self._deaf_to
+
+    def _free_memory(self, contents: npt.NDArray[np.uint8], stream: SimStream, shared: set[SimStream]) -> None:
+        """Hand the memory out again, once the other streams that use it have done what they were given so far."""
+        self.allocated_bytes -= len(contents)
+        if not shared:
+            self._free.setdefault((stream.name, len(contents)), []).append(contents)
+        else:
+            other = shared.pop()
+            other._work.append((lambda: self._free_memory(contents, stream, shared), None))
+            self.allocated_bytes += len(contents)

@@ -1,0 +1,265 @@
+"""The stream and event protocol.
+
+Rule 1: every wait, record and sync of pinfeed is in this file, and each names the hazard that it prevents.
+Rule 2: this file knows neither threads nor CUDA; it is given a Device and is called by whoever schedules it.
+Rule 3: memory of the device is taken on the consumer's stream, by the consumer; so it can be given back there by anybody, at any time.
+
+A slot goes round: reserved by the consumer, filled by the reader, lent to the consumer, reserved again. Its staging memory stays;
+its device memory is new each time, for a batch belongs to the user from the moment it is lent.
+
+    reader                            consumer                              writer
+                                      reserve: memory <- allocator (compute)
+                                               released = compute.record()
+    fill:   filled.sync()                                                           the last copy may still read staging
+            gather -> staging
+            read.wait(released)                                                     kernels may still use what the memory was before
+            read: staging -> memory   (staged route)
+            read: store -> memory     (direct route: the device reads the rows itself)
+            filled = read.record()
+    lend:                             compute.wait(filled)                          the rows may not be there yet
+                                      compute: newer writes -> memory
+    hold:                             compute: values -> held
+                                      ready = compute.record()
+    land:                                                   write.wait(ready)       the values may not be computed yet
+                                                            write: held -> staging  (staged)
+                                                            write: held -> store    (direct)
+                                                            landed = write.record()
+                                                            landed.sync()           the values may not have arrived yet
+                                                            staging -> store        (staged)
+    quiesce:                          read.sync()                                   copies may still write memory that nobody was lent
+
+A direct gather may run beside the scatter of the same rows and get them torn. That is allowed: such a write has not landed when the
+slot is filled, so ``lend`` copies its values over those rows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .devices.base import Buffer, Device, Event, Part, Stream, Tensor
+from .errors import WriteBackError
+from .forwarding import Write, WriteLog
+from .rows import Rows
+from .sources import Load, part_nbytes
+from .stats import Meter
+from .stores.base import Store
+
+
+class Cancelled(Exception):
+    """The loop has ended; nobody wants this batch any more."""
+
+
+@dataclass
+class Slot:
+    """Buffers of one batch and the events that guard them."""
+
+    staging: list[npt.NDArray[np.uint8]] = field(default_factory=list)
+    """Page-locked, one per part that is staged; kept from batch to batch."""
+    memory: list[tuple[int, Buffer]] = field(default_factory=list)
+    """Of the device, one per part, for the next fill: bytes and buffer."""
+    compute: Stream | None = None
+    """The consumer's stream when the memory was taken."""
+    released: Event | None = None
+    filled: Event | None = None
+    load: Load | None = None
+    tensors: list[Tensor] = field(default_factory=list)
+    needed: list[int] = field(default_factory=list)
+    """Bytes of device memory that each part of this fill took; 0 where it brought its own."""
+    seen: int = 0
+    """The gather saw every write numbered below this."""
+
+
+@dataclass
+class Landing:
+    """A write-back under way."""
+
+    write: Write
+    ready: Event
+    stores: Sequence[Store]
+
+
+class Transfer:
+    """Moves batches between host and device. One loop at a time.
+
+    Args:
+        device: Where to.
+        n_slots: Batches under way at a time.
+        capacity: Bytes of each part of a full batch, where they are known in advance; grows with what passes through.
+        meter: Counts.
+    """
+
+    def __init__(self, device: Device, n_slots: int, capacity: Sequence[int], meter: Meter) -> None:
+        self.device, self._meter = device, meter
+        self._read, self._write = device.stream("read"), device.stream("write")  # for good: a new stream strands the allocator's blocks
+        self._capacity = list(capacity)
+        self.slots = [Slot() for _ in range(n_slots)]
+        self._write_staging: list[npt.NDArray[np.uint8]] = []
+        self.log = WriteLog()
+        self._stopping = False
+
+    def begin(self) -> None:
+        """A loop begins: nothing is under way, all earlier writes have landed."""
+        self.log, self._stopping = WriteLog(), False
+
+    def stop(self) -> None:
+        """The loop has ended: a fill under way ends at its next step. May be called from any thread."""
+        self._stopping = True
+
+    def reserve(self, slot: Slot) -> None:
+        """Consumer. Give the slot memory for its next batch; what it lent before belongs to the user."""
+        compute = self.device.current_stream()
+        slot.load, slot.tensors, slot.seen = None, [], self.log.landed
+        slot.memory = [(nbytes, self.device.empty(nbytes, compute) if nbytes else None) for nbytes in self._capacity]
+        slot.compute, slot.released = compute, compute.record()
+
+    def fill(self, slot: Slot, load: Load, number: int) -> Slot:
+        """Reader. Gather a batch and start its way to the device.
+
+        Raises:
+            Cancelled: ``stop`` was called.
+        """
+        if slot.filled is not None:
+            slot.filled.sync()  # the last copy may still read staging
+        slot.load, slot.needed, slot.seen = load, [], self.log.landed
+        assert slot.compute is not None and slot.released is not None
+        start, late, moves = self._meter.now(), False, []
+        for i, part in enumerate(load.parts):
+            tensor = self.device.adopt(part)
+            slot.needed.append(0 if tensor is not None else part_nbytes(part))
+            if tensor is None:
+                memory, reserved = self._memory(slot, i)
+                late |= not reserved
+                tensor = self.device.tensor(memory, part.shape, part.dtype)
+                direct = self.device.reaches(part)
+                moves.append((part if direct else self._gather(slot, len(moves), part), direct, tensor))
+            slot.tensors.append(tensor)
+        slot.memory = []  # from here on the tensors alone hold it
+        self._read.wait(slot.released)  # kernels may still use what the memory was before
+        if late:
+            self._read.wait(slot.compute.record())  # as above, for memory that was taken since
+        for source, direct, tensor in moves:
+            if direct:
+                for _ in self.device.read(source, tensor, self._read):
+                    self._check_stop()
+            else:
+                self.device.copy(source, tensor, self._read)
+        self._meter.read_s += (now := self._meter.span("read", number, start)) - start
+        slot.filled = self._read.record()
+        if self._meter.timeline is not None and not self.device.unified:
+            slot.filled.sync()  # not a hazard: a timeline wants to know when the copy ended
+            self._meter.span("copy", number, now)
+        return slot
+
+    def lend(self, slot: Slot) -> list[Tensor]:
+        """Consumer. The batch's tensors, as if gathered now: the consumer's work from here on sees them whole."""
+        assert slot.load is not None and slot.filled is not None
+        compute = self.device.current_stream()
+        compute.wait(slot.filled)  # the rows may not be there yet
+        tensors, rows = slot.tensors, slot.load.rows
+        if compute != slot.compute:
+            for tensor in tensors:
+                self.device.share(tensor, compute)
+        if rows is not None:
+            for write in self.log.since(slot.seen):
+                self._forward(write, rows, tensors, compute)
+        self._capacity = [max(sizes) for sizes in itertools.zip_longest(self._capacity, slot.needed, fillvalue=0)]
+        slot.tensors, slot.load = [], None
+        return tensors
+
+    def hold(self, stores: Sequence[Store], rows: Rows, values: Sequence[Tensor | None]) -> Landing:
+        """Consumer. Take a copy of ``values``, which the caller may change at once, and which may be the batch itself.
+
+        Raises:
+            WriteBackError: A row is there twice.
+        """
+        compute, held = self.device.current_stream(), []
+        for value, store in zip(values, stores, strict=True):
+            if value is None:
+                held.append(None)
+                continue
+            shape, dtype = (len(rows), *store.row_shape), store.dtype
+            held.append(self.device.tensor(self.device.empty(int(np.prod(shape)) * dtype.itemsize, compute), shape, dtype))
+            self.device.copy(value, held[-1], compute)
+        return Landing(self.log.append(rows, held), compute.record(), stores)
+
+    def land(self, landing: Landing) -> None:
+        """Writer. Bring held values into their stores.
+
+        Raises:
+            WriteBackError: An earlier write failed; later ones must not overtake it.
+        """
+        write, start = landing.write, self._meter.now()
+        if self.log.landed != write.number:
+            raise WriteBackError("not written: an earlier write_back of this loop failed")
+        self._write.wait(landing.ready)  # the values may not be computed yet
+        staged = []
+        for store, held in zip(landing.stores, write.values, strict=True):
+            if held is None:
+                continue
+            if self.device.reaches(store):
+                self.device.write(store, write.rows, held, self._write)
+            else:
+                shape, dtype = (len(write.rows), *store.row_shape), store.dtype
+                staged.append((store, self._staged(self._write_staging, len(staged), shape, dtype)))
+                self.device.copy(held, staged[-1][1], self._write)
+        self._write.record().sync()  # the values may not have arrived yet
+        for store, values in staged:
+            store.scatter(write.rows, values)
+        self.log.landed = write.number + 1
+        self._meter.write_s += self._meter.span("write", write.number, start) - start
+
+    def forget(self) -> None:
+        """Consumer. Drop the writes that every batch under way has seen."""
+        self.log.forget(min(slot.seen for slot in self.slots))
+
+    def quiesce(self) -> None:
+        """Consumer. Wait for what is under way and let go of it; nothing touches the slots' memory when this returns."""
+        self._read.sync()  # copies may still write memory that nobody was lent
+        for slot in self.slots:
+            slot.load, slot.tensors, slot.memory, slot.released, slot.compute = None, [], [], None, None
+        self.log = WriteLog()
+
+    def close(self) -> None:
+        """Free the staging memory."""
+        self.slots, self._write_staging = [], []
+
+    def _memory(self, slot: Slot, i: int) -> tuple[Buffer, bool]:
+        """Memory for part ``i``, and whether it was reserved; a part that is larger than any before gets its own now."""
+        nbytes, memory = slot.memory[i] if i < len(slot.memory) else (0, None)
+        if memory is not None and nbytes >= slot.needed[i]:
+            return memory, True
+        assert slot.compute is not None
+        return self.device.empty(slot.needed[i], slot.compute), False
+
+    def _gather(self, slot: Slot, i: int, part: Part) -> npt.NDArray[Any]:
+        """The part, read into staging."""
+        out = self._staged(slot.staging, i, part.shape, part.dtype)
+        for _ in part.read(out):
+            self._check_stop()
+        return out
+
+    def _staged(self, staging: list[npt.NDArray[np.uint8]], i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Staging memory ``i`` in this shape, made or grown where it has to be."""
+        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        if i == len(staging):
+            staging.append(self.device.staging(nbytes))
+        elif len(staging[i]) < nbytes:
+            staging[i] = self.device.staging(nbytes)
+        return staging[i][:nbytes].view(dtype).reshape(shape)
+
+    def _check_stop(self) -> None:
+        if self._stopping:
+            raise Cancelled
+
+    def _forward(self, write: Write, rows: Rows, tensors: Sequence[Tensor], compute: Stream) -> None:
+        dst_pos, src_pos = write.overlap(rows)
+        if len(dst_pos):
+            for held, tensor in zip(write.values, tensors, strict=True):
+                if held is not None:
+                    self.device.copy_rows(held, src_pos, tensor, dst_pos, compute)

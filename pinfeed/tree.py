@@ -1,0 +1,68 @@
+"""The structure of a batch: tuples, lists, dicts, named tuples and dataclasses, nested; everything else is a leaf."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+Rebuild = Callable[[Iterator[Any]], Any]
+
+
+def flatten(value: Any, path: str = "") -> tuple[list[tuple[str, Any]], Rebuild]:
+    """The leaves of ``value``, each with its path (``"[0]['x'].y"``), and a function that builds the structure from new leaves.
+
+    An object with a ``to`` method of its own is a leaf: it knows better how it moves to a device.
+    """
+    children = _children(value)
+    if children is None:
+        return [(path, value)], next
+    leaves, parts = [], []
+    for name, child in children:
+        found, rebuild = flatten(child, path + name)
+        leaves += found
+        parts.append(rebuild)
+    make = _maker(value)
+    return leaves, lambda new: make([rebuild(new) for rebuild in parts])
+
+
+def _children(value: Any) -> list[tuple[str, Any]] | None:
+    if hasattr(value, "to") and callable(value.to):
+        return None
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", child) for key, child in value.items()]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return [(f".{name}", child) for name, child in zip(value._fields, value, strict=True)]
+    if isinstance(value, (tuple, list)):
+        return [(f"[{i}]", child) for i, child in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return None
+
+
+def _maker(value: Any) -> Callable[[list[Any]], Any]:
+    if isinstance(value, dict):
+        return lambda new: _filled(copy.copy(value), zip(value, new, strict=True))
+    if isinstance(value, Mapping):
+        return lambda new: type(value)(dict(zip(value, new, strict=True)))  # type: ignore[call-arg]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return lambda new: type(value)(*new)
+    if isinstance(value, (tuple, list)):
+        return lambda new: type(value)(new)
+    names = [field.name for field in dataclasses.fields(value)]
+    return lambda new: _with_fields(copy.copy(value), names, new)
+
+
+def _filled(target: dict[Any, Any], items: Any) -> dict[Any, Any]:
+    """A copy keeps what a subclass adds (a default factory, an order); its values are replaced."""
+    for key, value in items:
+        target[key] = value
+    return target
+
+
+def _with_fields(target: Any, names: list[str], values: list[Any]) -> Any:
+    """A copy keeps fields that ``__init__`` does not take; ``object.__setattr__`` also reaches frozen dataclasses."""
+    for name, value in zip(names, values, strict=True):
+        object.__setattr__(target, name, value)
+    return target

@@ -1,0 +1,192 @@
+"""A prefetching feeder is indistinguishable from the synchronous loop, whatever the device's schedule."""
+
+import linecache
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pinfeed import ArrayStore, Feeder
+from pinfeed.testing import SimDevice, favour, lazy
+
+N, D, SLOTS = 12, 2, ("pinfeed-read", "pinfeed-write")
+STREAMS = ("compute", "read", "write")
+FIXED = [np.array(r) for r in ([0, 1, 2], [3, 4, 5, 6, 7], [2, 1], [8, 9], [9, 2, 0], [1], [10, 11], [9, 8, 1])]
+GROWING = [np.array(r) for r in ([0], [1], [0], [1], [3], [3, 4, 5, 6, 7], [2, 1], [8, 9, 5, 4, 0])]
+CORNERS = {"eager": favour(*STREAMS, *SLOTS)} | {
+    "fast " + "+".join(names): favour(*names)
+    for names in (
+        [],
+        ["read", "pinfeed-read"],
+        ["compute"],
+        ["write"],
+        ["compute", "pinfeed-read"],
+        ["pinfeed-read"],
+        ["write", "pinfeed-write"],
+        ["read", "pinfeed-read", "write", "pinfeed-write"],
+        ["compute", "read", "pinfeed-read"],
+    )
+}
+
+
+class Run:
+    """One loop that changes the rows it is given: the same program, on the feeder and as the synchronous loop."""
+
+    def __init__(self, batches: list[np.ndarray], stop_after: int | None = None, switch_after: int | None = None) -> None:
+        self.batches, self.stop_after, self.switch_after = batches, stop_after, switch_after
+        self.x = np.arange(N * D, dtype=np.float64).reshape(N, D)
+        self.y = np.arange(N, dtype=np.int32)
+        self.seen: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def synchronous(self) -> "Run":
+        for i, rows in enumerate(self.batches[: self.stop_after]):
+            self.seen.append((self.x[rows], self.y[rows]))
+            if i % 5 != 4:
+                self.x[rows] = self.x[rows] * 2 + 1
+            if i % 3:
+                self.y[rows] += 1
+        return self
+
+    def fed(self, device: SimDevice, depth: int, known: bool = True) -> "Run":
+        """``known=False``: the feeder cannot know how large batches become."""
+        rows: Any = self.batches if known else Unsized(self.batches)
+        stores = (ArrayStore(self.x), {"y": ArrayStore(self.y)})
+        with Feeder(stores, rows=rows, depth=depth, device=device) as feeder:
+            for i, batch in enumerate(feeder.batches()):
+                self.step(device, i, batch)
+                if i + 1 == self.stop_after:
+                    break
+                if i + 1 == self.switch_after:
+                    device.switch("another")
+                del batch  # not held while the next one is made: its memory can be given out again
+        self.x, self.y = self.x.copy(), self.y.copy()  # what the user reads right after the loop
+        del feeder, stores
+        later = [
+            device.array((max(map(len, self.batches)), *shape), dtype) for shape, dtype in (((D,), "f8"), ((), "i4")) for _ in range(8)
+        ]
+        for array in later:  # what the user computes next, in whatever memory the loop has left
+            device.launch(lambda a: a.fill(7), array)
+        device.drain()
+        assert all((array._array == 7).all() for array in later), "memory written after the loop had ended"
+        return self
+
+    def step(self, device: SimDevice, i: int, batch: Any) -> None:
+        x, y = batch.data[0], batch.data[1]["y"]
+        device.launch(lambda x, y: self.seen.append((x.copy(), y.copy())), x, y)
+        new_x = new_y = None
+        if i % 5 != 4:
+            new_x = x if i % 2 else device.array(x.shape, x.dtype)  # in place, or a new array
+            device.launch(lambda x, new: np.copyto(new, x * 2 + 1), x, new_x)
+        if i % 3:
+            new_y = y
+            device.launch(lambda y: np.copyto(y, y + 1), y)
+        if new_x is not None or new_y is not None:
+            batch.write_back((new_x, {"y": new_y}))
+        for array in (new_x, new_y):
+            if array is not None:
+                device.launch(lambda a: a.fill(-1), array)  # values were copied: the user may change them at once
+        for shape, dtype in (((5, D), "f8"), ((5,), "i4")):  # what a model needs in between, as large as the largest batch
+            device.launch(lambda a: a.fill(-2), device.array(shape, dtype))
+
+
+class Unsized:
+    """Batches whose sizes, and number, are not known in advance."""
+
+    def __init__(self, batches: list[np.ndarray]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Any:
+        return iter(self._batches)
+
+
+def check(device: SimDevice, depth: int, batches: list[np.ndarray] | None = None, *, known: bool = True, **kwargs: Any) -> None:
+    if batches is None:
+        batches = FIXED if known else GROWING
+    want, got = Run(batches, **kwargs).synchronous(), Run(batches, **kwargs).fed(device, depth, known)
+    assert len(want.seen) == len(got.seen)
+    for w, g in zip(want.seen, got.seen, strict=True):
+        np.testing.assert_array_equal(g[0], w[0])
+        np.testing.assert_array_equal(g[1], w[1])
+    np.testing.assert_array_equal(got.x, want.x)
+    np.testing.assert_array_equal(got.y, want.y)
+
+
+@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
+@pytest.mark.parametrize("stop_after", [None, 3])
+@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+@pytest.mark.parametrize("corner", CORNERS)
+def test_corner_schedules(corner: str, depth: int, stop_after: int | None, direct: bool) -> None:
+    check(SimDevice(CORNERS[corner], direct=direct), depth, stop_after=stop_after)
+
+
+@pytest.mark.parametrize("seed", range(200))
+def test_random_schedules(seed: int) -> None:
+    rng = random.Random(seed)
+    batches = [np.array(rng.sample(range(N), rng.randint(1, 5))) for _ in range(8)]
+    device = SimDevice(lambda ready: rng.choice([None, *ready]), direct=rng.random() < 0.5)
+    check(device, rng.randint(0, 4), batches, known=rng.random() < 0.5, switch_after=rng.choice([None, 1, 3]))
+
+
+row_batches = st.lists(st.lists(st.integers(0, N - 1), min_size=1, max_size=5, unique=True).map(np.array), min_size=1, max_size=8)
+
+
+@given(st.lists(st.integers(0, 5), max_size=300), row_batches, st.integers(0, 3), st.booleans(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_any_schedule(moves: list[int], batches: list[np.ndarray], depth: int, direct: bool, known: bool) -> None:
+    coming = iter(moves)
+
+    def choose(ready: Any) -> str | None:
+        return next(iter([None, *ready][next(coming, 0) :]), None)
+
+    check(SimDevice(choose, direct=direct), depth, batches, known=known)
+
+
+VARIANTS: list[tuple[bool, dict[str, Any]]] = [
+    (direct, kwargs) for direct in (False, True) for kwargs in ({}, {"stop_after": 3}, {"known": False}, {"switch_after": 2})
+]
+
+
+def synchronisations() -> list[tuple[str, int]]:
+    """Every call site of wait and sync."""
+    sites: set[tuple[str, int]] = set()
+    for direct, kwargs in VARIANTS:
+        device = SimDevice(lazy, direct=direct)
+        check(device, 2, **kwargs)
+        sites |= device.sites
+    return sorted(sites)
+
+
+@pytest.mark.parametrize("site", synchronisations(), ids=lambda s: linecache.getline(*s).split("#")[0].strip())
+def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
+    """A device that is deaf to one of them computes something else, or uses freed memory, in some schedule."""
+    assert site[0].endswith("transfer.py"), "a wait or sync outside of transfer.py"
+    assert any(fails(choose, site, direct, kwargs) for choose in CORNERS.values() for direct, kwargs in VARIANTS)
+
+
+def fails(choose: Callable[..., Any], site: tuple[str, int], direct: bool, kwargs: dict[str, Any]) -> bool:
+    try:
+        check(SimDevice(choose, direct=direct, deaf_to=site), 2, **kwargs)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+def test_a_loop_that_drops_its_batches_stays_within_the_plan(depth: int) -> None:
+    device = SimDevice(favour(*STREAMS, *SLOTS))
+    x = np.zeros((64, 16))
+    with Feeder(ArrayStore(x), batch_size=4, depth=depth, device=device) as feeder:
+        for batch in feeder.batches():
+            batch.write_back(batch.data)
+            del batch
+        assert device.peak_bytes <= feeder.plan.device_bytes
+    x.flags.writeable = False
+    device = SimDevice(favour(*STREAMS, *SLOTS))
+    with Feeder(ArrayStore(x), batch_size=4, depth=depth, device=device) as feeder:
+        for _ in feeder:
+            pass
+    assert device.peak_bytes <= (depth + 2) * 4 * 16 * 8 <= feeder.plan.device_bytes
