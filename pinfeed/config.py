@@ -15,7 +15,7 @@ Route = Literal["staged", "direct"]
 _PAGE = 4096  # host memory is taken in whole pages
 _DEVICE_BLOCK = 512  # torch's caching allocator rounds to this
 _ROW_NUMBER = 8
-_ORDER_ROWS, _ORDER_ARRAYS = 1 << 14, 8  # an order computes a run of so many rows at least, in so many arrays of row numbers
+_ORDER = 3 << 20  # the most that an order of rows.py takes: three tables of 512 KiB, and arrays for a run of 16384 rows
 
 
 def KiB(count: float = 1) -> int:
@@ -176,16 +176,18 @@ class Config:
         return int(free * (1 - self.headroom)) if limit is None else limit
 
     def _refuse(self, plan: Plan, cpu: int, gpu: int | None) -> None:
-        if gpu is not None and plan.device_bytes > gpu:
-            kind, limit, name, given, place = "device", gpu, "gpu_memory_limit", self.gpu_memory_limit, ("device",)
-            need = plan.device_bytes
+        on_device = gpu is not None and plan.device_bytes > gpu
+        if on_device and gpu is not None:
+            kind, need, limit, name, given = "device", plan.device_bytes, gpu, "gpu_memory_limit", self.gpu_memory_limit
         else:
-            kind, limit, name, given, place = "host", cpu, "cpu_memory_limit", self.cpu_memory_limit, ("host", "pinned")
-            need = plan.host_bytes
-        uses = ", ".join(f"{item.count} x {human(item.nbytes)} for {item.what}" for item in plan.items if item.place in place)
+            kind, need, limit, name, given = "host", plan.host_bytes, cpu, "cpu_memory_limit", self.cpu_memory_limit
+        uses = ", ".join(
+            f"{item.count} x {human(item.nbytes)} for {item.what}" for item in plan.items if (item.place == "device") == on_device
+        )
         said = f"{name} is {human(limit)} ({limit} bytes)" + ("" if given is not None else ", what is free less the headroom")
         raise BudgetError(
-            f"one row per slot needs {human(need)} ({need} bytes) of {kind} memory: {uses}; {said}; lower depth (now {plan.depth}) or raise {name}"
+            f"one row per slot needs {human(need)} ({need} bytes) of {kind} memory: {uses}; {said}; "
+            f"lower depth (now {plan.depth}) or raise {name}"
         )
 
 
@@ -213,7 +215,7 @@ def plan_items(load: Load, batch_size: int, depth: int) -> tuple[Item, ...]:
             items.append(Item("staging of a write-back", "pinned", 1, batch(_PAGE, load.writable)))
     n_rows_arrays = depth + 3 + (3 * n_held if any(load.writable) else 0)  # of a write-back: the rows, and the rows sorted
     items.append(Item("row numbers", "host", n_rows_arrays, batch_size * _ROW_NUMBER))
-    items.append(Item("the order of the rows", "host", _ORDER_ARRAYS, max(_ORDER_ROWS, batch_size) * _ROW_NUMBER))
+    items.append(Item("the order of the rows", "host", 1, _ORDER))
     if load.resident_bytes:
         items.append(Item("file pages mapped while rows are gathered", "host", 1, load.resident_bytes))
     return tuple(items)

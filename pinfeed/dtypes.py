@@ -13,9 +13,25 @@ BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
 DTYPES: dict[str, np.dtype[Any]] = {"bfloat16": BFLOAT16} | {
     name: np.dtype(name)
-    for name in "bool uint8 int8 uint16 int16 uint32 int32 uint64 int64 float16 float32 float64 complex64 complex128".split()
+    for kind, widths in {
+        "uint": (8, 16, 32, 64),
+        "int": (8, 16, 32, 64),
+        "float": (16, 32, 64),
+        "complex": (64, 128),
+        "bool": ("",),
+    }.items()
+    for name in (f"{kind}{width}" for width in widths)
 }
 """By name, which is the same in both."""
+
+
+def dtype_of(value: Any, name: str) -> np.dtype[Any]:
+    """The dtype that ``value`` spells: anything that numpy takes, or ``"bfloat16"``.
+
+    Raises:
+        StoreError: torch has no such dtype.
+    """
+    return DTYPES[value] if isinstance(value, str) and value in DTYPES else check_dtype(np.dtype(value), name)
 
 
 def check_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:

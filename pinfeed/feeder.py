@@ -237,8 +237,8 @@ class _Stores:
         leaves, _ = flatten(values)
         if values is None or [_name(path) for path, _ in leaves] != self.names:
             raise WriteBackError(
-                f"write_back of {', '.join(_name(path) for path, _ in leaves)}; expected the structure of the source: {', '.join(self.names)} "
-                "(None for what stays as it is)"
+                f"write_back of {', '.join(_name(path) for path, _ in leaves)}; expected the structure of the source: "
+                f"{', '.join(self.names)} (None for what stays as it is)"
             )
         for (_, value), name, store in zip(leaves, self.names, self.stores, strict=True):
             if value is not None:
@@ -281,7 +281,9 @@ def _name(path: str) -> str:
     return f"source{path}"
 
 
-def _check_arguments(batch_size: int | None, config: Config | None, rows: object, shuffle: bool, depth: int | None) -> int:
+def _check_arguments(
+    batch_size: int | None, config: Config | None, rows: Order | Iterable[Any] | None, shuffle: bool, depth: int | None
+) -> int:
     """The depth, if the arguments can be together."""
     if batch_size is not None and config is not None:
         raise ArgumentError("both batch_size and config were given; give one of them (Config has preferred_batch_size)")

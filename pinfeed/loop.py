@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import GeneratorType
+from typing import Any, TypeVar, cast
 
 from .devices.base import Device
 from .epoch import Epoch, Loan
@@ -37,7 +38,7 @@ class Loop:
         self._transfer = Transfer(device, depth + 1, capacity, self._meter)
         self._epoch, self._batch, self._checksum = 0, 0, 0
         self._fresh = True  # the next run begins at (_epoch, _batch); else that epoch was left, and the one after it begins
-        self._running: weakref.ref[Generator[Any, None, None]] | None = None
+        self._running: weakref.ref[GeneratorType[Any, None, None]] | None = None
         self._last: Epoch | None = None
         self._closed = False
 
@@ -61,7 +62,7 @@ class Loop:
             raise ArgumentError("no timeline was recorded; make the feeder with timeline=True")
         return self._meter.timeline
 
-    def run(self, lend: Callable[[Loan], T]) -> Generator[T, None, None]:
+    def run(self, lend: Callable[[Loan], T]) -> Iterator[T]:
         """The next epoch, as what ``lend`` makes of each batch. Only a reference of the caller's keeps it going: ``break`` ends it.
 
         Raises:
@@ -71,7 +72,7 @@ class Loop:
         if self._is_running():
             raise ClosedError("a loop over this feeder is running; end it (or close() its iterator) first, or make a second feeder")
         self._raise_failure()
-        generator = self._run(lend)
+        generator = cast("GeneratorType[T, None, None]", self._run(lend))
         self._running = weakref.ref(generator)
         return generator
 
@@ -118,7 +119,7 @@ class Loop:
         self._transfer.close()
         self._raise_failure()
 
-    def _run(self, lend: Callable[[Loan], T]) -> Generator[T, None, None]:
+    def _run(self, lend: Callable[[Loan], T]) -> Iterator[T]:
         if not self._fresh:
             self._epoch, self._batch, self._checksum = self._epoch + 1, 0, 0
         self._fresh = False

@@ -30,11 +30,18 @@ def _cgroup_free(proc: Path, root: Path) -> Iterator[int]:
             text = (directory / limit_file).read_text().strip()
             if text == "max":
                 continue
-            usage = int((directory / usage_file).read_text())
-            fields = dict(line.split(maxsplit=1) for line in (directory / "memory.stat").read_text().splitlines())
-            yield int(text) - usage + int(fields.get(file_key, 0))
+            free = int(text) - int((directory / usage_file).read_text())
         except (OSError, ValueError):
             continue  # no controller here, or not ours to read
+        yield free + _droppable(directory / "memory.stat", file_key)
+
+
+def _droppable(stat: Path, key: str) -> int:
+    """Bytes of page cache that the kernel would give up; 0 where it does not say."""
+    try:
+        return sum(int(line.split()[1]) for line in stat.read_text().splitlines() if line.startswith(f"{key} "))
+    except (OSError, ValueError):
+        return 0
 
 
 def _cgroups(proc: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
@@ -60,7 +67,7 @@ def _cgroups(proc: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def resident_bytes() -> dict[str, int]:
-    """Resident memory of this process: ``anonymous``, ``file`` (mapped from files) and ``shared`` (page-locked memory counts here), in bytes."""
+    """Resident memory of this process in bytes: ``anonymous``, ``file`` (mapped from files) and ``shared`` (here, page-locked memory too)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     names = {"anonymous": "RssAnon", "file": "RssFile", "shared": "RssShmem"}
     return {name: int(fields[field].split()[0]) * 1024 for name, field in names.items()}

@@ -8,6 +8,7 @@ Orders know the number of rows only when they are bound: ``Feeder(x, rows=block_
 from __future__ import annotations
 
 import hashlib
+import operator
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ At = Callable[[Rows], Rows]
 """Row numbers at the given positions of one epoch."""
 
 _TABLE_ROWS = 1 << 16  # up to here a permutation is a table: every permutation is equally likely; 512 KiB at most
-_RUN_ROWS = 1 << 14  # an order is asked for at least so many rows at once: numpy's cost per call is shared by many batches
+_RUN_ROWS = 1 << 14  # an order is asked for so many rows at once: small batches share numpy's cost per call, large ones need no more memory
 
 
 @runtime_checkable
@@ -45,14 +46,14 @@ def sequential() -> Order:
 
 def shuffled(seed: int = 0) -> Order:
     """All rows in random order, another one in every epoch; the same for the same seed and epoch, on every machine and version."""
-    return Shuffled(seed)
+    return Shuffled(operator.index(seed))
 
 
 def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -> Order:
     """Random order at near-sequential disk speed.
 
     Blocks of ``block_rows`` neighbouring rows come in random order; the rows of ``window_blocks`` consecutive blocks are mixed.
-    Where blocks begin is drawn anew in every epoch. Rows that are neighbours in the file are at most one window apart.
+    Where blocks begin is drawn anew in every epoch. The rows of one block come less than one window apart.
 
     Raises:
         ArgumentError: ``block_rows`` or ``window_blocks`` below 1.
@@ -60,7 +61,7 @@ def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -
     for name, value in (("block_rows", block_rows), ("window_blocks", window_blocks)):
         if value < 1:
             raise ArgumentError(f"{name}={value}: expected at least 1")
-    return BlockShuffled(seed, block_rows, window_blocks)
+    return BlockShuffled(*map(operator.index, (seed, block_rows, window_blocks)))
 
 
 def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = False) -> Order:
@@ -75,7 +76,7 @@ def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = Fals
     """
     if not 0 <= rank < world_size:
         raise ArgumentError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size")
-    return PerRank(order, rank, world_size, drop_last)
+    return PerRank(order, operator.index(rank), operator.index(world_size), drop_last)
 
 
 @dataclass(frozen=True)
@@ -115,32 +116,30 @@ class BlockShuffled:
 
     def bind(self, n_rows: int, epoch: int) -> At:
         salt = f"{self.seed}/{epoch}/blocks"
-        block, n_full = self.block_rows, n_rows // self.block_rows
+        block = min(self.block_rows, max(1, n_rows))
+        n_full = n_rows // block
         # Rows are a ring that is cut into blocks from a drawn row on: the short block at the end is another one in every epoch.
         first = int(_keys(salt + "/first", 1)[0] % np.uint64(n_rows)) if n_rows else 0
         block_at = permutation(n_full, salt)
-        window_rows = block * self.window_blocks
+        window_rows = min(block * self.window_blocks, max(1, n_rows))
 
-        def window(number: int) -> Rows:
-            size = min(window_rows, n_rows - number * window_rows)
-            mixed = number * window_rows + permutation(size, f"{salt}/{number}")(np.arange(size))
-            index, offset = np.divmod(mixed, block)
-            full = index < n_full
-            index[full] = block_at(index[full])
-            return (index * block + offset + first) % n_rows
+        def window(number: int) -> At:
+            return permutation(min(window_rows, n_rows - number * window_rows), f"{salt}/{number}")
 
-        last: tuple[int, Rows] = (-1, np.empty(0, np.int64))  # consecutive batches ask for the same window
+        last: tuple[int, At] = (-1, block_at)  # consecutive batches ask for the same window
 
         def at(positions: Rows) -> Rows:
             nonlocal last
             number, offset = np.divmod(positions, window_rows)
-            rows = np.empty_like(positions)
             for n in np.unique(number).tolist():
                 if n != last[0]:
                     last = (n, window(n))
                 here = number == n
-                rows[here] = last[1][offset[here]]
-            return rows
+                offset[here] = last[1](offset[here])
+            index, offset = np.divmod(number * window_rows + offset, block)
+            full = index < n_full
+            index[full] = block_at(index[full])
+            return (index * block + offset + first) % n_rows
 
         return at
 
@@ -244,7 +243,10 @@ class OrderBatches:
         stop = min(len(self) * size, self.order.length(self.n_rows))
         run = max(1, _RUN_ROWS // size) * size
         for begin in range(start * size, stop, run):
-            rows = at(np.arange(begin, min(begin + run, stop), dtype=np.int64))
+            rows = np.empty(min(run, stop - begin), np.int64)
+            for i in range(0, len(rows), _RUN_ROWS):
+                part = rows[i : i + _RUN_ROWS]
+                part[:] = check_rows(at(np.arange(begin + i, begin + i + len(part))), self.n_rows, f"rows={self.order!r}")
             for i in range(0, len(rows), size):
                 yield rows[i : i + size], 0
 
@@ -271,9 +273,9 @@ class SamplerBatches:
         self._name = f"rows={type(rows).__name__}"
         self.gives_batches = batch_size is None or largest_batch(rows) is not None
         if isinstance(rows, (np.ndarray, Sequence)):  # refuse what can be refused before anything runs
-            if len(rows) == 0:
+            if not _is_single(rows) and len(rows) == 0:
                 raise ArgumentError("rows is empty: expected row numbers, or batches of row numbers")
-            if np.ndim(rows[0]) == 0:
+            if _is_single(rows) or _is_single(rows[0]):
                 self._rows = check_rows(rows, n_rows)
                 self._require_batch_size()
             else:
@@ -297,18 +299,22 @@ class SamplerBatches:
         """Rows of the batches of epoch ``number``; the first ``start`` are drawn and compared with ``checksum``, not given.
 
         Raises:
-            ArgumentError: They are other rows than those that ``checksum`` was made of.
+            ArgumentError: They are other rows than those that ``checksum`` was made of, or an iterator has nothing left.
             WorkerError: Fewer batches came than ``len`` promised: something below ended in silence.
         """
         if hasattr(self._rows, "set_epoch"):
             self._rows.set_epoch(number)
         total = count = 0
         for rows in self._cut():
-            if count >= start:
-                self._compare(count == start, total, checksum, number)
-                yield rows, zlib.crc32(rows.tobytes(), total)
-            total, count = zlib.crc32(rows.tobytes(), total), count + 1
-        self._compare(count == start, total, checksum, number)
+            if count == start and total != checksum:
+                raise self._changed(number)
+            total, count = zlib.crc32(rows.tobytes() + len(rows).to_bytes(8, "little"), total), count + 1
+            if count > start:
+                yield rows, total
+        if count < start or (count == start and total != checksum):
+            raise self._changed(number)
+        if count == 0 and isinstance(self._rows, Iterator):
+            raise ArgumentError(f"{self._name} is used up, it serves one epoch; give a list, or an object that can be iterated again")
         try:
             promised = len(self)
         except TypeError:
@@ -316,22 +322,23 @@ class SamplerBatches:
         if count < promised:
             raise WorkerError(f"{self._name} promised {promised} batches (its len) and ended after {count} in epoch {number}")
 
-    def _compare(self, here: bool, total: int, checksum: int, number: int) -> None:
-        if here and total != checksum:
-            raise ArgumentError(
-                f"{self._name} gave other rows for epoch {number} than when the state was saved; a sampler that is to be resumed must "
-                "give the same order for the same epoch (by set_epoch, or a fixed seed)"
-            )
+    def _changed(self, number: int) -> ArgumentError:
+        return ArgumentError(
+            f"{self._name} gave other rows for epoch {number} than when the state was saved; a sampler that is to be resumed must "
+            "give the same order for the same epoch (by set_epoch, or a fixed seed)"
+        )
 
     def _cut(self) -> Iterator[Rows]:
         if isinstance(self._rows, np.ndarray):
             size = self._require_batch_size()
-            yield from (self._rows[i : i + size] for i in range(0, min(len(self) * size, len(self._rows)), size))
+            for i in range(0, min(len(self) * size, len(self._rows)), size):
+                yield check_rows(self._rows[i : i + size], self._n_rows)  # again: it may be the user's own array
             return
         pending: list[Any] = []
         for count, element in enumerate(self._rows):
-            if np.ndim(element) == 1:
-                self.gives_batches = True
+            if count == 0:
+                self.gives_batches = not _is_single(element)
+            if self.gives_batches:
                 yield self._check(element, count)
                 continue
             pending.append(element)
@@ -359,9 +366,15 @@ class SamplerBatches:
 def largest_batch(rows: Iterable[Any]) -> int | None:
     """Rows of the largest batch, where ``rows`` is known to give batches and can tell in advance; else None."""
     if isinstance(rows, (np.ndarray, Sequence)):
-        return max(len(batch) for batch in rows) if len(rows) and np.ndim(rows[0]) == 1 else None
+        batches = not _is_single(rows) and len(rows) > 0 and not _is_single(rows[0])
+        return max(len(batch) for batch in rows if not _is_single(batch)) if batches else None
     size = getattr(rows, "batch_size", None)  # a torch BatchSampler, or one made like it
     return size if isinstance(size, int) else None
+
+
+def _is_single(element: Any) -> bool:
+    """Whether it is a row number and not a batch of them, as far as that can be told without a look inside."""
+    return bool(element.ndim == 0) if hasattr(element, "ndim") else not hasattr(element, "__len__")
 
 
 def check_rows(rows: Any, n_rows: int, name: str = "rows") -> Rows:
@@ -370,7 +383,12 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows") -> Rows:
     Raises:
         RowIndexError: Not integers, negative or too large.
     """
-    array = np.asarray(rows)
+    try:
+        array = np.asarray(rows)
+    except (TypeError, ValueError) as error:
+        raise RowIndexError(f"{name}: {error}; expected a 1-d array of integer row numbers") from None
+    if array.shape == (0,):
+        return np.empty(0, np.int64)  # numpy takes an empty list for floats
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise RowIndexError(f"{name}: got shape {array.shape} of {array.dtype}; expected a 1-d array of integer row numbers")
     if len(array):

@@ -127,8 +127,11 @@ class Transfer:
         if slot.filled is not None:
             slot.filled.sync()  # the last copy may still read staging
         slot.load, slot.needed, slot.seen = load, [], self.log.landed
-        assert slot.compute is not None and slot.released is not None
-        start, late, moves = self._meter.now(), False, []
+        assert slot.compute is not None
+        assert slot.released is not None
+        start, late = self._meter.now(), False
+        direct: list[tuple[Part, Tensor]] = []
+        staged: list[tuple[npt.NDArray[Any], Tensor]] = []
         for i, part in enumerate(load.parts):
             tensor = self.device.adopt(part)
             slot.needed.append(0 if tensor is not None else part_nbytes(part))
@@ -136,19 +139,20 @@ class Transfer:
                 memory, reserved = self._memory(slot, i)
                 late |= not reserved
                 tensor = self.device.tensor(memory, part.shape, part.dtype)
-                direct = self.device.reaches(part)
-                moves.append((part if direct else self._gather(slot, len(moves), part), direct, tensor))
+                if self.device.reaches(part):
+                    direct.append((part, tensor))
+                else:
+                    staged.append((self._gather(slot, len(staged), part), tensor))
             slot.tensors.append(tensor)
         slot.memory = []  # from here on the tensors alone hold it
         self._read.wait(slot.released)  # kernels may still use what the memory was before
         if late:
             self._read.wait(slot.compute.record())  # as above, for memory that was taken since
-        for source, direct, tensor in moves:
-            if direct:
-                for _ in self.device.read(source, tensor, self._read):
-                    self._check_stop()
-            else:
-                self.device.copy(source, tensor, self._read)
+        for source, tensor in staged:
+            self.device.copy(source, tensor, self._read)
+        for part, tensor in direct:
+            for _ in self.device.read(part, tensor, self._read):
+                self._check_stop()
         self._meter.read_s += (now := self._meter.span("read", number, start)) - start
         slot.filled = self._read.record()
         if self._meter.timeline is not None and not self.device.unified:
@@ -158,7 +162,8 @@ class Transfer:
 
     def lend(self, slot: Slot) -> list[Tensor]:
         """Consumer. The batch's tensors, as if gathered now: the consumer's work from here on sees them whole."""
-        assert slot.load is not None and slot.filled is not None
+        assert slot.load is not None
+        assert slot.filled is not None
         compute = self.device.current_stream()
         compute.wait(slot.filled)  # the rows may not be there yet
         tensors, rows = slot.tensors, slot.load.rows
@@ -178,7 +183,8 @@ class Transfer:
         Raises:
             WriteBackError: A row is there twice.
         """
-        compute, held = self.device.current_stream(), []
+        compute = self.device.current_stream()
+        held: list[Tensor | None] = []
         for value, store in zip(values, stores, strict=True):
             if value is None:
                 held.append(None)
@@ -198,7 +204,7 @@ class Transfer:
         if self.log.landed != write.number:
             raise WriteBackError("not written: an earlier write_back of this loop failed")
         self._write.wait(landing.ready)  # the values may not be computed yet
-        staged = []
+        staged: list[tuple[Store, npt.NDArray[Any]]] = []
         for store, held in zip(landing.stores, write.values, strict=True):
             if held is None:
                 continue

@@ -55,7 +55,7 @@ class Stream(Protocol):
         """A new event behind all work so far."""
         ...
 
-    def wait(self, event: Event) -> None:
+    def wait(self, event: Any) -> None:
         """Let later work wait for the event; the host goes on."""
 
     def sync(self) -> None:
@@ -63,7 +63,7 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """Streams, workers, memory and copies of one accelerator."""
+    """Streams, workers, memory and copies of one accelerator. It is given its own streams and events only."""
 
     @property
     def name(self) -> str:
@@ -87,7 +87,7 @@ class Device(Protocol):
         """An executor of one thread that may use this device."""
         ...
 
-    def empty(self, nbytes: int, stream: Stream) -> Buffer:
+    def empty(self, nbytes: int, stream: Any) -> Buffer:
         """Memory for work in ``stream``; freed memory comes back to work in the same stream only."""
         ...
 
@@ -99,10 +99,10 @@ class Device(Protocol):
         """Page-locked host memory, shape (nbytes,), for copies that do not block the host."""
         ...
 
-    def copy(self, src: Tensor | Array, dst: Tensor | Array, stream: Stream) -> None:
+    def copy(self, src: Tensor | Array, dst: Tensor | Array, stream: Any) -> None:
         """Queue a copy between staging memory and a tensor, or between tensors."""
 
-    def copy_rows(self, src: Tensor, src_pos: Rows, dst: Tensor, dst_pos: Rows, stream: Stream) -> None:
+    def copy_rows(self, src: Tensor, src_pos: Rows, dst: Tensor, dst_pos: Rows, stream: Any) -> None:
         """Queue ``dst[dst_pos] = src[src_pos]``."""
 
     def adopt(self, part: Part) -> Tensor | None:
@@ -112,15 +112,15 @@ class Device(Protocol):
         """Whether the device reads the part, or writes the store, where it is, without staging."""
         ...
 
-    def read(self, part: Part, dst: Tensor, stream: Stream) -> Iterator[None]:
+    def read(self, part: Part, dst: Tensor, stream: Any) -> Iterator[None]:
         """Queue the read of a part it reaches, in steps as ``Part.read``."""
         ...
 
-    def write(self, store: Store, rows: Rows, values: Tensor, stream: Stream) -> None:
+    def write(self, store: Store, rows: Rows, values: Tensor, stream: Any) -> None:
         """Queue the write of rows of a store it reaches."""
 
-    def share(self, tensor: Tensor, stream: Stream) -> None:
-        """Keep the memory of ``tensor`` until ``stream``, which is not the one it was made for, has done its work so far, once it is freed."""
+    def share(self, tensor: Tensor, stream: Any) -> None:
+        """Once ``tensor`` is freed, keep its memory until ``stream``, not the one it was made for, has done its work so far."""
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
         """Shape, dtype and whether it is on this device, of a tensor; None for anything else."""

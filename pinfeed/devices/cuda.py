@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
+import operator
 from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Executor, ThreadPoolExecutor
@@ -96,15 +98,15 @@ class CudaDevice:
 
     def tensor(self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
         # set_ and not view: the user's tensor is nobody's view, so autograd and in-place operations treat it as his own.
-        return torch.empty(0, dtype=TORCH[dtype], device=self._device).set_(buffer.untyped_storage(), 0, shape)
+        return torch.empty(0, dtype=TORCH[dtype], device=self._device).set_(buffer.untyped_storage(), 0, shape, _strides(shape))
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return self._staging.take(nbytes)
 
     def copy(self, src: torch.Tensor | Array, dst: torch.Tensor | Array, stream: CudaStream) -> None:
-        target, source = (x if isinstance(x, torch.Tensor) else to_torch(x) for x in (dst, src))
+        target, source = (x.detach() if isinstance(x, torch.Tensor) else to_torch(x) for x in (dst, src))
         with torch.cuda.stream(stream.raw):
-            target.copy_(source.detach(), non_blocking=True)
+            target.copy_(source, non_blocking=True)
 
     def copy_rows(self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: CudaStream) -> None:
         with torch.cuda.stream(stream.raw):
@@ -175,7 +177,7 @@ class CudaDevice:
 
     @staticmethod
     def _forget_error() -> None:
-        """The runtime keeps the code of a failed call and the next kernel launch, anybody's, would report it; torch has no way to clear it."""
+        """The runtime keeps the code of a failed call, and anybody's next kernel launch would report it; torch cannot clear it."""
         ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGetLastError()
 
 
@@ -187,6 +189,10 @@ def _is_plain(value: Any) -> bool:
         and value.dtype in NUMPY
         and not value.requires_grad
     )
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1] if shape else ()
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

@@ -76,11 +76,11 @@ class HostDevice:
         return self._pool.take(nbytes)
 
     def copy(self, src: torch.Tensor | Array, dst: torch.Tensor | Array, stream: Any) -> None:
-        target, source = (x if isinstance(x, torch.Tensor) else to_torch(x) for x in (dst, src))
+        target, source = (x.detach() if isinstance(x, torch.Tensor) else to_torch(x) for x in (dst, src))
         target.copy_(source)
 
     def copy_rows(self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: Any) -> None:
-        dst[torch.from_numpy(dst_pos)] = src[torch.from_numpy(src_pos)]
+        to_numpy(dst, "batch")[dst_pos] = to_numpy(src, "values")[src_pos]  # numpy does so for every dtype; torch not for uint16
 
     def adopt(self, part: Part) -> Any:
         return getattr(part, "value", None)  # a leaf of a loader's batch is the user's already, and where it should be

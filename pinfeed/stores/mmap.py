@@ -1,25 +1,26 @@
 """MmapStore: rows of a .npy file, or of several shards seen as one, never read whole.
 
-Rows go from the page cache straight to where they belong. Consecutive rows come by preadv; scattered ones by one system call
-from a mapping (see vmread.py), whose pages are dropped from this process again before they add up. No instruction of this process
-touches the mapping itself, so a file that shrinks is an error and not the end of the process.
+It does what a memory map is used for, without one: rows go from the page cache straight to where they belong, consecutive ones by
+preadv, scattered ones by native AIO. So nothing of the file stays resident in the process, and a file that shrinks is an error.
 """
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import os
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import check_dtype
+from ..dtypes import check_dtype, dtype_of
 from ..errors import ArgumentError, ClosedError, FileMissing, StoreError, WriteBackError
 from ..rows import Rows
+from . import aio
 from .base import Array, run_of
 from .npy import read_header
 from .shard import Shard
@@ -36,16 +37,20 @@ class MmapStore:
         path: A file, a pattern (``"features-*.npy"``, in sorted order) or a sequence of files; several are shards of one store and
             may differ in their number of rows.
         mode: ``"r"``, or ``"r+"`` to write rows back through to the file.
+        dtype: Take the items for this dtype of the same size: ``"bfloat16"``, which a .npy file cannot name (numpy saves it as ``V2``).
 
     Raises:
         FileMissing: A file, or every file of a pattern, is missing.
         StoreError: Not a .npy file, truncated, no rows, Fortran order, a dtype that torch has not, or shards that do not match.
     """
 
-    def __init__(self, path: Path | Sequence[Path], *, mode: str = "r") -> None:
+    resident_bytes = 0
+
+    def __init__(self, path: Path | Sequence[Path], *, mode: str = "r", dtype: npt.DTypeLike | None = None) -> None:
         if mode not in ("r", "r+"):
             raise ArgumentError(f"mode={mode!r}: expected 'r' or 'r+'")
-        headers = [read_header(p) for p in _paths(path)]
+        wanted = None if dtype is None else dtype_of(dtype, "dtype")
+        headers = [read_header(p, wanted) for p in _paths(path)]
         first = headers[0]
         for header in headers:
             if (header.dtype, header.row_shape) != (first.dtype, first.row_shape):
@@ -60,7 +65,8 @@ class MmapStore:
         self._dtype, self._swapped = check_dtype(first.dtype, first.path), not first.dtype.isnative
         self._open: OrderedDict[int, Shard] = OrderedDict()
         self._dirty: set[int] = set()
-        self._lock = threading.Lock()  # guards _open and _dirty: reader and writer use the store at the same time
+        self._idle: list[aio.Requests] = []
+        self._lock = threading.Lock()  # guards _open, _dirty and _idle: reader and writer use the store at the same time
         self._closed = False
 
     def __repr__(self) -> str:
@@ -86,17 +92,17 @@ class MmapStore:
         return self._headers[0].row_shape
 
     @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row."""
+        return self._headers[0].row_nbytes
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         return self._dtype
 
     @property
     def writable(self) -> bool:
         return self._mode == "r+"
-
-    @property
-    def resident_bytes(self) -> int:
-        """Pages of the files that are mapped into this process at a time, at most, in bytes."""
-        return Shard.RESIDENT_BYTES
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``.
@@ -107,12 +113,12 @@ class MmapStore:
         target = _bytes_of(out)
         for number, shard_rows, positions in self._split(rows):
             shard = self._shard(number)
-            run = run_of(shard_rows)
-            if run is not None and (positions is None or run_of(positions) is not None):
-                begin = 0 if positions is None else int(positions[0])
-                shard.read_run(run, target[begin : begin + len(shard_rows)])
+            run, place = run_of(shard_rows), run_of(positions)
+            if run is not None and place is not None:
+                shard.read_run(run.start, target[place])
             else:
-                shard.read_rows(shard_rows, target, np.arange(len(rows)) if positions is None else positions)
+                with self._requests() as requests:
+                    shard.read_rows(shard_rows, target, positions, requests)
         if self._swapped:
             out.byteswap(inplace=True)
 
@@ -130,7 +136,8 @@ class MmapStore:
             shard = self._shard(number)
             with self._lock:
                 self._dirty.add(number)
-            shard.write_rows(shard_rows, source if positions is None else source[positions])
+            with self._requests() as requests:
+                shard.write_rows(shard_rows, np.ascontiguousarray(source[positions]), requests)
 
     def flush(self) -> None:
         """Return when every row written so far is on the disk (fsync)."""
@@ -141,18 +148,37 @@ class MmapStore:
 
     def close(self) -> None:
         """Flush and close the files. Idempotent."""
-        if not self._closed:
+        if self._closed:
+            return
+        try:
             self.flush()
+        finally:
             self._closed = True
             self._open.clear()
+            while self._idle:
+                self._idle.pop().close()
 
-    def _split(self, rows: Rows) -> list[tuple[int, Rows, npt.NDArray[np.intp] | None]]:
-        """The rows by shard: (shard, rows within it, their positions in ``rows``; None for all)."""
+    @contextlib.contextmanager
+    def _requests(self) -> Iterator[aio.Requests | None]:
+        """A context for this thread's requests: the reader and the writer each take one, at the same time."""
+        with self._lock:
+            requests = self._idle.pop() if self._idle else None
+        if requests is None or requests.inherited:
+            requests = aio.Requests.make() if self.row_nbytes else None
+        try:
+            yield requests
+        finally:
+            if requests is not None:
+                with self._lock:
+                    self._idle.append(requests)
+
+    def _split(self, rows: Rows) -> list[tuple[int, Rows, Rows]]:
+        """The rows by shard: (shard, rows within it, their positions in ``rows``)."""
         if len(self._headers) == 1:
-            return [(0, rows, None)]
+            return [(0, rows, np.arange(len(rows)))]
         shard_of = np.searchsorted(self._ends, rows, side="right")
         starts = np.concatenate(([0], self._ends[:-1]))
-        parts = []
+        parts: list[tuple[int, Rows, Rows]] = []
         for number in np.unique(shard_of).tolist():
             positions = np.flatnonzero(shard_of == number)
             parts.append((number, rows[positions] - starts[number], positions))

@@ -13,6 +13,7 @@ import numpy as np
 from ..dtypes import check_dtype
 from ..errors import FileMissing, StoreError
 
+_MAX_AXES = 64  # numpy's own limit
 _MAX_HEADER = 1 << 16  # what version 1 can say; a longer one lists the fields of a structured dtype, or is no header
 
 
@@ -38,8 +39,12 @@ class NpyHeader:
         return self.offset + self.n_rows * self.row_nbytes
 
 
-def read_header(path: str) -> NpyHeader:
+def read_header(path: str, dtype: np.dtype[Any] | None = None) -> NpyHeader:
     """Read and check the header of a .npy file.
+
+    Args:
+        path: The file.
+        dtype: What its items are, where the header cannot say it; of the same size.
 
     Raises:
         FileMissing: There is no such file.
@@ -57,7 +62,8 @@ def read_header(path: str) -> NpyHeader:
         raise FileMissing(f"{path}: no such file (looked in {os.getcwd()}); expected a .npy file, as numpy.save writes it") from None
     except IsADirectoryError:
         raise StoreError(f"{path} is a directory; expected a .npy file, or a pattern such as {path}/*.npy") from None
-    dtype, shape = _parse(path, text, length)
+    saved, shape = _parse(path, text, length)
+    dtype = _chosen(path, saved, dtype)
     header = NpyHeader(path, dtype, shape[0], shape[1:], begin + length)
     if header.end > size:
         raise StoreError(
@@ -70,7 +76,7 @@ def read_header(path: str) -> NpyHeader:
 def _header_length(path: str, start: bytes) -> int:
     if len(start) < 12 or start[:6] != b"\x93NUMPY":
         raise StoreError(f"{path} is not a .npy file (it starts with {start[:6]!r}); expected one that numpy.save wrote")
-    if start[6] not in (1, 2, 3):
+    if start[6] not in (1, 2, 3) or start[7] != 0:
         raise StoreError(f"{path}: .npy version {start[6]}.{start[7]} is not known; expected 1.0, 2.0 or 3.0")
     length = int.from_bytes(start[8:10] if start[6] == 1 else start[8:12], "little")
     if length > _MAX_HEADER:
@@ -85,13 +91,31 @@ def _parse(path: str, text: bytes, length: int) -> tuple[np.dtype[Any], tuple[in
         fields = ast.literal_eval(text.decode("utf-8").strip())
         dtype = np.lib.format.descr_to_dtype(fields["descr"])
         shape, fortran = fields["shape"], fields["fortran_order"]
-        if not isinstance(shape, tuple) or not all(type(n) is int and n >= 0 for n in shape):
+        if not isinstance(shape, tuple) or len(shape) > _MAX_AXES or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
             raise ValueError(f"shape {shape!r}")
-    except (ValueError, SyntaxError, TypeError, KeyError, AttributeError, MemoryError, RecursionError) as error:
-        raise StoreError(f"{path}: the .npy header is damaged ({error}); save the array again") from None
-    check_dtype(dtype, path)
+    except Exception as error:  # whatever ast and numpy make of bytes that can be anything
+        raise StoreError(f"{path}: the .npy header is damaged ({type(error).__name__}: {error!s:.200}); save the array again") from None
     if not shape:
         raise StoreError(f"{path} holds a single number (shape ()); expected (n_rows, ...)")
     if fortran and len(shape) > 1:
         raise StoreError(f"{path} is in Fortran order, in which a row is scattered over the file; save np.ascontiguousarray(array)")
     return dtype, shape
+
+
+def _chosen(path: str, saved: np.dtype[Any], wanted: np.dtype[Any] | None) -> np.dtype[Any]:
+    """The dtype of the items: what was saved, unless the caller knows better."""
+    if wanted is None:
+        if saved.kind == "V" and saved.names is None:
+            raise StoreError(
+                f'{path}: dtype {saved} says nothing of its items; if they are bfloat16, say so: MmapStore(path, dtype="bfloat16")'
+            )
+        check_dtype(saved, path)
+        return saved
+    if saved.name == wanted.name:
+        return saved  # with the byte order that the header says
+    if saved.itemsize != wanted.itemsize or saved.hasobject or not saved.isnative:
+        raise StoreError(
+            f"{path} has items of dtype {saved}; expected {wanted.itemsize} plain bytes each, in this machine's byte order, "
+            f"to be taken for {wanted}"
+        )
+    return wanted

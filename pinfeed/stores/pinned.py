@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..blocks import anonymous, page_locked
-from ..dtypes import DTYPES, check_dtype
+from ..dtypes import dtype_of
 from ..errors import DeviceError, MissingDependency, StoreError
 from .array import ArrayStore
 from .base import Array, Store
@@ -38,7 +38,7 @@ class PinnedStore(ArrayStore):
     """Whether the rows are in page-locked memory."""
 
     def __init__(self, source: Any, *, pin: Pin = True) -> None:
-        store, owned = (source, False) if isinstance(source, Store) else _open(source)
+        store = source if isinstance(source, Store) else _open(source)
         try:
             self._allocate((store.n_rows, *store.row_shape), store.dtype, pin)
             step = _rows_per_piece(self._array)
@@ -46,14 +46,14 @@ class PinnedStore(ArrayStore):
                 rows = np.arange(start, min(start + step, store.n_rows), dtype=np.int64)
                 store.gather(rows, self._array[start : start + step])
         finally:
-            if owned:
+            if store is not source:
                 store.close()
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True) -> PinnedStore:
         """Rows of any contents, ``shape`` (n_rows, *row_shape); the system gives zeros."""
         store = cls.__new__(cls)
-        store._allocate(tuple(shape), DTYPES["bfloat16"] if dtype == "bfloat16" else np.dtype(dtype), pin)
+        store._allocate(tuple(shape), dtype_of(dtype, "PinnedStore"), pin)
         return store
 
     @classmethod
@@ -94,7 +94,6 @@ class PinnedStore(ArrayStore):
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], pin: Pin) -> None:
         if not shape or shape[0] < 1:
             raise StoreError(f"PinnedStore: shape {shape} has no rows; expected (n_rows, ...) with at least one row")
-        dtype = check_dtype(dtype, "PinnedStore")
         nbytes = math.prod(shape) * dtype.itemsize
         runtime = _cuda_runtime(pin)
         self.page_locked = runtime is not None
@@ -119,10 +118,8 @@ class PinnedStore(ArrayStore):
         return self
 
 
-def _open(source: Any) -> tuple[Store, bool]:
-    if isinstance(source, (np.ndarray,)) or hasattr(source, "numpy"):
-        return ArrayStore(source), True
-    return MmapStore(source), True
+def _open(source: Any) -> Store:
+    return ArrayStore(source) if isinstance(source, np.ndarray) or hasattr(source, "numpy") else MmapStore(source)
 
 
 def _rows_per_piece(array: Array) -> int:

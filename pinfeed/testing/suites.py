@@ -1,0 +1,272 @@
+"""What every Store and every Device must pass. Subclass in a test file, and say how one is made.
+
+    class TestMyStore(StoreTests):
+        def make(self, array, tmp_path):
+            return MyStore(array)
+
+Needs pytest.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+from ..devices.base import Device, Stream, Tensor
+from ..dtypes import DTYPES
+from ..stores.base import Store
+
+Array = npt.NDArray[Any]
+
+ROW_SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (2, 1, 3, 2)]
+
+
+def sample(n: int, row_shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    """Rows that differ from each other, whatever the dtype."""
+    numbers = np.arange(n * int(np.prod(row_shape))).reshape(n, *row_shape)
+    return (numbers % 2 == 0) if dtype.kind == "b" else (numbers % 251).astype(dtype)
+
+
+class StoreTests:
+    """The contract of a Store."""
+
+    def make(self, array: Array, tmp_path: Path) -> Store:
+        """A writable store of the rows of ``array``; a new one in each call."""
+        raise NotImplementedError
+
+    def contents(self, store: Store) -> Array:
+        """All rows, read past the store where that can be done; else through it."""
+        out = np.empty((store.n_rows, *store.row_shape), store.dtype)
+        store.gather(np.arange(store.n_rows), out)
+        return out
+
+    @pytest.fixture(params=sorted(DTYPES))
+    def dtype(self, request: pytest.FixtureRequest) -> np.dtype[Any]:
+        return DTYPES[request.param]
+
+    @pytest.fixture(params=ROW_SHAPES, ids=str)
+    def row_shape(self, request: pytest.FixtureRequest) -> tuple[int, ...]:
+        shape: tuple[int, ...] = request.param
+        return shape
+
+    @pytest.fixture
+    def rows(self, tmp_path: Path) -> Iterator[tuple[Array, Store]]:
+        """Some rows, and a store of them."""
+        array = sample(50, (6,), np.dtype(np.float32))
+        store = self.make(array.copy(), tmp_path)
+        yield array, store
+        store.close()
+
+    def test_what_it_says_of_itself(self, rows: tuple[Array, Store]) -> None:
+        _, store = rows
+        assert isinstance(store, Store)
+        assert (store.n_rows, store.row_shape, store.dtype) == (50, (6,), np.dtype(np.float32))
+        assert store.writable
+        assert store.resident_bytes >= 0
+
+    def test_gather_of_every_dtype_and_rank(self, dtype: np.dtype[Any], row_shape: tuple[int, ...], tmp_path: Path) -> None:
+        array = sample(13, row_shape, dtype)
+        store = self.make(array.copy(), tmp_path)
+        wanted = np.array([12, 0, 5, 5, 1])
+        out = np.empty((5, *row_shape), dtype)
+        store.gather(wanted, out)
+        np.testing.assert_array_equal(out, array[wanted])
+        store.close()
+
+    def test_scatter_of_every_dtype_and_rank(self, dtype: np.dtype[Any], row_shape: tuple[int, ...], tmp_path: Path) -> None:
+        array = sample(13, row_shape, dtype)
+        store = self.make(array.copy(), tmp_path)
+        wanted = np.array([12, 0, 5, 6])
+        values = sample(40, row_shape, dtype)[-4:]
+        array[wanted] = values
+        store.scatter(wanted, values)
+        store.flush()
+        np.testing.assert_array_equal(self.contents(store), array)
+        store.close()
+
+    @pytest.mark.parametrize(
+        "wanted",
+        [[], [0], [49], [3, 4, 5], [5, 4, 3], [0, 2, 4], [7, 7, 7], [10, 11, 40, 41, 42, 12], list(range(50)), list(range(49, -1, -1))],
+        ids=str,
+    )
+    def test_gather_of_any_rows(self, rows: tuple[Array, Store], wanted: list[int]) -> None:
+        array, store = rows
+        out = np.empty((len(wanted), 6), np.float32)
+        store.gather(np.array(wanted, np.int64), out)
+        np.testing.assert_array_equal(out, array[np.array(wanted, np.int64)])
+
+    @pytest.mark.parametrize("wanted", [[], [0], [49], [3, 4, 5], [5, 4, 3], [10, 11, 40, 41, 42, 12], list(range(50))], ids=str)
+    def test_scatter_of_any_rows(self, rows: tuple[Array, Store], wanted: list[int]) -> None:
+        array, store = rows
+        values = -1 - sample(len(wanted), (6,), np.dtype(np.float32))
+        array[np.array(wanted, np.int64)] = values
+        store.scatter(np.array(wanted, np.int64), values)
+        np.testing.assert_array_equal(self.contents(store), array)
+
+    def test_gather_into_a_part_of_a_larger_buffer(self, rows: tuple[Array, Store]) -> None:
+        array, store = rows
+        out = np.zeros((10, 6), np.float32)
+        store.gather(np.array([8, 2, 30]), out[4:7])
+        np.testing.assert_array_equal(out[4:7], array[[8, 2, 30]])
+        assert not out[:4].any()
+        assert not out[7:].any()
+
+    def test_values_are_copied(self, rows: tuple[Array, Store]) -> None:
+        array, store = rows
+        values = np.full((2, 6), -3, np.float32)
+        store.scatter(np.array([1, 0]), values)
+        values[:] = 9
+        array[:2] = -3
+        np.testing.assert_array_equal(self.contents(store), array)
+
+    def test_gather_and_scatter_at_the_same_time(self, rows: tuple[Array, Store]) -> None:
+        """Rows that are not written stay what they are; those that are, end as written."""
+        array, store = rows
+        written, others = np.arange(0, 50, 2), np.arange(1, 50, 2)
+
+        def write() -> None:
+            for value in range(100):
+                store.scatter(written, np.full((25, 6), value, np.float32))
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            out = np.empty((25, 6), np.float32)
+            for _ in range(100):
+                store.gather(others, out)
+                np.testing.assert_array_equal(out, array[others])
+        finally:
+            writer.join()
+        array[written] = 99
+        np.testing.assert_array_equal(self.contents(store), array)
+
+    def test_close_twice(self, rows: tuple[Array, Store]) -> None:
+        _, store = rows
+        store.close()
+        store.close()
+
+
+class DeviceTests:
+    """The contract of a Device: what transfer.py relies on. ``delay`` makes a stream late, so that missing order shows."""
+
+    def make(self) -> Device:
+        """A new device."""
+        raise NotImplementedError
+
+    def delay(self, device: Device, stream: Any) -> None:
+        """Queue something slow; a simulated device is late anyway, the host never is."""
+
+    @pytest.fixture
+    def device(self) -> Iterator[Device]:
+        device = self.make()
+        yield device
+        device.close()
+
+    def upload(self, device: Device, values: Array, stream: Stream) -> tuple[Tensor, Array]:
+        """A tensor of these values, and the staging memory that must live until the copy is done."""
+        staged = device.staging(values.nbytes).view(values.dtype).reshape(values.shape)
+        staged[...] = values
+        tensor = device.tensor(device.empty(values.nbytes, stream), values.shape, values.dtype)
+        device.copy(staged, tensor, stream)
+        return tensor, staged
+
+    def download(self, device: Device, tensor: Tensor, shape: tuple[int, ...], dtype: Any, stream: Stream) -> Array:
+        """The values of a tensor once ``stream`` has done its work."""
+        size = np.dtype(dtype).itemsize * int(np.prod(shape))
+        staged: Array = device.staging(size).view(dtype).reshape(shape)
+        device.copy(tensor, staged, stream)
+        stream.record().sync()
+        return staged.copy()
+
+    @pytest.mark.parametrize("name", sorted(DTYPES))
+    @pytest.mark.parametrize("shape", [(4,), (3, 2), (2, 3, 4, 5)], ids=str)
+    def test_round_trip(self, device: Device, name: str, shape: tuple[int, ...]) -> None:
+        stream, values = device.current_stream(), sample(shape[0], shape[1:], DTYPES[name])
+        tensor, _staged = self.upload(device, values, stream)
+        np.testing.assert_array_equal(self.download(device, tensor, shape, DTYPES[name], stream), values)
+        assert device.describe(tensor) == (shape, DTYPES[name], True)
+
+    @pytest.mark.parametrize("name", sorted(DTYPES))
+    def test_copy_rows(self, device: Device, name: str) -> None:
+        stream, dtype = device.current_stream(), DTYPES[name]
+        src, dst = sample(6, (3,), dtype), sample(20, (3,), dtype)[-5:]
+        a, _x = self.upload(device, src, stream)
+        b, _y = self.upload(device, dst, stream)
+        device.copy_rows(a, np.array([5, 0]), b, np.array([1, 4]), stream)
+        dst = dst.copy()
+        dst[[1, 4]] = src[[5, 0]]
+        np.testing.assert_array_equal(self.download(device, b, (5, 3), dtype, stream), dst)
+
+    def test_tensor_of_a_larger_buffer(self, device: Device) -> None:
+        stream = device.current_stream()
+        tensor = device.tensor(device.empty(1000, stream), (2, 3), np.dtype(np.int16))
+        assert device.describe(tensor) == ((2, 3), np.dtype(np.int16), True)
+
+    def test_a_stream_waits_for_an_event_of_another(self, device: Device) -> None:
+        one, other = device.stream("one"), device.stream("other")
+        self.delay(device, one)
+        tensor, _staged = self.upload(device, np.arange(8.0), one)
+        other.wait(one.record())
+        np.testing.assert_array_equal(self.download(device, tensor, (8,), np.float64, other), np.arange(8.0))
+
+    def test_an_event_stays_where_it_was_recorded(self, device: Device) -> None:
+        stream = device.stream("one")
+        early = stream.record()
+        early.sync()
+        self.delay(device, stream)
+        late = stream.record()
+        assert early.is_done()
+        late.sync()
+        assert late.is_done()
+
+    def test_sync_of_a_stream(self, device: Device) -> None:
+        stream = device.stream("one")
+        self.delay(device, stream)
+        event = stream.record()
+        stream.sync()
+        assert event.is_done()
+
+    def test_streams_are_told_apart(self, device: Device) -> None:
+        assert device.current_stream() == device.current_stream()
+        if not device.unified:
+            assert device.stream("one") != device.stream("other")
+            assert device.stream("one") != device.current_stream()
+
+    def test_memory_lent_to_another_stream_is_not_given_away(self, device: Device) -> None:
+        home, other = device.stream("home"), device.stream("other")
+        tensor, _a = self.upload(device, np.full(512, 1.0), home)
+        other.wait(home.record())
+        self.delay(device, other)
+        out = device.staging(4096).view(np.float64)
+        device.copy(tensor, out, other)
+        device.share(tensor, other)
+        del tensor
+        again, _b = self.upload(device, np.full(512, 2.0), home)
+        home.record().sync()
+        other.record().sync()
+        np.testing.assert_array_equal(out, np.full(512, 1.0))
+        np.testing.assert_array_equal(self.download(device, again, (512,), np.float64, home), np.full(512, 2.0))
+
+    def test_a_worker_does_its_tasks_in_order_and_reports_errors(self, device: Device) -> None:
+        worker = device.worker("pinfeed-test")
+        done: list[int] = []
+        futures = [worker.submit(done.append, i) for i in range(5)]
+        failing = worker.submit(int, "x")
+        for future in futures:
+            future.result()
+        assert done == list(range(5))
+        assert isinstance(failing.exception(), ValueError)
+        worker.shutdown(wait=True)
+
+    def test_what_is_no_tensor_of_the_device(self, device: Device) -> None:
+        assert device.describe(np.zeros(3)) is None
+        assert device.describe(3) is None
+
+    def test_free_memory_is_a_number_of_bytes(self, device: Device) -> None:
+        assert device.free_bytes() > 0

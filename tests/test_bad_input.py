@@ -1,0 +1,324 @@
+"""What bad input, and bad luck, gets: an error that says what to do, before anything is changed; and nothing stays behind."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pinfeed import ArrayStore, Config, Feeder, MmapStore, errors, rows
+
+DEPTHS = [0, 1, 3]
+
+
+@pytest.fixture
+def x() -> np.ndarray:
+    return np.arange(100 * 3, dtype=np.float32).reshape(100, 3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "kind", "message"),
+    [
+        ({}, errors.ArgumentError, "neither batch_size nor config"),
+        ({"batch_size": 0}, errors.ArgumentError, "batch_size=0: expected at least 1"),
+        ({"batch_size": 3, "config": Config()}, errors.ArgumentError, "both batch_size and config"),
+        ({"batch_size": 3, "depth": -1}, errors.ArgumentError, "depth=-1"),
+        ({"config": Config(), "depth": 1}, errors.ArgumentError, "both depth and config"),
+        ({"batch_size": 3, "rows": rows.sequential(), "shuffle": True}, errors.ArgumentError, "both rows and shuffle"),
+        ({"batch_size": 3, "rows": [[1], [2]]}, errors.ArgumentError, "whole batches and batch_size"),
+        ({"rows": [1, 2]}, errors.ArgumentError, "give batch_size="),
+        ({"rows": []}, errors.ArgumentError, "rows is empty"),
+        ({"rows": [[1, 100]]}, errors.RowIndexError, "batch 0 of rows: row 100 is out of range; expected 0 <= row < 100"),
+        ({"rows": [[1], [-1]]}, errors.RowIndexError, "batch 1 of rows: row -1"),
+        ({"rows": [[1.5]]}, errors.RowIndexError, "float64"),
+        ({"rows": np.ones(100, bool), "batch_size": 3}, errors.RowIndexError, "bool"),
+        ({"rows": np.array([5, 200]), "batch_size": 3}, errors.RowIndexError, "row 200"),
+    ],
+    ids=str,
+)
+def test_arguments_that_cannot_be(x: np.ndarray, arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+    with pytest.raises(kind, match=message):
+        Feeder(x, **arguments)
+
+
+def test_sources_of_unequal_length(x: np.ndarray) -> None:
+    with pytest.raises(errors.StoreError, match=r"source\['a'\] has 100, source\['b'\] has 99"):
+        Feeder({"a": x, "b": x[:99]}, batch_size=3)
+
+
+def test_sources_that_are_none(x: np.ndarray, tmp_path: Path) -> None:
+    for source, message in [((), "no arrays"), ({"a": None}, "got NoneType"), ((x, 3), r"source\[1\]: got int")]:
+        with pytest.raises(errors.StoreError, match=message):
+            Feeder(source, batch_size=3)
+    with pytest.raises(FileNotFoundError, match="no such file"):
+        Feeder(str(tmp_path / "none.npy"), batch_size=3)
+
+
+def test_row_numbers_out_of_range_come_after_the_good_batches(x: np.ndarray) -> None:
+    def sampler() -> Iterator[int]:
+        yield from [1, 2, 3, 4, 100]
+
+    with Feeder(x, rows=sampler(), batch_size=2) as feeder:
+        loop = iter(feeder)
+        assert [len(next(loop)), len(next(loop))] == [2, 2]
+        with pytest.raises(errors.RowIndexError, match="row 100"):
+            next(loop)
+
+
+# ---- write_back ------------------------------------------------------------------------------------------------------
+
+
+def first(feeder: Feeder) -> Any:
+    return next(iter(feeder.batches()))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.zeros(2, 3), r"shape \(2, 3\), expected \(4, 3\)"),
+        (torch.zeros(4, 3, dtype=torch.float64), "dtype float64, expected float32"),
+        (torch.zeros(4, 3, device="meta"), "device meta, expected cpu"),
+        (np.zeros((4, 3), np.float32), "got ndarray; expected a tensor"),
+        ((torch.zeros(4, 3),), "expected the structure of the source"),
+        (None, "expected the structure"),
+    ],
+    ids=str,
+)
+def test_values_that_do_not_fit(x: np.ndarray, values: Any, message: str) -> None:
+    kept = x.copy()
+    with Feeder(x, batch_size=4, device="cpu") as feeder:
+        loop = feeder.batches()
+        batch = next(loop)
+        with pytest.raises(errors.WriteBackError, match=message):
+            batch.write_back(values)
+        batch.write_back(batch.data)  # nothing had been written: it still can be
+        del loop
+    np.testing.assert_array_equal(x, kept)
+
+
+def test_write_back_to_a_read_only_store(x: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", x)
+    x.flags.writeable = False
+    for source in (x, tmp_path / "x.npy", MmapStore(tmp_path / "x.npy")):
+        with Feeder(source, batch_size=4) as feeder:
+            loop = feeder.batches()
+            batch = next(loop)
+            with pytest.raises(errors.WriteBackError, match=r'read-only; open a file with MmapStore\(path, mode="r\+"\)'):
+                batch.write_back(batch.data)
+            del loop
+
+
+def test_write_back_of_repeated_rows(x: np.ndarray) -> None:
+    kept = x.copy()
+    with Feeder(x, rows=[[3, 5, 3]]) as feeder:
+        loop = feeder.batches()
+        batch = next(loop)
+        with pytest.raises(errors.WriteBackError, match="row 3 stands more than once"):
+            batch.write_back(batch.data + 1)
+        del loop
+    np.testing.assert_array_equal(x, kept)
+
+
+def test_write_back_too_late_or_twice(x: np.ndarray) -> None:
+    with Feeder(x, batch_size=4) as feeder:
+        loop = feeder.batches()
+        one, two = next(loop), next(loop)
+        with pytest.raises(errors.WriteBackError, match="after the next batch was taken"):
+            one.write_back(one.data)
+        two.write_back(two.data)
+        with pytest.raises(errors.WriteBackError, match="called for this batch before"):
+            two.write_back(two.data)
+        del loop
+        with pytest.raises(errors.WriteBackError, match="after the loop"):
+            two.write_back(two.data)
+
+
+# ---- errors of what the loop depends on ------------------------------------------------------------------------------
+
+
+class Flaky(ArrayStore):
+    """Fails when it is asked for a certain row."""
+
+    def __init__(self, array: np.ndarray, error: BaseException, *, gather: int = -1, scatter: int = -1) -> None:
+        super().__init__(array)
+        self._error, self._bad_gather, self._bad_scatter = error, gather, scatter
+
+    def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
+        if self._bad_gather in rows:
+            self.raise_it()
+        super().gather(rows, out)
+
+    def scatter(self, rows: np.ndarray, values: np.ndarray) -> None:
+        if self._bad_scatter in rows:
+            self.raise_it()
+        super().scatter(rows, values)
+
+    def raise_it(self) -> None:
+        raise self._error
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_error_of_a_store_comes_after_the_good_batches_with_its_traceback(x: np.ndarray, depth: int) -> None:
+    with Feeder(Flaky(x, ValueError("disk on fire"), gather=25), batch_size=10, depth=depth) as feeder:
+        loop = iter(feeder)
+        assert [next(loop)[0, 0].item() for _ in range(2)] == [0, 30]
+        with pytest.raises(ValueError, match="disk on fire") as caught:
+            next(loop)
+        assert "raise_it" in "".join(traceback.format_tb(caught.value.__traceback__))
+        assert next(loop, None) is None
+        assert len(next(iter(feeder))) == 10  # the feeder itself is whole
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("error", [StopIteration("x"), SystemExit(0), GeneratorExit(), StopAsyncIteration()], ids=repr)
+def test_what_would_end_the_loop_in_silence_is_an_error(x: np.ndarray, depth: int, error: BaseException) -> None:
+    with Feeder(Flaky(x, error, gather=25), batch_size=10, depth=depth) as feeder:
+        loop = iter(feeder)
+        assert [len(next(loop)) for _ in range(2)] == [10, 10]
+        with pytest.raises(errors.WorkerError, match=r"raise_it .*in silence") as caught:
+            next(loop)
+        assert isinstance(caught.value.__cause__, type(error))
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("error", [StopIteration("x"), SystemExit(0), KeyError("x")], ids=repr)
+def test_an_error_of_a_sampler(x: np.ndarray, depth: int, error: BaseException) -> None:
+    class Sampler:
+        def __iter__(self) -> Iterator[list[int]]:
+            yield [1]
+            yield [self.number()]
+
+        def number(self) -> int:
+            raise error
+
+    with Feeder(x, rows=Sampler(), depth=depth) as feeder:
+        loop = iter(feeder)
+        assert len(next(loop)) == 1
+        with pytest.raises(KeyError if isinstance(error, KeyError) else errors.WorkerError) as caught:
+            next(loop)
+        assert caught.value is error or caught.value.__cause__ is error
+
+
+def test_a_sampler_that_ends_early(x: np.ndarray) -> None:
+    class Sampler:
+        def __len__(self) -> int:
+            return 10
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([1, 2, 3])
+
+    with Feeder(x, rows=Sampler(), batch_size=1) as feeder:
+        loop = iter(feeder)
+        assert [len(next(loop)) for _ in range(3)] == [1, 1, 1]
+        with pytest.raises(errors.WorkerError, match="promised 10 batches"):
+            next(loop)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_an_error_of_a_write_back_reaches_the_loop_and_no_later_write_overtakes_it(depth: int) -> None:
+    table = np.zeros((100, 2))
+    with Feeder(Flaky(table, OSError(28, "No space left"), scatter=25), batch_size=10, depth=depth) as feeder:
+        with pytest.raises(OSError, match="No space left") as caught:
+            for batch in feeder.batches():
+                batch.write_back(batch.data + 1)
+        assert "raise_it" in "".join(traceback.format_tb(caught.value.__traceback__))
+        assert table[:20].all()
+        assert not table[20:].any()
+        feeder.close()  # the error was raised: once is enough
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_an_error_of_the_last_write_back_is_raised_when_the_loop_was_left(depth: int) -> None:
+    table = np.zeros((100, 2))
+    feeder = Feeder(Flaky(table, OSError(28, "No space left"), scatter=5), batch_size=10, depth=depth)
+    for batch in feeder.batches():
+        batch.write_back(batch.data + 1)
+        break
+    with pytest.raises(OSError, match="No space left"):
+        feeder.close()
+    feeder.close()
+
+
+def test_a_file_that_shrinks_while_it_is_streamed(tmp_path: Path) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.ones((10_000, 100)))
+    with Feeder(path, batch_size=100, shuffle=True) as feeder, pytest.raises(errors.ReadError, match="shrunk"):
+        for i, batch in enumerate(feeder):
+            assert batch.all()
+            if i == 3:
+                with path.open("r+b") as file:
+                    file.truncate(100_000)
+
+
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+    import sys, time, numpy as np, threading, pinfeed
+    from pinfeed import ArrayStore
+
+    class Slow(ArrayStore):
+        calls = 0
+
+        def gather(self, rows, out):
+            self.calls += 1
+            if {slow} and self.calls > 1:
+                if self.calls == 3:
+                    print("ready", flush=True)
+                time.sleep(0.5)
+            super().gather(rows, out)
+
+    table = np.zeros((2, 256 << 20), np.uint8) if {slow} else np.zeros((1000, 2))
+    feeder = pinfeed.Feeder(Slow(table.reshape(-1, 4096) if {slow} else table), batch_size={batch_size}, depth={depth})
+    try:
+        while True:
+            for batch in feeder:
+                if not {slow}:
+                    print("ready", flush=True)
+                time.sleep(0.01)
+    except KeyboardInterrupt:
+        feeder.close()
+        left = [t.name for t in threading.enumerate() if t.name.startswith("pinfeed")]
+        print("interrupted", left, flush=True)
+"""
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("slow", [False, True], ids=["in the body", "in a large batch"])
+def test_ctrl_c_ends_a_loop_within_a_second(depth: int, slow: bool) -> None:
+    """A batch of 256 MiB takes eight seconds to gather here, half a second a step; the loop does not wait for its end."""
+    program = textwrap.dedent(PROGRAM.format(depth=depth, slow=slow, batch_size=1 << 16 if slow else 10))
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    sent = time.monotonic()
+    out, _ = process.communicate(timeout=60)
+    assert time.monotonic() - sent < 3  # a second, and what the interpreter needs to end
+    assert out.removeprefix("ready\n") == "interrupted []\n"
+    assert process.returncode == 0
+
+
+def test_the_interpreter_can_end_with_a_live_feeder() -> None:
+    program = "import numpy as np, pinfeed; f = pinfeed.Feeder(np.zeros((1000, 2)), batch_size=2); i = iter(f); next(i); print('end')"
+    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+
+
+def test_import_is_quick_and_loads_no_framework() -> None:
+    program = "import sys, pinfeed; print([m for m in ('torch', 'cupy', 'tqdm', 'matplotlib') if m in sys.modules])"
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout == "[]\n"
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    import pinfeed
+
+    assert sorted(pinfeed.__all__) == pinfeed.__all__
+    assert all(hasattr(pinfeed, name) for name in pinfeed.__all__)

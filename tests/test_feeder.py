@@ -1,0 +1,444 @@
+"""What a user of Feeder sees."""
+
+import itertools
+import json
+import threading
+import weakref
+from collections import namedtuple
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+
+from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, errors, rows
+
+DEPTHS = [0, 1, 2, 5]
+
+
+@pytest.fixture
+def x() -> np.ndarray:
+    return np.arange(100 * 3, dtype=np.float32).reshape(100, 3)
+
+
+def numbers(feeder: Any) -> list[list[int]]:
+    """Row numbers of every batch."""
+    return [batch.rows.tolist() for batch in feeder.batches()]
+
+
+# ---- what is yielded -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_batches_in_order(x: np.ndarray, depth: int) -> None:
+    with Feeder(x, batch_size=32, depth=depth) as feeder:
+        batches = list(feeder)
+    assert [len(b) for b in batches] == [32, 32, 32, 4]
+    assert all(isinstance(b, torch.Tensor) and b.dtype == torch.float32 for b in batches)
+    np.testing.assert_array_equal(torch.cat(batches).numpy(force=True), x)
+
+
+def test_structure_is_that_of_the_source(x: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "y.npy", np.arange(100))
+    Pair = namedtuple("Pair", "image label")
+    source = {"a": (x, [torch.arange(100)]), "b": Pair(ArrayStore(x * 2), tmp_path / "y.npy")}
+    with Feeder(source, batch_size=7, shuffle=True) as feeder:
+        for batch in feeder.batches():
+            assert list(batch.data) == ["a", "b"]
+            assert isinstance(batch.data["a"], tuple)
+            assert isinstance(batch.data["a"][1], list)
+            assert isinstance(batch.data["b"], Pair)
+            wanted = torch.from_numpy(batch.rows)
+            assert torch.equal(batch.data["a"][1][0].cpu(), wanted)
+            assert torch.equal(batch.data["b"].label.cpu(), wanted)
+            assert torch.equal(batch.data["b"].image.cpu(), torch.from_numpy(x)[wanted] * 2)
+
+
+def test_a_batch_is_the_users_own(x: np.ndarray) -> None:
+    """An ordinary tensor: a leaf, writable, no view of something larger."""
+    kept = x.copy()
+    with Feeder(x, batch_size=10) as feeder:
+        for batch in feeder:
+            assert batch.is_leaf
+            assert not batch._is_view()
+            batch.requires_grad_().sum().backward()
+            batch.detach().zero_()
+    np.testing.assert_array_equal(x, kept)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_kept_batches_stay(x: np.ndarray, depth: int) -> None:
+    with Feeder(x, batch_size=8, depth=depth) as feeder:
+        kept = [list(feeder), list(feeder)]
+    for epoch in kept:
+        np.testing.assert_array_equal(torch.cat(epoch).numpy(force=True), x)
+
+
+def test_dropped_batches_give_their_memory_to_later_ones(x: np.ndarray) -> None:
+    with Feeder(x, batch_size=5, depth=1, device="cpu") as feeder:
+        addresses = {batch.data_ptr() for batch in feeder}
+    assert len(addresses) <= 3  # depth + 2
+
+
+def test_len_and_drop_last(x: np.ndarray) -> None:
+    with Feeder(x, batch_size=32) as feeder:
+        assert len(feeder) == 4
+    with Feeder(x, batch_size=32, drop_last=True) as feeder:
+        assert len(feeder) == len(list(feeder)) == 3
+    with Feeder(x, batch_size=1000) as feeder:
+        assert [len(b) for b in feeder] == [100]
+
+
+# ---- which rows ------------------------------------------------------------------------------------------------------
+
+
+def test_every_epoch_has_another_order_and_the_same_for_the_same_seed(x: np.ndarray) -> None:
+    def epochs(seed: int) -> list[list[list[int]]]:
+        with Feeder(x, batch_size=30, shuffle=True, seed=seed) as feeder:
+            return [numbers(feeder) for _ in range(3)]
+
+    first, again, other = epochs(1), epochs(1), epochs(2)
+    assert first == again
+    assert first != other
+    assert len({str(e) for e in first}) == 3
+    assert all(sorted(itertools.chain(*e)) == list(range(100)) for e in first)
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ([[1, 2, 3], [9], [4, 4]], [[1, 2, 3], [9], [4, 4]]),
+        ([np.array([5, 6]), np.array([7], np.uint8)], [[5, 6], [7]]),
+        ([torch.tensor([5, 6])], [[5, 6]]),
+        (BatchSampler(SequentialSampler(range(10)), 4, drop_last=False), [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]),
+    ],
+    ids=["lists", "arrays", "tensors", "BatchSampler"],
+)
+def test_rows_that_are_batches(x: np.ndarray, given: Any, wanted: list[list[int]]) -> None:
+    with Feeder(x, rows=given) as feeder:
+        assert len(feeder) == len(wanted)
+        for _ in range(2):
+            assert numbers(feeder) == wanted
+
+
+@pytest.mark.parametrize(
+    "given",
+    [np.array([5, 3, 99, 5, 0]), [5, 3, 99, 5, 0], (i for i in [5, 3, 99, 5, 0]), torch.tensor([5, 3, 99, 5, 0])],
+    ids=["array", "list", "generator", "tensor"],
+)
+def test_rows_that_are_single(x: np.ndarray, given: Any) -> None:
+    with Feeder(x, rows=given, batch_size=2) as feeder:
+        assert numbers(feeder) == [[5, 3], [99, 5], [0]]
+
+
+def test_samplers_of_torch(x: np.ndarray) -> None:
+    sampler = RandomSampler(x, generator=torch.Generator().manual_seed(3))
+    want = list(RandomSampler(x, generator=torch.Generator().manual_seed(3)))
+    with Feeder(x, rows=sampler, batch_size=16) as feeder:
+        assert len(feeder) == 7
+        assert list(itertools.chain(*numbers(feeder))) == want
+    shared = DistributedSampler(x, num_replicas=3, rank=1, seed=5)  # type: ignore[arg-type]
+    with Feeder(x, rows=shared, batch_size=16) as feeder:
+        for epoch in range(2):
+            got = list(itertools.chain(*numbers(feeder)))
+            shared.set_epoch(epoch)
+            assert got == list(shared)
+
+
+def test_orders_of_pinfeed(x: np.ndarray) -> None:
+    config = Config(cpu_memory_limit=MiB(2), preferred_batch_size=9)
+    with Feeder(x, rows=rows.block_shuffled(seed=1, block_rows=4), config=config) as feeder:
+        assert sorted(itertools.chain(*numbers(feeder))) == list(range(100))
+    shares = []
+    for rank in range(3):
+        with Feeder(x, rows=rows.per_rank(rows.shuffled(7), rank=rank, world_size=3), batch_size=9) as feeder:
+            shares.append(list(itertools.chain(*numbers(feeder))))
+    assert [len(s) for s in shares] == [34] * 3
+    assert set(itertools.chain(*shares)) == set(range(100))
+
+
+def test_set_epoch(x: np.ndarray) -> None:
+    with Feeder(x, batch_size=50, shuffle=True) as feeder:
+        epochs = [numbers(feeder) for _ in range(3)]
+        assert feeder.epoch == 3
+        feeder.set_epoch(1)
+        assert numbers(feeder) == epochs[1]
+        assert numbers(feeder) == epochs[2]
+
+
+# ---- ending ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_break_ends_the_loop_at_once(x: np.ndarray, depth: int) -> None:
+    with Feeder(x, batch_size=10, depth=depth) as feeder:
+        for _ in feeder:
+            break
+        assert not [t for t in threading.enumerate() if t.name.startswith("pinfeed")]
+        assert len(list(feeder)) == 10
+
+
+def test_an_exception_of_the_loop_ends_it(x: np.ndarray) -> None:
+    feeder = Feeder(x, batch_size=10)
+    with pytest.raises(ZeroDivisionError):
+        for _ in feeder:
+            raise ZeroDivisionError
+    assert len(list(feeder)) == 10
+    feeder.close()
+
+
+def test_a_feeder_that_is_not_closed_leaves_nothing(x: np.ndarray) -> None:
+    feeder = Feeder(x, batch_size=10)
+    loop = iter(feeder)
+    next(loop)
+    gone = weakref.ref(feeder)
+    del feeder, loop
+    assert gone() is None
+    assert not [t for t in threading.enumerate() if t.name.startswith("pinfeed")]
+
+
+def test_close(x: np.ndarray) -> None:
+    feeder = Feeder(x, batch_size=10)
+    loop = iter(feeder)
+    next(loop)
+    feeder.close()
+    feeder.close()
+    assert next(loop, None) is None
+    for use in (lambda: iter(feeder), feeder.batches, lambda: feeder.set_epoch(0), lambda: feeder.load_state_dict({})):
+        with pytest.raises(errors.ClosedError, match="closed"):
+            use()
+
+
+def test_a_second_loop_at_the_same_time(x: np.ndarray) -> None:
+    with Feeder(x, batch_size=10) as feeder:
+        loop = iter(feeder)
+        for second in (lambda: iter(feeder), feeder.batches, lambda: feeder.set_epoch(0)):
+            with pytest.raises(errors.ClosedError, match="running"):
+                second()
+        assert len(list(loop)) == 10
+        assert len(list(feeder)) == 10
+
+
+def test_files_that_a_feeder_opened_are_closed_and_stores_that_it_was_given_are_not(x: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", x)
+    store = MmapStore(tmp_path / "x.npy")
+    with Feeder((store, tmp_path / "x.npy"), batch_size=10) as feeder:
+        own = feeder._stores.stores[1]
+        list(feeder)
+    out = np.empty((1, 3), np.float32)
+    store.gather(np.array([3]), out)
+    with pytest.raises(errors.ClosedError):
+        own.gather(np.array([3]), out)
+    store.close()
+
+
+# ---- writing back ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("kind", ["array", "file"])
+def test_rows_written_back_equal_the_plain_loop(depth: int, kind: str, tmp_path: Path) -> None:
+    """On real threads; test_protocol.py runs the same under every schedule."""
+    rng = np.random.default_rng(0)
+    table, batches = rng.normal(size=(50, 4)), [rng.permutation(50)[:20] for _ in range(60)]
+    want, seen = table.copy(), []
+    for chosen in batches:
+        seen.append(want[chosen])
+        want[chosen] = want[chosen] * 0.5 + 1
+    np.save(tmp_path / "t.npy", table)
+    store: Any = ArrayStore(table) if kind == "array" else MmapStore(tmp_path / "t.npy", mode="r+")
+    with Feeder(store, rows=batches, depth=depth) as feeder:
+        for batch, expected in zip(feeder.batches(), seen, strict=True):
+            np.testing.assert_array_equal(batch.data.numpy(force=True), expected)
+            batch.write_back(batch.data.mul_(0.5).add_(1))
+            batch.data.zero_()
+        np.testing.assert_array_equal(table if kind == "array" else np.load(tmp_path / "t.npy"), want)
+    store.close()
+
+
+def test_writes_have_landed_after_break() -> None:
+    table = np.zeros((10, 2))
+    with Feeder(table, batch_size=2) as feeder:
+        for batch in feeder.batches():
+            batch.write_back(batch.data + 1)
+            if 5 in batch.rows:
+                break
+        assert table[:6].all()
+        assert not table[6:].any()
+
+
+def test_values_that_need_gradients_can_be_written() -> None:
+    table = np.zeros((4, 2), np.float32)
+    with Feeder(table, batch_size=4) as feeder:
+        for batch in feeder.batches():
+            batch.write_back(torch.ones_like(batch.data, requires_grad=True))
+    assert table.all()
+
+
+# ---- resuming --------------------------------------------------------------------------------------------------------
+
+
+def feeder_of(x: np.ndarray, kind: str, depth: int = 3) -> Feeder:
+    given: dict[str, Any] = {
+        "shuffled": {"shuffle": True, "seed": 4, "batch_size": 7},
+        "blocks": {"rows": rows.block_shuffled(2, block_rows=8, window_blocks=2), "batch_size": 7},
+        "sampler": {"rows": DistributedSampler(x, num_replicas=1, rank=0), "batch_size": 7},  # type: ignore[arg-type]
+        "batches": {"rows": [np.arange(i, i + 5) for i in range(0, 90, 5)]},
+    }[kind]
+    return Feeder(x, depth=depth, **given)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "blocks", "sampler", "batches"])
+def test_resume_anywhere(x: np.ndarray, kind: str) -> None:
+    """From any batch of any epoch the rest is the same, with prefetching ahead; also at the last batch, and after the loop."""
+    states, all_rows = [], []
+    with feeder_of(x, kind) as feeder:
+        states.append((0, 0, feeder.state_dict()))
+        for epoch in range(3):
+            epoch_rows = []
+            for batch in feeder.batches():
+                epoch_rows.append(batch.rows.tolist())
+                states.append((epoch, len(epoch_rows), feeder.state_dict()))
+            states.append((epoch + 1, 0, feeder.state_dict()))
+            all_rows.append(epoch_rows)
+    for epoch, position, state in states:
+        if epoch < 3 and (position % 4 == 0 or position >= len(all_rows[epoch]) - 1):
+            with feeder_of(x, kind, depth=epoch) as feeder:
+                feeder.load_state_dict(json.loads(json.dumps(state)))
+                assert feeder.epoch == epoch
+                assert numbers(feeder) == all_rows[epoch][position:]
+                if epoch < 2:
+                    assert numbers(feeder) == all_rows[epoch + 1]
+
+
+def test_resume_twice_in_one_epoch(x: np.ndarray) -> None:
+    with feeder_of(x, "shuffled") as feeder:
+        want = numbers(feeder)
+    got: list[list[int]] = []
+    state: dict[str, Any] | None = None
+    while state is None or state["epoch"] == 0:
+        with feeder_of(x, "shuffled") as feeder:
+            if state is not None:
+                feeder.load_state_dict(state)
+            for i, batch in enumerate(feeder.batches()):
+                got.append(batch.rows.tolist())
+                if i == 3:
+                    break
+            state = feeder.state_dict()
+            if state["batch"] == len(want):
+                break
+    assert got == want
+
+
+def test_after_a_break_the_next_loop_is_the_next_epoch_and_the_state_is_where_it_broke(x: np.ndarray) -> None:
+    with feeder_of(x, "shuffled") as feeder:
+        epochs = [numbers(feeder) for _ in range(2)]
+    with feeder_of(x, "shuffled") as feeder:
+        for i, _ in enumerate(feeder):
+            if i == 2:
+                break
+        state = feeder.state_dict()
+        assert numbers(feeder) == epochs[1]
+        feeder.load_state_dict(state)
+        assert numbers(feeder) == epochs[0][3:]
+
+
+def test_a_state_of_another_feeder_is_refused(x: np.ndarray) -> None:
+    with feeder_of(x, "shuffled") as feeder:
+        state = feeder.state_dict()
+    with Feeder(x, batch_size=8, shuffle=True, seed=4) as feeder:
+        with pytest.raises(errors.ArgumentError, match="batch_size was 7, is 8"):
+            feeder.load_state_dict(state)
+        with pytest.raises(errors.ArgumentError, match="not a state"):
+            feeder.load_state_dict({"epoch": 1})
+
+
+def test_a_sampler_that_does_not_repeat_itself_is_found_out(x: np.ndarray) -> None:
+    with Feeder(x, rows=RandomSampler(x, generator=torch.Generator().manual_seed(0)), batch_size=10) as feeder:
+        next(iter(feeder))
+        state = feeder.state_dict()
+    with Feeder(x, rows=RandomSampler(x, generator=torch.Generator().manual_seed(1)), batch_size=10) as feeder:
+        feeder.load_state_dict(state)
+        with pytest.raises(errors.ArgumentError, match="gave other rows"):
+            list(feeder)
+
+
+# ---- plan, statistics ------------------------------------------------------------------------------------------------
+
+
+def test_the_plan_sizes_the_batch(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((5000, 256), np.float32))
+    with Feeder(tmp_path / "x.npy", config=Config(cpu_memory_limit=MiB(6))) as feeder:
+        assert feeder.plan.host_bytes <= MiB(6)
+        assert {len(batch) for batch in feeder} == {feeder.plan.batch_size, 5000 % feeder.plan.batch_size}
+        assert "of 6.0 MiB" in str(feeder.plan)
+    with (
+        Feeder(tmp_path / "x.npy", batch_size=10) as feeder,
+        pytest.raises(errors.BudgetError, match=r"cpu_memory_limit is 1\.0 KiB"),
+    ):
+        Feeder(tmp_path / "x.npy", config=Config(cpu_memory_limit=1024))
+
+
+def test_batches_larger_than_planned_are_refused(x: np.ndarray) -> None:
+    def endless() -> Any:
+        yield from ([i] for i in range(3))
+        yield list(range(100))
+
+    with Feeder(x, rows=endless(), config=Config(cpu_memory_limit=MiB(2), preferred_batch_size=20)) as feeder:
+        loop = iter(feeder)
+        assert [len(next(loop)) for _ in range(3)] == [1, 1, 1]
+        with pytest.raises(errors.ArgumentError, match="100 rows; expected at most 20"):
+            next(loop)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_statistics(x: np.ndarray, depth: int) -> None:
+    with Feeder(x, batch_size=10, depth=depth, timeline=True) as feeder:
+        for _ in range(2):
+            for batch in feeder.batches():
+                batch.write_back(batch.data)
+        stats = feeder.stats
+        assert (stats.batches, stats.rows, stats.bytes) == (20, 200, 2 * x.nbytes)
+        assert 0 < stats.wait_s <= stats.seconds
+        assert 0 < stats.starved <= 1
+        assert stats.read_s > 0
+        assert stats.write_s > 0
+        assert "20 batches, 200 rows" in str(stats)
+        lanes = [span.lane for span in feeder.timeline.spans]
+        assert all(lanes.count(lane) == 20 for lane in ("read", "wait", "compute", "write"))
+
+
+def test_the_timeline_can_be_saved(x: np.ndarray, tmp_path: Path) -> None:
+    with Feeder(x, batch_size=10, timeline=True) as feeder:
+        with pytest.raises(errors.ArgumentError, match="empty"):
+            feeder.timeline.save(tmp_path / "t.json")
+        list(feeder)
+        feeder.timeline.save(tmp_path / "t.json")
+        feeder.timeline.save(tmp_path / "t.png")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {event["name"].split()[0] for event in events} >= {"read", "wait", "compute"}
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    with Feeder(x, batch_size=10) as feeder, pytest.raises(errors.ArgumentError, match="timeline=True"):
+        _ = feeder.timeline
+
+
+def test_progress(x: np.ndarray, capsys: pytest.CaptureFixture[str]) -> None:
+    with Feeder(x, batch_size=10, progress=True) as feeder:
+        list(feeder)
+    assert "10/10" in capsys.readouterr().err
+
+
+def test_each_loop_in_a_thread_of_its_own(x: np.ndarray) -> None:
+    def run(i: int) -> None:
+        with Feeder(x, batch_size=7, shuffle=True, seed=i) as feeder:
+            results[i] = sorted(itertools.chain(*numbers(feeder)))
+
+    results: dict[int, list[int]] = {}
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(results[i] == list(range(100)) for i in range(4))

@@ -1,0 +1,327 @@
+"""Every store keeps the contract; each has its own conditions."""
+
+import itertools
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pinfeed import ArrayStore, Feeder, MmapStore, PinnedStore, errors
+from pinfeed.memory import resident_bytes
+from pinfeed.stores import aio, shard
+from pinfeed.testing.suites import StoreTests, sample
+
+
+class TestArrayStore(StoreTests):
+    def make(self, array: np.ndarray, tmp_path: Path) -> ArrayStore:
+        return ArrayStore(array)
+
+
+class TestArrayStoreOfARowStride(StoreTests):
+    """Rows that are contiguous, in an array that is not."""
+
+    def make(self, array: np.ndarray, tmp_path: Path) -> ArrayStore:
+        return ArrayStore(np.repeat(array, 2, axis=0)[::2])
+
+
+class TestPinnedStoreInOrdinaryMemory(StoreTests):
+    def make(self, array: np.ndarray, tmp_path: Path) -> PinnedStore:
+        return PinnedStore(array, pin=False)
+
+
+class TestMmapStore(StoreTests):
+    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+        np.save(tmp_path / "x.npy", array)
+        return MmapStore(tmp_path / "x.npy", mode="r+", dtype=array.dtype)
+
+
+class TestMmapStoreWithoutTheSystemCall(TestMmapStore):
+    """Where native AIO is not allowed, rows are read and written one by one."""
+
+    @pytest.fixture(autouse=True)
+    def forbid(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(aio.Requests, "make", lambda: None)
+
+
+class TestMmapStoreOfShards(StoreTests):
+    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+        cuts = [0, 1, 1, 5, 6, len(array)]  # uneven, one of them empty
+        for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            np.save(tmp_path / f"x-{i}.npy", array[start:stop])
+        return MmapStore(tmp_path / "x-*.npy", mode="r+", dtype=array.dtype)
+
+
+class TestMmapStoreOfTheOtherByteOrder(StoreTests):
+    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+        if array.dtype.kind == "V":
+            pytest.skip("numpy writes no byte order for bfloat16")
+        np.save(tmp_path / "x.npy", array.astype(array.dtype.newbyteorder(">")))
+        return MmapStore(tmp_path / "x.npy", mode="r+")
+
+
+def saved(path: Path, array: np.ndarray) -> Path:
+    np.save(path, array)
+    return path
+
+
+def gathered(store: Any, rows: Any) -> np.ndarray:
+    out = np.empty((len(rows), *store.row_shape), store.dtype)
+    store.gather(np.asarray(rows, np.int64), out)
+    return out
+
+
+# ---- ArrayStore ------------------------------------------------------------------------------------------------------
+
+
+def test_array_store_shares_memory_with_a_tensor() -> None:
+    tensor = torch.zeros(4, 2, dtype=torch.bfloat16)
+    store = ArrayStore(tensor)
+    store.scatter(np.array([2]), np.ones((1, 2), store.dtype))
+    assert tensor[2].tolist() == [1, 1]
+    assert tensor[[0, 1, 3]].sum() == 0
+
+
+def test_array_store_of_a_read_only_array_is_not_writable() -> None:
+    array = np.zeros((3, 2))
+    array.flags.writeable = False
+    assert not ArrayStore(array).writable
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        (np.zeros((0, 3)), "no rows"),
+        (np.float32(3), "expected a path"),
+        (np.array(3.0), "no rows"),
+        (np.asfortranarray(np.zeros((4, 3))), "Fortran"),
+        (np.zeros(3, ">f4"), "byte order"),
+        (np.array([object()]), "never unpickled"),
+        (np.zeros(3, [("a", "f4")]), "structured"),
+        (np.zeros(3, "M8[s]"), "dates"),
+        (np.zeros(3, np.longdouble), "no torch counterpart"),
+        (torch.zeros(3).to_sparse(), "dense"),
+        (torch.zeros(3, device="meta"), "on meta"),
+        ([1, 2, 3], "expected a path"),
+    ],
+    ids=str,
+)
+def test_array_store_refuses(source: Any, message: str) -> None:
+    with pytest.raises(errors.StoreError, match=message):
+        ArrayStore(source)
+
+
+# ---- MmapStore -------------------------------------------------------------------------------------------------------
+
+
+def test_mmap_store_is_read_only_unless_asked(tmp_path: Path) -> None:
+    with MmapStore(saved(tmp_path / "x.npy", np.zeros((3, 2)))) as store:
+        assert not store.writable
+        with pytest.raises(errors.WriteBackError, match="read-only"):
+            store.scatter(np.array([0]), np.ones((1, 2)))
+
+
+def test_mmap_store_writes_through(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npy", np.zeros((5, 2)))
+    with MmapStore(path, mode="r+") as store:
+        store.scatter(np.array([4, 1]), np.array([[1.0, 2], [3, 4]]))
+        store.flush()
+        np.testing.assert_array_equal(np.load(path), [[0, 0], [3, 4], [0, 0], [0, 0], [1, 2]])
+
+
+def test_mmap_store_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npy", sample(1 << 14, (1 << 12,), np.dtype(np.uint8)))  # 64 MiB
+    with MmapStore(path) as store:
+        before = resident_bytes()["file"]
+        rows = np.random.default_rng(0).permutation(store.n_rows)
+        for i in range(0, store.n_rows, 512):
+            out = gathered(store, rows[i : i + 512])
+            assert (out[:, 1] == (out[:, 0].astype(int) + 1) % 251).all()
+        assert resident_bytes()["file"] - before < 4 << 20
+
+
+@pytest.mark.parametrize("to", ["mid-page", "mid-file", "nothing"])
+@pytest.mark.parametrize("rows", [[70, 20, 99, 5], [96, 97, 98, 99]], ids=["scattered", "run"])
+@pytest.mark.parametrize("call", [True, False], ids=["one call", "row by row"])
+def test_a_file_that_shrinks_is_an_error(tmp_path: Path, to: str, rows: list[int], call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not call:
+        monkeypatch.setattr(aio.Requests, "make", lambda: None)
+    path = saved(tmp_path / "x.npy", np.ones((100, 1000)))
+    with MmapStore(path) as store:
+        gathered(store, rows)
+        os.truncate(path, {"mid-page": path.stat().st_size - 10, "mid-file": 100_000, "nothing": 0}[to])
+        with pytest.raises(errors.ReadError, match="shrunk"):
+            gathered(store, rows)
+
+
+def test_a_file_that_goes_away_while_it_is_open_can_still_be_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npy", np.arange(10.0))
+    with MmapStore(path) as store:
+        gathered(store, [1])
+        path.unlink()
+        assert gathered(store, [3, 9, 4]).tolist() == [3, 9, 4]
+
+
+def test_a_file_that_goes_away_before_it_is_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npy", np.arange(10.0))
+    with MmapStore(path) as store:
+        path.unlink()
+        with pytest.raises(FileNotFoundError, match="not any more"):
+            gathered(store, [3])
+
+
+def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "x.npy", np.arange(10.0))
+
+    def fails(*args: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(shard.os, "preadv", fails)
+    with MmapStore(path) as store, pytest.raises(errors.ReadError, match=r"x\.npy") as caught:
+        gathered(store, [3])
+    assert caught.value.errno == 5
+
+
+def test_a_full_disk_is_the_error_it_is(tmp_path: Path) -> None:
+    """/dev/full answers every write with it."""
+    path = saved(tmp_path / "x.npy", np.arange(10.0))
+    with MmapStore(path, mode="r+") as store:
+        opened = store._shard(0)
+        full = os.open("/dev/full", os.O_RDWR)
+        os.dup2(full, opened._fd)
+        os.close(full)
+        with pytest.raises(OSError, match="No space left") as caught:
+            store.scatter(np.array([3, 7]), np.array([1.0, 2.0]))
+        assert caught.value.filename == str(path)
+        store._dirty.clear()
+
+
+def test_native_aio_works_here() -> None:
+    """It is the fast path of every test machine: were it to fail in silence, nothing else would notice."""
+    requests = aio.Requests.make()
+    assert requests is not None
+    requests.close()
+    requests.close()
+
+
+def test_a_forked_process_makes_a_context_of_its_own(tmp_path: Path) -> None:
+    with MmapStore(saved(tmp_path / "x.npy", np.arange(10.0))) as store:
+        gathered(store, [3, 1])
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if gathered(store, [9, 2]).tolist() == [9, 2] else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_thousand_shards_do_not_exhaust_descriptors(tmp_path: Path) -> None:
+    for i in range(1000):
+        np.save(tmp_path / f"{i:04}.npy", np.array([i, i + 0.5]))
+    before = len(os.listdir("/proc/self/fd"))
+    with MmapStore(tmp_path / "*.npy", mode="r+") as store:
+        rows = np.random.default_rng(0).permutation(2000)
+        np.testing.assert_array_equal(gathered(store, rows), rows / 2)
+        store.scatter(rows, -rows / 2)
+        np.testing.assert_array_equal(gathered(store, np.arange(2000)), -np.arange(2000) / 2)
+        assert len(os.listdir("/proc/self/fd")) - before <= 2 * 64
+
+
+def test_shards_that_do_not_match(tmp_path: Path) -> None:
+    a, b = saved(tmp_path / "a.npy", np.zeros((2, 3))), saved(tmp_path / "b.npy", np.zeros((2, 4)))
+    with pytest.raises(errors.StoreError, match="shards do not match"):
+        MmapStore([a, b])
+    with pytest.raises(errors.ArgumentError, match="at least one"):
+        MmapStore([])
+    with pytest.raises(errors.FileMissing, match="no file matches"):
+        MmapStore(tmp_path / "c*.npy")
+
+
+def test_use_after_close(tmp_path: Path) -> None:
+    store = MmapStore(saved(tmp_path / "x.npy", np.arange(10.0)))
+    store.close()
+    with pytest.raises(errors.ClosedError, match="closed"):
+        gathered(store, [3])
+
+
+def test_a_mode_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(errors.ArgumentError, match="'w'"):
+        MmapStore(saved(tmp_path / "x.npy", np.arange(10.0)), mode="w")
+
+
+def test_rows_of_no_bytes(tmp_path: Path) -> None:
+    with MmapStore(saved(tmp_path / "x.npy", np.zeros((5, 0)))) as store:
+        assert gathered(store, [3, 1]).shape == (2, 0)
+
+
+# ---- PinnedStore -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
+def test_pinned_store_without_cuda() -> None:
+    with pytest.raises(errors.MissingDependency, match='pin="auto"'):
+        PinnedStore.zeros((10, 2))
+    store = PinnedStore.zeros((10, 2), pin="auto")
+    assert not store.page_locked
+
+
+def test_pinned_store_takes_exactly_what_it_needs() -> None:
+    store = PinnedStore.empty((1_000_001, 5), "float32", pin="auto")
+    memory = store.array.base
+    while isinstance(memory.base, np.ndarray):
+        memory = memory.base
+    assert 0 <= memory.nbytes - store.array.nbytes < 4096
+
+
+def test_pinned_store_copies_what_it_is_given(tmp_path: Path) -> None:
+    array = sample(5000, (1000,), np.dtype(np.float32))
+    path = saved(tmp_path / "x.npy", array)
+    for source in (array, torch.from_numpy(array), path, str(path), ArrayStore(array)):
+        store = PinnedStore(source, pin="auto")
+        np.testing.assert_array_equal(store.array, array)
+        assert not np.shares_memory(store.array, array)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_random_rows_are_reproducible(dtype: str) -> None:
+    a, b, c = (PinnedStore.normal((1000, 50), dtype, mean=2, std=3, seed=seed, pin=False).array.astype(float) for seed in (1, 1, 2))
+    assert (a == b).all()
+    assert (a != c).any()
+    assert abs(a.mean() - 2) < 0.1
+    assert abs(a.std() - 3) < 0.1
+    u = PinnedStore.uniform((1000, 50), dtype, low=-1, high=3, pin=False).array.astype(float)
+    assert u.min() >= -1
+    assert u.max() <= 3
+    assert abs(u.mean() - 1) < 0.1
+
+
+def test_pinned_store_refuses() -> None:
+    with pytest.raises(errors.StoreError, match="no rows"):
+        PinnedStore.zeros((0, 3), pin=False)
+    with pytest.raises(errors.StoreError, match="floating point"):
+        PinnedStore.normal((3, 3), "int32", pin=False)
+    with pytest.raises(errors.StoreError, match="no torch counterpart"):
+        PinnedStore.zeros((3,), "S3", pin=False)
+
+
+def test_a_store_of_ones_own(tmp_path: Path) -> None:
+    """Whatever keeps the contract can be fed."""
+
+    class Squares:
+        n_rows, row_shape, dtype, writable, resident_bytes = 1000, (2,), np.dtype(np.int64), False, 0
+
+        def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
+            out[:, 0], out[:, 1] = rows, rows**2
+
+        def scatter(self, rows: np.ndarray, values: np.ndarray) -> None:
+            raise AssertionError
+
+        def flush(self) -> None: ...
+
+        def close(self) -> None:
+            raise AssertionError("a store that was given is its giver's to close")
+
+    with Feeder(Squares(), batch_size=64, shuffle=True, device="cpu") as feeder:
+        out = torch.cat(list(feeder))
+    assert torch.equal(out[:, 0] ** 2, out[:, 1])
+    assert sorted(out[:, 0].tolist()) == list(range(1000))
