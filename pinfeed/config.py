@@ -192,11 +192,7 @@ class Config:
 
 
 def plan_items(load: Load, batch_size: int, depth: int) -> tuple[Item, ...]:
-    """Every buffer that a feeder has at a time, with a loop that drops its batches.
-
-    The loop holds one batch, and the next one while it asks for it; ``depth`` more are prefetched. A write-back is held until it has
-    landed and every prefetched batch has seen it: ``max(depth, 1)`` may be on their way, ``depth + 1`` more may not have been seen.
-    """
+    """Every buffer that a feeder has at a time, with a loop that drops its batches."""
 
     def batch(block: int, chosen: Sequence[bool]) -> int:
         sizes = (batch_size * nbytes for nbytes, wanted in zip(load.row_nbytes, chosen, strict=True) if wanted)
@@ -205,20 +201,29 @@ def plan_items(load: Load, batch_size: int, depth: int) -> tuple[Item, ...]:
     everything = [True] * len(load.row_nbytes)
     place: Place = "host" if load.unified else "device"
     block = _PAGE if load.unified else _DEVICE_BLOCK
-    n_held = max(depth, 1) + depth + 1
-    items = [Item("batches", place, depth + 2, batch(block, everything))]
+    items = [Item("batches", place, n_batches(depth), batch(block, everything))]
     if any(load.writable):
-        items.append(Item("write-backs until they have landed and been seen", place, n_held, batch(block, load.writable)))
+        items.append(Item("write-backs until they have landed and been seen", place, n_held(depth), batch(block, load.writable)))
     if not load.unified:
         items.append(Item("staging", "pinned", depth + 1, batch(_PAGE, everything)))
         if any(load.writable):
             items.append(Item("staging of a write-back", "pinned", 1, batch(_PAGE, load.writable)))
-    n_rows_arrays = depth + 3 + (3 * n_held if any(load.writable) else 0)  # of a write-back: the rows, and the rows sorted
+    n_rows_arrays = depth + 3 + (3 * n_held(depth) if any(load.writable) else 0)  # of a write-back: the rows, and the rows sorted
     items.append(Item("row numbers", "host", n_rows_arrays, batch_size * _ROW_NUMBER))
     items.append(Item("the order of the rows", "host", 1, _ORDER))
     if load.resident_bytes:
         items.append(Item("file pages mapped while rows are gathered", "host", 1, load.resident_bytes))
     return tuple(items)
+
+
+def n_batches(depth: int) -> int:
+    """Batches that there are at a time: the loop holds one, and the next one while it asks for it; ``depth`` more are prefetched."""
+    return depth + 2
+
+
+def n_held(depth: int) -> int:
+    """Write-backs that are held at a time: ``max(depth, 1)`` on their way, and ``depth + 1`` that a prefetched batch may not have seen."""
+    return max(depth, 1) + depth + 1
 
 
 def check_depth(depth: int) -> None:

@@ -7,7 +7,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-from .config import Config, Load, Plan, check_depth, plan_items
+from .config import Config, Load, Plan, check_depth, n_batches, n_held, plan_items
 from .devices import resolve
 from .devices.base import Device, Tensor
 from .epoch import Loan
@@ -105,7 +105,7 @@ class Feeder:
             rows = shuffled(seed) if shuffle else sequential()
         self._stores = _Stores(source)
         try:
-            found = resolve(device, n_spare=depth + 2)
+            found = resolve(device, n_spare=len(self._stores.stores) * (n_batches(depth) + n_held(depth)))
             self._stores.device, self._owned_device = found, None if found is device else found
             self._plan = _plan(self._stores.stores, rows, batch_size, config, depth, found)
             size = batch_size if config is None else self._plan.batch_size

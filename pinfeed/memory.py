@@ -67,7 +67,7 @@ def _cgroups(proc: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def resident_bytes() -> dict[str, int]:
-    """Resident memory of this process in bytes: ``anonymous``, ``file`` (mapped from files) and ``shared`` (here, page-locked memory too)."""
+    """Resident memory of this process in bytes: ``anonymous``, ``file`` (mapped from files) and ``shared`` (page-locked too)."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     names = {"anonymous": "RssAnon", "file": "RssFile", "shared": "RssShmem"}
     return {name: int(fields[field].split()[0]) * 1024 for name, field in names.items()}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import numpy.typing as npt
 
 from .devices.base import Part
@@ -88,4 +88,4 @@ class RowSource:
 
 def part_nbytes(part: Part) -> int:
     """Bytes of a part."""
-    return int(np.prod(part.shape, dtype=np.int64)) * part.dtype.itemsize
+    return math.prod(part.shape) * part.dtype.itemsize

@@ -35,6 +35,7 @@ slot is filled, so ``lend`` copies its values over those rows.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -190,7 +191,7 @@ class Transfer:
                 held.append(None)
                 continue
             shape, dtype = (len(rows), *store.row_shape), store.dtype
-            held.append(self.device.tensor(self.device.empty(int(np.prod(shape)) * dtype.itemsize, compute), shape, dtype))
+            held.append(self.device.tensor(self.device.empty(math.prod(shape) * dtype.itemsize, compute), shape, dtype))
             self.device.copy(value, held[-1], compute)
         return Landing(self.log.append(rows, held), compute.record(), stores)
 
@@ -252,7 +253,7 @@ class Transfer:
 
     def _staged(self, staging: list[npt.NDArray[np.uint8]], i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
         """Staging memory ``i`` in this shape, made or grown where it has to be."""
-        nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+        nbytes = math.prod(shape) * dtype.itemsize
         if i == len(staging):
             staging.append(self.device.staging(nbytes))
         elif len(staging[i]) < nbytes:

@@ -148,7 +148,7 @@ def test_samplers_of_torch(x: np.ndarray) -> None:
 
 
 def test_orders_of_pinfeed(x: np.ndarray) -> None:
-    config = Config(cpu_memory_limit=MiB(2), preferred_batch_size=9)
+    config = Config(cpu_memory_limit=MiB(8), preferred_batch_size=9)
     with Feeder(x, rows=rows.block_shuffled(seed=1, block_rows=4), config=config) as feeder:
         assert sorted(itertools.chain(*numbers(feeder))) == list(range(100))
     shares = []
@@ -370,10 +370,10 @@ def test_a_sampler_that_does_not_repeat_itself_is_found_out(x: np.ndarray) -> No
 
 def test_the_plan_sizes_the_batch(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((5000, 256), np.float32))
-    with Feeder(tmp_path / "x.npy", config=Config(cpu_memory_limit=MiB(6))) as feeder:
-        assert feeder.plan.host_bytes <= MiB(6)
+    with Feeder(tmp_path / "x.npy", config=Config(cpu_memory_limit=MiB(10))) as feeder:
+        assert feeder.plan.host_bytes <= MiB(10)
         assert {len(batch) for batch in feeder} == {feeder.plan.batch_size, 5000 % feeder.plan.batch_size}
-        assert "of 6.0 MiB" in str(feeder.plan)
+        assert "of 10.0 MiB" in str(feeder.plan)
     with (
         Feeder(tmp_path / "x.npy", batch_size=10) as feeder,
         pytest.raises(errors.BudgetError, match=r"cpu_memory_limit is 1\.0 KiB"),
@@ -386,7 +386,7 @@ def test_batches_larger_than_planned_are_refused(x: np.ndarray) -> None:
         yield from ([i] for i in range(3))
         yield list(range(100))
 
-    with Feeder(x, rows=endless(), config=Config(cpu_memory_limit=MiB(2), preferred_batch_size=20)) as feeder:
+    with Feeder(x, rows=endless(), config=Config(cpu_memory_limit=MiB(8), preferred_batch_size=20)) as feeder:
         loop = iter(feeder)
         assert [len(next(loop)) for _ in range(3)] == [1, 1, 1]
         with pytest.raises(errors.ArgumentError, match="100 rows; expected at most 20"):

@@ -1,0 +1,35 @@
+# Everything happens in .venv; nothing but Python 3.10+ and make need be installed. The README says the same as plain pip commands.
+
+PYTHON ?= python3
+BIN = .venv/bin
+SIZE ?= 2GiB
+
+.PHONY: demo test lint gpu bench clean
+
+demo: .venv/installed
+	$(BIN)/python examples/demo.py $(if $(NPY),--npy "$(NPY)",--size $(SIZE))
+
+test: .venv/installed
+	$(BIN)/python -m pytest -q
+
+lint: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+bench: .venv/installed
+	$(BIN)/python -m benchmarks.overhead
+
+# On a machine with a CUDA device: its tests and measurements, written to benchmarks/results/.
+gpu: .venv/installed
+	$(BIN)/python -m benchmarks.gpu
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plot]" --group test --group lint
+	touch $@
+
+clean:
+	rm -rf .venv demo

@@ -1,0 +1,191 @@
+"""The main job: stream a .npy file, shuffled, into a training step, inside a memory limit; and the same loop with a plain DataLoader.
+
+The model is a small autoencoder: it learns to reproduce a row from a few numbers. Both loops see the same rows in the same order, so
+their losses can be compared bit for bit. Run it with ``make demo``, or ``python examples/demo.py --help``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+from tqdm import tqdm
+
+import pinfeed
+from pinfeed.config import human
+
+LIMIT = pinfeed.MiB(256)
+BATCH_SIZE = 2048
+OUT = Path("demo")
+
+
+@dataclass
+class Result:
+    """What one loop showed."""
+
+    seconds: float
+    waited_s: float
+    peak_growth: int
+    losses: list[float]
+    nbytes: int
+
+    def __str__(self) -> str:
+        first, last = np.mean(self.losses[:5]), np.mean(self.losses[-5:])
+        return (
+            f"{self.seconds:6.1f} s  {self.nbytes / self.seconds / 1e9:5.2f} GB/s  starved {self.waited_s / self.seconds:4.0%} of the time"
+            f"  memory +{human(self.peak_growth):9}  loss {first:.3f} -> {last:.3f}"
+        )
+
+
+class Training:
+    """A step of training on a batch of rows."""
+
+    def __init__(self, row_shape: tuple[int, ...], device: str, sample: torch.Tensor, n_steps: int) -> None:
+        torch.manual_seed(0)
+        width = math.prod(row_shape)
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(width, 32), nn.Linear(32, width)).to(device)
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=2e-3)
+        sample = sample.to(torch.float32)
+        self.mean, self.scale = sample.mean(), sample.std().clamp_min(1e-6)
+        # One tensor made in advance: a small one kept from every step would lie between the large ones of the steps, and glibc could
+        # give none of those back to the system.
+        self.losses, self.step = torch.zeros(n_steps, device=device), 0
+
+    def __call__(self, rows: torch.Tensor) -> None:
+        x = ((rows.to(torch.float32) - self.mean) / self.scale).flatten(1)
+        loss = nn.functional.mse_loss(self.model(x), x)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        self.optimizer.step()
+        self.losses[self.step] = loss.detach()
+        self.step += 1
+
+
+class Rows(Dataset[torch.Tensor]):
+    """What a plain loop uses: a memory map."""
+
+    def __init__(self, path: Path) -> None:
+        self.rows = np.load(path, mmap_mode="r")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.from_numpy(np.array(self.rows[index]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--npy", type=Path, help="stream this file; else one is written to demo/rows.npy")
+    parser.add_argument("--size", type=size, default=size("2GiB"), help="size of the file that is written (2GiB)")
+    arguments = parser.parse_args()
+    OUT.mkdir(exist_ok=True)
+    path = arguments.npy or written(OUT / "rows.npy", arguments.size)
+
+    config = pinfeed.Config(cpu_memory_limit=LIMIT, preferred_batch_size=BATCH_SIZE)
+    with pinfeed.Feeder(path, config=config, shuffle=True, progress=True, timeline=True) as feeder:
+        print(f"\n{path} on {feeder.device}:\n{feeder.plan}\n")
+        read_once(path)  # both loops find the file in the page cache, as far as it fits
+        fed = run(feeder, feeder.device, path)
+        feeder.timeline.save(OUT / "timeline.png", last_s=min(1.0, fed.seconds / 2))
+        feeder.timeline.save(OUT / "timeline.json")
+        batch_size = feeder.plan.batch_size
+    order = pinfeed.rows.shuffled().bind(len(Rows(path)), 0)
+    sampler = order(np.arange(len(Rows(path)))).tolist()
+    plain = run(on(feeder.device, DataLoader(Rows(path), batch_size, sampler=sampler), "DataLoader"), feeder.device, path)
+
+    print(f"\npinfeed     {fed}\nDataLoader  {plain}\n")
+    print(f"pinfeed took {fed.seconds / plain.seconds:.2f} of the DataLoader's time, inside its limit of {human(LIMIT)} of host memory")
+    print(f"losses equal, bit for bit: {fed.losses == plain.losses}")
+    print(f"timeline of the last steps: {OUT / 'timeline.png'} (and {OUT / 'timeline.json'} for https://ui.perfetto.dev)")
+    if fed.peak_growth > LIMIT:
+        raise SystemExit(f"resident memory grew by {human(fed.peak_growth)}, more than the limit of {human(LIMIT)}")
+
+
+def run(batches: Iterable[torch.Tensor], device: str, path: Path) -> Result:
+    """Train for one epoch, and measure the loop."""
+    rows = np.load(path, mmap_mode="r")
+    nbytes, row_shape, n_rows = rows.nbytes, rows.shape[1:], len(rows)
+    sample, some = (torch.from_numpy(np.array(rows[:n])).to(device) for n in (256, BATCH_SIZE))
+    del rows
+    Training(row_shape, device, sample, n_rows)(some)  # a step to warm up: what the model needs is there before memory is measured
+    training = Training(row_shape, device, sample, n_rows)
+    del some
+    gc.collect()
+    start, waited, asked = time.perf_counter(), 0.0, time.perf_counter()
+    with peak_growth() as growth:
+        for batch in batches:
+            waited += time.perf_counter() - asked
+            training(batch)
+            asked = time.perf_counter()
+        losses = training.losses[: training.step].tolist()  # the device has done all its work
+    return Result(time.perf_counter() - start, waited, growth(), losses, nbytes)
+
+
+def on(device: str, loader: DataLoader[Any], name: str) -> Iterator[torch.Tensor]:
+    """A loader's batches on the device, one at a time."""
+    for batch in tqdm(loader, desc=name, unit="batch"):
+        yield batch.to(device)
+
+
+class peak_growth:  # noqa: N801  # reads as a verb
+    """Measure by how much resident memory grows at most, exactly: the kernel keeps the peak, and can be told to begin anew."""
+
+    def __enter__(self) -> Callable[[], int]:
+        Path("/proc/self/clear_refs").write_text("5")
+        before = self.field("VmRSS")
+        return lambda: self.field("VmHWM") - before
+
+    def __exit__(self, *exc_info: object) -> None:
+        """Nothing to undo."""
+
+    @staticmethod
+    def field(name: str) -> int:
+        found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+        assert found is not None
+        return int(found[1]) * 1024
+
+
+def written(path: Path, nbytes: int) -> Path:
+    """A file of rows of 1024 float32 that 16 numbers explain, but for some noise; written piece by piece."""
+    n = max(BATCH_SIZE, nbytes // 4096)
+    if path.exists() and np.load(path, mmap_mode="r").shape == (n, 1024):
+        return path
+    rng = np.random.default_rng(0)
+    basis = rng.normal(size=(16, 1024)).astype(np.float32)
+    file = np.lib.format.open_memmap(path, "w+", np.float32, (n, 1024))
+    for start in tqdm(range(0, n, 8192), desc=f"writing {path}", unit="piece"):
+        piece = file[start : start + 8192]
+        piece[...] = rng.normal(size=(len(piece), 16)).astype(np.float32) @ basis / 4
+        piece += rng.normal(scale=0.1, size=1024).astype(np.float32)
+    return path
+
+
+def read_once(path: Path) -> None:
+    with path.open("rb", buffering=0) as file:
+        buffer = bytearray(8 << 20)
+        while file.readinto(buffer):
+            pass
+
+
+def size(text: str) -> int:
+    """Bytes in ``2GiB`` or ``96MiB``."""
+    found = re.fullmatch(r"([\d.]+)\s*([KMG]iB)", text)
+    if found is None:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 2GiB or 96MiB")
+    return {"KiB": pinfeed.KiB, "MiB": pinfeed.MiB, "GiB": pinfeed.GiB}[found[2]](float(found[1]))
+
+
+if __name__ == "__main__":
+    main()
