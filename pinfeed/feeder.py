@@ -7,6 +7,8 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+import numpy as np
+
 from .config import Config, Load, Plan, check_depth, n_batches, n_held, plan_items
 from .devices import resolve
 from .devices.base import Device, Tensor
@@ -18,6 +20,7 @@ from .rows import Order, OrderBatches, RowBatches, Rows, SamplerBatches, largest
 from .sources import RowSource
 from .stats import FeederStats, Timeline
 from .stores import ArrayStore, MmapStore, Store
+from .stores.mmap import store_of_memmap
 from .tree import flatten
 
 logger = logging.getLogger("pinfeed")
@@ -274,6 +277,9 @@ class _Stores:
         if isinstance(leaf, (str, os.PathLike)):
             self._owned.append(MmapStore(leaf))
             return self._owned[-1]
+        if isinstance(leaf, np.memmap) and (store := store_of_memmap(leaf)) is not None:
+            self._owned.append(store)
+            return store
         return ArrayStore(leaf, name=name)
 
 

@@ -161,7 +161,7 @@ def _draw(spans: list[Span], path: str) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingDependency('a picture needs matplotlib: pip install "pinfeed[plot]"') from None
-    lanes = [lane for lane in LANES if any(span.lane == lane for span in spans)]
+    lanes = [lane for lane in LANES if lane != "write" or any(span.lane == lane for span in spans)]
     figure = Figure(figsize=(14, 0.7 * len(lanes) + 1.2), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()

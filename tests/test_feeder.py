@@ -234,6 +234,21 @@ def test_files_that_a_feeder_opened_are_closed_and_stores_that_it_was_given_are_
     store.close()
 
 
+def test_a_memory_map_is_streamed_from_its_file(x: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", x)
+    for given, kind in [
+        (np.load(tmp_path / "x.npy", mmap_mode="r"), MmapStore),
+        (np.load(tmp_path / "x.npy", mmap_mode="r")[10:], ArrayStore),
+        (np.load(tmp_path / "x.npy", mmap_mode="c"), ArrayStore),
+        (np.memmap(tmp_path / "x.npy", np.float32, "r", 128, (100, 3)), MmapStore),
+        (np.memmap(tmp_path / "x.npy", np.float32, "r", 128, (50, 6)), ArrayStore),
+    ]:
+        with Feeder(given, batch_size=7, shuffle=True) as feeder:
+            assert type(feeder._stores.stores[0]) is kind
+            for batch in feeder.batches():
+                np.testing.assert_array_equal(batch.data.numpy(force=True), given[batch.rows])
+
+
 # ---- writing back ----------------------------------------------------------------------------------------------------
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import pytest
 import torch
 from hypothesis import given, settings
@@ -232,25 +231,25 @@ def test_sequential_is_sequential() -> None:
 
 # A run that is resumed under a later version must go on in the same order: these may not change.
 GOLDEN: list[tuple[Order, int, int, list[int]]] = [
-    (shuffled(0), 10, 0, []),
-    (shuffled(0), 10, 1, []),
-    (shuffled(-1), 10, 0, []),
-    (shuffled(12345678901234567890), 65536, 7, []),
-    (shuffled(0), 65537, 0, []),
-    (shuffled(1), 10**6, 3, []),
-    (shuffled(1), 10**12, 0, []),
-    (block_shuffled(0, block_rows=3, window_blocks=2), 17, 0, []),
-    (block_shuffled(0, block_rows=3, window_blocks=2), 17, 1, []),
-    (block_shuffled(5, block_rows=4096), 10**6, 2, []),
-    (block_shuffled(5, block_rows=10**5), 10**9, 0, []),
-    (per_rank(shuffled(0), rank=1, world_size=4), 10, 0, []),
-    (per_rank(block_shuffled(0, block_rows=3, window_blocks=2), rank=1, world_size=2), 17, 0, []),
+    (shuffled(0), 10, 0, [1, 4, 7, 2, 0, 5]),
+    (shuffled(0), 10, 1, [2, 4, 3, 1, 0, 8]),
+    (shuffled(-1), 10, 0, [1, 8, 5, 6, 2, 9]),
+    (shuffled(12345678901234567890), 65536, 7, [12663, 53733, 6373, 31549, 39443, 3080]),
+    (shuffled(0), 65537, 0, [58754, 19509, 14415, 47596, 13637, 105]),
+    (shuffled(1), 10**6, 3, [324915, 686102, 923761, 174844, 116990, 310076]),
+    (shuffled(1), 10**12, 0, [365856760181, 803757534679, 829106403198, 735848799406, 83569570857, 730893680614]),
+    (block_shuffled(0, block_rows=3, window_blocks=2), 17, 0, [13, 1, 15, 8, 4, 3]),
+    (block_shuffled(0, block_rows=3, window_blocks=2), 17, 1, [11, 9, 15, 14, 13, 8]),
+    (block_shuffled(5, block_rows=4096), 10**6, 2, [982179, 861693, 564712, 360892, 352379, 924636]),
+    (block_shuffled(5, block_rows=10**5), 10**9, 0, [858590393, 871009885, 531668082, 265973588, 785625347, 306494309]),
+    (per_rank(shuffled(0), rank=1, world_size=4), 10, 0, [4, 4, 2, 2, 3, 3]),
+    (per_rank(block_shuffled(0, block_rows=3, window_blocks=2), rank=1, world_size=2), 17, 0, [6, 5, 10, 11, 12, 2]),
 ]
 
 
-@pytest.mark.parametrize(("order", "n", "epoch", "rows"), GOLDEN, ids=repr)
+@pytest.mark.parametrize(("order", "n", "epoch", "rows"), GOLDEN)
 def test_orders_are_the_same_in_every_version(order: Order, n: int, epoch: int, rows: list[int]) -> None:
-    assert order.bind(n, epoch)(np.arange(min(10, order.length(n)))).tolist() == rows
+    assert order.bind(n, epoch)(np.linspace(0, order.length(n), 6, endpoint=False).astype(np.int64)).tolist() == rows
 
 
 @pytest.mark.parametrize("block_rows", [0, -1])
@@ -573,7 +572,9 @@ SAMPLERS: list[Any] = [
 
 
 def batches_of(rows: Any, n_rows: int = 30) -> SamplerBatches:
-    whole_batches = largest_batch(rows) is not None or (isinstance(rows, Unsized) and isinstance(rows.elements[0], np.ndarray))
+    whole_batches = largest_batch(rows) is not None or (
+        isinstance(rows, Unsized) and any(isinstance(element, np.ndarray) for element in rows.elements)
+    )
     return SamplerBatches(rows, n_rows, None if whole_batches else 4, drop_last=False)
 
 
@@ -766,15 +767,11 @@ def test_an_error_of_a_sampler_goes_up() -> None:
     kind=st.sampled_from([list, np.array, Sampler, Unsized]),
 )
 def test_single_rows_come_in_order_or_are_refused(rows: list[int], batch_size: int, drop_last: bool, kind: Any) -> None:
-    def give() -> list[list[int]]:
-        return rows_of(SamplerBatches(kind(rows), 10, batch_size, drop_last))
-
-    n = len(rows) // batch_size * batch_size if drop_last and kind in (Sampler, Unsized) else len(rows)
-    if all(0 <= row < 10 for row in rows[:n]):
-        array: npt.NDArray[Any] = np.array(rows)
-        want = [array[i : i + batch_size].tolist() for i in range(0, len(rows), batch_size)]
-        if kind in (Sampler, Unsized) or all(0 <= row < 10 for row in rows):
-            assert give() == [batch for batch in want if len(batch) == batch_size or not drop_last]
-            return
-    with pytest.raises(RowIndexError):
-        give()
+    n_full = len(rows) // batch_size * batch_size
+    used = rows[:n_full] if drop_last and kind in (Sampler, Unsized) else rows  # what is given at once is checked at once
+    if not all(0 <= row < 10 for row in used):
+        with pytest.raises(RowIndexError):
+            rows_of(SamplerBatches(kind(rows), 10, batch_size, drop_last))
+        return
+    want = [rows[i : i + batch_size] for i in range(0, n_full if drop_last else len(rows), batch_size)]
+    assert rows_of(SamplerBatches(kind(rows), 10, batch_size, drop_last)) == want

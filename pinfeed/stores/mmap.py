@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import glob
+import mmap
 import os
 import threading
 from collections import OrderedDict
@@ -197,6 +198,22 @@ class MmapStore:
                     self._dirty.discard(oldest)
                     evicted.flush()
             return shard
+
+
+def store_of_memmap(array: np.memmap[Any, Any]) -> MmapStore | None:
+    """A store of the file that ``numpy.load(path, mmap_mode=...)`` has mapped; None for any other array.
+
+    A memory map would stay resident as far as it was touched, and would end the process where the file has shrunk.
+    """
+    if not isinstance(array.base, mmap.mmap) or array.filename is None or array.mode not in ("r", "r+"):
+        return None  # a part of a map, or one whose changes are its own
+    try:
+        header = read_header(os.fspath(array.filename))
+    except StoreError:
+        return None
+    if (header.offset, header.dtype, header.n_rows, *header.row_shape) != (array.offset, array.dtype, *array.shape):
+        return None
+    return MmapStore(header.path, mode=array.mode)
 
 
 def _paths(path: Path | Sequence[Path]) -> list[str]:

@@ -1,0 +1,309 @@
+"""From memory limits to a batch size: the largest that fits, never one byte more."""
+
+import dataclasses
+import re
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from pinfeed import Config, GiB, KiB, MiB
+from pinfeed.config import Load, Plan, check_depth, human, plan_items
+from pinfeed.errors import ArgumentError, BudgetError
+
+FREE = GiB(1000)  # more than any limit here
+
+
+def load_of(**changes: Any) -> Load:
+    whole = {"row_nbytes": (512,), "writable": (False,), "resident_bytes": 0, "n_rows": 10**6, "unified": False, "route": "staged"}
+    return Load(**(whole | changes))  # type: ignore[arg-type]
+
+
+def loads() -> st.SearchStrategy[Load]:
+    store = st.tuples(st.one_of(st.integers(0, 64), st.integers(0, 1 << 20)), st.booleans())
+    return st.builds(
+        lambda stores, **rest: Load(tuple(nbytes for nbytes, _ in stores), tuple(writable for _, writable in stores), **rest),
+        st.lists(store, min_size=1, max_size=4),
+        resident_bytes=st.sampled_from([0, 1, MiB(16)]),
+        n_rows=st.one_of(st.integers(1, 50), st.integers(1, 10**9)),
+        unified=st.booleans(),
+        route=st.sampled_from(["staged", "direct"]),
+    )
+
+
+LIMIT = st.one_of(st.integers(1, MiB(64)), st.integers(MiB(3), GiB(64)))
+DEPTH = st.integers(0, 5)
+PREFERRED = st.one_of(st.none(), st.integers(1, 50), st.integers(1, 10**7))
+
+
+def plan_of(load: Load, cpu: int, gpu: int, depth: int = 2, preferred: int | None = None) -> Plan:
+    config = Config(cpu_memory_limit=cpu, gpu_memory_limit=gpu, depth=depth, preferred_batch_size=preferred)
+    return config.plan(load, free_host_bytes=0, free_device_bytes=0)
+
+
+def plan_or_none(*args: Any, **kwargs: Any) -> Plan | None:
+    try:
+        return plan_of(*args, **kwargs)
+    except BudgetError:
+        return None
+
+
+# -- the plan --------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH, preferred=PREFERRED)
+def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(load: Load, cpu: int, gpu: int, depth: int, preferred: int | None) -> None:
+    def excess(batch_size: int) -> bool:
+        larger = Plan(batch_size, depth, load.route, plan_items(load, batch_size, depth))
+        return larger.host_bytes > cpu or (not load.unified and larger.device_bytes > gpu)
+
+    plan = plan_or_none(load, cpu, gpu, depth, preferred)
+    if plan is None:
+        assert excess(1)
+        return
+    largest = min(load.n_rows, preferred or load.n_rows)
+    assert 1 <= plan.batch_size <= largest
+    assert plan.host_bytes <= cpu
+    assert plan.device_bytes == 0 if load.unified else plan.device_bytes <= gpu
+    assert plan.batch_size == largest or excess(plan.batch_size + 1)
+    assert (plan.depth, plan.n_slots, plan.route) == (depth, depth + 1, load.route)
+    assert (plan.cpu_memory_limit, plan.gpu_memory_limit) == (cpu, None if load.unified else gpu)
+
+
+@settings(deadline=None)
+@given(load=loads(), cpu=LIMIT, gpu=LIMIT, more=st.integers(0, MiB(64)), depth=DEPTH)
+def test_more_memory_never_gives_a_smaller_batch(load: Load, cpu: int, gpu: int, more: int, depth: int) -> None:
+    small = plan_or_none(load, cpu, gpu, depth)
+    assume(small is not None)
+    assert small is not None
+    for large in (
+        plan_of(load, cpu + more, gpu, depth),
+        plan_of(load, cpu, gpu + more, depth),
+        plan_of(load, cpu + more, gpu + more, depth),
+    ):
+        assert large.batch_size >= small.batch_size
+
+
+@settings(deadline=None)
+@given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH)
+def test_more_depth_never_gives_a_larger_batch(load: Load, cpu: int, gpu: int, depth: int) -> None:
+    deep = plan_or_none(load, cpu, gpu, depth + 1)
+    assert deep is None or plan_of(load, cpu, gpu, depth).batch_size >= deep.batch_size
+
+
+@settings(deadline=None)
+@given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
+def test_a_plan_is_the_sum_of_its_items(load: Load, batch_size: int, depth: int) -> None:
+    items = plan_items(load, batch_size, depth)
+    plan = Plan(batch_size, depth, load.route, items)
+    assert all(item.total == item.count * item.nbytes for item in items)
+    assert plan.host_bytes + plan.device_bytes == sum(item.total for item in items)
+    assert plan.device_bytes == sum(item.total for item in items if item.place == "device")
+    assert plan.pinned_bytes == sum(item.total for item in items if item.place == "pinned") <= plan.host_bytes
+    assert len({item.what for item in items}) == len(items)
+    assert all(item.count > 0 for item in items)
+
+
+@settings(deadline=None)
+@given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
+def test_memory_grows_with_the_batch(load: Load, batch_size: int, depth: int) -> None:
+    small, large = (Plan(n, depth, load.route, plan_items(load, n, depth)) for n in (batch_size, batch_size + 1))
+    assert small.host_bytes < large.host_bytes
+    assert small.device_bytes <= large.device_bytes
+
+
+@settings(deadline=None)
+@given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
+def test_every_batch_that_is_there_at_a_time_is_planned(load: Load, batch_size: int, depth: int) -> None:
+    items = {item.what: item for item in plan_items(load, batch_size, depth)}
+    batch_nbytes = batch_size * sum(load.row_nbytes)
+    written_nbytes = batch_size * sum(nbytes for nbytes, writable in zip(load.row_nbytes, load.writable, strict=True) if writable)
+    batches = items["batches"]
+    assert (batches.count, batches.place) == (depth + 2, "host" if load.unified else "device")
+    assert batches.nbytes >= batch_nbytes
+    held = items.get("write-backs until they have landed and been seen")
+    assert (held is not None) == any(load.writable)
+    assert held is None or (held.place == batches.place and held.nbytes >= written_nbytes)
+    assert held is None or held.count == max(depth, 1) + depth + 1
+    assert ("staging" in items) == (not load.unified)
+    if not load.unified:
+        assert (items["staging"].count, items["staging"].place) == (depth + 1, "pinned")
+        assert items["staging"].nbytes >= batch_nbytes
+        assert ("staging of a write-back" in items) == any(load.writable)
+    assert items["row numbers"].nbytes == batch_size * 8
+    mapped = items.get("file pages mapped while rows are gathered")
+    assert (mapped.total if mapped else 0) == load.resident_bytes
+
+
+def test_a_read_only_load_has_no_write_backs() -> None:
+    read_only = plan_of(load_of(), GiB(1), GiB(1))
+    writable = plan_of(load_of(writable=(True,)), GiB(1), GiB(1))
+    assert writable.batch_size < read_only.batch_size
+    assert not any("write-back" in item.what for item in read_only.items)
+
+
+def test_a_plan_in_numbers() -> None:
+    plan = plan_of(load_of(row_nbytes=(1024, 8)), MiB(64), MiB(16), depth=2, preferred=1000)
+    by_name = {item.what: (item.place, item.count, item.nbytes) for item in plan.items}
+    assert plan.batch_size == 1000
+    assert by_name["batches"] == ("device", 4, 1_024_000 + 8192)
+    assert by_name["staging"] == ("pinned", 3, 1_024_000 + 8192)
+    assert by_name["row numbers"] == ("host", 5, 8000)
+    assert plan.device_bytes == 4 * 1_032_192
+    assert plan.pinned_bytes == 3 * 1_032_192
+    assert plan.host_bytes == plan.pinned_bytes + 40_000 + MiB(3)
+
+
+def test_the_batch_is_bounded_by_what_is_preferred_and_what_there_is() -> None:
+    assert plan_of(load_of(), GiB(1), GiB(1), preferred=77).batch_size == 77
+    assert plan_of(load_of(n_rows=50), GiB(1), GiB(1), preferred=77).batch_size == 50
+    assert plan_of(load_of(n_rows=50), GiB(1), GiB(1)).batch_size == 50
+
+
+def test_memory_of_the_host_is_one_limit_where_batches_live_there() -> None:
+    plan = plan_of(load_of(unified=True), MiB(32), 1)
+    assert plan.device_bytes == plan.pinned_bytes == 0
+    assert MiB(31) < plan.host_bytes <= MiB(32)
+
+
+@pytest.mark.parametrize("headroom", [0.0, 0.1, 0.25, 0.999])
+def test_without_a_limit_the_free_memory_less_the_headroom_is_the_limit(headroom: float) -> None:
+    load = load_of(row_nbytes=(100_000,), n_rows=10**9)
+    plan = Config(headroom=headroom).plan(load, free_host_bytes=GiB(40), free_device_bytes=GiB(8))
+    assert (plan.cpu_memory_limit, plan.gpu_memory_limit) == (int(GiB(40) * (1 - headroom)), int(GiB(8) * (1 - headroom)))
+    assert plan == plan_of(load, int(GiB(40) * (1 - headroom)), int(GiB(8) * (1 - headroom)))
+
+
+def test_a_limit_that_is_given_needs_no_free_memory() -> None:
+    config = Config(cpu_memory_limit=MiB(100), gpu_memory_limit=MiB(10))
+    assert config.plan(load_of(), free_host_bytes=0, free_device_bytes=0) == config.plan(
+        load_of(), free_host_bytes=FREE, free_device_bytes=FREE
+    )
+
+
+# -- refusals --------------------------------------------------------------------------------------------------------
+
+
+@settings(deadline=None)
+@given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH)
+def test_a_refusal_tells_what_is_needed_and_what_the_limit_is(load: Load, cpu: int, gpu: int, depth: int) -> None:
+    try:
+        plan_of(load, cpu, gpu, depth)
+    except BudgetError as error:
+        message = str(error)
+    else:
+        return
+    least = Plan(1, depth, load.route, plan_items(load, 1, depth))
+    on_device = not load.unified and least.device_bytes > gpu
+    name, limit, need, kind = ("gpu", gpu, least.device_bytes, "device") if on_device else ("cpu", cpu, least.host_bytes, "host")
+    assert need > limit
+    assert f"one row per slot needs {human(need)} ({need} bytes) of {kind} memory" in message
+    assert f"{name}_memory_limit is {human(limit)} ({limit} bytes)" in message
+    assert f"lower depth (now {depth}) or raise {name}_memory_limit" in message
+    assert all((f"for {item.what}" in message) == ((item.place == "device") == on_device) for item in least.items)
+
+
+@pytest.mark.parametrize("short", [0, 1])
+@pytest.mark.parametrize("unified", [False, True])
+def test_a_refusal_is_exact_to_the_byte(short: int, unified: bool) -> None:
+    load = load_of(row_nbytes=(10_000_000,), unified=unified, writable=(True,))
+    least = Plan(1, 3, "staged", plan_items(load, 1, 3))
+    for cpu, gpu in ((least.host_bytes - short, FREE), (least.host_bytes, least.device_bytes - short)):
+        plan = plan_or_none(load, cpu, max(1, gpu), 3)
+        refused = short and (cpu < least.host_bytes or (gpu < least.device_bytes and not unified))
+        assert (plan is None) == bool(refused)
+        assert plan is None or plan.batch_size == 1
+
+
+def test_a_refusal_of_what_is_free_says_so() -> None:
+    with pytest.raises(BudgetError, match=re.escape("cpu_memory_limit is 90 B (90 bytes), what is free less the headroom; lower depth")):
+        Config().plan(load_of(), free_host_bytes=100, free_device_bytes=FREE)
+    with pytest.raises(BudgetError, match=re.escape("gpu_memory_limit is 0 B (0 bytes), what is free less the headroom; lower depth")):
+        Config().plan(load_of(), free_host_bytes=FREE, free_device_bytes=0)
+
+
+def test_a_refusal_of_a_given_limit_does_not_speak_of_what_is_free() -> None:
+    with pytest.raises(BudgetError) as refusal:
+        plan_of(load_of(), 100, 100)
+    assert "what is free" not in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["cpu_memory_limit", "gpu_memory_limit", "preferred_batch_size"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_limits_are_positive(name: str, value: int) -> None:
+    with pytest.raises(ArgumentError, match=f"{name}={value}: expected at least 1, or None"):
+        Config(**{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("headroom", [-0.1, 1.0, 1, 7, float("nan"), float("inf")])
+def test_the_headroom_is_a_share(headroom: float) -> None:
+    with pytest.raises(ArgumentError, match=r"headroom=.*: expected a share in \[0, 1\)"):
+        Config(headroom=headroom)
+
+
+def test_the_depth_is_a_number_of_batches() -> None:
+    with pytest.raises(ArgumentError, match=r"depth=-1: expected 0 \(the synchronous loop\) or more"):
+        Config(depth=-1)
+    with pytest.raises(ArgumentError, match="depth=-2"):
+        check_depth(-2)
+    check_depth(0)
+    assert Config(depth=0).depth == 0
+
+
+def test_a_config_has_names_and_does_not_change() -> None:
+    with pytest.raises(TypeError):
+        Config(1)  # type: ignore[misc]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        Config().depth = 3  # type: ignore[misc]
+    assert Config() == Config(depth=2, headroom=0.1)
+
+
+# -- words -----------------------------------------------------------------------------------------------------------
+
+
+def test_units() -> None:
+    assert (KiB(), MiB(), GiB()) == (1 << 10, 1 << 20, 1 << 30)
+    assert (KiB(2), MiB(3), GiB(4)) == (2048, 3 << 20, 4 << 30)
+    assert GiB(1.5) == 1_610_612_736
+    assert KiB(0.1) == 102, "rounded down"
+    assert (KiB(0), MiB(0.0)) == (0, 0)
+    assert all(type(unit(1.5)) is int for unit in (KiB, MiB, GiB))
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1536, "1.5 KiB"),
+        (MiB(1) - 1, "1024.0 KiB"),
+        (MiB(1), "1.0 MiB"),
+        (GiB(1.5), "1.5 GiB"),
+        (GiB(5000), "5000.0 GiB"),
+    ],
+)
+def test_bytes_as_people_read_them(nbytes: int, text: str) -> None:
+    assert human(nbytes) == text
+
+
+def test_a_plan_in_words() -> None:
+    text = str(plan_of(load_of(row_nbytes=(1024,), writable=(True,), resident_bytes=MiB(16)), GiB(1), MiB(64), depth=3, preferred=1024))
+    first, host, device, *items = text.splitlines()
+    assert first == "batches of 1024 rows, 3 ahead, staged route"
+    assert re.fullmatch(r"host: \d+\.\d MiB of 1\.0 GiB, of it page-locked: 5\.0 MiB", host)
+    assert device == "device: 12.0 MiB of 64.0 MiB"
+    assert "  device: 5 x 1.0 MiB batches" in items
+    assert "  pinned: 4 x 1.0 MiB staging" in items
+    assert "  host: 1 x 16.0 MiB file pages mapped while rows are gathered" in items
+    assert len(items) == 7
+
+
+def test_a_plan_without_limits_in_words() -> None:
+    load = load_of(unified=True, route="direct")
+    first, host, *items = str(Plan(10, 0, "direct", plan_items(load, 10, 0))).splitlines()
+    assert first == "batches of 10 rows, 0 ahead, direct route"
+    assert host == "host: 3.0 MiB, of it page-locked: 0 B"
+    assert [item.split(" x ")[0] for item in items] == ["  host: 2", "  host: 3", "  host: 1"]
