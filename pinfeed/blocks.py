@@ -18,6 +18,7 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 PAGE = mmap.PAGESIZE
+PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU, not only for the current one
 _LOCK_BYTES = 1 << 36  # drivers refuse to lock 512 GiB in one call (seen with r580 and later: xcena-dev/maru PR 64)
 
 

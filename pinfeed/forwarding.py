@@ -7,8 +7,7 @@ then it is what a gather at that moment would have given.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from typing import Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -17,13 +16,16 @@ from .errors import WriteBackError
 from .rows import Rows
 
 
-class Write:
+T = TypeVar("T")
+
+
+class Write(Generic[T]):
     """Values of some rows on their way to the store.
 
     Args:
         number: Writes are numbered in the order in which the loop made them.
         rows: Shape (n,), no row twice.
-        values: One device array a store, shape (n, *row_shape); None where a store stays as it is.
+        values: What is on its way, as whoever moves it keeps it.
 
     Raises:
         WriteBackError: A row is there twice: which value wins would be left to chance.
@@ -31,7 +33,7 @@ class Write:
 
     __slots__ = ("_order", "_sorted", "number", "rows", "values")
 
-    def __init__(self, number: int, rows: Rows, values: Sequence[Any]) -> None:
+    def __init__(self, number: int, rows: Rows, values: T) -> None:
         self.number, self.rows, self.values = number, rows, values
         self._order = np.argsort(rows, kind="stable")
         self._sorted = rows[self._order]
@@ -51,14 +53,14 @@ class Write:
         return np.flatnonzero(hit), self._order[at[hit]]
 
 
-class WriteLog:
+class WriteLog(Generic[T]):
     """Writes that some gathered batch may not have seen, oldest first.
 
     The consumer's thread appends, reads and forgets; the writer's thread moves ``landed``; the reader's thread reads it.
     """
 
     def __init__(self) -> None:
-        self._writes: list[Write] = []
+        self._writes: list[Write[T]] = []
         self._next = 0
         self.landed = 0
         """Writes numbered below this are in the store."""
@@ -66,13 +68,13 @@ class WriteLog:
     def __len__(self) -> int:
         return len(self._writes)
 
-    def append(self, rows: Rows, values: Sequence[Any]) -> Write:
+    def append(self, rows: Rows, values: T) -> Write[T]:
         write = Write(self._next, rows, values)
         self._next += 1
         self._writes.append(write)
         return write
 
-    def since(self, number: int) -> list[Write]:
+    def since(self, number: int) -> list[Write[T]]:
         """Writes numbered ``number`` or above."""
         return [w for w in self._writes if w.number >= number]
 

@@ -17,6 +17,7 @@ its device memory is new each time, for a batch belongs to the user from the mom
             read: store -> memory     (direct route: the device reads the rows itself)
             filled = read.record()
     lend:                             compute.wait(filled)                          the rows may not be there yet
+                                      compute.wait(ready)                           newer values may not be computed yet in another stream
                                       compute: newer writes -> memory
     hold:                             compute: values -> held
                                       ready = compute.record()
@@ -77,11 +78,20 @@ class Slot:
 
 
 @dataclass
+class Held:
+    """Values of a write-back, on the device: one tensor per store, None where a store stays as it is."""
+
+    tensors: list[Tensor | None]
+    compute: Stream
+    """The consumer's stream when they were taken."""
+    ready: Event
+
+
+@dataclass
 class Landing:
     """A write-back under way."""
 
-    write: Write
-    ready: Event
+    write: Write[Held]
     stores: Sequence[Store]
 
 
@@ -101,7 +111,7 @@ class Transfer:
         self._capacity = list(capacity)
         self.slots = [Slot() for _ in range(n_slots)]
         self._write_staging: list[npt.NDArray[np.uint8]] = []
-        self.log = WriteLog()
+        self.log: WriteLog[Held] = WriteLog()
         self._stopping = False
 
     def begin(self) -> None:
@@ -185,15 +195,15 @@ class Transfer:
             WriteBackError: A row is there twice.
         """
         compute = self.device.current_stream()
-        held: list[Tensor | None] = []
+        tensors: list[Tensor | None] = []
         for value, store in zip(values, stores, strict=True):
             if value is None:
-                held.append(None)
+                tensors.append(None)
                 continue
             shape, dtype = (len(rows), *store.row_shape), store.dtype
-            held.append(self.device.tensor(self.device.empty(math.prod(shape) * dtype.itemsize, compute), shape, dtype))
-            self.device.copy(value, held[-1], compute)
-        return Landing(self.log.append(rows, held), compute.record(), stores)
+            tensors.append(self.device.tensor(self.device.empty(math.prod(shape) * dtype.itemsize, compute), shape, dtype))
+            self.device.copy(value, tensors[-1], compute)
+        return Landing(self.log.append(rows, Held(tensors, compute, compute.record())), stores)
 
     def land(self, landing: Landing) -> None:
         """Writer. Bring held values into their stores.
@@ -204,9 +214,9 @@ class Transfer:
         write, start = landing.write, self._meter.now()
         if self.log.landed != write.number:
             raise WriteBackError("not written: an earlier write_back of this loop failed")
-        self._write.wait(landing.ready)  # the values may not be computed yet
+        self._write.wait(write.values.ready)  # the values may not be computed yet
         staged: list[tuple[Store, npt.NDArray[Any]]] = []
-        for store, held in zip(landing.stores, write.values, strict=True):
+        for store, held in zip(landing.stores, write.values.tensors, strict=True):
             if held is None:
                 continue
             if self.device.reaches(store):
@@ -264,9 +274,15 @@ class Transfer:
         if self._stopping:
             raise Cancelled
 
-    def _forward(self, write: Write, rows: Rows, tensors: Sequence[Tensor], compute: Stream) -> None:
+    def _forward(self, write: Write[Held], rows: Rows, tensors: Sequence[Tensor], compute: Stream) -> None:
         dst_pos, src_pos = write.overlap(rows)
-        if len(dst_pos):
-            for held, tensor in zip(write.values, tensors, strict=True):
-                if held is not None:
-                    self.device.copy_rows(held, src_pos, tensor, dst_pos, compute)
+        if not len(dst_pos):
+            return
+        elsewhere = compute != write.values.compute
+        if elsewhere:
+            compute.wait(write.values.ready)  # the values may not be computed yet, in the stream that the consumer used then
+        for held, tensor in zip(write.values.tensors, tensors, strict=True):
+            if held is not None:
+                if elsewhere:
+                    self.device.share(held, compute)
+                self.device.copy_rows(held, src_pos, tensor, dst_pos, compute)

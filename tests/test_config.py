@@ -234,7 +234,7 @@ def test_a_refusal_of_a_given_limit_does_not_speak_of_what_is_free() -> None:
 @pytest.mark.parametrize("value", [0, -1])
 def test_limits_are_positive(name: str, value: int) -> None:
     with pytest.raises(ArgumentError, match=f"{name}={value}: expected at least 1, or None"):
-        Config(**{name: value})  # type: ignore[arg-type]
+        Config(**{name: value})
 
 
 @pytest.mark.parametrize("headroom", [-0.1, 1.0, 1, 7, float("nan"), float("inf")])
@@ -254,7 +254,7 @@ def test_the_depth_is_a_number_of_batches() -> None:
 
 def test_a_config_has_names_and_does_not_change() -> None:
     with pytest.raises(TypeError):
-        Config(1)  # type: ignore[misc]
+        Config(1)  # type: ignore[call-arg]
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().depth = 3  # type: ignore[misc]
     assert Config() == Config(depth=2, headroom=0.1)
@@ -279,7 +279,6 @@ def test_units() -> None:
         (1023, "1023 B"),
         (1024, "1.0 KiB"),
         (1536, "1.5 KiB"),
-        (MiB(1) - 1, "1024.0 KiB"),
         (MiB(1), "1.0 MiB"),
         (GiB(1.5), "1.5 GiB"),
         (GiB(5000), "5000.0 GiB"),

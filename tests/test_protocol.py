@@ -2,7 +2,8 @@
 
 import linecache
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,24 +13,45 @@ from hypothesis import strategies as st
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.testing import SimDevice, favour, lazy
+from pinfeed.testing.sim import Choose
 
 N, D, SLOTS = 12, 2, ("pinfeed-read", "pinfeed-write")
 STREAMS = ("compute", "read", "write")
 FIXED = [np.array(r) for r in ([0, 1, 2], [3, 4, 5, 6, 7], [2, 1], [8, 9], [9, 2, 0], [1], [10, 11], [9, 8, 1])]
 GROWING = [np.array(r) for r in ([0], [1], [0], [1], [3], [3, 4, 5, 6, 7], [2, 1], [8, 9, 5, 4, 0])]
-CORNERS = {"eager": favour(*STREAMS, *SLOTS)} | {
-    "fast " + "+".join(names): favour(*names)
-    for names in (
-        [],
-        ["read", "pinfeed-read"],
-        ["compute"],
-        ["write"],
-        ["compute", "pinfeed-read"],
-        ["pinfeed-read"],
-        ["write", "pinfeed-write"],
-        ["read", "pinfeed-read", "write", "pinfeed-write"],
-        ["compute", "read", "pinfeed-read"],
-    )
+FAVOURED: list[tuple[str, ...]] = [
+    (),
+    ("read", "pinfeed-read"),
+    ("compute",),
+    ("write",),
+    ("compute", "pinfeed-read"),
+    ("pinfeed-read",),
+    ("write", "pinfeed-write"),
+    ("read", "pinfeed-read", "write", "pinfeed-write"),
+    ("compute", "read", "pinfeed-read"),
+    (*STREAMS, *SLOTS),
+]
+
+
+def stalling(name: str, moves: int, late: tuple[str, ...]) -> Choose:
+    """Everything at once but the ``late``, until the named stream has made so many moves; from then on it is late too."""
+    left = moves
+
+    def choose(ready: Sequence[str]) -> str | None:
+        nonlocal left
+        chosen = next((actor for actor in ready if actor not in late and (actor != name or left)), None)
+        left -= chosen == name
+        return chosen
+
+    return choose
+
+
+CORNERS: dict[str, Callable[[], Choose]] = {f"fast {'+'.join(names)}": partial(favour, *names) for names in FAVOURED}
+CORNERS |= {
+    f"{name} stalls after {moves}{', writer late' * bool(late)}": partial(stalling, name, moves, late)
+    for name in ("compute", "read")
+    for moves in (5, 9, 14)
+    for late in ((), ("write", "pinfeed-write"))
 }
 
 
@@ -40,11 +62,11 @@ class Run:
         self.batches, self.stop_after, self.switch_after = batches, stop_after, switch_after
         self.x = np.arange(N * D, dtype=np.float64).reshape(N, D)
         self.y = np.arange(N, dtype=np.int32)
-        self.seen: list[tuple[np.ndarray, np.ndarray]] = []
+        self.seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     def synchronous(self) -> "Run":
         for i, rows in enumerate(self.batches[: self.stop_after]):
-            self.seen.append((self.x[rows], self.y[rows]))
+            self.seen[i] = self.x[rows], self.y[rows]
             if i % 5 != 4:
                 self.x[rows] = self.x[rows] * 2 + 1
             if i % 3:
@@ -76,7 +98,7 @@ class Run:
 
     def step(self, device: SimDevice, i: int, batch: Any) -> None:
         x, y = batch.data[0], batch.data[1]["y"]
-        device.launch(lambda x, y: self.seen.append((x.copy(), y.copy())), x, y)
+        device.launch(lambda x, y: self.seen.__setitem__(i, (x.copy(), y.copy())), x, y)
         new_x = new_y = None
         if i % 5 != 4:
             new_x = x if i % 2 else device.array(x.shape, x.dtype)  # in place, or a new array
@@ -107,10 +129,10 @@ def check(device: SimDevice, depth: int, batches: list[np.ndarray] | None = None
     if batches is None:
         batches = FIXED if known else GROWING
     want, got = Run(batches, **kwargs).synchronous(), Run(batches, **kwargs).fed(device, depth, known)
-    assert len(want.seen) == len(got.seen)
-    for w, g in zip(want.seen, got.seen, strict=True):
-        np.testing.assert_array_equal(g[0], w[0])
-        np.testing.assert_array_equal(g[1], w[1])
+    assert want.seen.keys() == got.seen.keys()
+    for i, (x, y) in want.seen.items():
+        np.testing.assert_array_equal(got.seen[i][0], x)
+        np.testing.assert_array_equal(got.seen[i][1], y)
     np.testing.assert_array_equal(got.x, want.x)
     np.testing.assert_array_equal(got.y, want.y)
 
@@ -120,7 +142,7 @@ def check(device: SimDevice, depth: int, batches: list[np.ndarray] | None = None
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 @pytest.mark.parametrize("corner", CORNERS)
 def test_corner_schedules(corner: str, depth: int, stop_after: int | None, direct: bool) -> None:
-    check(SimDevice(CORNERS[corner], direct=direct), depth, stop_after=stop_after)
+    check(SimDevice(CORNERS[corner](), direct=direct), depth, stop_after=stop_after)
 
 
 @pytest.mark.parametrize("seed", range(200))
@@ -167,9 +189,9 @@ def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
     assert any(fails(choose, site, direct, kwargs) for choose in CORNERS.values() for direct, kwargs in VARIANTS)
 
 
-def fails(choose: Callable[..., Any], site: tuple[str, int], direct: bool, kwargs: dict[str, Any]) -> bool:
+def fails(choose: Callable[[], Choose], site: tuple[str, int], direct: bool, kwargs: dict[str, Any]) -> bool:
     try:
-        check(SimDevice(choose, direct=direct, deaf_to=site), 2, **kwargs)
+        check(SimDevice(choose(), direct=direct, deaf_to=site), 2, **kwargs)
     except AssertionError:
         return True
     return False

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..blocks import Pool, page_locked
+from ..blocks import PORTABLE, Pool, page_locked
 from ..errors import DeviceError
 from ..rows import Rows
 from ..stores.base import Store
@@ -164,7 +164,7 @@ class CudaDevice:
     def _lock(self, address: int, nbytes: int) -> None:
         with torch.cuda.device(self._device):
             runtime = torch.cuda.cudart()
-            code = runtime.cudaHostRegister(address, nbytes, 0)
+            code = runtime.cudaHostRegister(address, nbytes, PORTABLE)
         if code != runtime.cudaError.success:
             self._forget_error()
             raise DeviceError(

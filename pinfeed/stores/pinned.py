@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..blocks import anonymous, page_locked
+from ..blocks import PORTABLE, anonymous, page_locked
 from ..dtypes import dtype_of
 from ..errors import DeviceError, MissingDependency, StoreError
 from .array import ArrayStore
@@ -101,7 +101,7 @@ class PinnedStore(ArrayStore):
             memory = anonymous(nbytes)
         else:
             try:
-                memory = page_locked(nbytes, lambda address, size: runtime.hostRegister(address, size, 0), runtime.hostUnregister)
+                memory = page_locked(nbytes, lambda address, size: runtime.hostRegister(address, size, PORTABLE), runtime.hostUnregister)
             except runtime.CUDARuntimeError as error:
                 raise DeviceError(
                     f"the driver refused to page-lock {nbytes} bytes ({error}); free memory, raise `ulimit -l`, or give pin=False"

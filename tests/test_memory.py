@@ -1,0 +1,207 @@
+"""What is free on the host: machine, control groups of both versions, limits of the process."""
+
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from pinfeed import Feeder, MiB
+from pinfeed.blocks import anonymous
+from pinfeed.memory import free_host_bytes, resident_bytes
+
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+V2 = ("memory.max", "memory.current", "inactive_file")
+
+
+def group(directory: Path, limit: object, usage: object, cache: int | None, names: tuple[str, str, str] = V2) -> None:
+    """Files of one control group; ``cache=None``: it has no memory.stat."""
+    directory.mkdir(parents=True, exist_ok=True)
+    (directory / names[0]).write_text(f"{limit}\n")
+    (directory / names[1]).write_text(f"{usage}\n")
+    if cache is not None:
+        (directory / "memory.stat").write_text(f"anon 7\ninactive_anon 500\n{names[2]} {cache}\nactive_file 900\nx{names[2]} 300\n")
+
+
+def free(tmp_path: Path, *lines: str) -> int:
+    (tmp_path / "cgroup").write_text("".join(f"{line}\n" for line in lines))
+    return free_host_bytes(proc=tmp_path / "cgroup", root=tmp_path / "fs")
+
+
+def is_unbound(nbytes: int) -> bool:
+    """Whether it is the machine that limits, and no group of these tests, whose limits are far below."""
+    return nbytes > MiB(1)
+
+
+def test_version_2(tmp_path: Path) -> None:
+    group(tmp_path / "fs/app/job", 10_000, 4000, 1000)
+    assert free(tmp_path, "0::/app/job") == 10_000 - 4000 + 1000, "the page cache counts as free"
+
+
+def test_version_2_with_the_limit_on_a_parent(tmp_path: Path) -> None:
+    group(tmp_path / "fs/app/job", "max", 100, 0)
+    group(tmp_path / "fs/app", 10_000, 9000, 500)
+    assert free(tmp_path, "0::/app/job") == 1500
+
+
+def test_version_2_the_least_of_all_groups_counts(tmp_path: Path) -> None:
+    group(tmp_path / "fs/a/b/c", 9000, 1000, 0)
+    group(tmp_path / "fs/a/b", 8000, 7000, 0)
+    group(tmp_path / "fs/a", 10_000, 1000, 0)
+    assert free(tmp_path, "0::/a/b/c") == 1000
+
+
+def test_version_2_at_the_root(tmp_path: Path) -> None:
+    group(tmp_path / "fs", 10_000, 4000, 0)
+    assert free(tmp_path, "0::/") == 6000, "a container sees its own group as the root"
+
+
+def test_version_2_without_any_limit(tmp_path: Path) -> None:
+    group(tmp_path / "fs/app", "max", 4000, 0)
+    group(tmp_path / "fs", "max", 4000, 0)
+    assert is_unbound(free(tmp_path, "0::/app"))
+
+
+def test_version_1(tmp_path: Path) -> None:
+    group(tmp_path / "fs/memory/app/job", 10_000, 4000, 1000, V1)
+    assert free(tmp_path, "9:name=systemd:/app/job", "4:cpu,memory:/app/job", "1:cpu:/", "0::/") == 7000
+
+
+def test_version_1_nested(tmp_path: Path) -> None:
+    group(tmp_path / "fs/memory/app/job", 10_000, 4000, 0, V1)
+    group(tmp_path / "fs/memory/app", 8000, 7000, 300, V1)
+    group(tmp_path / "fs/memory", 9223372036854771712, 7000, 0, V1)
+    assert free(tmp_path, "4:memory:/app/job") == 1300
+
+
+def test_version_1_unlimited_is_a_huge_number(tmp_path: Path) -> None:
+    group(tmp_path / "fs/memory/app", 9223372036854771712, 4000, 0, V1)
+    assert is_unbound(free(tmp_path, "4:memory:/app"))
+
+
+def test_version_1_in_a_container_that_sees_the_path_of_its_host(tmp_path: Path) -> None:
+    group(tmp_path / "fs/memory", 10_000, 4000, 0, V1)
+    assert free(tmp_path, "4:memory:/docker/0123456789abcdef") == 6000
+
+
+def test_both_versions_at_once(tmp_path: Path) -> None:
+    group(tmp_path / "fs/memory/old", 10_000, 4000, 0, V1)
+    (tmp_path / "fs/unified").mkdir()
+    assert free(tmp_path, "4:memory:/old", "0::/new") == 6000
+
+
+def test_controllers_are_told_by_their_whole_name(tmp_path: Path) -> None:
+    group(tmp_path / "fs/memory/app", 10_000, 4000, 0, V1)
+    assert is_unbound(free(tmp_path, "4:hugememory:/app", "5:name=memory:/app"))
+
+
+def test_a_path_with_a_colon(tmp_path: Path) -> None:
+    group(tmp_path / "fs/app:1", 10_000, 4000, 0)
+    assert free(tmp_path, "0::/app:1") == 6000
+
+
+def test_a_group_that_says_nothing_of_its_cache_still_limits(tmp_path: Path) -> None:
+    group(tmp_path / "fs/app", 10_000, 4000, None)
+    assert free(tmp_path, "0::/app") == 6000
+
+
+@pytest.mark.parametrize("stat", ["", "\n", "inactive_file\n", "inactive_file many\n", "inactive_anon 5\n"])
+def test_a_cache_that_cannot_be_read_counts_as_used(tmp_path: Path, stat: str) -> None:
+    group(tmp_path / "fs/app", 10_000, 4000, None)
+    (tmp_path / "fs/app/memory.stat").write_text(stat)
+    assert free(tmp_path, "0::/app") == 6000
+
+
+@pytest.mark.parametrize("missing", ["memory.max", "memory.current"])
+def test_a_group_without_limit_or_usage_does_not_limit(tmp_path: Path, missing: str) -> None:
+    group(tmp_path / "fs/app/job", 1000, 500, 0)
+    (tmp_path / "fs/app/job" / missing).unlink()
+    group(tmp_path / "fs/app", 10_000, 4000, 0)
+    assert free(tmp_path, "0::/app/job") == 6000, "but those above it do"
+
+
+def test_files_of_another_kind_do_not_limit(tmp_path: Path) -> None:
+    group(tmp_path / "fs/app", "unlimited", "nothing", 0)
+    assert is_unbound(free(tmp_path, "0::/app"))
+
+
+def test_more_used_than_allowed_is_nothing_free(tmp_path: Path) -> None:
+    group(tmp_path / "fs/app", 10_000, 12_000, 100)
+    assert free(tmp_path, "0::/app") == 0
+
+
+def test_a_path_that_leaves_the_root_ends_at_it(tmp_path: Path) -> None:
+    group(tmp_path / "fs", 10_000, 4000, 0)
+    assert free(tmp_path, "0::/../sibling") == 6000
+
+
+def test_without_control_groups_the_machine_limits(tmp_path: Path) -> None:
+    nbytes = free_host_bytes(proc=tmp_path / "none", root=tmp_path)
+    assert MiB(1) < nbytes <= psutil.virtual_memory().total
+    assert 0 < free_host_bytes() <= psutil.virtual_memory().total
+
+
+@pytest.mark.parametrize(("limit", "usage"), [("RLIMIT_DATA", "VmData"), ("RLIMIT_AS", "VmSize")])
+def test_limits_of_the_process_count(limit: str, usage: str) -> None:
+    program = f"""
+import mmap, resource
+from pinfeed.memory import free_host_bytes
+unbound = free_host_bytes()
+resource.setrlimit(resource.{limit}, (1 << 32, resource.RLIM_INFINITY))
+before = free_host_bytes()
+held = mmap.mmap(-1, 1 << 26, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("{usage}:"))
+print(unbound, before, before - free_host_bytes(), (1 << 32) - used - free_host_bytes())
+resource.setrlimit(resource.{limit}, (1 << 20, resource.RLIM_INFINITY))
+print(free_host_bytes())
+"""
+    if resource.getrlimit(getattr(resource, limit))[1] != resource.RLIM_INFINITY:
+        pytest.skip("a limit is set already, and cannot be raised")
+    out = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    unbound, before, taken, wrong, none = map(int, out)
+    assert before < 1 << 32
+    assert none == 0
+    if unbound > 1 << 33:  # so that it is this limit that counts
+        assert abs(taken - (1 << 26)) < 1 << 22
+        assert abs(wrong) < 1 << 22
+
+
+def test_resident_memory_is_told_by_kind(tmp_path: Path) -> None:
+    before = resident_bytes()
+    assert set(before) == {"anonymous", "file", "shared"}
+    held = anonymous(MiB(32))
+    assert resident_bytes()["anonymous"] - before["anonymous"] < MiB(8), "not touched yet"
+    held[::512] = 1
+    assert resident_bytes()["anonymous"] - before["anonymous"] > MiB(31)
+    np.zeros(MiB(16), np.uint8).tofile(tmp_path / "x")
+    mapped = np.memmap(tmp_path / "x", np.uint8, "r")
+    total = int(mapped[::512].sum())
+    assert total == 0
+    assert resident_bytes()["file"] - before["file"] > MiB(15)
+    del held
+    assert resident_bytes()["anonymous"] - before["anonymous"] < MiB(8)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        pytest.param([120] * 40, id="equal"),
+        pytest.param(
+            list(range(81, 121)),
+            id="growing",
+            marks=pytest.mark.xfail(strict=True, reason="free buffers of every size of write-back are kept, so many of each"),
+        ),
+    ],
+)
+def test_a_loop_that_writes_back_takes_the_memory_that_was_planned(sizes: list[int]) -> None:
+    x = np.ones((200, 4096), np.float32)
+    for rows in ([np.arange(2)] * 3, [np.arange(size) for size in sizes]):  # the first loop loads what the later ones need
+        peak = before = resident_bytes()["anonymous"]
+        with Feeder(x, rows=rows, device="cpu") as feeder:
+            for batch in feeder.batches():
+                batch.write_back(batch.data)
+                peak = max(peak, resident_bytes()["anonymous"])
+    assert peak - before < feeder.plan.host_bytes + MiB(4)
