@@ -6,6 +6,7 @@ is kept keeps its block. ``malloc`` promises neither the alignment, nor the size
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import weakref
 from collections import deque
@@ -46,34 +47,43 @@ class Pool:
     """Blocks for reuse. ``take`` and the death of an array may happen in any thread.
 
     Args:
-        n_spare: Free blocks of one size that are kept; more are given back to the system.
+        n_spare: Free blocks that are kept, of whatever size; beyond that, the one that was free for longest goes back to the system.
         make: Makes memory of at least that many bytes.
     """
 
     def __init__(self, n_spare: int, make: Callable[[int], Bytes] = anonymous) -> None:
         self._n_spare, self._make = n_spare, make
-        self._free: dict[int, deque[Bytes]] = {}
-        self._closed = False
+        # A deque and no lock: its operations are atomic, and a finalizer may run in the midst of anything, take() included.
+        self._free: deque[Bytes] = deque()
 
     def take(self, nbytes: int) -> Bytes:
         """Memory with old contents, shape (nbytes,); it is the caller's until the last array on it dies."""
-        free = self._free.setdefault(block_nbytes(nbytes), deque())
-        try:
-            memory = free.popleft()
-        except IndexError:
+        memory = self._find(block_nbytes(nbytes))
+        if memory is None:
             memory = self._make(nbytes)
         lease = _Lease(memory)
-        weakref.finalize(lease, self._give, free, memory).atexit = False
+        weakref.finalize(lease, self._give, memory).atexit = False
         return np.asarray(lease)[:nbytes]
 
     def close(self) -> None:
         """Give the free blocks back to the system; those still in use follow when their last array dies."""
-        self._closed = True
+        self._n_spare = 0
         self._free.clear()
 
-    def _give(self, free: deque[Bytes], memory: Bytes) -> None:
-        if not self._closed and len(free) < self._n_spare:
-            free.append(memory)
+    def _find(self, size: int) -> Bytes | None:
+        with contextlib.suppress(IndexError):  # others may take the last one meanwhile
+            for _ in range(len(self._free)):
+                memory = self._free.pop()
+                if len(memory) == size:
+                    return memory
+                self._free.appendleft(memory)
+        return None
+
+    def _give(self, memory: Bytes) -> None:
+        self._free.append(memory)
+        with contextlib.suppress(IndexError):
+            while len(self._free) > self._n_spare:
+                self._free.popleft()
 
 
 def page_locked(nbytes: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]) -> Bytes:
@@ -90,10 +100,16 @@ def page_locked(nbytes: int, lock: Callable[[int, int], object], unlock: Callabl
     mapping.madvise(mmap.MADV_DONTFORK)
     memory = np.frombuffer(mapping, np.uint8)
     lease = _Lease(memory)
-    for start in range(0, len(memory), _LOCK_BYTES):
-        address = memory.ctypes.data + start
-        lock(address, min(_LOCK_BYTES, len(memory) - start))
-        weakref.finalize(lease, _unlock, unlock, address, memory)
+    locked: list[weakref.finalize[..., _Lease]] = []
+    try:
+        for start in range(0, len(memory), _LOCK_BYTES):
+            address = memory.ctypes.data + start
+            lock(address, min(_LOCK_BYTES, len(memory) - start))
+            locked.append(weakref.finalize(lease, _unlock, unlock, address, memory))
+    except BaseException:
+        for unlock_piece in locked:
+            unlock_piece()
+        raise
     return np.asarray(lease)
 
 

@@ -78,6 +78,7 @@ class Plan:
     """How much memory a feeder takes, and what for. ``str(plan)`` says it in words."""
 
     batch_size: int
+    """Rows per batch; 0 where nobody can tell in advance."""
     depth: int
     route: Route
     items: tuple[Item, ...]
@@ -111,7 +112,8 @@ class Plan:
         def of(limit: int | None) -> str:
             return f" of {human(limit)}" if limit is not None else ""
 
-        lines = [f"batches of {self.batch_size} rows, {self.depth} ahead, {self.route} route"]
+        size = f"{self.batch_size} rows" if self.batch_size else "as many rows as each turns out to have, which is not counted here"
+        lines = [f"batches of {size}, {self.depth} ahead, {self.route} route"]
         lines.append(f"host: {human(self.host_bytes)}{of(self.cpu_memory_limit)}, of it page-locked: {human(self.pinned_bytes)}")
         if self.device_bytes:
             lines.append(f"device: {human(self.device_bytes)}{of(self.gpu_memory_limit)}")

@@ -13,7 +13,7 @@ from .config import Config, Load, Plan, check_depth, n_batches, n_held, plan_ite
 from .devices import resolve
 from .devices.base import Device, Tensor
 from .epoch import Loan
-from .errors import ArgumentError, StoreError, WriteBackError
+from .errors import ArgumentError, BudgetError, StoreError, WriteBackError
 from .loop import Loop
 from .memory import free_host_bytes
 from .rows import Order, OrderBatches, RowBatches, Rows, SamplerBatches, largest_batch, sequential, shuffled
@@ -114,7 +114,7 @@ class Feeder:
             size = batch_size if config is None else self._plan.batch_size
             batches = _batches(rows, self._stores.n_rows, size, drop_last)
             source = RowSource(self._stores.stores, self._stores.rebuild, batches)
-            capacity = [self._plan.batch_size * _row_nbytes(store) for store in self._stores.stores]
+            capacity = [self._plan.batch_size * _row_nbytes(store) for store in self._stores.stores] if self._plan.batch_size else []
             self._loop = Loop(source, found, depth=depth, capacity=capacity, progress=progress, timeline=timeline)
         except BaseException:
             self._stores.close()
@@ -312,21 +312,27 @@ def _check_arguments(
 def _plan(
     stores: Sequence[Store], rows: Order | Iterable[Any], batch_size: int | None, config: Config | None, depth: int, device: Device
 ) -> Plan:
-    n_rows = stores[0].n_rows
+    n_rows, largest = stores[0].n_rows, None if isinstance(rows, Order) else largest_batch(rows)
     load = Load(
         row_nbytes=tuple(_row_nbytes(store) for store in stores),
         writable=tuple(store.writable for store in stores),
         resident_bytes=sum(store.resident_bytes for store in stores),
-        n_rows=max(1, rows.length(n_rows)) if isinstance(rows, Order) else largest_batch(rows) or n_rows,
+        n_rows=max(1, rows.length(n_rows)) if isinstance(rows, Order) else largest or n_rows,
         unified=device.unified,
         route="direct" if all(device.reaches(store) for store in stores) else "staged",
     )
     if config is None:
-        size = min(batch_size, load.n_rows) if batch_size is not None else load.n_rows
+        size = largest or 0 if batch_size is None else min(batch_size, load.n_rows)
         return Plan(size, depth, load.route, plan_items(load, size, depth))
     host = 0 if config.cpu_memory_limit is not None else free_host_bytes()
     there = 0 if config.gpu_memory_limit is not None or device.unified else device.free_bytes()
-    return config.plan(load, free_host_bytes=host, free_device_bytes=there)
+    plan = config.plan(load, free_host_bytes=host, free_device_bytes=there)
+    if largest is not None and plan.batch_size < largest:
+        raise BudgetError(
+            f"rows gives batches of up to {largest} rows; the limits of config hold {plan.batch_size}: {plan}\n"
+            "give smaller batches, or raise the limits"
+        )
+    return plan
 
 
 def _batches(rows: Order | Iterable[Any], n_rows: int, batch_size: int | None, drop_last: bool) -> RowBatches:

@@ -258,7 +258,8 @@ class SamplerBatches:
     Every batch carries a checksum of all row numbers so far, so that a resumed epoch can tell whether the sampler repeats itself.
 
     Args:
-        rows: Iterable of integers or of integer sequences; ``set_epoch(number)`` is called before each epoch where it exists.
+        rows: Iterable of integers or of integer sequences; ``set_epoch(number)`` of it, or of its ``sampler``, is called
+            before each epoch.
         n_rows: Rows that there are.
         batch_size: Rows per batch, and the most that a batch given by ``rows`` may have; None for batches of any size.
         drop_last: Leave out a last batch that is not full.
@@ -302,8 +303,9 @@ class SamplerBatches:
             ArgumentError: They are other rows than those that ``checksum`` was made of, or an iterator has nothing left.
             WorkerError: Fewer batches came than ``len`` promised: something below ended in silence.
         """
-        if hasattr(self._rows, "set_epoch"):
-            self._rows.set_epoch(number)
+        for sampler in (self._rows, getattr(self._rows, "sampler", None)):  # a BatchSampler asks its sampler
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(number)
         total = count = 0
         for rows in self._cut():
             if count == start and total != checksum:

@@ -196,12 +196,12 @@ class Transfer:
         """
         compute = self.device.current_stream()
         tensors: list[Tensor | None] = []
-        for value, store in zip(values, stores, strict=True):
+        for value, store, capacity in zip(values, stores, self._capacity, strict=True):
             if value is None:
                 tensors.append(None)
                 continue
-            shape, dtype = (len(rows), *store.row_shape), store.dtype
-            tensors.append(self.device.tensor(self.device.empty(math.prod(shape) * dtype.itemsize, compute), shape, dtype))
+            memory = self.device.empty(capacity, compute)  # always a full batch's: memory of one size is found again
+            tensors.append(self.device.tensor(memory, (len(rows), *store.row_shape), store.dtype))
             self.device.copy(value, tensors[-1], compute)
         return Landing(self.log.append(rows, Held(tensors, compute, compute.record())), stores)
 

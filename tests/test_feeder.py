@@ -147,6 +147,27 @@ def test_samplers_of_torch(x: np.ndarray) -> None:
             assert got == list(shared)
 
 
+def test_a_batch_sampler_passes_the_epoch_on(x: np.ndarray) -> None:
+    shared = DistributedSampler(x, num_replicas=2, rank=0, seed=5)  # type: ignore[arg-type]
+    with Feeder(x, rows=BatchSampler(shared, 16, drop_last=False)) as feeder:
+        epochs = [list(itertools.chain(*numbers(feeder))) for _ in range(2)]
+    for epoch, got in enumerate(epochs):
+        shared.set_epoch(epoch)
+        assert got == list(shared)
+
+
+def test_batches_whose_size_nobody_knows(x: np.ndarray) -> None:
+    with Feeder(x, rows=([i] * (i + 1) for i in range(50))) as feeder:
+        assert feeder.plan.batch_size == 0
+        assert "as each turns out to have" in str(feeder.plan)
+        assert [len(batch) for batch in feeder] == list(range(1, 51))
+
+
+def test_batches_that_the_limits_do_not_hold(x: np.ndarray) -> None:
+    with pytest.raises(errors.BudgetError, match=r"up to 80 rows; the limits of config hold 40"):
+        Feeder(x, rows=[range(80)], config=Config(preferred_batch_size=40))
+
+
 def test_orders_of_pinfeed(x: np.ndarray) -> None:
     config = Config(cpu_memory_limit=MiB(8), preferred_batch_size=9)
     with Feeder(x, rows=rows.block_shuffled(seed=1, block_rows=4), config=config) as feeder:

@@ -189,11 +189,7 @@ def test_resident_memory_is_told_by_kind(tmp_path: Path) -> None:
     "sizes",
     [
         pytest.param([120] * 40, id="equal"),
-        pytest.param(
-            list(range(81, 121)),
-            id="growing",
-            marks=pytest.mark.xfail(strict=True, reason="free buffers of every size of write-back are kept, so many of each"),
-        ),
+        pytest.param(list(range(81, 121)), id="growing"),
     ],
 )
 def test_a_loop_that_writes_back_takes_the_memory_that_was_planned(sizes: list[int]) -> None:

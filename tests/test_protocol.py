@@ -48,10 +48,10 @@ def stalling(name: str, moves: int, late: tuple[str, ...]) -> Choose:
 
 CORNERS: dict[str, Callable[[], Choose]] = {f"fast {'+'.join(names)}": partial(favour, *names) for names in FAVOURED}
 CORNERS |= {
-    f"{name} stalls after {moves}{', writer late' * bool(late)}": partial(stalling, name, moves, late)
+    f"{name} stalls after {moves}, late {'+'.join(late)}": partial(stalling, name, moves, late)
     for name in ("compute", "read")
-    for moves in (5, 9, 14)
-    for late in ((), ("write", "pinfeed-write"))
+    for moves in (5, 9, 14, 20, 27, 35)
+    for late in ((), ("write", "pinfeed-write"), ("pinfeed-read",))
 }
 
 
@@ -137,6 +137,11 @@ def check(device: SimDevice, depth: int, batches: list[np.ndarray] | None = None
     np.testing.assert_array_equal(got.y, want.y)
 
 
+def randomly(seed: int) -> Choose:
+    rng = random.Random(seed)
+    return lambda ready: rng.choice([None, *ready])
+
+
 @pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
 @pytest.mark.parametrize("stop_after", [None, 3])
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
@@ -149,7 +154,7 @@ def test_corner_schedules(corner: str, depth: int, stop_after: int | None, direc
 def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     batches = [np.array(rng.sample(range(N), rng.randint(1, 5))) for _ in range(8)]
-    device = SimDevice(lambda ready: rng.choice([None, *ready]), direct=rng.random() < 0.5)
+    device = SimDevice(randomly(seed), direct=rng.random() < 0.5)
     check(device, rng.randint(0, 4), batches, known=rng.random() < 0.5, switch_after=rng.choice([None, 1, 3]))
 
 
