@@ -30,6 +30,8 @@ def main() -> None:
     arguments = parser.parse_args()
     print(environment())
     results: dict[str, Any] = {}
+    if arguments.device == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for the reader
     if not arguments.skip_tests:
         results["tests"] = run_tests()
         print(results["tests"])

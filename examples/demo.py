@@ -96,6 +96,8 @@ def main() -> None:
     config = pinfeed.Config(cpu_memory_limit=LIMIT, preferred_batch_size=BATCH_SIZE)
     with pinfeed.Feeder(path, config=config, shuffle=True, progress=True, timeline=True) as feeder:
         print(f"\n{path} on {feeder.device}:\n{feeder.plan}\n")
+        if feeder.device == "cpu":  # leave a core to the threads that read; with as many threads as cores, torch's wait for each other
+            torch.set_num_threads(max(1, torch.get_num_threads() - 1))
         read_once(path)  # both loops find the file in the page cache, as far as it fits
         fed = run(feeder, feeder.device, path)
         feeder.timeline.save(OUT / "timeline.png", last_s=min(1.0, fed.seconds / 2))
