@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+import os
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -105,7 +106,7 @@ def page_locked(nbytes: int, lock: Callable[[int, int], object], unlock: Callabl
         for start in range(0, len(memory), _LOCK_BYTES):
             address = memory.ctypes.data + start
             lock(address, min(_LOCK_BYTES, len(memory) - start))
-            locked.append(weakref.finalize(lease, _unlock, unlock, address, memory))
+            locked.append(weakref.finalize(lease, _unlock, unlock, address, memory, os.getpid()))
     except BaseException:
         for unlock_piece in locked:
             unlock_piece()
@@ -113,6 +114,7 @@ def page_locked(nbytes: int, lock: Callable[[int, int], object], unlock: Callabl
     return np.asarray(lease)
 
 
-def _unlock(unlock: Callable[[int], object], address: int, memory: Bytes) -> None:
-    """``memory`` is an argument so that the mapping outlives the lock on it."""
-    unlock(address)
+def _unlock(unlock: Callable[[int], object], address: int, memory: Bytes, pid: int) -> None:
+    """``memory`` is an argument so that the mapping outlives the lock on it. A forked process has neither."""
+    if pid == os.getpid():
+        unlock(address)

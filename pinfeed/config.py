@@ -43,7 +43,7 @@ def human(nbytes: float) -> str:
 
 
 @dataclass(frozen=True)
-class Load:
+class Demand:
     """What a feeder moves, as far as memory is concerned."""
 
     row_nbytes: tuple[int, ...]
@@ -51,7 +51,7 @@ class Load:
     writable: tuple[bool, ...]
     """Which of the stores can be written back."""
     resident_bytes: int
-    """Host memory that the stores hold while they gather, in bytes."""
+    """Host memory that the stores hold beside their rows, in bytes."""
     n_rows: int
     """Rows of one epoch, the most that a batch can have."""
     unified: bool
@@ -152,23 +152,23 @@ class Config:
         if not 0 <= self.headroom < 1:
             raise ArgumentError(f"headroom={self.headroom}: expected a share in [0, 1)")
 
-    def plan(self, load: Load, *, free_host_bytes: int, free_device_bytes: int) -> Plan:
+    def plan(self, demand: Demand, *, free_host_bytes: int, free_device_bytes: int) -> Plan:
         """The plan with the largest batch that fits.
 
         Raises:
             BudgetError: Not even one row fits in every slot.
         """
         cpu = self._limit(self.cpu_memory_limit, free_host_bytes)
-        gpu = None if load.unified else self._limit(self.gpu_memory_limit, free_device_bytes)
+        gpu = None if demand.unified else self._limit(self.gpu_memory_limit, free_device_bytes)
 
         def plan_of(batch_size: int) -> Plan:
-            return Plan(batch_size, self.depth, load.route, plan_items(load, batch_size, self.depth), cpu, gpu)
+            return Plan(batch_size, self.depth, demand.route, plan_items(demand, batch_size, self.depth), cpu, gpu)
 
         def excess(batch_size: int) -> bool:
             plan = plan_of(batch_size)
             return plan.host_bytes > cpu or (gpu is not None and plan.device_bytes > gpu)
 
-        largest = min(load.n_rows, self.preferred_batch_size or load.n_rows)
+        largest = min(demand.n_rows, self.preferred_batch_size or demand.n_rows)
         fitting = bisect.bisect_left(range(1, largest + 1), True, key=excess)  # memory grows with the batch
         if fitting == 0:
             self._refuse(plan_of(1), cpu, gpu)
@@ -193,28 +193,30 @@ class Config:
         )
 
 
-def plan_items(load: Load, batch_size: int, depth: int) -> tuple[Item, ...]:
-    """Every buffer that a feeder has at a time, with a loop that drops its batches."""
+def plan_items(demand: Demand, batch_size: int, depth: int) -> tuple[Item, ...]:
+    """Every buffer that a feeder has at a time, with a loop that drops its batches; none if the size of a batch is not known (0)."""
+    if batch_size == 0:
+        return ()
 
     def batch(block: int, chosen: Sequence[bool]) -> int:
-        sizes = (batch_size * nbytes for nbytes, wanted in zip(load.row_nbytes, chosen, strict=True) if wanted)
+        sizes = (batch_size * nbytes for nbytes, wanted in zip(demand.row_nbytes, chosen, strict=True) if wanted)
         return sum(max(1, -(-size // block)) * block for size in sizes)
 
-    everything = [True] * len(load.row_nbytes)
-    place: Place = "host" if load.unified else "device"
-    block = _PAGE if load.unified else _DEVICE_BLOCK
+    everything = [True] * len(demand.row_nbytes)
+    place: Place = "host" if demand.unified else "device"
+    block = _PAGE if demand.unified else _DEVICE_BLOCK
     items = [Item("batches", place, n_batches(depth), batch(block, everything))]
-    if any(load.writable):
-        items.append(Item("write-backs until they have landed and been seen", place, n_held(depth), batch(block, load.writable)))
-    if not load.unified:
+    if any(demand.writable):
+        items.append(Item("write-backs until they have landed and been seen", place, n_held(depth), batch(block, demand.writable)))
+    if not demand.unified:
         items.append(Item("staging", "pinned", depth + 1, batch(_PAGE, everything)))
-        if any(load.writable):
-            items.append(Item("staging of a write-back", "pinned", 1, batch(_PAGE, load.writable)))
-    n_rows_arrays = depth + 3 + (3 * n_held(depth) if any(load.writable) else 0)  # of a write-back: the rows, and the rows sorted
+        if any(demand.writable):
+            items.append(Item("staging of a write-back", "pinned", 1, batch(_PAGE, demand.writable)))
+    n_rows_arrays = depth + 3 + (3 * n_held(depth) if any(demand.writable) else 0)  # of a write-back: the rows, and the rows sorted
     items.append(Item("row numbers", "host", n_rows_arrays, batch_size * _ROW_NUMBER))
     items.append(Item("the order of the rows", "host", 1, _ORDER))
-    if load.resident_bytes:
-        items.append(Item("file pages mapped while rows are gathered", "host", 1, load.resident_bytes))
+    if demand.resident_bytes:
+        items.append(Item("what the stores hold beside their rows", "host", 1, demand.resident_bytes))
     return tuple(items)
 
 
@@ -230,5 +232,5 @@ def n_held(depth: int) -> int:
 
 def check_depth(depth: int) -> None:
     """Raise ArgumentError unless ``depth`` is a number of batches."""
-    if depth < 0:
-        raise ArgumentError(f"depth={depth}: expected 0 (the synchronous loop) or more")
+    if not hasattr(depth, "__index__") or depth < 0:
+        raise ArgumentError(f"depth={depth!r}: expected a whole number, 0 (the synchronous loop) or more")

@@ -6,19 +6,23 @@ Prefetching is a deque of futures, so order, back-pressure, the end of the data 
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from typing import Any
 
 from .devices.base import Tensor
-from .errors import WorkerError, WriteBackError
+from .errors import ClosedError, WorkerError, WriteBackError
 from .rows import Rows
 from .sources import Load
 from .stats import Meter
 from .stores.base import Store
-from .transfer import Landing, Slot, Transfer
+from .transfer import Cancelled, Landing, Slot, Transfer
+
+_READER, _WRITER = "pinfeed-read", "pinfeed-write"
 
 
 class Inline:
@@ -48,8 +52,9 @@ class Landings:
     def __init__(self, transfer: Transfer, writer: Executor | Inline, limit: int) -> None:
         self._transfer, self._writer, self._limit = transfer, writer, limit
         self._futures: deque[Future[None]] = deque()
+        self._failed = False
         self.failure: BaseException | None = None
-        """The first write-back that failed and has not been raised yet."""
+        """The first error of a write-back, until it is raised; those of later ones only follow from it."""
 
     def add(self, landing: Landing) -> None:
         """Submit a write-back."""
@@ -73,8 +78,8 @@ class Landings:
 
     def _take(self, future: Future[None]) -> None:
         error = future.exception()
-        if error is not None and self.failure is None:
-            self.failure = error
+        if error is not None and not self._failed:
+            self.failure, self._failed = error, True
 
 
 class Loan:
@@ -129,11 +134,11 @@ class Epoch:
     def __init__(self, transfer: Transfer, meter: Meter, first: int) -> None:
         depth, device = len(transfer.slots) - 1, transfer.device
         self._transfer, self._meter, self._first = transfer, meter, first
-        self._reader: Executor | Inline = device.worker("pinfeed-read") if depth else Inline()
-        self._writer: Executor | Inline = device.worker("pinfeed-write") if depth else Inline()
+        self._reader: Executor | Inline = device.worker(_READER) if depth else Inline()
+        self._writer: Executor | Inline = device.worker(_WRITER) if depth else Inline()
         self.landings = Landings(transfer, self._writer, max(depth, 1))
 
-    def loans(self, loads: Iterator[Load]) -> Iterator[Loan]:
+    def loans(self, loads: Generator[Load, None, None]) -> Iterator[Loan]:
         """Lend the batches in order. One that cannot be filled raises its error in its turn; a failed write-back, as soon as it is known.
 
         Args:
@@ -163,16 +168,28 @@ class Epoch:
                 self.landings.check()
                 filling.append(submit(slot))
                 transfer.forget()
+        except Cancelled:
+            raise ClosedError("the feeder was closed while its loop was waiting for a batch") from None
         finally:
             meter.leave()
             if loan is not None:
                 loan.end()
-            transfer.stop()
-            self._reader.shutdown(wait=True, cancel_futures=True)
-            self.landings.finish()
-            self._writer.shutdown(wait=True)
-            transfer.quiesce()
+            if threading.current_thread().name.startswith((_READER, _WRITER)):
+                # The garbage collector has found the loop dropped while a worker ran, and a worker cannot wait for itself.
+                threading.Thread(target=self._end, args=(loads,), name="pinfeed-end").start()
+            else:
+                self._end(loads)
         self.landings.check()
+
+    def _end(self, loads: Generator[Load, None, None]) -> None:
+        """Join the workers and let go of everything. Each step is done even if an interrupt ends the one before it."""
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._transfer.quiesce)
+            stack.callback(self._writer.shutdown, wait=True)
+            stack.callback(self.landings.finish)
+            stack.callback(loads.close)  # else a traceback that the caller keeps would keep what the source holds, a loader's processes say
+            stack.callback(self._reader.shutdown, wait=True, cancel_futures=True)
+            self._transfer.stop()
 
 
 def guarded(fn: Callable[..., Any], *args: Any) -> Any:

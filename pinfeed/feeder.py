@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
-import numpy as np
-
-from .config import Config, Load, Plan, check_depth, n_batches, n_held, plan_items
+from .batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
+from .config import Config, Demand, Plan, check_depth, n_batches, n_held, plan_items
 from .devices import resolve
-from .devices.base import Device, Tensor
+from .devices.base import Device
 from .epoch import Loan
-from .errors import ArgumentError, BudgetError, StoreError, WriteBackError
+from .errors import ArgumentError, BudgetError
 from .loop import Loop
 from .memory import free_host_bytes
-from .rows import Order, OrderBatches, RowBatches, Rows, SamplerBatches, largest_batch, sequential, shuffled
+from .rows import Order, Rows, sequential, shuffled
 from .sources import RowSource
 from .stats import FeederStats, Timeline
-from .stores import ArrayStore, MmapStore, Store
-from .stores.mmap import store_of_memmap
-from .tree import flatten
+from .stores.base import Store, row_nbytes
+from .storetree import StoreTree
 
 logger = logging.getLogger("pinfeed")
 
@@ -36,10 +34,10 @@ class Batch:
         data: Tensors on the device, in the structure of the source, each of shape (n, *row_shape); yours to keep and to change.
     """
 
-    __slots__ = ("_loan", "_stores", "data", "rows")
+    __slots__ = ("_device", "_loan", "_stores", "data", "rows")
 
-    def __init__(self, loan: Loan, stores: _Stores) -> None:
-        self._loan, self._stores = loan, stores
+    def __init__(self, loan: Loan, stores: StoreTree, device: Device) -> None:
+        self._loan, self._stores, self._device = loan, stores, device
         self.rows, self.data = cast(Rows, loan.rows), loan.take()
 
     def write_back(self, values: Any) -> None:
@@ -55,7 +53,7 @@ class Batch:
             WriteBackError: Wrong structure, shape, dtype or device, a read-only store, a row that is there twice, a second call, or a
                 call after the next batch was taken. Nothing has been changed then.
         """
-        tensors = self._stores.check(values, len(self._loan.require_writable()))
+        tensors = self._stores.check(values, len(self._loan.require_writable()), self._device)
         self._loan.write(self._stores.stores, tensors)
 
 
@@ -106,16 +104,16 @@ class Feeder:
         depth = _check_arguments(batch_size, config, rows, shuffle, depth)
         if rows is None:
             rows = shuffled(seed) if shuffle else sequential()
-        self._stores = _Stores(source)
+        self._stores = StoreTree(source)
         try:
             found = resolve(device, n_spare=len(self._stores.stores) * (n_batches(depth) + n_held(depth)))
-            self._stores.device, self._owned_device = found, None if found is device else found
+            self._device, self._owned_device = found, None if found is device else found
             self._plan = _plan(self._stores.stores, rows, batch_size, config, depth, found)
             size = batch_size if config is None else self._plan.batch_size
             batches = _batches(rows, self._stores.n_rows, size, drop_last)
-            source = RowSource(self._stores.stores, self._stores.rebuild, batches)
-            capacity = [self._plan.batch_size * _row_nbytes(store) for store in self._stores.stores] if self._plan.batch_size else []
-            self._loop = Loop(source, found, depth=depth, capacity=capacity, progress=progress, timeline=timeline)
+            rows_source = RowSource(self._stores.stores, self._stores.rebuild, batches)
+            capacity = [self._plan.batch_size * row_nbytes(store) for store in self._stores.stores] if self._plan.batch_size else []
+            self._loop = Loop(rows_source, found, depth=depth, capacity=capacity, progress=progress, timeline=timeline)
         except BaseException:
             self._stores.close()
             raise
@@ -154,13 +152,13 @@ class Feeder:
         Raises:
             ClosedError: The feeder is closed, or another loop over it runs.
         """
-        stores = self._stores
-        return self._loop.run(lambda loan: Batch(loan, stores))
+        stores, device = self._stores, self._device
+        return self._loop.run(lambda loan: Batch(loan, stores, device))
 
     @property
     def device(self) -> str:
         """Name of the device, as torch writes it."""
-        return self._stores.device.name
+        return self._device.name
 
     @property
     def plan(self) -> Plan:
@@ -204,87 +202,11 @@ class Feeder:
         Raises:
             The error of a write-back that no loop has raised.
         """
-        try:
-            self._loop.close()
-        finally:
-            self._stores.close()
+        with contextlib.ExitStack() as stack:
             if self._owned_device is not None:
-                self._owned_device.close()
-
-
-class _Stores:
-    """The stores of a feeder, in the structure that the user gave."""
-
-    device: Device
-
-    def __init__(self, source: Any) -> None:
-        leaves, self.rebuild = flatten(source)
-        self.names = [_name(path) for path, _ in leaves]
-        self.stores: list[Store] = []
-        self._owned: list[Store] = []
-        if not leaves:
-            raise StoreError(f"source={source!r} has no arrays in it; expected at least one path, array, tensor or Store")
-        try:
-            for (_, leaf), name in zip(leaves, self.names, strict=True):
-                self.stores.append(self._open(leaf, name))
-            self.n_rows = self.stores[0].n_rows
-            if any(store.n_rows != self.n_rows for store in self.stores):
-                counts = ", ".join(f"{name} has {store.n_rows}" for name, store in zip(self.names, self.stores, strict=True))
-                raise StoreError(f"sources have unequal numbers of rows: {counts}; expected equally many, one row each for a sample")
-        except BaseException:
-            self.close()
-            raise
-
-    def check(self, values: Any, n: int) -> list[Tensor | None]:
-        """The tensors in ``values``, one per store, checked."""
-        leaves, _ = flatten(values)
-        if values is None or [_name(path) for path, _ in leaves] != self.names:
-            raise WriteBackError(
-                f"write_back of {', '.join(_name(path) for path, _ in leaves)}; expected the structure of the source: "
-                f"{', '.join(self.names)} (None for what stays as it is)"
-            )
-        for (_, value), name, store in zip(leaves, self.names, self.stores, strict=True):
-            if value is not None:
-                self._check_one(value, name, store, (n, *store.row_shape))
-        return [value for _, value in leaves]
-
-    def _check_one(self, value: Any, name: str, store: Store, shape: tuple[int, ...]) -> None:
-        if not store.writable:
-            raise WriteBackError(
-                f'write_back to {name}, which is read-only; open a file with MmapStore(path, mode="r+"), or give a writable array'
-            )
-        found = self.device.describe(value)
-        if found is None:
-            raise WriteBackError(f"write_back of {name}: got {type(value).__name__}; expected a tensor on {self.device.name}")
-        wrong = [
-            f"{what} {got}, expected {want}"
-            for what, got, want in (("shape", found[0], shape), ("dtype", found[1] or getattr(value, "dtype", None), store.dtype))
-            if got != want
-        ]
-        if not found[2]:
-            wrong.append(f"device {getattr(value, 'device', None)}, expected {self.device.name}")
-        if wrong:
-            raise WriteBackError(f"write_back of {name}: {'; '.join(wrong)}; nothing was written")
-
-    def close(self) -> None:
-        """Close the stores that were opened here."""
-        for store in self._owned:
-            store.close()
-
-    def _open(self, leaf: Any, name: str) -> Store:
-        if isinstance(leaf, Store):
-            return leaf
-        if isinstance(leaf, (str, os.PathLike)):
-            self._owned.append(MmapStore(leaf))
-            return self._owned[-1]
-        if isinstance(leaf, np.memmap) and (store := store_of_memmap(leaf)) is not None:
-            self._owned.append(store)
-            return store
-        return ArrayStore(leaf, name=name)
-
-
-def _name(path: str) -> str:
-    return f"source{path}"
+                stack.callback(self._owned_device.close)
+            stack.callback(self._stores.close)
+            stack.callback(self._loop.close)
 
 
 def _check_arguments(
@@ -293,8 +215,12 @@ def _check_arguments(
     """The depth, if the arguments can be together."""
     if batch_size is not None and config is not None:
         raise ArgumentError("both batch_size and config were given; give one of them (Config has preferred_batch_size)")
-    if batch_size is not None and batch_size < 1:
-        raise ArgumentError(f"batch_size={batch_size}: expected at least 1")
+    if config is not None and not isinstance(config, Config):
+        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
+    if batch_size is not None and (not _is_integer(batch_size) or batch_size < 1):
+        raise ArgumentError(f"batch_size={batch_size!r}: expected a whole number, at least 1")
+    if rows is not None and not isinstance(rows, (Order, Iterable)):
+        raise ArgumentError(f"rows={rows!r}: expected an order of pinfeed.rows, a sampler, or an iterable of row numbers")
     if batch_size is None and config is None and (rows is None or isinstance(rows, Order)):
         raise ArgumentError("neither batch_size nor config was given; give one of them, or whole batches as rows=")
     if rows is not None and shuffle:
@@ -313,8 +239,8 @@ def _plan(
     stores: Sequence[Store], rows: Order | Iterable[Any], batch_size: int | None, config: Config | None, depth: int, device: Device
 ) -> Plan:
     n_rows, largest = stores[0].n_rows, None if isinstance(rows, Order) else largest_batch(rows)
-    load = Load(
-        row_nbytes=tuple(_row_nbytes(store) for store in stores),
+    demand = Demand(
+        row_nbytes=tuple(row_nbytes(store) for store in stores),
         writable=tuple(store.writable for store in stores),
         resident_bytes=sum(store.resident_bytes for store in stores),
         n_rows=max(1, rows.length(n_rows)) if isinstance(rows, Order) else largest or n_rows,
@@ -322,11 +248,11 @@ def _plan(
         route="direct" if all(device.reaches(store) for store in stores) else "staged",
     )
     if config is None:
-        size = largest or 0 if batch_size is None else min(batch_size, load.n_rows)
-        return Plan(size, depth, load.route, plan_items(load, size, depth))
+        size = largest or 0 if batch_size is None else min(batch_size, demand.n_rows)
+        return Plan(size, depth, demand.route, plan_items(demand, size, depth))
     host = 0 if config.cpu_memory_limit is not None else free_host_bytes()
     there = 0 if config.gpu_memory_limit is not None or device.unified else device.free_bytes()
-    plan = config.plan(load, free_host_bytes=host, free_device_bytes=there)
+    plan = config.plan(demand, free_host_bytes=host, free_device_bytes=there)
     if largest is not None and plan.batch_size < largest:
         raise BudgetError(
             f"rows gives batches of up to {largest} rows; the limits of config hold {plan.batch_size}: {plan}\n"
@@ -342,8 +268,5 @@ def _batches(rows: Order | Iterable[Any], n_rows: int, batch_size: int | None, d
     return OrderBatches(rows, n_rows, batch_size, drop_last)
 
 
-def _row_nbytes(store: Store) -> int:
-    nbytes = store.dtype.itemsize
-    for size in store.row_shape:
-        nbytes *= size
-    return nbytes
+def _is_integer(value: object) -> bool:
+    return hasattr(value, "__index__") and not isinstance(value, bool)

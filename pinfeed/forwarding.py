@@ -15,7 +15,6 @@ import numpy.typing as npt
 from .errors import WriteBackError
 from .rows import Rows
 
-
 T = TypeVar("T")
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import contextlib
+import traceback
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -10,22 +12,30 @@ import numpy.typing as npt
 
 from .config import check_depth
 from .devices import resolve
-from .epoch import Loan
-from .errors import WorkerError
+from .epoch import Loan, guarded
+from .errors import ArgumentError
 from .loop import Loop
 from .sources import Load
 from .stats import FeederStats, Timeline
-from .tree import Rebuild, flatten
+from .tree import flatten
 
 
 def wrap_loader(loader: Any, *, device: Any = "auto", depth: int = 2, progress: bool = False, timeline: bool = False) -> LoaderFeeder:
     """The same batches as ``loader`` gives, on the device, ``depth`` batches ahead.
 
-    The loader is iterated in a background thread. Its tensors are moved through page-locked memory on a side stream, whether it pins
-    them or not; other objects with a ``to(device)`` method move by that; all other leaves (strings, numbers, None) pass through.
+    A loop begins with ``iter(loader)``, in the caller's thread; its batches are then asked for in a background thread. Their tensors are
+    moved through page-locked memory on a side stream, whether the loader pins them or not; other objects with a ``to(device)`` method move
+    by that; all other leaves (numpy arrays, strings, numbers, None) pass through as they are. The structure may be of tuples, lists,
+    mappings, named tuples and dataclasses.
+
+    Shuffling and the seeds of worker processes are those of the loader alone, under the same ``torch.manual_seed``, whatever the loop's
+    body draws. Not so what a dataset, sampler or ``collate_fn`` itself draws from a global generator in this process (``num_workers=0``):
+    that is drawn ahead of the body and, unless ``depth`` is 0, mixes with what the body draws; give them a generator of their own. They
+    also run without the caller's ``torch.no_grad()`` and the like, as they do in worker processes.
 
     Args:
-        loader: A ``torch.utils.data.DataLoader``, or any iterable of batches that can be iterated again for the next epoch.
+        loader: A ``torch.utils.data.DataLoader``, or any iterable of batches that can be iterated again for the next epoch. Each batch has
+            memory of its own: one that is filled again for the next batch would change while it is waiting to be lent.
         device: As for ``Feeder``.
         depth: Batches ahead of the loop; 0 is the loader itself, moved.
         progress: Show a progress bar.
@@ -33,7 +43,7 @@ def wrap_loader(loader: Any, *, device: Any = "auto", depth: int = 2, progress: 
 
     Raises:
         DeviceError: There is no such device.
-        ArgumentError: ``depth`` is negative.
+        ArgumentError: ``depth`` is negative, or ``loader`` cannot be iterated.
     """
     return LoaderFeeder(loader, device=device, depth=depth, progress=progress, timeline=timeline)
 
@@ -43,10 +53,12 @@ class LoaderFeeder:
 
     def __init__(self, loader: Any, *, device: Any, depth: int, progress: bool, timeline: bool) -> None:
         check_depth(depth)
-        self._loader = loader
+        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+            raise ArgumentError(f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of batches")
+        self._loader, self._source = loader, LoaderSource(loader)
         found = resolve(device, n_spare=depth + 2)
         self._device, self._owned_device = found, None if found is device else found
-        self._loop = Loop(LoaderSource(loader), found, depth=depth, capacity=(), progress=progress, timeline=timeline)
+        self._loop = Loop(self._source, found, depth=depth, capacity=(), progress=progress, timeline=timeline)
 
     def __enter__(self) -> LoaderFeeder:
         return self
@@ -63,7 +75,9 @@ class LoaderFeeder:
         Raises:
             ClosedError: This is closed, or another loop over it runs.
         """
-        return self._loop.run(Loan.take)
+        batches = self._loop.run(Loan.take)
+        self._source.begin()
+        return batches
 
     def __getattr__(self, name: str) -> Any:
         if name in ("state_dict", "load_state_dict"):
@@ -100,24 +114,34 @@ class LoaderFeeder:
     def close(self) -> None:
         """End a loop that runs. The loader stays as it is. Idempotent."""
         self._loop.close()
+        self._source.end()
         if self._owned_device is not None:
             self._owned_device.close()
 
 
 class HostLeaf:
-    """A leaf of a loader's batch: a tensor on the host, or an object that moves itself."""
+    """A leaf of a loader's batch: a tensor on the host, or an object that moves itself, which has neither shape nor dtype."""
 
-    __slots__ = ("dtype", "shape", "value")
+    __slots__ = ("host_value",)
 
-    def __init__(self, value: Any, dtype: np.dtype[Any]) -> None:
-        self.value, self.dtype = value, dtype
-        self.shape: tuple[int, ...] = tuple(getattr(value, "shape", ()))
+    def __init__(self, value: Any) -> None:
+        self.host_value = value
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.host_value.shape)
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        from .tensors import NUMPY
+
+        return NUMPY[self.host_value.dtype]
 
     def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
         """Copy the tensor into ``out``."""
         from .tensors import to_torch
 
-        to_torch(out).copy_(self.value)
+        to_torch(out).copy_(self.host_value)
         yield
 
 
@@ -125,67 +149,74 @@ class LoaderSource:
     """The batches of a loader.
 
     Args:
-        loader: Iterated once per epoch, in the reader's thread.
+        loader: Iterated once per epoch.
     """
 
     fingerprint: Mapping[str, Any] = {"order": "a DataLoader's own"}
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
+        self._begun: Iterator[Any] | None = None
 
     def __len__(self) -> int:
         return len(self._loader)
 
-    def epoch(self, number: int, start: int, checksum: int) -> Iterator[Load]:
-        """Raises:
-        WorkerError: The loader gave fewer batches than its length says: something below it raised StopIteration.
+    def begin(self) -> None:
+        """Consumer. Start the loader's next epoch, as the loop over the loader itself would now.
+
+        The seeds are drawn here; and worker processes are forked by a thread that holds no lock of another one's.
         """
-        count = 0
-        for batch in self._loader:
-            yield _load(batch)
-            count += 1
-        promised = self._promised()
-        if promised is not None and count < promised:
-            raise WorkerError(
-                f"the loader ended after {count} of {promised} batches (its len); the dataset or the sampler raised StopIteration, "
-                "which ends a loop in silence; raise IndexError or another error instead"
-            )
+        self._begun = guarded(iter, self._loader)
 
-    def _promised(self) -> int | None:
-        """The number of batches, where it is binding: of an iterable dataset, len is a guess."""
-        from torch.utils.data import IterableDataset
+    def end(self) -> None:
+        """Consumer. Let go of an epoch that was begun and never asked for a batch."""
+        self._begun = None
 
-        if isinstance(getattr(self._loader, "dataset", None), IterableDataset):
-            return None
+    def epoch(self, number: int, start: int, checksum: int) -> Generator[Load, None, None]:
+        """The batches of the epoch that was begun last."""
+        batches, self._begun = self._begun, None
+        assert batches is not None
+        return _loads(batches)
+
+
+def _loads(batches: Iterator[Any]) -> Generator[Load, None, None]:
+    while True:
         try:
-            return len(self._loader)
-        except TypeError:
-            return None
+            batch = next(batches)
+        except StopIteration as stop:
+            if _is_end(stop):
+                return
+            raise  # a RuntimeError, then, for this is a generator
+        yield _load(batch)
+
+
+def _is_end(stop: StopIteration) -> bool:
+    """Whether there are no more batches; else the user's own code raised this, here or in a worker, and DataLoader let it pass for the end.
+
+    A number of batches below the loader's len proves nothing: there are samplers whose len is an upper bound.
+    """
+    from torch._utils import ExceptionWrapper
+    from torch.utils.data._utils.fetch import _MapDatasetFetcher
+
+    users = {_MapDatasetFetcher.fetch.__code__, ExceptionWrapper.reraise.__code__}
+    return all(frame.f_code not in users for frame, _ in traceback.walk_tb(stop.__traceback__))
 
 
 def _load(batch: Any) -> Load:
-    from .tensors import NUMPY
-
     leaves, rebuild = flatten(batch)
-    parts: list[HostLeaf] = []
-    moves = []
-    for _, leaf in leaves:
-        moves.append(callable(getattr(leaf, "to", None)))
-        if moves[-1]:
-            parts.append(HostLeaf(leaf, NUMPY.get(getattr(leaf, "dtype", None), np.dtype(np.uint8))))  # type: ignore[call-overload]
-    return Load(parts, _weave(rebuild, leaves, moves), _n_samples(leaves))
-
-
-def _weave(rebuild: Rebuild, leaves: list[tuple[str, Any]], moves: list[bool]) -> Rebuild:
-    """Builds the batch from the tensors and the leaves that pass through."""
+    moves = [callable(getattr(leaf, "to", None)) for _, leaf in leaves]
     kept = [None if moved else leaf for (_, leaf), moved in zip(leaves, moves, strict=True)]
-    return lambda tensors: rebuild(iter([next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)]))
+    parts = [HostLeaf(leaf) for (_, leaf), moved in zip(leaves, moves, strict=True) if moved]
+    return Load(
+        parts,
+        lambda tensors: rebuild(next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)),
+        _n_samples(leaves),
+    )
 
 
 def _n_samples(leaves: list[tuple[str, Any]]) -> int:
     """Length of the first leaf that has one: by convention, the number of samples."""
     for _, leaf in leaves:
-        shape = getattr(leaf, "shape", None)
-        if shape is not None and len(shape):
-            return int(shape[0])
+        with contextlib.suppress(AttributeError, TypeError, IndexError, RuntimeError):  # torch has no shape for nested tensors
+            return int(leaf.shape[0])
     return 1

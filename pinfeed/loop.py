@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import GeneratorType
@@ -79,6 +80,8 @@ class Loop:
     def set_epoch(self, number: int) -> None:
         """Let the next run be epoch ``number``, from its beginning."""
         self._require_idle("set_epoch()")
+        if not hasattr(number, "__index__") or number < 0:
+            raise ArgumentError(f"set_epoch({number!r}): expected a whole number, 0 or more")
         self._epoch, self._batch, self._checksum, self._fresh = number, 0, 0, True
 
     def state(self) -> dict[str, Any]:
@@ -103,6 +106,8 @@ class Loop:
                 f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}" for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)
             ]
             raise ArgumentError(f"the state is of another feeder: {'; '.join(differing)}; make the feeder as it was made then")
+        if min(numbers) < 0 or numbers[1] > self._most():
+            raise ArgumentError(f"a state of epoch {numbers[0]}, batch {numbers[1]}; an epoch has {self._most()} batches")
         self._epoch, self._batch, self._checksum = numbers
         self._fresh = True
 
@@ -112,10 +117,13 @@ class Loop:
         Raises:
             The error of a write-back that failed after the loop could have raised it.
         """
+        self._closed = True
         generator = self._running() if self._running is not None else None
+        if generator is not None and generator.gi_running:  # another thread, or the code under a signal handler, waits for a batch
+            self._transfer.stop()
+            return
         if generator is not None:
             generator.close()
-        self._closed = True
         self._transfer.close()
         self._raise_failure()
 
@@ -132,6 +140,10 @@ class Loop:
                 if bar is not None:
                     bar.update()
                 yield lend(loan)
+        except GeneratorExit:  # the inner generator has ended by now
+            if self._last.landings.failure is not None:
+                logger.error("a write_back failed when its loop was left; close() raises it", exc_info=self._last.landings.failure)  # noqa: TRY400  # another one
+            raise
         finally:
             if bar is not None:
                 bar.close()
@@ -140,11 +152,15 @@ class Loop:
     def _bar(self) -> Any:
         from tqdm.auto import tqdm
 
+        most = self._most()
+        return tqdm(total=None if math.isinf(most) else most, initial=self._batch, unit="batch", desc=f"epoch {self._epoch}")
+
+    def _most(self) -> float:
+        """Batches of an epoch, as far as that is known."""
         try:
-            total = len(self.source)
+            return len(self.source)
         except TypeError:
-            total = None
-        return tqdm(total=total, initial=self._batch, unit="batch", desc=f"epoch {self._epoch}")
+            return math.inf
 
     def _is_running(self) -> bool:
         generator = self._running() if self._running is not None else None

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy.typing as npt
 
+from .batches import RowBatches
 from .devices.base import Part
-from .rows import RowBatches, Rows
+from .rows import Rows
 from .stores.base import Store
 from .tree import Rebuild
 
@@ -46,7 +47,7 @@ class Source(Protocol):
         """Batches in an epoch; TypeError where that is not known."""
         ...
 
-    def epoch(self, number: int, start: int, checksum: int) -> Iterator[Load]:
+    def epoch(self, number: int, start: int, checksum: int) -> Generator[Load, None, None]:
         """The batches of epoch ``number`` from batch ``start`` on."""
         ...
 
@@ -83,7 +84,7 @@ class RowSource:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def epoch(self, number: int, start: int, checksum: int) -> Iterator[Load]:
+    def epoch(self, number: int, start: int, checksum: int) -> Generator[Load, None, None]:
         for rows, total in self.batches.epoch(number, start, checksum):
             yield Load([StoreRows(store, rows) for store in self.stores], self.rebuild, len(rows), rows, total)
 

@@ -34,6 +34,8 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
         raise StoreError(f"{name}: the tensor is on {value.device} already; expected one on the CPU (index it directly, or give .cpu())")
     if value.layout is not torch.strided or value.dtype not in NUMPY:
         raise StoreError(f"{name}: got a {value.layout} tensor of {value.dtype}; expected a dense one of {', '.join(sorted(DTYPES))}")
+    if value.is_conj() or value.is_neg():
+        raise StoreError(f"{name}: a lazily conjugated or negated tensor; give .resolve_conj().resolve_neg()")
     value = value.detach()
     if value.dtype is torch.bfloat16:
         bits: npt.NDArray[Any] = value.view(torch.uint16).numpy()

@@ -27,7 +27,7 @@ its device memory is new each time, for a batch belongs to the user from the mom
                                                             landed = write.record()
                                                             landed.sync()           the values may not have arrived yet
                                                             staging -> store        (staged)
-    quiesce:                          read.sync()                                   copies may still write memory that nobody was lent
+    quiesce:                          read.record().sync()                          copies may still write memory that nobody was lent
 
 A direct gather may run beside the scatter of the same rows and get them torn. That is allowed: such a write has not landed when the
 slot is filled, so ``lend`` copies its values over those rows.
@@ -61,8 +61,10 @@ class Cancelled(Exception):
 class Slot:
     """Buffers of one batch and the events that guard them."""
 
-    staging: list[npt.NDArray[np.uint8]] = field(default_factory=list)
-    """Page-locked, one per part that is staged; kept from batch to batch."""
+    staging: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    """Page-locked, by part, for those that are staged; kept from batch to batch."""
+    sources: list[Part] = field(default_factory=list)
+    """Parts that the device reads itself; kept until it has."""
     memory: list[tuple[int, Buffer]] = field(default_factory=list)
     """Of the device, one per part, for the next fill: bytes and buffer."""
     compute: Stream | None = None
@@ -93,6 +95,8 @@ class Landing:
 
     write: Write[Held]
     stores: Sequence[Store]
+    log: WriteLog[Held]
+    """Of its loop."""
 
 
 class Transfer:
@@ -110,7 +114,7 @@ class Transfer:
         self._read, self._write = device.stream("read"), device.stream("write")  # for good: a new stream strands the allocator's blocks
         self._capacity = list(capacity)
         self.slots = [Slot() for _ in range(n_slots)]
-        self._write_staging: list[npt.NDArray[np.uint8]] = []
+        self._write_staging: dict[int, npt.NDArray[np.uint8]] = {}
         self.log: WriteLog[Held] = WriteLog()
         self._stopping = False
 
@@ -137,7 +141,7 @@ class Transfer:
         """
         if slot.filled is not None:
             slot.filled.sync()  # the last copy may still read staging
-        slot.load, slot.needed, slot.seen = load, [], self.log.landed
+        slot.load, slot.needed, slot.sources, slot.seen = load, [], [], self.log.landed
         assert slot.compute is not None
         assert slot.released is not None
         start, late = self._meter.now(), False
@@ -152,8 +156,9 @@ class Transfer:
                 tensor = self.device.tensor(memory, part.shape, part.dtype)
                 if self.device.reaches(part):
                     direct.append((part, tensor))
+                    slot.sources.append(part)
                 else:
-                    staged.append((self._gather(slot, len(staged), part), tensor))
+                    staged.append((self._gather(slot, i, part), tensor))
             slot.tensors.append(tensor)
         slot.memory = []  # from here on the tensors alone hold it
         self._read.wait(slot.released)  # kernels may still use what the memory was before
@@ -178,8 +183,8 @@ class Transfer:
         compute = self.device.current_stream()
         compute.wait(slot.filled)  # the rows may not be there yet
         tensors, rows = slot.tensors, slot.load.rows
-        if compute != slot.compute:
-            for tensor in tensors:
+        for tensor, nbytes in zip(tensors, slot.needed, strict=True):
+            if compute != slot.compute or nbytes == 0:  # its memory is of another stream; that of an adopted one always may be
                 self.device.share(tensor, compute)
         if rows is not None:
             for write in self.log.since(slot.seen):
@@ -203,7 +208,7 @@ class Transfer:
             memory = self.device.empty(capacity, compute)  # always a full batch's: memory of one size is found again
             tensors.append(self.device.tensor(memory, (len(rows), *store.row_shape), store.dtype))
             self.device.copy(value, tensors[-1], compute)
-        return Landing(self.log.append(rows, Held(tensors, compute, compute.record())), stores)
+        return Landing(self.log.append(rows, Held(tensors, compute, compute.record())), stores, self.log)
 
     def land(self, landing: Landing) -> None:
         """Writer. Bring held values into their stores.
@@ -212,23 +217,25 @@ class Transfer:
             WriteBackError: An earlier write failed; later ones must not overtake it.
         """
         write, start = landing.write, self._meter.now()
-        if self.log.landed != write.number:
+        if landing.log.landed != write.number:
             raise WriteBackError("not written: an earlier write_back of this loop failed")
         self._write.wait(write.values.ready)  # the values may not be computed yet
         staged: list[tuple[Store, npt.NDArray[Any]]] = []
-        for store, held in zip(landing.stores, write.values.tensors, strict=True):
-            if held is None:
-                continue
-            if self.device.reaches(store):
-                self.device.write(store, write.rows, held, self._write)
-            else:
-                shape, dtype = (len(write.rows), *store.row_shape), store.dtype
-                staged.append((store, self._staged(self._write_staging, len(staged), shape, dtype)))
-                self.device.copy(held, staged[-1][1], self._write)
-        self._write.record().sync()  # the values may not have arrived yet
+        try:
+            for i, (store, held) in enumerate(zip(landing.stores, write.values.tensors, strict=True)):
+                if held is None:
+                    continue
+                if self.device.reaches(store):
+                    self.device.write(store, write.rows, held, self._write)
+                else:
+                    out = self._staged(self._write_staging, i, (len(write.rows), *store.row_shape), store.dtype)
+                    self.device.copy(held, out, self._write)
+                    staged.append((store, out))
+        finally:
+            self._write.record().sync()  # the values may not have arrived yet
         for store, values in staged:
             store.scatter(write.rows, values)
-        self.log.landed = write.number + 1
+        landing.log.landed = write.number + 1
         self._meter.write_s += self._meter.span("write", write.number, start) - start
 
     def forget(self) -> None:
@@ -237,14 +244,14 @@ class Transfer:
 
     def quiesce(self) -> None:
         """Consumer. Wait for what is under way and let go of it; nothing touches the slots' memory when this returns."""
-        self._read.sync()  # copies may still write memory that nobody was lent
+        self._read.record().sync()  # copies may still write memory that nobody was lent
         for slot in self.slots:
             slot.load, slot.tensors, slot.memory, slot.released, slot.compute = None, [], [], None, None
         self.log = WriteLog()
 
     def close(self) -> None:
         """Free the staging memory."""
-        self.slots, self._write_staging = [], []
+        self.slots, self._write_staging = [], {}
 
     def _memory(self, slot: Slot, i: int) -> tuple[Buffer, bool]:
         """Memory for part ``i``, and whether it was reserved; a part that is larger than any before gets its own now."""
@@ -261,13 +268,12 @@ class Transfer:
             self._check_stop()
         return out
 
-    def _staged(self, staging: list[npt.NDArray[np.uint8]], i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
-        """Staging memory ``i`` in this shape, made or grown where it has to be."""
+    def _staged(self, staging: dict[int, npt.NDArray[np.uint8]], i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+        """Staging memory of part ``i`` in this shape, made or grown where it has to be: for a full batch at once, for locking is slow."""
         nbytes = math.prod(shape) * dtype.itemsize
-        if i == len(staging):
-            staging.append(self.device.staging(nbytes))
-        elif len(staging[i]) < nbytes:
-            staging[i] = self.device.staging(nbytes)
+        if i not in staging or len(staging[i]) < nbytes:
+            expected = self._capacity[i] if i < len(self._capacity) else 0
+            staging[i] = self.device.staging(max(nbytes, expected))
         return staging[i][:nbytes].view(dtype).reshape(shape)
 
     def _check_stop(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 Rebuild = Callable[[Iterator[Any]], Any]
@@ -37,28 +37,43 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
     if isinstance(value, (tuple, list)):
         return [(f"[{i}]", child) for i, child in enumerate(value)]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return [(f".{field.name}", getattr(value, field.name)) for field in dataclasses.fields(value)]
+        return [(f".{name}", getattr(value, name)) for name in _fields(value)]
     return None
+
+
+def _fields(value: Any) -> list[str]:
+    """Names of a dataclass's fields that are set."""
+    return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
 def _maker(value: Any) -> Callable[[list[Any]], Any]:
     if isinstance(value, dict):
         return lambda new: _filled(copy.copy(value), zip(value, new, strict=True))
     if isinstance(value, Mapping):
-        return lambda new: type(value)(dict(zip(value, new, strict=True)))  # type: ignore[call-arg]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return lambda new: type(value)(*new)
-    if isinstance(value, (tuple, list)):
-        return lambda new: type(value)(new)
-    names = [field.name for field in dataclasses.fields(value)]
+        return lambda new: _like(value, dict(zip(value, new, strict=True)))
+    if isinstance(value, list):
+        return lambda new: _filled(copy.copy(value), [(slice(None), new)])
+    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
+        return lambda new: value._make(new)
+    if isinstance(value, tuple):
+        return lambda new: _like(value, tuple(new))
+    names = _fields(value)
     return lambda new: _with_fields(copy.copy(value), names, new)
 
 
-def _filled(target: dict[Any, Any], items: Any) -> dict[Any, Any]:
+def _filled(target: Any, items: Iterable[tuple[Any, Any]]) -> Any:
     """A copy keeps what a subclass adds (a default factory, an order); its values are replaced."""
     for key, value in items:
         target[key] = value
     return target
+
+
+def _like(value: Any, contents: Any) -> Any:
+    """``contents`` in the type of ``value``, where that can be made of them alone."""
+    try:
+        return type(value)(contents)
+    except TypeError:
+        return contents
 
 
 def _with_fields(target: Any, names: list[str], values: list[Any]) -> Any:

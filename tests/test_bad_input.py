@@ -28,7 +28,11 @@ def x() -> np.ndarray:
     ("arguments", "kind", "message"),
     [
         ({}, errors.ArgumentError, "neither batch_size nor config"),
-        ({"batch_size": 0}, errors.ArgumentError, "batch_size=0: expected at least 1"),
+        ({"batch_size": 0}, errors.ArgumentError, "batch_size=0: expected a whole number, at least 1"),
+        ({"batch_size": 2.5}, errors.ArgumentError, "batch_size=2.5: expected a whole number"),
+        ({"batch_size": 2, "depth": 1.5}, errors.ArgumentError, "depth=1.5: expected a whole number"),
+        ({"config": 5}, errors.ArgumentError, "config=5: expected a pinfeed.Config"),
+        ({"batch_size": 2, "rows": 5}, errors.ArgumentError, "rows=5: expected an order"),
         ({"batch_size": 3, "config": Config()}, errors.ArgumentError, "both batch_size and config"),
         ({"batch_size": 3, "depth": -1}, errors.ArgumentError, "depth=-1"),
         ({"config": Config(), "depth": 1}, errors.ArgumentError, "both depth and config"),
@@ -62,6 +66,23 @@ def test_sources_that_are_none(x: np.ndarray, tmp_path: Path) -> None:
         Feeder(str(tmp_path / "none.npy"), batch_size=3)
 
 
+def test_a_store_of_ones_own_that_says_impossible_things() -> None:
+    for said, message in [({"n_rows": 0}, "n_rows=0"), ({"dtype": np.dtype(">f4")}, "byte order"), ({"dtype": np.dtype("U3")}, "no torch")]:
+        store = ArrayStore(np.zeros(3))
+        with pytest.raises(errors.StoreError, match=message):
+            Feeder(type("Odd", (ArrayStore,), said)(store.array), batch_size=1)
+
+
+def test_states_that_cannot_be(x: np.ndarray) -> None:
+    with Feeder(x, batch_size=10) as feeder:
+        state = feeder.state_dict()
+        for wrong in ({"batch": 11}, {"batch": -1}, {"epoch": -1}):
+            with pytest.raises(errors.ArgumentError, match="an epoch has 10 batches"):
+                feeder.load_state_dict(state | wrong)
+        with pytest.raises(errors.ArgumentError, match="expected a whole number"):
+            feeder.set_epoch("a")  # type: ignore[arg-type]
+
+
 def test_row_numbers_out_of_range_come_after_the_good_batches(x: np.ndarray) -> None:
     def sampler() -> Iterator[int]:
         yield from [1, 2, 3, 4, 100]
@@ -86,7 +107,7 @@ def first(feeder: Feeder) -> Any:
         (torch.zeros(2, 3), r"shape \(2, 3\), expected \(4, 3\)"),
         (torch.zeros(4, 3, dtype=torch.float64), "dtype float64, expected float32"),
         (torch.zeros(4, 3, device="meta"), "device meta, expected cpu"),
-        (np.zeros((4, 3), np.float32), "got ndarray; expected a tensor"),
+        (np.zeros((4, 3), np.float32), "got ndarray; expected a dense tensor"),
         ((torch.zeros(4, 3),), "expected the structure of the source"),
         (None, "expected the structure"),
     ],
@@ -139,6 +160,33 @@ def test_write_back_too_late_or_twice(x: np.ndarray) -> None:
         del loop
         with pytest.raises(errors.WriteBackError, match="after the loop"):
             two.write_back(two.data)
+
+
+def test_write_back_to_rows_that_are_given_twice(x: np.ndarray, tmp_path: Path) -> None:
+    """A write to one would not be seen in the other, which was prefetched."""
+    np.save(tmp_path / "x.npy", x)
+    file = MmapStore(tmp_path / "x.npy", mode="r+")
+    for source in ((x, x), (x, ArrayStore(x[:, 1:])), (file, MmapStore(tmp_path / "x.npy"))):
+        with Feeder(source, batch_size=4) as feeder:
+            loop = feeder.batches()
+            batch = next(loop)
+            with pytest.raises(errors.WriteBackError, match=r"source\[0\] and source\[1\] have rows in common"):
+                batch.write_back((batch.data[0], None))
+            del loop
+    with Feeder((x[:, :1], x[:, 1:]), batch_size=4) as feeder:  # columns of one array have no memory in common
+        for batch in feeder.batches():
+            batch.write_back((batch.data[0] + 1, batch.data[1]))
+    file.close()
+    with pytest.raises(errors.ArgumentError, match="stands twice"):
+        MmapStore([tmp_path / "x.npy"] * 2, mode="r+")
+
+
+def test_write_back_of_a_dict_in_another_order(x: np.ndarray) -> None:
+    y = x * 2
+    with Feeder({"x": x, "y": y}, batch_size=50) as feeder:
+        for batch in feeder.batches():
+            batch.write_back({"y": batch.data["y"] + 1, "x": None})
+    np.testing.assert_array_equal(y, x * 2 + 1)
 
 
 # ---- errors of what the loop depends on ------------------------------------------------------------------------------

@@ -9,21 +9,21 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pinfeed import Config, GiB, KiB, MiB
-from pinfeed.config import Load, Plan, check_depth, human, plan_items
+from pinfeed.config import Demand, Plan, check_depth, human, plan_items
 from pinfeed.errors import ArgumentError, BudgetError
 
 FREE = GiB(1000)  # more than any limit here
 
 
-def load_of(**changes: Any) -> Load:
+def load_of(**changes: Any) -> Demand:
     whole = {"row_nbytes": (512,), "writable": (False,), "resident_bytes": 0, "n_rows": 10**6, "unified": False, "route": "staged"}
-    return Load(**(whole | changes))  # type: ignore[arg-type]
+    return Demand(**(whole | changes))  # type: ignore[arg-type]
 
 
-def loads() -> st.SearchStrategy[Load]:
+def loads() -> st.SearchStrategy[Demand]:
     store = st.tuples(st.one_of(st.integers(0, 64), st.integers(0, 1 << 20)), st.booleans())
     return st.builds(
-        lambda stores, **rest: Load(tuple(nbytes for nbytes, _ in stores), tuple(writable for _, writable in stores), **rest),
+        lambda stores, **rest: Demand(tuple(nbytes for nbytes, _ in stores), tuple(writable for _, writable in stores), **rest),
         st.lists(store, min_size=1, max_size=4),
         resident_bytes=st.sampled_from([0, 1, MiB(16)]),
         n_rows=st.one_of(st.integers(1, 50), st.integers(1, 10**9)),
@@ -37,7 +37,7 @@ DEPTH = st.integers(0, 5)
 PREFERRED = st.one_of(st.none(), st.integers(1, 50), st.integers(1, 10**7))
 
 
-def plan_of(load: Load, cpu: int, gpu: int, depth: int = 2, preferred: int | None = None) -> Plan:
+def plan_of(load: Demand, cpu: int, gpu: int, depth: int = 2, preferred: int | None = None) -> Plan:
     config = Config(cpu_memory_limit=cpu, gpu_memory_limit=gpu, depth=depth, preferred_batch_size=preferred)
     return config.plan(load, free_host_bytes=0, free_device_bytes=0)
 
@@ -54,7 +54,7 @@ def plan_or_none(*args: Any, **kwargs: Any) -> Plan | None:
 
 @settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH, preferred=PREFERRED)
-def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(load: Load, cpu: int, gpu: int, depth: int, preferred: int | None) -> None:
+def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(load: Demand, cpu: int, gpu: int, depth: int, preferred: int | None) -> None:
     def excess(batch_size: int) -> bool:
         larger = Plan(batch_size, depth, load.route, plan_items(load, batch_size, depth))
         return larger.host_bytes > cpu or (not load.unified and larger.device_bytes > gpu)
@@ -74,7 +74,7 @@ def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(load: Load, cpu: i
 
 @settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, more=st.integers(0, MiB(64)), depth=DEPTH)
-def test_more_memory_never_gives_a_smaller_batch(load: Load, cpu: int, gpu: int, more: int, depth: int) -> None:
+def test_more_memory_never_gives_a_smaller_batch(load: Demand, cpu: int, gpu: int, more: int, depth: int) -> None:
     small = plan_or_none(load, cpu, gpu, depth)
     assume(small is not None)
     assert small is not None
@@ -88,14 +88,14 @@ def test_more_memory_never_gives_a_smaller_batch(load: Load, cpu: int, gpu: int,
 
 @settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH)
-def test_more_depth_never_gives_a_larger_batch(load: Load, cpu: int, gpu: int, depth: int) -> None:
+def test_more_depth_never_gives_a_larger_batch(load: Demand, cpu: int, gpu: int, depth: int) -> None:
     deep = plan_or_none(load, cpu, gpu, depth + 1)
     assert deep is None or plan_of(load, cpu, gpu, depth).batch_size >= deep.batch_size
 
 
 @settings(deadline=None)
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
-def test_a_plan_is_the_sum_of_its_items(load: Load, batch_size: int, depth: int) -> None:
+def test_a_plan_is_the_sum_of_its_items(load: Demand, batch_size: int, depth: int) -> None:
     items = plan_items(load, batch_size, depth)
     plan = Plan(batch_size, depth, load.route, items)
     assert all(item.total == item.count * item.nbytes for item in items)
@@ -108,7 +108,7 @@ def test_a_plan_is_the_sum_of_its_items(load: Load, batch_size: int, depth: int)
 
 @settings(deadline=None)
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
-def test_memory_grows_with_the_batch(load: Load, batch_size: int, depth: int) -> None:
+def test_memory_grows_with_the_batch(load: Demand, batch_size: int, depth: int) -> None:
     small, large = (Plan(n, depth, load.route, plan_items(load, n, depth)) for n in (batch_size, batch_size + 1))
     assert small.host_bytes < large.host_bytes
     assert small.device_bytes <= large.device_bytes
@@ -116,7 +116,7 @@ def test_memory_grows_with_the_batch(load: Load, batch_size: int, depth: int) ->
 
 @settings(deadline=None)
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
-def test_every_batch_that_is_there_at_a_time_is_planned(load: Load, batch_size: int, depth: int) -> None:
+def test_every_batch_that_is_there_at_a_time_is_planned(load: Demand, batch_size: int, depth: int) -> None:
     items = {item.what: item for item in plan_items(load, batch_size, depth)}
     batch_nbytes = batch_size * sum(load.row_nbytes)
     written_nbytes = batch_size * sum(nbytes for nbytes, writable in zip(load.row_nbytes, load.writable, strict=True) if writable)
@@ -133,7 +133,7 @@ def test_every_batch_that_is_there_at_a_time_is_planned(load: Load, batch_size: 
         assert items["staging"].nbytes >= batch_nbytes
         assert ("staging of a write-back" in items) == any(load.writable)
     assert items["row numbers"].nbytes == batch_size * 8
-    mapped = items.get("file pages mapped while rows are gathered")
+    mapped = items.get("what the stores hold beside their rows")
     assert (mapped.total if mapped else 0) == load.resident_bytes
 
 
@@ -188,7 +188,7 @@ def test_a_limit_that_is_given_needs_no_free_memory() -> None:
 
 @settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH)
-def test_a_refusal_tells_what_is_needed_and_what_the_limit_is(load: Load, cpu: int, gpu: int, depth: int) -> None:
+def test_a_refusal_tells_what_is_needed_and_what_the_limit_is(load: Demand, cpu: int, gpu: int, depth: int) -> None:
     try:
         plan_of(load, cpu, gpu, depth)
     except BudgetError as error:
@@ -244,7 +244,7 @@ def test_the_headroom_is_a_share(headroom: float) -> None:
 
 
 def test_the_depth_is_a_number_of_batches() -> None:
-    with pytest.raises(ArgumentError, match=r"depth=-1: expected 0 \(the synchronous loop\) or more"):
+    with pytest.raises(ArgumentError, match=r"depth=-1: expected a whole number, 0 \(the synchronous loop\) or more"):
         Config(depth=-1)
     with pytest.raises(ArgumentError, match="depth=-2"):
         check_depth(-2)
@@ -296,7 +296,7 @@ def test_a_plan_in_words() -> None:
     assert device == "device: 12.0 MiB of 64.0 MiB"
     assert "  device: 5 x 1.0 MiB batches" in items
     assert "  pinned: 4 x 1.0 MiB staging" in items
-    assert "  host: 1 x 16.0 MiB file pages mapped while rows are gathered" in items
+    assert "  host: 1 x 16.0 MiB what the stores hold beside their rows" in items
     assert len(items) == 7
 
 

@@ -1,5 +1,6 @@
 """What a user of Feeder sees."""
 
+import gc
 import itertools
 import json
 import threading
@@ -232,6 +233,76 @@ def test_close(x: np.ndarray) -> None:
             use()
 
 
+def test_close_while_another_thread_waits_for_a_batch(x: np.ndarray) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Slow(ArrayStore):
+        def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
+            if 20 in rows:
+                asked.set()
+                go_on.wait()
+            super().gather(rows, out)
+
+    feeder, caught = Feeder(Slow(x), batch_size=10), []
+
+    def run() -> None:
+        try:
+            for _ in feeder:
+                pass
+        except errors.ClosedError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    asked.wait()
+    while not feeder._loop._running().gi_running:  # type: ignore[union-attr,misc]
+        pass
+    feeder.close()
+    go_on.set()
+    thread.join()
+    assert "closed while its loop was waiting" in str(caught[0])
+    with pytest.raises(errors.ClosedError):
+        iter(feeder)
+
+
+@pytest.mark.parametrize("where", ["reader", "writer"])
+def test_a_loop_that_the_garbage_collector_ends_in_its_own_worker(where: str) -> None:
+    table = np.zeros((100, 2))
+    dropped = threading.Event()
+
+    class Collecting(ArrayStore):
+        def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
+            super().gather(rows, out)
+            if where == "reader" and 50 in rows:
+                self.collect()
+
+        def scatter(self, rows: np.ndarray, values: np.ndarray) -> None:
+            super().scatter(rows, values)
+            if where == "writer":
+                self.collect()
+
+        def collect(self) -> None:
+            dropped.wait()
+            gc.collect()
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+            self.loop = Feeder(Collecting(table), batch_size=10, depth=3, device="cpu").batches()
+
+    cycle = Cycle()
+    batch = next(cycle.loop)
+    batch.write_back(batch.data + 1)
+    if where == "reader":
+        next(cycle.loop)
+        next(cycle.loop)
+    del cycle, batch
+    dropped.set()
+    while any(t.name.startswith("pinfeed") for t in threading.enumerate()):
+        pass
+    assert table[:10].all()
+
+
 def test_a_second_loop_at_the_same_time(x: np.ndarray) -> None:
     with Feeder(x, batch_size=10) as feeder:
         loop = iter(feeder)
@@ -268,6 +339,15 @@ def test_a_memory_map_is_streamed_from_its_file(x: np.ndarray, tmp_path: Path) -
             assert type(feeder._stores.stores[0]) is kind
             for batch in feeder.batches():
                 np.testing.assert_array_equal(batch.data.numpy(force=True), given[batch.rows])
+
+
+def test_a_memory_map_whose_file_was_replaced_is_what_was_mapped(x: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    np.save(tmp_path / "other.npy", x + 1)
+    (tmp_path / "other.npy").replace(tmp_path / "x.npy")
+    with Feeder(mapped, batch_size=100) as feeder:
+        np.testing.assert_array_equal(next(iter(feeder)).numpy(force=True), x)
 
 
 # ---- writing back ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """A prefetching feeder is indistinguishable from the synchronous loop, whatever the device's schedule."""
 
+import gc
 import linecache
 import random
 from collections.abc import Callable, Sequence
@@ -211,6 +212,27 @@ def fails(device: SimDevice, kwargs: dict[str, Any]) -> bool:
     except AssertionError:
         return True
     return False
+
+
+def test_a_write_back_that_fails_half_way_leaves_nothing_queued() -> None:
+    """Page-locked memory for the second store is refused while the first one's copy is queued; its staging is freed with the feeder."""
+
+    class Full(SimDevice):
+        refuse = 8
+
+        def staging(self, nbytes: int) -> Any:
+            self.refuse -= 1
+            if self.refuse == 0:
+                raise MemoryError
+            return super().staging(nbytes)
+
+    device = Full(lazy)  # three slots of two stores take six, and the write-back two more
+    run = Run(FIXED)
+    with pytest.raises(MemoryError):
+        run.fed(device, 2)
+    del run
+    gc.collect()
+    device.drain()
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])

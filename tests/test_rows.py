@@ -14,22 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from pinfeed.config import Load, plan_items
+from pinfeed.batches import OrderBatches, RowBatches, SamplerBatches, check_rows, largest_batch
+from pinfeed.config import Demand, plan_items
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError
-from pinfeed.rows import (
-    Order,
-    OrderBatches,
-    RowBatches,
-    Rows,
-    SamplerBatches,
-    block_shuffled,
-    check_rows,
-    largest_batch,
-    per_rank,
-    permutation,
-    sequential,
-    shuffled,
-)
+from pinfeed.rows import Order, Rows, block_shuffled, per_rank, permutation, sequential, shuffled
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 100, 255, 256, 257, 1000, 65535, 65536, 65537, 131071, 131072, 131073]
 ORDERS: list[Order] = [
@@ -281,7 +269,7 @@ def test_seeds_and_blocks_are_integers() -> None:
     ids=repr,
 )
 def test_an_order_takes_no_more_memory_than_is_planned_for_it(order: Order, n: int, batch_size: int) -> None:
-    load = Load((4,), (False,), resident_bytes=0, n_rows=n, unified=True, route="direct")
+    load = Demand((4,), (False,), resident_bytes=0, n_rows=n, unified=True, route="direct")
     planned = {item.what: item.total for item in plan_items(load, min(batch_size, order.length(n)), depth=0)}
     batches = OrderBatches(order, n, batch_size).epoch(0)
     tracemalloc.start()

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -184,18 +185,69 @@ def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest
     assert caught.value.errno == 5
 
 
-def test_a_full_disk_is_the_error_it_is(tmp_path: Path) -> None:
-    """/dev/full answers every write with it."""
-    path = saved(tmp_path / "x.npy", np.arange(10.0))
+@pytest.mark.parametrize("call", [True, False], ids=["one call", "row by row"])
+def test_a_write_that_fails_is_the_error_it_is(tmp_path: Path, call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system refuses to write beyond a limit, as it does on a full disk; rows before it are written."""
+    if not call:
+        monkeypatch.setattr(aio.Requests, "make", lambda: None)
+    path = saved(tmp_path / "x.npy", np.zeros(10_000))
     with MmapStore(path, mode="r+") as store:
-        opened = store._shard(0)
-        full = os.open("/dev/full", os.O_RDWR)
-        os.dup2(full, opened._fd)
-        os.close(full)
-        with pytest.raises(OSError, match="No space left") as caught:
-            store.scatter(np.array([3, 7]), np.array([1.0, 2.0]))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large") as caught:
+                store.scatter(np.array([3, 9000]), np.array([1.0, 2.0]))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert caught.value.filename == str(path)
-        store._dirty.clear()
+        assert gathered(store, [3, 9000]).tolist() == [1, 0]
+
+
+def test_a_file_that_shrank_is_not_made_longer_by_a_write(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npy", np.zeros(1000))
+    with MmapStore(path, mode="r+") as store:
+        os.truncate(path, 500)
+        with pytest.raises(errors.ReadError, match="shrunk"):
+            store.scatter(np.array([900]), np.array([1.0]))
+        assert path.stat().st_size == 500
+
+
+def test_every_shard_is_flushed_even_if_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that failed is tried again the next time."""
+    for i in range(3):
+        np.save(tmp_path / f"{i}.npy", np.zeros(10))
+    store = MmapStore(tmp_path / "*.npy", mode="r+")
+    store.scatter(np.array([5, 15, 25]), np.ones(3))
+    synced: list[str] = []
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        if len(synced) == 2:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(shard.os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output"):
+        store.flush()
+    assert len(set(synced)) == 3
+    store.close()
+    assert synced[3:] == synced[1:2]
+
+
+def test_an_interrupted_call_does_not_answer_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "x.npy", np.arange(100.0))
+
+    def interrupted(self: Any, n: int) -> Any:
+        raise KeyboardInterrupt
+
+    with MmapStore(path) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(aio.Requests, "_reap", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                gathered(store, [3, 1])
+        assert gathered(store, [30, 10, 50]).tolist() == [30, 10, 50]
+        os.truncate(path, 300)
+        with pytest.raises(errors.ReadError, match="shrunk"):
+            gathered(store, [30, 10, 50])
 
 
 def test_native_aio_works_here() -> None:

@@ -58,9 +58,6 @@ class Stream(Protocol):
     def wait(self, event: Any) -> None:
         """Let later work wait for the event; the host goes on."""
 
-    def sync(self) -> None:
-        """Block the host until all work so far is done."""
-
 
 class Device(Protocol):
     """Streams, workers, memory and copies of one accelerator. It is given its own streams and events only."""
@@ -106,7 +103,7 @@ class Device(Protocol):
         """Queue ``dst[dst_pos] = src[src_pos]``."""
 
     def adopt(self, part: Part) -> Tensor | None:
-        """The part itself, if it already is what the device would lend, or moves there on its own; else None."""
+        """The part as it is (``host_value``, if it has that), where that is what the device would lend or moves there on its own."""
 
     def reaches(self, source: Part | Store) -> bool:
         """Whether the device reads the part, or writes the store, where it is, without staging."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import operator
@@ -54,9 +55,6 @@ class CudaStream:
     def wait(self, event: CudaEvent) -> None:
         self.raw.wait_event(event.raw)
 
-    def sync(self) -> None:
-        self.raw.synchronize()
-
 
 class CudaDevice:
     """One CUDA GPU.
@@ -80,6 +78,7 @@ class CudaDevice:
             raise DeviceError(f"device='cuda:{index}' does not exist; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}")
         self.name = f"cuda:{index}"
         self._device = torch.device("cuda", index)
+        self._moves = torch.cuda.Stream(self._device)
         self._staging = Pool(n_spare, lambda nbytes: page_locked(nbytes, self._lock, self._unlock))
         self._uploads: deque[tuple[CudaEvent, Array]] = deque()  # row positions on their way, until the copy is done
 
@@ -109,25 +108,28 @@ class CudaDevice:
             target.copy_(source, non_blocking=True)
 
     def copy_rows(self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: CudaStream) -> None:
+        if dst.numel() == 0:
+            return
         with torch.cuda.stream(stream.raw):
             positions = self._upload(np.stack((src_pos, dst_pos)), stream)
             words, target = _words(src), _words(dst)
             target.index_copy_(0, positions[1], words.index_select(0, positions[0]))
 
     def adopt(self, part: Part) -> Any:
-        value = getattr(part, "value", None)
+        value = getattr(part, "host_value", None)
         if value is None or _is_plain(value):
             return None
-        moved = value.to(self._device)  # a sparse or subclassed tensor, or an object of the user's that moves itself
-        torch.cuda.current_stream(self._device).synchronize()  # its copies ran in this thread's stream, which nobody else waits for
+        with torch.cuda.stream(self._moves):  # a sparse or subclassed tensor, or an object of the user's that moves itself
+            moved = value.to(self._device)
+            CudaEvent(self._moves).sync()  # nobody else waits for this stream
         return moved
 
     def reaches(self, source: Part | Store) -> bool:
-        value = getattr(source, "value", None)
+        value = getattr(source, "host_value", None)
         return value is not None and bool(value.is_pinned())  # a loader with pin_memory=True
 
     def read(self, part: Part, dst: torch.Tensor, stream: CudaStream) -> Iterator[None]:
-        self.copy(part.value, dst, stream)  # type: ignore[attr-defined]  # torch's pinned allocator keeps it until the copy is done
+        self.copy(part.host_value, dst, stream)  # type: ignore[attr-defined]  # torch's pinned allocator keeps it until the copy is done
         yield
 
     def write(self, store: Store, rows: Rows, values: torch.Tensor, stream: CudaStream) -> None:
@@ -138,7 +140,7 @@ class CudaDevice:
             tensor.record_stream(stream.raw)
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None
         return tuple(value.shape), NUMPY.get(value.dtype), value.device == self._device
 
@@ -147,14 +149,16 @@ class CudaDevice:
         return int(torch.cuda.mem_get_info(self._device)[0]) + cached
 
     def close(self) -> None:
-        self._uploads.clear()
+        while self._uploads:
+            self._uploads.popleft()[0].sync()
         self._staging.close()
 
     def _upload(self, rows: Rows, stream: CudaStream) -> torch.Tensor:
         """Row positions on the device, without blocking the host as a copy from pageable memory would."""
         while self._uploads and self._uploads[0][0].is_done():
             self._uploads.popleft()
-        staged = self._staging.take(rows.nbytes).view(np.int64).reshape(rows.shape)
+        size = 1 << max(12, (rows.nbytes - 1).bit_length())  # few different sizes: a new one has to be page-locked first
+        staged = self._staging.take(size)[: rows.nbytes].view(np.int64).reshape(rows.shape)
         staged[...] = rows
         there = torch.empty(rows.shape, dtype=torch.int64, device=self._device)
         self.copy(staged, there, stream)
@@ -168,7 +172,8 @@ class CudaDevice:
         if code != runtime.cudaError.success:
             self._forget_error()
             raise DeviceError(
-                f"the driver refused to page-lock {nbytes} bytes for staging ({code}); take a smaller batch or depth, or raise `ulimit -l`"
+                f"the driver refused to page-lock {nbytes} bytes for staging (CUDA error {int(code)}); "
+                "take a smaller batch or depth, or raise `ulimit -l`"
             )
 
     def _unlock(self, address: int) -> None:
@@ -178,7 +183,8 @@ class CudaDevice:
     @staticmethod
     def _forget_error() -> None:
         """The runtime keeps the code of a failed call, and anybody's next kernel launch would report it; torch cannot clear it."""
-        ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGetLastError()
+        with contextlib.suppress(OSError):  # a build that has it under another name
+            ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGetLastError()
 
 
 def _is_plain(value: Any) -> bool:

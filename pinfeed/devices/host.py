@@ -39,9 +39,6 @@ class HostStream:
     def wait(self, event: Any) -> None:
         """Every event is past."""
 
-    def sync(self) -> None:
-        """Nothing is under way."""
-
 
 class HostDevice:
     """The CPU.
@@ -83,7 +80,7 @@ class HostDevice:
         to_numpy(dst, "batch")[dst_pos] = to_numpy(src, "values")[src_pos]  # numpy does so for every dtype; torch not for uint16
 
     def adopt(self, part: Part) -> Any:
-        return getattr(part, "value", None)  # a leaf of a loader's batch is the user's already, and where it should be
+        return getattr(part, "host_value", None)  # a leaf of a loader's batch is the user's already, and where it should be
 
     def reaches(self, source: Part | Store) -> bool:
         return True
@@ -98,7 +95,7 @@ class HostDevice:
         """There is one stream."""
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None
         return tuple(value.shape), NUMPY.get(value.dtype), value.device.type == "cpu"
 

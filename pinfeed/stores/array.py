@@ -30,6 +30,10 @@ class ArrayStore:
             from ..tensors import to_numpy  # a tensor: torch is there already; without one it need not be loaded
 
             array = to_numpy(array, name)
+        if isinstance(array, np.ma.MaskedArray):
+            raise StoreError(
+                f"{name}: a masked array, whose mask a tensor cannot have; give .filled(value), or the data and the mask in a dict"
+            )
         if array.ndim == 0 or len(array) == 0:
             raise StoreError(f"{name}: shape {array.shape} has no rows; expected (n_rows, ...) with at least one row")
         if check_dtype(array.dtype, name) != array.dtype:

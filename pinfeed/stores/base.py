@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -38,7 +39,7 @@ class Store(Protocol):
 
     @property
     def resident_bytes(self) -> int:
-        """Host memory that a gather may hold beside its output, in bytes; rows already in memory do not count."""
+        """Host memory that ``gather`` and ``scatter`` may take beside the rows themselves, in bytes."""
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy the rows, shape (n,), into ``out``, C-contiguous, shape (n, *row_shape), of the store's dtype. Rows may repeat."""
@@ -51,6 +52,11 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Free what the store holds. Idempotent."""
+
+
+def row_nbytes(store: Store) -> int:
+    """Bytes of one row."""
+    return math.prod(store.row_shape) * store.dtype.itemsize
 
 
 def run_of(rows: Rows) -> slice | None:

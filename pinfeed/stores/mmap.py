@@ -10,6 +10,7 @@ import contextlib
 import glob
 import mmap
 import os
+import pathlib
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
@@ -23,11 +24,12 @@ from ..errors import ArgumentError, ClosedError, FileMissing, StoreError, WriteB
 from ..rows import Rows
 from . import aio
 from .base import Array, run_of
-from .npy import read_header
+from .npy import NpyHeader, read_header
 from .shard import Shard
 
 Path = str | os.PathLike[str]
 
+_PIECE_BYTES = 4 << 20  # rows are written in pieces of this size, of which there may be copies
 _OPEN_SHARDS = 64  # of a thousand, so many hold a descriptor at a time
 
 
@@ -45,8 +47,6 @@ class MmapStore:
         StoreError: Not a .npy file, truncated, no rows, Fortran order, a dtype that torch has not, or shards that do not match.
     """
 
-    resident_bytes = 0
-
     def __init__(self, path: Path | Sequence[Path], *, mode: str = "r", dtype: npt.DTypeLike | None = None) -> None:
         if mode not in ("r", "r+"):
             raise ArgumentError(f"mode={mode!r}: expected 'r' or 'r+'")
@@ -59,13 +59,15 @@ class MmapStore:
                     f"shards do not match: {first.path} has rows of shape {first.row_shape}, {first.dtype}; "
                     f"{header.path} of shape {header.row_shape}, {header.dtype}"
                 )
+        if mode == "r+" and len(set(map(os.path.realpath, self._names(headers)))) < len(headers):
+            raise ArgumentError(f"a file stands twice among the shards {self._names(headers)}; with mode='r+' give each once")
         self._ends = np.cumsum([header.n_rows for header in headers])
         if self._ends[-1] == 0:
             raise StoreError(f"{first.path} has no rows (shape {(first.n_rows, *first.row_shape)}); expected at least one")
         self._headers, self._mode = headers, mode
         self._dtype, self._swapped = check_dtype(first.dtype, first.path), not first.dtype.isnative
         self._open: OrderedDict[int, Shard] = OrderedDict()
-        self._dirty: set[int] = set()
+        self._dirty: dict[int, int] = {}  # shards that were written since their last fsync, and how often
         self._idle: list[aio.Requests] = []
         self._lock = threading.Lock()  # guards _open, _dirty and _idle: reader and writer use the store at the same time
         self._closed = False
@@ -82,7 +84,11 @@ class MmapStore:
     @property
     def paths(self) -> list[str]:
         """The files, in the order of their rows."""
-        return [header.path for header in self._headers]
+        return self._names(self._headers)
+
+    @staticmethod
+    def _names(headers: Sequence[NpyHeader]) -> list[str]:
+        return [header.path for header in headers]
 
     @property
     def n_rows(self) -> int:
@@ -91,6 +97,11 @@ class MmapStore:
     @property
     def row_shape(self) -> tuple[int, ...]:
         return self._headers[0].row_shape
+
+    @property
+    def resident_bytes(self) -> int:
+        """What a scatter takes to bring rows into the order and the byte order of the file, in bytes."""
+        return 2 * _PIECE_BYTES if self.writable else 0
 
     @property
     def row_nbytes(self) -> int:
@@ -132,20 +143,20 @@ class MmapStore:
         """
         if not self.writable:
             raise WriteBackError(f'{self!r} is read-only; open it with MmapStore(path, mode="r+")')
-        source = _bytes_of(np.ascontiguousarray(values.byteswap() if self._swapped else values))
-        for number, shard_rows, positions in self._split(rows):
-            shard = self._shard(number)
-            with self._lock:
-                self._dirty.add(number)
-            with self._requests() as requests:
-                shard.write_rows(shard_rows, np.ascontiguousarray(source[positions]), requests)
+        step = max(1, _PIECE_BYTES // max(1, self.row_nbytes))
+        for i in range(0, len(rows), step):
+            piece = values[i : i + step]
+            source = _bytes_of(np.ascontiguousarray(piece.byteswap() if self._swapped else piece))
+            for number, shard_rows, positions in self._split(rows[i : i + step]):
+                self._write(number, shard_rows, source if len(positions) == len(source) else source[positions])
 
     def flush(self) -> None:
         """Return when every row written so far is on the disk (fsync)."""
         with self._lock:
-            dirty, self._dirty = self._dirty, set()
-        for number in sorted(dirty):
-            self._shard(number).flush()
+            dirty = dict(self._dirty)
+        with contextlib.ExitStack() as stack:  # every shard gets its fsync, and the first error is raised
+            for number, count in dirty.items():
+                stack.callback(self._flush, number, count)
 
     def close(self) -> None:
         """Flush and close the files. Idempotent."""
@@ -159,6 +170,21 @@ class MmapStore:
             while self._idle:
                 self._idle.pop().close()
 
+    def _write(self, number: int, rows: Rows, values: npt.NDArray[np.uint8]) -> None:
+        shard = self._shard(number)
+        try:
+            with self._requests() as requests:
+                shard.write_rows(rows, values, requests)
+        finally:
+            with self._lock:
+                self._dirty[number] = self._dirty.get(number, 0) + 1
+
+    def _flush(self, number: int, count: int) -> None:
+        self._shard(number).flush()
+        with self._lock:
+            if self._dirty.get(number) == count:  # else it was written again meanwhile
+                del self._dirty[number]
+
     @contextlib.contextmanager
     def _requests(self) -> Iterator[aio.Requests | None]:
         """A context for this thread's requests: the reader and the writer each take one, at the same time."""
@@ -168,10 +194,13 @@ class MmapStore:
             requests = aio.Requests.make() if self.row_nbytes else None
         try:
             yield requests
-        finally:
+        except BaseException:
             if requests is not None:
-                with self._lock:
-                    self._idle.append(requests)
+                requests.close()  # it may hold answers that nobody has fetched: the next one to use it would take them for his own
+            raise
+        if requests is not None:
+            with self._lock:
+                self._idle.append(requests)
 
     def _split(self, rows: Rows) -> list[tuple[int, Rows, Rows]]:
         """The rows by shard: (shard, rows within it, their positions in ``rows``)."""
@@ -195,8 +224,8 @@ class MmapStore:
             if len(self._open) > _OPEN_SHARDS:
                 oldest, evicted = self._open.popitem(last=False)
                 if oldest in self._dirty:
-                    self._dirty.discard(oldest)
                     evicted.flush()
+                    del self._dirty[oldest]
             return shard
 
 
@@ -213,7 +242,19 @@ def store_of_memmap(array: np.memmap[Any, Any]) -> MmapStore | None:
         return None
     if (header.offset, header.dtype, header.n_rows, *header.row_shape) != (array.offset, array.dtype, *array.shape):
         return None
+    if os.stat(header.path).st_ino != _mapped_inode(array.ctypes.data):
+        return None  # another file has taken its name since
     return MmapStore(header.path, mode=array.mode)
+
+
+def _mapped_inode(address: int) -> int:
+    """The inode of the file that is mapped at an address, as proc(5) tells."""
+    for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
+        span, _, _, _, inode, *_ = line.split()
+        start, stop = (int(bound, 16) for bound in span.split("-"))
+        if start <= address < stop:
+            return int(inode)
+    return 0
 
 
 def _paths(path: Path | Sequence[Path]) -> list[str]:
@@ -225,7 +266,10 @@ def _paths(path: Path | Sequence[Path]) -> list[str]:
         if not found:
             raise FileMissing(f"{name}: no file matches this pattern (looked in {os.getcwd()})")
         return found
-    names = [os.fspath(p) for p in path]
+    try:
+        names = [os.fspath(p) for p in path]
+    except TypeError:
+        raise ArgumentError(f"path={path!r}: expected a path, a pattern or a sequence of paths") from None
     if not names:
         raise ArgumentError("an empty list of files; expected at least one .npy file")
     return names

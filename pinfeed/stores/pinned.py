@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -11,7 +12,7 @@ import numpy.typing as npt
 
 from ..blocks import PORTABLE, anonymous, page_locked
 from ..dtypes import dtype_of
-from ..errors import DeviceError, MissingDependency, StoreError
+from ..errors import ArgumentError, DeviceError, MissingDependency, StoreError
 from .array import ArrayStore
 from .base import Array, Store
 from .mmap import MmapStore
@@ -22,7 +23,7 @@ _FILL_BYTES = 16 << 20  # tables are filled piecewise: the peak is the table and
 
 
 class PinnedStore(ArrayStore):
-    """Rows in memory that is page-locked through CuPy. Takes exactly its rows, rounded up to whole pages.
+    """Rows in memory that is page-locked through CuPy: exactly as much as they need, in whole pages. Forked processes do not inherit it.
 
     Args:
         source: A numpy array, a CPU tensor, a path of a .npy file or a Store; copied piece by piece.
@@ -92,7 +93,7 @@ class PinnedStore(ArrayStore):
         return cls.empty(shape, dtype, pin=pin)._fill(lambda size: rng.uniform(low, high, size))
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], pin: Pin) -> None:
-        if not shape or shape[0] < 1:
+        if not shape or shape[0] < 1 or min(shape) < 0:
             raise StoreError(f"PinnedStore: shape {shape} has no rows; expected (n_rows, ...) with at least one row")
         nbytes = math.prod(shape) * dtype.itemsize
         runtime = _cuda_runtime(pin)
@@ -119,7 +120,7 @@ class PinnedStore(ArrayStore):
 
 
 def _open(source: Any) -> Store:
-    return ArrayStore(source) if isinstance(source, np.ndarray) or hasattr(source, "numpy") else MmapStore(source)
+    return MmapStore(source) if isinstance(source, (str, os.PathLike)) else ArrayStore(source, name="PinnedStore")
 
 
 def _rows_per_piece(array: Array) -> int:
@@ -128,6 +129,8 @@ def _rows_per_piece(array: Array) -> int:
 
 def _cuda_runtime(pin: Pin) -> Any:
     """CuPy's CUDA runtime, or None for ordinary memory."""
+    if pin not in (True, False, "auto"):
+        raise ArgumentError(f"pin={pin!r}: expected True, False or 'auto'")
     if pin is False:
         return None
     try:

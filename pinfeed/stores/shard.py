@@ -71,6 +71,7 @@ class Shard:
         Raises:
             OSError: What the file system says, with the name of the file.
         """
+        self._check_size()  # else a write beyond the end would make it longer, with holes
         nbytes = self._header.row_nbytes
         unwritten = np.arange(len(rows))
         if requests is not None:

@@ -92,10 +92,6 @@ class SimStream:
         if not self.device._ignored():
             self._enqueue(lambda: None, after=event)
 
-    def sync(self) -> None:
-        if not self.device._ignored():
-            self.device._force(self.record())
-
     def _enqueue(self, run: Callable[[], object], after: SimEvent | None = None) -> None:
         self._work.append((run, after))
         self.device._turn()

@@ -225,13 +225,6 @@ class DeviceTests:
         late.sync()
         assert late.is_done()
 
-    def test_sync_of_a_stream(self, device: Device) -> None:
-        stream = device.stream("one")
-        self.delay(device, stream)
-        event = stream.record()
-        stream.sync()
-        assert event.is_done()
-
     def test_streams_are_told_apart(self, device: Device) -> None:
         assert device.current_stream() == device.current_stream()
         if not device.unified:

@@ -1,0 +1,205 @@
+"""The batches of an epoch: row numbers, from an order or from a sampler of the user's, checked."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from .errors import ArgumentError, RowIndexError, WorkerError
+from .rows import Order, Rows
+
+_RUN_ROWS = 1 << 14  # an order is asked for so many rows at once: small batches share numpy's cost per call, large ones need no more memory
+
+
+class RowBatches(Protocol):
+    """The batches of an epoch: ``(rows, checksum)`` from batch ``start`` on."""
+
+    @property
+    def fingerprint(self) -> dict[str, Any]: ...
+    def __len__(self) -> int: ...
+    def epoch(self, number: int, start: int = 0, checksum: int = 0) -> Iterator[tuple[Rows, int]]: ...
+
+
+@dataclass(frozen=True)
+class OrderBatches:
+    """Batches of an order: ``batch_size`` rows each, the last one shorter unless ``drop_last``."""
+
+    order: Order
+    n_rows: int
+    batch_size: int
+    drop_last: bool = False
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return {"order": repr(self.order), "n_rows": self.n_rows, "batch_size": self.batch_size, "drop_last": self.drop_last}
+
+    def __len__(self) -> int:
+        n = self.order.length(self.n_rows)
+        return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
+
+    def epoch(self, number: int, start: int = 0, checksum: int = 0) -> Iterator[tuple[Rows, int]]:
+        """Rows of the batches of epoch ``number`` from batch ``start`` on. The order needs no checksum: it is a function of the epoch."""
+        at, size = self.order.bind(self.n_rows, number), self.batch_size
+        stop = min(len(self) * size, self.order.length(self.n_rows))
+        run = max(1, _RUN_ROWS // size) * size
+        for begin in range(start * size, stop, run):
+            rows = np.empty(min(run, stop - begin), np.int64)
+            for i in range(0, len(rows), _RUN_ROWS):
+                part = rows[i : i + _RUN_ROWS]
+                part[:] = check_rows(at(np.arange(begin + i, begin + i + len(part))), self.n_rows, f"rows={self.order!r}")
+            for i in range(0, len(rows), size):
+                yield rows[i : i + size], 0
+
+
+class SamplerBatches:
+    """Batches of a user's sampler, batch sampler, array or list.
+
+    Elements that are integers are cut into batches of ``batch_size``; elements that are sequences of integers are the batches.
+    Every batch carries a checksum of all row numbers so far, so that a resumed epoch can tell whether the sampler repeats itself.
+
+    Args:
+        rows: Iterable of integers or of integer sequences; ``set_epoch(number)`` of it, or of its ``sampler``, is called
+            before each epoch.
+        n_rows: Rows that there are.
+        batch_size: Rows per batch, and the most that a batch given by ``rows`` may have; None for batches of any size.
+        drop_last: Leave out a last batch that is not full.
+
+    Raises:
+        RowIndexError: An array or a list holds something that is not a row number.
+        ArgumentError: It is empty, or gives single rows and there is no ``batch_size``.
+    """
+
+    def __init__(self, rows: Iterable[Any], n_rows: int, batch_size: int | None, drop_last: bool) -> None:
+        self._rows, self._n_rows, self._batch_size, self._drop_last = rows, n_rows, batch_size, drop_last
+        self._name = f"rows={type(rows).__name__}"
+        self.gives_batches = batch_size is None or largest_batch(rows) is not None
+        if isinstance(rows, (np.ndarray, Sequence)):  # refuse what can be refused before anything runs
+            if not _is_single(rows) and len(rows) == 0:
+                raise ArgumentError("rows is empty: expected row numbers, or batches of row numbers")
+            if _is_single(rows) or _is_single(rows[0]):
+                self._rows = check_rows(rows, n_rows)
+                self._require_batch_size()
+            else:
+                self._rows = [self._check(batch, i) for i, batch in enumerate(rows)]
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        return {"order": self._name, "n_rows": self._n_rows, "batch_size": self._batch_size, "drop_last": self._drop_last}
+
+    def __len__(self) -> int:
+        try:
+            n = len(self._rows)  # type: ignore[arg-type]
+        except TypeError:
+            raise TypeError(f"{self._name} has no len(), so the number of batches is not known") from None
+        if self.gives_batches:
+            return n
+        size = self._require_batch_size()
+        return n // size if self._drop_last else -(-n // size)
+
+    def epoch(self, number: int, start: int = 0, checksum: int = 0) -> Iterator[tuple[Rows, int]]:
+        """Rows of the batches of epoch ``number``; the first ``start`` are drawn and compared with ``checksum``, not given.
+
+        Raises:
+            ArgumentError: They are other rows than those that ``checksum`` was made of, or an iterator has nothing left.
+            WorkerError: Fewer batches came than ``len`` promised: something below ended in silence.
+        """
+        for sampler in (self._rows, getattr(self._rows, "sampler", None)):  # a BatchSampler asks its sampler
+            if sampler is not None and hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(number)
+        total = count = 0
+        for rows in self._cut():
+            if count == start and total != checksum:
+                raise self._changed(number)
+            total, count = zlib.crc32(rows.tobytes() + len(rows).to_bytes(8, "little"), total), count + 1
+            if count > start:
+                yield rows, total
+        if count < start or (count == start and total != checksum):
+            raise self._changed(number)
+        if count == 0 and isinstance(self._rows, Iterator):
+            raise ArgumentError(f"{self._name} is used up, it serves one epoch; give a list, or an object that can be iterated again")
+        try:
+            promised = len(self)
+        except TypeError:
+            return
+        if count < promised:
+            raise WorkerError(f"{self._name} promised {promised} batches (its len) and ended after {count} in epoch {number}")
+
+    def _changed(self, number: int) -> ArgumentError:
+        return ArgumentError(
+            f"{self._name} gave other rows for epoch {number} than when the state was saved; a sampler that is to be resumed must "
+            "give the same order for the same epoch (by set_epoch, or a fixed seed)"
+        )
+
+    def _cut(self) -> Iterator[Rows]:
+        if isinstance(self._rows, np.ndarray):
+            size = self._require_batch_size()
+            for i in range(0, min(len(self) * size, len(self._rows)), size):
+                yield check_rows(self._rows[i : i + size], self._n_rows)  # again: it may be the user's own array
+            return
+        pending: list[Any] = []
+        for count, element in enumerate(self._rows):
+            if count == 0:
+                self.gives_batches = not _is_single(element)
+            if self.gives_batches:
+                yield self._check(element, count)
+                continue
+            pending.append(element)
+            if len(pending) == self._require_batch_size():
+                yield check_rows(pending, self._n_rows)
+                pending = []
+        if pending and not self._drop_last:
+            yield check_rows(pending, self._n_rows)
+
+    def _check(self, batch: Any, number: int) -> Rows:
+        rows = check_rows(batch, self._n_rows, f"batch {number} of rows")
+        if self._batch_size is not None and len(rows) > self._batch_size:
+            raise ArgumentError(
+                f"batch {number} of rows has {len(rows)} rows; expected at most {self._batch_size}, the batch size that was planned; "
+                "give smaller batches or raise the limits"
+            )
+        return rows
+
+    def _require_batch_size(self) -> int:
+        if self._batch_size is None:
+            raise ArgumentError("rows gives single row numbers: give batch_size= or config= as well")
+        return self._batch_size
+
+
+def largest_batch(rows: Iterable[Any]) -> int | None:
+    """Rows of the largest batch, where ``rows`` is known to give batches and can tell in advance; else None."""
+    if isinstance(rows, (np.ndarray, Sequence)):
+        batches = not _is_single(rows) and len(rows) > 0 and not _is_single(rows[0])
+        return max(len(batch) for batch in rows if not _is_single(batch)) if batches else None
+    size = getattr(rows, "batch_size", None)  # a torch BatchSampler, or one made like it
+    return size if isinstance(size, int) else None
+
+
+def _is_single(element: Any) -> bool:
+    """Whether it is a row number and not a batch of them, as far as that can be told without a look inside."""
+    return bool(element.ndim == 0) if hasattr(element, "ndim") else not hasattr(element, "__len__")
+
+
+def check_rows(rows: Any, n_rows: int, name: str = "rows") -> Rows:
+    """``rows`` as int64, contiguous, shape (n,), every one in [0, n_rows).
+
+    Raises:
+        RowIndexError: Not integers, negative or too large.
+    """
+    try:
+        array = np.asarray(rows)
+    except (TypeError, ValueError) as error:
+        raise RowIndexError(f"{name}: {error}; expected a 1-d array of integer row numbers") from None
+    if array.shape == (0,):
+        return np.empty(0, np.int64)  # numpy takes an empty list for floats
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise RowIndexError(f"{name}: got shape {array.shape} of {array.dtype}; expected a 1-d array of integer row numbers")
+    if len(array):
+        low, high = int(array.min()), int(array.max())
+        if low < 0 or high >= n_rows:
+            wrong = low if low < 0 else high
+            raise RowIndexError(f"{name}: row {wrong} is out of range; expected 0 <= row < {n_rows}")
+    return np.ascontiguousarray(array, dtype=np.int64)

@@ -1,0 +1,133 @@
+"""StoreTree: the stores of a feeder, in the structure that the user gave; opened, checked and closed here."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+from typing import Any
+
+import numpy as np
+
+from .devices.base import Device, Tensor
+from .dtypes import check_dtype
+from .errors import StoreError, WriteBackError
+from .stores import ArrayStore, MmapStore, Store
+from .stores.mmap import store_of_memmap
+from .tree import flatten
+
+_MAX_WORK = 1 << 16  # numpy solves an equation to find whether strided arrays overlap; beyond this they count as overlapping
+
+
+class StoreTree:
+    """Stores of equally many rows.
+
+    Args:
+        source: As ``Feeder`` takes it. What is not a store is opened here, and closed with ``close``.
+
+    Raises:
+        StoreError: A leaf that cannot be served, or stores of unequal length.
+    """
+
+    def __init__(self, source: Any) -> None:
+        leaves, self.rebuild = flatten(source)
+        if not leaves:
+            raise StoreError(f"source={source!r} has no arrays in it; expected at least one path, array, tensor or Store")
+        self.names = [_name(path) for path, _ in leaves]
+        self.stores: list[Store] = []
+        self._owned: list[Store] = []
+        try:
+            for (_, leaf), name in zip(leaves, self.names, strict=True):
+                self.stores.append(self._open(leaf, name))
+            self.n_rows = self.stores[0].n_rows
+            if any(store.n_rows != self.n_rows for store in self.stores):
+                counts = ", ".join(f"{name} has {store.n_rows}" for name, store in zip(self.names, self.stores, strict=True))
+                raise StoreError(f"sources have unequal numbers of rows: {counts}; expected equally many, one row each for a sample")
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Close the stores that were opened here, all of them, and raise the first error."""
+        with contextlib.ExitStack() as stack:
+            for store in reversed(self._owned):
+                stack.callback(store.close)
+
+    def check(self, values: Any, n: int, device: Device) -> list[Tensor | None]:
+        """The tensors in ``values``, one per store, if they can be written to ``n`` rows.
+
+        Raises:
+            WriteBackError: They cannot.
+        """
+        given = {_name(path): value for path, value in flatten(values)[0]}
+        if values is None or set(given) != set(self.names):
+            raise WriteBackError(
+                f"write_back of {', '.join(given)}; expected the structure of the source: {', '.join(self.names)} "
+                "(None for what stays as it is)"
+            )
+        tensors = [given[name] for name in self.names]
+        for value, name, store in zip(tensors, self.names, self.stores, strict=True):
+            if value is not None:
+                _check_one(value, name, store, (n, *store.row_shape), device)
+        if self._aliases:
+            raise WriteBackError(
+                f"{self._aliases} have rows in common; a write to one of them would not be seen in the other: give the rows once"
+            )
+        return tensors
+
+    @functools.cached_property
+    def _aliases(self) -> str:
+        """The names of two stores, one of them writable, that have memory or a file in common."""
+        for (a, one), (b, other) in itertools.combinations(zip(self.names, self.stores, strict=True), 2):
+            if (one.writable or other.writable) and _overlap(one, other):
+                return f"{a} and {b}"
+        return ""
+
+    def _open(self, leaf: Any, name: str) -> Store:
+        if isinstance(leaf, Store):
+            if leaf.n_rows < 1:
+                raise StoreError(f"{name}: {type(leaf).__name__} has n_rows={leaf.n_rows}; expected at least one row")
+            if check_dtype(np.dtype(leaf.dtype), name) != leaf.dtype:
+                raise StoreError(f"{name}: {type(leaf).__name__} has dtype {leaf.dtype}, which is not in this machine's byte order")
+            return leaf
+        if isinstance(leaf, (str, os.PathLike)):
+            store = MmapStore(leaf)
+        elif not isinstance(leaf, np.memmap) or (store := store_of_memmap(leaf)) is None:  # type: ignore[assignment]
+            return ArrayStore(leaf, name=name)
+        self._owned.append(store)
+        return store
+
+
+def _check_one(value: Any, name: str, store: Store, shape: tuple[int, ...], device: Device) -> None:
+    if not store.writable:
+        raise WriteBackError(
+            f'write_back to {name}, which is read-only; open a file with MmapStore(path, mode="r+"), or give a writable array'
+        )
+    found = device.describe(value)
+    if found is None:
+        raise WriteBackError(f"write_back of {name}: got {type(value).__name__}; expected a dense tensor on {device.name}")
+    wrong = [
+        f"{what} {got}, expected {want}"
+        for what, got, want in (("shape", found[0], shape), ("dtype", found[1] or getattr(value, "dtype", None), store.dtype))
+        if got != want
+    ]
+    if not found[2]:
+        wrong.append(f"device {getattr(value, 'device', None)}, expected {device.name}")
+    if wrong:
+        raise WriteBackError(f"write_back of {name}: {'; '.join(wrong)}; nothing was written")
+
+
+def _overlap(one: Store, other: Store) -> bool:
+    if isinstance(one, ArrayStore) and isinstance(other, ArrayStore):
+        try:
+            return bool(np.shares_memory(one.array, other.array, max_work=_MAX_WORK))  # type: ignore[arg-type]
+        except np.exceptions.TooHardError:
+            return True
+    if isinstance(one, MmapStore) and isinstance(other, MmapStore):
+        return not set(map(os.path.realpath, one.paths)).isdisjoint(map(os.path.realpath, other.paths))
+    return one is other
+
+
+def _name(path: str) -> str:
+    return f"source{path}"
