@@ -22,19 +22,17 @@ from .stats import Meter
 from .stores.base import Store
 from .transfer import Cancelled, Landing, Slot, Transfer
 
-_READER, _WRITER = "pinfeed-read", "pinfeed-write"
-
 
 class Inline:
     """An executor that runs its tasks at once, in the caller's thread: depth 0."""
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
-        future: Future[Any] = Future()
+        futures: list[Future[Any]] = [Future()]
         try:
-            future.set_result(fn(*args))
+            futures[0].set_result(fn(*args))
         except Exception as error:  # KeyboardInterrupt is the caller's own here and goes straight up
-            future.set_exception(error)
-        return future
+            futures[0].set_exception(error)
+        return futures.pop()  # an error's traceback keeps this frame, which must not keep the future, which keeps the error
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing is under way."""
@@ -44,13 +42,12 @@ class Landings:
     """Write-backs under way, oldest first.
 
     Args:
-        transfer: Brings them to their stores.
-        writer: Where that runs.
+        land: Submits one.
         limit: So many may be under way; one more waits for the oldest, so that their memory is bounded.
     """
 
-    def __init__(self, transfer: Transfer, writer: Executor | Inline, limit: int) -> None:
-        self._transfer, self._writer, self._limit = transfer, writer, limit
+    def __init__(self, land: Callable[[Landing], Future[None]], limit: int) -> None:
+        self._land, self._limit = land, limit
         self._futures: deque[Future[None]] = deque()
         self._failed = False
         self.failure: BaseException | None = None
@@ -61,7 +58,7 @@ class Landings:
         while len(self._futures) >= self._limit:
             self._take(self._futures.popleft())
         self.check()
-        self._futures.append(self._writer.submit(guarded, self._transfer.land, landing))
+        self._futures.append(self._land(landing))
 
     def check(self) -> None:
         """Raise the error of a write-back that has failed."""
@@ -134,9 +131,10 @@ class Epoch:
     def __init__(self, transfer: Transfer, meter: Meter, first: int) -> None:
         depth, device = len(transfer.slots) - 1, transfer.device
         self._transfer, self._meter, self._first = transfer, meter, first
-        self._reader: Executor | Inline = device.worker(_READER) if depth else Inline()
-        self._writer: Executor | Inline = device.worker(_WRITER) if depth else Inline()
-        self.landings = Landings(transfer, self._writer, max(depth, 1))
+        self._reader: Executor | Inline = device.worker("pinfeed-read") if depth else Inline()
+        self._writer: Executor | Inline = device.worker("pinfeed-write") if depth else Inline()
+        self.landings = Landings(lambda landing: self._writer.submit(self._task, transfer.land, landing), max(depth, 1))
+        self._workers: set[int] = set()  # threads that have done a task
 
     def loans(self, loads: Generator[Load, None, None]) -> Iterator[Loan]:
         """Lend the batches in order. One that cannot be filled raises its error in its turn; a failed write-back, as soon as it is known.
@@ -146,6 +144,7 @@ class Epoch:
         """
         meter, transfer, numbers = self._meter, self._transfer, itertools.count(self._first)
         loan: Loan | None = None
+        consumer = threading.get_ident()
 
         def fill(slot: Slot, number: int) -> Slot | None:
             load = next(loads, None)
@@ -153,7 +152,7 @@ class Epoch:
 
         def submit(slot: Slot) -> Future[Slot | None]:
             transfer.reserve(slot)
-            return self._reader.submit(guarded, fill, slot, next(numbers))
+            return self._reader.submit(self._task, fill, slot, next(numbers))
 
         transfer.begin()
         asked = meter.enter()
@@ -174,12 +173,16 @@ class Epoch:
             meter.leave()
             if loan is not None:
                 loan.end()
-            if threading.current_thread().name.startswith((_READER, _WRITER)):
+            if threading.get_ident() in self._workers - {consumer}:
                 # The garbage collector has found the loop dropped while a worker ran, and a worker cannot wait for itself.
                 threading.Thread(target=self._end, args=(loads,), name="pinfeed-end").start()
             else:
                 self._end(loads)
         self.landings.check()
+
+    def _task(self, fn: Callable[..., Any], *args: Any) -> Any:
+        self._workers.add(threading.get_ident())
+        return guarded(fn, *args)
 
     def _end(self, loads: Generator[Load, None, None]) -> None:
         """Join the workers and let go of everything. Each step is done even if an interrupt ends the one before it."""

@@ -164,7 +164,7 @@ class LoaderSource:
     def begin(self) -> None:
         """Consumer. Start the loader's next epoch, as the loop over the loader itself would now.
 
-        The seeds are drawn here; and worker processes are forked by a thread that holds no lock of another one's.
+        Its seeds are drawn here, and its worker processes forked: before there is a reader, and where torch can set up its watch over them.
         """
         self._begun = guarded(iter, self._loader)
 

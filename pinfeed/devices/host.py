@@ -80,7 +80,8 @@ class HostDevice:
         to_numpy(dst, "batch")[dst_pos] = to_numpy(src, "values")[src_pos]  # numpy does so for every dtype; torch not for uint16
 
     def adopt(self, part: Part) -> Any:
-        return getattr(part, "host_value", None)  # a leaf of a loader's batch is the user's already, and where it should be
+        value = getattr(part, "host_value", None)
+        return None if value is None else value.to("cpu")  # itself, if it is there: a leaf of a loader's batch is the user's already
 
     def reaches(self, source: Part | Store) -> bool:
         return True
