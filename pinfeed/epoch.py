@@ -190,7 +190,7 @@ class Epoch:
             stack.callback(self._transfer.quiesce)
             stack.callback(self._writer.shutdown, wait=True)
             stack.callback(self.landings.finish)
-            stack.callback(loads.close)  # else a traceback that the caller keeps would keep what the source holds, a loader's processes say
+            stack.callback(loads.close)  # what the source holds goes now, not when an error's traceback does
             stack.callback(self._reader.shutdown, wait=True, cancel_futures=True)
             self._transfer.stop()
 

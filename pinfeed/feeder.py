@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
@@ -73,7 +74,7 @@ class Feeder:
         shuffle: Short for ``rows=pinfeed.rows.shuffled(seed)``.
         seed: Of the shuffle.
         drop_last: Leave out a last batch that is not full.
-        depth: Batches prefetched ahead of the loop, 2 unless ``config`` says otherwise; 0 is the synchronous loop.
+        depth: Batches prefetched ahead of the loop, in place of ``config.depth``, or else of 2; 0 is the synchronous loop.
         device: ``"auto"`` (CUDA where there is one), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a ``torch.device`` or a Device.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch. On a GPU the reader then waits for each of its copies.
@@ -104,6 +105,8 @@ class Feeder:
         depth = _check_arguments(batch_size, config, rows, shuffle, depth)
         if rows is None:
             rows = shuffled(seed) if shuffle else sequential()
+        if config is not None:
+            config = dataclasses.replace(config, depth=depth)
         self._stores = StoreTree(source)
         try:
             found = resolve(device, n_spare=len(self._stores.stores) * (n_batches(depth) + n_held(depth)))
@@ -225,8 +228,6 @@ def _check_arguments(
         raise ArgumentError("neither batch_size nor config was given; give one of them, or whole batches as rows=")
     if rows is not None and shuffle:
         raise ArgumentError("both rows and shuffle=True were given; rows says the order already (rows=pinfeed.rows.shuffled(seed))")
-    if depth is not None and config is not None:
-        raise ArgumentError("both depth and config were given; say it in the config: Config(depth=...)")
     if batch_size is not None and rows is not None and not isinstance(rows, Order) and largest_batch(rows) is not None:
         raise ArgumentError("rows gives whole batches and batch_size was given as well; leave batch_size out")
     if depth is None:

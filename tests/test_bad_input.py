@@ -35,7 +35,6 @@ def x() -> np.ndarray:
         ({"batch_size": 2, "rows": 5}, errors.ArgumentError, "rows=5: expected an order"),
         ({"batch_size": 3, "config": Config()}, errors.ArgumentError, "both batch_size and config"),
         ({"batch_size": 3, "depth": -1}, errors.ArgumentError, "depth=-1"),
-        ({"config": Config(), "depth": 1}, errors.ArgumentError, "both depth and config"),
         ({"batch_size": 3, "rows": rows.sequential(), "shuffle": True}, errors.ArgumentError, "both rows and shuffle"),
         ({"batch_size": 3, "rows": [[1], [2]]}, errors.ArgumentError, "whole batches and batch_size"),
         ({"rows": [1, 2]}, errors.ArgumentError, "give batch_size="),

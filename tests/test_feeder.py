@@ -497,6 +497,14 @@ def test_the_plan_sizes_the_batch(tmp_path: Path) -> None:
         Feeder(tmp_path / "x.npy", config=Config(cpu_memory_limit=1024))
 
 
+def test_depth_goes_before_that_of_the_config(x: np.ndarray) -> None:
+    config = Config(cpu_memory_limit=MiB(10), depth=4)
+    with Feeder(x, config=config) as feeder:
+        assert feeder.plan.depth == 4
+    with Feeder(x, config=config, depth=0) as feeder:
+        assert (feeder.plan.depth, feeder.plan.n_slots) == (0, 1)
+
+
 def test_batches_larger_than_planned_are_refused(x: np.ndarray) -> None:
     def endless() -> Any:
         yield from ([i] for i in range(3))
