@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, errors, rows
+from pinfeed.tensors import NUMPY
 
 DEPTHS = [0, 1, 2, 5]
 
@@ -55,6 +56,22 @@ def test_structure_is_that_of_the_source(x: np.ndarray, tmp_path: Path) -> None:
             assert torch.equal(batch.data["a"][1][0].cpu(), wanted)
             assert torch.equal(batch.data["b"].label.cpu(), wanted)
             assert torch.equal(batch.data["b"].image.cpu(), torch.from_numpy(x)[wanted] * 2)
+
+
+@pytest.mark.parametrize("dtype", NUMPY, ids=str)
+@pytest.mark.parametrize("row_shape", [(), (3,), (2, 3, 4, 5)], ids=str)
+def test_every_dtype_and_rank(dtype: torch.dtype, row_shape: tuple[int, ...]) -> None:
+    """There and back, with rows that are forwarded."""
+    want = torch.arange(20 * int(np.prod(row_shape))).reshape(20, *row_shape).remainder(120)  # torch itself cannot index every dtype
+    table = want.to(dtype)
+    with Feeder(table, rows=[[0, 1, 2, 3], [3, 2, 10], [10, 3]]) as feeder:
+        for batch in feeder.batches():
+            chosen = torch.from_numpy(batch.rows)
+            assert batch.data.dtype == dtype
+            assert torch.equal(batch.data.cpu(), want[chosen].to(dtype))
+            want[chosen] = want[chosen].flip(0)
+            batch.write_back(want[chosen].to(dtype).to(batch.data.device))
+    assert torch.equal(table, want.to(dtype))
 
 
 def test_a_batch_is_the_users_own(x: np.ndarray) -> None:

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError
 from .base import Device, Event, Stream
 
-__all__ = ["Device", "Event", "Stream", "resolve"]
+if TYPE_CHECKING:
+    from .cuda import CudaDevice
+    from .host import HostDevice
+
+__all__ = ["CudaDevice", "Device", "Event", "HostDevice", "Stream", "resolve"]
+
+
+def __getattr__(name: str) -> Any:
+    """``HostDevice`` and ``CudaDevice``, which load torch."""
+    if name in ("CudaDevice", "HostDevice"):
+        return getattr(importlib.import_module(f".{name.removesuffix('Device').lower()}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def resolve(device: Any, *, n_spare: int) -> Device:
