@@ -92,8 +92,9 @@ class Loan:
 
     def take(self) -> Any:
         """The batch, in the structure that the user knows."""
-        tensors, self._tensors = self._tensors, []
-        return self._rebuild(iter(tensors))
+        tensors, rebuild = self._tensors, self._rebuild
+        del self._tensors, self._rebuild  # which may know the batch as it was on the host
+        return rebuild(iter(tensors))
 
     def end(self) -> None:
         """The next batch is asked for, or the loop has ended."""

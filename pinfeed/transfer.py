@@ -148,7 +148,8 @@ class Transfer:
         direct: list[tuple[Part, Tensor]] = []
         staged: list[tuple[npt.NDArray[Any], Tensor]] = []
         for i, part in enumerate(load.parts):
-            tensor = self.device.adopt(part)
+            tensor = self.device.adopt(part, slot.compute)
+            late |= tensor is not None
             slot.needed.append(0 if tensor is not None else part_nbytes(part))
             if tensor is None:
                 memory, reserved = self._memory(slot, i)
@@ -163,7 +164,7 @@ class Transfer:
         slot.memory = []  # from here on the tensors alone hold it
         self._read.wait(slot.released)  # kernels may still use what the memory was before
         if late:
-            self._read.wait(slot.compute.record())  # as above, for memory that was taken since
+            self._read.wait(slot.compute.record())  # as above, for memory that was taken since; and for what moved there in that stream
         for source, tensor in staged:
             self.device.copy(source, tensor, self._read)
         for part, tensor in direct:
@@ -183,8 +184,8 @@ class Transfer:
         compute = self.device.current_stream()
         compute.wait(slot.filled)  # the rows may not be there yet
         tensors, rows = slot.tensors, slot.load.rows
-        for tensor, nbytes in zip(tensors, slot.needed, strict=True):
-            if compute != slot.compute or nbytes == 0:  # its memory is of another stream; that of an adopted one always may be
+        if compute != slot.compute:
+            for tensor in tensors:
                 self.device.share(tensor, compute)
         if rows is not None:
             for write in self.log.since(slot.seen):

@@ -41,7 +41,7 @@ class CopyingDevice(HostDevice):
         super().__init__()
         self._direct = direct
 
-    def adopt(self, part: Any) -> Any:
+    def adopt(self, part: Any, stream: Any) -> Any:
         value = part.host_value
         plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested and not value.requires_grad
         return None if plain else value.to("cpu")

@@ -102,8 +102,9 @@ class Device(Protocol):
     def copy_rows(self, src: Tensor, src_pos: Rows, dst: Tensor, dst_pos: Rows, stream: Any) -> None:
         """Queue ``dst[dst_pos] = src[src_pos]``."""
 
-    def adopt(self, part: Part) -> Tensor | None:
-        """The part as it is (``host_value``, if it has that), where that is what the device would lend or moves there on its own."""
+    def adopt(self, part: Part, stream: Any) -> Tensor | None:
+        """Lend the ``host_value`` of a part itself, moved to the device in the consumer's ``stream`` if need be; None if it is to be copied."""
+        ...
 
     def reaches(self, source: Part | Store) -> bool:
         """Whether the device reads the part, or writes the store, where it is, without staging."""

@@ -78,7 +78,6 @@ class CudaDevice:
             raise DeviceError(f"device='cuda:{index}' does not exist; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}")
         self.name = f"cuda:{index}"
         self._device = torch.device("cuda", index)
-        self._moves = torch.cuda.Stream(self._device)
         self._staging = Pool(n_spare, lambda nbytes: page_locked(nbytes, self._lock, self._unlock))
         self._uploads: deque[tuple[CudaEvent, Array]] = deque()  # row positions on their way, until the copy is done
 
@@ -115,14 +114,12 @@ class CudaDevice:
             words, target = _words(src), _words(dst)
             target.index_copy_(0, positions[1], words.index_select(0, positions[0]))
 
-    def adopt(self, part: Part) -> Any:
+    def adopt(self, part: Part, stream: CudaStream) -> Any:
         value = getattr(part, "host_value", None)
         if value is None or _is_plain(value):
             return None
-        with torch.cuda.stream(self._moves):  # a sparse or subclassed tensor, or an object of the user's that moves itself
-            moved = value.to(self._device)
-            CudaEvent(self._moves).sync()  # nobody else waits for this stream
-        return moved
+        with torch.cuda.stream(stream.raw):  # a sparse, strided or subclassed tensor, or an object of the user's that moves itself
+            return value.to(self._device)
 
     def reaches(self, source: Part | Store) -> bool:
         value = getattr(source, "host_value", None)
@@ -136,7 +133,7 @@ class CudaDevice:
         raise DeviceError(f"{self.name} writes no {type(store).__name__} itself")
 
     def share(self, tensor: torch.Tensor, stream: CudaStream) -> None:
-        if isinstance(tensor, torch.Tensor):
+        if getattr(tensor, "layout", None) is torch.strided and not tensor.is_nested:
             tensor.record_stream(stream.raw)
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
@@ -191,6 +188,8 @@ def _is_plain(value: Any) -> bool:
     return (
         type(value) is torch.Tensor
         and value.layout is torch.strided
+        and not value.is_nested
+        and value.is_contiguous()
         and value.device.type == "cpu"
         and value.dtype in NUMPY
         and not value.requires_grad

@@ -79,7 +79,7 @@ class HostDevice:
     def copy_rows(self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: Any) -> None:
         to_numpy(dst, "batch")[dst_pos] = to_numpy(src, "values")[src_pos]  # numpy does so for every dtype; torch not for uint16
 
-    def adopt(self, part: Part) -> Any:
+    def adopt(self, part: Part, stream: Any) -> Any:
         value = getattr(part, "host_value", None)
         return None if value is None else value.to("cpu")  # itself, if it is there: a leaf of a loader's batch is the user's already
 

@@ -247,7 +247,7 @@ class SimDevice:
         source, target = stream._reach(src), stream._reach(dst)
         stream._enqueue(lambda: target().__setitem__(dst_pos, source()[src_pos]))
 
-    def adopt(self, part: Part) -> Any:
+    def adopt(self, part: Part, stream: Any) -> Any:
         return None
 
     def reaches(self, source: Part | Store) -> bool:
