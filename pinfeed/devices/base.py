@@ -103,7 +103,7 @@ class Device(Protocol):
         """Queue ``dst[dst_pos] = src[src_pos]``."""
 
     def adopt(self, part: Part, stream: Any) -> Tensor | None:
-        """Lend the ``host_value`` of a part itself, moved to the device in the consumer's ``stream`` if need be; None if it is to be copied."""
+        """Lend the ``host_value`` of a part itself, moved here in the consumer's ``stream`` if need be; None if it is to be copied."""
         ...
 
     def reaches(self, source: Part | Store) -> bool:
