@@ -192,11 +192,13 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows") -> Rows:
     try:
         array = np.asarray(rows)
     except (TypeError, ValueError) as error:
-        raise RowIndexError(f"{name}: {error}; expected a 1-d array of integer row numbers") from None
+        raise RowIndexError(f"{name}: {error}; expected a 1-d array of integer row numbers (mask: np.flatnonzero)") from None
     if array.shape == (0,):
         return np.empty(0, np.int64)  # numpy takes an empty list for floats
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise RowIndexError(f"{name}: got shape {array.shape} of {array.dtype}; expected a 1-d array of integer row numbers")
+        raise RowIndexError(
+            f"{name}: got shape {array.shape} of {array.dtype}; expected a 1-d array of integer row numbers (mask: np.flatnonzero)"
+        )
     if len(array):
         low, high = int(array.min()), int(array.max())
         if low < 0 or high >= n_rows:

@@ -146,8 +146,10 @@ class Config:
     def __post_init__(self) -> None:
         for name in ("cpu_memory_limit", "gpu_memory_limit", "preferred_batch_size"):
             value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ArgumentError(f"{name}={value}: expected at least 1, or None")
+            if value is not None and (not hasattr(value, "__index__") or value < 1):
+                raise ArgumentError(
+                    f"{name}={value!r}: expected a whole number, at least 1 (bytes: pinfeed.GiB(1), pinfeed.MiB(256)), or None"
+                )
         check_depth(self.depth)
         if not 0 <= self.headroom < 1:
             raise ArgumentError(f"headroom={self.headroom}: expected a share in [0, 1)")

@@ -66,7 +66,7 @@ class Feeder:
 
     Args:
         source: A path of a .npy file (or a pattern of shards), a numpy array, a CPU tensor, a Store, or tuples, lists and dicts of these
-            with equally many rows. What is yielded has the same structure.
+            with equally many rows. What is yielded has the same structure. (A list of shards is ``MmapStore([...])``.)
         batch_size: Rows per batch. Give this or ``config``; neither where ``rows`` gives whole batches.
         config: Memory limits from which the batch size follows.
         rows: Which rows in which order: an order of ``pinfeed.rows``, a torch Sampler or BatchSampler, or any iterable of row numbers or
@@ -202,6 +202,8 @@ class Feeder:
     def close(self) -> None:
         """End a loop that runs, land its write-backs, flush and close files that were opened from paths. Idempotent.
 
+        In the body of a loop it ends that loop, as ``break`` does.
+
         Raises:
             The error of a write-back that no loop has raised.
         """
@@ -223,7 +225,8 @@ def _check_arguments(
     if batch_size is not None and (not _is_integer(batch_size) or batch_size < 1):
         raise ArgumentError(f"batch_size={batch_size!r}: expected a whole number, at least 1")
     if rows is not None and not isinstance(rows, (Order, Iterable)):
-        raise ArgumentError(f"rows={rows!r}: expected an order of pinfeed.rows, a sampler, or an iterable of row numbers")
+        call = "; call it: rows=pinfeed.rows.shuffled(seed)" if callable(rows) else ""
+        raise ArgumentError(f"rows={rows!r}: expected an order of pinfeed.rows, a sampler, or an iterable of row numbers{call}")
     if batch_size is None and config is None and (rows is None or isinstance(rows, Order)):
         raise ArgumentError("neither batch_size nor config was given; give one of them, or whole batches as rows=")
     if rows is not None and shuffle:

@@ -53,7 +53,7 @@ class LoaderFeeder:
 
     def __init__(self, loader: Any, *, device: Any, depth: int, progress: bool, timeline: bool) -> None:
         check_depth(depth)
-        if not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__"):
+        if isinstance(loader, (str, bytes)) or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
             raise ArgumentError(f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of batches")
         self._loader, self._source = loader, LoaderSource(loader)
         found = resolve(device, n_spare=depth + 2)
@@ -85,6 +85,11 @@ class LoaderFeeder:
         if name.startswith("_"):  # not made yet, or a protocol that the loader must not answer for this object
             raise AttributeError(name)
         return getattr(self._loader, name)
+
+    @property
+    def device(self) -> str:
+        """Name of the device, as torch writes it."""
+        return self._device.name
 
     @property
     def stats(self) -> FeederStats:
@@ -157,6 +162,7 @@ class LoaderSource:
     def __init__(self, loader: Any) -> None:
         self._loader = loader
         self._begun: Iterator[Any] | None = None
+        self._used_up = False  # if the loader is an iterator itself
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -166,7 +172,12 @@ class LoaderSource:
 
         Its seeds are drawn here, and its worker processes forked: before there is a reader, and where torch can set up its watch over them.
         """
-        self._begun = guarded(iter, self._loader)
+        begun = guarded(iter, self._loader)
+        if begun is self._loader and self._used_up:
+            raise ArgumentError(
+                f"loader={self._loader!r} is an iterator, which gives its batches once; give what it iterates for a second epoch"
+            )
+        self._begun, self._used_up = begun, True
 
     def end(self) -> None:
         """Consumer. Let go of an epoch that was begun and never asked for a batch."""

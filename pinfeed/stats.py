@@ -141,7 +141,7 @@ class Timeline:
         if not self.spans:
             raise ArgumentError("the timeline is empty: iterate a feeder made with timeline=True first")
         first = max(span.end_s for span in self.spans) - last_s if last_s is not None else 0.0
-        spans = [span for span in self.spans if span.start_s >= first]
+        spans = [span._replace(start_s=max(first, span.start_s)) for span in self.spans if span.end_s > first]
         if name.endswith(".json"):
             with open(name, "w") as file:
                 json.dump({"traceEvents": [_event(span) for span in spans]}, file)

@@ -109,7 +109,10 @@ def _check_one(value: Any, name: str, store: Store, shape: tuple[int, ...], devi
         raise WriteBackError(f"write_back of {name}: got {type(value).__name__}; expected a dense tensor on {device.name}")
     wrong = [
         f"{what} {got}, expected {want}"
-        for what, got, want in (("shape", found[0], shape), ("dtype", found[1] or getattr(value, "dtype", None), store.dtype))
+        for what, got, want in (
+            ("shape", found[0], shape),
+            ("dtype (convert with .to())", found[1] or getattr(value, "dtype", None), store.dtype),
+        )
         if got != want
     ]
     if not found[2]:

@@ -29,7 +29,10 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
         StoreError: It is not one.
     """
     if not isinstance(value, torch.Tensor):
-        raise StoreError(f"{name}: got {type(value).__name__}; expected a path, a numpy array, a CPU tensor or a Store")
+        raise StoreError(
+            f"{name}: got {type(value).__name__}; expected a path, a numpy array, a CPU tensor or a Store "
+            "(of a DataFrame: .to_numpy(); of numbers in a list: np.asarray(list); for a DataLoader: pinfeed.wrap_loader)"
+        )
     if value.device.type != "cpu":
         raise StoreError(f"{name}: the tensor is on {value.device} already; expected one on the CPU (index it directly, or give .cpu())")
     if value.layout is not torch.strided or value.dtype not in NUMPY:

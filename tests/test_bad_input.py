@@ -104,7 +104,7 @@ def first(feeder: Feeder) -> Any:
     ("values", "message"),
     [
         (torch.zeros(2, 3), r"shape \(2, 3\), expected \(4, 3\)"),
-        (torch.zeros(4, 3, dtype=torch.float64), "dtype float64, expected float32"),
+        (torch.zeros(4, 3, dtype=torch.float64), r"dtype \(convert with \.to\(\)\) float64, expected float32"),
         (torch.zeros(4, 3, device="meta"), "device meta, expected cpu"),
         (np.zeros((4, 3), np.float32), "got ndarray; expected a dense tensor"),
         ((torch.zeros(4, 3),), "expected the structure of the source"),

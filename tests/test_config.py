@@ -233,7 +233,7 @@ def test_a_refusal_of_a_given_limit_does_not_speak_of_what_is_free() -> None:
 @pytest.mark.parametrize("name", ["cpu_memory_limit", "gpu_memory_limit", "preferred_batch_size"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_limits_are_positive(name: str, value: int) -> None:
-    with pytest.raises(ArgumentError, match=f"{name}={value}: expected at least 1, or None"):
+    with pytest.raises(ArgumentError, match=f"{name}={value}: expected a whole number, at least 1"):
         Config(**{name: value})
 
 

@@ -558,9 +558,14 @@ def test_the_timeline_can_be_saved(x: np.ndarray, tmp_path: Path) -> None:
         list(feeder)
         feeder.timeline.save(tmp_path / "t.json")
         feeder.timeline.save(tmp_path / "t.png")
+        end = max(span.end_s for span in feeder.timeline.spans)
+        feeder.timeline.save(tmp_path / "last.json", last_s=end / 1000)  # spans that began before are cut, not left out
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {event["name"].split()[0] for event in events} >= {"read", "wait", "compute"}
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "last.json").read_text())["traceEvents"]
+    assert events
+    assert min(event["ts"] for event in events) >= end * 0.998e6
     with Feeder(x, batch_size=10) as feeder, pytest.raises(errors.ArgumentError, match="timeline=True"):
         _ = feeder.timeline
 

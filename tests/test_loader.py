@@ -868,3 +868,15 @@ def test_arguments() -> None:
         wrap_loader(3)
     with pytest.raises(errors.DeviceError, match="'tpu'"):
         wrap_loader([], device="tpu")
+
+
+def test_an_iterator_gives_its_batches_once() -> None:
+    loader = wrap_loader(iter([torch.ones(2), torch.zeros(2)]), device="cpu")
+    assert len(list(loader)) == 2
+    with pytest.raises(errors.ArgumentError, match="gives its batches once"):
+        iter(loader)
+
+
+def test_a_path_is_no_loader() -> None:
+    with pytest.raises(errors.ArgumentError, match="cannot be iterated"):
+        wrap_loader("x.npy", device="cpu")
