@@ -1,6 +1,6 @@
 """What pinfeed itself costs per batch: the time between two batches of a loop that does nothing, from a source that has nothing to do.
 
-The goal is a median of 50 µs at most. What a bare executor takes to hand nothing over, on the same machine at the same time, stands beside it.
+The goal is a median of 50 µs at most. What a bare executor takes to hand nothing over, in the same run, stands beside it.
 """
 
 from __future__ import annotations
