@@ -48,7 +48,7 @@ def shuffled(seed: int = 0) -> Order:
 
 
 def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -> Order:
-    """Random order at near-sequential disk speed.
+    """Random order in which rows that are neighbours in the store come close together, so that a disk need not seek for each.
 
     Blocks of ``block_rows`` neighbouring rows come in random order; the rows of ``window_blocks`` consecutive blocks are mixed.
     Where blocks begin is drawn anew in every epoch. The rows of one block come less than one window apart.
