@@ -252,7 +252,7 @@ def _plan(
         route="direct" if all(device.reaches(store) for store in stores) else "staged",
     )
     if config is None:
-        size = largest or 0 if batch_size is None else min(batch_size, demand.n_rows)
+        size = min(batch_size, demand.n_rows) if batch_size is not None else (largest or 0)
         return Plan(size, depth, demand.route, plan_items(demand, size, depth))
     host = 0 if config.cpu_memory_limit is not None else free_host_bytes()
     there = 0 if config.gpu_memory_limit is not None or device.unified else device.free_bytes()

@@ -118,10 +118,11 @@ class LoaderFeeder:
 
     def close(self) -> None:
         """End a loop that runs. The loader stays as it is. Idempotent."""
-        self._loop.close()
-        self._source.end()
-        if self._owned_device is not None:
-            self._owned_device.close()
+        with contextlib.ExitStack() as stack:
+            if self._owned_device is not None:
+                stack.callback(self._owned_device.close)
+            stack.callback(self._source.end)
+            stack.callback(self._loop.close)
 
 
 class HostLeaf:

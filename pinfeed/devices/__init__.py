@@ -28,7 +28,7 @@ def resolve(device: Any, *, n_spare: int) -> Device:
     Args:
         device: ``"auto"`` for CUDA where there is one and else the CPU; ``"cpu"``, ``"cuda"``, ``"cuda:1"``; a ``torch.device``; or a
             Device, which is given back as it is and stays its owner's.
-        n_spare: Free blocks of one size that a device made here keeps for reuse.
+        n_spare: Free blocks of host memory that a device made here keeps for reuse.
 
     Raises:
         DeviceError: There is no such device.

@@ -61,7 +61,7 @@ class CudaDevice:
 
     Args:
         index: Its number; None for torch's current one.
-        n_spare: Free staging buffers of one size kept for reuse.
+        n_spare: Free staging buffers kept for reuse.
 
     Raises:
         DeviceError: There is no such GPU, or torch cannot use it.

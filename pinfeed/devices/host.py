@@ -44,7 +44,7 @@ class HostDevice:
     """The CPU.
 
     Args:
-        n_spare: Free batch buffers of one size kept for reuse.
+        n_spare: Free batch buffers kept for reuse.
     """
 
     name = "cpu"
