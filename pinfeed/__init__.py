@@ -19,7 +19,7 @@ from .errors import (
 from .feeder import Batch, Feeder
 from .loader import wrap_loader
 from .stats import FeederStats
-from .stores import ArrayStore, MmapStore, PinnedStore, Store
+from .stores import ArrayStore, MmapStore, PinnedStore, RemoteStore, Store
 
 __version__ = "0.1.0"
 
@@ -43,6 +43,7 @@ __all__ = [
     "PinnedStore",
     "Plan",
     "ReadError",
+    "RemoteStore",
     "RowIndexError",
     "Store",
     "StoreError",

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from .errors import ArgumentError, RowIndexError, WorkerError
-from .rows import Order, Rows
+from .rows import Order, Rows, Windows, windows
 
 _RUN_ROWS = 1 << 14  # an order is asked for so many rows at once: small batches share numpy's cost per call, large ones need no more memory
 
@@ -22,6 +22,9 @@ class RowBatches(Protocol):
     def fingerprint(self) -> dict[str, Any]: ...
     def __len__(self) -> int: ...
     def epoch(self, number: int, start: int = 0, checksum: int = 0) -> Iterator[tuple[Rows, int]]: ...
+    def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
+        """Windows of an epoch, if it has any, and its positions from batch ``start`` on as [start, stop)."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -53,6 +56,10 @@ class OrderBatches:
                 part[:] = check_rows(at(np.arange(begin + i, begin + i + len(part))), self.n_rows, f"rows={self.order!r}")
             for i in range(0, len(rows), size):
                 yield rows[i : i + size], 0
+
+    def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
+        stop = min(len(self) * self.batch_size, self.order.length(self.n_rows))
+        return windows(self.order, self.n_rows, number), start * self.batch_size, stop
 
 
 class SamplerBatches:
@@ -127,6 +134,9 @@ class SamplerBatches:
             return
         if count < promised:
             raise WorkerError(f"{self._name} promised {promised} batches (its len) and ended after {count} in epoch {number}")
+
+    def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
+        return None, 0, 0
 
     def _changed(self, number: int) -> ArgumentError:
         return ArgumentError(

@@ -9,6 +9,8 @@ from typing import Literal
 
 from .errors import ArgumentError, BudgetError
 
+DEFAULT_DEPTH = 2
+
 Place = Literal["host", "pinned", "device"]
 Route = Literal["staged", "direct"]
 
@@ -84,6 +86,8 @@ class Plan:
     items: tuple[Item, ...]
     cpu_memory_limit: int | None = None
     gpu_memory_limit: int | None = None
+    notes: tuple[str, ...] = ()
+    """How the rows of each file are read, and why."""
 
     @property
     def n_slots(self) -> int:
@@ -118,7 +122,7 @@ class Plan:
         if self.device_bytes:
             lines.append(f"device: {human(self.device_bytes)}{of(self.gpu_memory_limit)}")
         lines += [f"  {item.place}: {item.count} x {human(item.nbytes)} {item.what}" for item in self.items]
-        return "\n".join(lines)
+        return "\n".join([*lines, *self.notes])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +134,7 @@ class Config:
         gpu_memory_limit: Device memory that it may take for batches, in bytes; None likewise. Where batches live in host memory there is
             no such limit.
         preferred_batch_size: Rows per batch at most; the largest batch that fits is taken up to this.
-        depth: Batches prefetched ahead of the loop; 0 is the synchronous loop.
+        depth: Batches prefetched ahead of the loop; 0 is the synchronous loop. None is 2, or more where batches are small.
         headroom: Share of the free memory that is left alone where a limit is None.
 
     Raises:
@@ -140,7 +144,7 @@ class Config:
     cpu_memory_limit: int | None = None
     gpu_memory_limit: int | None = None
     preferred_batch_size: int | None = None
-    depth: int = 2
+    depth: int | None = None
     headroom: float = 0.1
 
     def __post_init__(self) -> None:
@@ -150,7 +154,8 @@ class Config:
                 raise ArgumentError(
                     f"{name}={value!r}: expected a whole number, at least 1 (bytes: pinfeed.GiB(1), pinfeed.MiB(256)), or None"
                 )
-        check_depth(self.depth)
+        if self.depth is not None:
+            check_depth(self.depth)
         if not 0 <= self.headroom < 1:
             raise ArgumentError(f"headroom={self.headroom}: expected a share in [0, 1)")
 
@@ -160,11 +165,12 @@ class Config:
         Raises:
             BudgetError: Not even one row fits in every slot.
         """
-        cpu = self._limit(self.cpu_memory_limit, free_host_bytes)
+        cpu = self.host_limit(free_host_bytes)
+        depth = DEFAULT_DEPTH if self.depth is None else self.depth
         gpu = None if demand.unified else self._limit(self.gpu_memory_limit, free_device_bytes)
 
         def plan_of(batch_size: int) -> Plan:
-            return Plan(batch_size, self.depth, demand.route, plan_items(demand, batch_size, self.depth), cpu, gpu)
+            return Plan(batch_size, depth, demand.route, plan_items(demand, batch_size, depth), cpu, gpu)
 
         def excess(batch_size: int) -> bool:
             plan = plan_of(batch_size)
@@ -175,6 +181,10 @@ class Config:
         if fitting == 0:
             self._refuse(plan_of(1), cpu, gpu)
         return plan_of(fitting)
+
+    def host_limit(self, free: int) -> int:
+        """Host memory that may be taken where ``free`` bytes are free."""
+        return self._limit(self.cpu_memory_limit, free)
 
     def _limit(self, limit: int | None, free: int) -> int:
         return int(free * (1 - self.headroom)) if limit is None else limit

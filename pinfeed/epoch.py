@@ -1,4 +1,4 @@
-"""One loop over a source: two workers, a deque of futures, order, errors, closing.
+"""One loop over a source: readers and a writer, a deque of futures, order, errors, closing.
 
 Prefetching is a deque of futures, so order, back-pressure, the end of the data and errors with their tracebacks are those of
 ``Future``. The generator's frame owns both workers: whatever ends the loop, its ``finally`` joins them.
@@ -12,7 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from .devices.base import Tensor
 from .errors import ClosedError, WorkerError, WriteBackError
@@ -21,6 +22,15 @@ from .sources import Load
 from .stats import Meter
 from .stores.base import Store
 from .transfer import Cancelled, Landing, Slot, Transfer
+
+
+class Filling(NamedTuple):
+    """Slots that a reader fills."""
+
+    group: Sequence[Slot]
+    filled: list[Slot]
+    """Those that it has filled. Fewer than there are, when it is done: there is nothing more to fill them with, or an error."""
+    done: Future[None]
 
 
 class Inline:
@@ -120,6 +130,17 @@ class Loan:
         self._written = True
 
 
+@dataclass(frozen=True)
+class Pace:
+    """How the batches of a loop are gathered."""
+
+    n_readers: int = 1
+    """Tasks at the same time. A loop that computes for longer than a gather takes asks for one at a time, so that one thread is busy at
+    most; a loop that waits has all of them at work."""
+    n_together: int = 1
+    """Batches that one task gathers: small ones take less time than it takes to wake a thread."""
+
+
 class Epoch:
     """One loop.
 
@@ -127,46 +148,55 @@ class Epoch:
         transfer: Whose slots are used; nobody else may be using them.
         meter: Counts.
         first: Number of the first batch.
+        depth: Batches ahead.
+        pace: Of the readers.
     """
 
-    def __init__(self, transfer: Transfer, meter: Meter, first: int) -> None:
-        depth, device = len(transfer.slots) - 1, transfer.device
-        self._transfer, self._meter, self._first = transfer, meter, first
-        self._reader: Executor | Inline = device.worker("pinfeed-read") if depth else Inline()
+    def __init__(self, transfer: Transfer, meter: Meter, first: int, depth: int, pace: Pace) -> None:
+        device = transfer.device
+        self._transfer, self._meter, self._first, self._n_slots, self._pace = transfer, meter, first, depth + 1, pace
+        self._reader: Executor | Inline = device.worker("pinfeed-read", pace.n_readers) if depth else Inline()
         self._writer: Executor | Inline = device.worker("pinfeed-write") if depth else Inline()
         self.landings = Landings(lambda landing: self._writer.submit(self._task, transfer.land, landing), max(depth, 1))
         self._workers: set[int] = set()  # threads that have done a task
+        self._drawn, self._turn = first, threading.Condition()
 
     def loans(self, loads: Generator[Load, None, None]) -> Iterator[Loan]:
         """Lend the batches in order. One that cannot be filled raises its error in its turn; a failed write-back, as soon as it is known.
 
         Args:
-            loads: What to lend: a generator, iterated in the reader's thread.
+            loads: What to lend: a generator, iterated in the readers' threads, one at a time.
         """
-        meter, transfer, numbers = self._meter, self._transfer, itertools.count(self._first)
+        meter, transfer = self._meter, self._transfer
         loan: Loan | None = None
         consumer = threading.get_ident()
+        slots, n_together = transfer.begin(self._n_slots), self._pace.n_together
+        groups = [slots[i : i + n_together] for i in range(0, len(slots), n_together)]
+        numbers = itertools.accumulate(itertools.cycle(map(len, groups)), initial=self._first)
 
-        def fill(slot: Slot, number: int) -> Slot | None:
-            load = next(loads, None)
-            return None if load is None else transfer.fill(slot, load, number)
+        def submit(group: Sequence[Slot]) -> Filling:
+            for slot in group:
+                transfer.reserve(slot)
+            filled: list[Slot] = []
+            return Filling(group, filled, self._reader.submit(self._task, self._fill, loads, group, next(numbers), filled))
 
-        def submit(slot: Slot) -> Future[Slot | None]:
-            transfer.reserve(slot)
-            return self._reader.submit(self._task, fill, slot, next(numbers))
-
-        transfer.begin()
         asked = meter.enter()
         try:
-            filling = deque(submit(slot) for slot in transfer.slots)
-            while (slot := filling.popleft().result()) is not None:
-                loan = Loan(transfer, self.landings, slot, self._first if loan is None else loan.number + 1)
-                lent = meter.lent(loan.number, loan.n_rows, loan.nbytes, asked)
-                yield loan
-                loan.end()
-                asked = meter.span("compute", loan.number, lent)
-                self.landings.check()
-                filling.append(submit(slot))
+            filling = deque(map(submit, groups))
+            while True:
+                filling[0].done.exception()
+                for slot in filling[0].filled:
+                    loan = Loan(transfer, self.landings, slot, self._first if loan is None else loan.number + 1)
+                    lent = meter.lent(loan.number, loan.n_rows, loan.nbytes, asked)
+                    yield loan
+                    loan.end()
+                    asked = meter.span("compute", loan.number, lent)
+                    self.landings.check()
+                group, filled = filling[0][:2]
+                filling.popleft().done.result()  # by no name: an error's traceback keeps this frame, which must not keep the error
+                if len(filled) < len(group):
+                    break
+                filling.append(submit(group))
                 transfer.forget()
         except Cancelled:
             raise ClosedError("the feeder was closed while its loop was waiting for a batch") from None
@@ -180,6 +210,25 @@ class Epoch:
             else:
                 self._end(loads)
         self.landings.check()
+
+    def _fill(self, loads: Iterator[Load], group: Sequence[Slot], first: int, filled: list[Slot]) -> None:
+        """Fill as many slots as there are loads for. An error comes when the batches before it have been filled."""
+        drawn: list[Load] = []
+        try:
+            self._draw(loads, first, len(group), drawn)
+        finally:
+            for number, (slot, load) in enumerate(zip(group, drawn, strict=False), first):
+                filled.append(self._transfer.fill(slot, load, number))
+
+    def _draw(self, loads: Iterator[Load], first: int, n: int, drawn: list[Load]) -> None:
+        """Append the loads from batch ``first`` on, at most ``n``. Readers take turns: tasks begin in order, but may come here in any."""
+        with self._turn:
+            self._turn.wait_for(lambda: self._drawn == first)
+            try:
+                drawn.extend(itertools.islice(loads, n))
+            finally:
+                self._drawn += n
+                self._turn.notify_all()
 
     def _task(self, fn: Callable[..., Any], *args: Any) -> Any:
         self._workers.add(threading.get_ident())

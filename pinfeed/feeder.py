@@ -3,28 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from .batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
-from .config import Config, Demand, Plan, check_depth, n_batches, n_held, plan_items
+from .config import DEFAULT_DEPTH, Config, Plan, check_depth, n_batches, n_held
 from .devices import resolve
 from .devices.base import Device
 from .epoch import Loan
-from .errors import ArgumentError, BudgetError
+from .errors import ArgumentError
 from .loop import Loop
-from .memory import free_host_bytes
+from .planning import choose_depth, make_plan, pace
 from .rows import Order, Rows, sequential, shuffled
 from .sources import RowSource
 from .stats import FeederStats, Timeline
-from .stores.base import Store, row_nbytes
+from .stores.base import row_nbytes
 from .storetree import StoreTree
 
 logger = logging.getLogger("pinfeed")
-
-DEFAULT_DEPTH = 2
 
 
 class Batch:
@@ -74,7 +71,8 @@ class Feeder:
         shuffle: Short for ``rows=pinfeed.rows.shuffled(seed)``.
         seed: Of the shuffle.
         drop_last: Leave out a last batch that is not full.
-        depth: Batches prefetched ahead of the loop, in place of ``config.depth``, or else of 2; 0 is the synchronous loop.
+        depth: Batches prefetched ahead of the loop, in place of ``config.depth``; 0 is the synchronous loop. None is 2, or more where
+            batches are small.
         device: ``"auto"`` (CUDA where there is one), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a ``torch.device`` or a Device.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch. On a GPU the reader then waits for each of its copies.
@@ -102,21 +100,29 @@ class Feeder:
         progress: bool = False,
         timeline: bool = False,
     ) -> None:
-        depth = _check_arguments(batch_size, config, rows, shuffle, depth)
+        _check_arguments(batch_size, config, rows, shuffle, depth)
         if rows is None:
             rows = shuffled(seed) if shuffle else sequential()
-        if config is not None:
-            config = dataclasses.replace(config, depth=depth)
         self._stores = StoreTree(source)
         try:
+            self._default_depth = depth is None and (config is None or config.depth is None)
+            depth = choose_depth(self._stores.stores, batch_size, config, depth)
             found = resolve(device, n_spare=len(self._stores.stores) * (n_batches(depth) + n_held(depth)))
             self._device, self._owned_device = found, None if found is device else found
-            self._plan = _plan(self._stores.stores, rows, batch_size, config, depth, found)
+            self._plan, self._choice = make_plan(self._stores.stores, rows, batch_size, config, depth, found)
             size = batch_size if config is None else self._plan.batch_size
             batches = _batches(rows, self._stores.n_rows, size, drop_last)
-            rows_source = RowSource(self._stores.stores, self._stores.rebuild, batches)
+            source_of_rows = RowSource(self._choice.accesses, self._stores.rebuild, batches)
             capacity = [self._plan.batch_size * row_nbytes(store) for store in self._stores.stores] if self._plan.batch_size else []
-            self._loop = Loop(rows_source, found, depth=depth, capacity=capacity, progress=progress, timeline=timeline)
+            self._loop = Loop(
+                source_of_rows,
+                found,
+                depth=depth,
+                capacity=capacity,
+                pace=pace(self._plan, self._stores.stores),
+                progress=progress,
+                timeline=timeline,
+            )
         except BaseException:
             self._stores.close()
             raise
@@ -156,7 +162,9 @@ class Feeder:
             ClosedError: The feeder is closed, or another loop over it runs.
         """
         stores, device = self._stores, self._device
-        return self._loop.run(lambda loan: Batch(loan, stores, device))
+        # What is written has to be looked for in every batch that was gathered before: far ahead, that would cost more than it brings.
+        depth = min(self._plan.depth, DEFAULT_DEPTH) if self._default_depth and any(store.writable for store in stores.stores) else None
+        return self._loop.run(lambda loan: Batch(loan, stores, device), depth)
 
     @property
     def device(self) -> str:
@@ -211,13 +219,15 @@ class Feeder:
             if self._owned_device is not None:
                 stack.callback(self._owned_device.close)
             stack.callback(self._stores.close)
+            for access in self._choice.accesses:
+                stack.callback(access.close)
             stack.callback(self._loop.close)
 
 
 def _check_arguments(
     batch_size: int | None, config: Config | None, rows: Order | Iterable[Any] | None, shuffle: bool, depth: int | None
-) -> int:
-    """The depth, if the arguments can be together."""
+) -> None:
+    """Raise ArgumentError unless the arguments can be together."""
     if batch_size is not None and config is not None:
         raise ArgumentError("both batch_size and config were given; give one of them (Config has preferred_batch_size)")
     if config is not None and not isinstance(config, Config):
@@ -233,36 +243,8 @@ def _check_arguments(
         raise ArgumentError("both rows and shuffle=True were given; rows says the order already (rows=pinfeed.rows.shuffled(seed))")
     if batch_size is not None and rows is not None and not isinstance(rows, Order) and largest_batch(rows) is not None:
         raise ArgumentError("rows gives whole batches and batch_size was given as well; leave batch_size out")
-    if depth is None:
-        depth = config.depth if config is not None else DEFAULT_DEPTH
-    check_depth(depth)
-    return depth
-
-
-def _plan(
-    stores: Sequence[Store], rows: Order | Iterable[Any], batch_size: int | None, config: Config | None, depth: int, device: Device
-) -> Plan:
-    n_rows, largest = stores[0].n_rows, None if isinstance(rows, Order) else largest_batch(rows)
-    demand = Demand(
-        row_nbytes=tuple(row_nbytes(store) for store in stores),
-        writable=tuple(store.writable for store in stores),
-        resident_bytes=sum(store.resident_bytes for store in stores),
-        n_rows=max(1, rows.length(n_rows)) if isinstance(rows, Order) else largest or n_rows,
-        unified=device.unified,
-        route="direct" if all(device.reaches(store) for store in stores) else "staged",
-    )
-    if config is None:
-        size = min(batch_size, demand.n_rows) if batch_size is not None else (largest or 0)
-        return Plan(size, depth, demand.route, plan_items(demand, size, depth))
-    host = 0 if config.cpu_memory_limit is not None else free_host_bytes()
-    there = 0 if config.gpu_memory_limit is not None or device.unified else device.free_bytes()
-    plan = config.plan(demand, free_host_bytes=host, free_device_bytes=there)
-    if largest is not None and plan.batch_size < largest:
-        raise BudgetError(
-            f"rows gives batches of up to {largest} rows; the limits of config hold {plan.batch_size}: {plan}\n"
-            "give smaller batches, or raise the limits"
-        )
-    return plan
+    if depth is not None:
+        check_depth(depth)
 
 
 def _batches(rows: Order | Iterable[Any], n_rows: int, batch_size: int | None, drop_last: bool) -> RowBatches:

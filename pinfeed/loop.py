@@ -10,7 +10,7 @@ from types import GeneratorType
 from typing import Any, TypeVar, cast
 
 from .devices.base import Device
-from .epoch import Epoch, Loan
+from .epoch import Epoch, Loan, Pace
 from .errors import ArgumentError, ClosedError
 from .sources import Source
 from .stats import FeederStats, Meter, Timeline
@@ -30,11 +30,22 @@ class Loop:
         depth: Batches ahead.
         capacity: Bytes of each part of a full batch, as far as they are known.
         progress: Show a progress bar.
+        pace: Of the readers.
         timeline: Record spans.
     """
 
-    def __init__(self, source: Source, device: Device, *, depth: int, capacity: Sequence[int], progress: bool, timeline: bool) -> None:
-        self.source = source
+    def __init__(
+        self,
+        source: Source,
+        device: Device,
+        *,
+        depth: int,
+        capacity: Sequence[int],
+        pace: Pace = Pace(),  # noqa: B008  # it is frozen
+        progress: bool,
+        timeline: bool,
+    ) -> None:
+        self.source, self._depth, self._pace = source, depth, pace
         self._progress, self._meter = progress, Meter(timeline=timeline)
         self._transfer = Transfer(device, depth + 1, capacity, self._meter)
         self._epoch, self._batch, self._checksum = 0, 0, 0
@@ -63,8 +74,12 @@ class Loop:
             raise ArgumentError("no timeline was recorded; make the feeder with timeline=True")
         return self._meter.timeline
 
-    def run(self, lend: Callable[[Loan], T]) -> Iterator[T]:
+    def run(self, lend: Callable[[Loan], T], depth: int | None = None) -> Iterator[T]:
         """The next epoch, as what ``lend`` makes of each batch. Only a reference of the caller's keeps it going: ``break`` ends it.
+
+        Args:
+            lend: Called for each batch.
+            depth: Batches ahead, if fewer than planned.
 
         Raises:
             ClosedError: The loop is closed, or an epoch runs.
@@ -73,7 +88,7 @@ class Loop:
         if self._is_running():
             raise ClosedError("a loop over this feeder is running; end it (or close() its iterator) first, or make a second feeder")
         self._raise_failure()
-        generator = cast("GeneratorType[T, None, None]", self._run(lend))
+        generator = cast("GeneratorType[T, None, None]", self._run(lend, self._depth if depth is None else depth))
         self._running = weakref.ref(generator)
         return generator
 
@@ -127,11 +142,11 @@ class Loop:
         self._transfer.close()
         self._raise_failure()
 
-    def _run(self, lend: Callable[[Loan], T]) -> Iterator[T]:
+    def _run(self, lend: Callable[[Loan], T], depth: int) -> Iterator[T]:
         if not self._fresh:
             self._epoch, self._batch, self._checksum = self._epoch + 1, 0, 0
         self._fresh = False
-        self._last = Epoch(self._transfer, self._meter, self._batch)
+        self._last = Epoch(self._transfer, self._meter, self._batch, depth, self._pace)
         loads = self.source.epoch(self._epoch, self._batch, self._checksum)
         bar = self._bar() if self._progress else None
         try:

@@ -67,7 +67,10 @@ def _cgroups(proc: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
 
 
 def resident_bytes() -> dict[str, int]:
-    """Resident memory of this process in bytes: ``anonymous``, ``file`` (mapped from files) and ``shared`` (page-locked too)."""
+    """Resident memory of this process in bytes, by kind.
+
+    ``anonymous``, ``file`` (mapped from files), ``shared`` (what CUDA allocates page-locked, too), and the ``peak`` of their sum.
+    """
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    names = {"anonymous": "RssAnon", "file": "RssFile", "shared": "RssShmem"}
+    names = {"anonymous": "RssAnon", "file": "RssFile", "shared": "RssShmem", "peak": "VmHWM"}
     return {name: int(fields[field].split()[0]) * 1024 for name, field in names.items()}

@@ -8,6 +8,7 @@ Orders know the number of rows only when they are bound: ``Feeder(x, rows=block_
 from __future__ import annotations
 
 import hashlib
+import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ Rows = npt.NDArray[np.int64]
 At = Callable[[Rows], Rows]
 """Row numbers at the given positions of one epoch."""
 
-_TABLE_ROWS = 1 << 16  # up to here a permutation is a table: every permutation is equally likely; 512 KiB at most
+_TABLE_ROWS = 1 << 12  # up to here a permutation is a table: a network needs some hundred rows to share the cost of its steps
 
 
 @runtime_checkable
@@ -113,33 +114,67 @@ class BlockShuffled:
         return n_rows
 
     def bind(self, n_rows: int, epoch: int) -> At:
-        salt = f"{self.seed}/{epoch}/blocks"
-        block = min(self.block_rows, max(1, n_rows))
-        n_full = n_rows // block
-        # Rows are a ring that is cut into blocks from a drawn row on: the short block at the end is another one in every epoch.
-        first = int(_keys(salt + "/first", 1)[0] % np.uint64(n_rows)) if n_rows else 0
-        block_at = permutation(n_full, salt)
-        window_rows = min(block * self.window_blocks, max(1, n_rows))
+        cut = self._cut(n_rows, epoch)
+        window_rows = self.window_rows(n_rows)
 
         def window(number: int) -> At:
-            return permutation(min(window_rows, n_rows - number * window_rows), f"{salt}/{number}")
+            return permutation(min(window_rows, n_rows - number * window_rows), f"{cut.salt}/{number}")
 
-        last: tuple[int, At] = (-1, block_at)  # consecutive batches ask for the same window
+        last: tuple[int, At] = (-1, cut.block_at)  # consecutive batches ask for the same window
 
         def at(positions: Rows) -> Rows:
             nonlocal last
-            number, offset = np.divmod(positions, window_rows)
-            for n in np.unique(number).tolist():
+            number = positions // window_rows
+            offset = positions - number * window_rows
+            one = len(number) and number[0] == number[-1] and bool((number == number[0]).all())
+            for n in number[:1].tolist() if one else np.unique(number).tolist():
                 if n != last[0]:
                     last = (n, window(n))
-                here = number == n
+                here = slice(None) if one else number == n
                 offset[here] = last[1](offset[here])
-            index, offset = np.divmod(number * window_rows + offset, block)
-            full = index < n_full
-            index[full] = block_at(index[full])
-            return (index * block + offset + first) % n_rows
+            return cut.rows(number * window_rows + offset)
 
         return at
+
+    def window_rows(self, n_rows: int) -> int:
+        """Positions [k * window_rows, (k + 1) * window_rows) of an epoch have the rows of window k; the last one may be shorter."""
+        return min(min(self.block_rows, max(1, n_rows)) * self.window_blocks, max(1, n_rows))
+
+    def runs(self, n_rows: int, epoch: int, window: int) -> list[tuple[int, int]]:
+        """The rows of a window, as runs [start, stop) in ascending order."""
+        cut, size = self._cut(n_rows, epoch), self.window_rows(n_rows)
+        end = min((window + 1) * size, n_rows)
+        begins = np.arange(window * size, end, cut.block)
+        runs = []
+        for begin, start in zip(begins.tolist(), cut.rows(begins).tolist(), strict=True):
+            stop = start + min(cut.block, end - begin)
+            runs += [(start, min(stop, n_rows))] + [(0, stop - n_rows)] * (stop > n_rows)
+        return sorted(runs)
+
+    def _cut(self, n_rows: int, epoch: int) -> _Cut:
+        salt = f"{self.seed}/{epoch}/blocks"
+        block = min(self.block_rows, max(1, n_rows))
+        first = int(_keys(salt + "/first", 1)[0] % np.uint64(n_rows)) if n_rows else 0
+        return _Cut(salt, n_rows, block, first, permutation(n_rows // block, salt))
+
+
+@dataclass(frozen=True)
+class _Cut:
+    """How an epoch's rows are cut into blocks: a ring, cut from a drawn row on. The short block at the end is another one each time."""
+
+    salt: str
+    n_rows: int
+    block: int
+    first: int
+    block_at: At
+
+    def rows(self, positions: Rows) -> Rows:
+        """The rows at positions, before they are mixed within their window."""
+        index = positions // self.block
+        offset = positions - index * self.block
+        full = index < self.n_rows // self.block
+        index[full] = self.block_at(index[full])
+        return (index * self.block + offset + self.first) % self.n_rows
 
 
 @dataclass(frozen=True)
@@ -162,37 +197,89 @@ class PerRank:
         return lambda positions: at((positions * self.world_size + self.rank) % whole)
 
 
+@dataclass(frozen=True)
+class Windows:
+    """The windows that an epoch of a block-shuffled order, or one rank's share of it, goes through."""
+
+    order: BlockShuffled
+    n_rows: int
+    epoch: int
+    shift: int
+    """Position of the order that is position 0 here; behind the end, the order begins again."""
+
+    @property
+    def window_rows(self) -> int:
+        """Rows of a window at most."""
+        return self.order.window_rows(self.n_rows)
+
+    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
+        """Positions [start, stop) by window: (number of the window, positions in it), in their order."""
+        spans = []
+        while start < stop:
+            position = (start + self.shift) % self.n_rows
+            number = position // self.window_rows
+            n = min(stop - start, (number + 1) * self.window_rows - position, self.n_rows - position)
+            spans.append((number, n))
+            start += n
+        return spans
+
+    def runs(self, number: int) -> list[tuple[int, int]]:
+        """The rows of a window, as runs [start, stop) in ascending order."""
+        return self.order.runs(self.n_rows, self.epoch, number)
+
+
+def windows(order: Order, n_rows: int, epoch: int) -> Windows | None:
+    """The windows of an epoch, if the order has any."""
+    if isinstance(order, BlockShuffled):
+        return Windows(order, n_rows, epoch, 0)
+    if isinstance(order, PerRank) and isinstance(order.order, BlockShuffled):
+        return Windows(order.order, n_rows, epoch, order.rank * order.length(n_rows))
+    return None
+
+
 # -- permutations ----------------------------------------------------------------------------------------------------
 
 
 def permutation(n: int, salt: str) -> At:
     """A permutation of [0, n) as a function, drawn by ``salt``.
 
-    Small ones are tables. Large ones are a Feistel network over the next power of two, walked until it falls below n
+    Small ones are tables. Large ones are a Feistel network on a rectangle that hardly exceeds n, walked until it falls below n
     (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): no memory, any position at once.
     """
     if n <= _TABLE_ROWS:
         table = np.argsort(_mix(np.arange(n, dtype=np.uint64) ^ _keys(salt, 1)[0]), kind="stable")
         return lambda positions: table[positions]
-    keys = _keys(salt, 6)
-    bits = (n - 1).bit_length()
-    low_bits = np.uint64(bits // 2)
-    low, high = np.uint64((1 << bits // 2) - 1), np.uint64((1 << bits - bits // 2) - 1)
+    keys = _keys(salt, 6).astype(np.uint32)
+    width = math.isqrt(n - 1) + 1
+    height = -(-n // width)
 
-    def network(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-        left, right = x >> low_bits, x & low
+    def network(x: Rows) -> Rows:
+        quotient = x // width
+        left, right = quotient.astype(np.uint32), (x - quotient * width).astype(np.uint32)
         for even, odd in zip(keys[::2], keys[1::2], strict=True):
-            left ^= _mix(right ^ even) & high
-            right ^= _mix(left ^ odd) & low
-        return (left << low_bits) | right
+            _add(left, _mix32(right, even), height)
+            _add(right, _mix32(left, odd), width)
+        return left.astype(np.int64) * width + right
 
     def at(positions: Rows) -> Rows:
-        x = network(positions.astype(np.uint64))
+        x = network(positions)
         while len(outside := np.flatnonzero(x >= n)):
             x[outside] = network(x[outside])
-        return x.astype(np.int64)
+        return x
 
     return at
+
+
+def _add(x: npt.NDArray[np.uint32], random: npt.NDArray[np.uint32], size: int) -> None:
+    """Add a number below ``size``, which is at most 2^31, to ``x``, modulo ``size``; it comes from the high bits of ``random``."""
+    if size <= 1 << 16:  # all in 32 bits, which is three times as fast
+        random >>= np.uint32(16)
+        random *= np.uint32(size)
+        random >>= np.uint32(16)
+        x += random
+    else:
+        x += ((random.astype(np.uint64) * np.uint64(size)) >> np.uint64(32)).astype(np.uint32)
+    np.minimum(x, x - np.uint32(size), out=x)  # where x is below size already, the difference wraps around and is large
 
 
 def _keys(salt: str, n: int) -> npt.NDArray[np.uint64]:
@@ -204,3 +291,17 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
+
+
+def _mix32(x: npt.NDArray[np.uint32], key: np.uint32) -> npt.NDArray[np.uint32]:
+    """Numbers whose high bits depend on every bit of ``x`` and ``key``.
+
+    Two rounds of multiply and xor-shift in 32 bits, which processors do eight at a time, with the multipliers of lowbias32 (Wellons,
+    "Prospecting for Hash Functions", 2018).
+    """
+    x = x ^ key
+    x ^= x >> np.uint32(16)
+    x *= np.uint32(0x7FEB352D)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x846CA68B)
+    return x

@@ -1,23 +1,18 @@
-"""Sources: what fills a slot. Their epochs run in the reader's thread."""
+"""Sources: what fills a slot. Their epochs run in the readers' threads, one at a time."""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy.typing as npt
-
+from .access import Access
 from .batches import RowBatches
 from .devices.base import Part
 from .rows import Rows
-from .stores.base import Store
 from .tree import Rebuild
-
-# Rows are gathered in steps, and a loop that ends waits for one step at most: some milliseconds from memory, and less than a second
-# from a disk that seeks 20,000 times a second.
-_STEP_BYTES, _STEP_ROWS = 16 << 20, 1 << 13
 
 
 @dataclass
@@ -52,28 +47,11 @@ class Source(Protocol):
         ...
 
 
-class StoreRows:
-    """The rows of one store that a batch wants."""
-
-    __slots__ = ("dtype", "rows", "shape", "store")
-
-    def __init__(self, store: Store, rows: Rows) -> None:
-        self.store, self.rows = store, rows
-        self.shape, self.dtype = (len(rows), *store.row_shape), store.dtype
-
-    def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
-        """Gather the rows into ``out``, step by step."""
-        step = max(1, min(_STEP_ROWS, _STEP_BYTES * len(out) // max(1, out.nbytes)))
-        for i in range(0, len(out), step):
-            self.store.gather(self.rows[i : i + step], out[i : i + step])
-            yield
-
-
 @dataclass(frozen=True)
 class RowSource:
-    """Rows of stores of equal length, in the order that ``batches`` says."""
+    """Rows of equally many in each store, in the order that ``batches`` says."""
 
-    stores: Sequence[Store]
+    accesses: Sequence[Access]
     rebuild: Rebuild
     batches: RowBatches
 
@@ -85,8 +63,12 @@ class RowSource:
         return len(self.batches)
 
     def epoch(self, number: int, start: int, checksum: int) -> Generator[Load, None, None]:
-        for rows, total in self.batches.epoch(number, start, checksum):
-            yield Load([StoreRows(store, rows) for store in self.stores], self.rebuild, len(rows), rows, total)
+        windows, position, stop = self.batches.windows(number, start)
+        with contextlib.ExitStack() as stack:
+            parts = [stack.enter_context(access.serve(windows, position, stop)) for access in self.accesses]
+            for rows, total in self.batches.epoch(number, start, checksum):
+                yield Load([part(rows, position) for part in parts], self.rebuild, len(rows), rows, total)
+                position += len(rows)
 
 
 def part_nbytes(part: Part) -> int:

@@ -8,7 +8,10 @@ import time
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .blocks import locked_bytes
+from .config import human
 from .errors import ArgumentError, MissingDependency
+from .memory import resident_bytes
 
 LANES = ("read", "copy", "write", "wait", "compute")
 """What a span can be: rows gathered, rows copied to the device, rows written back; the loop waiting, the loop's own work."""
@@ -27,6 +30,29 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True)
+class ProcessMemory:
+    """Resident memory of the process, the feeder's and everybody else's, in bytes."""
+
+    anonymous: int
+    """Not mapped from a file, nor page-locked."""
+    file: int
+    """Mapped from files: libraries, and memory maps as far as they were touched. pinfeed maps no data."""
+    pinned: int
+    """Page-locked by pinfeed; and shared memory, as which the kernel counts what CUDA allocates page-locked."""
+    peak: int
+    """The most that the sum has been since the process began."""
+
+    @classmethod
+    def now(cls) -> ProcessMemory:
+        """As it is."""
+        found, locked = resident_bytes(), locked_bytes()
+        return cls(found["anonymous"] - locked, found["file"], found["shared"] + locked, found["peak"])
+
+    def __str__(self) -> str:
+        return f"anonymous {human(self.anonymous)}, file {human(self.file)}, pinned {human(self.pinned)}, peak {human(self.peak)}"
+
+
+@dataclass(frozen=True)
 class FeederStats:
     """Totals since the feeder was made."""
 
@@ -39,9 +65,11 @@ class FeederStats:
     wait_s: float
     """Time in which a loop waited for a batch."""
     read_s: float
-    """Time in which the reader gathered rows."""
+    """Time in which readers gathered rows, the sum over the threads."""
     write_s: float
     """Time in which the writer wrote rows back."""
+    memory: ProcessMemory
+    """When this was asked for."""
 
     @property
     def starved(self) -> float:
@@ -60,12 +88,12 @@ class FeederStats:
     def __str__(self) -> str:
         return (
             f"{self.batches} batches, {self.rows} rows in {self.seconds:.2f} s: {self.rows_per_s:,.0f} rows/s, {self.gb_per_s:.2f} GB/s, "
-            f"starved {self.starved:.1%} of the time"
+            f"starved {self.starved:.1%} of the time; memory: {self.memory}"
         )
 
 
 class Meter:
-    """Counts. Each number belongs to one thread: ``read_s`` to the reader, ``write_s`` to the writer, the others to the consumer.
+    """Counts. Each number belongs to one thread: ``write_s`` to the writer, the others to the consumer.
 
     Args:
         timeline: Keep a span for everything that took time.
@@ -117,7 +145,8 @@ class Meter:
 
     def stats(self) -> FeederStats:
         running = time.perf_counter() - self._entered if self._entered is not None else 0.0
-        return FeederStats(self.batches, self.rows, self.bytes, self._seconds + running, self.wait_s, self.read_s, self.write_s)
+        totals = self.batches, self.rows, self.bytes, self._seconds + running, self.wait_s, self.read_s, self.write_s
+        return FeederStats(*totals, ProcessMemory.now())
 
 
 class Timeline:

@@ -13,8 +13,9 @@ import numpy as np
 from .devices.base import Device, Tensor
 from .dtypes import check_dtype
 from .errors import StoreError, WriteBackError
-from .stores import ArrayStore, MmapStore, Store
+from .stores import ArrayStore, MmapStore, RemoteStore, Store
 from .stores.mmap import store_of_memmap
+from .stores.remote import has_protocol
 from .tree import flatten
 
 _MAX_WORK = 1 << 16  # numpy solves an equation to find whether strided arrays overlap; beyond this they count as overlapping
@@ -91,7 +92,9 @@ class StoreTree:
             if check_dtype(np.dtype(leaf.dtype), name) != leaf.dtype:
                 raise StoreError(f"{name}: {type(leaf).__name__} has dtype {leaf.dtype}, which is not in this machine's byte order")
             return leaf
-        if isinstance(leaf, (str, os.PathLike)):
+        if has_protocol(leaf):
+            store: Store = RemoteStore(leaf)
+        elif isinstance(leaf, (str, os.PathLike)):
             store = MmapStore(leaf)
         elif not isinstance(leaf, np.memmap) or (store := store_of_memmap(leaf)) is None:  # type: ignore[assignment]
             return ArrayStore(leaf, name=name)

@@ -7,7 +7,7 @@ Rule 3: memory of the device is taken on the consumer's stream, by the consumer;
 A slot goes round: reserved by the consumer, filled by the reader, lent to the consumer, reserved again. Its staging memory stays;
 its device memory is new each time, for a batch belongs to the user from the moment it is lent.
 
-    reader                            consumer                              writer
+    readers                           consumer                              writer
                                       reserve: memory <- allocator (compute)
                                                released = compute.record()
     fill:   filled.sync()                                                           the last copy may still read staging
@@ -77,6 +77,8 @@ class Slot:
     """Bytes of device memory that each part of this fill took; 0 where it brought its own."""
     seen: int = 0
     """The gather saw every write numbered below this."""
+    read_s: float = 0.0
+    """Time that the gather took."""
 
 
 @dataclass
@@ -114,13 +116,15 @@ class Transfer:
         self._read, self._write = device.stream("read"), device.stream("write")  # for good: a new stream strands the allocator's blocks
         self._capacity = list(capacity)
         self.slots = [Slot() for _ in range(n_slots)]
+        self._active = self.slots  # those that the loop uses
         self._write_staging: dict[int, npt.NDArray[np.uint8]] = {}
         self.log: WriteLog[Held] = WriteLog()
         self._stopping = False
 
-    def begin(self) -> None:
-        """A loop begins: nothing is under way, all earlier writes have landed."""
-        self.log, self._stopping = WriteLog(), False
+    def begin(self, n_slots: int) -> Sequence[Slot]:
+        """A loop begins, on so many of the slots: nothing is under way, all earlier writes have landed."""
+        self.log, self._stopping, self._active = WriteLog(), False, self.slots[:n_slots]
+        return self._active
 
     def stop(self) -> None:
         """The loop has ended: a fill under way ends at its next step. May be called from any thread."""
@@ -134,7 +138,7 @@ class Transfer:
         slot.compute, slot.released = compute, compute.record()
 
     def fill(self, slot: Slot, load: Load, number: int) -> Slot:
-        """Reader. Gather a batch and start its way to the device.
+        """A reader, several at a time for as many slots. Gather a batch and start its way to the device.
 
         Raises:
             Cancelled: ``stop`` was called.
@@ -170,7 +174,7 @@ class Transfer:
         for part, tensor in direct:
             for _ in self.device.read(part, tensor, self._read):
                 self._check_stop()
-        self._meter.read_s += (now := self._meter.span("read", number, start)) - start
+        slot.read_s = (now := self._meter.span("read", number, start)) - start
         slot.filled = self._read.record()
         if self._meter.timeline is not None and not self.device.unified:
             slot.filled.sync()  # not a hazard: a timeline wants to know when the copy ended
@@ -192,6 +196,7 @@ class Transfer:
                 self._forward(write, rows, tensors, compute)
         self._capacity = [max(sizes) for sizes in itertools.zip_longest(self._capacity, slot.needed, fillvalue=0)]
         slot.tensors, slot.load = [], None
+        self._meter.read_s += slot.read_s
         return tensors
 
     def hold(self, stores: Sequence[Store], rows: Rows, values: Sequence[Tensor | None]) -> Landing:
@@ -241,7 +246,7 @@ class Transfer:
 
     def forget(self) -> None:
         """Consumer. Drop the writes that every batch under way has seen."""
-        self.log.forget(min(slot.seen for slot in self.slots))
+        self.log.forget(min(slot.seen for slot in self._active))
 
     def quiesce(self) -> None:
         """Consumer. Wait for what is under way and let go of it; nothing touches the slots' memory when this returns."""
@@ -252,7 +257,7 @@ class Transfer:
 
     def close(self) -> None:
         """Free the staging memory."""
-        self.slots, self._write_staging = [], {}
+        self.slots, self._active, self._write_staging = [], [], {}
 
     def _memory(self, slot: Slot, i: int) -> tuple[Buffer, bool]:
         """Memory for part ``i``, and whether it was reserved; a part that is larger than any before gets its own now."""

@@ -257,7 +257,7 @@ def test_a_config_has_names_and_does_not_change() -> None:
         Config(1)  # type: ignore[call-arg]
     with pytest.raises(dataclasses.FrozenInstanceError):
         Config().depth = 3  # type: ignore[misc]
-    assert Config() == Config(depth=2, headroom=0.1)
+    assert Config() == Config(depth=None, headroom=0.1)
 
 
 # -- words -----------------------------------------------------------------------------------------------------------

@@ -718,7 +718,7 @@ class JoinedDevice(HostDevice):
         super().__init__()
         self.joined_by: list[str] = []
 
-    def worker(self, name: str) -> Worker:
+    def worker(self, name: str, n_threads: int = 1) -> Worker:
         return Worker(self.joined_by)
 
 

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 from pinfeed.dtypes import DTYPES
 from pinfeed.errors import FileMissing, StoreError
-from pinfeed.stores.npy import NpyHeader, read_header
+from pinfeed.stores.extent import Extent
+from pinfeed.stores.npy import read_header
 
 NUMERIC = ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "c16"]
 VERSIONS = [(1, 0), (2, 0), (3, 0)]
@@ -53,7 +54,7 @@ def test_numbers_of_every_kind_and_version(tmp_path: Path, code: str, order: str
     array = np.arange(24).astype(np.dtype(code).newbyteorder(order)).reshape(4, 3, 2)
     path = save(tmp_path / "x.npy", array, version)
     header = read_header(path)
-    assert header == NpyHeader(path, array.dtype, 4, (3, 2), header.offset)
+    assert header == Extent(path, array.dtype, 4, (3, 2), header.offset)
     assert header.dtype.isnative == array.dtype.isnative
     assert header.row_nbytes == array[0].nbytes
     assert header.end == Path(path).stat().st_size
@@ -205,7 +206,7 @@ def test_every_truncation_is_noticed(tmp_path: Path, version: tuple[int, int]) -
 def test_missing_rows_are_told(tmp_path: Path) -> None:
     path = Path(save(tmp_path / "x.npy", np.zeros((10, 3), np.float32)))
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(StoreError, match="is truncated: its header promises 10 rows of 12 bytes, 248 bytes in all; the file has 247"):
+    with pytest.raises(StoreError, match="is truncated: 10 rows of 12 bytes from byte 128 on need 248 bytes in all; the file has 247"):
         read_header(str(path))
 
 
@@ -289,7 +290,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("npy") / "x.npy"
 
 
-def header_or_refusal(path: Path, content: bytes) -> NpyHeader | None:
+def header_or_refusal(path: Path, content: bytes) -> Extent | None:
     try:
         return read_header(write(path, content))
     except StoreError:

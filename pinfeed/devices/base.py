@@ -80,8 +80,8 @@ class Device(Protocol):
         """The stream in which the calling thread's work runs."""
         ...
 
-    def worker(self, name: str) -> Executor:
-        """An executor of one thread that may use this device."""
+    def worker(self, name: str, n_threads: int = 1) -> Executor:
+        """An executor that may use this device. Its tasks begin in the order in which they were submitted."""
         ...
 
     def empty(self, nbytes: int, stream: Any) -> Buffer:

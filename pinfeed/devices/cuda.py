@@ -87,8 +87,8 @@ class CudaDevice:
     def current_stream(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self._device))
 
-    def worker(self, name: str) -> Executor:
-        return ThreadPoolExecutor(1, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(self._device,))
+    def worker(self, name: str, n_threads: int = 1) -> Executor:
+        return ThreadPoolExecutor(n_threads, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(self._device,))
 
     def empty(self, nbytes: int, stream: CudaStream) -> torch.Tensor:
         with torch.cuda.stream(stream.raw):

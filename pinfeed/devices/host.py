@@ -60,8 +60,8 @@ class HostDevice:
     def current_stream(self) -> HostStream:
         return self._stream
 
-    def worker(self, name: str) -> Executor:
-        return ThreadPoolExecutor(1, thread_name_prefix=name)
+    def worker(self, name: str, n_threads: int = 1) -> Executor:
+        return ThreadPoolExecutor(n_threads, thread_name_prefix=name)
 
     def empty(self, nbytes: int, stream: Any) -> Bytes:
         return self._pool.take(nbytes)

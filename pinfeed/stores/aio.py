@@ -10,13 +10,17 @@ The kernel has the call on every Linux; a sandbox may forbid it, and a system-wi
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import functools
 import os
 import platform
 import sys
+import threading
 import weakref
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -25,6 +29,7 @@ import numpy.typing as npt
 Integers = npt.NDArray[np.int64]
 
 READ, WRITE = 0, 1
+NOWAIT = 8  # RWF_NOWAIT of linux/fs.h: only what is in the page cache
 
 N_REQUESTS = 256  # per call: enough to share its cost, and few enough that the system-wide limit allows a hundred of these
 
@@ -80,10 +85,11 @@ class Requests:
         """Give the context back. Idempotent."""
         self._finalizer()
 
-    def run(self, opcode: int, fd: int, addresses: Integers, offsets: Integers, nbytes: int) -> Integers:
+    def run(self, opcode: int, fd: int, addresses: Integers, offsets: Integers, nbytes: int, flags: int = 0) -> Integers:
         """Read or write ``nbytes`` between memory at ``addresses[i]`` and the file at ``offsets[i]``, for every i.
 
-        The interpreter's lock is free meanwhile.
+        The interpreter's lock is free meanwhile. The kernel does one request after the other, unless with ``NOWAIT`` it passes over
+        those that it would have to wait for.
 
         Returns:
             Bytes moved by each request, or its negative error number, shape (n,); 0 also for requests that the kernel did not take,
@@ -93,7 +99,7 @@ class Requests:
         for i in range(0, len(offsets), N_REQUESTS):
             n = min(N_REQUESTS, len(offsets) - i)
             iocbs = self._iocbs[:n]
-            iocbs["opcode"], iocbs["fd"], iocbs["nbytes"] = opcode, fd, nbytes
+            iocbs["opcode"], iocbs["rw_flags"], iocbs["fd"], iocbs["nbytes"] = opcode, flags, fd, nbytes
             iocbs["address"], iocbs["offset"] = addresses[i : i + n], offsets[i : i + n]
             submitted = self._submit(n)
             events = self._reap(submitted)
@@ -121,6 +127,40 @@ class Requests:
                 raise OSError(number, os.strerror(number))
             done += max(0, got)
         return self._events[:n]
+
+
+class Contexts:
+    """Requests for any thread that needs some, made when there is none to spare. At most as many as threads use it at a time."""
+
+    def __init__(self) -> None:
+        self._idle: deque[Requests] = deque()  # its operations are atomic
+
+    @contextlib.contextmanager
+    def take(self) -> Iterator[Requests | None]:
+        """One that is the caller's meanwhile; None where there is none to be had."""
+        try:
+            requests: Requests | None = self._idle.pop()
+        except IndexError:
+            requests = None
+        if requests is None or requests.inherited:
+            requests = Requests.make()
+        try:
+            yield requests
+        except BaseException:
+            if requests is not None:
+                requests.close()  # it may hold answers that nobody has fetched: the next one to use it would take them for his own
+            raise
+        if requests is not None:
+            self._idle.append(requests)
+
+    def close(self) -> None:
+        """Give back those that nobody uses: all at once, for the kernel takes some hundredths of a second over each."""
+        idle = [self._idle.pop() for _ in range(len(self._idle))]
+        threads = [threading.Thread(target=requests.close, name="pinfeed-close") for requests in idle]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
 
 
 @functools.cache

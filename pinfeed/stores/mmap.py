@@ -1,4 +1,4 @@
-"""MmapStore: rows of a .npy file, or of several shards seen as one, never read whole.
+"""MmapStore: rows of a file on disk, or of several shards seen as one, never read whole.
 
 It does what a memory map is used for, without one: rows go from the page cache straight to where they belong, consecutive ones by
 preadv, scattered ones by native AIO. So nothing of the file stays resident in the process, and a file that shrinks is an error.
@@ -7,70 +7,117 @@ preadv, scattered ones by native AIO. So nothing of the file stays resident in t
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
+import math
 import mmap
 import os
 import pathlib
-import threading
-from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+import stat
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ..dtypes import check_dtype, dtype_of
-from ..errors import ArgumentError, ClosedError, FileMissing, StoreError, WriteBackError
+from ..dtypes import DTYPES, dtype_of
+from ..errors import ArgumentError, FileMissing, StoreError, WriteBackError
+from ..memory import free_host_bytes
 from ..rows import Rows
 from . import aio
-from .base import Array, run_of
-from .npy import NpyHeader, read_header
+from .base import Array
+from .extent import Extent
+from .npy import read_header
+from .remote import has_protocol
 from .shard import Shard
+from .sharded import ShardedStore, bytes_of
 
 Path = str | os.PathLike[str]
 
 _PIECE_BYTES = 4 << 20  # rows are written in pieces of this size, of which there may be copies
-_OPEN_SHARDS = 64  # of a thousand, so many hold a descriptor at a time
 
 
-class MmapStore:
-    """Rows of a .npy file on disk.
+class MmapStore(ShardedStore[Shard]):
+    """Rows of a .npy file on disk; ``raw`` and ``safetensors`` open other files.
 
     Args:
         path: A file, a pattern (``"features-*.npy"``, in sorted order) or a sequence of files; several are shards of one store and
             may differ in their number of rows.
         mode: ``"r"``, or ``"r+"`` to write rows back through to the file.
         dtype: Take the items for this dtype of the same size: ``"bfloat16"``, which a .npy file cannot name (numpy saves it as ``V2``).
+        keep_cache: Whether the kernel's page cache keeps what was read. False leaves it as it was found. None keeps it if the files fit
+            in the memory that is free when reading begins.
 
     Raises:
         FileMissing: A file, or every file of a pattern, is missing.
         StoreError: Not a .npy file, truncated, no rows, Fortran order, a dtype that torch has not, or shards that do not match.
     """
 
-    def __init__(self, path: Path | Sequence[Path], *, mode: str = "r", dtype: npt.DTypeLike | None = None) -> None:
+    def __init__(
+        self, path: Path | Sequence[Path], *, mode: str = "r", dtype: npt.DTypeLike | None = None, keep_cache: bool | None = None
+    ) -> None:
+        wanted = None if dtype is None else dtype_of(dtype, "dtype")
+        self._begin([read_header(p, wanted) for p in _paths(path)], mode, keep_cache)
+
+    @classmethod
+    def raw(
+        cls,
+        path: Path | Sequence[Path],
+        *,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike,
+        offset: int = 0,
+        mode: str = "r",
+        keep_cache: bool | None = None,
+    ) -> MmapStore:
+        """Rows of a file that holds nothing else, or has them after ``offset`` bytes.
+
+        Args:
+            path: As above.
+            shape: (n_rows, *row_shape) of each file; with n_rows -1, as many rows as the file has.
+            dtype: Of the items; ``">f4"`` for the other byte order.
+            offset: Bytes before the first row.
+            mode: As above.
+            keep_cache: As above.
+
+        Raises:
+            FileMissing: As above.
+            StoreError: Truncated, no rows, bytes left over with n_rows -1, or a dtype that torch has not.
+        """
+        store = cls.__new__(cls)
+        store._begin([_raw_extent(p, tuple(shape), dtype, offset) for p in _paths(path)], mode, keep_cache)
+        return store
+
+    @classmethod
+    def safetensors(cls, path: Path | Sequence[Path], name: str, *, mode: str = "r", keep_cache: bool | None = None) -> MmapStore:
+        """Rows of the tensor ``name`` of a safetensors file, whose header that format's own library reads.
+
+        Args:
+            path: As above.
+            name: Of the tensor; its first axis are the rows.
+            mode: As above.
+            keep_cache: As above.
+
+        Raises:
+            MissingDependency: The library is not installed.
+            FileMissing: As above.
+            StoreError: Not a safetensors file, no such tensor, no rows, or a dtype that torch has not.
+        """
+        from .safetensors import read_extent
+
+        store = cls.__new__(cls)
+        store._begin([read_extent(p, name) for p in _paths(path)], mode, keep_cache)
+        return store
+
+    def _begin(self, extents: Sequence[Extent], mode: str, keep_cache: bool | None) -> None:
         if mode not in ("r", "r+"):
             raise ArgumentError(f"mode={mode!r}: expected 'r' or 'r+'")
-        wanted = None if dtype is None else dtype_of(dtype, "dtype")
-        headers = [read_header(p, wanted) for p in _paths(path)]
-        first = headers[0]
-        for header in headers:
-            if (header.dtype, header.row_shape) != (first.dtype, first.row_shape):
-                raise StoreError(
-                    f"shards do not match: {first.path} has rows of shape {first.row_shape}, {first.dtype}; "
-                    f"{header.path} of shape {header.row_shape}, {header.dtype}"
-                )
-        if mode == "r+" and len(set(map(os.path.realpath, self._names(headers)))) < len(headers):
-            raise ArgumentError(f"a file stands twice among the shards {self._names(headers)}; with mode='r+' give each once")
-        self._ends = np.cumsum([header.n_rows for header in headers])
-        if self._ends[-1] == 0:
-            raise StoreError(f"{first.path} has no rows (shape {(first.n_rows, *first.row_shape)}); expected at least one")
-        self._headers, self._mode = headers, mode
-        self._dtype, self._swapped = check_dtype(first.dtype, first.path), not first.dtype.isnative
-        self._open: OrderedDict[int, Shard] = OrderedDict()
+        super().__init__(extents)
+        if mode == "r+" and len(set(map(os.path.realpath, self.paths))) < len(self.paths):
+            raise ArgumentError(f"a file stands twice among the shards {self.paths}; with mode='r+' give each once")
+        self._mode, self._keep_cache = mode, keep_cache
         self._dirty: dict[int, int] = {}  # shards that were written since their last fsync, and how often
-        self._idle: list[aio.Requests] = []
-        self._lock = threading.Lock()  # guards _open, _dirty and _idle: reader and writer use the store at the same time
-        self._closed = False
+        self._contexts = aio.Contexts()
 
     def __repr__(self) -> str:
         return f"MmapStore({self.paths[0] if len(self.paths) == 1 else self.paths!r}, mode={self._mode!r})"
@@ -82,57 +129,37 @@ class MmapStore:
         self.close()
 
     @property
-    def paths(self) -> list[str]:
-        """The files, in the order of their rows."""
-        return self._names(self._headers)
-
-    @staticmethod
-    def _names(headers: Sequence[NpyHeader]) -> list[str]:
-        return [header.path for header in headers]
+    def writable(self) -> bool:  # type: ignore[override]  # the base has it once and for all
+        return self._mode == "r+"
 
     @property
-    def n_rows(self) -> int:
-        return int(self._ends[-1])
-
-    @property
-    def row_shape(self) -> tuple[int, ...]:
-        return self._headers[0].row_shape
-
-    @property
-    def resident_bytes(self) -> int:
+    def resident_bytes(self) -> int:  # type: ignore[override]  # as above
         """What a scatter takes to bring rows into the order and the byte order of the file, in bytes."""
         return 2 * _PIECE_BYTES if self.writable else 0
 
-    @property
-    def row_nbytes(self) -> int:
-        """Bytes of one row."""
-        return self._headers[0].row_nbytes
+    @functools.cached_property
+    def keep_cache(self) -> bool:
+        """Whether the page cache keeps what is read."""
+        if self._keep_cache is not None:
+            return self._keep_cache
+        return self.n_rows * self.row_nbytes <= free_host_bytes()
 
     @property
-    def dtype(self) -> np.dtype[Any]:
-        return self._dtype
+    def version(self) -> object:
+        """Something else once a file was written or replaced."""
+        try:
+            stats = [os.stat(path) for path in self.paths]
+        except FileNotFoundError:
+            return None  # an open file goes on
+        return [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
-    @property
-    def writable(self) -> bool:
-        return self._mode == "r+"
-
-    def gather(self, rows: Rows, out: Array) -> None:
-        """Copy rows into ``out``.
-
-        Raises:
-            ReadError: A file has shrunk, or cannot be read.
-        """
-        target = _bytes_of(out)
-        for number, shard_rows, positions in self._split(rows):
-            shard = self._shard(number)
-            run, place = run_of(shard_rows), run_of(positions)
-            if run is not None and place is not None:
-                shard.read_run(run.start, target[place])
-            else:
-                with self._requests() as requests:
-                    shard.read_rows(shard_rows, target, positions, requests)
-        if self._swapped:
-            out.byteswap(inplace=True)
+    def will_gather(self, start: int, stop: int) -> None:
+        """Tell the kernel that the rows [start, stop) will be read soon; it brings them into the page cache meanwhile."""
+        number = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            end = min(stop, int(self._ends[number]))
+            self._shard(number).will_read(start - int(self._starts[number]), end - start)
+            start, number = end, number + 1
 
     def scatter(self, rows: Rows, values: Array) -> None:
         """Write rows through to the file; other readers of it see them at once, ``flush`` makes them durable.
@@ -146,7 +173,7 @@ class MmapStore:
         step = max(1, _PIECE_BYTES // max(1, self.row_nbytes))
         for i in range(0, len(rows), step):
             piece = values[i : i + step]
-            source = _bytes_of(np.ascontiguousarray(piece.byteswap() if self._swapped else piece))
+            source = bytes_of(np.ascontiguousarray(piece.byteswap() if self._swapped else piece))
             for number, shard_rows, positions in self._split(rows[i : i + step]):
                 self._write(number, shard_rows, source if len(positions) == len(source) else source[positions])
 
@@ -165,16 +192,21 @@ class MmapStore:
         try:
             self.flush()
         finally:
-            self._closed = True
-            self._open.clear()
-            while self._idle:
-                self._idle.pop().close()
+            super().close()
+            self._contexts.close()
+
+    def _open_shard(self, extent: Extent) -> Shard:
+        return Shard(extent, self._contexts, writable=self.writable, keep_cache=self.keep_cache)
+
+    def _evict(self, number: int, shard: Shard) -> None:
+        if number in self._dirty:
+            shard.flush()
+            del self._dirty[number]
 
     def _write(self, number: int, rows: Rows, values: npt.NDArray[np.uint8]) -> None:
         shard = self._shard(number)
         try:
-            with self._requests() as requests:
-                shard.write_rows(rows, values, requests)
+            shard.write_rows(rows, values)
         finally:
             with self._lock:
                 self._dirty[number] = self._dirty.get(number, 0) + 1
@@ -185,48 +217,34 @@ class MmapStore:
             if self._dirty.get(number) == count:  # else it was written again meanwhile
                 del self._dirty[number]
 
-    @contextlib.contextmanager
-    def _requests(self) -> Iterator[aio.Requests | None]:
-        """A context for this thread's requests: the reader and the writer each take one, at the same time."""
-        with self._lock:
-            requests = self._idle.pop() if self._idle else None
-        if requests is None or requests.inherited:
-            requests = aio.Requests.make() if self.row_nbytes else None
-        try:
-            yield requests
-        except BaseException:
-            if requests is not None:
-                requests.close()  # it may hold answers that nobody has fetched: the next one to use it would take them for his own
-            raise
-        if requests is not None:
-            with self._lock:
-                self._idle.append(requests)
 
-    def _split(self, rows: Rows) -> list[tuple[int, Rows, Rows]]:
-        """The rows by shard: (shard, rows within it, their positions in ``rows``)."""
-        if len(self._headers) == 1:
-            return [(0, rows, np.arange(len(rows)))]
-        shard_of = np.searchsorted(self._ends, rows, side="right")
-        starts = np.concatenate(([0], self._ends[:-1]))
-        parts: list[tuple[int, Rows, Rows]] = []
-        for number in np.unique(shard_of).tolist():
-            positions = np.flatnonzero(shard_of == number)
-            parts.append((number, rows[positions] - starts[number], positions))
-        return parts
+def _raw_extent(path: str, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> Extent:
+    items = DTYPES[dtype] if isinstance(dtype, str) and dtype in DTYPES else np.dtype(dtype)
+    size = _size(path)
+    if not shape or min(shape[1:], default=0) < 0 or shape[0] < -1 or offset < 0:
+        raise StoreError(f"{path}: shape={shape}, offset={offset}; expected (n_rows, ...), or (-1, ...) for as many as there are")
+    row_nbytes = items.itemsize * math.prod(shape[1:])
+    n_rows = shape[0]
+    if n_rows == -1:
+        if not row_nbytes:
+            raise StoreError(f"{path}: shape={shape} has rows of no bytes, of which a file has any number; give the number of rows")
+        n_rows, rest = divmod(max(0, size - offset), row_nbytes)
+        if rest:
+            raise StoreError(
+                f"{path}: {size} bytes less offset={offset} are {n_rows} rows of {row_nbytes} bytes and {rest} bytes more; "
+                "give the shape, dtype and offset that the file was written with, or the number of rows"
+            )
+    return Extent(path, items, n_rows, shape[1:], offset).check(size)
 
-    def _shard(self, number: int) -> Shard:
-        """The shard, opened. One that falls out of the cache closes when the last thread that reads it is done."""
-        with self._lock:
-            if self._closed:
-                raise ClosedError(f"{self!r} is closed; open the file again")
-            shard = self._open.pop(number, None) or Shard(self._headers[number], writable=self.writable)
-            self._open[number] = shard
-            if len(self._open) > _OPEN_SHARDS:
-                oldest, evicted = self._open.popitem(last=False)
-                if oldest in self._dirty:
-                    evicted.flush()
-                    del self._dirty[oldest]
-            return shard
+
+def _size(path: str) -> int:
+    try:
+        status = os.stat(path)
+    except FileNotFoundError:
+        raise FileMissing(f"{path}: no such file (looked in {os.getcwd()})") from None
+    if stat.S_ISDIR(status.st_mode):
+        raise StoreError(f"{path} is a directory; expected a file, or a pattern such as {path}/*")
+    return status.st_size
 
 
 def store_of_memmap(array: np.memmap[Any, Any]) -> MmapStore | None:
@@ -259,7 +277,7 @@ def _mapped_inode(address: int) -> int:
 
 def _paths(path: Path | Sequence[Path]) -> list[str]:
     if isinstance(path, (str, os.PathLike)):
-        name = os.fspath(path)
+        name = _local(path)
         if not glob.has_magic(name) or os.path.exists(name):
             return [name]
         found = sorted(glob.glob(name))
@@ -267,7 +285,7 @@ def _paths(path: Path | Sequence[Path]) -> list[str]:
             raise FileMissing(f"{name}: no file matches this pattern (looked in {os.getcwd()})")
         return found
     try:
-        names = [os.fspath(p) for p in path]
+        names = [_local(p) for p in path]
     except TypeError:
         raise ArgumentError(f"path={path!r}: expected a path, a pattern or a sequence of paths") from None
     if not names:
@@ -275,7 +293,7 @@ def _paths(path: Path | Sequence[Path]) -> list[str]:
     return names
 
 
-def _bytes_of(array: Array) -> npt.NDArray[np.uint8]:
-    """Shape (n, row_nbytes), on the same memory."""
-    n = len(array)
-    return array.reshape(-1).view(np.uint8).reshape(n, array.nbytes // n if n else 0)
+def _local(path: Path) -> str:
+    if has_protocol(path):
+        raise ArgumentError(f"{path!r} is a URL; MmapStore opens local files: expected a path, or RemoteStore({path!r})")
+    return os.fspath(path)

@@ -3,43 +3,20 @@
 from __future__ import annotations
 
 import ast
-import math
 import os
-from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 
 from ..dtypes import check_dtype
 from ..errors import FileMissing, StoreError
+from .extent import Extent
 
 _MAX_AXES = 64  # numpy's own limit
 _MAX_HEADER = 1 << 16  # what version 1 can say; a longer one lists the fields of a structured dtype, or is no header
 
 
-@dataclass(frozen=True)
-class NpyHeader:
-    """Where the rows of a .npy file are."""
-
-    path: str
-    dtype: np.dtype[Any]
-    """As in the file, which may have the other byte order."""
-    n_rows: int
-    row_shape: tuple[int, ...]
-    offset: int
-    """Bytes before the first row."""
-
-    @property
-    def row_nbytes(self) -> int:
-        return self.dtype.itemsize * math.prod(self.row_shape)
-
-    @property
-    def end(self) -> int:
-        """Bytes that the file needs to have."""
-        return self.offset + self.n_rows * self.row_nbytes
-
-
-def read_header(path: str, dtype: np.dtype[Any] | None = None) -> NpyHeader:
+def read_header(path: str, dtype: np.dtype[Any] | None = None) -> Extent:
     """Read and check the header of a .npy file.
 
     Args:
@@ -52,25 +29,21 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> NpyHeader:
     """
     try:
         with open(path, "rb") as file:
-            start = file.read(12)
-            length = _header_length(path, start)
-            begin = 10 if start[6] == 1 else 12
-            file.seek(begin)
-            text = file.read(length)
-            size = os.fstat(file.fileno()).st_size
+            return header_of(path, file, os.fstat(file.fileno()).st_size, dtype)
     except FileNotFoundError:
         raise FileMissing(f"{path}: no such file (looked in {os.getcwd()}); expected a .npy file, as numpy.save writes it") from None
     except IsADirectoryError:
         raise StoreError(f"{path} is a directory; expected a .npy file, or a pattern such as {path}/*.npy") from None
-    saved, shape = _parse(path, text, length)
-    dtype = _chosen(path, saved, dtype)
-    header = NpyHeader(path, dtype, shape[0], shape[1:], begin + length)
-    if header.end > size:
-        raise StoreError(
-            f"{path} is truncated: its header promises {shape[0]} rows of {header.row_nbytes} bytes, {header.end} bytes in all; "
-            f"the file has {size}; copy or save it again"
-        )
-    return header
+
+
+def header_of(path: str, file: IO[bytes], size: int, dtype: np.dtype[Any] | None = None) -> Extent:
+    """As ``read_header``, of an open file of ``size`` bytes, whatever it is open on."""
+    start = file.read(12)
+    length = _header_length(path, start)
+    begin = 10 if start[6] == 1 else 12
+    file.seek(begin)
+    saved, shape = _parse(path, file.read(length), length)
+    return Extent(path, _chosen(path, saved, dtype), shape[0], shape[1:], begin + length).check(size)
 
 
 def _header_length(path: str, start: bytes) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -11,26 +12,39 @@ import numpy.typing as npt
 from ..errors import FileMissing, ReadError
 from ..rows import Rows
 from . import aio
-from .npy import NpyHeader
+from .extent import Extent
+from .pagecache import PageCache
 
 Bytes = npt.NDArray[np.uint8]
+
+_AT_ONCE = 16  # reads that wait for the disk at a time: more brought nothing on a virtual disk and on NVMe, fewer did not fill them
+_EACH = 4  # rows that make a thread worth its start
+_ADVISED = 1 << 20  # from here on the disk is told of the whole run before it is copied
 
 
 class Shard:
     """The descriptor of one file, closed when nobody holds the object any more. Any thread may use it.
 
+    Args:
+        extent: Where its rows are.
+        contexts: For requests that are made many at a time.
+        writable: Whether ``write_rows`` is to work.
+        keep_cache: Leave in the page cache what was read.
+
     Raises:
         FileMissing: The file has gone since its header was read.
     """
 
-    def __init__(self, header: NpyHeader, *, writable: bool) -> None:
-        self._header = header
+    def __init__(self, extent: Extent, contexts: aio.Contexts, *, writable: bool, keep_cache: bool) -> None:
+        self._extent, self._contexts = extent, contexts
         try:
-            self._fd = os.open(header.path, os.O_RDWR if writable else os.O_RDONLY)
+            self._fd = os.open(extent.path, os.O_RDWR if writable else os.O_RDONLY)
         except FileNotFoundError:
-            raise FileMissing(f"{header.path} was there when it was opened and is not any more") from None
+            raise FileMissing(f"{extent.path} was there when it was opened and is not any more") from None
         weakref.finalize(self, os.close, self._fd)
         self._check_size()
+        self._cache = PageCache(self._fd, extent.end, keep=keep_cache)
+        weakref.finalize(self, self._cache.leave)  # before the descriptor is closed: the last one made is called first
 
     def read_run(self, first: int, out: Bytes) -> None:
         """Read the rows from ``first`` on into ``out``, shape (n, row_nbytes).
@@ -38,7 +52,9 @@ class Shard:
         Raises:
             ReadError: The file has shrunk, or cannot be read.
         """
-        begin, view, done = self._header.offset + first * self._header.row_nbytes, out.reshape(-1).data, 0
+        begin, view, done = self._extent.offset + first * self._extent.row_nbytes, out.reshape(-1).data, 0
+        if len(view) >= _ADVISED:
+            os.posix_fadvise(self._fd, begin, len(view), os.POSIX_FADV_WILLNEED)
         while done < len(view):
             try:
                 n = os.preadv(self._fd, [view[done:]], begin + done)
@@ -46,49 +62,79 @@ class Shard:
                 raise self._read_error(error.errno or 0) from error
             if n == 0:
                 self._check_size()
-                raise ReadError(f"{self._header.path} ended at byte {begin + done}")
+                raise ReadError(f"{self._extent.path} ended at byte {begin + done}")
             done += n
+        self._cache.used(begin, len(view))
 
-    def read_rows(self, rows: Rows, out: Bytes, positions: Rows, requests: aio.Requests | None) -> None:
+    def read_rows(self, rows: Rows, out: Bytes, positions: Rows) -> None:
         """Read rows in any order into ``out[positions]``; ``out`` is C-contiguous, shape (n, row_nbytes).
+
+        What is in the page cache is copied by this thread; for the rest, many reads wait for the disk at the same time.
 
         Raises:
             ReadError: The file has shrunk, or cannot be read.
         """
-        if requests is None:
-            for row, position in zip(rows.tolist(), positions.tolist(), strict=True):
-                self.read_run(row, out[position])
+        if not self._extent.row_nbytes:
             return
-        results = requests.run(aio.READ, self._fd, out.ctypes.data + positions * out.shape[1], self._offsets(rows), out.shape[1])
-        for i in np.flatnonzero(results != self._header.row_nbytes).tolist():
-            if results[i] < 0:
-                raise self._read_error(-int(results[i]))
-            self.read_run(int(rows[i]), out[positions[i]])  # which reports that the file has ended, if it has
+        missing = self._read_some(rows, out, positions, aio.NOWAIT)
+        if not len(missing):
+            return
+        missing = missing[np.argsort(rows[missing])]  # neighbours go to one thread, one after the other: the kernel reads them as one
+        self._cache.used(self._extent.offset, len(missing) * max(self._extent.row_nbytes, os.sysconf("SC_PAGESIZE")))
+        n_threads = min(_AT_ONCE, len(missing) // _EACH)
+        if n_threads < 2:
+            self._read_all(rows[missing], out, positions[missing])
+            return
+        with ThreadPoolExecutor(n_threads, thread_name_prefix="pinfeed-disk") as disk:
+            parts = np.array_split(missing, n_threads)
+            for future in [disk.submit(self._read_all, rows[part], out, positions[part]) for part in parts]:
+                future.result()
 
-    def write_rows(self, rows: Rows, values: Bytes, requests: aio.Requests | None) -> None:
+    def write_rows(self, rows: Rows, values: Bytes) -> None:
         """Write rows, each there once; ``values`` is C-contiguous, shape (n, row_nbytes).
 
         Raises:
             OSError: What the file system says, with the name of the file.
         """
         self._check_size()  # else a write beyond the end would make it longer, with holes
-        nbytes = self._header.row_nbytes
+        nbytes = self._extent.row_nbytes
+        if not nbytes:
+            return
         unwritten = np.arange(len(rows))
-        if requests is not None:
-            results = requests.run(aio.WRITE, self._fd, values.ctypes.data + unwritten * nbytes, self._offsets(rows), nbytes)
-            unwritten = np.flatnonzero(results != nbytes)
+        with self._contexts.take() as requests:
+            if requests is not None:
+                results = requests.run(aio.WRITE, self._fd, values.ctypes.data + unwritten * nbytes, self._offsets(rows), nbytes)
+                unwritten = np.flatnonzero(results != nbytes)
         for i in unwritten.tolist():
-            self._write(self._header.offset + int(rows[i]) * nbytes, values[i].data)
+            self._write(self._extent.offset + int(rows[i]) * nbytes, values[i].data)
+
+    def will_read(self, first: int, n_rows: int) -> None:
+        """Tell the kernel that these rows will be read soon; it brings them into the page cache meanwhile."""
+        nbytes = self._extent.row_nbytes
+        os.posix_fadvise(self._fd, self._extent.offset + first * nbytes, n_rows * nbytes, os.POSIX_FADV_WILLNEED)
 
     def flush(self) -> None:
         """Return when what was written is on the disk."""
         try:
             os.fsync(self._fd)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, self._header.path) from error
+            raise OSError(error.errno, error.strerror, self._extent.path) from error
+
+    def _read_some(self, rows: Rows, out: Bytes, positions: Rows, flags: int = 0) -> Rows:
+        """Read what can be read by one call for many rows; which of the rows, shape (m,), it was not."""
+        nbytes = self._extent.row_nbytes
+        with self._contexts.take() as requests:
+            if requests is None:
+                return np.arange(len(rows))
+            results = requests.run(aio.READ, self._fd, out.ctypes.data + positions * nbytes, self._offsets(rows), nbytes, flags)
+        return np.flatnonzero(results != nbytes)
+
+    def _read_all(self, rows: Rows, out: Bytes, positions: Rows) -> None:
+        for i in self._read_some(rows, out, positions).tolist():
+            self.read_run(int(rows[i]), out[positions[i]])  # which reports what is wrong, if something is
 
     def _offsets(self, rows: Rows) -> Rows:
-        return self._header.offset + rows * self._header.row_nbytes
+        return self._extent.offset + rows * self._extent.row_nbytes
 
     def _write(self, offset: int, values: memoryview) -> None:
         done = 0
@@ -96,15 +142,15 @@ class Shard:
             try:
                 done += os.pwrite(self._fd, values[done:], offset + done)
             except OSError as error:
-                raise OSError(error.errno, error.strerror, self._header.path) from error
+                raise OSError(error.errno, error.strerror, self._extent.path) from error
 
     def _read_error(self, number: int) -> ReadError:
-        return ReadError(number, f"{os.strerror(number)}, while rows were read", self._header.path)
+        return ReadError(number, f"{os.strerror(number)}, while rows were read", self._extent.path)
 
     def _check_size(self) -> None:
         size = os.fstat(self._fd).st_size
-        if size < self._header.end:
+        if size < self._extent.end:
             raise ReadError(
-                f"{self._header.path} has shrunk to {size} bytes; its {self._header.n_rows} rows need {self._header.end}; "
+                f"{self._extent.path} has shrunk to {size} bytes; its {self._extent.n_rows} rows need {self._extent.end}; "
                 "was it written anew while it was streamed?"
             )

@@ -148,10 +148,10 @@ class SimFuture(Future[Any]):
 
 
 class SimWorker:
-    """An executor of one thread, simulated."""
+    """An executor, simulated: with several threads, a task may run while another one calls the device."""
 
-    def __init__(self, device: SimDevice) -> None:
-        self._device, self._busy = device, False
+    def __init__(self, device: SimDevice, n_threads: int) -> None:
+        self._device, self._n_idle = device, n_threads
         self._tasks: deque[tuple[SimFuture, Callable[..., Any], tuple[Any, ...]]] = deque()
 
     def submit(self, fn: Callable[..., Any], *args: Any) -> SimFuture:
@@ -169,17 +169,17 @@ class SimWorker:
 
     @property
     def _ready(self) -> bool:
-        return bool(self._tasks) and not self._busy
+        return bool(self._tasks) and self._n_idle > 0
 
     def _advance(self) -> None:
         future, fn, args = self._tasks.popleft()
-        self._busy = True
+        self._n_idle -= 1
         try:
             future.set_result(fn(*args))
         except BaseException as error:
             future.set_exception(error)
         finally:
-            self._busy = False
+            self._n_idle += 1
 
 
 class SimDevice:
@@ -218,8 +218,8 @@ class SimDevice:
     def current_stream(self) -> SimStream:
         return self._current
 
-    def worker(self, name: str) -> Any:
-        self._actors[name] = worker = SimWorker(self)
+    def worker(self, name: str, n_threads: int = 1) -> Any:
+        self._actors[name] = worker = SimWorker(self, n_threads)
         return worker
 
     def empty(self, nbytes: int, stream: SimStream) -> Memory:

@@ -1,0 +1,63 @@
+"""Advised: rows of a file through the page cache, which is filled ahead of them in sequence."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from ..config import Item
+from ..devices.base import Part
+from ..rows import Rows, Windows
+from ..stores.sharded import AnyShardedStore
+from .ahead import Ahead, Runs
+from .base import Parts, StoreRows
+
+_STEP_BYTES = 8 << 20  # advice is given in pieces: it takes as long as the disk has room for it, and the loop may end meanwhile
+
+
+class Advised:
+    """Rows are gathered from a file, whose page cache the kernel is told to fill: the whole of it, once, in sequence; or window by window.
+
+    A disk gives many times as much in sequence as in random rows; these are soon found in memory that is the kernel's.
+    """
+
+    items: tuple[Item, ...] = ()
+
+    def __init__(self, store: AnyShardedStore) -> None:
+        self._store, self._told, self._stopping = store, 0, False
+        self._step = max(1, _STEP_BYTES // max(1, store.row_nbytes))
+
+    @contextlib.contextmanager
+    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Parts]:
+        self._stopping = False
+        with ThreadPoolExecutor(1, thread_name_prefix="pinfeed-advise") as adviser:
+            ahead = None
+            if windows is None:
+                adviser.submit(self._tell_all)
+            else:
+                ahead = Ahead(windows, start, stop, lambda runs: adviser.submit(self._tell, runs))
+
+            def part(rows: Rows, position: int) -> Part:
+                if ahead is not None:
+                    ahead.take(position, len(rows))
+                return StoreRows(self._store, rows)
+
+            try:
+                yield part
+            finally:
+                self._stopping = True
+
+    def close(self) -> None:
+        """There is nothing."""
+
+    def _tell_all(self) -> None:
+        while self._told < self._store.n_rows and not self._stopping:
+            end = min(self._told + self._step, self._store.n_rows)
+            self._store.will_gather(self._told, end)
+            self._told = end
+
+    def _tell(self, runs: Runs) -> None:
+        for run in runs:
+            if not self._stopping:
+                self._store.will_gather(*run)

@@ -1,0 +1,81 @@
+"""Access: how the rows of one store come to where they are gathered."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from ..config import Item
+from ..devices.base import Part
+from ..rows import Rows, Windows
+
+Parts = Callable[[Rows, int], Part]
+"""The part of a batch: its row numbers, and the position of the first of them in the epoch. Called batch by batch, in order."""
+
+# Rows are gathered in steps, and a loop that ends waits for one step at most: some milliseconds from memory, and less than a second
+# from a disk that seeks 20,000 times a second.
+_STEP_BYTES, _STEP_ROWS = 16 << 20, 1 << 13
+
+
+class Gatherable(Protocol):
+    """Rows that can be gathered: what a part needs of a Store."""
+
+    @property
+    def row_shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> np.dtype[Any]: ...
+    def gather(self, rows: Rows, out: npt.NDArray[Any]) -> None: ...
+
+
+class StoreRows:
+    """The rows of one store that a batch wants."""
+
+    __slots__ = ("dtype", "rows", "shape", "store")
+
+    def __init__(self, store: Gatherable, rows: Rows) -> None:
+        self.store, self.rows = store, rows
+        self.shape, self.dtype = (len(rows), *store.row_shape), store.dtype
+
+    def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
+        """Gather the rows into ``out``, step by step."""
+        step = max(1, min(_STEP_ROWS, _STEP_BYTES * len(out) // max(1, out.nbytes)))
+        for i in range(0, len(out), step):
+            self.store.gather(self.rows[i : i + step], out[i : i + step])
+            yield
+
+
+class Access(Protocol):
+    """How the rows of one store are read. Belongs to a feeder; threads of its own live as long as an epoch."""
+
+    @property
+    def items(self) -> tuple[Item, ...]:
+        """Memory that it takes, at most."""
+        ...
+
+    def serve(self, windows: Windows | None, start: int, stop: int) -> AbstractContextManager[Parts]:
+        """Serve the positions [start, stop) of an epoch. What runs in the background ends with the context."""
+        ...
+
+    def close(self) -> None:
+        """Free its memory."""
+
+
+class Direct:
+    """Rows are gathered from the store itself."""
+
+    items: tuple[Item, ...] = ()
+
+    def __init__(self, store: Gatherable) -> None:
+        self._store = store
+
+    @contextlib.contextmanager
+    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Parts]:
+        yield lambda rows, position: StoreRows(self._store, rows)
+
+    def close(self) -> None:
+        """There is nothing."""

@@ -1,0 +1,146 @@
+"""Resident: the rows of a file in memory, brought in while they are served."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..blocks import block_nbytes, huge
+from ..config import Item
+from ..rows import Rows, Windows
+from ..stores.array import ArrayStore
+from ..stores.sharded import AnyShardedStore
+from .base import Parts, StoreRows
+
+logger = logging.getLogger("pinfeed")
+
+_PIECE_BYTES = 8 << 20  # large enough for the disk to be read in sequence, small enough for a loop's end not to wait for it
+_N_THREADS = 2  # one copies while the other one waits for the disk
+_SOON_S = 2.0  # so long a batch may wait for the rest of the file
+_FIRST_GUESS = 1e9  # bytes per second, until there is a piece to go by
+
+
+class Resident:
+    """All rows of a read-only store, in memory of their own: in the first epoch they are brought in piece by piece, in sequence.
+
+    Rows that are not there yet are waited for if all will be there soon, or in a block-shuffled epoch, for which the pieces come in the
+    order in which they are needed; else they are read one by one meanwhile, which slows the bringing down, but does not keep the loop
+    waiting for minutes. A file that was written since its rows came in is brought in again before an epoch begins.
+
+    Raises:
+        OSError: The system has not so much memory.
+    """
+
+    def __init__(self, store: AnyShardedStore) -> None:
+        self._store = store
+        self.row_shape, self.dtype = store.row_shape, store.dtype
+        self.items, nbytes = (resident_item(store),), store.n_rows * store.row_nbytes
+        array: npt.NDArray[Any] = huge(nbytes)[:nbytes].view(store.dtype).reshape(store.n_rows, *store.row_shape)
+        self._array, self._rows = array, ArrayStore(array)
+        self._piece_rows = max(1, _PIECE_BYTES // max(1, store.row_nbytes))
+        self._ready = np.zeros(-(-store.n_rows // self._piece_rows), np.bool_)
+        self._complete = False
+        self._version: object = None
+        self._changed = threading.Condition()  # guards what is below
+        self._pending: Iterator[int] = iter(())
+        self._in_order = self._stopping = False
+        self._begun_s, self._n_brought = 0.0, 0
+
+    @contextlib.contextmanager
+    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Parts]:
+        self._refresh()
+        if self._complete:
+            yield self._part
+            return
+        self._pending, self._in_order, self._stopping = self._order(windows, start, stop), windows is not None, False
+        self._begun_s, self._n_brought = time.monotonic(), 0
+        with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="pinfeed-bring") as threads:
+            for _ in range(_N_THREADS):
+                threads.submit(self._bring)
+            try:
+                yield self._part
+            finally:
+                self._stop()
+
+    def gather(self, rows: Rows, out: npt.NDArray[Any]) -> None:
+        """Copy rows into ``out``, as a Store does."""
+        if self._complete:
+            self._rows.gather(rows, out)
+            return
+        pieces = rows // self._piece_rows
+        if self._in_order or self._rest_s() < _SOON_S:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping or bool(self._ready[pieces].all()))
+        missing = np.flatnonzero(~self._ready[pieces])  # looked up first: a piece may come while its rows are copied
+        self._rows.gather(rows, out)
+        if len(missing):
+            self._store.gather_at(rows[missing], out, missing)
+
+    def close(self) -> None:
+        """Free the memory; what is being gathered from it keeps it until then."""
+        self._ready[:] = self._complete = False
+        del self._array, self._rows
+
+    def _rest_s(self) -> float:
+        """The time until all rows will be there, as far as that can be told, in seconds."""
+        rest = np.count_nonzero(~self._ready) * _PIECE_BYTES
+        spent_s = time.monotonic() - self._begun_s
+        return rest / (self._n_brought * _PIECE_BYTES / spent_s if self._n_brought else _FIRST_GUESS)
+
+    def _part(self, rows: Rows, position: int) -> StoreRows:
+        return StoreRows(self, rows)
+
+    def _refresh(self) -> None:
+        """Forget rows that may have changed in the file."""
+        version = self._store.version
+        if version != self._version:
+            self._version, self._complete = version, False
+            self._ready[:] = False
+
+    def _order(self, windows: Windows | None, start: int, stop: int) -> Iterator[int]:
+        """The pieces that are not there yet, in the order in which they are to come."""
+        size, taken = self._piece_rows, self._ready.copy()
+        spans = windows.spans(start, stop) if windows is not None else []
+        for number, _ in spans:
+            for first, end in windows.runs(number) if windows is not None else []:
+                for piece in range(first // size, -(-end // size)):
+                    if not taken[piece]:
+                        taken[piece] = True
+                        yield piece
+        yield from np.flatnonzero(~taken).tolist()
+
+    def _bring(self) -> None:
+        try:
+            while (piece := self._next()) is not None:
+                first = piece * self._piece_rows
+                rows = np.arange(first, min(first + self._piece_rows, self._store.n_rows))
+                self._store.gather(rows, self._array[first : first + len(rows)])
+                with self._changed:
+                    self._ready[piece], self._n_brought = True, self._n_brought + 1
+                    self._complete = bool(self._ready.all())
+                    self._changed.notify_all()
+        except Exception as error:  # the batch that needs the rows meets it too, and raises it in its turn
+            logger.info("rows are read one by one: bringing %r into memory ended with %r", self._store, error)
+            self._stop()
+
+    def _next(self) -> int | None:
+        with self._changed:
+            return None if self._stopping else next(self._pending, None)
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()
+
+
+def resident_item(store: AnyShardedStore) -> Item:
+    """The memory that it takes."""
+    return Item("rows of a file", "host", 1, block_nbytes(store.n_rows * store.row_nbytes))

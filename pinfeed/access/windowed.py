@@ -1,0 +1,93 @@
+"""Windowed: the windows of a block-shuffled order, read ahead of it in long runs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..blocks import Pool, block_nbytes
+from ..config import Item
+from ..rows import Rows, Windows
+from ..stores.array import ArrayStore
+from ..stores.sharded import AnyShardedStore
+from .ahead import Ahead, Runs
+from .base import Parts, StoreRows
+
+_N_THREADS = 4  # reads that wait for the disk at a time
+
+
+class Windowed:
+    """Rows are gathered from windows in memory: one is read ahead, the others are those that batches under way are gathered from.
+
+    Args:
+        store: A read-only store.
+        window_rows: Rows of a window.
+        n_batch_rows: Rows of all batches under way.
+    """
+
+    def __init__(self, store: AnyShardedStore, window_rows: int, n_batch_rows: int) -> None:
+        self._store, self._nbytes = store, window_rows * store.row_nbytes
+        self.items = (window_item(window_rows, store.row_nbytes, n_batch_rows),)
+        self._pool = Pool(self.items[0].count)
+
+    @contextlib.contextmanager
+    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Parts]:
+        assert windows is not None
+        threads = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="pinfeed-window")
+        ahead = Ahead(windows, start, stop, lambda runs: _Window(self._store, runs, self._pool.take(self._nbytes), threads))
+        try:
+            yield lambda rows, position: _WindowRows(self._store, rows, ahead.take(position, len(rows)))
+        finally:
+            threads.shutdown(wait=True, cancel_futures=True)
+
+    def close(self) -> None:
+        """Free the windows."""
+        self._pool.close()
+
+
+def window_item(window_rows: int, row_nbytes: int, n_batch_rows: int) -> Item:
+    """What the windows take: one is read ahead, and the batches under way lie on others, wherever they begin."""
+    return Item("windows", "host", 2 + -(-n_batch_rows // window_rows), block_nbytes(window_rows * row_nbytes))
+
+
+class _Window:
+    """Rows of some runs, being read."""
+
+    def __init__(self, store: AnyShardedStore, runs: Runs, memory: npt.NDArray[np.uint8], threads: ThreadPoolExecutor) -> None:
+        self.row_shape, self.dtype = store.row_shape, store.dtype
+        self._starts, stops = np.array(list(runs), np.int64).T
+        ends = np.cumsum(stops - self._starts)
+        self._shifts = ends - stops  # from a row's number to its place in memory
+        n_rows = int(ends[-1])
+        array: npt.NDArray[Any] = memory[: n_rows * store.row_nbytes].view(store.dtype).reshape(n_rows, *store.row_shape)
+        self._rows = ArrayStore(array)
+        self._reading: Sequence[Future[None]] = [
+            threads.submit(store.gather, np.arange(start, stop), array[end - (stop - start) : end])
+            for start, stop, end in zip(self._starts.tolist(), stops.tolist(), ends.tolist(), strict=True)
+        ]
+
+    def gather(self, rows: Rows, out: npt.NDArray[Any]) -> None:
+        """Copy rows of the window into ``out``, when it has been read."""
+        for reading in self._reading:
+            reading.result()
+        self._rows.gather(rows + self._shifts[np.searchsorted(self._starts, rows, side="right") - 1], out)
+
+
+class _WindowRows:
+    """The rows of a batch that lies on some windows."""
+
+    def __init__(self, store: AnyShardedStore, rows: Rows, windows: Sequence[tuple[int, _Window]]) -> None:
+        self._rows, self._windows = rows, windows
+        self.shape, self.dtype = (len(rows), *store.row_shape), store.dtype
+
+    def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
+        """Gather the rows into ``out``, step by step."""
+        begin = 0
+        for n, window in self._windows:
+            yield from StoreRows(window, self._rows[begin : begin + n]).read(out[begin : begin + n])
+            begin += n
