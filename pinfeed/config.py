@@ -59,6 +59,8 @@ class Demand:
     unified: bool
     """Whether batches live in host memory."""
     route: Route
+    windows: tuple[tuple[int, int], ...] = ()
+    """Rows of a window and bytes of a row, for each store whose windows are read ahead."""
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,13 @@ def plan_items(demand: Demand, batch_size: int, depth: int) -> tuple[Item, ...]:
     items.append(Item("the order of the rows", "host", 1, _ORDER))
     if demand.resident_bytes:
         items.append(Item("what the stores hold beside their rows", "host", 1, demand.resident_bytes))
+    items += [window_item(window_rows, row_nbytes, (depth + 1) * batch_size) for window_rows, row_nbytes in demand.windows]
     return tuple(items)
+
+
+def window_item(window_rows: int, row_nbytes: int, n_batch_rows: int) -> Item:
+    """What the windows of a file take: one is read ahead, and the batches under way lie on others, wherever they begin."""
+    return Item("windows", "host", 2 + -(-n_batch_rows // window_rows), -(-window_rows * row_nbytes // _PAGE) * _PAGE)
 
 
 def n_batches(depth: int) -> int:

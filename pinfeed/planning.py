@@ -7,9 +7,9 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from .access import Choice, choose, window_bytes
+from .access import Choice, choose, window_sizes
 from .batches import largest_batch
-from .config import DEFAULT_DEPTH, Config, Demand, Plan, plan_items
+from .config import DEFAULT_DEPTH, Config, Demand, Plan, plan_items, window_item
 from .devices.base import Device
 from .epoch import Pace
 from .errors import BudgetError
@@ -49,7 +49,8 @@ def make_plan(
         plan = Plan(size, depth, demand.route, plan_items(demand, size, depth))
         limit = free // 2
     else:
-        plan, limit = _fitted(config, demand, depth, free, window_bytes(stores, rows), device)
+        limit = config.host_limit(free)
+        plan = _fitted(dataclasses.replace(config, depth=depth), demand, free, window_sizes(stores, rows), device)
         if largest is not None and plan.batch_size < largest:
             raise BudgetError(
                 f"rows gives batches of up to {largest} rows; the limits of config hold {plan.batch_size}: {plan}\n"
@@ -81,11 +82,10 @@ def pace(plan: Plan, stores: Sequence[Store]) -> Pace:
     return Pace(max(1, min(plan.n_slots, len(os.sched_getaffinity(0)), _MAX_READERS)), max(1, n_together))
 
 
-def _fitted(config: Config, demand: Demand, depth: int, free: int, windows: int, device: Device) -> tuple[Plan, int]:
-    """The plan with the largest batch that fits beside the windows of the order, if these leave half of the limit; and the limit."""
+def _fitted(config: Config, demand: Demand, free: int, windows: tuple[tuple[int, int], ...], device: Device) -> Plan:
+    """The plan with the largest batch that fits, beside the windows of the order if these leave half of the limit."""
     there = 0 if config.gpu_memory_limit is not None or device.unified else device.free_bytes()
-    limit = config.host_limit(free)
-    beside = windows if windows <= limit // 2 else 0
-    reserved = dataclasses.replace(demand, resident_bytes=demand.resident_bytes + beside)
-    plan = dataclasses.replace(config, depth=depth).plan(reserved, free_host_bytes=free, free_device_bytes=there)
-    return dataclasses.replace(plan, items=plan_items(demand, plan.batch_size, plan.depth)), limit
+    least = sum(window_item(*sizes, n_batch_rows=1).total for sizes in windows)
+    beside = dataclasses.replace(demand, windows=windows if least <= config.host_limit(free) // 2 else ())
+    plan = config.plan(beside, free_host_bytes=free, free_device_bytes=there)
+    return dataclasses.replace(plan, items=plan_items(demand, plan.batch_size, plan.depth))

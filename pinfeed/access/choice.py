@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..config import Item, human
+from ..config import Item, human, window_item
 from ..rows import Order, Sequential, Windows, windows
 from ..stores.base import Store
 from ..stores.mmap import MmapStore
@@ -15,7 +15,7 @@ from ..stores.sharded import AnyShardedStore, ShardedStore
 from .advised import Advised
 from .base import Access, Direct
 from .resident import Resident, resident_item
-from .windowed import Windowed, window_item
+from .windowed import Windowed
 
 # What a disk reads in sequence in the time of one random read: 20,000 to 60,000 of them a second and 1.2 to 2.5 GB/s were measured.
 _SEEK_BYTES = 64 << 10
@@ -57,14 +57,11 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: int) ->
     return Choice(accesses, tuple(notes))
 
 
-def window_bytes(stores: Sequence[Store], order: Any) -> int:
-    """Host memory that windows of files take with batches smaller than a window, in bytes; 0 for an order that has none."""
-    total = 0
-    for store in stores:
-        found = _windows(store, order) if isinstance(store, ShardedStore) and not store.writable else None
-        if isinstance(store, ShardedStore) and found is not None:
-            total += window_item(found.window_rows, store.row_nbytes, found.window_rows).total
-    return total
+def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], ...]:
+    """Rows of a window and bytes of a row, for each file that windows can be read ahead of."""
+    files = [store for store in stores if isinstance(store, ShardedStore) and not store.writable]
+    found = [(_windows(store, order), store.row_nbytes) for store in files]
+    return tuple((windows.window_rows, row_nbytes) for windows, row_nbytes in found if windows is not None)
 
 
 def _choose(store: AnyShardedStore, order: Any, n_batch_rows: int, free: int) -> tuple[Access, str]:

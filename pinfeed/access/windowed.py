@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..blocks import Pool, block_nbytes
-from ..config import Item
+from ..blocks import Pool
+from ..config import window_item
 from ..rows import Rows, Windows
 from ..stores.array import ArrayStore
 from ..stores.sharded import AnyShardedStore
@@ -48,11 +48,6 @@ class Windowed:
     def close(self) -> None:
         """Free the windows."""
         self._pool.close()
-
-
-def window_item(window_rows: int, row_nbytes: int, n_batch_rows: int) -> Item:
-    """What the windows take: one is read ahead, and the batches under way lie on others, wherever they begin."""
-    return Item("windows", "host", 2 + -(-n_batch_rows // window_rows), block_nbytes(window_rows * row_nbytes))
 
 
 class _Window:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import weakref
 from concurrent.futures import ThreadPoolExecutor
@@ -80,7 +81,7 @@ class Shard:
         if not len(missing):
             return
         missing = missing[np.argsort(rows[missing])]  # neighbours go to one thread, one after the other: the kernel reads them as one
-        self._cache.used(self._extent.offset, len(missing) * max(self._extent.row_nbytes, os.sysconf("SC_PAGESIZE")))
+        self._cache.used(self._extent.offset, len(missing) * (self._extent.row_nbytes + mmap.PAGESIZE))  # a row begins within a page
         n_threads = min(_AT_ONCE, len(missing) // _EACH)
         if n_threads < 2:
             self._read_all(rows[missing], out, positions[missing])

@@ -1,0 +1,354 @@
+"""How rows of files are brought: by whatever way, the same rows, whenever the loop ends; and the way that is chosen."""
+
+import itertools
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
+from pinfeed.access import advised, choose, resident
+from pinfeed.access.advised import Advised
+from pinfeed.access.base import Access, Direct, StoreRows
+from pinfeed.access.resident import Resident
+from pinfeed.access.windowed import Windowed
+from pinfeed.batches import OrderBatches
+from pinfeed.rows import Order
+from pinfeed.stores import pagecache
+
+N, WIDTH = 5000, 64
+BLOCK = 256  # rows, 64 KiB: what is worth a seek
+
+
+@pytest.fixture(scope="module")
+def array() -> np.ndarray:
+    return np.arange(N * WIDTH, dtype=np.float32).reshape(N, WIDTH)
+
+
+@pytest.fixture(scope="module")
+def path(array: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found: Path = tmp_path_factory.mktemp("access") / "x.npy"
+    np.save(found, array)
+    return found
+
+
+@pytest.fixture
+def store(path: Path) -> Iterator[MmapStore]:
+    with MmapStore(path) as found:
+        yield found
+
+
+def read(part: Any) -> np.ndarray:
+    out = np.full(part.shape, np.nan, part.dtype)
+    for _ in part.read(out):
+        pass
+    return out
+
+
+def served(access: Access, order: Order, *, batch_size: int, epoch: int = 0, start: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Row numbers and rows of an epoch, batch by batch, two batches late, as a feeder reads them."""
+    batches = OrderBatches(order, N, batch_size)
+    windows, position, stop = batches.windows(epoch, start)
+    with access.serve(windows, position, stop) as part:
+        waiting: list[tuple[np.ndarray, Any]] = []
+        for numbers, _ in batches.epoch(epoch, start):
+            waiting.append((numbers, part(numbers, position)))
+            position += len(numbers)
+            if len(waiting) == 3:
+                first, late = waiting.pop(0)
+                yield first, read(late)
+        for numbers, late in waiting:
+            yield numbers, read(late)
+
+
+ORDERS = [
+    rows.sequential(),
+    rows.shuffled(3),
+    rows.block_shuffled(3, block_rows=BLOCK, window_blocks=3),
+    rows.per_rank(rows.block_shuffled(3, block_rows=BLOCK, window_blocks=3), rank=2, world_size=3),
+]
+
+
+def accesses(store: MmapStore, order: Order) -> Iterator[Access]:
+    yield Direct(store)
+    yield Resident(store)
+    yield Advised(store)
+    windows = rows.windows(order, N, 0)
+    if windows is not None:
+        yield Windowed(store, windows.window_rows, 1000)
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+@pytest.mark.parametrize("batch_size", [1, 100, 700, 3000])
+def test_every_way_gives_the_rows(
+    store: MmapStore, array: np.ndarray, order: Order, batch_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resident, "_PIECE_BYTES", KiB(20))
+    monkeypatch.setattr(advised, "_STEP_BYTES", KiB(20))
+    for access in accesses(store, order):
+        for epoch, start in ((0, 0), (1, 0), (2, 1)):
+            for numbers, values in served(access, order, batch_size=batch_size, epoch=epoch, start=start):
+                np.testing.assert_array_equal(values, array[numbers])
+        access.close()
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_nothing_runs_after_an_epoch_that_is_left(
+    store: MmapStore, array: np.ndarray, order: Order, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The fixture nothing_left sees to threads; what has come in is there in the next epoch."""
+    monkeypatch.setattr(resident, "_PIECE_BYTES", KiB(4))
+    for access in accesses(store, order):
+        for epoch in range(3):
+            for numbers, values in itertools.islice(served(access, order, batch_size=64, epoch=epoch), 3):
+                np.testing.assert_array_equal(values, array[numbers])
+        for numbers, values in served(access, order, batch_size=64, epoch=3):
+            np.testing.assert_array_equal(values, array[numbers])
+        access.close()
+
+
+class Slow(MmapStore):
+    """Rows that are read only when they may be."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.may_read = threading.Event()
+        self.read_directly = 0
+
+    def gather(self, numbers: np.ndarray, out: np.ndarray) -> None:
+        self.may_read.wait()
+        super().gather(numbers, out)
+
+    def gather_at(self, numbers: np.ndarray, out: np.ndarray, positions: np.ndarray) -> None:
+        if threading.current_thread().name.startswith("pinfeed"):
+            super().gather_at(numbers, out, positions)
+            return
+        self.read_directly += len(numbers)
+        super().gather_at(numbers, out, positions)
+
+
+def test_rows_that_are_not_there_yet_are_read_one_by_one(path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resident, "_SOON_S", 0)
+    monkeypatch.setattr(resident, "_PIECE_BYTES", KiB(64))
+    with Slow(path) as store:
+        access = Resident(store)
+        with access.serve(None, 0, N) as part:
+            numbers = np.array([4999, 0, 17, 17])
+            np.testing.assert_array_equal(read(part(numbers, 0)), array[numbers])
+            assert store.read_directly == 4
+            store.may_read.set()
+        for numbers, values in served(access, rows.shuffled(0), batch_size=500):
+            np.testing.assert_array_equal(values, array[numbers])
+        access.close()
+
+
+def test_a_file_that_was_written_is_brought_in_again(tmp_path: Path, array: np.ndarray) -> None:
+    np.save(tmp_path / "x.npy", array)
+    with Feeder(tmp_path / "x.npy", batch_size=1000, shuffle=True) as feeder, MmapStore(tmp_path / "x.npy", mode="r+") as other:
+        assert "brought into memory" in str(feeder.plan)
+        assert sum(float(x.double().sum()) for x in feeder) == array.sum(dtype=float)
+        other.scatter(np.arange(N), np.ones((N, WIDTH), np.float32))
+        assert sum(float(x.double().sum()) for x in feeder) == N * WIDTH
+
+
+def test_an_error_while_a_file_is_brought_in_comes_with_the_batch_that_needs_the_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken(MmapStore):
+        def gather_at(self, numbers: np.ndarray, out: np.ndarray, positions: np.ndarray) -> None:
+            raise errors.ReadError("a bad sector")
+
+    for order in (rows.shuffled(0), rows.block_shuffled(0, block_rows=BLOCK)):
+        with Broken(path) as store, Feeder(store, rows=order, batch_size=100) as feeder:
+            assert "brought into memory" in str(feeder.plan)
+            with pytest.raises(errors.ReadError, match="bad sector"):
+                list(feeder)
+
+
+def test_an_error_in_a_window_comes_with_its_batch(path: Path, array: np.ndarray) -> None:
+    class Broken(MmapStore):
+        def gather(self, numbers: np.ndarray, out: np.ndarray) -> None:
+            if 4321 in numbers:
+                raise errors.ReadError("a bad sector")
+            super().gather(numbers, out)
+
+    order = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=2)
+    windows = rows.windows(order, N, 0)
+    assert windows is not None
+    bad, position = 0, 0
+    for number, n in windows.spans(0, N):
+        if any(start <= 4321 < stop for start, stop in windows.runs(number)):
+            bad = position // 64
+        position += n
+    assert bad > 0
+    with Broken(path) as store:
+        access, given = Windowed(store, windows.window_rows, 300), 0
+        with pytest.raises(errors.ReadError, match="bad sector"):
+            for numbers, values in served(access, order, batch_size=64):
+                np.testing.assert_array_equal(values, array[numbers])
+                given += 1
+        assert given == bad
+        access.close()
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    limit_kib=st.integers(3200, 6000),
+    batch=st.integers(1, 300),
+    order=st.sampled_from(ORDERS),
+    depth=st.integers(0, 3),
+    mode=st.sampled_from(["r", "r+"]),
+)
+def test_a_feeder_gives_the_rows_by_whatever_way_its_limit_allows(
+    path: Path, array: np.ndarray, limit_kib: int, batch: int, order: Order, depth: int, mode: str
+) -> None:
+    config = Config(cpu_memory_limit=KiB(limit_kib), preferred_batch_size=batch, depth=depth)
+    with MmapStore(path, mode=mode) as store:
+        try:
+            feeder = Feeder(store, config=config, rows=order, device="cpu")
+        except errors.BudgetError:
+            return
+        with feeder:
+            assert feeder.plan.host_bytes <= KiB(limit_kib)
+            expected = [numbers for numbers, _ in OrderBatches(order, N, feeder.plan.batch_size).epoch(0)]
+            for numbers, x in zip(expected, feeder, strict=True):
+                np.testing.assert_array_equal(x.numpy(), array[numbers])
+
+
+# ---- the choice ------------------------------------------------------------------------------------------------------
+
+
+def chosen(store: Any, order: Any, free: int, n_batch_rows: int = 300) -> tuple[type, str]:
+    choice = choose([store], order, n_batch_rows, free)
+    [access], [note] = choice.accesses, choice.notes
+    access.close()
+    assert sum(item.total for item in choice.items) <= max(0, free)
+    return type(access), note
+
+
+def test_the_way_is_chosen_from_size_order_limit_and_share(path: Path) -> None:
+    blocks = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=2)
+    with MmapStore(path) as store, MmapStore(path, mode="r+") as written, MmapStore(path, keep_cache=False) as passing:
+        assert chosen(store, rows.sequential(), MiB(100)) == (Direct, "x.npy, 1.2 MiB: read in sequence")
+        assert chosen(store, rows.shuffled(0), MiB(100))[0] is Resident
+        assert chosen(store, blocks, MiB(100))[0] is Resident
+        assert chosen(store, [1, 2, 3], MiB(100))[0] is Resident, "a sampler's rows may be any"
+        assert chosen(store, rows.shuffled(0), MiB(1))[0] is Advised
+        assert chosen(passing, rows.shuffled(0), MiB(1))[0] is Direct, "what is not kept need not be brought in"
+        assert chosen(store, blocks, MiB(1))[0] is Windowed
+        assert chosen(store, blocks, KiB(100))[0] is Advised
+        assert chosen(written, rows.shuffled(0), MiB(100))[0] is Advised, "a copy in memory would not see what is written"
+        assert chosen(written, blocks, MiB(100))[0] is Advised
+        assert chosen(store, rows.per_rank(rows.shuffled(0), rank=0, world_size=2), MiB(100))[0] is Advised, "half of its rows is not most"
+        assert chosen(store, rows.block_shuffled(0, block_rows=2), MiB(1))[0] is Advised, "blocks that are not worth a seek"
+
+
+def test_arrays_need_no_way(array: np.ndarray) -> None:
+    choice = choose([], rows.shuffled(0), 10, 0)
+    assert (list(choice.accesses), choice.notes, choice.items) == ([], (), ())
+    with Feeder(array, batch_size=10, shuffle=True) as feeder:
+        assert feeder.plan.notes == ()
+
+
+def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
+    with Feeder(path, batch_size=100, shuffle=True) as feeder:
+        assert feeder.plan.notes == (
+            "x.npy, 1.2 MiB: brought into memory while its rows are served: it fits, and an epoch has 100% of its rows",
+        )
+        assert feeder.plan.notes[0] in str(feeder.plan)
+        assert any(item.what == "rows of a file" and item.total >= N * WIDTH * 4 for item in feeder.plan.items)
+
+
+def test_processes_on_one_machine_share_what_is_free(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pinfeed.planning.free_host_bytes", lambda: MiB(20))
+    with Feeder(path, batch_size=100, shuffle=True) as feeder:
+        assert "brought into memory" in feeder.plan.notes[0]
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    with Feeder(path, batch_size=100, shuffle=True) as feeder:
+        assert "page cache" in feeder.plan.notes[0]
+
+
+def test_windows_are_kept_room_for(path: Path) -> None:
+    """A config without a batch size takes the largest batch that fits beside them."""
+    order = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=1)
+    with Feeder(path, config=Config(cpu_memory_limit=MiB(4.5)), rows=order, device="cpu") as feeder:
+        assert feeder.plan.host_bytes <= MiB(4.5)
+        assert any(item.what == "windows" for item in feeder.plan.items), str(feeder.plan)
+
+
+def test_parts_of_a_store_are_gathered_in_steps(array: np.ndarray, store: MmapStore) -> None:
+    part = StoreRows(store, np.arange(20) * 3)
+    np.testing.assert_array_equal(read(part), array[:60:3])
+
+
+# ---- the page cache --------------------------------------------------------------------------------------------------
+
+
+def cached(path: Path) -> float:
+    """The share of a file that is in the page cache."""
+    with path.open("rb") as file:
+        return float(pagecache.cached_pages(file.fileno(), 0, path.stat().st_size).mean())
+
+
+def drop(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    found: Path = tmp_path_factory.mktemp("cache") / "large.npy"
+    np.save(found, np.arange(MiB(96) // 4, dtype=np.float32).reshape(-1, 1024))
+    drop(found)
+    if cached(found) > 0.1:
+        pytest.skip("this file system keeps its files in memory")
+    return found
+
+
+@pytest.mark.parametrize("order", [rows.sequential(), rows.shuffled(0), rows.block_shuffled(0, block_rows=64)], ids=str)
+def test_the_page_cache_is_left_as_it_was_found(large: Path, order: Order) -> None:
+    config = Config(cpu_memory_limit=MiB(40), preferred_batch_size=512)
+    for was_there in (False, True):
+        drop(large)
+        if was_there:
+            large.read_bytes()
+        before = cached(large)
+        with MmapStore(large, keep_cache=False) as store, Feeder(store, config=config, rows=order) as feeder:
+            total = 0.0
+            peak = 0.0
+            for i, x in enumerate(feeder):
+                total += float(x.double().sum())
+                if i % 8 == 0:
+                    peak = max(peak, cached(large))
+        assert total == float(np.arange(MiB(96) // 4, dtype=np.float32).sum(dtype=float))
+        if was_there:
+            assert cached(large) >= before - 0.05
+        else:
+            assert cached(large) < 0.05
+            assert peak < 0.9
+
+
+def test_the_page_cache_is_kept_where_the_file_fits(large: Path) -> None:
+    drop(large)
+    with Feeder(large, batch_size=512) as feeder:
+        for _ in feeder:
+            pass
+    assert cached(large) > 0.9
+
+
+def test_cold_rows_are_read_many_at_a_time(large: Path) -> None:
+    """And equal those that were there."""
+    drop(large)
+    numbers = np.random.default_rng(0).permutation(MiB(96) // 4096)[:3000]
+    with MmapStore(large) as store:
+        out = np.empty((3000, 1024), np.float32)
+        store.gather(numbers, out)
+        np.testing.assert_array_equal(out[:, 0], numbers * 1024)
+        again = np.empty_like(out)
+        store.gather(numbers, again)
+        np.testing.assert_array_equal(out, again)
