@@ -14,7 +14,7 @@ Mask = npt.NDArray[np.bool_]
 
 _STEP, _LOOK = 1 << 20, 1 << 30  # the cache is looked at in steps, and so many bytes at a time
 _SWEEP = 32 << 20  # so much is read between two sweeps
-_MARGIN = 16 << 20  # around the read that sweeps: what the kernel reads ahead, and what other threads are reading
+_MARGIN = 16 << 20  # around the read that sweeps: what other threads are reading
 
 
 class PageCache:
@@ -32,6 +32,8 @@ class PageCache:
     def __init__(self, fd: int, size: int, *, keep: bool) -> None:
         self._fd, self._keep, self._unswept = fd, keep, 0
         self._ours = [] if keep else _uncached(fd, size)
+        if not keep:
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # else the kernel takes neighbours in the cache for a sequence, and reads ahead
 
     def used(self, begin: int, nbytes: int) -> None:
         """The ``nbytes`` from byte ``begin`` on, or as many elsewhere, were read. Any thread; a race costs a sweep, or delays one."""
