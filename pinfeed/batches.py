@@ -2,29 +2,94 @@
 
 from __future__ import annotations
 
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from .errors import ArgumentError, RowIndexError, WorkerError
-from .rows import Order, Rows, Windows, windows
+from .rows import At, Order, Rows, Windows, windows
 
 _RUN_ROWS = 1 << 14  # an order is asked for so many rows at once: small batches share numpy's cost per call, large ones need no more memory
 
 
+@dataclass(frozen=True)
+class Group:
+    """Consecutive batches."""
+
+    rows: Rows
+    """Of all of them."""
+    batches: Sequence[tuple[int, int]]
+    """Rows of each, and the checksum of all row numbers of the epoch up to its end; 0 where none is needed."""
+
+
+class Draw(Protocol):
+    """A group that was drawn. What takes time is left to whoever asks for it, in any thread."""
+
+    @property
+    def n_rows(self) -> int:
+        """Rows of the group."""
+
+    def __call__(self) -> Group: ...
+
+
 class RowBatches(Protocol):
-    """The batches of an epoch: ``(rows, checksum)`` from batch ``start`` on."""
+    """The batches of an epoch."""
 
     @property
     def fingerprint(self) -> dict[str, Any]: ...
     def __len__(self) -> int: ...
-    def epoch(self, number: int, start: int = 0, checksum: int = 0) -> Iterator[tuple[Rows, int]]: ...
+    def epoch(self, number: int, start: int = 0, checksum: int = 0, n_together: int = 1) -> Iterator[Draw]:
+        """The batches of epoch ``number`` from batch ``start`` on, in groups of at most ``n_together``."""
+        ...
+
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
         """Windows of an epoch, if it has any, and its positions from batch ``start`` on as [start, stop)."""
         ...
+
+
+class _Run:
+    """Rows at consecutive positions of an order, computed when they are first asked for."""
+
+    def __init__(self, order: Order, at: At, n_rows: int, begin: int, end: int) -> None:
+        self._order, self._at, self._n_rows, self._begin, self._end = order, at, n_rows, begin, end
+        self._lock = threading.Lock()
+        self._rows: Rows | None = None
+
+    def rows(self) -> Rows:
+        with self._lock:
+            if self._rows is None:
+                rows = np.empty(self._end - self._begin, np.int64)
+                for i in range(0, len(rows), _RUN_ROWS):
+                    part = rows[i : i + _RUN_ROWS]
+                    positions = np.arange(self._begin + i, self._begin + i + len(part))
+                    part[:] = check_rows(self._at(positions), self._n_rows, f"rows={self._order!r}")
+                self._rows = rows
+            return self._rows
+
+
+class _PartOfRun(NamedTuple):
+    """Rows [begin, end) of a run, in batches of ``size``."""
+
+    run: _Run
+    begin: int
+    end: int
+    size: int
+    next_run: _Run | None
+    """To be computed by whoever asks for this, so that nobody waits for it later."""
+
+    @property
+    def n_rows(self) -> int:
+        return self.end - self.begin
+
+    def __call__(self) -> Group:
+        rows = self.run.rows()[self.begin : self.end]
+        if self.next_run is not None:
+            self.next_run.rows()
+        return Group(rows, [(min(self.size, self.n_rows - i), 0) for i in range(0, self.n_rows, self.size)])
 
 
 @dataclass(frozen=True)
@@ -44,22 +109,39 @@ class OrderBatches:
         n = self.order.length(self.n_rows)
         return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
 
-    def epoch(self, number: int, start: int = 0, checksum: int = 0) -> Iterator[tuple[Rows, int]]:
-        """Rows of the batches of epoch ``number`` from batch ``start`` on. The order needs no checksum: it is a function of the epoch."""
-        at, size = self.order.bind(self.n_rows, number), self.batch_size
-        stop = min(len(self) * size, self.order.length(self.n_rows))
-        run = max(1, _RUN_ROWS // size) * size
-        for begin in range(start * size, stop, run):
-            rows = np.empty(min(run, stop - begin), np.int64)
-            for i in range(0, len(rows), _RUN_ROWS):
-                part = rows[i : i + _RUN_ROWS]
-                part[:] = check_rows(at(np.arange(begin + i, begin + i + len(part))), self.n_rows, f"rows={self.order!r}")
-            for i in range(0, len(rows), size):
-                yield rows[i : i + size], 0
+    def epoch(self, number: int, start: int = 0, checksum: int = 0, n_together: int = 1) -> Iterator[Draw]:
+        """An order needs no checksum: it is a function of the epoch."""
+        at, size, stop = self.order.bind(self.n_rows, number), self.batch_size, self._stop
+        group = n_together * size
+        step = max(1, _RUN_ROWS // group) * group
+        begins = range(start * size, stop, step)
+        runs = (_Run(self.order, at, self.n_rows, begin, min(begin + step, stop)) for begin in begins)
+        run = next(runs, None)
+        for begin in begins:
+            assert run is not None
+            n, next_run = min(step, stop - begin), next(runs, None)
+            for i in range(0, n, group):
+                yield _PartOfRun(run, i, min(i + group, n), size, next_run if i == 0 else None)
+            run = next_run
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
-        stop = min(len(self) * self.batch_size, self.order.length(self.n_rows))
-        return windows(self.order, self.n_rows, number), start * self.batch_size, stop
+        return windows(self.order, self.n_rows, number), start * self.batch_size, self._stop
+
+    @property
+    def _stop(self) -> int:
+        return min(len(self) * self.batch_size, self.order.length(self.n_rows))
+
+
+class _Drawn:
+    """Rows that are there already, and their checksum, batch by batch."""
+
+    def __init__(self, batches: Sequence[tuple[Rows, int]]) -> None:
+        self._rows = batches[0][0] if len(batches) == 1 else np.concatenate([rows for rows, _ in batches])
+        self._batches = [(len(rows), checksum) for rows, checksum in batches]
+        self.n_rows = len(self._rows)
+
+    def __call__(self) -> Group:
+        return Group(self._rows, self._batches)
 
 
 class SamplerBatches:
@@ -107,13 +189,28 @@ class SamplerBatches:
         size = self._require_batch_size()
         return n // size if self._drop_last else -(-n // size)
 
-    def epoch(self, number: int, start: int = 0, checksum: int = 0) -> Iterator[tuple[Rows, int]]:
-        """Rows of the batches of epoch ``number``; the first ``start`` are drawn and compared with ``checksum``, not given.
+    def epoch(self, number: int, start: int = 0, checksum: int = 0, n_together: int = 1) -> Iterator[Draw]:
+        """The batches of epoch ``number``; the first ``start`` are drawn and compared with ``checksum``, not given.
 
         Raises:
             ArgumentError: They are other rows than those that ``checksum`` was made of, or an iterator has nothing left.
             WorkerError: Fewer batches came than ``len`` promised: something below ended in silence.
         """
+        group: list[tuple[Rows, int]] = []
+        try:
+            for batch in self._batches(number, start, checksum):
+                group.append(batch)
+                if len(group) == n_together:
+                    yield _Drawn(group)
+                    group = []
+        except Exception:
+            if group:
+                yield _Drawn(group)  # those before the error
+            raise
+        if group:
+            yield _Drawn(group)
+
+    def _batches(self, number: int, start: int, checksum: int) -> Iterator[tuple[Rows, int]]:
         for sampler in (self._rows, getattr(self._rows, "sampler", None)):  # a BatchSampler asks its sampler
             if sampler is not None and hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(number)

@@ -61,6 +61,8 @@ class Demand:
     route: Route
     windows: tuple[tuple[int, int], ...] = ()
     """Rows of a window and bytes of a row, for each store whose windows are read ahead."""
+    n_together: int = 1
+    """Small batches that are gathered together."""
 
 
 @dataclass(frozen=True)
@@ -216,17 +218,18 @@ def plan_items(demand: Demand, batch_size: int, depth: int) -> tuple[Item, ...]:
         sizes = (batch_size * nbytes for nbytes, wanted in zip(demand.row_nbytes, chosen, strict=True) if wanted)
         return sum(max(1, -(-size // block)) * block for size in sizes)
 
+    ahead = min(depth, DEFAULT_DEPTH) if demand.n_together > 1 else depth  # of a loop that writes: see Feeder.batches
     everything = [True] * len(demand.row_nbytes)
     place: Place = "host" if demand.unified else "device"
     block = _PAGE if demand.unified else _DEVICE_BLOCK
-    items = [Item("batches", place, n_batches(depth), batch(block, everything))]
+    items = [Item("batches", place, n_batches(depth, demand.n_together), batch(block, everything))]
     if any(demand.writable):
-        items.append(Item("write-backs until they have landed and been seen", place, n_held(depth), batch(block, demand.writable)))
+        items.append(Item("write-backs until they have landed and been seen", place, n_held(ahead), batch(block, demand.writable)))
     if not demand.unified:
         items.append(Item("staging", "pinned", depth + 1, batch(_PAGE, everything)))
         if any(demand.writable):
             items.append(Item("staging of a write-back", "pinned", 1, batch(_PAGE, demand.writable)))
-    n_rows_arrays = depth + 3 + (3 * n_held(depth) if any(demand.writable) else 0)  # of a write-back: the rows, and the rows sorted
+    n_rows_arrays = depth + 3 + (3 * n_held(ahead) if any(demand.writable) else 0)  # of a write-back: the rows, and the rows sorted
     items.append(Item("row numbers", "host", n_rows_arrays, batch_size * _ROW_NUMBER))
     items.append(Item("the order of the rows", "host", 1, _ORDER))
     if demand.resident_bytes:
@@ -240,9 +243,9 @@ def window_item(window_rows: int, row_nbytes: int, n_batch_rows: int) -> Item:
     return Item("windows", "host", 2 + -(-n_batch_rows // window_rows), -(-window_rows * row_nbytes // _PAGE) * _PAGE)
 
 
-def n_batches(depth: int) -> int:
-    """Batches that there are at a time: the loop holds one, and the next one while it asks for it; ``depth`` more are prefetched."""
-    return depth + 2
+def n_batches(depth: int, n_together: int = 1) -> int:
+    """Batches that there are at a time: the loop holds some, and the next one while it asks for it; ``depth`` more are prefetched."""
+    return depth + 1 + n_together
 
 
 def n_held(depth: int) -> int:

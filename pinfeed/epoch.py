@@ -13,24 +13,15 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, cast
 
 from .devices.base import Tensor
 from .errors import ClosedError, WorkerError, WriteBackError
 from .rows import Rows
-from .sources import Load
+from .sources import Draw, Load
 from .stats import Meter
 from .stores.base import Store
 from .transfer import Cancelled, Landing, Slot, Transfer
-
-
-class Filling(NamedTuple):
-    """Slots that a reader fills."""
-
-    group: Sequence[Slot]
-    filled: list[Slot]
-    """Those that it has filled. Fewer than there are, when it is done: there is nothing more to fill them with, or an error."""
-    done: Future[None]
 
 
 class Inline:
@@ -92,11 +83,15 @@ class Landings:
 class Loan:
     """A batch that is lent. Its tensors are taken once; from then on they belong to the user alone."""
 
-    def __init__(self, transfer: Transfer, landings: Landings, slot: Slot, number: int) -> None:
-        assert slot.load is not None
-        load = slot.load
-        self.rows, self.checksum, self.number, self.n_rows, self.nbytes = load.rows, load.checksum, number, load.n_rows, sum(slot.needed)
-        self._rebuild, self._tensors = load.rebuild, transfer.lend(slot)
+    def __init__(self, transfer: Transfer, landings: Landings, load: Load, tensors: list[Tensor], i: int, number: int) -> None:
+        begin = sum(n_rows for n_rows, _ in load.batches[:i])
+        self.number, (self.n_rows, self.checksum) = number, load.batches[i]
+        self.rows = load.rows
+        if len(load.batches) > 1:
+            end = begin + self.n_rows
+            tensors = [transfer.device.cut(tensor, begin, end) for tensor in tensors]
+            self.rows = self.rows[begin:end] if self.rows is not None else None
+        self._rebuild, self._tensors = load.rebuild, tensors
         self._transfer, self._landings = transfer, landings
         self._over = self._written = False
 
@@ -132,13 +127,19 @@ class Loan:
 
 @dataclass(frozen=True)
 class Pace:
-    """How the batches of a loop are gathered."""
+    """How far ahead of the loop batches are gathered, and how."""
 
-    n_readers: int = 1
-    """Tasks at the same time. A loop that computes for longer than a gather takes asks for one at a time, so that one thread is busy at
-    most; a loop that waits has all of them at work."""
+    depth: int
+    """Batches ahead."""
     n_together: int = 1
-    """Batches that one task gathers: small ones take less time than it takes to wake a thread."""
+    """Batches that a slot carries: small ones take less time than it takes to wake a thread."""
+    n_readers: int = 1
+    """Slots that are filled at the same time. A loop that computes for longer than a gather takes asks for one at a time, so that one
+    thread is busy at most; a loop that waits has all of them at work."""
+
+    @property
+    def n_slots(self) -> int:
+        return -(-(self.depth + 1) // self.n_together)
 
 
 class Epoch:
@@ -148,55 +149,54 @@ class Epoch:
         transfer: Whose slots are used; nobody else may be using them.
         meter: Counts.
         first: Number of the first batch.
-        depth: Batches ahead.
         pace: Of the readers.
     """
 
-    def __init__(self, transfer: Transfer, meter: Meter, first: int, depth: int, pace: Pace) -> None:
-        device = transfer.device
-        self._transfer, self._meter, self._first, self._n_slots, self._pace = transfer, meter, first, depth + 1, pace
+    def __init__(self, transfer: Transfer, meter: Meter, first: int, pace: Pace) -> None:
+        device, depth = transfer.device, pace.depth
+        self._transfer, self._meter, self._first, self._pace = transfer, meter, first, pace
         self._reader: Executor | Inline = device.worker("pinfeed-read", pace.n_readers) if depth else Inline()
         self._writer: Executor | Inline = device.worker("pinfeed-write") if depth else Inline()
         self.landings = Landings(lambda landing: self._writer.submit(self._task, transfer.land, landing), max(depth, 1))
         self._workers: set[int] = set()  # threads that have done a task
-        self._drawn, self._turn = first, threading.Condition()
+        self._drawn, self._turn = 0, threading.Condition()
 
-    def loans(self, loads: Generator[Load, None, None]) -> Iterator[Loan]:
+    def loans(self, loads: Generator[Draw, None, None]) -> Iterator[Loan]:
         """Lend the batches in order. One that cannot be filled raises its error in its turn; a failed write-back, as soon as it is known.
 
         Args:
             loads: What to lend: a generator, iterated in the readers' threads, one at a time.
         """
-        meter, transfer = self._meter, self._transfer
+        meter, transfer, turns = self._meter, self._transfer, itertools.count()
         loan: Loan | None = None
-        consumer = threading.get_ident()
-        slots, n_together = transfer.begin(self._n_slots), self._pace.n_together
-        groups = [slots[i : i + n_together] for i in range(0, len(slots), n_together)]
-        numbers = itertools.accumulate(itertools.cycle(map(len, groups)), initial=self._first)
+        number, consumer = self._first, threading.get_ident()
 
-        def submit(group: Sequence[Slot]) -> Filling:
-            for slot in group:
-                transfer.reserve(slot)
-            filled: list[Slot] = []
-            return Filling(group, filled, self._reader.submit(self._task, self._fill, loads, group, next(numbers), filled))
+        def submit(slot: Slot) -> Future[Slot | None]:
+            transfer.reserve(slot)
+            return self._reader.submit(self._task, self._fill, slot, loads, next(turns))
 
+        slots = transfer.begin(self._pace.n_slots, self._pace.n_together)
         asked = meter.enter()
         try:
-            filling = deque(map(submit, groups))
-            while True:
-                filling[0].done.exception()
-                for slot in filling[0].filled:
-                    loan = Loan(transfer, self.landings, slot, self._first if loan is None else loan.number + 1)
-                    lent = meter.lent(loan.number, loan.n_rows, loan.nbytes, asked)
+            filling = deque(submit(slot) for slot in slots)
+            while (slot := filling.popleft().result()) is not None:
+                load = cast(Load, slot.load)
+                tensors, nbytes = transfer.lend(slot), sum(slot.needed) // len(load.batches)
+                for i in range(len(load.batches)):
+                    loan = Loan(transfer, self.landings, load, tensors, i, number)
+                    if i == len(load.batches) - 1:
+                        del tensors, load  # from here on the loan alone holds them
+                    lent = meter.lent(number, loan.n_rows, nbytes, asked)
                     yield loan
                     loan.end()
-                    asked = meter.span("compute", loan.number, lent)
+                    asked, number = meter.span("compute", number, lent), number + 1
                     self.landings.check()
-                group, filled = filling[0][:2]
-                filling.popleft().done.result()  # by no name: an error's traceback keeps this frame, which must not keep the error
-                if len(filled) < len(group):
-                    break
-                filling.append(submit(group))
+                if slot.error is not None:
+                    try:
+                        raise slot.error
+                    finally:
+                        slot.error = None  # its traceback keeps this frame, which keeps the slot
+                filling.append(submit(slot))
                 transfer.forget()
         except Cancelled:
             raise ClosedError("the feeder was closed while its loop was waiting for a batch") from None
@@ -211,30 +211,44 @@ class Epoch:
                 self._end(loads)
         self.landings.check()
 
-    def _fill(self, loads: Iterator[Load], group: Sequence[Slot], first: int, filled: list[Slot]) -> None:
-        """Fill as many slots as there are loads for. An error comes when the batches before it have been filled."""
-        drawn: list[Load] = []
-        try:
-            self._draw(loads, first, len(group), drawn)
-        finally:
-            for number, (slot, load) in enumerate(zip(group, drawn, strict=False), first):
-                filled.append(self._transfer.fill(slot, load, number))
-
-    def _draw(self, loads: Iterator[Load], first: int, n: int, drawn: list[Load]) -> None:
-        """Append the loads from batch ``first`` on, at most ``n``. Readers take turns: tasks begin in order, but may come here in any."""
+    def _fill(self, slot: Slot, loads: Iterator[Draw], turn: int) -> Slot | None:
+        """Fill a slot with the next load; None after the last one. Readers take turns: tasks begin in order, but may come here in any."""
         with self._turn:
-            self._turn.wait_for(lambda: self._drawn == first)
+            self._turn.wait_for(lambda: self._drawn == turn)
             try:
-                drawn.extend(itertools.islice(loads, n))
+                draw = next(loads, None)
             finally:
-                self._drawn += n
+                self._drawn += 1
                 self._turn.notify_all()
+        return None if draw is None else self._fill_with(slot, draw(), self._first + turn * self._pace.n_together)
+
+    def _fill_with(self, slot: Slot, load: Load, number: int) -> Slot:
+        """Fill a slot. Where that fails for one of several batches, those before it are lent first, and the error comes in its turn."""
+        try:
+            return self._transfer.fill(slot, load, number)
+        except Cancelled:
+            raise
+        except Exception as error:
+            n_good = self._n_good(slot, load, number) if len(load.batches) > 1 else 0
+            if n_good in (0, len(load.batches)):  # the first of them; or it does not happen again, and nobody can tell which it was
+                raise
+            slot.error = error
+        return self._transfer.fill(slot, load.cut(0, n_good), number)
+
+    def _n_good(self, slot: Slot, load: Load, number: int) -> int:
+        """The number of batches before the first that cannot be gathered."""
+        for i in range(len(load.batches)):
+            try:
+                self._transfer.fill(slot, load.cut(i, i + 1), number + i)
+            except Exception:
+                return i
+        return len(load.batches)
 
     def _task(self, fn: Callable[..., Any], *args: Any) -> Any:
         self._workers.add(threading.get_ident())
         return guarded(fn, *args)
 
-    def _end(self, loads: Generator[Load, None, None]) -> None:
+    def _end(self, loads: Generator[Draw, None, None]) -> None:
         """Join the workers and let go of everything. Each step is done even if an interrupt ends the one before it."""
         with contextlib.ExitStack() as stack:
             stack.callback(self._transfer.quiesce)

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from .batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
-from .config import DEFAULT_DEPTH, Config, Plan, check_depth, n_batches, n_held
+from .config import DEFAULT_DEPTH, Config, Plan, check_depth, n_held
 from .devices import resolve
 from .devices.base import Device
-from .epoch import Loan
+from .epoch import Loan, Pace
 from .errors import ArgumentError
 from .loop import Loop
-from .planning import choose_depth, make_plan, pace
+from .planning import choose_pace, make_plan
 from .rows import Order, Rows, sequential, shuffled
 from .sources import RowSource
 from .stats import FeederStats, Timeline
@@ -105,11 +105,12 @@ class Feeder:
             rows = shuffled(seed) if shuffle else sequential()
         self._stores = StoreTree(source)
         try:
-            self._default_depth = depth is None and (config is None or config.depth is None)
-            depth = choose_depth(self._stores.stores, batch_size, config, depth)
-            found = resolve(device, n_spare=len(self._stores.stores) * (n_batches(depth) + n_held(depth)))
+            pace = choose_pace(self._stores.stores, batch_size, config, depth)
+            # What is written has to be looked for in every batch that was gathered before: far ahead, that would cost more than it brings.
+            self._write_pace = Pace(DEFAULT_DEPTH, n_readers=pace.n_readers) if pace.n_together > 1 else pace
+            found = resolve(device, n_spare=len(self._stores.stores) * (pace.n_slots + 1 + n_held(self._write_pace.depth)))
             self._device, self._owned_device = found, None if found is device else found
-            self._plan, self._choice = make_plan(self._stores.stores, rows, batch_size, config, depth, found)
+            self._plan, self._choice = make_plan(self._stores.stores, rows, batch_size, config, pace, found)
             size = batch_size if config is None else self._plan.batch_size
             batches = _batches(rows, self._stores.n_rows, size, drop_last)
             source_of_rows = RowSource(self._choice.accesses, self._stores.rebuild, batches)
@@ -117,9 +118,8 @@ class Feeder:
             self._loop = Loop(
                 source_of_rows,
                 found,
-                depth=depth,
                 capacity=capacity,
-                pace=pace(self._plan, self._stores.stores),
+                pace=pace,
                 progress=progress,
                 timeline=timeline,
             )
@@ -162,9 +162,8 @@ class Feeder:
             ClosedError: The feeder is closed, or another loop over it runs.
         """
         stores, device = self._stores, self._device
-        # What is written has to be looked for in every batch that was gathered before: far ahead, that would cost more than it brings.
-        depth = min(self._plan.depth, DEFAULT_DEPTH) if self._default_depth and any(store.writable for store in stores.stores) else None
-        return self._loop.run(lambda loan: Batch(loan, stores, device), depth)
+        pace = self._write_pace if any(store.writable for store in stores.stores) else None
+        return self._loop.run(lambda loan: Batch(loan, stores, device), pace)
 
     @property
     def device(self) -> str:

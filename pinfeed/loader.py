@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
@@ -12,10 +13,10 @@ import numpy.typing as npt
 
 from .config import check_depth
 from .devices import resolve
-from .epoch import Loan, guarded
+from .epoch import Loan, Pace, guarded
 from .errors import ArgumentError
 from .loop import Loop
-from .sources import Load
+from .sources import Draw, Load
 from .stats import FeederStats, Timeline
 from .tree import flatten
 
@@ -58,7 +59,7 @@ class LoaderFeeder:
         self._loader, self._source = loader, LoaderSource(loader)
         found = resolve(device, n_spare=depth + 2)
         self._device, self._owned_device = found, None if found is device else found
-        self._loop = Loop(self._source, found, depth=depth, capacity=(), progress=progress, timeline=timeline)
+        self._loop = Loop(self._source, found, pace=Pace(depth), capacity=(), progress=progress, timeline=timeline)
 
     def __enter__(self) -> LoaderFeeder:
         return self
@@ -184,14 +185,14 @@ class LoaderSource:
         """Consumer. Let go of an epoch that was begun and never asked for a batch."""
         self._begun = None
 
-    def epoch(self, number: int, start: int, checksum: int) -> Generator[Load, None, None]:
-        """The batches of the epoch that was begun last."""
+    def epoch(self, number: int, start: int, checksum: int, n_together: int) -> Generator[Draw, None, None]:
+        """The batches of the epoch that was begun last, one in a load."""
         batches, self._begun = self._begun, None
         assert batches is not None
         return _loads(batches)
 
 
-def _loads(batches: Iterator[Any]) -> Generator[Load, None, None]:
+def _loads(batches: Iterator[Any]) -> Generator[Draw, None, None]:
     while True:
         try:
             batch = next(batches)
@@ -199,7 +200,7 @@ def _loads(batches: Iterator[Any]) -> Generator[Load, None, None]:
             if _is_end(stop):
                 return
             raise  # a RuntimeError, then, for this is a generator
-        yield _load(batch)
+        yield functools.partial(_load, batch)
 
 
 def _is_end(stop: StopIteration) -> bool:
@@ -222,7 +223,7 @@ def _load(batch: Any) -> Load:
     return Load(
         parts,
         lambda tensors: rebuild(next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)),
-        _n_samples(leaves),
+        [(_n_samples(leaves), 0)],
     )
 
 

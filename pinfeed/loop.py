@@ -27,10 +27,9 @@ class Loop:
     Args:
         source: What to lend.
         device: Where to.
-        depth: Batches ahead.
+        pace: How far ahead it is, and how batches are gathered.
         capacity: Bytes of each part of a full batch, as far as they are known.
         progress: Show a progress bar.
-        pace: Of the readers.
         timeline: Record spans.
     """
 
@@ -39,15 +38,14 @@ class Loop:
         source: Source,
         device: Device,
         *,
-        depth: int,
+        pace: Pace,
         capacity: Sequence[int],
-        pace: Pace = Pace(),  # noqa: B008  # it is frozen
         progress: bool,
         timeline: bool,
     ) -> None:
-        self.source, self._depth, self._pace = source, depth, pace
+        self.source, self._pace = source, pace
         self._progress, self._meter = progress, Meter(timeline=timeline)
-        self._transfer = Transfer(device, depth + 1, capacity, self._meter)
+        self._transfer = Transfer(device, pace.n_slots, capacity, self._meter)
         self._epoch, self._batch, self._checksum = 0, 0, 0
         self._fresh = True  # the next run begins at (_epoch, _batch); else that epoch was left, and the one after it begins
         self._running: weakref.ref[GeneratorType[Any, None, None]] | None = None
@@ -74,12 +72,12 @@ class Loop:
             raise ArgumentError("no timeline was recorded; make the feeder with timeline=True")
         return self._meter.timeline
 
-    def run(self, lend: Callable[[Loan], T], depth: int | None = None) -> Iterator[T]:
+    def run(self, lend: Callable[[Loan], T], pace: Pace | None = None) -> Iterator[T]:
         """The next epoch, as what ``lend`` makes of each batch. Only a reference of the caller's keeps it going: ``break`` ends it.
 
         Args:
             lend: Called for each batch.
-            depth: Batches ahead, if fewer than planned.
+            pace: Another one than was planned, with no more slots.
 
         Raises:
             ClosedError: The loop is closed, or an epoch runs.
@@ -88,7 +86,7 @@ class Loop:
         if self._is_running():
             raise ClosedError("a loop over this feeder is running; end it (or close() its iterator) first, or make a second feeder")
         self._raise_failure()
-        generator = cast("GeneratorType[T, None, None]", self._run(lend, self._depth if depth is None else depth))
+        generator = cast("GeneratorType[T, None, None]", self._run(lend, pace or self._pace))
         self._running = weakref.ref(generator)
         return generator
 
@@ -142,12 +140,12 @@ class Loop:
         self._transfer.close()
         self._raise_failure()
 
-    def _run(self, lend: Callable[[Loan], T], depth: int) -> Iterator[T]:
+    def _run(self, lend: Callable[[Loan], T], pace: Pace) -> Iterator[T]:
         if not self._fresh:
             self._epoch, self._batch, self._checksum = self._epoch + 1, 0, 0
         self._fresh = False
-        self._last = Epoch(self._transfer, self._meter, self._batch, depth, self._pace)
-        loads = self.source.epoch(self._epoch, self._batch, self._checksum)
+        self._last = Epoch(self._transfer, self._meter, self._batch, pace)
+        loads = self.source.epoch(self._epoch, self._batch, self._checksum, pace.n_together)
         bar = self._bar() if self._progress else None
         try:
             for loan in self._last.loans(loads):

@@ -18,14 +18,13 @@ from .rows import Order
 from .stores.base import Store, row_nbytes
 from .stores.sharded import ShardedStore
 
-_MAX_DEPTH, _AHEAD_BYTES = 32, 8 << 20  # of small batches, so many may be ahead
-_TOGETHER_BYTES = 2 << 20  # of batches that one task gathers: some hundred microseconds from memory
+_TOGETHER_BYTES, _MAX_TOGETHER = 2 << 20, 8  # small batches are gathered together: some hundred microseconds of work for a thread
 _PARALLEL_BYTES = 256 << 10  # less is gathered sooner than a second thread has woken up
 _MAX_READERS = 8
 
 
 def make_plan(
-    stores: Sequence[Store], rows: Order | Iterable[Any], batch_size: int | None, config: Config | None, depth: int, device: Device
+    stores: Sequence[Store], rows: Order | Iterable[Any], batch_size: int | None, config: Config | None, pace: Pace, device: Device
 ) -> tuple[Plan, Choice]:
     """The plan, and what it chose for each store.
 
@@ -40,46 +39,40 @@ def make_plan(
         n_rows=max(1, rows.length(n_rows)) if isinstance(rows, Order) else largest or n_rows,
         unified=device.unified,
         route="direct" if all(device.reaches(store) for store in stores) else "staged",
+        n_together=pace.n_together,
     )
     # Without a config, half of what is free may hold rows of files; the processes that torchrun starts on a machine share it.
     reads_files = any(isinstance(store, ShardedStore) for store in stores)
     free = free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if reads_files or config is not None else 0
     if config is None:
         size = min(batch_size, demand.n_rows) if batch_size is not None else (largest or 0)
-        plan = Plan(size, depth, demand.route, plan_items(demand, size, depth))
+        plan = Plan(size, pace.depth, demand.route, plan_items(demand, size, pace.depth))
         limit = free // 2
     else:
         limit = config.host_limit(free)
-        plan = _fitted(dataclasses.replace(config, depth=depth), demand, free, window_sizes(stores, rows), device)
+        plan = _fitted(dataclasses.replace(config, depth=pace.depth), demand, free, window_sizes(stores, rows), device)
         if largest is not None and plan.batch_size < largest:
             raise BudgetError(
                 f"rows gives batches of up to {largest} rows; the limits of config hold {plan.batch_size}: {plan}\n"
                 "give smaller batches, or raise the limits"
             )
-    choice = choose(stores, rows, (depth + 1) * plan.batch_size, limit - plan.host_bytes)
+    choice = choose(stores, rows, (pace.depth + 1) * plan.batch_size, limit - plan.host_bytes)
     return dataclasses.replace(plan, items=plan.items + choice.items, notes=choice.notes), choice
 
 
-def choose_depth(stores: Sequence[Store], batch_size: int | None, config: Config | None, depth: int | None) -> int:
-    """Batches ahead: as asked for, or else 2, or as many small ones as keep the readers busy while the loop and they wake each other."""
-    if depth is None and config is not None:
-        depth, batch_size = config.depth, config.preferred_batch_size
-    if depth is not None:
-        return depth
+def choose_pace(stores: Sequence[Store], batch_size: int | None, config: Config | None, depth: int | None) -> Pace:
+    """As far ahead as asked for; or else 2 batches, or four slots of small ones. As many readers as there are cores, where that helps."""
+    if config is not None:
+        depth, batch_size = config.depth if depth is None else depth, config.preferred_batch_size
     nbytes = (batch_size or 0) * sum(row_nbytes(store) for store in stores)
-    if nbytes == 0:
-        return DEFAULT_DEPTH
-    most = _MAX_DEPTH if config is None or config.cpu_memory_limit is None else config.cpu_memory_limit // 4 // nbytes - 2
-    return max(DEFAULT_DEPTH, min(_AHEAD_BYTES // nbytes, most, _MAX_DEPTH))
-
-
-def pace(plan: Plan, stores: Sequence[Store]) -> Pace:
-    """As many readers as help: where batches are small, each gathers some together, and three times as many stay ahead of the loop."""
-    nbytes = plan.batch_size * sum(row_nbytes(store) for store in stores)
-    n_together = min(plan.n_slots // 4, _TOGETHER_BYTES // nbytes) if nbytes else 1
-    if nbytes * max(1, n_together) < _PARALLEL_BYTES:
-        return Pace(1, max(1, n_together))
-    return Pace(max(1, min(plan.n_slots, len(os.sched_getaffinity(0)), _MAX_READERS)), max(1, n_together))
+    n_together = min(_TOGETHER_BYTES // nbytes, _MAX_TOGETHER) if nbytes and depth is None else 1
+    if config is not None and config.cpu_memory_limit is not None and n_together > 1:
+        n_together = min(n_together, config.cpu_memory_limit // 4 // (5 * nbytes))
+    if depth is None:
+        depth = 4 * n_together - 1 if n_together > 1 else DEFAULT_DEPTH
+    is_small = 0 < nbytes * n_together < _PARALLEL_BYTES
+    pace = Pace(depth, max(1, n_together))
+    return dataclasses.replace(pace, n_readers=1 if is_small else min(pace.n_slots, len(os.sched_getaffinity(0)), _MAX_READERS))
 
 
 def _fitted(config: Config, demand: Demand, free: int, windows: tuple[tuple[int, int], ...], device: Device) -> Plan:

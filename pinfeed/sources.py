@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
-from .access import Access
+from .access import Access, RowPart
+from .batches import Draw as RowsDraw
 from .batches import RowBatches
 from .devices.base import Part
 from .rows import Rows
@@ -17,17 +19,25 @@ from .tree import Rebuild
 
 @dataclass
 class Load:
-    """One batch that is to be brought to the device."""
+    """What a slot brings to the device: a batch, or several small ones one after the other."""
 
     parts: Sequence[Part]
     rebuild: Rebuild
-    """Makes the batch, in the structure that the user knows, from the tensors of the parts."""
-    n_rows: int
-    """Samples in the batch, for the statistics."""
+    """Makes a batch, in the structure that the user knows, from the tensors of the parts."""
+    batches: Sequence[tuple[int, int]]
+    """Samples of each batch; and a checksum of all row numbers of the epoch up to its end, where a resumed epoch needs one, else 0."""
     rows: Rows | None = None
     """Row numbers, if the parts are rows of stores."""
-    checksum: int = 0
-    """Of all row numbers of the epoch so far, where a resumed epoch needs one."""
+
+    def cut(self, start: int, stop: int) -> Load:
+        """Batches [start, stop) of several, which come from stores."""
+        counts = [n_rows for n_rows, _ in self.batches]
+        begin, end = sum(counts[:start]), sum(counts[:stop])
+        parts = [cast(RowPart, part).cut(begin, end) for part in self.parts]
+        return Load(parts, self.rebuild, self.batches[start:stop], self.rows[begin:end] if self.rows is not None else None)
+
+
+Draw = Callable[[], Load]
 
 
 class Source(Protocol):
@@ -42,8 +52,8 @@ class Source(Protocol):
         """Batches in an epoch; TypeError where that is not known."""
         ...
 
-    def epoch(self, number: int, start: int, checksum: int) -> Generator[Load, None, None]:
-        """The batches of epoch ``number`` from batch ``start`` on."""
+    def epoch(self, number: int, start: int, checksum: int, n_together: int) -> Generator[Draw, None, None]:
+        """The batches of epoch ``number`` from batch ``start`` on, at most ``n_together`` in a load, which is made when it is wanted."""
         ...
 
 
@@ -62,13 +72,17 @@ class RowSource:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def epoch(self, number: int, start: int, checksum: int) -> Generator[Load, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, n_together: int) -> Generator[Draw, None, None]:
         windows, position, stop = self.batches.windows(number, start)
         with contextlib.ExitStack() as stack:
-            parts = [stack.enter_context(access.serve(windows, position, stop)) for access in self.accesses]
-            for rows, total in self.batches.epoch(number, start, checksum):
-                yield Load([part(rows, position) for part in parts], self.rebuild, len(rows), rows, total)
-                position += len(rows)
+            serving = [stack.enter_context(access.serve(windows, position, stop)) for access in self.accesses]
+            for draw in self.batches.epoch(number, start, checksum, n_together):
+                yield functools.partial(self._load, draw, [serve(position, draw.n_rows) for serve in serving])
+                position += draw.n_rows
+
+    def _load(self, draw: RowsDraw, parts: Sequence[Callable[[Rows], RowPart]]) -> Load:
+        group = draw()
+        return Load([part(group.rows) for part in parts], self.rebuild, group.batches, group.rows)
 
 
 def part_nbytes(part: Part) -> int:

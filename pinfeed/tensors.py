@@ -39,9 +39,13 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
         raise StoreError(f"{name}: got a {value.layout} tensor of {value.dtype}; expected a dense one of {', '.join(sorted(DTYPES))}")
     if value.is_conj() or value.is_neg():
         raise StoreError(f"{name}: a lazily conjugated or negated tensor; give .resolve_conj().resolve_neg()")
-    value = value.detach()
-    if value.dtype is torch.bfloat16:
-        bits: npt.NDArray[Any] = value.view(torch.uint16).numpy()
+    return memory_of(value.detach())
+
+
+def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
+    """An array on the memory of a dense CPU tensor that needs no gradient, unchecked."""
+    if tensor.dtype is torch.bfloat16:
+        bits: npt.NDArray[Any] = tensor.view(torch.uint16).numpy()
         return bits.view(BFLOAT16)
-    array: npt.NDArray[Any] = value.numpy()
+    array: npt.NDArray[Any] = tensor.numpy()
     return array

@@ -72,6 +72,8 @@ class Slot:
     released: Event | None = None
     filled: Event | None = None
     load: Load | None = None
+    error: Exception | None = None
+    """Why the next batch was not filled, where it was to be together with those that the slot carries."""
     tensors: list[Tensor] = field(default_factory=list)
     needed: list[int] = field(default_factory=list)
     """Bytes of device memory that each part of this fill took; 0 where it brought its own."""
@@ -116,14 +118,14 @@ class Transfer:
         self._read, self._write = device.stream("read"), device.stream("write")  # for good: a new stream strands the allocator's blocks
         self._capacity = list(capacity)
         self.slots = [Slot() for _ in range(n_slots)]
-        self._active = self.slots  # those that the loop uses
+        self._active, self._n_together = self.slots, 1  # those that the loop uses, and batches in each
         self._write_staging: dict[int, npt.NDArray[np.uint8]] = {}
         self.log: WriteLog[Held] = WriteLog()
         self._stopping = False
 
-    def begin(self, n_slots: int) -> Sequence[Slot]:
-        """A loop begins, on so many of the slots: nothing is under way, all earlier writes have landed."""
-        self.log, self._stopping, self._active = WriteLog(), False, self.slots[:n_slots]
+    def begin(self, n_slots: int, n_together: int) -> Sequence[Slot]:
+        """A loop begins, on so many of the slots, each for so many batches: nothing is under way, all earlier writes have landed."""
+        self.log, self._stopping, self._active, self._n_together = WriteLog(), False, self.slots[:n_slots], n_together
         return self._active
 
     def stop(self) -> None:
@@ -131,10 +133,11 @@ class Transfer:
         self._stopping = True
 
     def reserve(self, slot: Slot) -> None:
-        """Consumer. Give the slot memory for its next batch; what it lent before belongs to the user."""
+        """Consumer. Give the slot memory for its next batches; what it lent before belongs to the user."""
         compute = self.device.current_stream()
-        slot.load, slot.tensors, slot.seen = None, [], self.log.landed
-        slot.memory = [(nbytes, self.device.empty(nbytes, compute) if nbytes else None) for nbytes in self._capacity]
+        slot.load, slot.seen = None, self.log.landed
+        sizes = [nbytes * self._n_together for nbytes in self._capacity]
+        slot.memory = [(nbytes, self.device.empty(nbytes, compute) if nbytes else None) for nbytes in sizes]
         slot.compute, slot.released = compute, compute.record()
 
     def fill(self, slot: Slot, load: Load, number: int) -> Slot:
@@ -145,7 +148,7 @@ class Transfer:
         """
         if slot.filled is not None:
             slot.filled.sync()  # the last copy may still read staging
-        slot.load, slot.needed, slot.sources, slot.seen = load, [], [], self.log.landed
+        slot.load, slot.tensors, slot.needed, slot.sources, slot.seen = load, [], [], [], self.log.landed
         assert slot.compute is not None
         assert slot.released is not None
         start, late = self._meter.now(), False
@@ -194,7 +197,8 @@ class Transfer:
         if rows is not None:
             for write in self.log.since(slot.seen):
                 self._forward(write, rows, tensors, compute)
-        self._capacity = [max(sizes) for sizes in itertools.zip_longest(self._capacity, slot.needed, fillvalue=0)]
+        needed = [-(-nbytes // self._n_together) for nbytes in slot.needed]
+        self._capacity = [max(sizes) for sizes in itertools.zip_longest(self._capacity, needed, fillvalue=0)]
         slot.tensors, slot.load = [], None
         self._meter.read_s += slot.read_s
         return tensors
@@ -252,7 +256,7 @@ class Transfer:
         """Consumer. Wait for what is under way and let go of it; nothing touches the slots' memory when this returns."""
         self._read.record().sync()  # copies may still write memory that nobody was lent
         for slot in self.slots:
-            slot.load, slot.tensors, slot.memory, slot.released, slot.compute = None, [], [], None, None
+            slot.load, slot.tensors, slot.memory, slot.released, slot.compute, slot.error = None, [], [], None, None, None
         self.log = WriteLog()
 
     def close(self) -> None:

@@ -55,11 +55,13 @@ def served(access: Access, order: Order, *, batch_size: int, epoch: int = 0, sta
     """Row numbers and rows of an epoch, batch by batch, two batches late, as a feeder reads them."""
     batches = OrderBatches(order, N, batch_size)
     windows, position, stop = batches.windows(epoch, start)
-    with access.serve(windows, position, stop) as part:
+    with access.serve(windows, position, stop) as serve:
         waiting: list[tuple[np.ndarray, Any]] = []
-        for numbers, _ in batches.epoch(epoch, start):
-            waiting.append((numbers, part(numbers, position)))
-            position += len(numbers)
+        for draw in batches.epoch(epoch, start):
+            part = serve(position, draw.n_rows)
+            position += draw.n_rows
+            numbers = draw().rows
+            waiting.append((numbers, part(numbers)))
             if len(waiting) == 3:
                 first, late = waiting.pop(0)
                 yield first, read(late)
@@ -138,11 +140,13 @@ def test_rows_that_are_not_there_yet_are_read_one_by_one(path: Path, array: np.n
     monkeypatch.setattr(resident, "_PIECE_BYTES", KiB(64))
     with Slow(path) as store:
         access = Resident(store)
-        with access.serve(None, 0, N) as part:
-            numbers = np.array([4999, 0, 17, 17])
-            np.testing.assert_array_equal(read(part(numbers, 0)), array[numbers])
-            assert store.read_directly == 4
-            store.may_read.set()
+        numbers = np.array([4999, 0, 17, 17])
+        with access.serve(None, 0, N) as serve:
+            try:
+                np.testing.assert_array_equal(read(serve(0, 4)(numbers)), array[numbers])
+                assert store.read_directly == 4
+            finally:
+                store.may_read.set()
         for numbers, values in served(access, rows.shuffled(0), batch_size=500):
             np.testing.assert_array_equal(values, array[numbers])
         access.close()
@@ -214,7 +218,7 @@ def test_a_feeder_gives_the_rows_by_whatever_way_its_limit_allows(
             return
         with feeder:
             assert feeder.plan.host_bytes <= KiB(limit_kib)
-            expected = [numbers for numbers, _ in OrderBatches(order, N, feeder.plan.batch_size).epoch(0)]
+            expected = [draw().rows for draw in OrderBatches(order, N, feeder.plan.batch_size).epoch(0)]
             for numbers, x in zip(expected, feeder, strict=True):
                 np.testing.assert_array_equal(x.numpy(), array[numbers])
 
@@ -278,6 +282,19 @@ def test_windows_are_kept_room_for(path: Path) -> None:
     with Feeder(path, config=Config(cpu_memory_limit=MiB(4.5)), rows=order, device="cpu") as feeder:
         assert feeder.plan.host_bytes <= MiB(4.5)
         assert any(item.what == "windows" for item in feeder.plan.items), str(feeder.plan)
+
+
+def test_a_part_of_rows_on_windows(store: MmapStore, array: np.ndarray) -> None:
+    order = ORDERS[2]
+    windows = rows.windows(order, N, 0)
+    assert windows is not None
+    numbers = order.bind(N, 0)(np.arange(2000))
+    access = Windowed(store, windows.window_rows, 3000)
+    with access.serve(windows, 0, N) as serve:
+        part = serve(0, 2000)(numbers)
+        for begin, end in ((0, 2000), (0, 1), (700, 800), (760, 1600), (1999, 2000)):
+            np.testing.assert_array_equal(read(part.cut(begin, end)), array[numbers[begin:end]])
+    access.close()
 
 
 def test_parts_of_a_store_are_gathered_in_steps(array: np.ndarray, store: MmapStore) -> None:

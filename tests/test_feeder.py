@@ -588,3 +588,67 @@ def test_each_loop_in_a_thread_of_its_own(x: np.ndarray) -> None:
     for thread in threads:
         thread.join()
     assert all(results[i] == list(range(100)) for i in range(4))
+
+
+# ---- small batches that are gathered together ------------------------------------------------------------------------
+
+
+class Broken(ArrayStore):
+    """Rows, one of which cannot be read, as often as it says."""
+
+    def __init__(self, array: np.ndarray, row: int, times: float) -> None:
+        super().__init__(array)
+        self.row, self.times = row, times
+
+    def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
+        if self.row in rows and self.times > 0:
+            self.times -= 1
+            raise OSError(f"row {self.row}")
+        super().gather(rows, out)
+
+
+@pytest.mark.parametrize("row", [0, 10, 47, 79, 80, 333, 999])
+def test_batches_before_an_error_are_lent_however_many_are_gathered_together(row: int) -> None:
+    array = np.arange(1000.0)[:, None]
+    array.flags.writeable = False
+    with Feeder(Broken(array, row, np.inf), batch_size=10) as feeder:
+        assert feeder.plan.depth > 8
+        given: list[float] = []
+        with pytest.raises(OSError, match=f"row {row}"):
+            for x in feeder:
+                given += x[:, 0].tolist()
+        assert given == list(range(row // 10 * 10))
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_an_error_that_does_not_happen_again_is_raised_all_the_same(times: int) -> None:
+    with Feeder(Broken(np.arange(1000.0), 333, times), batch_size=10) as feeder, pytest.raises(OSError, match="row 333"):
+        list(feeder)
+
+
+def test_batches_that_were_gathered_together_are_each_ones_own() -> None:
+    array = np.arange(300.0)[:, None]
+    with Feeder(array, batch_size=10) as feeder:
+        batches = list(feeder)
+        for x in batches[::2]:
+            version = batches[1]._version
+            x.add_(1)
+            assert batches[1]._version == version, "autograd would take it for a change of the other one"
+            assert not x._is_view()
+    assert [x[0, 0].item() for x in batches] == [10.0 * i + (i % 2 == 0) for i in range(30)]
+
+
+@pytest.mark.parametrize("batch_size", [1, 7, 10, 64])
+def test_a_state_counts_batches_and_not_groups(batch_size: int) -> None:
+    array = np.arange(200.0)
+    for stop in (1, 3, 8, 9):
+        with Feeder(array, batch_size=batch_size, shuffle=True) as feeder:
+            whole = [x.tolist() for x in feeder]
+        with Feeder(array, batch_size=batch_size, shuffle=True) as feeder:
+            for i, _ in enumerate(feeder, 1):
+                if i == min(stop, len(whole)):
+                    state = feeder.state_dict()
+                    break
+        with Feeder(array, batch_size=batch_size, shuffle=True) as feeder:
+            feeder.load_state_dict(state)
+            assert [x.tolist() for x in feeder] == whole[stop:]

@@ -14,10 +14,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from pinfeed.batches import OrderBatches, RowBatches, SamplerBatches, check_rows, largest_batch
+from pinfeed.batches import Draw, OrderBatches, RowBatches, SamplerBatches, check_rows, largest_batch
 from pinfeed.config import Demand, plan_items
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError
 from pinfeed.rows import Order, Rows, block_shuffled, per_rank, permutation, sequential, shuffled, windows
+
+
+def drawn(draws: Iterator[Draw]) -> Iterator[tuple[Rows, int]]:
+    """Rows and checksum, draw by draw."""
+    for draw in draws:
+        group = draw()
+        assert draw.n_rows == len(group.rows) == sum(n for n, _ in group.batches)
+        yield group.rows, group.batches[-1][1]
+
 
 SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 100, 255, 256, 257, 1000, 4095, 4096, 4097, 65535, 65536, 65537, 131072]
 ORDERS: list[Order] = [
@@ -39,7 +48,7 @@ def whole(order: Order, n: int, epoch: int = 0) -> Rows:
 
 
 def rows_of(batches: RowBatches, number: int = 0, start: int = 0, checksum: int = 0) -> list[list[int]]:
-    return [rows.tolist() for rows, _ in batches.epoch(number, start, checksum)]
+    return [rows.tolist() for rows, _ in drawn(batches.epoch(number, start, checksum))]
 
 
 class Sampler:
@@ -271,7 +280,7 @@ def test_seeds_and_blocks_are_integers() -> None:
 def test_an_order_takes_no_more_memory_than_is_planned_for_it(order: Order, n: int, batch_size: int) -> None:
     load = Demand((4,), (False,), resident_bytes=0, n_rows=n, unified=True, route="direct")
     planned = {item.what: item.total for item in plan_items(load, min(batch_size, order.length(n)), depth=0)}
-    batches = OrderBatches(order, n, batch_size).epoch(0)
+    batches = drawn(OrderBatches(order, n, batch_size).epoch(0))
     tracemalloc.start()
     held = None
     for held, _ in itertools.islice(batches, max(4, 70_000 // batch_size)):  # noqa: B007
@@ -358,7 +367,7 @@ def test_batches_are_the_users_to_change() -> None:
     batches = OrderBatches(shuffled(1), 100, 10)
     want = rows_of(batches)
     got = []
-    for rows, _ in batches.epoch(0):
+    for rows, _ in drawn(batches.epoch(0)):
         got.append(rows.tolist())
         rows[:] = -1
     assert got == want
@@ -479,7 +488,7 @@ def test_single_rows_are_cut_into_batches(rows: Any, drop_last: bool) -> None:
     got = rows_of(batches)
     assert got == expected[: -1 if drop_last else None]
     assert rows_of(batches, 1) == got
-    for array, _ in batches.epoch(2):
+    for array, _ in drawn(batches.epoch(2)):
         assert array.dtype == np.int64
         assert array.flags.c_contiguous
 
@@ -569,16 +578,16 @@ def batches_of(rows: Any, n_rows: int = 30) -> SamplerBatches:
 @pytest.mark.parametrize("rows", SAMPLERS, ids=lambda rows: type(rows).__name__)
 def test_a_resumed_epoch_is_the_rest_of_it(rows: Any) -> None:
     batches = batches_of(rows)
-    epoch = [(batch.tolist(), checksum) for batch, checksum in batches.epoch(2)]
+    epoch = [(batch.tolist(), checksum) for batch, checksum in drawn(batches.epoch(2))]
     for start in range(len(epoch) + 1):
         checksum = epoch[start - 1][1] if start else 0
-        assert [(batch.tolist(), total) for batch, total in batches_of(rows).epoch(2, start, checksum)] == epoch[start:]
+        assert [(batch.tolist(), total) for batch, total in drawn(batches_of(rows).epoch(2, start, checksum))] == epoch[start:]
 
 
 @pytest.mark.parametrize("rows", [Sampler, Unsized], ids=lambda rows: rows.__name__)
 @pytest.mark.parametrize("start", [1, 2, 3])
 def test_another_order_is_noticed(rows: Any, start: int) -> None:
-    saved = [checksum for _, checksum in batches_of(rows(list(range(12)))).epoch(0)][start - 1]
+    saved = [checksum for _, checksum in drawn(batches_of(rows(list(range(12)))).epoch(0))][start - 1]
     swapped = [1, 0, *range(2, 12)]
     cut = list(range(4 * start - 1))
     late = [*range(4 * start - 1), 11, *range(4 * start, 12)]
@@ -588,7 +597,7 @@ def test_another_order_is_noticed(rows: Any, start: int) -> None:
 
 
 def test_another_order_is_noticed_at_the_end_of_an_epoch() -> None:
-    saved = [checksum for _, checksum in batches_of(np.arange(8)).epoch(0)][-1]
+    saved = [checksum for _, checksum in drawn(batches_of(np.arange(8)).epoch(0))][-1]
     assert rows_of(batches_of(np.arange(8)), 0, 2, saved) == []
     for other in ([0, 1, 2, 3, 4, 5, 7, 6], [0, 1, 2, 3, 4, 5, 6], [0, 1, 2, 3]):
         with pytest.raises(ArgumentError, match="gave other rows for epoch 0"):
@@ -596,7 +605,7 @@ def test_another_order_is_noticed_at_the_end_of_an_epoch() -> None:
 
 
 def test_a_resume_tells_batches_apart_that_hold_the_same_rows() -> None:
-    saved = [checksum for _, checksum in batches_of([[0, 1], [2], [3]]).epoch(0)][1]
+    saved = [checksum for _, checksum in drawn(batches_of([[0, 1], [2], [3]]).epoch(0))][1]
     assert rows_of(batches_of([[0, 1], [2], [3]]), 0, 2, saved) == [[3]]
     with pytest.raises(ArgumentError, match="gave other rows"):
         rows_of(batches_of([[0], [1, 2], [3]]), 0, 2, saved)
@@ -604,13 +613,13 @@ def test_a_resume_tells_batches_apart_that_hold_the_same_rows() -> None:
 
 def test_an_iterator_that_is_used_up_cannot_be_resumed() -> None:
     batches = batches_of(iter(range(8)))
-    (_, saved), *_ = batches.epoch(0)
+    (_, saved), *_ = drawn(batches.epoch(0))
     with pytest.raises(ArgumentError, match="gave other rows"):
         rows_of(batches, 0, 1, saved)
 
 
 def test_the_order_that_follows_a_matching_beginning_is_not_known() -> None:
-    saved = next(checksum for _, checksum in batches_of(np.arange(12)).epoch(0))
+    saved = next(checksum for _, checksum in drawn(batches_of(np.arange(12)).epoch(0)))
     assert rows_of(batches_of(np.array([0, 1, 2, 3, 9, 8])), 0, 1, saved) == [[9, 8]]
 
 
@@ -800,3 +809,27 @@ def test_a_position_has_a_row_of_its_window(
 def test_orders_without_windows() -> None:
     for order in (sequential(), shuffled(), per_rank(shuffled(), rank=0, world_size=2)):
         assert windows(order, 10, 0) is None
+
+
+@pytest.mark.parametrize("rows", [shuffled(1), sequential(), list(range(100)), np.arange(100)[::-1], [[1, 2], [3], [4, 5, 6]] * 9], ids=str)
+@pytest.mark.parametrize("start", [0, 3])
+def test_batches_that_are_drawn_together_are_the_same(rows: Any, start: int) -> None:
+    batches: RowBatches = OrderBatches(rows, 100, 7) if isinstance(rows, Order) else SamplerBatches(rows, 100, 7, drop_last=False)
+    alone = list(drawn(batches.epoch(1)))
+    checksum = alone[start - 1][1] if start else 0
+    for n in (1, 2, 5, 100):
+        groups = [draw() for draw in batches.epoch(1, start, checksum, n)]
+        assert all(len(group.batches) == n for group in groups[:-1])
+        assert [part for group in groups for part in group.batches] == [(len(wanted), total) for wanted, total in alone[start:]]
+        assert np.concatenate([group.rows for group in groups]).tolist() == np.concatenate([wanted for wanted, _ in alone[start:]]).tolist()
+
+
+def test_batches_before_an_error_are_drawn() -> None:
+    def rows() -> Iterator[list[int]]:
+        yield from ([0], [1], [2], [3], [4])
+        raise KeyError("five")
+
+    draws = SamplerBatches(rows(), 10, None, drop_last=False).epoch(0, n_together=3)
+    assert [draw().rows.tolist() for draw in itertools.islice(draws, 2)] == [[0, 1, 2], [3, 4]]
+    with pytest.raises(KeyError, match="five"):
+        next(draws)

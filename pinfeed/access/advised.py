@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from ..config import Item
-from ..devices.base import Part
 from ..rows import Rows, Windows
 from ..stores.sharded import AnyShardedStore
 from .ahead import Ahead, Runs
-from .base import Parts, StoreRows
+from .base import Serve, StoreRows
 
 _STEP_BYTES = 8 << 20  # advice is given in pieces: it takes as long as the disk has room for it, and the loop may end meanwhile
 
@@ -29,7 +29,7 @@ class Advised:
         self._step = max(1, _STEP_BYTES // max(1, store.row_nbytes))
 
     @contextlib.contextmanager
-    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Parts]:
+    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
         self._stopping = False
         with ThreadPoolExecutor(1, thread_name_prefix="pinfeed-advise") as adviser:
             ahead = None
@@ -38,13 +38,13 @@ class Advised:
             else:
                 ahead = Ahead(windows, start, stop, lambda runs: adviser.submit(self._tell, runs))
 
-            def part(rows: Rows, position: int) -> Part:
+            def serve(position: int, n: int) -> Callable[[Rows], StoreRows]:
                 if ahead is not None:
-                    ahead.take(position, len(rows))
-                return StoreRows(self._store, rows)
+                    ahead.take(position, n)
+                return functools.partial(StoreRows, self._store)
 
             try:
-                yield part
+                yield serve
             finally:
                 self._stopping = True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -14,8 +15,17 @@ from ..config import Item
 from ..devices.base import Part
 from ..rows import Rows, Windows
 
-Parts = Callable[[Rows, int], Part]
-"""The part of a batch: its row numbers, and the position of the first of them in the epoch. Called batch by batch, in order."""
+
+class RowPart(Part, Protocol):
+    """Rows of a store, while they still are where they come from."""
+
+    def cut(self, begin: int, end: int) -> RowPart:
+        """Rows [begin, end) of these."""
+        ...
+
+
+Serve = Callable[[int, int], Callable[[Rows], RowPart]]
+"""Given a position of the epoch and a number of rows, what makes a part of these rows. Called in the order of positions."""
 
 # Rows are gathered in steps, and a loop that ends waits for one step at most: some milliseconds from memory, and less than a second
 # from a disk that seeks 20,000 times a second.
@@ -41,6 +51,10 @@ class StoreRows:
         self.store, self.rows = store, rows
         self.shape, self.dtype = (len(rows), *store.row_shape), store.dtype
 
+    def cut(self, begin: int, end: int) -> StoreRows:
+        """Rows [begin, end) of these."""
+        return StoreRows(self.store, self.rows[begin:end])
+
     def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
         """Gather the rows into ``out``, step by step."""
         step = max(1, min(_STEP_ROWS, _STEP_BYTES * len(out) // max(1, out.nbytes)))
@@ -57,7 +71,7 @@ class Access(Protocol):
         """Memory that it takes, at most."""
         ...
 
-    def serve(self, windows: Windows | None, start: int, stop: int) -> AbstractContextManager[Parts]:
+    def serve(self, windows: Windows | None, start: int, stop: int) -> AbstractContextManager[Serve]:
         """Serve the positions [start, stop) of an epoch. What runs in the background ends with the context."""
         ...
 
@@ -74,8 +88,8 @@ class Direct:
         self._store = store
 
     @contextlib.contextmanager
-    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Parts]:
-        yield lambda rows, position: StoreRows(self._store, rows)
+    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
+        yield lambda position, n: functools.partial(StoreRows, self._store)
 
     def close(self) -> None:
         """There is nothing."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -18,7 +19,7 @@ from ..config import Item
 from ..rows import Rows, Windows
 from ..stores.array import ArrayStore
 from ..stores.sharded import AnyShardedStore
-from .base import Parts, StoreRows
+from .base import Serve, StoreRows
 
 logger = logging.getLogger("pinfeed")
 
@@ -55,7 +56,7 @@ class Resident:
         self._begun_s, self._n_brought = 0.0, 0
 
     @contextlib.contextmanager
-    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Parts]:
+    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
         self._refresh()
         if self._complete:
             yield self._part
@@ -95,8 +96,8 @@ class Resident:
         spent_s = time.monotonic() - self._begun_s
         return rest / (self._n_brought * _PIECE_BYTES / spent_s if self._n_brought else _FIRST_GUESS)
 
-    def _part(self, rows: Rows, position: int) -> StoreRows:
-        return StoreRows(self, rows)
+    def _part(self, position: int, n: int) -> Callable[[Rows], StoreRows]:
+        return functools.partial(StoreRows, self)
 
     def _refresh(self) -> None:
         """Forget rows that may have changed in the file."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -16,7 +17,7 @@ from ..rows import Rows, Windows
 from ..stores.array import ArrayStore
 from ..stores.sharded import AnyShardedStore
 from .ahead import Ahead, Runs
-from .base import Parts, StoreRows
+from .base import Serve, StoreRows
 
 _N_THREADS = 4  # reads that wait for the disk at a time
 
@@ -36,12 +37,12 @@ class Windowed:
         self._pool = Pool(self.items[0].count)
 
     @contextlib.contextmanager
-    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Parts]:
+    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
         assert windows is not None
         threads = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="pinfeed-window")
         ahead = Ahead(windows, start, stop, lambda runs: _Window(self._store, runs, self._pool.take(self._nbytes), threads))
         try:
-            yield lambda rows, position: _WindowRows(self._store, rows, ahead.take(position, len(rows)))
+            yield lambda position, n: functools.partial(_WindowRows, self._store, ahead.take(position, n))
         finally:
             threads.shutdown(wait=True, cancel_futures=True)
 
@@ -74,11 +75,20 @@ class _Window:
 
 
 class _WindowRows:
-    """The rows of a batch that lies on some windows."""
+    """Rows that lie on some windows, one after the other."""
 
-    def __init__(self, store: AnyShardedStore, rows: Rows, windows: Sequence[tuple[int, _Window]]) -> None:
-        self._rows, self._windows = rows, windows
+    def __init__(self, store: AnyShardedStore, windows: Sequence[tuple[int, _Window]], rows: Rows) -> None:
+        self._store, self._rows, self._windows = store, rows, windows
         self.shape, self.dtype = (len(rows), *store.row_shape), store.dtype
+
+    def cut(self, begin: int, end: int) -> _WindowRows:
+        """Rows [begin, end) of these."""
+        windows, first = [], 0
+        for n, window in self._windows:
+            if (here := min(end, first + n) - max(begin, first)) > 0:
+                windows.append((here, window))
+            first += n
+        return _WindowRows(self._store, windows, self._rows[begin:end])
 
     def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
         """Gather the rows into ``out``, step by step."""

@@ -92,6 +92,10 @@ class Device(Protocol):
         """The beginning of a buffer as a tensor; it keeps the buffer alive."""
         ...
 
+    def cut(self, tensor: Tensor, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a tensor as one of their own, on the same memory."""
+        ...
+
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         """Page-locked host memory, shape (nbytes,), for copies that do not block the host."""
         ...

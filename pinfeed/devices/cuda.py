@@ -98,6 +98,9 @@ class CudaDevice:
         # set_ and not view: the user's tensor is nobody's view, so autograd and in-place operations treat it as his own.
         return torch.empty(0, dtype=TORCH[dtype], device=self._device).set_(buffer.untyped_storage(), 0, shape, _strides(shape))
 
+    def cut(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        return tensor[start:stop].data  # not a view of it: what the user does to one batch in place, autograd need not know of another
+
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return self._staging.take(nbytes)
 

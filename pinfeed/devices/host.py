@@ -14,7 +14,7 @@ from ..blocks import Bytes, Pool
 from ..memory import free_host_bytes
 from ..rows import Rows
 from ..stores.base import Store
-from ..tensors import NUMPY, to_numpy, to_torch
+from ..tensors import NUMPY, memory_of, to_numpy, to_torch
 from .base import Array, Part
 
 
@@ -69,6 +69,11 @@ class HostDevice:
     def tensor(self, buffer: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
         return to_torch(np.ndarray(shape, dtype, buffer))
 
+    def cut(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
+        # Not a view of it: what the user does to one batch in place, autograd need not know of another. And by numpy, which keeps the
+        # interpreter's lock over such a trifle: torch gives it away, and waits for it.
+        return to_torch(memory_of(tensor)[start:stop])
+
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return self._pool.take(nbytes)
 
@@ -87,7 +92,7 @@ class HostDevice:
         return True
 
     def read(self, part: Part, dst: torch.Tensor, stream: Any) -> Iterator[None]:
-        return part.read(to_numpy(dst, "batch"))
+        return part.read(memory_of(dst))
 
     def write(self, store: Store, rows: Rows, values: torch.Tensor, stream: Any) -> None:
         store.scatter(rows, to_numpy(values, "values"))

@@ -33,7 +33,9 @@ class PageCache:
         self._fd, self._keep, self._unswept = fd, keep, 0
         self._ours = [] if keep else _uncached(fd, size)
         if not keep:
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)  # else the kernel takes neighbours in the cache for a sequence, and reads ahead
+            os.posix_fadvise(
+                fd, 0, 0, os.POSIX_FADV_RANDOM
+            )  # else the kernel takes neighbours in the cache for a sequence, and reads ahead
 
     def used(self, begin: int, nbytes: int) -> None:
         """The ``nbytes`` from byte ``begin`` on, or as many elsewhere, were read. Any thread; a race costs a sweep, or delays one."""

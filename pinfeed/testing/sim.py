@@ -232,6 +232,9 @@ class SimDevice:
     def tensor(self, buffer: Memory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
         return DeviceArray(buffer, np.ndarray(shape, dtype, buffer.contents))
 
+    def cut(self, tensor: DeviceArray, start: int, stop: int) -> DeviceArray:
+        return DeviceArray(tensor.memory, tensor._array[start:stop])
+
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         array = np.full(nbytes, _POISON, np.uint8)
         self._pinned[id(array)] = array

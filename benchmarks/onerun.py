@@ -1,0 +1,138 @@
+"""One run of one contestant, in a process of its own: so every run has a peak of memory, an allocator and threads of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import itertools
+import logging
+import re
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import pinfeed
+from benchmarks.ceilings import Compute
+from benchmarks.peers import CONTESTANTS, Contestant, Epochs, Task, litdata_folder, order_of
+from benchmarks.rowfile import Kind, cached_share, drop, expected, read_through
+
+_CHECKED_BATCHES = 8
+_CHECKED_FEEDER_BATCHES = 300
+
+
+def check(path: Path, kind: Kind, order: str, name: str) -> None:
+    """Compare the first batches of two epochs with the rows that are wanted.
+
+    Raises:
+        AssertionError: They differ, are no float32 tensors of the right shape on the CPU, or change while later ones are drawn.
+    """
+    contestant, task = CONTESTANTS[name], Task.make(path, kind, order, 2, cold=False)
+    own_order = contestant.own_order and order != "sequential"
+    epochs = contestant.epochs(task)
+    for wanted, epoch in zip(task.epochs, epochs, strict=True):
+        given = list(itertools.islice(epoch, _CHECKED_BATCHES))
+        assert len(given) >= min(len(wanted), _CHECKED_BATCHES) or contestant.own_order, f"{name}: {len(given)} batches"
+        seen = np.concatenate([batch.reshape(len(batch), -1)[:, 0].numpy() for batch in given]).astype(np.int64)
+        numbers = np.concatenate([np.r_[rows] for rows in wanted[: len(given)]])
+        if own_order:
+            assert len(np.unique(seen)) == len(seen), f"{name}: a row came twice"
+            numbers = seen
+        for i, batch in enumerate(given):
+            rows = numbers[i * kind.batch_size :][: kind.batch_size]
+            assert (batch.dtype, batch.device.type, batch.is_contiguous()) == (torch.float32, "cpu", True), name
+            assert torch.equal(batch, expected(rows, kind.row_shape)), f"{name}: batch {i} of {kind.name} rows, {order}"
+    epochs.close()
+    if name == "pinfeed":
+        check_feeder(task)
+
+
+def check_feeder(task: Task) -> None:
+    """Compare the row numbers, and the rows, of some hundred batches."""
+    order = order_of(task.order, task.kind)
+    with pinfeed.Feeder(task.path, batch_size=task.kind.batch_size, rows=order, drop_last=True, device="cpu") as feeder:
+        for wanted, batch in itertools.islice(zip(task.epochs[0], feeder.batches(), strict=False), _CHECKED_FEEDER_BATCHES):
+            assert np.array_equal(batch.rows, np.r_[wanted])
+            assert torch.equal(batch.data, expected(batch.rows, task.kind.row_shape))
+
+
+def run(path: Path, tiny: Path, kind: Kind, order: str, name: str, *, cold: bool, n_products: int, cap_s: float) -> dict[str, Any]:
+    """Time one epoch of a cold file, or three of a warm one.
+
+    Args:
+        path: The file.
+        tiny: A file of a few rows, for what a first use costs whatever the file.
+        kind: Its rows.
+        order: Name of the order.
+        name: The contestant.
+        cold: Whether the file is dropped from the page cache before.
+        n_products: Size of the step beside it; 0 for none.
+        cap_s: Seconds after which it is stopped; its rate is that of what it did.
+
+    Returns:
+        ``gb_per_s`` of each epoch, ``complete`` or stopped, and what memory did.
+    """
+    contestant = CONTESTANTS[name]
+    task = Task.make(path, kind, order, 1 if cold else 3, cold=cold)
+    step = Compute(n_products) if n_products else lambda: None
+    for epoch in contestant.epochs(Task.make(tiny, Kind("tiny", (1,), 8, 0), "sequential", 1, cold=cold)):
+        for _ in epoch:
+            pass
+    files = [path, *sorted(litdata_folder(path).glob("*.bin"))] if name == "litdata" else [path]
+    (drop if cold else read_through)(files)
+    gc.collect()
+    with contextlib.suppress(PermissionError):  # then the peak is that since the process began
+        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
+    before, cached = memory(), cached_share(files[-1])
+    samples: list[dict[str, int]] = []
+    epochs = contestant.epochs(task)
+    rates, complete = timed(epochs, step, cap_s, lambda: samples.append(memory()))
+    peak = memory()["VmHWM"]
+    growth = {key: max(sample[key] for sample in samples) - before[key] for key in ("RssAnon", "RssFile", "RssShmem")}
+    grown = (cached_share(files[-1]) - cached) * files[-1].stat().st_size
+    epochs.close()
+    return {
+        "gb_per_s": [n_rows * kind.row_nbytes / seconds / 1e9 for n_rows, seconds in rates],
+        "complete": complete,
+        "peak_growth": peak - before["VmRSS"],
+        "growth": growth,
+        "page_cache_growth": round(grown),
+        **task.notes,
+    }
+
+
+def timed(epochs: Epochs, step: Callable[[], object], cap_s: float, sample: Callable[[], object]) -> tuple[list[tuple[int, float]], bool]:
+    """Rows and seconds of each epoch, the making of the loader included in the first; and whether all of it was done."""
+    rates: list[tuple[int, float]] = []
+    begin = time.perf_counter()
+    deadline = begin + cap_s
+    for epoch in epochs:
+        n_rows = 0
+        for batch in epoch:
+            n_rows += len(batch)
+            step()
+            if time.perf_counter() > deadline:
+                break
+        now = time.perf_counter()
+        rates.append((n_rows, now - begin))
+        sample()
+        if now > deadline:
+            return rates, False
+        begin = time.perf_counter()
+    return rates, True
+
+
+def memory() -> dict[str, int]:
+    """What the kernel counts for this process, in bytes. Worker processes are not in it."""
+    status = Path("/proc/self/status").read_text()
+    return {key: int(value) * 1024 for key, value in re.findall(r"(Vm(?:HWM|RSS)|Rss\w+):\s+(\d+) kB", status)}
+
+
+def load(contestant: Contestant) -> None:
+    """Import what a contestant needs, outside the time."""
+    logging.disable(logging.WARNING)  # grain misses jax, and says so
+    importlib.import_module(contestant.module)

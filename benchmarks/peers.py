@@ -1,0 +1,244 @@
+"""The contestants: ways to get owning float32 batches out of a .npy, one small function each, on the settings that won a trial of a few.
+
+Each yields epochs, and an epoch gives batches, so that a loader is built once and used for all of them. The peers are handed the row
+numbers (a slice where they are consecutive) and a reader of a whole batch, where they take one; pinfeed makes its order itself.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import pinfeed
+from benchmarks.rowfile import Kind
+from pinfeed.batches import OrderBatches
+from pinfeed.rows import Order
+
+Batches = list[Any]  # of row numbers, shape (batch_size,), or of slices
+Epochs = Iterator[Iterable[torch.Tensor]]
+
+_LITDATA_BYTES = 128 << 20  # its format is written row by row in Python: so much is enough to tell a rate
+_LITDATA_ROWS = 1 << 15
+
+
+@dataclass(frozen=True)
+class Task:
+    """The batches that are to be yielded.
+
+    ``notes`` takes what a contestant has to say about itself.
+    """
+
+    path: Path
+    kind: Kind
+    order: str
+    n_epochs: int
+    cold: bool
+    epochs: list[Batches]
+    notes: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def make(cls, path: Path, kind: Kind, order: str, n_epochs: int, *, cold: bool) -> Task:
+        n_rows = len(np.load(path, mmap_mode="r"))
+        batches = OrderBatches(order_of(order, kind), n_rows, kind.batch_size, drop_last=True)
+        epochs = [[draw().rows for draw in batches.epoch(number)] for number in range(n_epochs)]
+        if order == "sequential":
+            epochs = [[slice(int(rows[0]), int(rows[-1]) + 1) for rows in epoch] for epoch in epochs]
+        return cls(path, kind, order, n_epochs, cold, epochs)
+
+
+def order_of(name: str, kind: Kind) -> Order:
+    if name == "sequential":
+        return pinfeed.rows.sequential()
+    if name == "shuffled":
+        return pinfeed.rows.shuffled(seed=1)
+    return pinfeed.rows.block_shuffled(seed=1, block_rows=max(1, pinfeed.MiB(1) // kind.row_nbytes), window_blocks=16)
+
+
+class Reader:
+    """Whole batches of a memory map: ``reader[rows]`` is an owning tensor."""
+
+    def __init__(self, path: Path) -> None:
+        self.array = np.load(path, mmap_mode="r").view(np.ndarray)  # np.memmap itself is slower to index
+
+    def __getitem__(self, rows: Any) -> torch.Tensor:
+        # np.take was 1.4 to 1.7 times as fast as array[rows] in a loop, and as fast or faster in the threads of every peer.
+        return torch.from_numpy(self.array[rows].copy() if isinstance(rows, slice) else np.take(self.array, rows, axis=0))
+
+
+def feeder(task: Task) -> Epochs:
+    order = order_of(task.order, task.kind)
+    with pinfeed.Feeder(task.path, batch_size=task.kind.batch_size, rows=order, drop_last=True, device="cpu") as made:
+        task.notes["plan_bytes"] = made.plan.host_bytes
+        for _ in range(task.n_epochs):
+            yield made
+
+
+def loop(task: Task) -> Epochs:
+    """What people write first."""
+    array = np.load(task.path, mmap_mode="r")
+    for batches in task.epochs:
+        yield (torch.from_numpy(array[rows].copy() if isinstance(rows, slice) else array[rows]) for rows in batches)
+
+
+def dataloader(task: Task, n_workers: int) -> Epochs:
+    """Batches of row numbers as the sampler; each is one item of the dataset."""
+    given: Batches = []
+    loader = torch.utils.data.DataLoader(Reader(task.path), sampler=given, batch_size=None, **_workers(n_workers))
+    for batches in task.epochs:
+        given[:] = batches
+        yield loader
+
+
+class Samples:
+    """Single rows, as most datasets give them."""
+
+    def __init__(self, path: Path) -> None:
+        self.array = np.load(path, mmap_mode="r").view(np.ndarray)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.from_numpy(self.array[row].copy())
+
+
+class RowLists:
+    """A batch sampler."""
+
+    batches: Batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for rows in self.batches:
+            yield list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+
+def dataloader_per_sample(task: Task, n_workers: int) -> Epochs:
+    lists = RowLists()
+    loader = torch.utils.data.DataLoader(Samples(task.path), batch_sampler=lists, **_workers(n_workers))
+    for batches in task.epochs:
+        lists.batches = batches
+        yield loader
+
+
+def _workers(n: int) -> dict[str, Any]:
+    return {"num_workers": n, "persistent_workers": True, "prefetch_factor": 4} if n else {}
+
+
+def torchdata_nodes(task: Task) -> Epochs:
+    """One thread, four batches ahead; four threads where they wait for a disk, which lost elsewhere. No snapshot per batch: it costs."""
+    from torchdata.nodes import IterableWrapper, Loader, Mapper, ParallelMapper, Prefetcher
+
+    reader, never = Reader(task.path), 1 << 30
+    for batches in task.epochs:
+        source = IterableWrapper(batches)
+        if task.cold:
+            yield Loader(ParallelMapper(source, reader.__getitem__, num_workers=4, method="thread", snapshot_frequency=never))
+        else:
+            yield Loader(Prefetcher(Mapper(source, reader.__getitem__), prefetch_factor=4, snapshot_frequency=never))
+
+
+def spdl(task: Task) -> Epochs:
+    """One thread: with two or four it was slower, and no faster on a cold file; nor did a longer queue help."""
+    from spdl.pipeline import PipelineBuilder
+
+    def run(batches: Batches) -> Iterator[torch.Tensor]:
+        builder = PipelineBuilder().add_source(batches).pipe(reader.__getitem__, concurrency=1, output_order="input").add_sink(3)
+        pipeline = builder.build(num_threads=1)
+        with pipeline.auto_stop():
+            yield from pipeline.get_iterator()
+
+    reader = Reader(task.path)
+    for batches in task.epochs:
+        yield run(batches)
+
+
+def grain(task: Task) -> Epochs:
+    """A batch as the element. One thread, four ahead: with two or four threads and 16 ahead, small rows came at half the rate."""
+    import grain as library
+
+    class Source:
+        def __init__(self, batches: Batches) -> None:
+            self.batches = batches
+
+        def __len__(self) -> int:
+            return len(self.batches)
+
+        def __getitem__(self, number: int) -> torch.Tensor:
+            return reader[self.batches[number]]
+
+    reader, options = Reader(task.path), library.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+    for batches in task.epochs:
+        yield library.MapDataset.source(Source(batches)).to_iter_dataset(options)
+
+
+def litdata(task: Task) -> Epochs:
+    """Its own format and, shuffled, its own order: chunks in random order, mixed within.
+
+    Two workers were slower, and so was decoding a batch at once where it is shuffled.
+    """
+    from litdata import StreamingDataLoader, StreamingDataset
+
+    shuffle = task.order != "sequential"
+    dataset = StreamingDataset(str(litdata_folder(task.path)), shuffle=shuffle, drop_last=True, batch_decode=False)
+    loader = StreamingDataLoader(dataset, batch_size=task.kind.batch_size, drop_last=True)
+    for _ in range(task.n_epochs):
+        yield loader
+
+
+def litdata_folder(path: Path) -> Path:
+    return path.with_suffix(".litdata")
+
+
+def prepare_litdata(path: Path) -> None:
+    """Write the first rows of a .npy in its format."""
+    from litdata import optimize
+
+    rows = Samples(path)
+    n_rows = min(len(rows), _LITDATA_ROWS, _LITDATA_BYTES // rows.array[0].nbytes)
+    folder = str(litdata_folder(path))
+    optimize(rows.__getitem__, list(range(n_rows)), folder, chunk_bytes="64MB", num_workers=1, keep_data_ordered=True, verbose=False)
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to get batches.
+
+    Attributes:
+        every: In every cell and every repeat; the others, known to be slower, once, and without a step beside.
+        orders: That it can give; None for all.
+        own_order: Shuffled, it draws an order of its own.
+    """
+
+    epochs: Callable[[Task], Epochs]
+    module: str = "torch"
+    every: bool = False
+    quick: bool = False
+    orders: tuple[str, ...] | None = None
+    own_order: bool = False
+
+    @property
+    def installed(self) -> bool:
+        return importlib.util.find_spec(self.module.partition(".")[0]) is not None
+
+
+CONTESTANTS = {
+    "pinfeed": Contestant(feeder, every=True, quick=True),
+    "loop": Contestant(loop, quick=True),
+    "DataLoader": Contestant(lambda task: dataloader(task, 0), every=True, quick=True),
+    "torchdata.nodes": Contestant(torchdata_nodes, "torchdata.nodes", every=True, quick=True),
+    "grain": Contestant(grain, "grain", every=True, quick=True),
+    "SPDL": Contestant(spdl, "spdl.pipeline"),
+    "DataLoader, 2 workers": Contestant(lambda task: dataloader(task, 2)),
+    "DataLoader per sample": Contestant(lambda task: dataloader_per_sample(task, 0)),
+    "DataLoader per sample, 2 workers": Contestant(lambda task: dataloader_per_sample(task, 2)),
+    "litdata": Contestant(litdata, "litdata", orders=("sequential", "block-shuffled"), own_order=True),
+}
