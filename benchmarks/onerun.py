@@ -83,7 +83,9 @@ def run(path: Path, tiny: Path, kind: Kind, order: str, name: str, *, cold: bool
         for _ in epoch:
             pass
     files = [path, *sorted(litdata_folder(path).glob("*.bin"))] if name == "litdata" else [path]
-    (drop if cold else read_through)(files)
+    read_through(files)
+    if cold:
+        drop(files)  # just now: a virtual machine's memory that has been free for seconds is slow at first, for whoever happens to get it
     gc.collect()
     with contextlib.suppress(PermissionError):  # then the peak is that since the process began
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew

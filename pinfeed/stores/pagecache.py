@@ -14,14 +14,15 @@ Mask = npt.NDArray[np.bool_]
 
 _STEP, _LOOK = 1 << 20, 1 << 30  # the cache is looked at in steps, and so many bytes at a time
 _SWEEP = 32 << 20  # so much is read between two sweeps
+_FOLIO = 2 << 20  # the largest unit of the page cache, and where it begins
 _MARGIN = 16 << 20  # around the read that sweeps: what other threads are reading
 
 
 class PageCache:
     """The page cache of one open file. A file that is not kept there leaves it as it was found.
 
-    What was cached before the file was opened stays; what streaming brought in is dropped, in sweeps: page by page behind the reader would
-    miss the large folios that lie across the border.
+    What was cached before the file was opened stays; what streaming brought in is dropped, in sweeps that end between folios: one that lies
+    across the end stays, and lets the kernel wait for all processors to be sure that it has to.
 
     Args:
         fd: Its descriptor; the owner's.
@@ -30,32 +31,40 @@ class PageCache:
     """
 
     def __init__(self, fd: int, size: int, *, keep: bool) -> None:
-        self._fd, self._keep, self._unswept = fd, keep, 0
+        self._fd, self._size, self._keep, self._unswept = fd, size, keep, 0
+        self._random = False
         self._ours = [] if keep else _uncached(fd, size)
         if not keep:
             os.posix_fadvise(
                 fd, 0, 0, os.POSIX_FADV_RANDOM
             )  # else the kernel takes neighbours in the cache for a sequence, and reads ahead
 
+    def at_random(self) -> None:
+        """Rows are read in random order: the kernel would take those that are cached already for a sequence, and read far ahead."""
+        if not self._keep and not self._random:
+            self._random = True
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
+
     def used(self, begin: int, nbytes: int) -> None:
-        """The ``nbytes`` from byte ``begin`` on, or as many elsewhere, were read. Any thread; a race costs a sweep, or delays one."""
+        """The bytes from ``begin`` on were read. Any thread; a race delays a sweep, or costs one."""
         if self._keep:
             return
         self._unswept += nbytes
         if self._unswept > _SWEEP:
             self._unswept = 0
-            for start, stop in self._ours:
-                self._drop(start, min(stop, begin - _MARGIN))
-                self._drop(max(start, begin + nbytes + _MARGIN), stop)
+            self._drop(0, (begin - _MARGIN) // _FOLIO * _FOLIO)
+            self._drop(-(-(begin + nbytes + _MARGIN) // _FOLIO) * _FOLIO, self._size)
 
     def leave(self) -> None:
         """Nothing more is read."""
-        for start, stop in self._ours:
-            self._drop(start, stop)
+        if not self._keep:
+            self._drop(0, self._size)
 
-    def _drop(self, start: int, stop: int) -> None:
-        if start < stop:
-            os.posix_fadvise(self._fd, start, stop - start, os.POSIX_FADV_DONTNEED)
+    def _drop(self, begin: int, end: int) -> None:
+        """Drop what was not there before."""
+        for start, stop in self._ours:
+            if max(start, begin) < min(stop, end):
+                os.posix_fadvise(self._fd, max(start, begin), min(stop, end) - max(start, begin), os.POSIX_FADV_DONTNEED)
 
 
 def cached_pages(fd: int, begin: int, end: int) -> Mask:

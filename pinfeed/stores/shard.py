@@ -20,7 +20,6 @@ Bytes = npt.NDArray[np.uint8]
 
 _AT_ONCE = 16  # reads that wait for the disk at a time: more brought nothing on a virtual disk and on NVMe, fewer did not fill them
 _EACH = 4  # rows that make a thread worth its start
-_ADVISED = 1 << 20  # from here on the disk is told of the whole run, before it is waited for
 
 
 class Shard:
@@ -53,10 +52,7 @@ class Shard:
         Raises:
             ReadError: The file has shrunk, or cannot be read.
         """
-        begin, view = self._extent.offset + first * self._extent.row_nbytes, out.reshape(-1).data
-        done = self._read_cached(begin, view)
-        if len(view) - done >= _ADVISED:
-            os.posix_fadvise(self._fd, begin + done, len(view) - done, os.POSIX_FADV_WILLNEED)
+        begin, view, done = self._extent.offset + first * self._extent.row_nbytes, out.reshape(-1).data, 0
         while done < len(view):
             try:
                 n = os.preadv(self._fd, [view[done:]], begin + done)
@@ -78,6 +74,7 @@ class Shard:
         """
         if not self._extent.row_nbytes:
             return
+        self._cache.at_random()
         missing = self._read_some(rows, out, positions, aio.NOWAIT)
         if not len(missing):
             return
@@ -121,13 +118,6 @@ class Shard:
             os.fsync(self._fd)
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._extent.path) from error
-
-    def _read_cached(self, begin: int, view: memoryview) -> int:
-        """Read what is in the page cache, up to the first gap; the number of bytes."""
-        try:
-            return os.preadv(self._fd, [view], begin, os.RWF_NOWAIT)
-        except OSError:  # EAGAIN: nothing is there; EOPNOTSUPP: the file system cannot tell
-            return 0
 
     def _read_some(self, rows: Rows, out: Bytes, positions: Rows, flags: int = 0) -> Rows:
         """Read what can be read by one call for many rows; which of the rows, shape (m,), it was not."""
