@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from benchmarks.peers import Task
-from benchmarks.rowfile import Kind, drop, read_through, read_through
+from benchmarks.rowfile import Kind, drop, read_through
 
 _PIECE = 4 << 20
 _RING = 4
