@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 SIZE ?= 2GiB
 
-.PHONY: demo test lint gpu bench clean
+.PHONY: demo test lint gpu bench overhead clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py $(if $(NPY),--npy "$(NPY)",--size $(SIZE))
@@ -18,7 +18,12 @@ lint: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: .venv/installed
+# Batches of a .npy beside other loaders, in under three minutes; all of it: python -m benchmarks.streaming
+bench: .venv/peers
+	$(BIN)/python -m benchmarks.streaming --quick
+
+# What pinfeed itself costs per batch.
+overhead: .venv/installed
 	$(BIN)/python -m benchmarks.overhead
 
 # On a machine with a CUDA device: its tests and measurements, written to benchmarks/results/.
@@ -29,6 +34,10 @@ gpu: .venv/installed
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plot]" --group test --group lint
+	touch $@
+
+.venv/peers: .venv/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group bench
 	touch $@
 
 clean:

@@ -52,23 +52,31 @@ class RowBatches(Protocol):
 
 
 class _Run:
-    """Rows at consecutive positions of an order, computed when they are first asked for."""
+    """Rows at consecutive positions of an order, computed when they are first asked for.
 
-    def __init__(self, order: Order, at: At, n_rows: int, begin: int, end: int) -> None:
-        self._order, self._at, self._n_rows, self._begin, self._end = order, at, n_rows, begin, end
-        self._lock = threading.Lock()
+    Args:
+        order: The order, as bound to the epoch in ``at``.
+        lock: Held while ``at`` is called: it may be the user's.
+    """
+
+    def __init__(self, order: Order, at: At, lock: threading.Lock, n_rows: int, begin: int, end: int) -> None:
+        self._order, self._at, self._lock, self._n_rows, self._begin, self._end = order, at, lock, n_rows, begin, end
         self._rows: Rows | None = None
 
     def rows(self) -> Rows:
-        with self._lock:
-            if self._rows is None:
-                rows = np.empty(self._end - self._begin, np.int64)
-                for i in range(0, len(rows), _RUN_ROWS):
-                    part = rows[i : i + _RUN_ROWS]
-                    positions = np.arange(self._begin + i, self._begin + i + len(part))
-                    part[:] = check_rows(self._at(positions), self._n_rows, f"rows={self._order!r}")
-                self._rows = rows
-            return self._rows
+        if self._rows is None:
+            with self._lock:
+                if self._rows is None:
+                    self._rows = self._compute()
+        return self._rows
+
+    def _compute(self) -> Rows:
+        rows = np.empty(self._end - self._begin, np.int64)
+        for i in range(0, len(rows), _RUN_ROWS):
+            part = rows[i : i + _RUN_ROWS]
+            positions = np.arange(self._begin + i, self._begin + i + len(part))
+            part[:] = check_rows(self._at(positions), self._n_rows, f"rows={self._order!r}")
+        return rows
 
 
 class _PartOfRun(NamedTuple):
@@ -115,7 +123,8 @@ class OrderBatches:
         group = n_together * size
         step = max(1, _RUN_ROWS // group) * group
         begins = range(start * size, stop, step)
-        runs = (_Run(self.order, at, self.n_rows, begin, min(begin + step, stop)) for begin in begins)
+        lock = threading.Lock()
+        runs = (_Run(self.order, at, lock, self.n_rows, begin, min(begin + step, stop)) for begin in begins)
         run = next(runs, None)
         for begin in begins:
             assert run is not None

@@ -134,7 +134,8 @@ class Config:
     """Memory limits, and how a feeder should use them.
 
     Args:
-        cpu_memory_limit: Host memory that the feeder may take, in bytes; None for what is free, less ``headroom``.
+        cpu_memory_limit: Host memory that the feeder may take, in bytes; None for what is free, less ``headroom``; the processes that
+            torchrun starts on a machine share it.
         gpu_memory_limit: Device memory that it may take for batches, in bytes; None likewise. Where batches live in host memory there is
             no such limit.
         preferred_batch_size: Rows per batch at most; the largest batch that fits is taken up to this.
@@ -234,7 +235,9 @@ def plan_items(demand: Demand, batch_size: int, depth: int) -> tuple[Item, ...]:
     items.append(Item("the order of the rows", "host", 1, _ORDER))
     if demand.resident_bytes:
         items.append(Item("what the stores hold beside their rows", "host", 1, demand.resident_bytes))
-    items += [window_item(window_rows, row_nbytes, (depth + 1) * batch_size) for window_rows, row_nbytes in demand.windows]
+    items += [
+        window_item(window_rows, row_nbytes, (depth + 1 + demand.n_together) * batch_size) for window_rows, row_nbytes in demand.windows
+    ]
     return tuple(items)
 
 

@@ -55,7 +55,7 @@ class Write(Generic[T]):
 class WriteLog(Generic[T]):
     """Writes that some gathered batch may not have seen, oldest first.
 
-    The consumer's thread appends, reads and forgets; the writer's thread moves ``landed``; the reader's thread reads it.
+    The consumer's thread appends, reads and forgets; the writer's thread moves ``landed``; the readers' threads read it.
     """
 
     def __init__(self) -> None:

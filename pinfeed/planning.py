@@ -56,7 +56,7 @@ def make_plan(
                 f"rows gives batches of up to {largest} rows; the limits of config hold {plan.batch_size}: {plan}\n"
                 "give smaller batches, or raise the limits"
             )
-    choice = choose(stores, rows, (pace.depth + 1) * plan.batch_size, limit - plan.host_bytes)
+    choice = choose(stores, rows, (pace.depth + 1 + pace.n_together) * plan.batch_size, limit - plan.host_bytes)
     return dataclasses.replace(plan, items=plan.items + choice.items, notes=choice.notes), choice
 
 

@@ -128,10 +128,11 @@ class BlockShuffled:
             offset = positions - number * window_rows
             one = len(number) and number[0] == number[-1] and bool((number == number[0]).all())
             for n in number[:1].tolist() if one else np.unique(number).tolist():
-                if n != last[0]:
-                    last = (n, window(n))
+                found = last  # another thread may replace it meanwhile
+                if n != found[0]:
+                    last = found = (n, window(n))
                 here = slice(None) if one else number == n
-                offset[here] = last[1](offset[here])
+                offset[here] = found[1](offset[here])
             return cut.rows(number * window_rows + offset)
 
         return at

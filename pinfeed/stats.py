@@ -173,15 +173,26 @@ class Timeline:
         spans = [span._replace(start_s=max(first, span.start_s)) for span in self.spans if span.end_s > first]
         if name.endswith(".json"):
             with open(name, "w") as file:
-                json.dump({"traceEvents": [_event(span) for span in spans]}, file)
+                json.dump({"traceEvents": [_event(span, track) for span, track in zip(spans, _tracks(spans), strict=True)]}, file)
         else:
             _draw(spans, name)
 
 
-def _event(span: Span) -> dict[str, Any]:
-    lane = LANES.index(span.lane)
+def _tracks(spans: list[Span]) -> list[int]:
+    """A track for each span, so that no two of a lane overlap on one: several readers work at the same time."""
+    ends: dict[str, list[float]] = {lane: [] for lane in LANES}
+    tracks = dict.fromkeys(spans, 0)
+    for span in sorted(spans, key=lambda span: span.start_s):
+        free = [track for track, end in enumerate(ends[span.lane]) if end <= span.start_s]
+        tracks[span] = free[0] if free else len(ends[span.lane])
+        ends[span.lane][tracks[span] : tracks[span] + 1] = [span.end_s]
+    return [tracks[span] for span in spans]
+
+
+def _event(span: Span, track: int) -> dict[str, Any]:
     start_us, length_us = span.start_s * 1e6, (span.end_s - span.start_s) * 1e6
-    return {"name": f"{span.lane} {span.batch}", "ph": "X", "pid": 0, "tid": lane, "ts": start_us, "dur": length_us}
+    tid = 100 * LANES.index(span.lane) + track
+    return {"name": f"{span.lane} {span.batch}", "ph": "X", "pid": 0, "tid": tid, "ts": start_us, "dur": length_us}
 
 
 def _draw(spans: list[Span], path: str) -> None:
@@ -195,10 +206,15 @@ def _draw(spans: list[Span], path: str) -> None:
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     begin = min(span.start_s for span in spans)
-    for row, lane in enumerate(lanes):
-        for shade in (0, 1):  # neighbouring batches differ, so that a person can tell them apart
-            bars = [((s.start_s - begin) * 1e3, (s.end_s - s.start_s) * 1e3) for s in spans if s.lane == lane and s.batch % 2 == shade]
-            axes.broken_barh(bars, (row - 0.4, 0.8), facecolors=_COLOURS[lane], alpha=1.0 if shade else 0.6)
+    tracks = _tracks(spans)
+    heights = {lane: 0.8 / (1 + max((t for s, t in zip(spans, tracks, strict=True) if s.lane == lane), default=0)) for lane in lanes}
+    bars: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
+    for span, track in zip(spans, tracks, strict=True):  # neighbouring batches differ in shade, so that a person can tell them apart
+        bar = (span.start_s - begin) * 1e3, (span.end_s - span.start_s) * 1e3
+        bars.setdefault((span.lane, track, span.batch % 2), []).append(bar)
+    for (lane, track, shade), of_one in bars.items():
+        bottom = lanes.index(lane) - 0.4 + track * heights[lane]
+        axes.broken_barh(of_one, (bottom, heights[lane]), facecolors=_COLOURS[lane], alpha=0.6 + 0.4 * shade)
     total = max(span.end_s for span in spans) - begin
     labels = [f"{lane} {sum(s.end_s - s.start_s for s in spans if s.lane == lane) / total:.0%}" for lane in lanes]
     axes.set_yticks(range(len(lanes)), labels)

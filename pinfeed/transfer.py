@@ -4,7 +4,7 @@ Rule 1: every wait, record and sync of pinfeed is in this file, and each names t
 Rule 2: this file knows neither threads nor CUDA; it is given a Device and is called by whoever schedules it.
 Rule 3: memory of the device is taken on the consumer's stream, by the consumer; so it can be given back there by anybody, at any time.
 
-A slot goes round: reserved by the consumer, filled by the reader, lent to the consumer, reserved again. Its staging memory stays;
+A slot goes round: reserved by the consumer, filled by a reader, lent to the consumer, reserved again. Its staging memory stays;
 its device memory is new each time, for a batch belongs to the user from the moment it is lent.
 
     readers                           consumer                              writer

@@ -93,8 +93,8 @@ class Resident:
     def _rest_s(self) -> float:
         """The time until all rows will be there, as far as that can be told, in seconds."""
         rest = np.count_nonzero(~self._ready) * _PIECE_BYTES
-        spent_s = time.monotonic() - self._begun_s
-        return rest / (self._n_brought * _PIECE_BYTES / spent_s if self._n_brought else _FIRST_GUESS)
+        spent_s = max(1e-9, time.monotonic() - self._begun_s)
+        return float(rest / (self._n_brought * _PIECE_BYTES / spent_s if self._n_brought else _FIRST_GUESS))
 
     def _part(self, position: int, n: int) -> Callable[[Rows], StoreRows]:
         return functools.partial(StoreRows, self)

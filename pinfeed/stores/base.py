@@ -17,7 +17,7 @@ Array = npt.NDArray[Any]
 class Store(Protocol):
     """Where rows live on the host. Anything that passes ``pinfeed.testing.suites.StoreTests`` is one.
 
-    ``gather`` is called by the reader's thread and ``scatter`` by the writer's, at the same time; a gather of a row that is being
+    ``gather`` is called by several readers' threads and ``scatter`` by the writer's, at the same time; a gather of a row that is being
     written may give the old row, the new one or a mixture, and pinfeed repairs it. Row numbers are int64, in range.
     """
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -145,6 +146,21 @@ class StoreTests:
             writer.join()
         array[written] = 99
         np.testing.assert_array_equal(self.contents(store), array)
+
+    def test_several_gathers_at_the_same_time(self, rows: tuple[Array, Store]) -> None:
+        array, store = rows
+
+        def gather(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            for _ in range(50):
+                wanted = rng.integers(0, 50, rng.integers(1, 40))
+                out = np.empty((len(wanted), 6), np.float32)
+                store.gather(wanted, out)
+                np.testing.assert_array_equal(out, array[wanted])
+
+        with ThreadPoolExecutor(3) as threads:
+            for done in [threads.submit(gather, seed) for seed in range(3)]:
+                done.result()
 
     def test_close_twice(self, rows: tuple[Array, Store]) -> None:
         _, store = rows
