@@ -24,17 +24,17 @@ from .base import Serve, StoreRows
 logger = logging.getLogger("pinfeed")
 
 _PIECE_BYTES = 8 << 20  # large enough for the disk to be read in sequence, small enough for a loop's end not to wait for it
-_N_THREADS = 2  # one copies while the other one waits for the disk
 _SOON_S = 2.0  # so long a batch may wait for the rest of the file
 _FIRST_GUESS = 1e9  # bytes per second, until there is a piece to go by
+_N_JUDGED = 16  # gathers after which it is judged whether the loop waits for them
 
 
 class Resident:
     """All rows of a read-only store, in memory of their own: in the first epoch they are brought in piece by piece, in sequence.
 
-    Rows that are not there yet are waited for if all will be there soon, or in a block-shuffled epoch, for which the pieces come in the
-    order in which they are needed; else they are read one by one meanwhile, which slows the bringing down, but does not keep the loop
-    waiting for minutes. A file that was written since its rows came in is brought in again before an epoch begins.
+    Rows that are not there yet are read one by one. A loop that asks for more than that gives had better wait, as it slows the bringing
+    down: it does if all will be there soon. In a block-shuffled epoch, pieces come in the order in which they are needed, and are waited
+    for. A file that was written since its rows came in is brought in again before an epoch begins.
 
     Raises:
         OSError: The system has not so much memory.
@@ -54,6 +54,7 @@ class Resident:
         self._pending: Iterator[int] = iter(())
         self._in_order = self._stopping = False
         self._begun_s, self._n_brought = 0.0, 0
+        self._n_gathers, self._idle_s, self._ended_s = 0, 0.0, 0.0  # of those with rows missing, and the time between them
 
     @contextlib.contextmanager
     def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
@@ -63,9 +64,9 @@ class Resident:
             return
         self._pending, self._in_order, self._stopping = self._order(windows, start, stop), windows is not None, False
         self._begun_s, self._n_brought = time.monotonic(), 0
-        with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="pinfeed-bring") as threads:
-            for _ in range(_N_THREADS):
-                threads.submit(self._bring)
+        self._n_gathers, self._idle_s, self._ended_s = 0, 0.0, self._begun_s
+        with ThreadPoolExecutor(1, thread_name_prefix="pinfeed-bring") as thread:
+            thread.submit(self._bring)
             try:
                 yield self._part
             finally:
@@ -77,18 +78,23 @@ class Resident:
             self._rows.gather(rows, out)
             return
         pieces = rows // self._piece_rows
-        if self._in_order or self._rest_s() < _SOON_S:
-            with self._changed:
-                self._changed.wait_for(lambda: self._stopping or bool(self._ready[pieces].all()))
+        self._idle_s += max(0.0, time.monotonic() - self._ended_s)
+        if self._in_order or (self._is_starved() and self._rest_s() < _SOON_S):
+            self._await(pieces)
         missing = np.flatnonzero(~self._ready[pieces])  # looked up first: a piece may come while its rows are copied
         self._rows.gather(rows, out)
         if len(missing):
             self._store.gather_at(rows[missing], out, missing)
+        self._n_gathers, self._ended_s = self._n_gathers + 1, time.monotonic()
 
     def close(self) -> None:
         """Free the memory; what is being gathered from it keeps it until then."""
         self._ready[:] = self._complete = False
         del self._array, self._rows
+
+    def _is_starved(self) -> bool:
+        """Whether readers have had hardly a pause between gathers, as far as that can be told: races between them count for nothing."""
+        return self._n_gathers >= _N_JUDGED and self._idle_s < 0.2 * (time.monotonic() - self._begun_s)
 
     def _rest_s(self) -> float:
         """The time until all rows will be there, as far as that can be told, in seconds."""
@@ -119,22 +125,35 @@ class Resident:
         yield from np.flatnonzero(~taken).tolist()
 
     def _bring(self) -> None:
+        while self._bring_next():
+            pass
+
+    def _bring_next(self) -> bool:
+        """Bring one piece; False if none is left."""
+        with self._changed:
+            piece = None if self._stopping else next(self._pending, None)
+        if piece is None:
+            return False
+        first = piece * self._piece_rows
+        rows = np.arange(first, min(first + self._piece_rows, self._store.n_rows))
         try:
-            while (piece := self._next()) is not None:
-                first = piece * self._piece_rows
-                rows = np.arange(first, min(first + self._piece_rows, self._store.n_rows))
-                self._store.gather(rows, self._array[first : first + len(rows)])
-                with self._changed:
-                    self._ready[piece], self._n_brought = True, self._n_brought + 1
-                    self._complete = bool(self._ready.all())
-                    self._changed.notify_all()
+            self._store.gather(rows, self._array[first : first + len(rows)])
         except Exception as error:  # the batch that needs the rows meets it too, and raises it in its turn
             logger.info("rows are read one by one: bringing %r into memory ended with %r", self._store, error)
             self._stop()
-
-    def _next(self) -> int | None:
+            return False
         with self._changed:
-            return None if self._stopping else next(self._pending, None)
+            self._ready[piece], self._n_brought = True, self._n_brought + 1
+            self._complete = bool(self._ready.all())
+            self._changed.notify_all()
+        return True
+
+    def _await(self, pieces: npt.NDArray[np.int64]) -> None:
+        """Wait for pieces; a reader that has to, helps."""
+        while not self._stopping and not self._ready[pieces].all():
+            if not self._bring_next():
+                with self._changed:
+                    self._changed.wait_for(lambda: self._stopping or bool(self._ready[pieces].all()))
 
     def _stop(self) -> None:
         with self._changed:
