@@ -43,7 +43,7 @@ def make_plan(
     )
     # Without a config, half of what is free may hold rows of files; the processes that torchrun starts on a machine share it.
     reads_files = any(isinstance(store, ShardedStore) for store in stores)
-    free = free_host_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if reads_files or config is not None else 0
+    free = free_host_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)) if reads_files or config is not None else 0
     if config is None:
         size = min(batch_size, demand.n_rows) if batch_size is not None else (largest or 0)
         plan = Plan(size, pace.depth, demand.route, plan_items(demand, size, pace.depth))

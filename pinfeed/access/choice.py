@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,7 +70,8 @@ def _choose(store: AnyShardedStore, order: Any, n_batch_rows: int, free: int) ->
         return Direct(store), "read in sequence"
     share, item = _share(store, order), resident_item(store)
     if not store.writable and share > 0.5 and item.total <= free:
-        return Resident(store), f"brought into memory while its rows are served: it fits, and an epoch has {share:.0%} of its rows"
+        with contextlib.suppress(OSError):  # the system may refuse what is free by its own account
+            return Resident(store), f"brought into memory while its rows are served: it fits, and an epoch has {share:.0%} of its rows"
     found = _windows(store, order)
     if found is not None:
         item = window_item(found.window_rows, store.row_nbytes, n_batch_rows)
