@@ -1,10 +1,13 @@
 """pinfeed: rows of host memory or of files, on the device a batch ahead, under a memory budget that holds."""
 
+from typing import TYPE_CHECKING, Any
+
 from . import errors, rows
 from .config import Config, GiB, KiB, MiB, Plan
 from .errors import (
     ArgumentError,
     BudgetError,
+    CheckpointError,
     ClosedError,
     DeviceError,
     FileMissing,
@@ -13,6 +16,7 @@ from .errors import (
     ReadError,
     RowIndexError,
     StoreError,
+    VerificationError,
     WorkerError,
     WriteBackError,
 )
@@ -21,13 +25,23 @@ from .loader import wrap_loader
 from .stats import FeederStats
 from .stores import ArrayStore, MmapStore, PinnedStore, RemoteStore, Store
 
+if TYPE_CHECKING:
+    from .training import checkpoint as checkpoint
+    from .training.embedding import HostEmbedding as HostEmbedding
+    from .training.embedding import HostEmbeddingBag as HostEmbeddingBag
+    from .training.optimizer import RowOptimizer as RowOptimizer
+    from .training.rowloop import train_rows as train_rows
+
 __version__ = "0.1.0"
+
+_TRAINING = {"HostEmbedding": "embedding", "HostEmbeddingBag": "embedding", "RowOptimizer": "optimizer", "train_rows": "rowloop"}
 
 __all__ = [
     "ArgumentError",
     "ArrayStore",
     "Batch",
     "BudgetError",
+    "CheckpointError",
     "ClosedError",
     "Config",
     "DeviceError",
@@ -35,6 +49,8 @@ __all__ = [
     "FeederStats",
     "FileMissing",
     "GiB",
+    "HostEmbedding",
+    "HostEmbeddingBag",
     "KiB",
     "MiB",
     "MissingDependency",
@@ -45,11 +61,26 @@ __all__ = [
     "ReadError",
     "RemoteStore",
     "RowIndexError",
+    "RowOptimizer",
     "Store",
     "StoreError",
+    "VerificationError",
     "WorkerError",
     "WriteBackError",
+    "checkpoint",
     "errors",
     "rows",
+    "train_rows",
     "wrap_loader",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What a training loop adds needs torch from the start, and is loaded when it is asked for."""
+    import importlib
+
+    if name == "checkpoint":
+        return importlib.import_module(".training.checkpoint", __name__)
+    if name in _TRAINING:
+        return getattr(importlib.import_module(f".training.{_TRAINING[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -256,7 +256,8 @@ def n_held(depth: int) -> int:
     return max(depth, 1) + depth + 1
 
 
-def check_depth(depth: int) -> None:
-    """Raise ArgumentError unless ``depth`` is a number of batches."""
+def check_depth(depth: int) -> int:
+    """``depth``; ArgumentError unless it is a number of batches."""
     if not hasattr(depth, "__index__") or depth < 0:
         raise ArgumentError(f"depth={depth!r}: expected a whole number, 0 (the synchronous loop) or more")
+    return int(depth)

@@ -17,10 +17,8 @@ from typing import Any, cast
 
 from .devices.base import Tensor
 from .errors import ClosedError, WorkerError, WriteBackError
-from .rows import Rows
 from .sources import Draw, Load
 from .stats import Meter
-from .stores.base import Store
 from .transfer import Cancelled, Landing, Slot, Transfer
 
 
@@ -86,11 +84,11 @@ class Loan:
     def __init__(self, transfer: Transfer, landings: Landings, load: Load, tensors: list[Tensor], i: int, number: int) -> None:
         begin = sum(n_rows for n_rows, _ in load.batches[:i])
         self.number, (self.n_rows, self.checksum) = number, load.batches[i]
-        self.rows = load.rows
+        self.groups = load.groups
         if len(load.batches) > 1:
             end = begin + self.n_rows
             tensors = [transfer.device.cut(tensor, begin, end) for tensor in tensors]
-            self.rows = self.rows[begin:end] if self.rows is not None else None
+            self.groups = [group.cut(begin, end) for group in self.groups]
         self._rebuild, self._tensors = load.rebuild, tensors
         self._transfer, self._landings = transfer, landings
         self._over = self._written = False
@@ -105,24 +103,35 @@ class Loan:
         """The next batch is asked for, or the loop has ended."""
         self._over = True
 
-    def require_writable(self) -> Rows:
-        """The rows of the batch, if it can be written back now.
+    def require_writable(self) -> None:
+        """Check that the batch can be written back now.
 
         Raises:
             WriteBackError: The next batch was asked for, the loop is over, or it was written back already.
         """
-        if self.rows is None:
-            raise WriteBackError("write_back of a batch that does not come from stores; only rows of stores can be written back")
         if self._over:
             raise WriteBackError("write_back after the next batch was taken, or after the loop; call it before asking for the next batch")
         if self._written:
             raise WriteBackError("write_back was called for this batch before; give all values in one call (None for what stays as it is)")
-        return self.rows
 
-    def write(self, stores: Sequence[Store], values: Sequence[Tensor | None]) -> None:
-        """Start to write values back; they have been checked."""
-        self._landings.add(self._transfer.hold(stores, self.require_writable(), values))
+    def write(self, values: Sequence[Sequence[Tensor | None] | None], *, copied: bool = True) -> None:
+        """Start to write values back; they have been checked.
+
+        Args:
+            values: For each group of the batch's rows a tensor per store; None where one, or the whole group, stays as it is.
+            copied: False if nobody changes the tensors any more: then they are held themselves.
+        """
+        self._landings.add(self._transfer.hold(self.groups, values, copied=copied))
         self._written = True
+
+    def land(self) -> None:
+        """Wait until all that was written is in the stores.
+
+        Raises:
+            The error of a write-back that failed.
+        """
+        self._landings.finish()
+        self._landings.check()
 
 
 @dataclass(frozen=True)

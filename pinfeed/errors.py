@@ -61,5 +61,13 @@ class ClosedError(PinfeedError, RuntimeError):
     """Use after close, or a second loop while one is running."""
 
 
+class VerificationError(PinfeedError, AssertionError):
+    """A prefetching loop differs from the synchronous one."""
+
+
+class CheckpointError(PinfeedError, ValueError):
+    """A checkpoint that is damaged, or of something else."""
+
+
 class WorkerError(PinfeedError, RuntimeError):
     """User code raised an exception that would have ended the loop, or the program, in silence."""

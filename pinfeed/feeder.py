@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, cast
+from typing import Any
 
 from .batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
 from .config import DEFAULT_DEPTH, Config, Plan, check_depth, n_held
@@ -36,7 +36,8 @@ class Batch:
 
     def __init__(self, loan: Loan, stores: StoreTree, device: Device) -> None:
         self._loan, self._stores, self._device = loan, stores, device
-        self.rows, self.data = cast(Rows, loan.rows), loan.take()
+        self.rows: Rows = loan.groups[0].rows
+        self.data = loan.take()
 
     def write_back(self, values: Any) -> None:
         """Store ``values`` as the rows of this batch, in the background; every write has landed when the loop ends.
@@ -51,8 +52,8 @@ class Batch:
             WriteBackError: Wrong structure, shape, dtype or device, a read-only store, a row that is there twice, a second call, or a
                 call after the next batch was taken. Nothing has been changed then.
         """
-        tensors = self._stores.check(values, len(self._loan.require_writable()), self._device)
-        self._loan.write(self._stores.stores, tensors)
+        self._loan.require_writable()
+        self._loan.write([self._stores.check(values, len(self.rows), self._device)])
 
 
 class Feeder:
@@ -113,7 +114,7 @@ class Feeder:
             self._plan, self._choice = make_plan(self._stores.stores, rows, batch_size, config, pace, found)
             size = batch_size if config is None else self._plan.batch_size
             batches = _batches(rows, self._stores.n_rows, size, drop_last)
-            source_of_rows = RowSource(self._choice.accesses, self._stores.rebuild, batches)
+            source_of_rows = RowSource(self._stores.stores, self._choice.accesses, self._stores.rebuild, batches)
             capacity = [self._plan.batch_size * row_nbytes(store) for store in self._stores.stores] if self._plan.batch_size else []
             self._loop = Loop(
                 source_of_rows,

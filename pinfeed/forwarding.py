@@ -7,6 +7,8 @@ then it is what a gather at that moment would have given.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -18,22 +20,23 @@ from .rows import Rows
 T = TypeVar("T")
 
 
-class Write(Generic[T]):
-    """Values of some rows on their way to the store.
+class WrittenRows:
+    """Rows that are written.
 
     Args:
-        number: Writes are numbered in the order in which the loop made them.
         rows: Shape (n,), no row twice.
-        values: What is on its way, as whoever moves it keeps it.
 
     Raises:
         WriteBackError: A row is there twice: which value wins would be left to chance.
     """
 
-    __slots__ = ("_order", "_sorted", "number", "rows", "values")
+    __slots__ = ("_order", "_sorted", "rows")
 
-    def __init__(self, number: int, rows: Rows, values: T) -> None:
-        self.number, self.rows, self.values = number, rows, values
+    def __init__(self, rows: Rows) -> None:
+        self.rows = self._sorted = rows
+        self._order: npt.NDArray[np.intp] | None = None  # as they are
+        if bool((rows[1:] > rows[:-1]).all()):
+            return
         self._order = np.argsort(rows, kind="stable")
         self._sorted = rows[self._order]
         twice = np.flatnonzero(self._sorted[1:] == self._sorted[:-1])
@@ -48,8 +51,20 @@ class Write(Generic[T]):
         if not len(self._sorted):
             return np.empty(0, np.intp), np.empty(0, np.intp)
         at = np.minimum(np.searchsorted(self._sorted, rows), len(self._sorted) - 1)
-        hit = self._sorted[at] == rows
-        return np.flatnonzero(hit), self._order[at[hit]]
+        hit = np.flatnonzero(self._sorted[at] == rows)
+        return hit, at[hit] if self._order is None else self._order[at[hit]]
+
+
+@dataclass(frozen=True, eq=False)
+class Write(Generic[T]):
+    """Values of some rows on their way to their stores."""
+
+    number: int
+    """Writes are numbered in the order in which the loop made them."""
+    groups: Sequence[WrittenRows | None]
+    """The rows, by group of stores; None for a group that stays as it is."""
+    values: T
+    """What is on its way, as whoever moves it keeps it."""
 
 
 class WriteLog(Generic[T]):
@@ -67,8 +82,8 @@ class WriteLog(Generic[T]):
     def __len__(self) -> int:
         return len(self._writes)
 
-    def append(self, rows: Rows, values: T) -> Write[T]:
-        write = Write(self._next, rows, values)
+    def append(self, groups: Sequence[WrittenRows | None], values: T) -> Write[T]:
+        write = Write(self._next, groups, values)
         self._next += 1
         self._writes.append(write)
         return write

@@ -46,20 +46,19 @@ def wrap_loader(loader: Any, *, device: Any = "auto", depth: int = 2, progress: 
         DeviceError: There is no such device.
         ArgumentError: ``depth`` is negative, or ``loader`` cannot be iterated.
     """
-    return LoaderFeeder(loader, device=device, depth=depth, progress=progress, timeline=timeline)
+    return LoaderFeeder(LoaderSource(loader), device=device, pace=Pace(check_depth(depth)), progress=progress, timeline=timeline)
 
 
 class LoaderFeeder:
     """A loader whose batches are on the device; what it does not know itself it asks the loader (``dataset``, ``batch_sampler``, …)."""
 
-    def __init__(self, loader: Any, *, device: Any, depth: int, progress: bool, timeline: bool) -> None:
-        check_depth(depth)
-        if isinstance(loader, (str, bytes)) or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
-            raise ArgumentError(f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of batches")
-        self._loader, self._source = loader, LoaderSource(loader)
-        found = resolve(device, n_spare=depth + 2)
+    def __init__(
+        self, source: LoaderSource, *, device: Any, pace: Pace, progress: bool, timeline: bool, n_spare: int | None = None
+    ) -> None:
+        self._source, self._loader = source, source.loader
+        found = resolve(device, n_spare=pace.depth + 2 if n_spare is None else n_spare)
         self._device, self._owned_device = found, None if found is device else found
-        self._loop = Loop(self._source, found, pace=Pace(depth), capacity=(), progress=progress, timeline=timeline)
+        self._loop = Loop(source, found, pace=pace, capacity=(), progress=progress, timeline=timeline)
 
     def __enter__(self) -> LoaderFeeder:
         return self
@@ -157,27 +156,32 @@ class LoaderSource:
 
     Args:
         loader: Iterated once per epoch.
+
+    Raises:
+        ArgumentError: It cannot be iterated.
     """
 
     fingerprint: Mapping[str, Any] = {"order": "a DataLoader's own"}
 
     def __init__(self, loader: Any) -> None:
-        self._loader = loader
+        if isinstance(loader, (str, bytes)) or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
+            raise ArgumentError(f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of batches")
+        self.loader = loader
         self._begun: Iterator[Any] | None = None
         self._used_up = False  # if the loader is an iterator itself
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     def begin(self) -> None:
         """Consumer. Start the loader's next epoch, as the loop over the loader itself would now.
 
         Its seeds are drawn here, and its worker processes forked: before there is a reader, and where torch can set up its watch over them.
         """
-        begun = guarded(iter, self._loader)
-        if begun is self._loader and self._used_up:
+        begun = guarded(iter, self.loader)
+        if begun is self.loader and self._used_up:
             raise ArgumentError(
-                f"loader={self._loader!r} is an iterator, which gives its batches once; give what it iterates for a second epoch"
+                f"loader={self.loader!r} is an iterator, which gives its batches once; give what it iterates for a second epoch"
             )
         self._begun, self._used_up = begun, True
 
@@ -189,18 +193,21 @@ class LoaderSource:
         """The batches of the epoch that was begun last, one in a load."""
         batches, self._begun = self._begun, None
         assert batches is not None
-        return _loads(batches)
+        return self._draws(batches)
 
+    def draw(self, batch: Any) -> Draw:
+        """What makes a load of a batch: called in the order of the batches, one at a time; what it returns is not."""
+        return functools.partial(load_of, batch)
 
-def _loads(batches: Iterator[Any]) -> Generator[Draw, None, None]:
-    while True:
-        try:
-            batch = next(batches)
-        except StopIteration as stop:
-            if _is_end(stop):
-                return
-            raise  # a RuntimeError, then, for this is a generator
-        yield functools.partial(_load, batch)
+    def _draws(self, batches: Iterator[Any]) -> Generator[Draw, None, None]:
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration as stop:
+                if _is_end(stop):
+                    return
+                raise  # a RuntimeError, then, for this is a generator
+            yield self.draw(batch)
 
 
 def _is_end(stop: StopIteration) -> bool:
@@ -215,7 +222,8 @@ def _is_end(stop: StopIteration) -> bool:
     return all(frame.f_code not in users for frame, _ in traceback.walk_tb(stop.__traceback__))
 
 
-def _load(batch: Any) -> Load:
+def load_of(batch: Any) -> Load:
+    """A batch whose leaves are on the host."""
     leaves, rebuild = flatten(batch)
     moves = [callable(getattr(leaf, "to", None)) for _, leaf in leaves]
     kept = [None if moved else leaf for (_, leaf), moved in zip(leaves, moves, strict=True)]

@@ -7,14 +7,29 @@ import functools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 from .access import Access, RowPart
 from .batches import Draw as RowsDraw
 from .batches import RowBatches
 from .devices.base import Part
 from .rows import Rows
+from .stores.base import Store
 from .tree import Rebuild
+
+
+class RowGroup(NamedTuple):
+    """The same rows of one or several stores, which are written back together."""
+
+    rows: Rows
+    """Row numbers, shape (n,)."""
+    first: int
+    """The first of the load's parts that are these rows; one for each store."""
+    stores: Sequence[Store]
+
+    def cut(self, begin: int, end: int) -> RowGroup:
+        """Rows [begin, end) of these."""
+        return self._replace(rows=self.rows[begin:end])
 
 
 @dataclass
@@ -26,15 +41,15 @@ class Load:
     """Makes a batch, in the structure that the user knows, from the tensors of the parts."""
     batches: Sequence[tuple[int, int]]
     """Samples of each batch; and a checksum of all row numbers of the epoch up to its end, where a resumed epoch needs one, else 0."""
-    rows: Rows | None = None
-    """Row numbers, if the parts are rows of stores."""
+    groups: Sequence[RowGroup] = ()
+    """Those of the parts that are rows of stores."""
 
     def cut(self, start: int, stop: int) -> Load:
         """Batches [start, stop) of several, which come from stores."""
         counts = [n_rows for n_rows, _ in self.batches]
         begin, end = sum(counts[:start]), sum(counts[:stop])
         parts = [cast(RowPart, part).cut(begin, end) for part in self.parts]
-        return Load(parts, self.rebuild, self.batches[start:stop], self.rows[begin:end] if self.rows is not None else None)
+        return Load(parts, self.rebuild, self.batches[start:stop], [group.cut(begin, end) for group in self.groups])
 
 
 Draw = Callable[[], Load]
@@ -61,7 +76,9 @@ class Source(Protocol):
 class RowSource:
     """Rows of equally many in each store, in the order that ``batches`` says."""
 
+    stores: Sequence[Store]
     accesses: Sequence[Access]
+    """How the rows of each store are read."""
     rebuild: Rebuild
     batches: RowBatches
 
@@ -82,7 +99,7 @@ class RowSource:
 
     def _load(self, draw: RowsDraw, parts: Sequence[Callable[[Rows], RowPart]]) -> Load:
         group = draw()
-        return Load([part(group.rows) for part in parts], self.rebuild, group.batches, group.rows)
+        return Load([part(group.rows) for part in parts], self.rebuild, group.batches, [RowGroup(group.rows, 0, self.stores)])
 
 
 def part_nbytes(part: Part) -> int:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -79,11 +80,7 @@ class StoreTree:
 
     @functools.cached_property
     def _aliases(self) -> str:
-        """The names of two stores, one of them writable, that have memory or a file in common."""
-        for (a, one), (b, other) in itertools.combinations(zip(self.names, self.stores, strict=True), 2):
-            if (one.writable or other.writable) and _overlap(one, other):
-                return f"{a} and {b}"
-        return ""
+        return aliases(self.names, self.stores)
 
     def _open(self, leaf: Any, name: str) -> Store:
         if isinstance(leaf, Store):
@@ -100,6 +97,14 @@ class StoreTree:
             return ArrayStore(leaf, name=name)
         self._owned.append(store)
         return store
+
+
+def aliases(names: Sequence[str], stores: Sequence[Store]) -> str:
+    """The names of two stores, one of them writable, that have memory or a file in common; empty if there are none."""
+    for (a, one), (b, other) in itertools.combinations(zip(names, stores, strict=True), 2):
+        if (one.writable or other.writable) and _overlap(one, other):
+            return f"{a} and {b}"
+    return ""
 
 
 def _check_one(value: Any, name: str, store: Store, shape: tuple[int, ...], device: Device) -> None:

@@ -46,9 +46,9 @@ import numpy.typing as npt
 
 from .devices.base import Buffer, Device, Event, Part, Stream, Tensor
 from .errors import WriteBackError
-from .forwarding import Write, WriteLog
+from .forwarding import Write, WriteLog, WrittenRows
 from .rows import Rows
-from .sources import Load, part_nbytes
+from .sources import Load, RowGroup, part_nbytes
 from .stats import Meter
 from .stores.base import Store
 
@@ -85,9 +85,9 @@ class Slot:
 
 @dataclass
 class Held:
-    """Values of a write-back, on the device: one tensor per store, None where a store stays as it is."""
+    """Values of a write-back, on the device: for each group of rows one tensor per store, None where a store stays as it is."""
 
-    tensors: list[Tensor | None]
+    tensors: list[list[Tensor | None]]
     compute: Stream
     """The consumer's stream when they were taken."""
     ready: Event
@@ -98,7 +98,7 @@ class Landing:
     """A write-back under way."""
 
     write: Write[Held]
-    stores: Sequence[Store]
+    groups: Sequence[RowGroup]
     log: WriteLog[Held]
     """Of its loop."""
 
@@ -190,35 +190,33 @@ class Transfer:
         assert slot.filled is not None
         compute = self.device.current_stream()
         compute.wait(slot.filled)  # the rows may not be there yet
-        tensors, rows = slot.tensors, slot.load.rows
+        tensors, groups = slot.tensors, slot.load.groups
         if compute != slot.compute:
             for tensor in tensors:
                 self.device.share(tensor, compute)
-        if rows is not None:
-            for write in self.log.since(slot.seen):
-                self._forward(write, rows, tensors, compute)
+        for write in self.log.since(slot.seen):
+            self._forward(write, groups, tensors, compute)
         needed = [-(-nbytes // self._n_together) for nbytes in slot.needed]
         self._capacity = [max(sizes) for sizes in itertools.zip_longest(self._capacity, needed, fillvalue=0)]
         slot.tensors, slot.load = [], None
         self._meter.read_s += slot.read_s
         return tensors
 
-    def hold(self, stores: Sequence[Store], rows: Rows, values: Sequence[Tensor | None]) -> Landing:
-        """Consumer. Take a copy of ``values``, which the caller may change at once, and which may be the batch itself.
+    def hold(self, groups: Sequence[RowGroup], values: Sequence[Sequence[Tensor | None] | None], *, copied: bool) -> Landing:
+        """Consumer. Take ``values``: a copy, for the caller may change them at once, and they may be the batch itself; or as they are.
 
         Raises:
             WriteBackError: A row is there twice.
         """
         compute = self.device.current_stream()
-        tensors: list[Tensor | None] = []
-        for value, store, capacity in zip(values, stores, self._capacity, strict=True):
-            if value is None:
-                tensors.append(None)
-                continue
-            memory = self.device.empty(capacity, compute)  # always a full batch's: memory of one size is found again
-            tensors.append(self.device.tensor(memory, (len(rows), *store.row_shape), store.dtype))
-            self.device.copy(value, tensors[-1], compute)
-        return Landing(self.log.append(rows, Held(tensors, compute, compute.record())), stores, self.log)
+        written = [None if tensors is None else WrittenRows(group.rows) for group, tensors in zip(groups, values, strict=True)]
+        held: list[list[Tensor | None]] = []
+        for group, tensors in zip(groups, values, strict=True):
+            kept = list(tensors) if tensors is not None else []
+            if copied:
+                kept = [None if tensor is None else self._copy(tensor, group, i, compute) for i, tensor in enumerate(kept)]
+            held.append(kept)
+        return Landing(self.log.append(written, Held(held, compute, compute.record())), groups, self.log)
 
     def land(self, landing: Landing) -> None:
         """Writer. Bring held values into their stores.
@@ -230,21 +228,22 @@ class Transfer:
         if landing.log.landed != write.number:
             raise WriteBackError("not written: an earlier write_back of this loop failed")
         self._write.wait(write.values.ready)  # the values may not be computed yet
-        staged: list[tuple[Store, npt.NDArray[Any]]] = []
+        staged: list[tuple[Store, Rows, npt.NDArray[Any]]] = []
         try:
-            for i, (store, held) in enumerate(zip(landing.stores, write.values.tensors, strict=True)):
-                if held is None:
-                    continue
-                if self.device.reaches(store):
-                    self.device.write(store, write.rows, held, self._write)
-                else:
-                    out = self._staged(self._write_staging, i, (len(write.rows), *store.row_shape), store.dtype)
-                    self.device.copy(held, out, self._write)
-                    staged.append((store, out))
+            for group, tensors in zip(landing.groups, write.values.tensors, strict=True):
+                for i, (store, held) in enumerate(zip(group.stores, tensors, strict=False)):  # none, where the group stays as it is
+                    if held is None:
+                        continue
+                    if self.device.reaches(store):
+                        self.device.write(store, group.rows, held, self._write)
+                    else:
+                        out = self._staged(self._write_staging, group.first + i, (len(group.rows), *store.row_shape), store.dtype)
+                        self.device.copy(held, out, self._write)
+                        staged.append((store, group.rows, out))
         finally:
             self._write.record().sync()  # the values may not have arrived yet
-        for store, values in staged:
-            store.scatter(write.rows, values)
+        for store, rows, values in staged:
+            store.scatter(rows, values)
         landing.log.landed = write.number + 1
         self._meter.write_s += self._meter.span("write", write.number, start) - start
 
@@ -290,15 +289,26 @@ class Transfer:
         if self._stopping:
             raise Cancelled
 
-    def _forward(self, write: Write[Held], rows: Rows, tensors: Sequence[Tensor], compute: Stream) -> None:
-        dst_pos, src_pos = write.overlap(rows)
-        if not len(dst_pos):
-            return
+    def _copy(self, value: Tensor, group: RowGroup, i: int, compute: Stream) -> Tensor:
+        """A copy of the values of a group's store ``i``."""
+        store = group.stores[i]
+        memory = self.device.empty(self._capacity[group.first + i], compute)  # always a full batch's: memory of one size is found again
+        tensor = self.device.tensor(memory, (len(group.rows), *store.row_shape), store.dtype)
+        self.device.copy(value, tensor, compute)
+        return tensor
+
+    def _forward(self, write: Write[Held], groups: Sequence[RowGroup], tensors: Sequence[Tensor], compute: Stream) -> None:
         elsewhere = compute != write.values.compute
-        if elsewhere:
-            compute.wait(write.values.ready)  # the values may not be computed yet, in the stream that the consumer used then
-        for held, tensor in zip(write.values.tensors, tensors, strict=True):
-            if held is not None:
-                if elsewhere:
-                    self.device.share(held, compute)
-                self.device.copy_rows(held, src_pos, tensor, dst_pos, compute)
+        for group, written, values in zip(groups, write.groups, write.values.tensors, strict=True):
+            if written is None:
+                continue
+            dst_pos, src_pos = written.overlap(group.rows)
+            if not len(dst_pos):
+                continue
+            if elsewhere:
+                compute.wait(write.values.ready)  # the values may not be computed yet, in the stream that the consumer used then
+            for i, held in enumerate(values):
+                if held is not None:
+                    if elsewhere:
+                        self.device.share(held, compute)
+                    self.device.copy_rows(held, src_pos, tensors[group.first + i], dst_pos, compute)

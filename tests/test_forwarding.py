@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed.errors import WriteBackError
-from pinfeed.forwarding import Write, WriteLog
+from pinfeed.forwarding import Write, WriteLog, WrittenRows
 
 N = 12  # rows of the store: few, so that batches overlap
 UNIQUE = st.lists(st.integers(0, N - 1), unique=True)
@@ -23,7 +23,7 @@ def rows_of(numbers: list[int]) -> np.ndarray:
 @settings(deadline=None)
 @given(written=UNIQUE, batch=REPEATED)
 def test_overlap_is_every_pair_of_equal_rows(written: list[int], batch: list[int]) -> None:
-    dst_pos, src_pos = Write(0, rows_of(written), []).overlap(rows_of(batch))
+    dst_pos, src_pos = WrittenRows(rows_of(written)).overlap(rows_of(batch))
     assert dst_pos.dtype == src_pos.dtype == np.intp
     pairs = [(i, j) for i, wanted in enumerate(batch) for j, row in enumerate(written) if wanted == row]
     assert list(zip(dst_pos.tolist(), src_pos.tolist(), strict=True)) == pairs
@@ -34,24 +34,23 @@ def test_overlap_is_every_pair_of_equal_rows(written: list[int], batch: list[int
 def test_overlap_of_large_row_numbers(written: list[int], batch: list[int], both: st.DataObject) -> None:
     if written:
         batch += both.draw(st.lists(st.sampled_from(written)))
-    dst_pos, src_pos = Write(0, rows_of(written), []).overlap(rows_of(batch))
+    dst_pos, src_pos = WrittenRows(rows_of(written)).overlap(rows_of(batch))
     assert [batch[i] for i in dst_pos] == [written[j] for j in src_pos] == [row for row in batch if row in written]
 
 
 @pytest.mark.parametrize(("written", "batch"), [([], []), ([], [1, 2]), ([1, 2], []), ([1, 2], [0, 3]), ([0], [N - 1])])
 def test_no_overlap(written: list[int], batch: list[int]) -> None:
-    dst_pos, src_pos = Write(0, rows_of(written), []).overlap(rows_of(batch))
+    dst_pos, src_pos = WrittenRows(rows_of(written)).overlap(rows_of(batch))
     assert len(dst_pos) == len(src_pos) == 0
 
 
 def test_overlap_leaves_the_rows_as_they_are() -> None:
     written, batch = rows_of([5, 1, 3]), rows_of([3, 3, 0, 5])
-    write = Write(7, written, ["values"])
+    write = WrittenRows(written)
     dst_pos, src_pos = write.overlap(batch)
     assert (dst_pos.tolist(), src_pos.tolist()) == ([0, 1, 3], [2, 2, 0])
     assert (written.tolist(), batch.tolist()) == ([5, 1, 3], [3, 3, 0, 5])
     assert write.rows is written
-    assert (write.number, write.values) == (7, ["values"])
 
 
 @settings(deadline=None)
@@ -59,10 +58,10 @@ def test_overlap_leaves_the_rows_as_they_are() -> None:
 def test_a_row_that_is_there_twice_is_refused_by_name(rows: list[int]) -> None:
     twice = {row for row in rows if rows.count(row) > 1}
     if not twice:
-        Write(0, rows_of(rows), [])
+        WrittenRows(rows_of(rows))
         return
     with pytest.raises(WriteBackError) as refusal:
-        Write(0, rows_of(rows), [])
+        WrittenRows(rows_of(rows))
     found = re.match(
         rf"write_back of {len(rows)} rows in which row (\d+) stands more than once; expected every row once", str(refusal.value)
     )
@@ -76,7 +75,7 @@ def test_a_row_that_is_there_twice_is_refused_by_name(rows: list[int]) -> None:
 def test_writes_are_numbered_from_zero_and_kept_in_order() -> None:
     log = WriteLog()
     assert (len(log), log.landed, log.since(0)) == (0, 0, [])
-    writes = [log.append(rows_of([i]), [i]) for i in range(4)]
+    writes = [log.append([WrittenRows(rows_of([i]))], [i]) for i in range(4)]
     assert [write.number for write in writes] == [0, 1, 2, 3]
     assert [write.values for write in writes] == [[0], [1], [2], [3]]
     assert len(log) == 4
@@ -86,7 +85,7 @@ def test_writes_are_numbered_from_zero_and_kept_in_order() -> None:
 
 def test_what_is_forgotten_is_gone_and_the_rest_stays() -> None:
     log = WriteLog()
-    writes = [log.append(rows_of([i]), []) for i in range(4)]
+    writes = [log.append([WrittenRows(rows_of([i]))], []) for i in range(4)]
     log.forget(0)
     assert log.since(0) == writes
     log.forget(2)
@@ -95,18 +94,18 @@ def test_what_is_forgotten_is_gone_and_the_rest_stays() -> None:
     assert log.since(0) == writes[2:]
     log.forget(100)
     assert (log.since(0), len(log)) == ([], 0)
-    assert log.append(rows_of([0]), []).number == 4, "numbers go on"
+    assert log.append([WrittenRows(rows_of([0]))], []).number == 4, "numbers go on"
     log.forget(4)
     assert len(log) == 1
 
 
 def test_a_refused_write_takes_no_number() -> None:
     log = WriteLog()
-    log.append(rows_of([0]), [])
+    log.append([WrittenRows(rows_of([0]))], [])
     with pytest.raises(WriteBackError, match="row 3 stands more than once"):
-        log.append(rows_of([3, 3]), [])
+        log.append([WrittenRows(rows_of([3, 3]))], [])
     assert len(log) == 1
-    assert log.append(rows_of([3]), []).number == 1
+    assert log.append([WrittenRows(rows_of([3]))], []).number == 1
 
 
 EVENTS = st.lists(
@@ -131,17 +130,17 @@ def test_a_batch_with_later_writes_copied_over_is_as_if_gathered_now(events: lis
         if event == "write":
             values = value + np.arange(len(rows)) / 100
             truth[rows] = values
-            under_way.append(log.append(rows_of(rows), [values]))
+            under_way.append(log.append([WrittenRows(rows_of(rows))], [values]))
         elif event == "land" and under_way:
             write = under_way.pop(0)
-            store[write.rows] = write.values[0]
+            store[write.groups[0].rows] = write.values[0]
             log.landed = write.number + 1
         elif event == "gather":
             gathered.append((rows_of(rows), store[rows_of(rows)], log.landed))
         elif event == "lend" and gathered:
             wanted, batch, seen = gathered.pop(0)
             for write in log.since(seen):
-                dst_pos, src_pos = write.overlap(wanted)
+                dst_pos, src_pos = write.groups[0].overlap(wanted)
                 batch[dst_pos] = write.values[0][src_pos]
             assert np.array_equal(batch, truth[wanted])
             log.forget(min([log.landed, *(seen for *_, seen in gathered)]))

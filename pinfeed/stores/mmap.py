@@ -14,7 +14,7 @@ import mmap
 import os
 import pathlib
 import stat
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,7 @@ from ..rows import Rows
 from . import aio
 from .base import Array
 from .extent import Extent
-from .npy import read_header
+from .npy import create, read_header
 from .remote import has_protocol
 from .shard import Shard
 from .sharded import ShardedStore, bytes_of
@@ -108,6 +108,38 @@ class MmapStore(ShardedStore[Shard]):
         store = cls.__new__(cls)
         store._begin([read_extent(p, name) for p in _paths(path)], mode, keep_cache)
         return store
+
+    @classmethod
+    def create(cls, path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, overwrite: bool = False) -> MmapStore:
+        """A new .npy file of zeros, shape (n_rows, *row_shape), open for writing; it takes room on the disk as it is written.
+
+        Raises:
+            StoreError: It is there already, and ``overwrite`` is False, or it has no rows.
+        """
+        if not shape or min(shape) < 1:
+            raise StoreError(f"{path}: shape {shape} has no rows; expected (n_rows, ...) with at least one row")
+        items = dtype_of(dtype, "dtype")
+        create(_local(path), tuple(shape), items, overwrite=overwrite)
+        return cls(path, mode="r+", dtype=items)
+
+    @contextlib.contextmanager
+    def mapped(self) -> Iterator[Array]:
+        """All rows of the one file as an array, to be filled as a whole, and on the disk when the context ends.
+
+        Room on the disk is taken first: a map that finds none later would end the process.
+
+        Raises:
+            StoreError: There are several files, or they are not open for writing.
+            OSError: The disk is full.
+        """
+        if len(self._extents) > 1 or not self.writable or self._swapped:
+            raise StoreError(f"{self!r} cannot be filled as a whole; expected one file, open for writing, in this machine's byte order")
+        extent = self._extents[0]
+        with open(extent.path, "r+b") as file:
+            os.posix_fallocate(file.fileno(), 0, extent.end)
+            array = np.memmap(file, self.dtype, "r+", extent.offset, (extent.n_rows, *extent.row_shape))
+            yield np.asarray(array)
+            array.flush()
 
     def _begin(self, extents: Sequence[Extent], mode: str, keep_cache: bool | None) -> None:
         if mode not in ("r", "r+"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import math
 import os
 from typing import IO, Any
 
@@ -34,6 +35,21 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> Extent:
         raise FileMissing(f"{path}: no such file (looked in {os.getcwd()}); expected a .npy file, as numpy.save writes it") from None
     except IsADirectoryError:
         raise StoreError(f"{path} is a directory; expected a .npy file, or a pattern such as {path}/*.npy") from None
+
+
+def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite: bool) -> None:
+    """Make a .npy file of zeros: a hole, which takes no room on the disk until it is written.
+
+    Raises:
+        StoreError: It is there already, and is not to be overwritten.
+    """
+    fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    try:
+        with open(path, "wb" if overwrite else "xb") as file:
+            np.lib.format.write_array_header_2_0(file, fields)
+            file.truncate(file.tell() + math.prod(shape) * dtype.itemsize)
+    except FileExistsError:
+        raise StoreError(f"{path} is there already; open it (MmapStore, from_pretrained), remove it, or give overwrite=True") from None
 
 
 def header_of(path: str, file: IO[bytes], size: int, dtype: np.dtype[Any] | None = None) -> Extent:

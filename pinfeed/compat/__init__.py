@@ -1,0 +1,1 @@
+"""The documented APIs of earlier systems, as thin faces over pinfeed."""

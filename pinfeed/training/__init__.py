@@ -1,0 +1,1 @@
+"""What a training loop adds on top of the feeder: tables in host memory, their optimizer, checkpoints."""

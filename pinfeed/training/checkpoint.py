@@ -1,0 +1,1 @@
+"""Save and resume, in the middle of an epoch."""

@@ -1,0 +1,398 @@
+"""HostEmbedding: a table in host memory or in a file, its batch's rows on the device."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+import os
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ..batches import check_rows
+from ..errors import ArgumentError, ClosedError, RowIndexError, StoreError
+from ..rows import Rows
+from ..stores import ArrayStore, MmapStore, PinnedStore, Store
+from ..stores.pinned import Pin
+from ..tensors import NUMPY, TORCH, to_numpy, to_torch
+
+Init = str | Callable[[torch.Tensor], Any]
+Path = str | os.PathLike[str]
+
+_PIECE_BYTES = 16 << 20  # tables are copied in pieces of this size
+
+
+class Lander(Protocol):
+    """The loop that lends a table's rows."""
+
+    def land(self) -> None:
+        """Bring every change so far into the stores."""
+
+
+class Block:
+    """The rows of a table that one batch looks up.
+
+    Args:
+        rows: Their numbers, ascending, each once, shape (n,).
+        ids: The same on the device, int64.
+        weight: Their values on the device, shape (n, embedding_dim).
+        lender: The loop that lends them.
+    """
+
+    def __init__(self, rows: Rows, ids: torch.Tensor, weight: nn.Parameter, lender: Lander) -> None:
+        self.rows, self.ids, self.weight = rows, ids, weight
+        self.lender = weakref.ref(lender)
+
+    def positions(self, ids: torch.Tensor, name: str) -> torch.Tensor:
+        """Where in the block the ids are, in the shape of ``ids``.
+
+        Raises:
+            RowIndexError: One is not there. On a GPU, where nobody waits to see, an assertion on the device.
+        """
+        if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
+            raise RowIndexError(f"{name}: ids of {ids.dtype}; expected integers (mask: ids[mask])")
+        wanted = ids.to(self.ids.device, torch.int64, non_blocking=True)
+        if not len(self.rows):
+            if ids.numel():
+                raise self._missing(name, int(wanted.reshape(-1)[0]))
+            return wanted
+        positions = torch.searchsorted(self.ids, wanted).clamp_(max=len(self.rows) - 1)
+        found = self.ids[positions] == wanted
+        if self.ids.device.type == "cpu":
+            if not bool(found.all()):
+                raise self._missing(name, int(wanted[~found].reshape(-1)[0]))
+        else:
+            torch._assert_async(found.all(), f"{name}: an id that was not announced to train_rows for this batch")
+        return positions
+
+    def position_of(self, row: int | None) -> int | None:
+        """Where in the block a row is; None if it is not."""
+        return None if row is None else _position(self.rows, row)
+
+    @staticmethod
+    def _missing(name: str, row: int) -> RowIndexError:
+        return RowIndexError(
+            f"{name}: id {row} was not announced for this batch; expected the function that train_rows was given for this table to return "
+            "every id that is looked up (a tuple of tensors for several inputs). For other rows: read(ids)"
+        )
+
+
+class HostEmbedding(nn.Module):
+    """An embedding table in host memory or in a file, used like ``torch.nn.Embedding`` in a loop over ``train_rows``.
+
+    In the loop, the rows of the batch are a parameter on the device, ``weight``, shape (rows of the batch, embedding_dim): ascending by
+    id, each id once, so that ids that repeat add their gradients. It is no parameter of the module: ``parameters()`` and ``state_dict()``
+    of a model do not see it, so that a dense optimizer leaves it alone; ``RowOptimizer`` trains it. Outside a loop, rows are read where
+    they are, without gradients.
+
+    Args:
+        num_embeddings: Rows.
+        embedding_dim: Numbers in a row.
+        padding_idx: As in ``nn.Embedding``: this row begins as zeros, and its gradient is zero.
+        max_norm: As in ``nn.Embedding``: rows that are longer are renormalised, in the table too, when they are looked up in a loop.
+        norm_type: Of ``max_norm``.
+        scale_grad_by_freq: As in ``nn.Embedding``.
+        init: How the table begins: the name of a function of ``torch.nn.init`` (``"normal"``, ``"xavier_uniform"``), or a function that
+            fills a tensor. Drawn from torch's generator as ``nn.Embedding`` does: the same seed gives the same table. None leaves a Store
+            that is given as it is, and is ``"normal"`` for others.
+        dtype: Of the table; torch's default if None.
+        store: Where the rows are: a path of a .npy file that is created, or a Store of shape (num_embeddings, embedding_dim); None for
+            memory.
+        pin: For memory: as in ``PinnedStore``.
+        overwrite: Whether a file that is there may be replaced.
+        name: What errors and checkpoints call it.
+
+    Raises:
+        ArgumentError: Sizes or an initialiser that cannot be.
+        StoreError: A store of another shape, a dtype that is not floating point, or a file that is there already.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        init: Init | None = None,
+        dtype: torch.dtype | None = None,
+        store: Store | Path | None = None,
+        pin: Pin = "auto",
+        overwrite: bool = False,
+        name: str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = _size(num_embeddings, "num_embeddings"), _size(embedding_dim, "embedding_dim")
+        self.name = name or f"{type(self).__name__}({num_embeddings}, {embedding_dim})"
+        self.padding_idx = self._checked_padding(padding_idx)
+        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
+        fill = _initialiser(init)
+        shape, self.overwrite, self.trainable = (self.num_embeddings, self.embedding_dim), overwrite, True
+        self._block: Block | None = None
+        self._store, self._owned = self._opened(store, shape, dtype, pin)
+        if (init is not None and not self._owned) or (self._owned and init not in ("zeros", "zeros_")):  # new memory and files are zeros
+            self._fill(fill)
+
+    @classmethod
+    def from_pretrained(cls, embeddings: Any, *, freeze: bool = True, name: str | None = None, **options: Any) -> Any:
+        """A table of rows that are there: a 2-d tensor or array, shared, a path of a .npy file, or a Store.
+
+        Args:
+            embeddings: The rows. A file is opened for reading if ``freeze``, else its rows are trained in place.
+            freeze: Whether they stay as they are.
+            name: As above.
+            options: As above: ``padding_idx``, ``max_norm``, ``norm_type``, ``scale_grad_by_freq``.
+
+        Raises:
+            StoreError: They are not rows of floating point numbers.
+        """
+        owned = isinstance(embeddings, (str, os.PathLike))
+        if owned:
+            store: Store = MmapStore(embeddings, mode="r" if freeze else "r+")
+        else:
+            store = embeddings if isinstance(embeddings, Store) else ArrayStore(embeddings, name="embeddings")
+        if len(store.row_shape) != 1:
+            raise StoreError(f"embeddings of shape {(store.n_rows, *store.row_shape)}; expected (num_embeddings, embedding_dim)")
+        table = cls(store.n_rows, store.row_shape[0], store=store, name=name, **options)
+        table._owned = owned
+        return table.requires_grad_(not freeze)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """The rows of the ids, shape (*ids.shape, embedding_dim), on the device of the loop, or of ``ids`` outside a loop.
+
+        Args:
+            ids: Integers of any dtype and shape.
+
+        Raises:
+            RowIndexError: An id is out of range, or was not announced to ``train_rows``.
+            ClosedError: Outside a loop, where the rows would not be trained, in training and with gradients.
+        """
+        positions, weight, padding = self._looked_up(ids)
+        return functional.embedding(positions, weight, padding, self.max_norm, self.norm_type, self.scale_grad_by_freq)
+
+    @property
+    def store(self) -> Store:
+        """The rows themselves; after a loop, or after ``land()`` of it, as they were trained."""
+        return self._store
+
+    @property
+    def weight(self) -> nn.Parameter:
+        """The rows of the batch that is lent, on the device, shape (n, embedding_dim), ascending by id.
+
+        Raises:
+            ClosedError: There is none.
+        """
+        return self.block.weight
+
+    @property
+    def block(self) -> Block:
+        """What is lent now.
+
+        Raises:
+            ClosedError: Nothing is.
+        """
+        if self._block is None:
+            raise ClosedError(f"{self.name} has rows on the device only in the body of a loop over train_rows; outside: read(ids), store")
+        return self._block
+
+    def requires_grad_(self, requires_grad: bool = True) -> HostEmbedding:
+        """Let the table be trained, or not. From the next loop on."""
+        self.trainable = requires_grad
+        return self
+
+    def read(self, ids: Any) -> torch.Tensor:
+        """Rows as they are now, shape (*ids.shape, embedding_dim), on the CPU, without gradients.
+
+        In a loop, what is under way lands first.
+
+        Args:
+            ids: A tensor, array or list of integers, of any shape.
+
+        Raises:
+            RowIndexError: An id is out of range.
+        """
+        array = np.asarray(ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids)
+        rows = check_rows(array.reshape(-1), self.num_embeddings, self.name)
+        if self._block is not None and (lender := self._block.lender()) is not None:
+            lender.land()
+        out = np.empty((len(rows), self.embedding_dim), self._store.dtype)
+        self._store.gather(rows, out)
+        return to_torch(out).view(*array.shape, self.embedding_dim)
+
+    def to_embedding(self) -> nn.Embedding:
+        """An ``nn.Embedding`` with a copy of the whole table."""
+        whole = self.read(np.arange(self.num_embeddings))
+        embedding: nn.Embedding = nn.Embedding.from_pretrained(
+            whole,
+            freeze=not self.trainable,
+            padding_idx=self.padding_idx,
+            max_norm=self.max_norm,
+            norm_type=self.norm_type,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+        )
+        return embedding
+
+    def reset_parameters(self, init: Init | None = None) -> None:
+        """Fill the table anew, as the constructor does."""
+        self._fill(_initialiser(init))
+
+    def close(self) -> None:
+        """Flush and close the table's own store. Idempotent."""
+        if self._owned:
+            self._store.close()
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, store={type(self._store).__name__}"
+
+    def _fill(self, fill: Callable[[torch.Tensor], Any]) -> None:
+        """Fill the whole table at once, where it is: initialisers look at its shape, and draw it in one go."""
+        store = self._store
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            if isinstance(store, ArrayStore):
+                array = store.array
+            elif isinstance(store, MmapStore) and store.writable:
+                array = stack.enter_context(store.mapped())
+            else:
+                raise StoreError(f"{self.name}: init cannot fill a {type(store).__name__} as a whole; fill it before, and leave init out")
+            fill(to_torch(array))
+        if self.padding_idx is not None:
+            store.scatter(np.array([self.padding_idx]), np.zeros((1, self.embedding_dim), store.dtype))
+
+    def _bind(self, block: Block | None) -> None:
+        self._block = block
+
+    def _looked_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """Positions, rows, and the position of the padding."""
+        block = self._block
+        if block is not None:
+            return block.positions(ids, self.name), block.weight, block.position_of(self.padding_idx)
+        if self.training and self.trainable and torch.is_grad_enabled():
+            raise ClosedError(
+                f"{self.name} was called outside a loop over train_rows, where its rows would not be trained; "
+                "loop over pinfeed.train_rows(loader, {table: ids_of_batch}, optimizer=...), or use torch.no_grad() or eval()"
+            )
+        rows, positions = np.unique(np.asarray(ids.detach().cpu()), return_inverse=True)
+        weight = self.read(rows)
+        padding = None if self.padding_idx is None else _position(rows, self.padding_idx)
+        return torch.from_numpy(positions.reshape(ids.shape)).to(ids.device), weight.to(ids.device), padding
+
+    def _checked_padding(self, padding: int | None) -> int | None:
+        if padding is None:
+            return None
+        if not -self.num_embeddings <= padding < self.num_embeddings:
+            raise ArgumentError(f"padding_idx={padding}: expected a row of {self.num_embeddings}")
+        return padding % self.num_embeddings
+
+    def _opened(self, store: Store | Path | None, shape: tuple[int, int], dtype: torch.dtype | None, pin: Pin) -> tuple[Store, bool]:
+        """The store, and whether it was made here."""
+        wanted = NUMPY.get(dtype or torch.get_default_dtype())
+        if wanted is None or not TORCH[wanted].is_floating_point:
+            raise StoreError(f"{self.name}: dtype={dtype}; expected a floating point dtype")
+        if store is None:
+            return PinnedStore.empty(shape, wanted, pin=pin), True
+        if isinstance(store, (str, os.PathLike)):
+            return MmapStore.create(store, shape, wanted, overwrite=self.overwrite), True
+        if (store.n_rows, *store.row_shape) != shape:
+            raise StoreError(f"{self.name}: a store of shape {(store.n_rows, *store.row_shape)}; expected {shape}")
+        if not TORCH[np.dtype(store.dtype)].is_floating_point or dtype not in (None, TORCH[np.dtype(store.dtype)]):
+            raise StoreError(f"{self.name}: a store of {store.dtype}; expected {dtype or 'a floating point dtype'}")
+        return store, False
+
+
+class HostEmbeddingBag(HostEmbedding):
+    """A ``HostEmbedding`` that reduces the rows of each bag, used like ``torch.nn.EmbeddingBag``.
+
+    Args:
+        num_embeddings: Rows.
+        embedding_dim: Numbers in a row.
+        mode: ``"sum"``, ``"mean"`` or ``"max"``.
+        include_last_offset: As in ``nn.EmbeddingBag``.
+        options: As for ``HostEmbedding``.
+
+    Raises:
+        ArgumentError: Another mode.
+    """
+
+    def __init__(
+        self, num_embeddings: int, embedding_dim: int, *, mode: str = "mean", include_last_offset: bool = False, **options: Any
+    ) -> None:
+        super().__init__(num_embeddings, embedding_dim, **options)
+        if mode not in ("sum", "mean", "max"):
+            raise ArgumentError(f"mode={mode!r}: expected 'sum', 'mean' or 'max'")
+        self.mode, self.include_last_offset = mode, include_last_offset
+
+    def forward(
+        self, ids: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The reduced rows, shape (bags, embedding_dim).
+
+        Args:
+            ids: Shape (bags, ids of a bag), or (n,) with ``offsets``.
+            offsets: Where in ``ids`` each bag begins, shape (bags,).
+            per_sample_weights: Factors of the rows, in the shape of ``ids``; with mode ``"sum"`` only.
+
+        Raises:
+            RowIndexError: As for ``HostEmbedding``.
+            ClosedError: As for ``HostEmbedding``.
+        """
+        positions, weight, padding = self._looked_up(ids)
+        return functional.embedding_bag(
+            positions,
+            weight,
+            offsets if offsets is None else offsets.to(positions),
+            max_norm=self.max_norm,
+            norm_type=self.norm_type,
+            scale_grad_by_freq=self.scale_grad_by_freq,
+            mode=self.mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=self.include_last_offset,
+            padding_idx=padding,
+        )
+
+
+def pieces(store: Store, nbytes: int = _PIECE_BYTES) -> list[tuple[int, int]]:
+    """The rows of a store as ranges [start, stop) of so many bytes."""
+    row = max(1, int(np.prod(store.row_shape, dtype=np.int64)) * store.dtype.itemsize)
+    step = max(1, nbytes // row)
+    return [(start, min(start + step, store.n_rows)) for start in range(0, store.n_rows, step)]
+
+
+def _position(rows: Rows, row: int) -> int | None:
+    """Where in ascending rows one is; None if it is not."""
+    at = int(np.searchsorted(rows, row))
+    return at if at < len(rows) and rows[at] == row else None
+
+
+def _size(value: Any, name: str) -> int:
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = 0
+    if number < 1:
+        raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")
+    return number
+
+
+def _initialiser(init: Init | None) -> Callable[[torch.Tensor], Any]:
+    if callable(init):
+        return init
+    name = "normal" if init is None else init.removesuffix("_")
+    found = getattr(nn.init, f"{name}_", None)
+    if found is None:
+        names = ", ".join(sorted(key[:-1] for key in vars(nn.init) if key.endswith("_") and not key.startswith("_")))
+        raise ArgumentError(f"init={init!r} is no function of torch.nn.init; expected one of {names}, or a function that fills a tensor")
+    return functools.partial(found)
+
+
+def as_array(value: Any, name: str) -> npt.NDArray[Any]:
+    """Ids as an array, on the same memory where that can be."""
+    return to_numpy(value, name) if isinstance(value, torch.Tensor) else np.asarray(value)

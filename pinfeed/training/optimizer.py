@@ -1,0 +1,306 @@
+"""RowOptimizer: any torch optimizer, whose state rows travel with the rows of their tables."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from ..errors import ArgumentError, StoreError
+from ..stores import MmapStore, PinnedStore, Store
+from ..tensors import NUMPY, TORCH
+from .embedding import HostEmbedding, pieces
+from .rowstate import RowState, StateLayout, discover, sparse_rows
+
+StateStore = Callable[[HostEmbedding, str, tuple[int, ...], np.dtype[Any]], Store]
+"""Given a table, the key of its state, its shape and dtype: where to keep it."""
+
+
+class TableState:
+    """What an optimizer keeps for one table.
+
+    Args:
+        table: The table.
+        layout: What there is.
+        stores: Where the row-wise part is, in the order of ``layout.rows``.
+    """
+
+    def __init__(self, table: HostEmbedding, layout: StateLayout, stores: list[Store]) -> None:
+        self.table, self.layout, self.stores = table, layout, stores
+        self.weight = nn.Parameter(torch.empty(0, table.embedding_dim, dtype=TORCH[np.dtype(table.store.dtype)]))
+        self.begun = False
+        """Whether the optimizer has made the state that comes with its first step."""
+        self.stepped = False
+        """Whether the batch that is lent has been updated."""
+        self.unapplied = False
+        """Whether there are gradients that no step has used yet."""
+        self.left_behind = False
+        """Whether there were, when their batch ended."""
+
+
+class RowOptimizer(torch.optim.Optimizer):
+    r"""A torch optimizer for tables on the host: it updates the rows of the batch, with the state of these very rows.
+
+    With rows :math:`R` looked up in a batch, and :math:`U(w, s, g, t)` the update of ``optimizer_class`` (weights, row-wise state,
+    gradient, state of the whole table such as the number of steps), a step is
+
+    .. math:: w[R], s[R], t \leftarrow U(w[R], s[R], \nabla_{w[R]} L, t)
+
+    and all other rows stay as they are: weights, state and weight decay alike (*lazy*). There is one ``t`` for the table. For optimizers
+    that leave a row alone whose gradient is zero (SGD without momentum and weight decay, Adagrad) this is what they do to the whole table.
+    For others it is the rule of ``torch.optim.SparseAdam``: Adam, say, moves a row that is absent on by its momentum when it is dense.
+
+    Which state is row-wise, and what a row begins with, is found out by running the optimizer on a small table. Gradients live as long
+    as their batch: a step has to come before the next batch is asked for.
+
+    It is an optimizer like any other to learning-rate schedulers, ``GradScaler`` and gradient clipping (``optimizer.parameters()``).
+
+    Args:
+        optimizer_class: A class of ``torch.optim``, or one like these.
+        tables: ``HostEmbedding`` s, or parameter groups: ``[{"params": [users], "lr": 0.1}, {"params": [items]}]``.
+        state: Where row-wise state is kept: a function of table, key, shape and dtype. By default beside the table: in the same kind of
+            memory, or for ``users.npy`` in ``users.exp_avg.npy`` and so on.
+        options: Of ``optimizer_class``.
+
+    Raises:
+        ArgumentError: No tables, frozen ones, one that is there twice, or an optimizer that cannot train rows.
+        StoreError: A store of another shape or dtype, or a file that is there already.
+    """
+
+    def __init__(
+        self, optimizer_class: Any, tables: Iterable[HostEmbedding | Mapping[str, Any]], *, state: StateStore | None = None, **options: Any
+    ) -> None:
+        groups = _groups(tables)
+        for table in (table for group in groups for table in group["params"]):
+            _check_table(table)
+        found = {
+            table: discover(optimizer_class, {**options, **_own(group)}, *_kind(table)) for group in groups for table in group["params"]
+        }
+        self.tables = {table: TableState(table, layout, _stores(table, layout, state or _beside)) for table, layout in found.items()}
+        self.inner: torch.optim.Optimizer = optimizer_class(
+            [{**group, "params": [self.tables[table].weight for table in group["params"]]} for group in groups], **options
+        )
+        super().__init__([nn.Parameter(torch.empty(0))], self.inner.defaults)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def __repr__(self) -> str:
+        return f"RowOptimizer({self.inner!r})"
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update the rows of the batch that have gradients.
+
+        Args:
+            closure: Evaluated first, with gradients enabled; its loss is returned.
+
+        Raises:
+            ArgumentError: Gradients of an earlier batch were never applied: their rows are not here any more.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        late = [state.table.name for state in self.tables.values() if state.left_behind]
+        if late:
+            raise ArgumentError(
+                f"gradients of an earlier batch of {', '.join(late)} were neither applied nor dropped; call step(), or zero_grad(), before "
+                "the next batch is taken (to accumulate gradients, give train_rows the larger batches and split them in the loop)"
+            )
+        for state in self.tables.values():
+            gradient = state.weight.grad
+            state.stepped |= gradient is not None
+            state.unapplied = False
+            if gradient is not None and state.layout.sparse and not gradient.is_sparse:
+                state.weight.grad = sparse_rows(gradient)
+        self.inner.step()
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, as torch's optimizers do."""
+        super().zero_grad(set_to_none)
+        for state in self.tables.values():
+            state.unapplied = state.left_behind = False
+
+    def parameters(self) -> list[nn.Parameter]:
+        """The rows of the batch that is lent, table by table: for gradient clipping, and the like."""
+        return [state.weight for state in self.tables.values()]
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Refuse: all tables are given at construction.
+
+        Raises:
+            ArgumentError: Always, once this is made.
+        """
+        if hasattr(self, "param_groups") and self.param_groups:
+            raise ArgumentError("add_param_group: give a RowOptimizer all its tables at construction, or make a second one")
+        super().add_param_group(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Hyper-parameters, and the state that is not row-wise; row-wise state is in the stores (``pinfeed.checkpoint`` saves both)."""
+        tables = []
+        for state in self.tables.values():
+            rows = {row.key for row in state.layout.rows}
+            own = {key: value for key, value in self.inner.state.get(state.weight, {}).items() if key not in rows}
+            tables.append({"begun": state.begun, "state": own})
+        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        return {"tables": tables, "param_groups": groups}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave.
+
+        Raises:
+            ArgumentError: It is of an optimizer with other tables or groups.
+        """
+        try:
+            tables, groups = list(state_dict["tables"]), list(state_dict["param_groups"])
+        except (KeyError, TypeError) as error:
+            raise ArgumentError(f"not a state of a RowOptimizer ({error!r}); expected what state_dict() returned") from None
+        if (len(tables), len(groups)) != (len(self.tables), len(self.param_groups)):
+            raise ArgumentError(
+                f"a state of {len(tables)} tables in {len(groups)} groups; expected {len(self.tables)} in {len(self.param_groups)}"
+            )
+        for state, saved in zip(self.tables.values(), tables, strict=True):
+            state.begun = bool(saved["begun"])
+            kept = {row.key: self.inner.state.get(state.weight, {}).get(row.key) for row in state.layout.rows}
+            own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in saved["state"].items()}
+            self.inner.state[state.weight] = own | {key: value for key, value in kept.items() if value is not None}
+        for group, saved_group in zip(self.param_groups, groups, strict=True):
+            group.update(saved_group)
+
+    def close(self) -> None:
+        """Flush and close the files of row-wise state. Idempotent."""
+        for state in self.tables.values():
+            for store in state.stores:
+                store.close()
+
+    def bind(self, table: HostEmbedding, weight: nn.Parameter, rows: list[torch.Tensor]) -> None:
+        """Work on another batch's rows of a table: its weights, and its row-wise state in the order of the layout."""
+        state = self.tables[table]
+        for group in self.param_groups:
+            group["params"] = [weight if parameter is state.weight else parameter for parameter in group["params"]]
+        own = self.inner.state.pop(state.weight, {})
+        keys = {row.key for row in state.layout.rows}
+        kept = {key: value for key, value in own.items() if key not in keys}
+        for row, tensor in zip(state.layout.rows, rows, strict=True):
+            if state.begun or row.key in state.layout.born:
+                kept[row.key] = tensor
+        if kept:
+            self.inner.state[weight] = kept
+        state.left_behind |= state.unapplied
+        state.weight, state.stepped, state.unapplied = weight, False, False
+        if weight.requires_grad:
+            weight.register_post_accumulate_grad_hook(lambda _: setattr(state, "unapplied", True))
+
+    def changed(self, table: HostEmbedding) -> list[torch.Tensor | None] | None:
+        """Row-wise state of the batch after a step, None for what the optimizer does not keep yet; None as a whole without a step.
+
+        Raises:
+            ArgumentError: The optimizer keeps something that it did not keep when it was tried.
+        """
+        state = self.tables[table]
+        if not state.stepped:
+            return None
+        own = self.inner.state.get(state.weight, {})
+        keys = {row.key for row in state.layout.rows}
+        if unknown := set(own) - keys - state.layout.tables:
+            raise ArgumentError(
+                f"{type(self.inner).__name__} keeps {sorted(unknown)}, which it did not keep when it was tried on a small table"
+            )
+        state.begun = True
+        return [self._checked(own.get(row.key), row, len(state.weight)) for row in state.layout.rows]
+
+    def release(self, table: HostEmbedding) -> None:
+        """The batch's rows have gone: keep what is one for the table."""
+        none = torch.empty(0, table.embedding_dim, dtype=self.tables[table].weight.dtype)
+        empty = [torch.empty(0, *row.row_shape, dtype=TORCH[row.dtype]) for row in self.tables[table].layout.rows]
+        self.bind(table, nn.Parameter(none), empty)
+
+    def _checked(self, value: torch.Tensor | None, row: RowState, n: int) -> torch.Tensor | None:
+        if value is not None and (tuple(value.shape), NUMPY.get(value.dtype)) != ((n, *row.row_shape), row.dtype):
+            raise ArgumentError(
+                f"{type(self.inner).__name__} keeps {row.key!r} of shape {tuple(value.shape)}, {value.dtype}; "
+                f"expected {(n, *row.row_shape)}, {row.dtype}, as when it was tried on a small table"
+            )
+        return value
+
+
+def _groups(tables: Iterable[HostEmbedding | Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Parameter groups, each with a list of tables."""
+    given = [tables] if isinstance(tables, HostEmbedding) else list(tables)
+    if not given:
+        raise ArgumentError("tables is empty; expected HostEmbeddings, or parameter groups of them")
+    if all(isinstance(table, HostEmbedding) for table in given):
+        groups: list[dict[str, Any]] = [{"params": given}]
+    else:
+        try:
+            groups = [dict(group) for group in given]  # type: ignore[arg-type]
+            for group in groups:
+                params = group["params"]
+                group["params"] = [params] if isinstance(params, HostEmbedding) else list(params)
+        except (KeyError, TypeError, ValueError):
+            raise ArgumentError('tables: expected HostEmbeddings, or parameter groups: [{"params": [table], "lr": 0.1}, ...]') from None
+    every = [table for group in groups for table in group["params"]]
+    if len(set(map(id, every))) < len(every):
+        raise ArgumentError("a table stands twice among the tables; give each once")
+    return groups
+
+
+def _check_table(table: Any) -> None:
+    if not isinstance(table, HostEmbedding):
+        raise ArgumentError(
+            f"tables: got {type(table).__name__}; expected HostEmbeddings (other parameters need an optimizer of their own)"
+        )
+    if not table.trainable or not table.store.writable:
+        why = "frozen" if not table.trainable else f"in a read-only store ({table.store!r})"
+        raise ArgumentError(
+            f"{table.name} is {why}; expected a table that can be trained (requires_grad_(), or a file opened with mode='r+')"
+        )
+
+
+def _own(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in group.items() if key != "params"}
+
+
+def _kind(table: HostEmbedding) -> tuple[int, torch.dtype]:
+    return table.embedding_dim, TORCH[np.dtype(table.store.dtype)]
+
+
+def _stores(table: HostEmbedding, layout: StateLayout, make: StateStore) -> list[Store]:
+    """A store for each row-wise state, with what a row begins with."""
+    stores = []
+    for row in layout.rows:
+        shape = (table.num_embeddings, *row.row_shape)
+        store = make(table, row.key, shape, row.dtype)
+        if (store.n_rows, *store.row_shape) != shape or store.dtype != row.dtype or not store.writable:
+            raise StoreError(
+                f"state {row.key!r} of {table.name}: a store of shape {(store.n_rows, *store.row_shape)}, {store.dtype}; "
+                f"expected {shape}, {row.dtype}, writable"
+            )
+        if row.initial != 0 or make is not _beside:
+            _begin(store, row, table.store)
+        stores.append(store)
+    return stores
+
+
+def _begin(store: Store, row: RowState, weights: Store) -> None:
+    """Fill state piece by piece."""
+    for start, stop in pieces(store):
+        rows = np.arange(start, stop)
+        if row.initial is None:
+            values = np.empty((len(rows), *weights.row_shape), weights.dtype)
+            weights.gather(rows, values)
+            store.scatter(rows, values.astype(store.dtype))
+        else:
+            store.scatter(rows, np.full((len(rows), *store.row_shape), row.initial, store.dtype))
+
+
+def _beside(table: HostEmbedding, key: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Store:
+    """A store of zeros of the kind that the table's is."""
+    store = table.store
+    if isinstance(store, MmapStore):
+        path = pathlib.Path(store.paths[0])
+        return MmapStore.create(path.with_name(f"{path.stem}.{key}.npy"), shape, dtype, overwrite=table.overwrite)
+    return PinnedStore.zeros(shape, dtype, pin=isinstance(store, PinnedStore) and store.page_locked)

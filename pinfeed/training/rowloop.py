@@ -1,0 +1,222 @@
+"""train_rows(): a loop over a loader's batches in which the rows of tables come and go with them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import weakref
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from types import GeneratorType
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from ..config import check_depth
+from ..epoch import Loan, Pace
+from ..errors import ArgumentError, ClosedError
+from ..loader import LoaderFeeder
+from ..storetree import aliases
+from .embedding import Block, HostEmbedding
+from .optimizer import RowOptimizer
+from .rowsource import FedBatch, IdsOf, RowsOfTables, TableRows
+from .verify import Shadow
+
+_MAX_READERS = 4
+
+
+def train_rows(
+    loader: Any,
+    tables: Mapping[HostEmbedding, Any],
+    *,
+    optimizer: RowOptimizer | Iterable[RowOptimizer] = (),
+    depth: int = 2,
+    device: Any = "auto",
+    verify: bool = False,
+    progress: bool = False,
+    timeline: bool = False,
+) -> RowLoop:
+    """The batches of ``loader`` on the device, and in the loop's body the rows of the tables that they look up.
+
+    A few batches ahead, background threads ask for a batch, collect the ids that it looks up, each once, and bring these rows of the
+    tables, with their optimizer state, to the device. Rows that an earlier batch changes meanwhile are brought up to date there. When
+    the next batch is asked for, or the loop is left, the rows of the batch go back, in the background; all have landed when the loop
+    has ended. Losses, tables and state are those of ``depth=0``, the synchronous loop, bit for bit.
+
+        users = pinfeed.HostEmbedding(50_000_000, 128)
+        optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [users], lr=1e-3)
+        for batch in pinfeed.train_rows(loader, {users: lambda batch: batch["user"]}, optimizer=optimizer):
+            loss = model(users(batch["user"]), batch).mean()
+            loss.backward(); optimizer.step(); optimizer.zero_grad()
+
+    Args:
+        loader: As for ``wrap_loader``: a DataLoader, or any iterable of batches, on the host.
+        tables: For each table a function that is given a batch, on the host, and returns the ids that the loop will look up: integers in
+            a tensor or array of any shape, or several of these in a tuple, list or dict. Or the key of the batch under which they are.
+            It is called in a background thread, one batch at a time, in order.
+        optimizer: The ``RowOptimizer`` s that will step in the loop; their state travels along.
+        depth: Batches ahead of the loop; 0 is the synchronous loop.
+        device: As for ``Feeder``.
+        verify: Keep a copy of every row that was lent, run the synchronous loop on it beside this one, and raise VerificationError at
+            the first difference. It waits for the device at every batch.
+        progress: Show a progress bar.
+        timeline: Record what takes time in every batch.
+
+    Raises:
+        ArgumentError: No tables, tables that share rows, or an optimizer that is no RowOptimizer.
+        DeviceError: There is no such device.
+    """
+    return RowLoop(loader, tables, optimizer, depth=depth, device=device, verify=verify, progress=progress, timeline=timeline)
+
+
+class RowLoop(LoaderFeeder):
+    """What ``train_rows`` returns: one loop after the other over the loader, each an epoch."""
+
+    def __init__(
+        self,
+        loader: Any,
+        tables: Mapping[HostEmbedding, Any],
+        optimizer: RowOptimizer | Iterable[RowOptimizer],
+        *,
+        depth: int,
+        device: Any,
+        verify: bool,
+        progress: bool,
+        timeline: bool,
+    ) -> None:
+        optimizers = _check(tables, optimizer)
+        self._tables = [_Lent(table, optimizers.get(table)) for table in tables]
+        specs = [TableRows(lent.table.name, _ids_of(tables[lent.table]), lent.stores) for lent in self._tables]
+        every = {f"{lent.table.name} ({i})": store for lent in self._tables for i, store in enumerate(lent.stores)}
+        if shared := aliases(list(every), list(every.values())):
+            raise ArgumentError(f"{shared} have rows in common; give tables that are one as one HostEmbedding, looked up several times")
+        pace = Pace(check_depth(depth), n_readers=max(1, min(depth + 1, len(os.sched_getaffinity(0)), _MAX_READERS)))
+        super().__init__(
+            RowsOfTables(loader, specs),
+            device=device,
+            pace=pace,
+            progress=progress,
+            timeline=timeline,
+            n_spare=(len(every) + len(specs) + 4) * (2 * depth + 2),
+        )
+        self._shadow = Shadow({lent.table.name: lent.stores for lent in self._tables}) if verify else None
+        self._loan: Loan | None = None
+        self._outer: weakref.ref[GeneratorType[Any, None, None]] | None = None
+
+    def __iter__(self) -> Iterator[Any]:
+        """The loader's next epoch, on the device, with the rows of the tables.
+
+        Raises:
+            ClosedError: This is closed, or another loop over it or over one of its tables runs.
+        """
+        for lent in self._tables:
+            if lent.table._block is not None:
+                raise ClosedError(
+                    f"a loop over rows of {lent.table.name} is running; end it first: leave its body, or close() what train_rows returned"
+                )
+        loans = cast("Generator[Loan, None, None]", self._loop.run(lambda loan: loan))
+        self._source.begin()
+        generator = cast("GeneratorType[Any, None, None]", self._lend(loans))
+        self._outer = weakref.ref(generator)
+        return generator
+
+    def land(self) -> None:
+        """Bring every change so far, those of the batch that is lent as well, into the stores. In the body of a loop.
+
+        Raises:
+            The error of a write-back that failed.
+        """
+        if self._loan is not None:
+            self._write_back(self._loan, copied=True)
+            self._loan.land()
+
+    def close(self) -> None:
+        """End a loop that runs, and land its changes. The loader, tables and optimizers stay as they are. Idempotent."""
+        generator = self._outer() if self._outer is not None else None
+        with contextlib.ExitStack() as stack:
+            stack.callback(super().close)
+            if generator is not None and not generator.gi_running:
+                generator.close()
+
+    def _lend(self, loans: Generator[Loan, None, None]) -> Iterator[Any]:
+        with contextlib.closing(loans):
+            for loan in loans:
+                data = self._bind(loan)
+                try:
+                    yield data
+                finally:  # left by break or by an error, what the optimizer has done counts, as it does in the plain loop
+                    del data
+                    try:
+                        self._write_back(loan, copied=False)
+                    finally:
+                        self._unbind()
+        if self._shadow is not None:
+            self._shadow.check_stores()
+
+    def _bind(self, loan: Loan) -> Any:
+        """Lend the rows to the tables and their optimizers, and the loader's batch to the loop."""
+        batch: FedBatch = loan.take()
+        if self._shadow is not None:
+            self._shadow.check(loan.number, [(rows, tensors[1:]) for rows, tensors in zip(batch.rows, batch.tensors, strict=True)])
+        for lent, rows, (ids, weight, *state) in zip(self._tables, batch.rows, batch.tensors, strict=True):
+            parameter = nn.Parameter(weight, requires_grad=lent.table.trainable)
+            lent.table._bind(Block(rows, ids, parameter, self))
+            if lent.optimizer is not None:
+                lent.optimizer.bind(lent.table, parameter, state)
+        self._loan = loan
+        return batch.data
+
+    def _unbind(self) -> None:
+        self._loan = None
+        for lent in self._tables:
+            lent.table._bind(None)
+            if lent.optimizer is not None:
+                lent.optimizer.release(lent.table)
+
+    def _write_back(self, loan: Loan, *, copied: bool) -> None:
+        values = [lent.changed() for lent in self._tables]
+        if any(tensors is not None for tensors in values):
+            if self._shadow is not None:
+                self._shadow.write(loan.number, [(group.rows, tensors) for group, tensors in zip(loan.groups, values, strict=True)])
+            loan.write(values, copied=copied)
+
+
+class _Lent:
+    """A table of the loop, and the optimizer that steps on it."""
+
+    def __init__(self, table: HostEmbedding, optimizer: RowOptimizer | None) -> None:
+        self.table, self.optimizer = table, optimizer
+        self.stores = [table.store, *(optimizer.tables[table].stores if optimizer is not None else [])]
+
+    def changed(self) -> list[torch.Tensor | None] | None:
+        """Values for the stores: weights and state after a step; the weights alone without one, for they may be changed by hand too."""
+        if not self.table.trainable:
+            return None
+        state = self.optimizer.changed(self.table) if self.optimizer is not None else None
+        weight = self.table.weight
+        if state is None and not self.table.training and weight._version == 0:
+            return None
+        kept: Sequence[torch.Tensor | None] = state if state is not None else [None] * (len(self.stores) - 1)
+        return [None if tensor is None else tensor.detach().contiguous() for tensor in (weight, *kept)]
+
+
+def _check(tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]) -> dict[HostEmbedding, RowOptimizer]:
+    """The optimizer of each table that has one."""
+    if not isinstance(tables, Mapping) or not tables or not all(isinstance(table, HostEmbedding) for table in tables):
+        raise ArgumentError("tables: expected {table: ids_of_batch}, with one HostEmbedding or several")
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    found: dict[HostEmbedding, RowOptimizer] = {}
+    for one in optimizers:
+        if not isinstance(one, RowOptimizer):
+            raise ArgumentError(
+                f"optimizer: got {type(one).__name__}; expected RowOptimizers (dense parameters are stepped by the loop alone)"
+            )
+        for table in one.tables:
+            if table in found:
+                raise ArgumentError(f"{table.name} is trained by two optimizers; expected one")
+            found[table] = one
+    return found
+
+
+def _ids_of(value: Any) -> IdsOf:
+    return value if callable(value) else lambda batch: batch[value]

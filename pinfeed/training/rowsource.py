@@ -1,0 +1,113 @@
+"""RowsOfTables: a loader's batches, each with the rows of tables that it looks up."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..access.base import StoreRows
+from ..batches import check_rows
+from ..devices.base import Tensor
+from ..errors import RowIndexError, StoreError
+from ..loader import HostLeaf, LoaderSource, load_of
+from ..rows import Rows
+from ..sources import Draw, Load, RowGroup
+from ..stores import Store
+from ..tensors import to_numpy
+
+IdsOf = Callable[[Any], Any]
+
+
+@dataclass(frozen=True)
+class TableRows:
+    """A table, as the source sees it."""
+
+    name: str
+    ids_of: IdsOf
+    """Given a batch on the host, the ids that it looks up: a tensor or array of any shape, or several in a list, tuple or dict."""
+    stores: Sequence[Store]
+    """Weights, then row-wise state."""
+
+
+class FedBatch(NamedTuple):
+    """A batch on the device."""
+
+    data: Any
+    """As the loader gave it."""
+    rows: list[Rows]
+    """For each table the rows that are looked up, ascending, each once."""
+    tensors: list[list[Tensor]]
+    """For each table: the same numbers on the device, then these rows of each store."""
+
+
+class RowsOfTables(LoaderSource):
+    """The batches of a loader, with rows of tables.
+
+    Args:
+        loader: As ``wrap_loader`` takes it.
+        tables: What is looked up.
+
+    Raises:
+        ArgumentError: The loader cannot be iterated.
+    """
+
+    def __init__(self, loader: Any, tables: Sequence[TableRows]) -> None:
+        super().__init__(loader)
+        self._tables = tables
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]  # the base has it once and for all
+        return {"order": "a DataLoader's own", "tables": [[table.name, table.stores[0].n_rows] for table in self._tables]}
+
+    def draw(self, batch: Any) -> Draw:
+        # The user's functions are called here, one at a time; what follows from their ids is left to whichever reader has time.
+        return functools.partial(self._load, batch, [table.ids_of(batch) for table in self._tables])
+
+    def _load(self, batch: Any, ids: Sequence[Any]) -> Load:
+        load = load_of(batch)
+        parts, groups = list(load.parts), []
+        for table, wanted in zip(self._tables, ids, strict=True):
+            rows = unique_rows(wanted, table.stores[0].n_rows, table.name)
+            parts.append(HostLeaf(torch.from_numpy(rows)))
+            groups.append(RowGroup(rows, len(parts), table.stores))
+            parts += [StoreRows(store, rows) for store in table.stores]
+        return Load(parts, functools.partial(self._rebuild, load, [group.rows for group in groups]), load.batches, groups)
+
+    def _rebuild(self, load: Load, rows: list[Rows], tensors: Iterator[Tensor]) -> FedBatch:
+        data = load.rebuild(tensors)
+        return FedBatch(data, rows, [[next(tensors) for _ in range(1 + len(table.stores))] for table in self._tables])
+
+
+def unique_rows(ids: Any, n_rows: int, name: str) -> Rows:
+    """The ids, ascending, each once, as int64.
+
+    Raises:
+        RowIndexError: They are not integers, or out of range.
+    """
+    arrays = [_flat(leaf, name) for leaf in _leaves(ids)]
+    arrays = [array for array in arrays if array.size]  # numpy takes an empty list for floats
+    rows = np.unique(np.concatenate(arrays) if len(arrays) > 1 else arrays[0]) if arrays else np.empty(0, np.int64)
+    return check_rows(rows, n_rows, f"{name}: ids of the batch")
+
+
+def _leaves(ids: Any) -> list[Any]:
+    if isinstance(ids, Mapping):
+        ids = list(ids.values())
+    if isinstance(ids, (list, tuple)) and any(hasattr(leaf, "ndim") or isinstance(leaf, (list, tuple, Mapping)) for leaf in ids):
+        return [found for leaf in ids for found in _leaves(leaf)]
+    return [ids]
+
+
+def _flat(ids: Any, name: str) -> np.ndarray[Any, Any]:
+    try:
+        array = to_numpy(ids, name) if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    except (StoreError, ValueError, TypeError) as error:
+        raise RowIndexError(f"{name}: ids of the batch: {error}") from None
+    if array.size and array.dtype.kind not in "iu":
+        raise RowIndexError(f"{name}: ids of the batch are {array.dtype}; expected integers (mask: ids[mask])")
+    return array.reshape(-1)
