@@ -14,7 +14,7 @@ import numpy.typing as npt
 from .config import check_depth
 from .devices import resolve
 from .epoch import Loan, Pace, guarded
-from .errors import ArgumentError
+from .errors import ArgumentError, WorkerError
 from .loop import Loop
 from .sources import Draw, Load
 from .stats import FeederStats, Timeline
@@ -184,6 +184,21 @@ class LoaderSource:
                 f"loader={self.loader!r} is an iterator, which gives its batches once; give what it iterates for a second epoch"
             )
         self._begun, self._used_up = begun, True
+
+    def skip(self, n: int) -> None:
+        """Consumer. Drop the first batches of the epoch that was begun.
+
+        Raises:
+            ArgumentError: There are fewer.
+        """
+        assert self._begun is not None
+        for i in range(n):
+            try:
+                guarded(next, self._begun)
+            except WorkerError as error:
+                if not isinstance(error.__cause__, StopIteration) or not _is_end(error.__cause__):
+                    raise
+                raise ArgumentError(f"{n} batches of this epoch were done when the state was saved; now the loader gives {i}") from None
 
     def end(self) -> None:
         """Consumer. Let go of an epoch that was begun and never asked for a batch."""

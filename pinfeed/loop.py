@@ -58,6 +58,11 @@ class Loop:
         return self._epoch if self._fresh or self._is_running() else self._epoch + 1
 
     @property
+    def start(self) -> int:
+        """The batch with which the next run begins."""
+        return self._batch if self._fresh else 0
+
+    @property
     def stats(self) -> FeederStats:
         return self._meter.stats()
 

@@ -1,1 +1,276 @@
-"""Save and resume, in the middle of an epoch."""
+"""Save and resume, in the middle of an epoch: tables, state, positions, random generators, and whatever has a state_dict.
+
+A checkpoint is a directory in which complete saves stand side by side, each a directory with a number. A save is written aside, synced
+to the disk and then renamed, so that at any moment, in the middle of a save too, the highest number is a complete one.
+
+    save("run/checkpoint", users=users, optimizer=optimizer, batches=batches, model=model)
+    ...                                                               # the process is killed; in the next one everything is made again:
+    resume("run/checkpoint", users=users, optimizer=optimizer, batches=batches, model=model)
+    for batch in batches: ...                                         # goes on with the very next batch
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import pathlib
+import shutil
+import zlib
+from collections.abc import Callable, Mapping
+from typing import IO, Any
+
+import torch
+
+from ..errors import ArgumentError, CheckpointError
+from ..stores import Store
+from . import randomness
+from .embedding import HostEmbedding
+from .optimizer import RowOptimizer
+from .rowfile import check_rows_file, checksums, read_rows, write_rows
+
+Path = str | os.PathLike[str]
+
+_FORMAT = 1
+_ASIDE, _GONE = ".writing-", ".removing-"
+_PLAIN = (type(None), bool, int, float, str, list, dict)
+
+
+def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
+    """Save everything that a run needs to go on; returns the directory of this save.
+
+    In the body of a loop over ``train_rows``, what the loop has done so far counts, and its batch as done. The rows are written in
+    pieces of 16 MiB, which is the memory that this takes. The generators of torch, numpy and Python are saved always.
+
+    Args:
+        path: A directory, made if it is not there.
+        keep: Complete saves that stay, this one included.
+        objects: By any names: tables (``HostEmbedding``), ``RowOptimizer`` s, what ``train_rows`` or ``Feeder`` returned, Stores, modules,
+            optimizers, schedulers and everything else with ``state_dict`` and ``load_state_dict``; and plain values.
+
+    Raises:
+        ArgumentError: Something that cannot be saved.
+        OSError: What the file system says; the save before this one is as it was.
+    """
+    if keep < 1:
+        raise ArgumentError(f"keep={keep}: expected at least 1")
+    entries = {name: _entry(name, value) for name, value in objects.items()}
+    for table in (table for value in objects.values() for table in _tables(value)):
+        table.land()  # what a loop has changed
+    root = pathlib.Path(path)
+    root.mkdir(parents=True, exist_ok=True)
+    _sweep(root)
+    aside = root / f"{_ASIDE}{os.getpid()}"
+    aside.mkdir()
+    try:
+        files = {"random.pt": _write(aside / "random.pt", functools.partial(torch.save, randomness.capture()))}
+        for entry in entries.values():
+            for store_name, store in entry.stores.items():
+                files[store_name] = _write(aside / store_name, functools.partial(write_rows, store))
+            if entry.state is not None:
+                files[entry.file] = _write(aside / entry.file, functools.partial(torch.save, entry.state()))
+                _check_loadable(aside / entry.file)
+        body = {"format": _FORMAT, "files": files, "objects": {name: entry.saved for name, entry in entries.items()}}
+        text = json.dumps(body, sort_keys=True)
+        _write(aside / "manifest.json", lambda file: file.write(json.dumps({"crc32": zlib.crc32(text.encode()), "body": text}).encode()))
+        _sync(aside)
+        numbers = _numbers(root)
+        final = root / f"{(numbers[-1] if numbers else 0) + 1:08d}"
+        aside.rename(final)
+        _sync(root)
+    except BaseException:
+        shutil.rmtree(aside, ignore_errors=True)
+        raise
+    for number in numbers[: len(numbers) + 1 - keep]:
+        _remove(root / f"{number:08d}")
+    return final
+
+
+def resume(path: Path, **objects: Any) -> dict[str, Any]:
+    """Let everything go on from the last complete save; returns the plain values that were saved, by name.
+
+    All files are read and checked first; nothing is changed unless all of them are good. No code of a checkpoint is ever run.
+
+    Args:
+        path: As given to ``save``.
+        objects: As given to ``save``, by the same names, made as they were made then; plain values may be left out.
+
+    Raises:
+        CheckpointError: There is none, a file is damaged or missing, or it is of other objects.
+        ClosedError: A loop over one of the tables runs.
+    """
+    root = pathlib.Path(path)
+    numbers = _numbers(root)
+    if not numbers:
+        raise CheckpointError(f"{root} has no complete checkpoint; expected one that checkpoint.save wrote")
+    directory = root / f"{numbers[-1]:08d}"
+    body = _manifest(directory)
+    saved = body["objects"]
+    entries = {name: _entry(name, value) for name, value in objects.items() if not isinstance(value, _PLAIN)}
+    wanted = {name for name, entry in saved.items() if entry["kind"] != "value"}
+    if set(entries) != wanted:
+        raise CheckpointError(
+            f"{directory} has {', '.join(sorted(wanted)) or 'nothing'}; resume was given {', '.join(sorted(entries)) or 'nothing'}"
+        )
+    for name, entry in entries.items():
+        if entry.saved != saved[name]:
+            raise CheckpointError(f"{directory}: {name} was {saved[name]}, is {entry.saved}; make it as it was made then")
+    for table in (table for value in objects.values() for table in _tables(value)):
+        table.require_idle()
+    for name, file in body["files"].items():
+        _check_file(directory / name, file)
+    for entry in entries.values():
+        for store_name, store in entry.stores.items():
+            check_rows_file(str(directory / store_name), store)
+    states = {name: _load(directory / entry.file) for name, entry in entries.items() if entry.state is not None}
+    random = _load(directory / "random.pt")
+    for name, entry in entries.items():
+        if name in states:
+            entry.load(states[name])
+        for store_name, store in entry.stores.items():
+            read_rows(str(directory / store_name), store)
+    randomness.restore(random)
+    return {name: entry["value"] for name, entry in saved.items() if entry["kind"] == "value"}
+
+
+def exists(path: Path) -> bool:
+    """Whether there is a complete save to resume from."""
+    return bool(_numbers(pathlib.Path(path)))
+
+
+class _Entry:
+    """How one object is saved: its kind, as plain values, the stores whose rows are its, and its state."""
+
+    def __init__(self, name: str, kind: str, stores: Mapping[str, Store], target: Any = None, **more: Any) -> None:
+        self.saved = {"kind": kind, "stores": list(stores), **more}
+        self.stores, self.file, self._target = stores, f"{name}.pt", target
+        self.state: Callable[[], Any] | None = None if target is None else target.state_dict
+
+    def load(self, state: Any) -> None:
+        self._target.load_state_dict(state)
+
+
+def _entry(name: str, value: Any) -> _Entry:
+    """How to save or resume an object.
+
+    Raises:
+        ArgumentError: It cannot be.
+    """
+    if isinstance(value, HostEmbedding):
+        return _Entry(name, "table", {f"{name}.npy": _writable(name, value.store)})
+    if isinstance(value, RowOptimizer):
+        stores = {
+            f"{name}.{i}.{row.key}.npy": store
+            for i, state in enumerate(value.tables.values())
+            for row, store in zip(state.layout.rows, state.stores, strict=True)
+        }
+        return _Entry(name, "row optimizer", stores, value, optimizer=type(value.inner).__name__)
+    if isinstance(value, Store):
+        return _Entry(name, "store", {f"{name}.npy": _writable(name, value)})
+    if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
+        return _Entry(name, "state", {}, value)
+    if isinstance(value, _PLAIN):
+        try:
+            return _Entry(name, "value", {}, value=json.loads(json.dumps(value)))
+        except (TypeError, ValueError) as error:
+            raise ArgumentError(f"{name}: {error}; expected plain values in it") from None
+    raise ArgumentError(
+        f"{name}: a {type(value).__name__} cannot be saved; expected tables, Stores, plain values, or objects with state_dict and "
+        "load_state_dict"
+    )
+
+
+def _writable(name: str, store: Store) -> Store:
+    if not store.writable:
+        raise ArgumentError(f"{name} is in a read-only store, whose rows do not change; leave it out")
+    return store
+
+
+def _tables(value: Any) -> list[HostEmbedding]:
+    """The tables whose rows an object has."""
+    return [value] if isinstance(value, HostEmbedding) else list(value.tables) if isinstance(value, RowOptimizer) else []
+
+
+def _write(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> dict[str, Any]:
+    """Write a file, on the disk when this returns: its size and checksums."""
+    with open(path, "xb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
+        size = file.tell()
+    return {"bytes": size, "crc32": checksums(str(path))}
+
+
+def _check_loadable(path: pathlib.Path) -> None:
+    """Raise now what would be raised when the run is to go on."""
+    try:
+        torch.load(path, weights_only=True, mmap=True, map_location="cpu")
+    except Exception as error:
+        raise ArgumentError(f"{path.stem}: its state_dict has something besides tensors and plain values ({error})") from None
+
+
+def _manifest(directory: pathlib.Path) -> dict[str, Any]:
+    path = directory / "manifest.json"
+    try:
+        outer = json.loads(path.read_bytes())
+        text = outer["body"]
+        if zlib.crc32(text.encode()) != outer["crc32"]:
+            raise ValueError("its checksum is wrong")
+        body: dict[str, Any] = json.loads(text)
+        if body["format"] != _FORMAT:
+            raise ValueError(f"format {body['format']}, expected {_FORMAT}")
+        if any(os.path.basename(name) != name or name.startswith(".") for name in body["files"]):
+            raise ValueError("it names files outside its directory")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}; remove {directory} to go back to the save before, if there is one") from None
+    return body
+
+
+def _check_file(path: pathlib.Path, expected: Mapping[str, Any]) -> None:
+    try:
+        found, size = checksums(str(path)), os.stat(path).st_size
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from None
+    if size != expected["bytes"]:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes, expected {expected['bytes']}")
+    if found != expected["crc32"]:
+        piece = next(i for i, (one, other) in enumerate(zip(found, expected["crc32"], strict=True)) if one != other)
+        raise CheckpointError(f"{path} is damaged: its checksum is wrong in piece {piece} of {len(found)} (16 MiB each)")
+
+
+def _load(path: pathlib.Path) -> Any:
+    try:
+        return torch.load(path, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from None
+
+
+def _numbers(root: pathlib.Path) -> list[int]:
+    """Numbers of the complete saves, ascending."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return sorted(int(name) for name in os.listdir(root) if name.isascii() and name.isdigit() and len(name) == 8)
+    return []
+
+
+def _sweep(root: pathlib.Path) -> None:
+    """Remove what killed saves have left behind."""
+    for child in root.iterdir():
+        if child.name.startswith((_ASIDE, _GONE)):
+            shutil.rmtree(child, ignore_errors=True)
+
+
+def _remove(directory: pathlib.Path) -> None:
+    """Remove a save; at no moment is there one with its number that is not whole."""
+    gone = directory.with_name(f"{_GONE}{directory.name}")
+    directory.rename(gone)
+    shutil.rmtree(gone)
+
+
+def _sync(directory: pathlib.Path) -> None:
+    """Bring the names in a directory to the disk."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

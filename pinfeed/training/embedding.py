@@ -11,7 +11,6 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
@@ -21,7 +20,8 @@ from ..errors import ArgumentError, ClosedError, RowIndexError, StoreError
 from ..rows import Rows
 from ..stores import ArrayStore, MmapStore, PinnedStore, Store
 from ..stores.pinned import Pin
-from ..tensors import NUMPY, TORCH, to_numpy, to_torch
+from ..tensors import NUMPY, TORCH, to_torch
+from .rowfile import write_rows
 
 Init = str | Callable[[torch.Tensor], Any]
 Path = str | os.PathLike[str]
@@ -222,11 +222,48 @@ class HostEmbedding(nn.Module):
         """
         array = np.asarray(ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids)
         rows = check_rows(array.reshape(-1), self.num_embeddings, self.name)
-        if self._block is not None and (lender := self._block.lender()) is not None:
-            lender.land()
+        self.land()
         out = np.empty((len(rows), self.embedding_dim), self._store.dtype)
         self._store.gather(rows, out)
         return to_torch(out).view(*array.shape, self.embedding_dim)
+
+    def land(self) -> None:
+        """In a loop, bring every change so far into the store.
+
+        Raises:
+            The error of a write-back that failed.
+        """
+        if self._block is not None and (lender := self._block.lender()) is not None:
+            lender.land()
+
+    def require_idle(self) -> None:
+        """Check that no loop lends rows of the table.
+
+        Raises:
+            ClosedError: One does.
+        """
+        if self._block is not None:
+            raise ClosedError(
+                f"a loop over rows of {self.name} is running; end it first: leave its body, or close() what train_rows returned"
+            )
+
+    def export(self, path: Path) -> None:
+        """Save the table as a .npy file, as ``numpy.save`` would, piece by piece; the file is there whole, or as it was.
+
+        Raises:
+            OSError: What the file system says.
+        """
+        self.land()
+        aside = f"{os.fspath(path)}.{os.getpid()}.writing"
+        try:
+            with open(aside, "wb") as file:
+                write_rows(self._store, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(aside, path)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(aside)
 
     def to_embedding(self) -> nn.Embedding:
         """An ``nn.Embedding`` with a copy of the whole table."""
@@ -391,8 +428,3 @@ def _initialiser(init: Init | None) -> Callable[[torch.Tensor], Any]:
         names = ", ".join(sorted(key[:-1] for key in vars(nn.init) if key.endswith("_") and not key.startswith("_")))
         raise ArgumentError(f"init={init!r} is no function of torch.nn.init; expected one of {names}, or a function that fills a tensor")
     return functools.partial(found)
-
-
-def as_array(value: Any, name: str) -> npt.NDArray[Any]:
-    """Ids as an array, on the same memory where that can be."""
-    return to_numpy(value, name) if isinstance(value, torch.Tensor) else np.asarray(value)

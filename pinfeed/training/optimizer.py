@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -192,7 +194,7 @@ class RowOptimizer(torch.optim.Optimizer):
         state.left_behind |= state.unapplied
         state.weight, state.stepped, state.unapplied = weight, False, False
         if weight.requires_grad:
-            weight.register_post_accumulate_grad_hook(lambda _: setattr(state, "unapplied", True))
+            weight.register_post_accumulate_grad_hook(functools.partial(_note_gradient, weakref.ref(state)))
 
     def changed(self, table: HostEmbedding) -> list[torch.Tensor | None] | None:
         """Row-wise state of the batch after a step, None for what the optimizer does not keep yet; None as a whole without a step.
@@ -225,6 +227,12 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"expected {(n, *row.row_shape)}, {row.dtype}, as when it was tried on a small table"
             )
         return value
+
+
+def _note_gradient(state: weakref.ref[TableState], weight: torch.Tensor) -> None:
+    """A gradient has been added. The garbage collector cannot see what a hook holds, so it holds nothing."""
+    if (found := state()) is not None:
+        found.unapplied = True
 
 
 def _groups(tables: Iterable[HostEmbedding | Mapping[str, Any]]) -> list[dict[str, Any]]:

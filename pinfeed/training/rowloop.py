@@ -14,9 +14,10 @@ from torch import nn
 
 from ..config import check_depth
 from ..epoch import Loan, Pace
-from ..errors import ArgumentError, ClosedError
+from ..errors import ArgumentError
 from ..loader import LoaderFeeder
 from ..storetree import aliases
+from . import randomness
 from .embedding import Block, HostEmbedding
 from .optimizer import RowOptimizer
 from .rowsource import FedBatch, IdsOf, RowsOfTables, TableRows
@@ -101,6 +102,8 @@ class RowLoop(LoaderFeeder):
         )
         self._shadow = Shadow({lent.table.name: lent.stores for lent in self._tables}) if verify else None
         self._loan: Loan | None = None
+        self._random: dict[str, Any] = {}  # as the epoch began
+        self._told: int | None = None  # the epoch of the last set_epoch
         self._outer: weakref.ref[GeneratorType[Any, None, None]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -110,15 +113,48 @@ class RowLoop(LoaderFeeder):
             ClosedError: This is closed, or another loop over it or over one of its tables runs.
         """
         for lent in self._tables:
-            if lent.table._block is not None:
-                raise ClosedError(
-                    f"a loop over rows of {lent.table.name} is running; end it first: leave its body, or close() what train_rows returned"
-                )
-        loans = cast("Generator[Loan, None, None]", self._loop.run(lambda loan: loan))
-        self._source.begin()
+            lent.table.require_idle()
+        start, loans = self._loop.start, cast("Generator[Loan, None, None]", self._loop.run(lambda loan: loan))
+        if start:
+            self._go_on(start)
+        else:
+            self._random = self._captured()
+            self._source.begin()
         generator = cast("GeneratorType[Any, None, None]", self._lend(loans))
         self._outer = weakref.ref(generator)
         return generator
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that runs, or of the one that the next loop is."""
+        return self._loop.epoch
+
+    def set_epoch(self, number: int) -> None:
+        """Let the next loop be epoch ``number``, and tell the loader's sampler and dataset, as ``wrap_loader`` does."""
+        super().set_epoch(number)
+        self._told = number
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is, as plain values and tensors: in the loop's body, the batch of that body counts as done.
+
+        The rows are not in it: ``pinfeed.checkpoint`` saves them beside it.
+        """
+        return {**self._loop.state(), "told": self._told, "random": self._random}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop go on where the state was taken: with the very next batch, if the loader draws from generators that are here.
+
+        The loader begins the epoch again, with the generators as they were then, and the batches that were done are dropped.
+
+        Raises:
+            ArgumentError: It is not such a state, or of a loop over other tables.
+        """
+        if not {"told", "random"} <= set(state):
+            raise ArgumentError("not a state of a loop over train_rows; expected what state_dict() returned")
+        if state["told"] is not None:
+            self.set_epoch(state["told"])
+        self._loop.load_state(state)
+        self._random = dict(state["random"])
 
     def land(self) -> None:
         """Bring every change so far, those of the batch that is lent as well, into the stores. In the body of a loop.
@@ -137,6 +173,18 @@ class RowLoop(LoaderFeeder):
             stack.callback(super().close)
             if generator is not None and not generator.gi_running:
                 generator.close()
+
+    def _captured(self) -> dict[str, Any]:
+        """What the loader may draw from, now."""
+        return {**randomness.capture(), "loader": [one.get_state() for one in randomness.generators(self._loader)]}
+
+    def _go_on(self, start: int) -> None:
+        """Begin the epoch as it was begun, and drop what was done of it."""
+        for generator, state in zip(randomness.generators(self._loader), self._random["loader"], strict=True):
+            generator.set_state(state)
+        with randomness.replayed(self._random):
+            self._source.begin()
+            self._source.skip(start)
 
     def _lend(self, loans: Generator[Loan, None, None]) -> Iterator[Any]:
         with contextlib.closing(loans):

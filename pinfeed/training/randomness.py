@@ -1,0 +1,55 @@
+"""The state of the generators that a training run draws from, as plain values and tensors."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture() -> dict[str, Any]:
+    """The state of torch's, numpy's and Python's global generators; of every GPU's too, where one is in use."""
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002  # it is the global one that datasets draw from
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "torch": torch.get_rng_state(),
+        "numpy": [name, torch.from_numpy(np.asarray(keys, np.int64)), *rest],
+        "python": [version, torch.tensor(numbers, dtype=torch.int64), gauss],
+    }
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Let the generators go on from ``state``."""
+    torch.set_rng_state(state["torch"])
+    name, keys, *rest = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers.tolist()), gauss))
+    for index, cuda in enumerate(state.get("cuda", [])[: torch.cuda.device_count()]):
+        torch.cuda.set_rng_state(cuda, index)
+
+
+@contextlib.contextmanager
+def replayed(state: dict[str, Any]) -> Iterator[None]:
+    """Draw as from ``state``; afterwards, go on as if nothing had been drawn."""
+    now = capture()
+    restore(state)
+    try:
+        yield
+    finally:
+        restore(now)
+
+
+def generators(loader: Any) -> list[torch.Generator]:
+    """Generators that a DataLoader and its samplers were given, each once."""
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    owners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    found = [getattr(owner, "generator", None) for owner in owners]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())

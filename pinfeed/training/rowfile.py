@@ -1,0 +1,70 @@
+"""The rows of a store as a .npy file: written piece by piece, with checksums, and read back."""
+
+from __future__ import annotations
+
+import os
+import zlib
+from collections.abc import Iterator
+from typing import IO
+
+import numpy as np
+
+from ..errors import CheckpointError
+from ..stores import Store
+from ..stores.npy import read_header
+
+PIECE_BYTES = 16 << 20
+"""Memory that writing and reading take; and what a checksum is of."""
+
+
+def write_rows(store: Store, file: IO[bytes]) -> None:
+    """Write all rows of a store to a file, as numpy.save would."""
+    shape = (store.n_rows, *store.row_shape)
+    fields = {"descr": np.lib.format.dtype_to_descr(store.dtype), "fortran_order": False, "shape": shape}
+    np.lib.format.write_array_header_2_0(file, fields)
+    for start, values in _pieces(store):
+        store.gather(np.arange(start, start + len(values)), values)
+        file.write(values.reshape(-1).view(np.uint8).data)
+
+
+def check_rows_file(path: str, store: Store) -> None:
+    """Check that a file has the rows of a store, as its header says.
+
+    Raises:
+        CheckpointError: It has not.
+    """
+    header = read_header(path, store.dtype)
+    found, expected = (header.n_rows, *header.row_shape), (store.n_rows, *store.row_shape)
+    if (found, header.dtype) != (expected, store.dtype):
+        raise CheckpointError(f"{path} has shape {found}, {header.dtype}; expected {expected}, {store.dtype}, as the table now is")
+
+
+def read_rows(path: str, store: Store) -> None:
+    """Bring all rows of a file into a store."""
+    with open(path, "rb") as file:
+        file.seek(read_header(path, store.dtype).offset)
+        for start, values in _pieces(store):
+            view = values.reshape(-1).view(np.uint8).data
+            if file.readinto(view) != len(view):
+                raise CheckpointError(f"{path} ended while it was read")
+            store.scatter(np.arange(start, start + len(values)), values)
+    store.flush()
+
+
+def checksums(path: str) -> list[int]:
+    """CRC-32 of a file, piece by piece. A link is not followed."""
+    found, buffer = [], bytearray(PIECE_BYTES)
+    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
+        while n := file.readinto(buffer):
+            found.append(zlib.crc32(memoryview(buffer)[:n]))
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # nobody reads it soon, and training needs the memory
+    return found
+
+
+def _pieces(store: Store) -> Iterator[tuple[int, np.ndarray]]:
+    """First row and room for the rows of each piece; the room is the same memory every time."""
+    row_nbytes = int(np.prod(store.row_shape, dtype=np.int64)) * store.dtype.itemsize
+    step = max(1, PIECE_BYTES // max(1, row_nbytes))
+    room = np.empty((min(step, store.n_rows), *store.row_shape), store.dtype)
+    for start in range(0, store.n_rows, step):
+        yield start, room[: min(step, store.n_rows - start)]

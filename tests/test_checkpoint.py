@@ -1,0 +1,281 @@
+"""Checkpoints: a run that was saved, killed and resumed is the run that was not."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+import tracemalloc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pinfeed
+from pinfeed import HostEmbedding, RowOptimizer, checkpoint, train_rows
+from pinfeed.errors import ArgumentError, CheckpointError, ClosedError
+
+N, DIM, SAMPLES, SIZE = 40, 6, 60, 7
+
+
+class Training:
+    """A run: tables, a dense model with dropout, optimizers, a scheduler, a shuffling loader."""
+
+    def __init__(self, *, depth: int = 2, generator: bool = False, workers: int = 0, path: pathlib.Path | None = None) -> None:
+        torch.manual_seed(7)
+        ids, y = torch.randint(0, N, (SAMPLES, 3)), torch.randn(SAMPLES)
+        own = torch.Generator().manual_seed(3) if generator else None
+        self.loader = DataLoader(TensorDataset(ids, y), batch_size=SIZE, shuffle=True, generator=own, num_workers=workers)
+        self.table = HostEmbedding(N, DIM, name="words", store=None if path is None else path / "words.npy", overwrite=True)
+        self.rows = RowOptimizer(torch.optim.Adam, [self.table], lr=0.05, amsgrad=True)
+        self.model = nn.Sequential(nn.Dropout(0.3), nn.Linear(DIM, 1))
+        self.dense = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.rows, 5, 0.5)
+        self.batches = train_rows(self.loader, {self.table: lambda batch: batch[0]}, optimizer=self.rows, depth=depth)
+        self.losses: list[float] = []
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return {
+            "table": self.table,
+            "rows": self.rows,
+            "model": self.model,
+            "dense": self.dense,
+            "scheduler": self.scheduler,
+            "batches": self.batches,
+        }
+
+    def run(self, until_epoch: int, *, save_at: int = -1, path: pathlib.Path | None = None, stop: bool = False) -> "Training":
+        for _ in range(self.batches.epoch, until_epoch):
+            for ids, y in self.batches:
+                loss = ((self.model(self.table(ids).sum(1))[:, 0] - y) ** 2).mean()
+                loss.backward()
+                for optimizer in (self.rows, self.dense):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                self.scheduler.step()
+                self.losses.append(loss.item())
+                if len(self.losses) == save_at:
+                    assert path is not None
+                    checkpoint.save(path, step=save_at, **self.parts)
+                    if stop:
+                        return self
+        return self
+
+    @property
+    def result(self) -> list[np.ndarray]:
+        tables = next(iter(self.rows.tables.values())).stores
+        stores = [self.table.store, *tables]
+        found = []
+        for store in stores:
+            out = np.empty((store.n_rows, *store.row_shape), store.dtype)
+            store.gather(np.arange(store.n_rows), out)
+            found.append(out)
+        return [*found, *(p.detach().numpy() for p in self.model.parameters())]
+
+
+def assert_equal(one: Training, other: Training) -> None:
+    assert len(one.result) == len(other.result) == 6
+    for a, b in zip(one.result, other.result, strict=True):
+        assert a.tobytes() == b.tobytes()
+
+
+@pytest.mark.parametrize("save_at", [1, 4, 9, 13, 18])
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("generator", [False, True])
+def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: pathlib.Path, save_at: int, depth: int, generator: bool) -> None:
+    whole = Training(depth=depth, generator=generator).run(3)
+    saved = Training(depth=depth, generator=generator).run(3, save_at=save_at, path=tmp_path, stop=True)
+    assert saved.losses == whole.losses[:save_at]
+    resumed = Training(depth=depth, generator=generator)
+    torch.manual_seed(99)  # another process's generators
+    np.random.seed(99)  # noqa: NPY002
+    assert checkpoint.resume(tmp_path, **resumed.parts) == {"step": save_at}
+    resumed.run(3)
+    assert resumed.losses == whole.losses[save_at:]
+    assert_equal(resumed, whole)
+
+
+def test_saving_changes_nothing(tmp_path: pathlib.Path) -> None:
+    whole = Training().run(2)
+    saving = Training().run(2, save_at=5, path=tmp_path)
+    assert saving.losses == whole.losses
+    assert_equal(saving, whole)
+
+
+def test_worker_processes(tmp_path: pathlib.Path) -> None:
+    whole = Training(workers=1).run(1)
+    Training(workers=1).run(1, save_at=3, path=tmp_path, stop=True)
+    resumed = Training(workers=1)
+    checkpoint.resume(tmp_path, **resumed.parts)
+    assert resumed.run(1).losses == whole.losses[3:]
+
+
+def test_a_table_in_a_file_goes_back_to_where_it_was_saved(tmp_path: pathlib.Path) -> None:
+    whole = Training().run(2)
+    saved = Training(path=tmp_path).run(1, save_at=4, path=tmp_path / "checkpoint")  # goes on training the file after the save
+    resumed = Training(path=tmp_path)
+    checkpoint.resume(tmp_path / "checkpoint", **resumed.parts)
+    assert_equal(resumed.run(2), whole)
+    for training in (saved, resumed):
+        training.table.close()
+        training.rows.close()
+
+
+def test_only_the_last_saves_are_kept(tmp_path: pathlib.Path) -> None:
+    training = Training()
+    for _ in range(4):
+        last = checkpoint.save(tmp_path, keep=2, **training.parts)
+    assert sorted(os.listdir(tmp_path)) == ["00000003", "00000004"]
+    assert last.name == "00000004"
+    checkpoint.save(tmp_path, **training.parts)
+    assert os.listdir(tmp_path) == ["00000005"]
+
+
+def test_rows_are_plain_npy_files(tmp_path: pathlib.Path) -> None:
+    training = Training().run(1)
+    directory = checkpoint.save(tmp_path, **training.parts)
+    assert np.array_equal(np.load(directory / "table.npy"), training.result[0])
+    assert np.array_equal(np.load(directory / "rows.0.exp_avg.npy"), training.result[1])
+    training.table.export(tmp_path / "words.npy")
+    assert np.array_equal(np.load(tmp_path / "words.npy"), training.result[0])
+    assert torch.equal(training.table.to_embedding().weight, torch.from_numpy(training.result[0]))
+    assert not [name for name in os.listdir(tmp_path) if "writing" in name]
+
+
+@pytest.mark.parametrize("name", ["table.npy", "rows.0.max_exp_avg_sq.npy", "rows.pt", "model.pt", "random.pt", "manifest.json"])
+@pytest.mark.parametrize("damage", ["a bit", "cut", "gone", "longer"])
+def test_a_damaged_file_is_named_and_nothing_is_changed(tmp_path: pathlib.Path, name: str, damage: str) -> None:
+    training = Training().run(1)
+    path = checkpoint.save(tmp_path, **training.parts) / name
+    data = path.read_bytes()
+    at = len(data) - 9
+    changed = {
+        "a bit": data[:at] + bytes([data[at] ^ 4]) + data[at + 1 :],
+        "cut": data[:-5],
+        "longer": data + b"\0",
+    }
+    path.unlink()
+    if damage in changed:
+        path.write_bytes(changed[damage])
+    other = Training()
+    before, generator = other.result, torch.get_rng_state()
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        checkpoint.resume(tmp_path, **other.parts)
+    assert all(a.tobytes() == b.tobytes() for a, b in zip(before, other.result, strict=True))
+    assert torch.equal(torch.get_rng_state(), generator)
+
+
+def test_a_file_is_never_looked_for_outside(tmp_path: pathlib.Path) -> None:
+    directory = checkpoint.save(tmp_path, **Training().parts)
+    (tmp_path / "elsewhere.npy").write_bytes((directory / "table.npy").read_bytes())
+    (directory / "table.npy").unlink()
+    (directory / "table.npy").symlink_to(tmp_path / "elsewhere.npy")
+    with pytest.raises(CheckpointError, match=r"table\.npy cannot be read"):
+        checkpoint.resume(tmp_path, **Training().parts)
+
+
+def test_other_objects_are_refused(tmp_path: pathlib.Path) -> None:
+    training = Training()
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        checkpoint.resume(tmp_path / "nowhere", **training.parts)
+    assert not checkpoint.exists(tmp_path)
+    checkpoint.save(tmp_path, **training.parts)
+    assert checkpoint.exists(tmp_path)
+    with pytest.raises(CheckpointError, match="has batches, dense, model, rows, scheduler, table; resume was given table"):
+        checkpoint.resume(tmp_path, table=training.table)
+    wrong = {**training.parts, "table": HostEmbedding(N, DIM + 1)}
+    with pytest.raises(CheckpointError, match=r"table\.npy has shape \(40, 6\), float32; expected \(40, 7\)"):
+        checkpoint.resume(tmp_path, **wrong)
+    with pytest.raises(ArgumentError, match="x: a object cannot be saved"):
+        checkpoint.save(tmp_path, x=object())
+    with pytest.raises(ArgumentError, match="besides tensors and plain values"):
+        checkpoint.save(tmp_path, x=Unsafe())
+    assert len(os.listdir(tmp_path)) == 1, "a refused save leaves nothing behind"
+    iterator = iter(training.batches)
+    next(iterator)
+    with pytest.raises(ClosedError, match="a loop over rows of words is running"):
+        checkpoint.resume(tmp_path, **training.parts)
+    training.batches.close()
+
+
+class Unsafe:
+    def state_dict(self) -> dict[str, Any]:
+        return {"a": pathlib.Path("x")}
+
+    def load_state_dict(self, state: Any) -> None:
+        raise AssertionError
+
+
+def test_memory_is_one_piece(tmp_path: pathlib.Path) -> None:
+    table = HostEmbedding(400_000, 64, init="zeros")  # 102 MB
+    checkpoint.save(tmp_path, table=table)
+    for work in (lambda: checkpoint.save(tmp_path, table=table), lambda: checkpoint.resume(tmp_path, table=table)):
+        tracemalloc.start()
+        work()
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert peak < 40 << 20, "one piece of 16 MiB for the rows, one for the checksum"
+
+
+CHILD = """
+import pathlib, sys
+sys.path.insert(0, {tests!r})
+from test_checkpoint import Training
+from pinfeed import checkpoint
+path = pathlib.Path(sys.argv[1])
+training = Training()
+if checkpoint.exists(path):
+    done = checkpoint.resume(path, **training.parts)["done"]
+else:
+    done = 0
+print("begun", flush=True)
+for _ in range(training.batches.epoch, 12):
+    for ids, y in training.batches:
+        loss = ((training.model(training.table(ids).sum(1))[:, 0] - y) ** 2).mean()
+        loss.backward()
+        for optimizer in (training.rows, training.dense):
+            optimizer.step()
+            optimizer.zero_grad()
+        training.scheduler.step()
+        done += 1
+        checkpoint.save(path, done=done, **training.parts)
+print("ended", done, [array.tobytes().hex() for array in training.result], flush=True)
+"""
+
+
+def test_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
+    """A run that saves at every step is killed again and again, and ends as one that was not."""
+    script = tmp_path / "run.py"
+    script.write_text(CHILD.format(tests=str(pathlib.Path(__file__).parent)))
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    path, rng, kills = tmp_path / "checkpoint", np.random.default_rng(5), 0
+    while True:
+        child = subprocess.Popen([sys.executable, str(script), str(path)], stdout=subprocess.PIPE, text=True, env=environment)
+        assert child.stdout is not None
+        assert child.stdout.readline() == "begun\n"
+        if kills < 4:
+            time.sleep(rng.uniform(0.05, 0.6))  # the moment is random; whatever it hits, the end must be the same
+            child.send_signal(signal.SIGKILL)
+            kills += 1
+        output = child.stdout.read()
+        child.stdout.close()
+        child.wait()
+        if output:
+            break
+    words = output.split(" ", 2)
+    assert words[:2] == ["ended", str(12 * -(-SAMPLES // SIZE))]
+    whole = Training().run(12)
+    assert words[2].strip() == str([array.tobytes().hex() for array in whole.result])
+
+
+def test_the_manifest_names_everything(tmp_path: pathlib.Path) -> None:
+    directory = checkpoint.save(tmp_path, **Training().parts)
+    body = json.loads(json.loads((directory / "manifest.json").read_text())["body"])
+    assert set(body["files"]) | {"manifest.json"} == set(os.listdir(directory))
+    assert pinfeed.checkpoint is checkpoint
