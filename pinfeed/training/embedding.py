@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import functools
+import inspect
 import operator
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -43,11 +43,15 @@ class Block:
         rows: Their numbers, ascending, each once, shape (n,).
         ids: The same on the device, int64.
         weight: Their values on the device, shape (n, embedding_dim).
+        positions: Ids that are known to be looked up, and where they are.
         lender: The loop that lends them.
     """
 
-    def __init__(self, rows: Rows, ids: torch.Tensor, weight: nn.Parameter, lender: Lander) -> None:
+    def __init__(
+        self, rows: Rows, ids: torch.Tensor, weight: nn.Parameter, positions: Sequence[tuple[torch.Tensor, torch.Tensor]], lender: Lander
+    ) -> None:
         self.rows, self.ids, self.weight = rows, ids, weight
+        self._known = [(known, known._version, where) for known, where in positions]
         self.lender = weakref.ref(lender)
 
     def positions(self, ids: torch.Tensor, name: str) -> torch.Tensor:
@@ -58,6 +62,9 @@ class Block:
         """
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
             raise RowIndexError(f"{name}: ids of {ids.dtype}; expected integers (mask: ids[mask])")
+        for known, version, where in self._known:
+            if ids is known and ids._version == version:  # as they were when the batch was prepared
+                return where
         wanted = ids.to(self.ids.device, torch.int64, non_blocking=True)
         if not len(self.rows):
             if ids.numel():
@@ -140,7 +147,13 @@ class HostEmbedding(nn.Module):
         self._block: Block | None = None
         self._store, self._owned = self._opened(store, shape, dtype, pin)
         if (init is not None and not self._owned) or (self._owned and init not in ("zeros", "zeros_")):  # new memory and files are zeros
-            self._fill(fill)
+            try:
+                self._fill(fill)
+            except BaseException:
+                self.close()
+                if isinstance(store, (str, os.PathLike)):
+                    os.remove(store)  # it would be refused at the next attempt
+                raise
 
     @classmethod
     def from_pretrained(cls, embeddings: Any, *, freeze: bool = True, name: str | None = None, **options: Any) -> Any:
@@ -422,9 +435,21 @@ def _size(value: Any, name: str) -> int:
 def _initialiser(init: Init | None) -> Callable[[torch.Tensor], Any]:
     if callable(init):
         return init
-    name = "normal" if init is None else init.removesuffix("_")
-    found = getattr(nn.init, f"{name}_", None)
-    if found is None:
-        names = ", ".join(sorted(key[:-1] for key in vars(nn.init) if key.endswith("_") and not key.startswith("_")))
-        raise ArgumentError(f"init={init!r} is no function of torch.nn.init; expected one of {names}, or a function that fills a tensor")
-    return functools.partial(found)
+    name = "normal" if init is None else str(init).removesuffix("_")
+    names = [key[:-1] for key, value in vars(nn.init).items() if key.endswith("_") and not key.startswith("_") and _fills_alone(value)]
+    if name not in names:
+        raise ArgumentError(
+            f"init={init!r} is no function of torch.nn.init that needs a tensor alone; expected one of {', '.join(sorted(names))}, "
+            "or a function that fills a tensor (functools.partial(nn.init.constant_, val=0.5))"
+        )
+    found: Callable[[torch.Tensor], Any] = getattr(nn.init, f"{name}_")
+    return found
+
+
+def _fills_alone(function: Callable[..., Any]) -> bool:
+    """Whether it can be called with a tensor and nothing else."""
+    try:
+        inspect.signature(function).bind(None)
+    except TypeError:
+        return False
+    return True

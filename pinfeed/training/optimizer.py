@@ -79,9 +79,7 @@ class RowOptimizer(torch.optim.Optimizer):
         groups = _groups(tables)
         for table in (table for group in groups for table in group["params"]):
             _check_table(table)
-        found = {
-            table: discover(optimizer_class, {**options, **_own(group)}, *_kind(table)) for group in groups for table in group["params"]
-        }
+        found = {table: discover(optimizer_class, options, *_kind(table), _own(group)) for group in groups for table in group["params"]}
         self.tables = {table: TableState(table, layout, _stores(table, layout, state or _beside)) for table, layout in found.items()}
         self.inner: torch.optim.Optimizer = optimizer_class(
             [{**group, "params": [self.tables[table].weight for table in group["params"]]} for group in groups], **options

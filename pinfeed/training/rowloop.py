@@ -206,9 +206,9 @@ class RowLoop(LoaderFeeder):
         batch: FedBatch = loan.take()
         if self._shadow is not None:
             self._shadow.check(loan.number, [(rows, tensors[1:]) for rows, tensors in zip(batch.rows, batch.tensors, strict=True)])
-        for lent, rows, (ids, weight, *state) in zip(self._tables, batch.rows, batch.tensors, strict=True):
+        for lent, rows, (ids, weight, *state), positions in zip(self._tables, batch.rows, batch.tensors, batch.positions, strict=True):
             parameter = nn.Parameter(weight, requires_grad=lent.table.trainable)
-            lent.table._bind(Block(rows, ids, parameter, self))
+            lent.table._bind(Block(rows, ids, parameter, positions, self))
             if lent.optimizer is not None:
                 lent.optimizer.bind(lent.table, parameter, state)
         self._loan = loan

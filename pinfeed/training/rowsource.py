@@ -43,6 +43,8 @@ class FedBatch(NamedTuple):
     """For each table the rows that are looked up, ascending, each once."""
     tensors: list[list[Tensor]]
     """For each table: the same numbers on the device, then these rows of each store."""
+    positions: list[list[tuple[Tensor, Tensor]]]
+    """For each table: ids as they are in ``data``, and where among the rows they are."""
 
 
 class RowsOfTables(LoaderSource):
@@ -70,29 +72,48 @@ class RowsOfTables(LoaderSource):
 
     def _load(self, batch: Any, ids: Sequence[Any]) -> Load:
         load = load_of(batch)
-        parts, groups = list(load.parts), []
+        parts, groups, known = list(load.parts), [], []
         for table, wanted in zip(self._tables, ids, strict=True):
-            rows = unique_rows(wanted, table.stores[0].n_rows, table.name)
+            leaves = _leaves(wanted)
+            rows, positions = _unique([_flat(leaf, table.name) for leaf in leaves], table)
             parts.append(HostLeaf(torch.from_numpy(rows)))
             groups.append(RowGroup(rows, len(parts), table.stores))
             parts += [StoreRows(store, rows) for store in table.stores]
-        return Load(parts, functools.partial(self._rebuild, load, [group.rows for group in groups]), load.batches, groups)
+            places: list[int] = []
+            for leaf, where in zip(leaves, positions, strict=True):
+                if (place := _place(leaf, load)) is not None:
+                    places.append(place)
+                    parts.append(HostLeaf(torch.from_numpy(where.reshape(leaf.shape))))
+            known.append(places)
+        return Load(parts, functools.partial(self._rebuild, load, groups, known), load.batches, groups)
 
-    def _rebuild(self, load: Load, rows: list[Rows], tensors: Iterator[Tensor]) -> FedBatch:
-        data = load.rebuild(tensors)
-        return FedBatch(data, rows, [[next(tensors) for _ in range(1 + len(table.stores))] for table in self._tables])
+    @staticmethod
+    def _rebuild(load: Load, groups: Sequence[RowGroup], known: Sequence[Sequence[int]], tensors: Iterator[Tensor]) -> FedBatch:
+        batch = [next(tensors) for _ in load.parts]
+        rows, positions = [], []
+        for group, places in zip(groups, known, strict=True):
+            rows.append([next(tensors) for _ in range(1 + len(group.stores))])
+            positions.append([(batch[place], next(tensors)) for place in places])
+        return FedBatch(load.rebuild(iter(batch)), [group.rows for group in groups], rows, positions)
 
 
-def unique_rows(ids: Any, n_rows: int, name: str) -> Rows:
-    """The ids, ascending, each once, as int64.
+def _unique(ids: Sequence[np.ndarray[Any, Any]], table: TableRows) -> tuple[Rows, list[Rows]]:
+    """The ids, ascending, each once, and where each of them is, array by array; all int64.
 
     Raises:
-        RowIndexError: They are not integers, or out of range.
+        RowIndexError: They are out of range.
     """
-    arrays = [_flat(leaf, name) for leaf in _leaves(ids)]
-    arrays = [array for array in arrays if array.size]  # numpy takes an empty list for floats
-    rows = np.unique(np.concatenate(arrays) if len(arrays) > 1 else arrays[0]) if arrays else np.empty(0, np.int64)
-    return check_rows(rows, n_rows, f"{name}: ids of the batch")
+    every = np.concatenate([np.empty(0, np.int64), *[array for array in ids if array.size]], dtype=np.int64, casting="unsafe")
+    rows, positions = np.unique(every, return_inverse=True)
+    check_rows(rows, table.stores[0].n_rows, f"{table.name}: ids of the batch")
+    return rows, np.split(positions, np.cumsum([array.size for array in ids])[:-1])
+
+
+def _place(leaf: Any, load: Load) -> int | None:
+    """Which part of the batch some ids are, if they are one as they are there."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    return next((i for i, part in enumerate(load.parts) if getattr(part, "host_value", None) is leaf), None)
 
 
 def _leaves(ids: Any) -> list[Any]:

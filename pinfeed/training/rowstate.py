@@ -6,6 +6,7 @@ row-wise; all other state is the table's as a whole. What a state tensor is when
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -69,29 +70,32 @@ class _First(dict[str, Any]):
             self[key] = value
 
 
-def discover(optimizer_class: Any, options: Mapping[str, Any], dim: int, dtype: torch.dtype) -> StateLayout:
-    """What ``optimizer_class(params, **options)`` keeps for a parameter of shape (n, dim).
+def discover(
+    optimizer_class: Any, options: Mapping[str, Any], dim: int, dtype: torch.dtype, group: Mapping[str, Any] | None = None
+) -> StateLayout:
+    """What ``optimizer_class([{"params": params, **group}], **options)`` keeps for a parameter of shape (n, dim).
 
     Raises:
         ArgumentError: It cannot be run step by step, or keeps something that is neither row-wise nor one for the table.
     """
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
+    tried = functools.partial(_tried, optimizer_class, options, group or {})
     # Drawn without touching torch's generator: making an optimizer must not change a run.
     values = torch.from_numpy(np.random.default_rng(0).uniform(1, 2, (_LENGTHS[0], dim))).to(dtype)
     try:
         sparse = False
-        short, born = _tried(optimizer_class, options, torch.zeros(_LENGTHS[0], dim, dtype=dtype), sparse)
+        short, born = tried(torch.zeros(_LENGTHS[0], dim, dtype=dtype), sparse)
     except Exception as dense_error:
         sparse = True
         try:
-            short, born = _tried(optimizer_class, options, torch.zeros(_LENGTHS[0], dim, dtype=dtype), sparse)
+            short, born = tried(torch.zeros(_LENGTHS[0], dim, dtype=dtype), sparse)
         except Exception:
             raise ArgumentError(
                 f"{name} cannot train rows: a step on a small table failed ({dense_error}); "
                 "expected an optimizer whose step() needs gradients alone, and options that it takes"
             ) from dense_error
-    long, _ = _tried(optimizer_class, options, torch.zeros(_LENGTHS[1], dim, dtype=dtype), sparse)
-    filled, _ = _tried(optimizer_class, options, values, sparse)
+    long, _ = tried(torch.zeros(_LENGTHS[1], dim, dtype=dtype), sparse)
+    filled, _ = tried(values, sparse)
     rows, tables = [], set()
     for key, value in short.items():
         if not isinstance(value, torch.Tensor) and isinstance(value, (int, float, bool, str, type(None))):
@@ -112,13 +116,15 @@ def discover(optimizer_class: Any, options: Mapping[str, Any], dim: int, dtype: 
     return StateLayout(tuple(sorted(rows, key=lambda row: row.key)), frozenset(tables), frozenset(born), sparse)
 
 
-def _tried(optimizer_class: Any, options: Mapping[str, Any], values: torch.Tensor, sparse: bool) -> tuple[dict[str, Any], set[str]]:
+def _tried(
+    optimizer_class: Any, options: Mapping[str, Any], group: Mapping[str, Any], values: torch.Tensor, sparse: bool
+) -> tuple[dict[str, Any], set[str]]:
     """State as it was first assigned, and the keys that the constructor made."""
     weight = nn.Parameter(values.clone())
-    optimizer = optimizer_class([weight], **options)
-    for group in optimizer.param_groups:
-        if "weight_decay" in group:
-            group["weight_decay"] = 0  # a gradient of its own
+    optimizer = optimizer_class([{**group, "params": [weight]}], **options)
+    for made in optimizer.param_groups:
+        if "weight_decay" in made:
+            made["weight_decay"] = 0  # a gradient of its own
     born = dict(optimizer.state.get(weight, {}))
     optimizer.state[weight] = first = _First(born)
     for _ in range(_STEPS):
