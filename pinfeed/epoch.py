@@ -52,11 +52,12 @@ class Landings:
         self.failure: BaseException | None = None
         """The first error of a write-back, until it is raised; those of later ones only follow from it."""
 
-    def add(self, landing: Landing) -> None:
-        """Submit a write-back."""
+    def add(self, landing: Landing, *, check: bool) -> None:
+        """Submit a write-back; ``check`` first."""
         while len(self._futures) >= self._limit:
             self._take(self._futures.popleft())
-        self.check()
+        if check:
+            self.check()
         self._futures.append(self._land(landing))
 
     def check(self) -> None:
@@ -114,14 +115,15 @@ class Loan:
         if self._written:
             raise WriteBackError("write_back was called for this batch before; give all values in one call (None for what stays as it is)")
 
-    def write(self, values: Sequence[Sequence[Tensor | None] | None], *, copied: bool = True) -> None:
+    def write(self, values: Sequence[Sequence[Tensor | None] | None], *, copied: bool = True, check: bool = True) -> None:
         """Start to write values back; they have been checked.
 
         Args:
             values: For each group of the batch's rows a tensor per store; None where one, or the whole group, stays as it is.
             copied: False if nobody changes the tensors any more: then they are held themselves.
+            check: Whether to raise the error of an earlier write-back; False where nobody could catch it, for the end of the loop to tell.
         """
-        self._landings.add(self._transfer.hold(self.groups, values, copied=copied))
+        self._landings.add(self._transfer.hold(self.groups, values, copied=copied), check=check)
         self._written = True
 
     def land(self) -> None:

@@ -51,7 +51,7 @@ class Block:
         self, rows: Rows, ids: torch.Tensor, weight: nn.Parameter, positions: Sequence[tuple[torch.Tensor, torch.Tensor]], lender: Lander
     ) -> None:
         self.rows, self.ids, self.weight = rows, ids, weight
-        self._known = [(known, known._version, where) for known, where in positions]
+        self._known = [(known, version_of(known), where) for known, where in positions]
         self.lender = weakref.ref(lender)
 
     def positions(self, ids: torch.Tensor, name: str) -> torch.Tensor:
@@ -63,7 +63,7 @@ class Block:
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
             raise RowIndexError(f"{name}: ids of {ids.dtype}; expected integers (mask: ids[mask])")
         for known, version, where in self._known:
-            if ids is known and ids._version == version:  # as they were when the batch was prepared
+            if ids is known and version_of(ids) == version:  # as they were when the batch was prepared
                 return where
         wanted = ids.to(self.ids.device, torch.int64, non_blocking=True)
         if not len(self.rows):
@@ -414,6 +414,11 @@ def pieces(store: Store, nbytes: int = _PIECE_BYTES) -> list[tuple[int, int]]:
     row = max(1, int(np.prod(store.row_shape, dtype=np.int64)) * store.dtype.itemsize)
     step = max(1, nbytes // row)
     return [(start, min(start + step, store.n_rows)) for start in range(0, store.n_rows, step)]
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was changed in place; torch does not count in inference mode."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def _position(rows: Rows, row: int) -> int | None:

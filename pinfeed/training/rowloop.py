@@ -18,7 +18,7 @@ from ..errors import ArgumentError
 from ..loader import LoaderFeeder
 from ..storetree import aliases
 from . import randomness
-from .embedding import Block, HostEmbedding
+from .embedding import Block, HostEmbedding, version_of
 from .optimizer import RowOptimizer
 from .rowsource import FedBatch, IdsOf, RowsOfTables, TableRows
 from .verify import Shadow
@@ -88,7 +88,7 @@ class RowLoop(LoaderFeeder):
         optimizers = _check(tables, optimizer)
         self._tables = [_Lent(table, optimizers.get(table)) for table in tables]
         specs = [TableRows(lent.table.name, _ids_of(tables[lent.table]), lent.stores) for lent in self._tables]
-        every = {f"{lent.table.name} ({i})": store for lent in self._tables for i, store in enumerate(lent.stores)}
+        every = {f"{lent.table.name}.{name}": store for lent in self._tables for name, store in zip(lent.names, lent.stores, strict=True)}
         if shared := aliases(list(every), list(every.values())):
             raise ArgumentError(f"{shared} have rows in common; give tables that are one as one HostEmbedding, looked up several times")
         pace = Pace(check_depth(depth), n_readers=max(1, min(depth + 1, len(os.sched_getaffinity(0)), _MAX_READERS)))
@@ -100,7 +100,8 @@ class RowLoop(LoaderFeeder):
             timeline=timeline,
             n_spare=(len(every) + len(specs) + 4) * (2 * depth + 2),
         )
-        self._shadow = Shadow({lent.table.name: lent.stores for lent in self._tables}) if verify else None
+        self._verify = verify
+        self._shadow: Shadow | None = None
         self._loan: Loan | None = None
         self._random: dict[str, Any] = {}  # as the epoch began
         self._told: int | None = None  # the epoch of the last set_epoch
@@ -120,6 +121,8 @@ class RowLoop(LoaderFeeder):
         else:
             self._random = self._captured()
             self._source.begin()
+        if self._verify:
+            self._shadow = Shadow([(lent.table.name, lent.names, lent.stores) for lent in self._tables])
         generator = cast("GeneratorType[Any, None, None]", self._lend(loans))
         self._outer = weakref.ref(generator)
         return generator
@@ -163,7 +166,7 @@ class RowLoop(LoaderFeeder):
             The error of a write-back that failed.
         """
         if self._loan is not None:
-            self._write_back(self._loan, copied=True)
+            self._write_back(self._loan, copied=True, check=True)
             self._loan.land()
 
     def close(self) -> None:
@@ -190,12 +193,14 @@ class RowLoop(LoaderFeeder):
         with contextlib.closing(loans):
             for loan in loans:
                 data = self._bind(loan)
+                left = True
                 try:
                     yield data
+                    left = False
                 finally:  # left by break or by an error, what the optimizer has done counts, as it does in the plain loop
                     del data
                     try:
-                        self._write_back(loan, copied=False)
+                        self._write_back(loan, copied=False, check=not left)
                     finally:
                         self._unbind()
         if self._shadow is not None:
@@ -221,12 +226,12 @@ class RowLoop(LoaderFeeder):
             if lent.optimizer is not None:
                 lent.optimizer.release(lent.table)
 
-    def _write_back(self, loan: Loan, *, copied: bool) -> None:
+    def _write_back(self, loan: Loan, *, copied: bool, check: bool) -> None:
         values = [lent.changed() for lent in self._tables]
         if any(tensors is not None for tensors in values):
             if self._shadow is not None:
-                self._shadow.write(loan.number, [(group.rows, tensors) for group, tensors in zip(loan.groups, values, strict=True)])
-            loan.write(values, copied=copied)
+                self._shadow.write([(group.rows, tensors) for group, tensors in zip(loan.groups, values, strict=True)])
+            loan.write(values, copied=copied, check=check)
 
 
 class _Lent:
@@ -234,7 +239,9 @@ class _Lent:
 
     def __init__(self, table: HostEmbedding, optimizer: RowOptimizer | None) -> None:
         self.table, self.optimizer = table, optimizer
-        self.stores = [table.store, *(optimizer.tables[table].stores if optimizer is not None else [])]
+        state = optimizer.tables[table] if optimizer is not None else None
+        self.names = ["weight", *([row.key for row in state.layout.rows] if state is not None else [])]
+        self.stores = [table.store, *(state.stores if state is not None else [])]
 
     def changed(self) -> list[torch.Tensor | None] | None:
         """Values for the stores: weights and state after a step; the weights alone without one, for they may be changed by hand too."""
@@ -242,7 +249,7 @@ class _Lent:
             return None
         state = self.optimizer.changed(self.table) if self.optimizer is not None else None
         weight = self.table.weight
-        if state is None and not self.table.training and weight._version == 0:
+        if state is None and not self.table.training and version_of(weight) == 0:
             return None
         kept: Sequence[torch.Tensor | None] = state if state is not None else [None] * (len(self.stores) - 1)
         return [None if tensor is None else tensor.detach().contiguous() for tensor in (weight, *kept)]

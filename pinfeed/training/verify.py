@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,13 @@ class Shadow:
     A row is read from its store when it is lent for the first time: nobody has written it by then.
 
     Args:
-        stores: By name of the table.
+        tables: For each table its name, and the names and stores of its weights and state.
     """
 
-    def __init__(self, stores: Mapping[str, Sequence[Store]]) -> None:
-        self._stores = stores
-        self._rows: dict[str, list[dict[int, npt.NDArray[np.uint8]]]] = {name: [{} for _ in found] for name, found in stores.items()}
+    def __init__(self, tables: Sequence[tuple[str, Sequence[str], Sequence[Store]]]) -> None:
+        self._tables = [
+            [_Rows(f"{table}, {name}", store) for name, store in zip(names, stores, strict=True)] for table, names, stores in tables
+        ]
 
     def check(self, batch: int, lent: Sequence[tuple[Rows, Sequence[torch.Tensor]]]) -> None:
         """Compare what is lent with what the synchronous loop would gather now.
@@ -34,20 +35,16 @@ class Shadow:
         Raises:
             VerificationError: At the first difference.
         """
-        for name, (rows, tensors) in zip(self._stores, lent, strict=True):
-            for i, (store, tensor) in enumerate(zip(self._stores[name], tensors, strict=True)):
-                known = self._rows[name][i]
-                new = np.array([row for row in rows.tolist() if row not in known], np.int64)
-                for row, value in zip(new.tolist(), _gathered(store, new), strict=True):
-                    known[row] = value.copy()
-                self._compare(f"batch {batch}", name, i, rows, _bytes(tensor))
+        for table, (rows, tensors) in zip(self._tables, lent, strict=True):
+            for known, tensor in zip(table, tensors, strict=True):
+                known.compare(f"batch {batch}", rows, _bytes(tensor))
 
-    def write(self, batch: int, written: Sequence[tuple[Rows, Sequence[torch.Tensor | None] | None]]) -> None:
+    def write(self, written: Sequence[tuple[Rows, Sequence[torch.Tensor | None] | None]]) -> None:
         """Scatter what the loop writes back, at once."""
-        for name, (rows, tensors) in zip(self._stores, written, strict=True):
-            for i, tensor in enumerate(tensors or ()):
+        for table, (rows, tensors) in zip(self._tables, written, strict=True):
+            for known, tensor in zip(table, tensors or (), strict=False):  # none, where the table stays as it is
                 if tensor is not None:
-                    self._rows[name][i].update(zip(rows.tolist(), _bytes(tensor).copy(), strict=True))
+                    known.values.update(zip(rows.tolist(), _bytes(tensor).copy(), strict=True))
 
     def check_stores(self) -> None:
         """Compare the stores, after the loop.
@@ -55,21 +52,29 @@ class Shadow:
         Raises:
             VerificationError: At the first difference.
         """
-        for name, stores in self._stores.items():
-            for i, store in enumerate(stores):
-                rows = np.array(sorted(self._rows[name][i]), np.int64)
-                self._compare("after the loop, in the store", name, i, rows, _gathered(store, rows))
+        for known in (known for table in self._tables for known in table):
+            rows = np.array(sorted(known.values), np.int64)
+            known.compare("after the loop, in the store", rows, _gathered(known.store, rows))
 
-    def _compare(self, when: str, name: str, i: int, rows: Rows, found: npt.NDArray[np.uint8]) -> None:
+
+class _Rows:
+    """Rows of one store as the synchronous loop has them."""
+
+    def __init__(self, name: str, store: Store) -> None:
+        self.name, self.store = name, store
+        self.values: dict[int, npt.NDArray[np.uint8]] = {}
+
+    def compare(self, when: str, rows: Rows, found: npt.NDArray[np.uint8]) -> None:
+        new = np.array([row for row in rows.tolist() if row not in self.values], np.int64)
+        self.values.update(zip(new.tolist(), _gathered(self.store, new), strict=True))
         if not len(rows):
             return
-        expected = np.stack([self._rows[name][i][row] for row in rows.tolist()])
+        expected = np.stack([self.values[row] for row in rows.tolist()])
         wrong = np.flatnonzero((expected != found).any(axis=1))
         if len(wrong):
-            what, dtype = ("weights" if i == 0 else f"state {i - 1}"), self._stores[name][i].dtype
-            one, other = (array[wrong[0]].view(dtype) for array in (found, expected))
+            one, other = (array[wrong[0]].view(self.store.dtype) for array in (found, expected))
             raise VerificationError(
-                f"{when}: {name}, {what}, row {rows[wrong[0]]} is {one}; the synchronous loop has {other} "
+                f"{when}: {self.name}, row {rows[wrong[0]]} is {one}; the synchronous loop has {other} "
                 f"({len(wrong)} of {len(rows)} rows differ)"
             )
 
