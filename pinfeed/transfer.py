@@ -197,7 +197,7 @@ class Transfer:
         for write in self.log.since(slot.seen):
             self._forward(write, groups, tensors, compute)
         needed = [-(-nbytes // self._n_together) for nbytes in slot.needed]
-        self._capacity = [max(sizes) for sizes in itertools.zip_longest(self._capacity, needed, fillvalue=0)]
+        self._capacity = [_grown(*sizes) for sizes in itertools.zip_longest(self._capacity, needed, fillvalue=0)]
         slot.tensors, slot.load = [], None
         self._meter.read_s += slot.read_s
         return tensors
@@ -268,7 +268,7 @@ class Transfer:
         if memory is not None and nbytes >= slot.needed[i]:
             return memory, True
         assert slot.compute is not None
-        return self.device.empty(slot.needed[i], slot.compute), False
+        return self.device.empty(_grown(nbytes, slot.needed[i]), slot.compute), False
 
     def _gather(self, slot: Slot, i: int, part: Part) -> npt.NDArray[Any]:
         """The part, read into staging."""
@@ -312,3 +312,11 @@ class Transfer:
                     if elsewhere:
                         self.device.share(held, compute)
                     self.device.copy_rows(held, src_pos, tensors[group.first + i], dst_pos, compute)
+
+
+def _grown(capacity: int, needed: int) -> int:
+    """Bytes for a part that took ``capacity`` so far. More than that comes in steps of a sixteenth: few sizes are found again."""
+    if needed <= capacity or not capacity:
+        return max(capacity, needed)
+    step = 1 << max(0, needed.bit_length() - 5)
+    return -(-needed // step) * step

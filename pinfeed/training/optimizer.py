@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import os
 import pathlib
 import weakref
 from collections.abc import Callable, Iterable, Mapping
@@ -80,10 +82,13 @@ class RowOptimizer(torch.optim.Optimizer):
         for table in (table for group in groups for table in group["params"]):
             _check_table(table)
         found = {table: discover(optimizer_class, options, *_kind(table), _own(group)) for group in groups for table in group["params"]}
-        self.tables = {table: TableState(table, layout, _stores(table, layout, state or _beside)) for table, layout in found.items()}
-        self.inner: torch.optim.Optimizer = optimizer_class(
-            [{**group, "params": [self.tables[table].weight for table in group["params"]]} for group in groups], **options
-        )
+        with contextlib.ExitStack() as undo:
+            stores = {table: _stores(table, layout, state or _beside, undo) for table, layout in found.items()}
+            self.tables = {table: TableState(table, layout, stores[table]) for table, layout in found.items()}
+            self.inner: torch.optim.Optimizer = optimizer_class(
+                [{**group, "params": [self.tables[table].weight for table in group["params"]]} for group in groups], **options
+            )
+            undo.pop_all()
         super().__init__([nn.Parameter(torch.empty(0))], self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
@@ -229,8 +234,12 @@ class RowOptimizer(torch.optim.Optimizer):
 
 def _note_gradient(state: weakref.ref[TableState], weight: torch.Tensor) -> None:
     """A gradient has been added. The garbage collector cannot see what a hook holds, so it holds nothing."""
-    if (found := state()) is not None:
+    if (found := state()) is None:
+        return
+    if found.weight is weight:
         found.unapplied = True
+    else:  # backward() of a loss that was kept: its rows have gone
+        found.left_behind = True
 
 
 def _groups(tables: Iterable[HostEmbedding | Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -274,12 +283,14 @@ def _kind(table: HostEmbedding) -> tuple[int, torch.dtype]:
     return table.embedding_dim, TORCH[np.dtype(table.store.dtype)]
 
 
-def _stores(table: HostEmbedding, layout: StateLayout, make: StateStore) -> list[Store]:
-    """A store for each row-wise state, with what a row begins with."""
+def _stores(table: HostEmbedding, layout: StateLayout, make: StateStore, undo: contextlib.ExitStack) -> list[Store]:
+    """A store for each row-wise state, with what a row begins with; ``undo`` removes the files that were made."""
     stores = []
     for row in layout.rows:
         shape = (table.num_embeddings, *row.row_shape)
         store = make(table, row.key, shape, row.dtype)
+        if make is _beside:
+            undo.callback(_remove, store)
         if (store.n_rows, *store.row_shape) != shape or store.dtype != row.dtype or not store.writable:
             raise StoreError(
                 f"state {row.key!r} of {table.name}: a store of shape {(store.n_rows, *store.row_shape)}, {store.dtype}; "
@@ -289,6 +300,13 @@ def _stores(table: HostEmbedding, layout: StateLayout, make: StateStore) -> list
             _begin(store, row, table.store)
         stores.append(store)
     return stores
+
+
+def _remove(store: Store) -> None:
+    """Close a store that was made here, and remove its file: it would be refused at the next attempt."""
+    store.close()
+    if isinstance(store, MmapStore):
+        os.remove(store.paths[0])
 
 
 def _begin(store: Store, row: RowState, weights: Store) -> None:

@@ -125,6 +125,8 @@ def _tried(
     for made in optimizer.param_groups:
         if "weight_decay" in made:
             made["weight_decay"] = 0  # a gradient of its own
+        if "capturable" in made:
+            made["capturable"] = False  # refused on the CPU, where this runs
     born = dict(optimizer.state.get(weight, {}))
     optimizer.state[weight] = first = _First(born)
     for _ in range(_STEPS):
