@@ -1,0 +1,200 @@
+"""The documented API of SpeedTorch: ``import pinfeed.compat.speedtorch as SpeedTorch``.
+
+Names, arguments and the order of calls are those of its README; tables are pinfeed stores. A step is::
+
+    model_table.beforeForwardPass(pos, neg)
+    state_table.beforeForwardPass(pos, neg)
+    loss = model(*static_indexes)  # of model_table.variableTransformer(batch, pos_per_batch, neg_per_batch)
+    optimizer.zero_grad(); loss.backward(); optimizer.step()
+    model_table.afterOptimizerStep(pos, neg)
+    state_table.afterOptimizerStep(pos, neg)
+
+What is different, because it gave wrong results or did not run:
+
+- An id that occurs several times in a batch has its gradients summed over its slots, and each slot gets the sum: all of them evolve
+  alike, and the table is that of training the whole of it. (A norm of ``weight.grad`` counts the sum once for each slot.)
+- Ids that are negative or out of range are a ``RowIndexError``; they wrapped around.
+- All row-wise state travels with its row, found out by trying the optimizer: SGD's momentum and Rprop's step sizes too. It begins as the
+  optimizer begins it: ``initial_accumulator_value`` counts. State that is one for the table, ``step`` say, stays in the optimizer.
+- State is found by the parameter itself: the optimizer may have some of the parameters only, in any order, and modules may be nested.
+- ``padding_idx`` and ``scale_grad_by_freq`` of an embedding mean ids and are refused; they were applied to slots.
+- Batches may differ in size: a gradient of another size is dropped. Rows that were not lent cannot be brought back.
+- Tables of optimizers can be saved and loaded, with their number of steps: ``saveCupy`` makes a .npz of them.
+- ``MM`` tables are files (``<diskname><N>.memmap.cpy.npy``), whose rows are read and written where they are, not held in memory.
+- A dtype may be a name, a numpy dtype or a torch dtype. The table has it; the weight keeps its own.
+- Random numbers come from torch's generator: ``torch.manual_seed`` repeats them.
+- Errors are raised, not printed. No call waits for the whole device, and CuPy's allocator is left alone.
+
+Tensors come to where the weight is. There is no CuPy in between: ``CPUPinn`` and ``pinType`` page-lock where that can be, and are ordinary
+memory elsewhere; without them a table of the CuPy classes is in ordinary memory too, not on the GPU. The torch classes with
+``deviceType="cuda"``, and those named GPU, keep their tables on the GPU if there is one.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .gadget import DataGadget, DataGadgetMM
+from .states import StateTables
+from .tables import CountTable, Tables, in_memory, on_device, on_disk
+from .weights import WeightTable
+
+__all__ = [
+    "COM",
+    "COMMM",
+    "CPUPytorchCOM",
+    "CPUPytorchModelFactory",
+    "CPUPytorchOptimizerFactory",
+    "DataGadget",
+    "DataGadgetMM",
+    "GPUPytorchCOM",
+    "GPUPytorchModelFactory",
+    "GPUPytorchOptimizerFactory",
+    "ModelFactory",
+    "ModelFactoryMM",
+    "OptimizerFactory",
+    "OptimizerFactoryMM",
+    "PytorchCOM",
+    "PytorchModelFactory",
+    "PytorchOptimizerFactory",
+]
+
+
+class ModelFactory(WeightTable):
+    """A table of embeddings in memory, page-locked if ``CPUPinn``."""
+
+    def __init__(
+        self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32", CPUPinn: bool = False
+    ) -> None:
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, in_memory(CPUPinn))
+
+
+class OptimizerFactory(StateTables):
+    """Tables of the row-wise state of an optimizer in memory, page-locked if ``CPUPinn``."""
+
+    def __init__(
+        self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
+        dtype: Any = "float32", CPUPinn: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, in_memory(CPUPinn))
+
+
+class COM(CountTable):
+    """A table of co-occurrences in memory, page-locked if ``CPUPinn``."""
+
+    def __init__(self, total_classes: int, datatype: Any = "uint32", CPUPinn: bool = False) -> None:
+        super().__init__(total_classes, datatype, in_memory(CPUPinn))
+
+
+class OnDisk(Tables):
+    """Tables in files."""
+
+    def getCupyMM(self) -> Any:
+        """The table, mapped from its file."""
+        return self.getCupyVar()
+
+
+class ModelFactoryMM(WeightTable, OnDisk):
+    """A table of embeddings in a file; each initialisation makes a new one. ``CPUPinn`` is accepted: the rows are not in memory."""
+
+    def __init__(
+        self, model_variable: Any, total_classes: int, embed_dimension: int, diskname: str = "variable", datatype: Any = "float32",
+        CPUPinn: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, on_disk(diskname))
+
+
+class OptimizerFactoryMM(StateTables, OnDisk):
+    """Tables of the row-wise state of an optimizer, each in a file; ``diskname`` is the variable's and the optimizer's if None."""
+
+    def __init__(
+        self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
+        dtype: Any = "float32", CPUPinn: bool = False, diskname: str | None = None,
+    ) -> None:  # fmt: skip
+        place = on_disk(diskname or f"{variable_name}{type(given_optimizer).__name__}")
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, place)
+
+
+class COMMM(CountTable, OnDisk):
+    """A table of co-occurrences in a file. ``CPUPinn`` is accepted: the rows are not in memory."""
+
+    def __init__(self, total_classes: int, diskname: str = "COM", datatype: Any = "uint32", CPUPinn: bool = False) -> None:
+        super().__init__(total_classes, datatype, on_disk(diskname))
+
+
+class PytorchModelFactory(WeightTable):
+    """A table of embeddings on the GPU, if there is one, or in memory, page-locked if ``pinType``."""
+
+    def __init__(
+        self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32", deviceType: str = "cuda",
+        pinType: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, on_device(deviceType, pinType))
+
+
+class PytorchOptimizerFactory(StateTables):
+    """Tables of the row-wise state of an optimizer on the GPU, if there is one, or in memory, page-locked if ``pinType``."""
+
+    def __init__(
+        self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
+        dtype: Any = "float32", deviceType: str = "cuda", pinType: bool = False,
+    ) -> None:  # fmt: skip
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, on_device(deviceType, pinType))
+
+
+class PytorchCOM(CountTable):
+    """A table of co-occurrences on the GPU, if there is one, or in memory, page-locked if ``pinType``."""
+
+    def __init__(self, total_classes: int, datatype: Any = "int32", deviceType: str = "cuda", pinType: bool = False) -> None:
+        super().__init__(total_classes, datatype, on_device(deviceType, pinType))
+
+
+class GPUPytorchModelFactory(PytorchModelFactory):
+    """A table of embeddings on the GPU, if there is one."""
+
+    def __init__(self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32") -> None:
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, "cuda")
+
+
+class GPUPytorchOptimizerFactory(PytorchOptimizerFactory):
+    """Tables of the row-wise state of an optimizer on the GPU, if there is one."""
+
+    def __init__(
+        self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
+        dtype: Any = "float32",
+    ) -> None:  # fmt: skip
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, "cuda")
+
+
+class GPUPytorchCOM(PytorchCOM):
+    """A table of co-occurrences on the GPU, if there is one."""
+
+    def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
+        super().__init__(total_classes, datatype, "cuda")
+
+
+class CPUPytorchModelFactory(PytorchModelFactory):
+    """A table of embeddings in page-locked memory."""
+
+    def __init__(self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32") -> None:
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, "cpu", True)
+
+
+class CPUPytorchOptimizerFactory(PytorchOptimizerFactory):
+    """Tables of the row-wise state of an optimizer in page-locked memory."""
+
+    def __init__(
+        self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
+        dtype: Any = "float32",
+    ) -> None:  # fmt: skip
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, "cpu", True)
+
+
+class CPUPytorchCOM(PytorchCOM):
+    """A table of co-occurrences in page-locked memory."""
+
+    def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
+        super().__init__(total_classes, datatype, "cpu", True)

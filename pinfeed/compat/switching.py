@@ -1,0 +1,94 @@
+"""Rows that are lent for the length of a batch: each occurrence of an id has a slot of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..batches import check_rows
+from ..errors import WriteBackError
+from ..rows import Rows
+from .tables import Tables
+
+
+@dataclass(frozen=True)
+class Slots:
+    """The rows of a batch: each occurrence of an id has a slot of its own."""
+
+    rows: Rows
+    """Of each slot."""
+    unique: Rows
+    """Ascending, each once."""
+    first: Rows
+    """The first slot of each."""
+    inverse: Rows
+    """Of each slot, where its row is in ``unique``."""
+
+    @property
+    def repeat(self) -> bool:
+        """Whether a row has several slots."""
+        return len(self.unique) < len(self.rows)
+
+
+class Switcher(Tables):
+    """Tables whose rows are lent for the length of a batch."""
+
+    total_classes: int
+    _lent: Slots | None = None
+
+    def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
+        """Bring the rows of a batch in: those of the positive ids first, each occurrence in a slot of its own.
+
+        Args:
+            retrievedPosIndexes: Array, tensor or list of integers, of any shape.
+            retrievedNegIndexes: More of them.
+
+        Raises:
+            RowIndexError: Not integers, negative or too large.
+            ClosedError: There is no table yet.
+        """
+        self._all()
+        rows = self._rows(retrievedPosIndexes, retrievedNegIndexes)
+        slots = Slots(rows, *np.unique(rows, return_index=True, return_inverse=True))
+        self._lend(slots)
+        self._lent = slots
+
+    def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
+        """Bring the rows of the batch back, as the optimizer has left them.
+
+        Raises:
+            RowIndexError: Not integers, negative or too large.
+            WriteBackError: Other rows than ``beforeForwardPass`` was given.
+        """
+        rows, lent = self._rows(retrievedPosIndexes, retrievedNegIndexes), self._lent
+        if lent is None or not np.array_equal(rows, lent.rows):
+            raise WriteBackError(
+                f"{type(self).__name__}.afterOptimizerStep: {len(rows)} rows that are not in the model; expected beforeForwardPass "
+                "with the same ids before it"
+            )
+        self._land(lent)
+        self._lent = None
+
+    def _rows(self, *ids: Any) -> Rows:
+        arrays = [np.asarray(each.detach().cpu() if isinstance(each, torch.Tensor) else each) for each in ids if each is not None]
+        return np.concatenate([check_rows(array.reshape(-1), self.total_classes, type(self).__name__) for array in arrays])
+
+    def _lend(self, slots: Slots) -> None:
+        raise NotImplementedError
+
+    def _land(self, slots: Slots) -> None:
+        raise NotImplementedError
+
+
+def first_of(values: torch.Tensor, slots: Slots, name: str) -> torch.Tensor:
+    """Of each row, what its first slot holds: all of them hold the same.
+
+    Raises:
+        WriteBackError: There are more or fewer slots.
+    """
+    if len(values) != len(slots.rows):
+        raise WriteBackError(f"{name} has {len(values)} slots; expected the {len(slots.rows)} that were lent")
+    return values.detach().index_select(0, torch.from_numpy(slots.first).to(values.device))
