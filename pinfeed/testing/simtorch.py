@@ -1,0 +1,223 @@
+"""SimTorchDevice: the simulated device for torch. A training loop runs on it unchanged, each operation as late as the adversary likes.
+
+A tensor of the device says that it is on ``meta``, as nothing may be read from it at once. What torch is asked to do with it is queued
+in the current stream: views are made at once, all else is computed on the tensor's memory when the stream comes to it. What needs a
+value (``item()``, ``cpu()``, a mask), and what the device cannot foretell the shape of, waits for the stream first, as on a GPU.
+Numbers on the host (the ``step`` of an optimizer) are taken as they are when work with them is queued.
+
+Sparse tensors are not simulated; what draws random numbers waits for the stream.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map, tree_unflatten
+
+from ..tensors import NUMPY, memory_of, to_torch
+from .sim import DeviceArray, Memory, SimDevice
+
+META, _CPU = torch.device("meta"), torch.device("cpu")
+
+
+class SimTensor(torch.Tensor, DeviceArray):  # type: ignore[misc]  # of both, shape and dtype are torch's
+    """A tensor on the simulated device.
+
+    Args:
+        device: Whose.
+        memory: Kept as long as this lives.
+        raw: What work in a stream reads and writes: a dense CPU tensor on the memory.
+    """
+
+    sim: SimTorchDevice
+    raw: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, device: SimTorchDevice, memory: Memory, raw: torch.Tensor) -> SimTensor:
+        made: SimTensor = torch.Tensor._make_wrapper_subclass(
+            cls, raw.shape, strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=META
+        )
+        made.sim, made.memory, made.raw, made._array = device, memory, raw, memory_of(raw)
+        return made
+
+    def __init__(self, device: SimTorchDevice, memory: Memory, raw: torch.Tensor) -> None:
+        """Made already."""
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        device = next(leaf.sim for leaf in tree_iter((args, kwargs)) if isinstance(leaf, SimTensor))
+        return device._do(func, args, kwargs or {})
+
+
+class _Factories(TorchDispatchMode):
+    """What is made on ``meta``, or moved there, is the device's."""
+
+    def __init__(self, device: SimTorchDevice) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if kwargs.get("device") == META or SimTensor in types:
+            return self._device._do(func, args, kwargs)
+        return func(*args, **kwargs)
+
+
+class _Literals(TorchFunctionMode):
+    """Numbers that are made tensors on ``meta`` are moved there: torch itself would drop them."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in (torch.tensor, torch.as_tensor) and kwargs.get("device") == META:
+            return func(*args, **{**kwargs, "device": None}).to(META)
+        return func(*args, **kwargs)
+
+
+class SimTorchDevice(SimDevice):
+    """A ``SimDevice`` whose arrays are torch tensors."""
+
+    name = "meta"
+
+    def tensor(self, buffer: Memory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> SimTensor:
+        return SimTensor(self, buffer, to_torch(np.ndarray(shape, dtype, buffer.contents)))
+
+    def cut(self, tensor: DeviceArray, start: int, stop: int) -> SimTensor:
+        return SimTensor(self, tensor.memory, to_torch(tensor._array[start:stop]))
+
+    def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
+        return (tuple(value.shape), NUMPY[value.dtype], True) if isinstance(value, SimTensor) else None
+
+    # ---- for tests ---------------------------------------------------------------------------------------------------
+    @contextlib.contextmanager
+    def factories(self) -> Iterator[None]:
+        """Tensors that anybody makes on ``meta``, or moves there, in this context are this device's."""
+        with _Factories(self), _Literals():
+            yield
+
+    def host(self, value: torch.Tensor) -> torch.Tensor:
+        """The values of a tensor, once the current stream has done its work so far."""
+        if not isinstance(value, SimTensor):
+            return value.detach().clone()
+        self._finish()
+        return value.raw.clone()
+
+    # ---- torch -------------------------------------------------------------------------------------------------------
+    def _do(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Do, or queue, what torch was asked to do."""
+        asked = _Asked(func, args, kwargs)
+        if asked.is_view:
+            memory = next(leaf.memory for leaf in asked.leaves if isinstance(leaf, SimTensor))
+            return tree_map(lambda raw: SimTensor(self, memory, raw), asked.call()())
+        if asked.is_in_place:
+            self._current._enqueue(asked.call())
+            return asked.aliased()
+        if (expected := asked.foretold()) is not None:
+            return self._later(asked.call(), *expected)
+        self._finish()
+        result = asked.call(snapshot=False)()
+        if asked.written:
+            return asked.aliased()
+        return result if kwargs.get("device") == _CPU else tree_map(self._moved, result)
+
+    def _later(self, call: Callable[[], Any], expected: Sequence[torch.Tensor], spec: TreeSpec) -> Any:
+        """Queue what makes new tensors."""
+        made = [self._made(tensor) for tensor in expected]
+        targets = [tensor.raw for tensor in made]  # without their memory, which may be given away before the stream comes here
+
+        def run() -> None:
+            for target, value in zip(targets, tree_leaves(call()), strict=True):
+                target.copy_(value)
+
+        self._current._enqueue(run)
+        return tree_unflatten(made, spec)
+
+    def _made(self, like: torch.Tensor) -> SimTensor:
+        return self.tensor(self.empty(like.numel() * like.element_size(), self._current), tuple(like.shape), NUMPY[like.dtype])
+
+    def _moved(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        if value.layout is not torch.strided:
+            raise NotImplementedError(f"a {value.layout} tensor on a simulated device")
+        made = self._made(value)
+        made.raw.copy_(value)
+        return made
+
+    def _finish(self) -> None:
+        self._force(self._current.record())  # no call site of pinfeed's: it is the program that waits
+
+
+class _Asked:
+    """An operation of torch's, and what its schema says of it."""
+
+    def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
+        self.func, self.args, self.kwargs = func, args, kwargs
+        self.leaves, self.spec = tree_flatten((args, kwargs))
+        self.slots, self.returns = func._schema.arguments, func._schema.returns
+        self.written = [self._argument(i) for i, slot in enumerate(self.slots) if slot.alias_info is not None and slot.alias_info.is_write]
+        self._draws = torch.Tag.nondeterministic_seeded in func.tags
+
+    @property
+    def is_view(self) -> bool:
+        return not self.written and any(slot.alias_info is not None for slot in self.returns)
+
+    @property
+    def is_in_place(self) -> bool:
+        """Whether it changes tensors of the device and makes none; or checks one."""
+        tensors = [leaf for leaf in tree_leaves(self.written) if isinstance(leaf, torch.Tensor)]
+        there = all(isinstance(leaf, SimTensor) for leaf in tensors)
+        return there and not self._draws and all(slot.alias_info is not None for slot in self.returns) and bool(tensors or not self.returns)
+
+    def call(self, *, snapshot: bool = True) -> Callable[[], Any]:
+        """What does it, on memory that this does not keep, and on host tensors as they are now."""
+        func, spec, leaves = self.func, self.spec, [_raw(leaf, snapshot) for leaf in self.leaves]
+
+        def run() -> Any:
+            args, kwargs = tree_unflatten(leaves, spec)
+            return func(*args, **kwargs)
+
+        return run
+
+    def aliased(self) -> Any:
+        """The arguments that it returns."""
+        names = [slot.alias_info.before_set for slot in self.returns if slot.alias_info is not None]
+        found = [
+            self._argument(i)
+            for name in names
+            for i, slot in enumerate(self.slots)
+            if slot.alias_info is not None and slot.alias_info.before_set == name
+        ]
+        return found[0] if len(found) == 1 else tuple(found) or None
+
+    def foretold(self) -> tuple[list[torch.Tensor], TreeSpec] | None:
+        """Shapes and dtypes of the new tensors that it returns, as tensors without values; None where they depend on values."""
+        if self.written or self._draws or self.kwargs.get("device") == _CPU:
+            return None
+        args, kwargs = tree_unflatten([_shape(leaf) for leaf in self.leaves], self.spec)
+        try:
+            found, spec = tree_flatten(self.func(*args, **kwargs))
+        except (NotImplementedError, RuntimeError, TypeError):  # torch says so in any of these; a real mistake comes up again with values
+            return None
+        plain = all(isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided for leaf in found)
+        return (found, spec) if found and plain else None
+
+    def _argument(self, i: int) -> Any:
+        return self.args[i] if i < len(self.args) else self.kwargs.get(self.slots[i].name)
+
+
+def _raw(leaf: Any, snapshot: bool) -> Any:
+    if isinstance(leaf, SimTensor):
+        return leaf.raw
+    if isinstance(leaf, torch.Tensor):
+        return leaf.clone() if snapshot else leaf
+    return _CPU if leaf == META else leaf
+
+
+def _shape(leaf: Any) -> Any:
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META) if isinstance(leaf, torch.Tensor) else leaf
