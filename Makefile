@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 SIZE ?= 2GiB
 
-.PHONY: demo test lint gpu bench overhead clean
+.PHONY: demo word2vec test lint gpu bench rows overhead clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py $(if $(NPY),--npy "$(NPY)",--size $(SIZE))
@@ -18,9 +18,17 @@ lint: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+# Word vectors of the standard library's sources, both tables in host memory; a few seconds with QUICK=1.
+word2vec: .venv/installed
+	$(BIN)/python examples/word2vec.py $(if $(QUICK),--quick)
+
 # Batches of a .npy beside other loaders, in under three minutes; all of it: python -m benchmarks.streaming
 bench: .venv/peers
 	$(BIN)/python -m benchmarks.streaming --quick
+
+# Rows of a table on the host, trained: a step with prefetching, without, and in other ways; all of it: python -m benchmarks.rows
+rows: .venv/installed
+	$(BIN)/python -m benchmarks.rows --quick
 
 # What pinfeed itself costs per batch.
 overhead: .venv/installed

@@ -17,6 +17,7 @@ import torch
 
 from benchmarks.environment import environment, save
 from benchmarks.overhead import measure as measure_overhead
+from benchmarks.rows import measure as measure_rows
 from pinfeed import Feeder, PinnedStore, rows
 
 BATCH_BYTES = 16 << 20
@@ -44,12 +45,13 @@ def main() -> None:
     for row in results["stream"] + results["overlap"]:
         print(row)
     results["overhead_us"] = measure_overhead(arguments.device)
+    results["rows"] = measure_rows(arguments.device, quick=True)
     print(save("gpu" if arguments.device == "cuda" else "gpu-dry-run", results))
 
 
 def run_tests() -> str:
     """The last line of pytest."""
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests/test_cuda.py", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "tests", "-p", "no:cacheprovider"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     print(done.stdout[-6000:], done.stderr[-2000:])
     return done.stdout.strip().splitlines()[-1]

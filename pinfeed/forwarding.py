@@ -1,7 +1,7 @@
 """Store-to-load forwarding: which rows of a batch were written after it was gathered. Numpy only.
 
 With prefetch depth d, batches k+1 … k+d are gathered before batch k is written back. A batch has seen the writes that had landed
-in the store when its gather began. Before it is lent, every later write is copied over the rows that both hold, oldest first;
+in the store when its gather began. Before it is lent, later writes are copied over the rows that both hold, of each row the newest;
 then it is what a gather at that moment would have given.
 """
 
@@ -25,15 +25,17 @@ class WrittenRows:
 
     Args:
         rows: Shape (n,), no row twice.
+        whole: Whether every store of the group is written; else some stay as they are.
 
     Raises:
         WriteBackError: A row is there twice: which value wins would be left to chance.
     """
 
-    __slots__ = ("_order", "_sorted", "rows")
+    __slots__ = ("_order", "_sorted", "rows", "whole")
 
-    def __init__(self, rows: Rows) -> None:
+    def __init__(self, rows: Rows, whole: bool = True) -> None:
         self.rows = self._sorted = rows
+        self.whole = whole
         self._order: npt.NDArray[np.intp] | None = None  # as they are
         if bool((rows[1:] > rows[:-1]).all()):
             return
@@ -96,3 +98,21 @@ class WriteLog(Generic[T]):
         """Drop the writes below ``before``: every batch that is still to be lent has seen them."""
         if self._writes and self._writes[0].number < before:
             self._writes = self.since(before)
+
+
+def newest(writes: Sequence[Write[T]], group: int, rows: Rows) -> list[tuple[Write[T], npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
+    """What brings rows of a group up to date: writes, oldest first, with positions in ``rows`` and in the write as ``overlap`` gives them.
+
+    A row that a write has as a whole is left out of those before it.
+    """
+    found, left = [], np.arange(len(rows))
+    for write in reversed(writes):
+        written = write.groups[group]
+        if written is None or not len(left):
+            continue
+        at, src_pos = written.overlap(rows[left])
+        if len(at):
+            found.append((write, left[at], src_pos))
+            if written.whole:
+                left = np.delete(left, at)
+    return found[::-1]

@@ -46,7 +46,7 @@ import numpy.typing as npt
 
 from .devices.base import Buffer, Device, Event, Part, Stream, Tensor
 from .errors import WriteBackError
-from .forwarding import Write, WriteLog, WrittenRows
+from .forwarding import Write, WriteLog, WrittenRows, newest
 from .rows import Rows
 from .sources import Load, RowGroup, part_nbytes
 from .stats import Meter
@@ -194,8 +194,8 @@ class Transfer:
         if compute != slot.compute:
             for tensor in tensors:
                 self.device.share(tensor, compute)
-        for write in self.log.since(slot.seen):
-            self._forward(write, groups, tensors, compute)
+        if writes := self.log.since(slot.seen):
+            self._forward(writes, groups, tensors, compute)
         needed = [-(-nbytes // self._n_together) for nbytes in slot.needed]
         self._capacity = [_grown(*sizes) for sizes in itertools.zip_longest(self._capacity, needed, fillvalue=0)]
         slot.tensors, slot.load = [], None
@@ -209,7 +209,10 @@ class Transfer:
             WriteBackError: A row is there twice.
         """
         compute = self.device.current_stream()
-        written = [None if tensors is None else WrittenRows(group.rows) for group, tensors in zip(groups, values, strict=True)]
+        written = [
+            None if tensors is None else WrittenRows(group.rows, whole=all(tensor is not None for tensor in tensors))
+            for group, tensors in zip(groups, values, strict=True)
+        ]
         held: list[list[Tensor | None]] = []
         for group, tensors in zip(groups, values, strict=True):
             kept = list(tensors) if tensors is not None else []
@@ -297,21 +300,17 @@ class Transfer:
         self.device.copy(value, tensor, compute)
         return tensor
 
-    def _forward(self, write: Write[Held], groups: Sequence[RowGroup], tensors: Sequence[Tensor], compute: Stream) -> None:
-        elsewhere = compute != write.values.compute
-        for group, written, values in zip(groups, write.groups, write.values.tensors, strict=True):
-            if written is None:
-                continue
-            dst_pos, src_pos = written.overlap(group.rows)
-            if not len(dst_pos):
-                continue
-            if elsewhere:
-                compute.wait(write.values.ready)  # the values may not be computed yet, in the stream that the consumer used then
-            for i, held in enumerate(values):
-                if held is not None:
-                    if elsewhere:
-                        self.device.share(held, compute)
-                    self.device.copy_rows(held, src_pos, tensors[group.first + i], dst_pos, compute)
+    def _forward(self, writes: Sequence[Write[Held]], groups: Sequence[RowGroup], tensors: Sequence[Tensor], compute: Stream) -> None:
+        for g, group in enumerate(groups):
+            for write, dst_pos, src_pos in newest(writes, g, group.rows):
+                elsewhere = compute != write.values.compute
+                if elsewhere:
+                    compute.wait(write.values.ready)  # the values may not be computed yet, in the stream that the consumer used then
+                for i, held in enumerate(write.values.tensors[g]):
+                    if held is not None:
+                        if elsewhere:
+                            self.device.share(held, compute)
+                        self.device.copy_rows(held, src_pos, tensors[group.first + i], dst_pos, compute)
 
 
 def _grown(capacity: int, needed: int) -> int:

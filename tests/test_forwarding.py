@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed.errors import WriteBackError
-from pinfeed.forwarding import Write, WriteLog, WrittenRows
+from pinfeed.forwarding import Write, WriteLog, WrittenRows, newest
 
 N = 12  # rows of the store: few, so that batches overlap
 UNIQUE = st.lists(st.integers(0, N - 1), unique=True)
@@ -110,7 +110,7 @@ def test_a_refused_write_takes_no_number() -> None:
 
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.just("write"), UNIQUE),
+        st.tuples(st.sampled_from(["write", "write the first store", "write the second store"]), UNIQUE),
         st.tuples(st.just("gather"), REPEATED),
         st.tuples(st.just("land"), st.none()),
         st.tuples(st.just("lend"), st.none()),
@@ -123,24 +123,38 @@ EVENTS = st.lists(
 @given(EVENTS)
 def test_a_batch_with_later_writes_copied_over_is_as_if_gathered_now(events: list[tuple[str, Any]]) -> None:
     """Writes are made, land in order and late; batches are gathered and lent in order; every batch is what the store will be."""
-    log, store, truth = WriteLog(), np.zeros(N), np.zeros(N)
+    log, stores, truth = WriteLog(), np.zeros((2, N)), np.zeros((2, N))
     under_way: list[Write] = []
     gathered: list[tuple[np.ndarray, np.ndarray, int]] = []
     for value, (event, rows) in enumerate(events, 1):
-        if event == "write":
+        if event.startswith("write"):
             values = value + np.arange(len(rows)) / 100
-            truth[rows] = values
-            under_way.append(log.append([WrittenRows(rows_of(rows))], [values]))
+            held = [None if event == f"write the {other} store" else values for other in ("second", "first")]
+            under_way.append(log.append([WrittenRows(rows_of(rows), whole=event == "write")], held))
+            put(truth, rows_of(rows), np.arange(len(rows)), held)
         elif event == "land" and under_way:
             write = under_way.pop(0)
-            store[write.groups[0].rows] = write.values[0]
+            put(stores, write.groups[0].rows, np.arange(len(write.groups[0].rows)), write.values)
             log.landed = write.number + 1
         elif event == "gather":
-            gathered.append((rows_of(rows), store[rows_of(rows)], log.landed))
+            gathered.append((rows_of(rows), stores[:, rows_of(rows)], log.landed))
         elif event == "lend" and gathered:
             wanted, batch, seen = gathered.pop(0)
-            for write in log.since(seen):
-                dst_pos, src_pos = write.groups[0].overlap(wanted)
-                batch[dst_pos] = write.values[0][src_pos]
-            assert np.array_equal(batch, truth[wanted])
+            for write, dst_pos, src_pos in newest(log.since(seen), 0, wanted):
+                put(batch, dst_pos, src_pos, write.values)
+            assert np.array_equal(batch, truth[:, wanted])
             log.forget(min([log.landed, *(seen for *_, seen in gathered)]))
+
+
+def put(stores: np.ndarray, at: np.ndarray, src_pos: np.ndarray, values: list[np.ndarray | None]) -> None:
+    for store, new in zip(stores, values, strict=True):
+        if new is not None:
+            store[at] = new[src_pos]
+
+
+def test_a_row_is_copied_once_where_every_write_is_whole() -> None:
+    log = WriteLog()
+    for i in range(3):
+        log.append([WrittenRows(rows_of([0, 10 + i, [4, 3, 3][i]]))], [])
+    found = newest(log.since(0), 0, rows_of([4, 0, 3, 0]))
+    assert [(write.number, dst.tolist(), src.tolist()) for write, dst, src in found] == [(0, [0], [2]), (2, [1, 2, 3], [0, 2, 0])]

@@ -13,6 +13,7 @@ import torch
 from ..blocks import Bytes, Pool
 from ..memory import free_host_bytes
 from ..rows import Rows
+from ..stores.array import put_rows
 from ..stores.base import Store
 from ..tensors import NUMPY, memory_of, to_numpy, to_torch
 from .base import Array, Part
@@ -82,7 +83,8 @@ class HostDevice:
         target.copy_(source)
 
     def copy_rows(self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: Any) -> None:
-        to_numpy(dst, "batch")[dst_pos] = to_numpy(src, "values")[src_pos]  # numpy does so for every dtype; torch not for uint16
+        # By numpy, which has every dtype; torch does not index uint16.
+        put_rows(to_numpy(dst, "batch"), dst_pos, np.take(to_numpy(src, "values"), src_pos, axis=0, mode="clip"))
 
     def adopt(self, part: Part, stream: Any) -> Any:
         value = getattr(part, "host_value", None)

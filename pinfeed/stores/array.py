@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -9,7 +10,7 @@ import numpy as np
 from ..dtypes import check_dtype
 from ..errors import StoreError
 from ..rows import Rows
-from .base import Array, row_nbytes, run_of
+from .base import Array, run_of
 
 
 class ArrayStore:
@@ -75,16 +76,21 @@ class ArrayStore:
             np.copyto(out, self._array[rows])
 
     def scatter(self, rows: Rows, values: Array) -> None:
-        nbytes = row_nbytes(self)
-        if nbytes and self._array.flags.c_contiguous and values.flags.c_contiguous and values.dtype == self.dtype:
-            # Each row as one item: numpy then copies it at once, in about half the time. Rows are in range, so there is nothing to clip.
-            item = np.dtype((np.void, nbytes))
-            np.put(self._array.reshape(-1).view(item), rows, values.reshape(-1).view(item), mode="clip")
-        else:
-            self._array[rows] = values
+        put_rows(self._array, rows, values)
 
     def flush(self) -> None:
         """Memory needs none."""
 
     def close(self) -> None:
         """The array is the caller's."""
+
+
+def put_rows(target: Array, rows: Rows, values: Array) -> None:
+    """``target[rows] = values``, for row numbers that are in range."""
+    nbytes = target.dtype.itemsize * math.prod(target.shape[1:])
+    if nbytes and target.flags.c_contiguous and values.flags.c_contiguous and values.dtype == target.dtype:
+        # Each row as one item: numpy then copies it at once, in about half the time. There is nothing to clip.
+        item = np.dtype((np.void, nbytes))
+        np.put(target.reshape(-1).view(item), rows, values.reshape(-1).view(item), mode="clip")
+    else:
+        target[rows] = values

@@ -163,7 +163,8 @@ class HostEmbedding(nn.Module):
             embeddings: The rows. A file is opened for reading if ``freeze``, else its rows are trained in place.
             freeze: Whether they stay as they are.
             name: As above.
-            options: As above: ``padding_idx``, ``max_norm``, ``norm_type``, ``scale_grad_by_freq``.
+            options: As above: ``padding_idx``, ``max_norm``, ``norm_type``, ``scale_grad_by_freq``; ``overwrite`` for the files of its
+                optimizer's state.
 
         Raises:
             StoreError: They are not rows of floating point numbers.
@@ -200,6 +201,8 @@ class HostEmbedding(nn.Module):
     @property
     def weight(self) -> nn.Parameter:
         """The rows of the batch that is lent, on the device, shape (n, embedding_dim), ascending by id.
+
+        In the body of the loop they may be changed in any way; afterwards they are on their way back, and to be left alone (``clone()``).
 
         Raises:
             ClosedError: There is none.

@@ -57,6 +57,8 @@ class RowOptimizer(torch.optim.Optimizer):
     and all other rows stay as they are: weights, state and weight decay alike (*lazy*). There is one ``t`` for the table. For optimizers
     that leave a row alone whose gradient is zero (SGD without momentum and weight decay, Adagrad) this is what they do to the whole table.
     For others it is the rule of ``torch.optim.SparseAdam``: Adam, say, moves a row that is absent on by its momentum when it is dense.
+    What an optimizer does in its first step alone (SGD takes the first gradient as the momentum, undamped) it does in the table's first
+    step alone: a row that comes later begins with state of zeros.
 
     Which state is row-wise, and what a row begins with, is found out by running the optimizer on a small table. Gradients live as long
     as their batch: a step has to come before the next batch is asked for.

@@ -41,8 +41,9 @@ def train_rows(
 
     A few batches ahead, background threads ask for a batch, collect the ids that it looks up, each once, and bring these rows of the
     tables, with their optimizer state, to the device. Rows that an earlier batch changes meanwhile are brought up to date there. When
-    the next batch is asked for, or the loop is left, the rows of the batch go back, in the background; all have landed when the loop
-    has ended. Losses, tables and state are those of ``depth=0``, the synchronous loop, bit for bit.
+    the next batch is asked for, or the loop is left, the rows of the batch go back, in the background, after what was queued in the
+    stream that is current then; all have landed when the loop has ended. Losses, tables and state are those of ``depth=0``, the
+    synchronous loop, bit for bit.
 
         users = pinfeed.HostEmbedding(50_000_000, 128)
         optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [users], lr=1e-3)
@@ -249,8 +250,8 @@ class _Lent:
             return None
         state = self.optimizer.changed(self.table) if self.optimizer is not None else None
         weight = self.table.weight
-        if state is None and not self.table.training and version_of(weight) == 0:
-            return None
+        if state is None and version_of(weight) == 0 and not (self.table.training and self.table.store.writable):
+            return None  # in training they may have been changed through weight.data, which is not counted
         kept: Sequence[torch.Tensor | None] = state if state is not None else [None] * (len(self.stores) - 1)
         return [None if tensor is None else tensor.detach().contiguous() for tensor in (weight, *kept)]
 

@@ -1,0 +1,196 @@
+"""Rows of a table on the host, trained: the time of a step with prefetching, without, and in other ways. Run it from the root:
+
+    python -m benchmarks.rows            (ten minutes)
+    python -m benchmarks.rows --quick    (two minutes)
+
+Every contestant trains the same rows with Adam, of which weights and two tensors of state travel; losses are compared first. Each cell is
+timed twice: with a small model, where the step is little but the transfer, and with a step that takes about as long as the transfer, where
+all of it can be hidden. "Hidden" is the share of the transfer (synchronous step - step on rows that are there) that prefetching takes away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+import pinfeed
+from benchmarks.environment import environment, save
+from benchmarks.onerun import memory
+from benchmarks.rowsteps import Body, Cell, check, contestants, mapped, rows_there, step_s, wait
+
+N_WARM, N_STEPS = 8, 200
+SPEEDTORCH_ROWS, SPEEDTORCH_DIM = 131_072, 128
+BIG_ROWS, BIG_DIM = 10_000_000, 128
+
+CELLS = [Cell(dim, n_ids, repeated) for dim in (16, 128, 1024) for n_ids in (1024, 8192, 32768) for repeated in (0.0, 0.5)]
+CELLS += [Cell(128, 8192, 0.0, shared) for shared in (0.5, 0.95)]
+QUICK = [Cell(16, 8192, 0.5), Cell(128, 8192, 0.0), Cell(128, 8192, 0.0, 0.5), Cell(128, 32768, 0.5)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
+    arguments = parser.parse_args()
+    if arguments.memory:
+        print(json.dumps(big_table(arguments.device)))
+        return
+    print(environment())
+    results = measure(arguments.device, quick=arguments.quick)
+    print(table(results["cells"]))
+    print(results["SpeedTorch's table, ms"])
+    print(results["memory"])
+    print(save("rows-quick" if arguments.quick else "rows", results))
+
+
+def measure(device: str, *, quick: bool) -> dict[str, Any]:
+    """Everything, as plain values."""
+    if device == "cpu":
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for the threads that bring rows
+    n_repeats, cap_s = (1, 1.0) if quick else (3, 1.5)
+    cells = []
+    for cell in QUICK if quick else CELLS:
+        cells.append(one_cell(cell, device, n_repeats, cap_s))
+        print(_line(cells[-1]), flush=True)
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.rows", "--memory", "--device", device], capture_output=True, text=True, check=True
+    )
+    return {"cells": cells, "SpeedTorch's table, ms": to_and_from(device), "memory": json.loads(run.stdout)}
+
+
+def one_cell(cell: Cell, device: str, n_repeats: int, cap_s: float) -> dict[str, Any]:
+    """Milliseconds of a step of everybody, with a small model and with a large one."""
+    check(cell, device)
+    ids = cell.batches(N_WARM + N_STEPS)
+    runs = {"step alone": rows_there, **contestants(device)}
+
+    def time_all(n_products: int) -> dict[str, float]:
+        body, found = Body(cell, device, n_products), {name: [] for name in runs}
+        for _ in range(n_repeats):
+            for name, run in runs.items():
+                gc.collect()
+                found[name].append(step_s(run, cell, body, ids, N_WARM, cap_s))
+        return {name: round(statistics.median(times) * 1e3, 3) for name, times in found.items()}
+
+    small = time_all(0)
+    transfer_s = max(1e-4, (small["synchronous"] - small["step alone"]) / 1e3)
+    body = Body(cell, device)
+    per_product = best(lambda: [body.products(50), wait(body)]) / 50
+    return {"cell": str(cell), "small_ms": small, "large_ms": time_all(max(1, round(transfer_s / per_product)))}
+
+
+def hidden(ms: dict[str, float]) -> float:
+    """Share of the transfer that prefetching hides."""
+    return (ms["synchronous"] - ms["prefetch"]) / max(1e-9, ms["synchronous"] - ms["step alone"])
+
+
+def to_and_from(device: str) -> dict[str, float]:
+    """Milliseconds to bring 131,072 rows of 128 float32 to the device, in random order, and back."""
+    shape = (SPEEDTORCH_ROWS, SPEEDTORCH_DIM)
+    values = torch.arange(np.prod(shape), dtype=torch.float32).reshape(shape)
+    order = np.random.default_rng(0).permutation(SPEEDTORCH_ROWS)
+    ids, there = torch.from_numpy(order), torch.device(device)
+    pinned = device == "cuda"
+    ours = pinfeed.PinnedStore(values.clone(), pin=pinned)
+    host = values.clone().pin_memory() if pinned else values.clone()
+
+    def torch_rows() -> None:
+        host[ids] = host[ids].to(there).cpu()
+
+    ways: dict[str, Callable[[], object]] = {
+        "torch, pinned[ids].to(device) and back" if pinned else "torch, table[ids] and back": torch_rows
+    }
+    if pinned:
+        import cupy
+
+        store, array = mapped(values.clone())
+
+        def speedtorch_rows() -> None:
+            rows = cupy.asarray(order)
+            torch.cuda.synchronize()
+            block = array[rows]
+            torch.cuda.synchronize()
+            array[rows] = block
+            torch.cuda.synchronize()
+
+        ways["SpeedTorch's: CuPy indexes page-locked memory, everything is waited for"] = speedtorch_rows
+    found = {name: best(lambda way=way: [way(), wait_for(there)]) for name, way in ways.items()}
+    n = 20
+    for depth in (0, 2):
+        with pinfeed.Feeder(ours, rows=[order] * (n + 4), depth=depth, device=device) as feeder:
+            begin = 0.0
+            for i, batch in enumerate(feeder.batches()):
+                if i == 4:
+                    wait_for(there)
+                    begin = time.perf_counter()
+                batch.write_back(batch.data)
+        found[f"pinfeed, depth {depth}"] = (time.perf_counter() - begin) / n  # all writes have landed
+    for table in [ours.array, host.numpy(), *([store.array] if pinned else [])]:
+        assert np.array_equal(table, values.numpy())
+    return {name: round(seconds * 1e3, 3) for name, seconds in found.items()}
+
+
+def big_table(device: str) -> dict[str, Any]:
+    """Resident memory that a table of 5.12 GB takes: drawn, and trained for some batches. Code is loaded by a small one before."""
+
+    def made_and_trained(n_rows: int) -> tuple[int, int]:
+        table = pinfeed.HostEmbedding(n_rows, BIG_DIM, pin=device == "cuda", name="table")
+        made = memory()["VmHWM"]
+        optimizer = pinfeed.RowOptimizer(torch.optim.SGD, [table], lr=0.1)
+        rng = np.random.default_rng(0)
+        ids = [torch.from_numpy(rng.integers(n_rows, size=4096)) for _ in range(50)]
+        for batch in pinfeed.train_rows(ids, {table: lambda batch: batch}, optimizer=optimizer, device=device):
+            table(batch).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return made, memory()["VmHWM"]
+
+    made_and_trained(10_000)
+    before, nbytes = memory()["VmRSS"], 4 * BIG_ROWS * BIG_DIM
+    made, trained = made_and_trained(BIG_ROWS)
+    return {
+        "rows": [BIG_ROWS, BIG_DIM],
+        "table_gb": nbytes / 1e9,
+        "made_over_table": round((made - before) / nbytes, 4),
+        "trained_over_table": round((trained - before) / nbytes, 4),
+    }
+
+
+def best(work: Callable[[], object], n: int = 8) -> float:
+    """Seconds of the fastest of ``n``."""
+    times = []
+    for _ in range(n):
+        begin = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - begin)
+    return min(times)
+
+
+def wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+def table(cells: list[dict[str, Any]]) -> str:
+    """What was measured, as text."""
+    return "\n".join(["ms per step of a small model | a large one; hidden: share of the transfer", *map(_line, cells)])
+
+
+def _line(cell: dict[str, Any]) -> str:
+    parts = [", ".join(f"{name} {value:.2f}" for name, value in cell[key].items()) for key in ("small_ms", "large_ms")]
+    return f"{cell['cell']}: {parts[0]} | {parts[1]}; hidden {hidden(cell['small_ms']):.2f} | {hidden(cell['large_ms']):.2f}"
+
+
+if __name__ == "__main__":
+    main()
