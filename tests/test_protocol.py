@@ -3,57 +3,21 @@
 import gc
 import linecache
 import random
-from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedules import SLOTS, STREAMS, corners, randomly
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.testing import SimDevice, favour, lazy
-from pinfeed.testing.sim import Choose
 
-N, D, SLOTS = 12, 2, ("pinfeed-read", "pinfeed-write")
-STREAMS = ("compute", "read", "write")
+N, D = 12, 2
 FIXED = [np.array(r) for r in ([0, 1, 2], [3, 4, 5, 6, 7], [2, 1], [8, 9], [9, 2, 0], [1], [10, 11], [9, 8, 1])]
 GROWING = [np.array(r) for r in ([0], [1], [0], [1], [3], [3, 4, 5, 6, 7], [2, 1], [8, 9, 5, 4, 0])]
-FAVOURED: list[tuple[str, ...]] = [
-    (),
-    ("read", "pinfeed-read"),
-    ("compute",),
-    ("write",),
-    ("compute", "pinfeed-read"),
-    ("pinfeed-read",),
-    ("write", "pinfeed-write"),
-    ("read", "pinfeed-read", "write", "pinfeed-write"),
-    ("compute", "read", "pinfeed-read"),
-    (*STREAMS, *SLOTS),
-]
-
-
-def stalling(name: str, moves: int, late: tuple[str, ...]) -> Choose:
-    """Everything at once but the ``late``, until the named stream has made so many moves; from then on it is late too."""
-    left = moves
-
-    def choose(ready: Sequence[str]) -> str | None:
-        nonlocal left
-        chosen = next((actor for actor in ready if actor not in late and (actor != name or left)), None)
-        left -= chosen == name
-        return chosen
-
-    return choose
-
-
-CORNERS: dict[str, Callable[[], Choose]] = {f"fast {'+'.join(names)}": partial(favour, *names) for names in FAVOURED}
-CORNERS |= {
-    f"{name} stalls after {moves}, late {'+'.join(late)}": partial(stalling, name, moves, late)
-    for name in ("compute", "read")
-    for moves in (5, 9, 14, 20, 27, 35)
-    for late in ((), ("write", "pinfeed-write"), ("pinfeed-read",))
-}
+CORNERS = corners(dict.fromkeys(("compute", "read"), (5, 9, 14, 20, 27, 35)))
 
 
 class Run:
@@ -136,11 +100,6 @@ def check(device: SimDevice, depth: int, batches: list[np.ndarray] | None = None
         np.testing.assert_array_equal(got.seen[i][1], y)
     np.testing.assert_array_equal(got.x, want.x)
     np.testing.assert_array_equal(got.y, want.y)
-
-
-def randomly(seed: int) -> Choose:
-    rng = random.Random(seed)
-    return lambda ready: rng.choice([None, *ready])
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])

@@ -12,57 +12,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from schedules import corners, randomly, stalling
 from torch import nn
 from torch.nn import functional
 
 from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, train_rows
 from pinfeed.errors import VerificationError
 from pinfeed.testing import favour, lazy
-from pinfeed.testing.sim import Choose
 from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
 from pinfeed.testing.suites import DeviceTests
 
 USERS, ITEMS = (12, 3), (9, 2)
-SLOTS, STREAMS = ("pinfeed-read", "pinfeed-write"), ("compute", "read", "write")
-FAVOURED: list[tuple[str, ...]] = [
-    (),
-    ("read", "pinfeed-read"),
-    ("compute",),
-    ("write",),
-    ("compute", "pinfeed-read"),
-    ("pinfeed-read",),
-    ("write", "pinfeed-write"),
-    ("read", "pinfeed-read", "write", "pinfeed-write"),
-    ("compute", "read", "pinfeed-read"),
-    (*STREAMS, *SLOTS),
-]
-
-
-def stalling(name: str, moves: int, late: tuple[str, ...]) -> Choose:
-    """Everything at once but the ``late``, until the named stream has made so many moves; from then on it is late too."""
-    left = moves
-
-    def choose(ready: Sequence[str]) -> str | None:
-        nonlocal left
-        chosen = next((actor for actor in ready if actor not in late and (actor != name or left)), None)
-        left -= chosen == name
-        return chosen
-
-    return choose
-
-
-def randomly(seed: int) -> Choose:
-    rng = random.Random(seed)
-    return lambda ready: rng.choice([None, *ready])
-
-
-CORNERS: dict[str, Callable[[], Choose]] = {f"fast {'+'.join(names)}": partial(favour, *names) for names in FAVOURED}
-CORNERS |= {
-    f"{name} stalls after {moves}, late {'+'.join(late)}": partial(stalling, name, moves, late)
-    for name, every in (("compute", (20, 150, 340)), ("read", (9, 30, 60)))
-    for moves in every
-    for late in ((), ("write", "pinfeed-write"), ("pinfeed-read",))
-}
+CORNERS = corners({"compute": (20, 150, 340), "read": (9, 30, 60)})
 LATE = ("pinfeed-read", "write", "pinfeed-write")
 CORNERS["compute stalls after 40, all else late but read"] = partial(stalling, "compute", 40, LATE)
 

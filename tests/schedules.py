@@ -1,0 +1,51 @@
+"""Schedules of the simulated device: who may move, of those that can."""
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from pinfeed.testing import favour
+from pinfeed.testing.sim import Choose
+
+SLOTS, STREAMS = ("pinfeed-read", "pinfeed-write"), ("compute", "read", "write")
+FAVOURED: list[tuple[str, ...]] = [
+    (),
+    ("read", "pinfeed-read"),
+    ("compute",),
+    ("write",),
+    ("compute", "pinfeed-read"),
+    ("pinfeed-read",),
+    ("write", "pinfeed-write"),
+    ("read", "pinfeed-read", "write", "pinfeed-write"),
+    ("compute", "read", "pinfeed-read"),
+    (*STREAMS, *SLOTS),
+]
+
+
+def stalling(name: str, moves: int, late: tuple[str, ...]) -> Choose:
+    """Everything at once but the ``late``, until the named stream has made so many moves; from then on it is late too."""
+    left = moves
+
+    def choose(ready: Sequence[str]) -> str | None:
+        nonlocal left
+        chosen = next((actor for actor in ready if actor not in late and (actor != name or left)), None)
+        left -= chosen == name
+        return chosen
+
+    return choose
+
+
+def randomly(seed: int) -> Choose:
+    rng = random.Random(seed)
+    return lambda ready: rng.choice([None, *ready])
+
+
+def corners(stalls: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], Choose]]:
+    """Some always fast; and streams that stall after so many moves, the writes or the reads late."""
+    found: dict[str, Callable[[], Choose]] = {f"fast {'+'.join(names)}": partial(favour, *names) for names in FAVOURED}
+    return found | {
+        f"{name} stalls after {moves}, late {'+'.join(late)}": partial(stalling, name, moves, late)
+        for name, every in stalls.items()
+        for moves in every
+        for late in ((), ("write", "pinfeed-write"), ("pinfeed-read",))
+    }
