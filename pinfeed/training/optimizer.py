@@ -35,7 +35,7 @@ class TableState:
 
     def __init__(self, table: HostEmbedding, layout: StateLayout, stores: list[Store]) -> None:
         self.table, self.layout, self.stores = table, layout, stores
-        self.weight = nn.Parameter(torch.empty(0, table.embedding_dim, dtype=TORCH[np.dtype(table.store.dtype)]))
+        self.weight = nn.Parameter(torch.empty(0, table.embedding_dim, dtype=TORCH[np.dtype(table.store.dtype)], device="cpu"))
         self.begun = False
         """Whether the optimizer has made the state that comes with its first step."""
         self.stepped = False
@@ -91,7 +91,7 @@ class RowOptimizer(torch.optim.Optimizer):
                 [{**group, "params": [self.tables[table].weight for table in group["params"]]} for group in groups], **options
             )
             undo.pop_all()
-        super().__init__([nn.Parameter(torch.empty(0))], self.inner.defaults)
+        super().__init__([nn.Parameter(torch.empty(0, device="cpu"))], self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
     def __repr__(self) -> str:
@@ -221,8 +221,8 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def release(self, table: HostEmbedding) -> None:
         """The batch's rows have gone: keep what is one for the table."""
-        none = torch.empty(0, table.embedding_dim, dtype=self.tables[table].weight.dtype)
-        empty = [torch.empty(0, *row.row_shape, dtype=TORCH[row.dtype]) for row in self.tables[table].layout.rows]
+        none = torch.empty(0, table.embedding_dim, dtype=self.tables[table].weight.dtype, device="cpu")
+        empty = [torch.empty(0, *row.row_shape, dtype=TORCH[row.dtype], device="cpu") for row in self.tables[table].layout.rows]
         self.bind(table, nn.Parameter(none), empty)
 
     def _checked(self, value: torch.Tensor | None, row: RowState, n: int) -> torch.Tensor | None:

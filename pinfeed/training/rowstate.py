@@ -82,19 +82,20 @@ def discover(
     tried = functools.partial(_tried, optimizer_class, options, group or {})
     # Drawn without touching torch's generator: making an optimizer must not change a run.
     values = torch.from_numpy(np.random.default_rng(0).uniform(1, 2, (_LENGTHS[0], dim))).to(dtype)
+    zeros, more = (torch.zeros(n, dim, dtype=dtype, device="cpu") for n in _LENGTHS)
     try:
         sparse = False
-        short, born = tried(torch.zeros(_LENGTHS[0], dim, dtype=dtype), sparse)
+        short, born = tried(zeros, sparse)
     except Exception as dense_error:
         sparse = True
         try:
-            short, born = tried(torch.zeros(_LENGTHS[0], dim, dtype=dtype), sparse)
+            short, born = tried(zeros, sparse)
         except Exception:
             raise ArgumentError(
                 f"{name} cannot train rows: a step on a small table failed ({dense_error}); "
                 "expected an optimizer whose step() needs gradients alone, and options that it takes"
             ) from dense_error
-    long, _ = tried(torch.zeros(_LENGTHS[1], dim, dtype=dtype), sparse)
+    long, _ = tried(more, sparse)
     filled, _ = tried(values, sparse)
     rows, tables = [], set()
     for key, value in short.items():
