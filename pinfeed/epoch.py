@@ -43,10 +43,11 @@ class Landings:
     Args:
         land: Submits one.
         limit: So many may be under way; one more waits for the oldest, so that their memory is bounded.
+        may_wait: Whether the thread that asks may wait for one.
     """
 
-    def __init__(self, land: Callable[[Landing], Future[None]], limit: int) -> None:
-        self._land, self._limit = land, limit
+    def __init__(self, land: Callable[[Landing], Future[None]], limit: int, may_wait: Callable[[], bool]) -> None:
+        self._land, self._limit, self._may_wait = land, limit, may_wait
         self._futures: deque[Future[None]] = deque()
         self._failed = False
         self.failure: BaseException | None = None
@@ -54,7 +55,7 @@ class Landings:
 
     def add(self, landing: Landing, *, check: bool) -> None:
         """Submit a write-back; ``check`` first."""
-        while len(self._futures) >= self._limit:
+        while len(self._futures) >= self._limit and (self._futures[0].done() or self._may_wait()):
             self._take(self._futures.popleft())
         if check:
             self.check()
@@ -72,6 +73,11 @@ class Landings:
         """Wait for all of them; ``failure`` tells how they ended."""
         while self._futures:
             self._take(self._futures.popleft())
+
+    def land(self) -> None:
+        """Wait for all of them, and raise the error of one that has failed."""
+        self.finish()
+        self.check()
 
     def _take(self, future: Future[None]) -> None:
         error = future.exception()
@@ -126,15 +132,6 @@ class Loan:
         self._landings.add(self._transfer.hold(self.groups, values, copied=copied), check=check)
         self._written = True
 
-    def land(self) -> None:
-        """Wait until all that was written is in the stores.
-
-        Raises:
-            The error of a write-back that failed.
-        """
-        self._landings.finish()
-        self._landings.check()
-
 
 @dataclass(frozen=True)
 class Pace:
@@ -168,8 +165,12 @@ class Epoch:
         self._transfer, self._meter, self._first, self._pace = transfer, meter, first, pace
         self._reader: Executor | Inline = device.worker("pinfeed-read", pace.n_readers) if depth else Inline()
         self._writer: Executor | Inline = device.worker("pinfeed-write") if depth else Inline()
-        self.landings = Landings(lambda landing: self._writer.submit(self._task, transfer.land, landing), max(depth, 1))
         self._workers: set[int] = set()  # threads that have done a task
+        self.landings = Landings(
+            lambda landing: self._writer.submit(self._task, transfer.land, landing),
+            limit=max(depth, 1),
+            may_wait=lambda: threading.get_ident() not in self._workers,  # where the garbage collector ends a loop, a worker may be asked
+        )
         self._drawn, self._turn = 0, threading.Condition()
 
     def loans(self, loads: Generator[Draw, None, None]) -> Iterator[Loan]:

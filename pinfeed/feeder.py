@@ -207,6 +207,14 @@ class Feeder:
         """
         self._loop.load_state(state)
 
+    def land(self) -> None:
+        """Wait until everything that was written back so far is in its stores. In the loop's thread.
+
+        Raises:
+            The error of a write-back that failed.
+        """
+        self._loop.land()
+
     def close(self) -> None:
         """End a loop that runs, land its write-backs, flush and close files that were opened from paths. Idempotent.
 

@@ -129,6 +129,15 @@ class Loop:
         self._epoch, self._batch, self._checksum = numbers
         self._fresh = True
 
+    def land(self) -> None:
+        """Wait until everything that was written back is in its stores.
+
+        Raises:
+            The error of a write-back that failed.
+        """
+        if self._last is not None:
+            self._last.landings.land()
+
     def close(self) -> None:
         """End the run under way: join its workers, land its write-backs. Idempotent.
 

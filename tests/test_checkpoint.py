@@ -8,6 +8,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import zlib
 from typing import Any
 
 import numpy as np
@@ -135,6 +136,47 @@ def test_only_the_last_saves_are_kept(tmp_path: pathlib.Path) -> None:
     assert last.name == "00000004"
     checkpoint.save(tmp_path, **training.parts)
     assert os.listdir(tmp_path) == ["00000005"]
+
+
+@pytest.mark.parametrize("keep", [2, 3, 5])
+def test_so_many_saves_are_kept(tmp_path: pathlib.Path, keep: int) -> None:
+    for i in range(8):
+        checkpoint.save(tmp_path, keep=keep, i=i)
+        assert [child.name for child in sorted(tmp_path.iterdir())] == [f"{n:08d}" for n in range(max(1, i + 2 - keep), i + 2)]
+
+
+@pytest.mark.parametrize("name", ["random", ".x", "a/b", "../x", ""])
+def test_names_that_are_no_files(tmp_path: pathlib.Path, name: str) -> None:
+    with pytest.raises(ArgumentError, match="expected a name that a variable may have"):
+        checkpoint.save(tmp_path / "c", **{name: 1})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("value", [{1: 2}, [(1, 2)], {"a": {2: 3}}, {"a": torch.ones(1)}])
+def test_values_that_would_come_back_as_others(tmp_path: pathlib.Path, value: object) -> None:
+    with pytest.raises(ArgumentError, match="keys that are str"):
+        checkpoint.save(tmp_path / "c", value=value)
+
+
+def test_a_state_that_is_refused_leaves_the_rows_as_they_are(tmp_path: pathlib.Path) -> None:
+    table = HostEmbedding(4, 2, init="ones", name="table")
+    checkpoint.save(tmp_path, table=table, model=torch.nn.Linear(2, 2))
+    table.reset_parameters("zeros")
+    with pytest.raises(CheckpointError, match="model does not take over its state: Error"):
+        checkpoint.resume(tmp_path, table=table, model=torch.nn.Linear(3, 2))
+    assert table.read(range(4)).tolist() == [[0, 0]] * 4
+
+
+def test_rows_that_the_manifest_does_not_list(tmp_path: pathlib.Path) -> None:
+    table = HostEmbedding(4, 2, name="table")
+    directory = checkpoint.save(tmp_path, table=table)
+    outer = json.loads((directory / "manifest.json").read_text())
+    body = json.loads(outer["body"])
+    del body["files"]["table.npy"]
+    text = json.dumps(body)
+    (directory / "manifest.json").write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "body": text}))
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged: table.npy is not in it"):
+        checkpoint.resume(tmp_path, table=table)
 
 
 def test_rows_are_plain_npy_files(tmp_path: pathlib.Path) -> None:

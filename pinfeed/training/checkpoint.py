@@ -34,17 +34,18 @@ Path = str | os.PathLike[str]
 
 _FORMAT = 1
 _ASIDE, _GONE = ".writing-", ".removing-"
-_PLAIN = (type(None), bool, int, float, str, list, dict)
+_PLAIN = (type(None), bool, int, float, str)
 
 
 def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
     """Save everything that a run needs to go on; returns the directory of this save.
 
-    In the body of a loop over ``train_rows``, what the loop has done so far counts, and its batch as done. The rows are written in
-    pieces of 16 MiB, which is the memory that this takes. The generators of torch, numpy and Python are saved always.
+    In the body of a loop, what the loop has done so far counts, and its batch as done; give the loop as well as its tables or stores.
+    After ``break``, what was saved goes on in the epoch that was left. The rows are written in pieces of 16 MiB, which is the memory that
+    this takes. The generators of torch, numpy and Python are saved always.
 
     Args:
-        path: A directory, made if it is not there.
+        path: A directory, made if it is not there. One process at a time saves there.
         keep: Complete saves that stay, this one included.
         objects: By any names: tables (``HostEmbedding``), ``RowOptimizer`` s, what ``train_rows`` or ``Feeder`` returned, Stores, modules,
             optimizers, schedulers and everything else with ``state_dict`` and ``load_state_dict``; and plain values.
@@ -56,10 +57,13 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
     if keep < 1:
         raise ArgumentError(f"keep={keep}: expected at least 1")
     entries = {name: _entry(name, value) for name, value in objects.items()}
-    for table in (table for value in objects.values() for table in _tables(value)):
-        table.land()  # what a loop has changed
+    for value in objects.values():
+        for changing in _tables(value) if isinstance(value, RowOptimizer) else [value]:
+            if hasattr(changing, "land"):  # a table, or a loop: what was written back may be under way
+                changing.land()
     root = pathlib.Path(path)
     root.mkdir(parents=True, exist_ok=True)
+    _sync(root.parent)
     _sweep(root)
     aside = root / f"{_ASIDE}{os.getpid()}"
     aside.mkdir()
@@ -82,7 +86,7 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    for number in numbers[: len(numbers) + 1 - keep]:
+    for number in numbers[: max(0, len(numbers) + 1 - keep)]:
         _remove(root / f"{number:08d}")
     return final
 
@@ -90,14 +94,15 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
 def resume(path: Path, **objects: Any) -> dict[str, Any]:
     """Let everything go on from the last complete save; returns the plain values that were saved, by name.
 
-    All files are read and checked first; nothing is changed unless all of them are good. No code of a checkpoint is ever run.
+    All files are read and checked first; nothing is changed unless all of them are good. Then objects take over their states, and last of
+    all tables and stores their rows. No code of a checkpoint is ever run.
 
     Args:
         path: As given to ``save``.
         objects: As given to ``save``, by the same names, made as they were made then; plain values may be left out.
 
     Raises:
-        CheckpointError: There is none, a file is damaged or missing, or it is of other objects.
+        CheckpointError: There is none, a file is damaged or missing, or it is of other objects; or an object refuses its state.
         ClosedError: A loop over one of the tables runs.
     """
     root = pathlib.Path(path)
@@ -107,7 +112,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
     directory = root / f"{numbers[-1]:08d}"
     body = _manifest(directory)
     saved = body["objects"]
-    entries = {name: _entry(name, value) for name, value in objects.items() if not isinstance(value, _PLAIN)}
+    entries = {name: _entry(name, value) for name, value in objects.items() if not _is_plain(value)}
     wanted = {name for name, entry in saved.items() if entry["kind"] != "value"}
     if set(entries) != wanted:
         raise CheckpointError(
@@ -122,12 +127,17 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
         _check_file(directory / name, file)
     for entry in entries.values():
         for store_name, store in entry.stores.items():
+            if store_name not in body["files"]:
+                raise CheckpointError(f"{directory / 'manifest.json'} is damaged: {store_name} is not in it")
             check_rows_file(str(directory / store_name), store)
     states = {name: _load(directory / entry.file) for name, entry in entries.items() if entry.state is not None}
     random = _load(directory / "random.pt")
-    for name, entry in entries.items():
-        if name in states:
-            entry.load(states[name])
+    for name, state in states.items():
+        try:
+            entries[name].load(state)
+        except Exception as error:
+            raise CheckpointError(f"{directory}: {name} does not take over its state: {error}") from error
+    for entry in entries.values():
         for store_name, store in entry.stores.items():
             read_rows(str(directory / store_name), store)
     randomness.restore(random)
@@ -157,6 +167,8 @@ def _entry(name: str, value: Any) -> _Entry:
     Raises:
         ArgumentError: It cannot be.
     """
+    if not name.isidentifier() or name == "random":
+        raise ArgumentError(f"an object named {name!r}; expected a name that a variable may have, and not 'random'")
     if isinstance(value, HostEmbedding):
         return _Entry(name, "table", {f"{name}.npy": _writable(name, value.store)})
     if isinstance(value, RowOptimizer):
@@ -170,15 +182,19 @@ def _entry(name: str, value: Any) -> _Entry:
         return _Entry(name, "store", {f"{name}.npy": _writable(name, value)})
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return _Entry(name, "state", {}, value)
-    if isinstance(value, _PLAIN):
-        try:
-            return _Entry(name, "value", {}, value=json.loads(json.dumps(value)))
-        except (TypeError, ValueError) as error:
-            raise ArgumentError(f"{name}: {error}; expected plain values in it") from None
+    if _is_plain(value):
+        return _Entry(name, "value", {}, value=value)
     raise ArgumentError(
-        f"{name}: a {type(value).__name__} cannot be saved; expected tables, Stores, plain values, or objects with state_dict and "
-        "load_state_dict"
+        f"{name}: a {type(value).__name__} cannot be saved; expected tables, Stores, objects with state_dict and load_state_dict, or plain "
+        "values: None, bool, int, float, str, and lists and dicts (with keys that are str) of these"
     )
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON gives it back as it is."""
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(inner) for key, inner in value.items())
+    return all(map(_is_plain, value)) if isinstance(value, list) else isinstance(value, _PLAIN)
 
 
 def _writable(name: str, store: Store) -> Store:

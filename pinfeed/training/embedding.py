@@ -29,11 +29,11 @@ Path = str | os.PathLike[str]
 _PIECE_BYTES = 16 << 20  # tables are copied in pieces of this size
 
 
-class Lander(Protocol):
-    """The loop that lends a table's rows."""
+class Lender(Protocol):
+    """A loop that lends a table's rows."""
 
     def land(self) -> None:
-        """Bring every change so far into the stores."""
+        """Bring every change so far into the stores. In the loop's thread."""
 
 
 class Block:
@@ -44,15 +44,16 @@ class Block:
         ids: The same on the device, int64.
         weight: Their values on the device, shape (n, embedding_dim).
         positions: Ids that are known to be looked up, and where they are.
-        lender: The loop that lends them.
     """
 
-    def __init__(
-        self, rows: Rows, ids: torch.Tensor, weight: nn.Parameter, positions: Sequence[tuple[torch.Tensor, torch.Tensor]], lender: Lander
-    ) -> None:
-        self.rows, self.ids, self.weight = rows, ids, weight
+    def __init__(self, rows: Rows, ids: torch.Tensor, weight: nn.Parameter, positions: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self.rows, self.ids, self.weight, self._version = rows, ids, weight, version_of(weight)
         self._known = [(known, version_of(known), where) for known, where in positions]
-        self.lender = weakref.ref(lender)
+
+    @property
+    def touched(self) -> bool:
+        """Whether the values were changed in place, as far as torch counts: it does not where ``weight.data`` is changed."""
+        return version_of(self.weight) != self._version
 
     def positions(self, ids: torch.Tensor, name: str) -> torch.Tensor:
         """Where in the block the ids are, in the shape of ``ids``.
@@ -145,6 +146,7 @@ class HostEmbedding(nn.Module):
         fill = _initialiser(init)
         shape, self.overwrite, self.trainable = (self.num_embeddings, self.embedding_dim), overwrite, True
         self._block: Block | None = None
+        self._lender: weakref.ref[Lender] | None = None
         self._store, self._owned = self._opened(store, shape, dtype, pin)
         if (init is not None and not self._owned) or (self._owned and init not in ("zeros", "zeros_")):  # new memory and files are zeros
             try:
@@ -235,6 +237,7 @@ class HostEmbedding(nn.Module):
 
         Raises:
             RowIndexError: An id is out of range.
+            ClosedError: A loop in another thread has rows of the table under way.
         """
         array = np.asarray(ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids)
         rows = check_rows(array.reshape(-1), self.num_embeddings, self.name)
@@ -248,9 +251,10 @@ class HostEmbedding(nn.Module):
 
         Raises:
             The error of a write-back that failed.
+            ClosedError: The loop runs in another thread.
         """
-        if self._block is not None and (lender := self._block.lender()) is not None:
-            lender.land()
+        if (lender := self._lender) is not None and (loop := lender()) is not None:
+            loop.land()
 
     def require_idle(self) -> None:
         """Check that no loop lends rows of the table.
@@ -258,7 +262,7 @@ class HostEmbedding(nn.Module):
         Raises:
             ClosedError: One does.
         """
-        if self._block is not None:
+        if self._lender is not None:
             raise ClosedError(
                 f"a loop over rows of {self.name} is running; end it first: leave its body, or close() what train_rows returned"
             )
@@ -268,8 +272,11 @@ class HostEmbedding(nn.Module):
 
         Raises:
             OSError: What the file system says.
+            StoreError: It is the table's own file, which has the rows when a loop has ended.
         """
         self.land()
+        if isinstance(self._store, MmapStore) and os.path.exists(path) and any(os.path.samefile(path, own) for own in self._store.paths):
+            raise StoreError(f"export to {os.fspath(path)!r}, which is {self.name}'s own file and has its rows; expected another path")
         aside = f"{os.fspath(path)}.{os.getpid()}.writing"
         try:
             with open(aside, "wb") as file:
@@ -295,7 +302,12 @@ class HostEmbedding(nn.Module):
         return embedding
 
     def reset_parameters(self, init: Init | None = None) -> None:
-        """Fill the table anew, as the constructor does."""
+        """Fill the table anew, as the constructor does.
+
+        Raises:
+            ClosedError: A loop lends its rows.
+        """
+        self.require_idle()
         self._fill(_initialiser(init))
 
     def close(self) -> None:
@@ -320,8 +332,13 @@ class HostEmbedding(nn.Module):
         if self.padding_idx is not None:
             store.scatter(np.array([self.padding_idx]), np.zeros((1, self.embedding_dim), store.dtype))
 
-    def _bind(self, block: Block | None) -> None:
-        self._block = block
+    def _take(self, lender: Lender) -> None:
+        """A loop begins to lend rows; no other one does until ``_release``."""
+        self.require_idle()
+        self._lender = weakref.ref(lender)
+
+    def _release(self) -> None:
+        self._lender = self._block = None
 
     def _looked_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """Positions, rows, and the position of the padding."""
@@ -364,6 +381,9 @@ class HostEmbedding(nn.Module):
 class HostEmbeddingBag(HostEmbedding):
     """A ``HostEmbedding`` that reduces the rows of each bag, used like ``torch.nn.EmbeddingBag``.
 
+    Where the padding row is not among a batch's, torch sums bags with weights in another order than where there is one: the last bit may
+    differ from ``nn.EmbeddingBag``.
+
     Args:
         num_embeddings: Rows.
         embedding_dim: Numbers in a row.
@@ -378,9 +398,9 @@ class HostEmbeddingBag(HostEmbedding):
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *, mode: str = "mean", include_last_offset: bool = False, **options: Any
     ) -> None:
-        super().__init__(num_embeddings, embedding_dim, **options)
         if mode not in ("sum", "mean", "max"):
             raise ArgumentError(f"mode={mode!r}: expected 'sum', 'mean' or 'max'")
+        super().__init__(num_embeddings, embedding_dim, **options)
         self.mode, self.include_last_offset = mode, include_last_offset
 
     def forward(

@@ -104,7 +104,8 @@ class RowOptimizer(torch.optim.Optimizer):
             closure: Evaluated first, with gradients enabled; its loss is returned.
 
         Raises:
-            ArgumentError: Gradients of an earlier batch were never applied: their rows are not here any more.
+            ArgumentError: Gradients of an earlier batch were never applied: their rows are not here any more. Or the loop that runs was
+                not given this optimizer.
         """
         loss = None
         if closure is not None:
@@ -116,6 +117,8 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"gradients of an earlier batch of {', '.join(late)} were neither applied nor dropped; call step(), or zero_grad(), before "
                 "the next batch is taken (to accumulate gradients, give train_rows the larger batches and split them in the loop)"
             )
+        if strange := [table.name for table, state in self.tables.items() if table._block and table._block.weight is not state.weight]:
+            raise ArgumentError(f"the loop over rows of {', '.join(strange)} was made without this optimizer; give it to train_rows")
         for state in self.tables.values():
             gradient = state.weight.grad
             state.stepped |= gradient is not None
@@ -185,6 +188,15 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def bind(self, table: HostEmbedding, weight: nn.Parameter, rows: list[torch.Tensor]) -> None:
         """Work on another batch's rows of a table: its weights, and its row-wise state in the order of the layout."""
+        self._switch(table, weight, rows)
+        group = next(group for group in self.param_groups if any(parameter is weight for parameter in group["params"]))
+        on_device = group.get("capturable") or group.get("fused")
+        own = self.inner.state.get(weight, {})
+        for key, value in own.items():
+            if isinstance(value, torch.Tensor) and value.device != weight.device and (value.ndim or on_device):
+                own[key] = value.to(weight.device)  # of a checkpoint, or of a loop on another device; numbers are on the CPU by custom
+
+    def _switch(self, table: HostEmbedding, weight: nn.Parameter, rows: list[torch.Tensor]) -> None:
         state = self.tables[table]
         for group in self.param_groups:
             group["params"] = [weight if parameter is state.weight else parameter for parameter in group["params"]]
@@ -223,7 +235,7 @@ class RowOptimizer(torch.optim.Optimizer):
         """The batch's rows have gone: keep what is one for the table."""
         none = torch.empty(0, table.embedding_dim, dtype=self.tables[table].weight.dtype, device="cpu")
         empty = [torch.empty(0, *row.row_shape, dtype=TORCH[row.dtype], device="cpu") for row in self.tables[table].layout.rows]
-        self.bind(table, nn.Parameter(none), empty)
+        self._switch(table, nn.Parameter(none), empty)
 
     def _checked(self, value: torch.Tensor | None, row: RowState, n: int) -> torch.Tensor | None:
         if value is not None and (tuple(value.shape), NUMPY.get(value.dtype)) != ((n, *row.row_shape), row.dtype):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import threading
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
@@ -14,11 +15,11 @@ from torch import nn
 
 from ..config import check_depth
 from ..epoch import Loan, Pace
-from ..errors import ArgumentError
+from ..errors import ArgumentError, ClosedError
 from ..loader import LoaderFeeder
 from ..storetree import aliases
 from . import randomness
-from .embedding import Block, HostEmbedding, version_of
+from .embedding import Block, HostEmbedding
 from .optimizer import RowOptimizer
 from .rowsource import FedBatch, IdsOf, RowsOfTables, TableRows
 from .verify import Shadow
@@ -104,6 +105,7 @@ class RowLoop(LoaderFeeder):
         self._verify = verify
         self._shadow: Shadow | None = None
         self._loan: Loan | None = None
+        self._thread: int | None = None  # the loop's, while one runs
         self._random: dict[str, Any] = {}  # as the epoch began
         self._told: int | None = None  # the epoch of the last set_epoch
         self._outer: weakref.ref[GeneratorType[Any, None, None]] | None = None
@@ -115,7 +117,7 @@ class RowLoop(LoaderFeeder):
             ClosedError: This is closed, or another loop over it or over one of its tables runs.
         """
         for lent in self._tables:
-            lent.table.require_idle()
+            lent.table.require_idle()  # and again when it begins: two may be made before either does
         start, loans = self._loop.start, cast("Generator[Loan, None, None]", self._loop.run(lambda loan: loan))
         if start:
             self._go_on(start)
@@ -161,14 +163,20 @@ class RowLoop(LoaderFeeder):
         self._random = dict(state["random"])
 
     def land(self) -> None:
-        """Bring every change so far, those of the batch that is lent as well, into the stores. In the body of a loop.
+        """Bring every change so far, those of the batch that is lent as well, into the stores.
 
         Raises:
+            ClosedError: A loop runs in another thread.
             The error of a write-back that failed.
         """
+        if self._thread not in (None, threading.get_ident()):
+            raise ClosedError(
+                "rows were asked for in a thread that is not the one of the loop over train_rows which lends them; ask in the loop's body "
+                "(the functions that give the ids of a batch run in a background thread)"
+            )
         if self._loan is not None:
             self._write_back(self._loan, copied=True, check=True)
-            self._loan.land()
+        self._loop.land()
 
     def close(self) -> None:
         """End a loop that runs, and land its changes. The loader, tables and optimizers stay as they are. Idempotent."""
@@ -191,7 +199,13 @@ class RowLoop(LoaderFeeder):
             self._source.skip(start)
 
     def _lend(self, loans: Generator[Loan, None, None]) -> Iterator[Any]:
-        with contextlib.closing(loans):
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._forget)
+            for lent in self._tables:
+                lent.begin(self)
+                stack.callback(lent.end)
+            stack.enter_context(contextlib.closing(loans))
+            self._thread = threading.get_ident()
             for loan in loans:
                 data = self._bind(loan)
                 left = True
@@ -204,8 +218,8 @@ class RowLoop(LoaderFeeder):
                         self._write_back(loan, copied=False, check=not left)
                     finally:
                         self._unbind()
-        if self._shadow is not None:
-            self._shadow.check_stores()
+            if self._shadow is not None:
+                self._shadow.check_stores()
 
     def _bind(self, loan: Loan) -> Any:
         """Lend the rows to the tables and their optimizers, and the loader's batch to the loop."""
@@ -213,19 +227,17 @@ class RowLoop(LoaderFeeder):
         if self._shadow is not None:
             self._shadow.check(loan.number, [(rows, tensors[1:]) for rows, tensors in zip(batch.rows, batch.tensors, strict=True)])
         for lent, rows, (ids, weight, *state), positions in zip(self._tables, batch.rows, batch.tensors, batch.positions, strict=True):
-            parameter = nn.Parameter(weight, requires_grad=lent.table.trainable)
-            lent.table._bind(Block(rows, ids, parameter, positions, self))
-            if lent.optimizer is not None:
-                lent.optimizer.bind(lent.table, parameter, state)
+            lent.bind(Block(rows, ids, nn.Parameter(weight, requires_grad=lent.trainable), positions), state)
         self._loan = loan
         return batch.data
 
     def _unbind(self) -> None:
         self._loan = None
         for lent in self._tables:
-            lent.table._bind(None)
-            if lent.optimizer is not None:
-                lent.optimizer.release(lent.table)
+            lent.unbind()
+
+    def _forget(self) -> None:
+        self._loan = self._shadow = self._thread = None
 
     def _write_back(self, loan: Loan, *, copied: bool, check: bool) -> None:
         values = [lent.changed() for lent in self._tables]
@@ -239,21 +251,45 @@ class _Lent:
     """A table of the loop, and the optimizer that steps on it."""
 
     def __init__(self, table: HostEmbedding, optimizer: RowOptimizer | None) -> None:
-        self.table, self.optimizer = table, optimizer
+        self.table, self.optimizer, self.trainable = table, optimizer, table.trainable
         state = optimizer.tables[table] if optimizer is not None else None
         self.names = ["weight", *([row.key for row in state.layout.rows] if state is not None else [])]
         self.stores = [table.store, *(state.stores if state is not None else [])]
 
+    def begin(self, loop: RowLoop) -> None:
+        """The loop begins; no other one may lend the table's rows now."""
+        self.table._take(loop)
+        self.trainable = self.table.trainable
+
+    def end(self) -> None:
+        """The loop has ended."""
+        self.unbind()
+        self.table._release()
+
+    def bind(self, block: Block, state: list[torch.Tensor]) -> None:
+        """Lend rows to the table, with their state to its optimizer."""
+        self.table._block = block
+        if self.optimizer is not None:
+            self.optimizer.bind(self.table, block.weight, state)
+
+    def unbind(self) -> None:
+        """The rows have gone."""
+        self.table._block = None
+        if self.optimizer is not None:
+            self.optimizer.release(self.table)
+
     def changed(self) -> list[torch.Tensor | None] | None:
         """Values for the stores: weights and state after a step; the weights alone without one, for they may be changed by hand too."""
-        if not self.table.trainable:
-            return None
-        state = self.optimizer.changed(self.table) if self.optimizer is not None else None
-        weight = self.table.weight
-        if state is None and version_of(weight) == 0 and not (self.table.training and self.table.store.writable):
-            return None  # in training they may have been changed through weight.data, which is not counted
+        block = self.table.block
+        state = self.optimizer.changed(self.table) if self.optimizer is not None and self.trainable else None
+        if state is None and not block.touched:
+            by_hand = self.trainable and self.table.training and self.table.store.writable  # through weight.data, which is not counted
+            if not by_hand:
+                return None
+        if not self.trainable and not self.table.store.writable:
+            return None  # max_norm: every look-up does it again
         kept: Sequence[torch.Tensor | None] = state if state is not None else [None] * (len(self.stores) - 1)
-        return [None if tensor is None else tensor.detach().contiguous() for tensor in (weight, *kept)]
+        return [None if tensor is None else tensor.detach().contiguous() for tensor in (block.weight, *kept)]
 
 
 def _check(tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]) -> dict[HostEmbedding, RowOptimizer]:

@@ -1,0 +1,273 @@
+"""The life of a loop over train_rows: who may have a table's rows and when, what is written back, and how a loop ends."""
+
+import gc
+import itertools
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from pinfeed import ArrayStore, Feeder, HostEmbedding, HostEmbeddingBag, MmapStore, RowOptimizer, checkpoint, train_rows
+from pinfeed.devices.host import HostDevice
+from pinfeed.errors import ArgumentError, ClosedError, StoreError
+
+N = 9
+
+
+def table_of_zeros(**options: Any) -> HostEmbedding:
+    return HostEmbedding(N, 2, init="zeros", name="table", **options)
+
+
+def sgd(table: HostEmbedding) -> RowOptimizer:
+    return RowOptimizer(torch.optim.SGD, [table], lr=1.0)
+
+
+def step(table: HostEmbedding, optimizer: RowOptimizer, ids: torch.Tensor) -> None:
+    table(ids).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def ids_of(*batches: list[int]) -> list[torch.Tensor]:
+    return [torch.tensor(batch) for batch in batches]
+
+
+def same(batch: Any) -> Any:
+    return batch
+
+
+def test_two_loops_made_before_either_begins() -> None:
+    table = table_of_zeros()
+    optimizer = sgd(table)
+    loops = [train_rows(ids_of([0, 1], [2, 3]), {table: same}, optimizer=optimizer, device="cpu") for _ in range(2)]
+    one, other = map(iter, loops)
+    step(table, optimizer, next(one))
+    with pytest.raises(ClosedError, match="a loop over rows of table is running"):
+        next(other)
+    step(table, optimizer, next(one))
+    assert next(one, None) is None
+    assert table.read(range(4)).tolist() == [[-1, -1]] * 4
+    for batch in loops[1]:
+        step(table, optimizer, batch)
+    assert table.read(range(4)).tolist() == [[-2, -2]] * 4
+
+
+def test_frozen_in_the_body_is_frozen_from_the_next_loop_on() -> None:
+    table = table_of_zeros()
+    optimizer = sgd(table)
+    loop = train_rows(ids_of([0], [1], [2]), {table: same}, optimizer=optimizer, device="cpu")
+    for batch in loop:
+        step(table, optimizer, batch)
+        table.requires_grad_(False)
+    assert table.read(range(3)).tolist() == [[-1, -1]] * 3
+    for batch in loop:
+        assert not table(batch).requires_grad
+
+
+def test_a_table_is_not_filled_anew_in_a_loop() -> None:
+    table = table_of_zeros()
+    for _ in train_rows(ids_of([0]), {table: same}, device="cpu"):
+        with pytest.raises(ClosedError, match="is running"):
+            table.reset_parameters()
+    table.reset_parameters("ones")
+    assert table.read([0]).tolist() == [[1, 1]]
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_a_loop_that_the_garbage_collector_ends_in_the_writers_thread(depth: int) -> None:
+    class Collecting(ArrayStore):
+        collect = False
+
+        def scatter(self, rows: Any, values: Any) -> None:
+            super().scatter(rows, values)
+            if self.collect:
+                dropped.wait(10)
+                gc.collect()
+
+    store, dropped = Collecting(np.zeros((N, 2), np.float32)), threading.Event()
+    table = HostEmbedding(N, 2, store=store, name="table")
+    optimizer = sgd(table)
+    cycle: list[Any] = []
+    cycle.append((cycle, iter(train_rows(ids_of(*([i % N] for i in range(20))), {table: same}, optimizer=optimizer, device="cpu"))))
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(depth):
+            step(table, optimizer, next(cycle[0][1]))
+        store.collect = True
+        step(table, optimizer, next(cycle[0][1]))
+        del cycle
+        dropped.set()
+        while left := [thread for thread in threading.enumerate() if thread.name.startswith("pinfeed")]:
+            left[0].join(10)
+            assert not left[0].is_alive(), "a thread waits for itself"
+    finally:
+        gc.enable()
+    table.require_idle()
+    assert store.array[: depth + 1].tolist() == [[-1, -1]] * (depth + 1)
+
+
+def test_an_interrupt_while_rows_are_bound() -> None:
+    table = table_of_zeros()
+    optimizer = sgd(table)
+    bind, optimizer.bind = optimizer.bind, interrupted
+    loop = train_rows(ids_of([0], [1]), {table: same}, optimizer=optimizer, device="cpu")
+    with pytest.raises(KeyboardInterrupt):
+        next(iter(loop))
+    optimizer.bind = bind
+    for batch in loop:
+        step(table, optimizer, batch)
+    assert table.read([0, 1]).tolist() == [[-1, -1]] * 2
+
+
+def interrupted(*args: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_rows_are_not_read_in_another_thread(depth: int) -> None:
+    table = table_of_zeros()
+
+    def mined(batch: Any) -> Any:
+        table.read([0])
+        return batch
+
+    with pytest.raises(ClosedError, match="in a thread that is not the one of the loop"):
+        list(train_rows(ids_of([0], [1]), {table: mined}, depth=depth, device="cpu"))
+    assert len(list(train_rows(ids_of([0], [1]), {table: mined}, depth=0, device="cpu"))) == 2
+
+
+def test_an_optimizer_that_the_loop_was_not_given() -> None:
+    table = table_of_zeros()
+    optimizer = sgd(table)
+    for batch in train_rows(ids_of([0]), {table: same}, device="cpu"):
+        table(batch).sum().backward()
+        with pytest.raises(ArgumentError, match="the loop over rows of table was made without this optimizer; give it to train_rows"):
+            optimizer.step()
+
+
+class Counting(HostDevice):
+    """Tensors that are as often changed as those of CUDA when they are lent: once."""
+
+    def tensor(self, *args: Any) -> torch.Tensor:
+        return super().tensor(*args).add_(0)
+
+
+@pytest.mark.parametrize("writable", [True, False])
+@pytest.mark.parametrize("training", [True, False])
+def test_what_nobody_changed_is_not_written(writable: bool, training: bool) -> None:
+    class Watched(ArrayStore):
+        written = 0
+
+        def scatter(self, rows: Any, values: Any) -> None:
+            self.written += 1
+            super().scatter(rows, values)
+
+    array = np.zeros((N, 2), np.float32)
+    array.flags.writeable = writable
+    store = Watched(array)
+    table = HostEmbedding(N, 2, store=store, name="table").train(training)
+    for batch in train_rows(ids_of([0], [1]), {table: same}, device=Counting()):
+        table(batch).sum()
+    assert store.written == (2 if writable and training else 0), "in training, weight.data may have been changed"
+
+
+@pytest.mark.parametrize("writable", [True, False])
+def test_a_frozen_table_is_renormalised(writable: bool) -> None:
+    array = np.full((N, 2), 3, np.float32)
+    array.flags.writeable = writable
+    table = HostEmbedding.from_pretrained(ArrayStore(array), max_norm=1.0)
+    dense = torch.nn.Embedding.from_pretrained(torch.full((N, 2), 3.0), max_norm=1.0)
+    for batch in train_rows(ids_of([0, 2], [2, 5]), {table: same}, device="cpu"):
+        assert torch.equal(table(batch), dense(batch))
+    assert array.tolist() == (dense.weight.tolist() if writable else np.full((N, 2), 3).tolist())
+
+
+def test_what_verification_keeps_goes_with_the_loop() -> None:
+    table = table_of_zeros()
+    loop = train_rows(ids_of([0], [1]), {table: same}, device="cpu", verify=True)
+    for _ in loop:
+        assert loop._shadow is not None
+    assert loop._shadow is None
+
+
+def test_a_wrong_mode_makes_no_file(tmp_path: Path) -> None:
+    for _ in range(2):
+        with pytest.raises(ArgumentError, match="mode='median'"):
+            HostEmbeddingBag(N, 2, mode="median", store=tmp_path / "bag.npy")
+    assert not list(tmp_path.iterdir())
+
+
+def test_export_to_the_tables_own_file(tmp_path: Path) -> None:
+    table = table_of_zeros(store=tmp_path / "table.npy")
+    with pytest.raises(StoreError, match="table's own file and has its rows; expected another path"):
+        table.export(tmp_path / "table.npy")
+    optimizer = sgd(table)
+    for batch in train_rows(ids_of([0]), {table: same}, optimizer=optimizer, device="cpu"):
+        step(table, optimizer, batch)
+    table.export(tmp_path / "other.npy")
+    table.close()
+    assert np.load(tmp_path / "table.npy")[0].tolist() == np.load(tmp_path / "other.npy")[0].tolist() == [-1, -1]
+
+
+@pytest.mark.parametrize("kind", ["feeder", "store of a table"])
+def test_a_checkpoint_of_a_loop_has_what_is_under_way(kind: str, tmp_path: Path) -> None:
+    """The rows of every batch that counts as done are in it, however late they land."""
+    late = threading.Event()
+
+    class Slow(ArrayStore):
+        def scatter(self, rows: Any, values: Any) -> None:
+            late.wait(0.05)
+            super().scatter(rows, values)
+
+    array = np.zeros((8, 1), np.float32)
+    store, loader = Slow(array), ids_of([0, 1], [2, 3], [4, 5], [6, 7])
+    if kind == "feeder":
+        loop: Any = Feeder(store, batch_size=2, depth=2, device="cpu")
+        for i, batch in enumerate(loop.batches()):
+            batch.write_back(batch.data - 1)
+            if i == 2:
+                checkpoint.save(tmp_path / "c", store=store, loop=loop)
+                break
+    else:
+        table = HostEmbedding(8, 1, store=store, name="table")
+        optimizer = sgd(table)
+        loop = train_rows(loader, {table: same}, optimizer=optimizer, device="cpu")
+        for i, batch in enumerate(loop):
+            step(table, optimizer, batch)
+            if i == 2:
+                checkpoint.save(tmp_path / "c", store=store, loop=loop, optimizer=optimizer)
+                break
+    loop.close()
+    array[...] = 5
+    with MmapStore(tmp_path / "c" / "00000001" / "store.npy") as saved:
+        rows = np.empty((8, 1), np.float32)
+        saved.gather(np.arange(8), rows)
+    assert rows[:, 0].tolist() == [-1] * 6 + [0] * 2
+
+
+def test_state_of_the_table_as_a_whole_follows_the_weight() -> None:
+    """As a checkpoint gives it: on the CPU. Meta stands for a GPU."""
+
+    class Whole(torch.optim.Optimizer):
+        def __init__(self, params: Any, capturable: bool = False) -> None:
+            super().__init__(params, {"capturable": capturable})
+
+        def step(self, closure: Any = None) -> None:
+            for p in itertools.chain.from_iterable(group["params"] for group in self.param_groups):
+                self.state[p].setdefault("step", torch.tensor(0.0))
+                self.state[p].setdefault("column", torch.zeros(p.shape[1]))
+
+    for capturable in (False, True):
+        table = table_of_zeros()
+        optimizer = RowOptimizer(Whole, [table], capturable=capturable)
+        optimizer.load_state_dict(
+            {**optimizer.state_dict(), "tables": [{"begun": True, "state": {"step": torch.tensor(2.0), "column": torch.ones(2)}}]}
+        )
+        weight = torch.nn.Parameter(torch.empty(3, 2, device="meta"))
+        optimizer.bind(table, weight, [])
+        state = optimizer.inner.state[weight]
+        assert (state["column"].device.type, state["step"].device.type) == ("meta", "meta" if capturable else "cpu")
