@@ -79,26 +79,23 @@ def test_a_table_is_not_filled_anew_in_a_loop() -> None:
 @pytest.mark.parametrize("depth", [1, 2])
 def test_a_loop_that_the_garbage_collector_ends_in_the_writers_thread(depth: int) -> None:
     class Collecting(ArrayStore):
-        collect = False
-
         def scatter(self, rows: Any, values: Any) -> None:
             super().scatter(rows, values)
-            if self.collect:
-                dropped.wait(10)
-                gc.collect()
+            dropped.wait(10)
+            gc.collect()
 
     store, dropped = Collecting(np.zeros((N, 2), np.float32)), threading.Event()
     table = HostEmbedding(N, 2, store=store, name="table")
     optimizer = sgd(table)
     cycle: list[Any] = []
-    cycle.append((cycle, iter(train_rows(ids_of(*([i % N] for i in range(20))), {table: same}, optimizer=optimizer, device="cpu"))))
+    loop = train_rows(ids_of(*([i % N] for i in range(20))), {table: same}, optimizer=optimizer, depth=depth, device="cpu")
+    cycle.append((cycle, iter(loop)))
+    del loop
     gc.collect()
     gc.disable()
     try:
-        for _ in range(depth):
+        for _ in range(depth + 1):  # as many write-backs as may be under way, and one more to come
             step(table, optimizer, next(cycle[0][1]))
-        store.collect = True
-        step(table, optimizer, next(cycle[0][1]))
         del cycle
         dropped.set()
         while left := [thread for thread in threading.enumerate() if thread.name.startswith("pinfeed")]:

@@ -1,6 +1,7 @@
 """The documented API of SpeedTorch: each class and method, and results that equal training the whole table."""
 
 import os
+import pickle
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ from torch import nn
 
 import pinfeed.compat.speedtorch as SpeedTorch  # noqa: N812 - as its users write it
 from pinfeed import errors
-from pinfeed.compat import tables
+from pinfeed.compat import places, tables
 from pinfeed.memory import resident_bytes
 
 N, DIM, BATCH, POS, NEG = 40, 3, 4, 2, 3
@@ -163,7 +164,7 @@ def test_equals_training_the_whole_table_on_a_gpu(name: str, optimizer: str) -> 
     make = LAZY.get(optimizer, lambda p: torch.optim.SparseAdam(p, lr=0.1))
     weights, states, model, inner = made(name, make, sparse=sparse)
     model.cuda()
-    assert (weights.getTorchVar().device.type == "cuda") == (name in ("PytorchModelFactory", "GPUPytorchModelFactory"))
+    assert (weights.getTorchVar().device.type == "cuda") == (name in ("ModelFactory", "PytorchModelFactory", "GPUPytorchModelFactory"))
     weights.customInit(lambda table: table.copy_(start()))  # a GPU draws other numbers
     train(weights, states, model, inner, batches(True, 4))
     assert model.inner.words.weight.device.type == "cuda"
@@ -178,7 +179,7 @@ def test_equals_training_the_whole_table_on_a_gpu(name: str, optimizer: str) -> 
 def test_equals_training_the_whole_table_in_a_table_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept on a GPU, on the CPU."""
     monkeypatch.setattr(
-        SpeedTorch, "on_device", lambda *_: lambda shape, dtype, key: tables.DeviceTable(torch.zeros(shape, dtype=tables.TORCH[dtype]))
+        SpeedTorch, "on_device", lambda *_: lambda shape, dtype, key: places.DeviceTable(torch.zeros(shape, dtype=places.TORCH[dtype]))
     )
     result = train(*made("PytorchModelFactory", LAZY["adagrad"]), batches(True))
     np.testing.assert_allclose(result, whole(LAZY["adagrad"], batches(True)), rtol=0, atol=1e-13)
@@ -313,6 +314,266 @@ def test_batches_may_differ_in_size_even_with_gradients_of_zero() -> None:
     assert int(optimizer.state[model.inner.words.weight]["step"]) == 3
 
 
+def step_of(ids: Any, *switchers: Any, model: Model, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    """Up to the optimizer's step; the rows are not brought back."""
+    for switcher in switchers:
+        switcher.beforeForwardPass(ids)
+    optimizer.zero_grad()
+    loss = model.inner.words(torch.arange(len(ids))).square().sum()
+    loss.backward()
+    optimizer.step()
+    return loss
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_batches_may_differ_in_size_while_losses_are_held(dtype: torch.dtype) -> None:
+    model = Model(1, dtype=dtype)
+    weights = SpeedTorch.ModelFactory(model.inner.words, N, DIM, dtype)
+    weights.zerosInit()
+    optimizer = torch.optim.SGD([model.inner.words.weight], lr=1.0)
+    losses = []
+    for n in (4, 4, 3, 5, 5, 2):
+        ids = np.arange(n) // 2
+        weights.beforeForwardPass(ids)
+        optimizer.zero_grad()
+        losses.append(model.inner.words(torch.arange(n)).sum())
+        losses[-1].backward()
+        optimizer.step()
+        weights.afterOptimizerStep(ids)
+    assert weights.getNumpyVersion()[:4, 0].tolist() == [-12, -9, -2, 0]
+    assert model.inner.words.weight.dtype is dtype
+
+
+def test_a_new_table_takes_over_the_weight() -> None:
+    """After a batch that was interrupted, slots of the next one have gradients of their own."""
+    embedding = nn.Embedding(4, DIM)
+    for ids in ([1, 1, 2, 2], [3, 4, 5, 6]):
+        weights = SpeedTorch.ModelFactory(embedding, N, DIM)
+        weights.zerosInit()
+        weights.beforeForwardPass(ids)
+        pickle.loads(pickle.dumps(embedding))
+    embedding(torch.arange(4)).sum().backward()
+    assert (embedding.weight.grad == 1).all()
+
+
+def test_rows_of_another_width_are_refused() -> None:
+    weights, states, model, optimizer = made("ModelFactory", OTHERS["momentum"])
+    for wrong in (DIM - 1, DIM + 1):
+        with pytest.raises(errors.ArgumentError, match=rf"embed_dimension={wrong}: Embedding has a weight of shape \(5, 3\)"):
+            SpeedTorch.ModelFactory(model.inner.words, N, wrong)
+        with pytest.raises(errors.ArgumentError, match=rf"embed_dimension={wrong}: inner.words has a weight"):
+            SpeedTorch.OptimizerFactory(optimizer, N, wrong, model, "inner.words")
+    step_of([0, 1], weights, states, model=model, optimizer=optimizer)
+    model.inner.words.weight.data = torch.ones(2, DIM + 1, dtype=torch.float64)
+    optimizer.state[model.inner.words.weight]["momentum_buffer"] = torch.ones(2, DIM + 1)
+    for table, name in [(weights, "weight"), (states, "momentum_buffer")]:
+        with pytest.raises(errors.WriteBackError, match=rf"{name} is of shape \(2, 4\); expected \(2, 3\)"):
+            table.afterOptimizerStep([0, 1])
+    np.testing.assert_array_equal(weights.getNumpyVersion(), start().numpy())
+    assert not states.getNumpyVersion()["momentum_buffer"].any()
+
+
+def test_state_without_its_factory_is_told() -> None:
+    weights, _, model, optimizer = made("ModelFactory", OTHERS["momentum"])
+    step_of([1, 2, 3], weights, model=model, optimizer=optimizer)
+    weights.afterOptimizerStep([1, 2, 3])
+    before = weights.getNumpyVersion()
+    step_of([4, 4, 5], weights, model=model, optimizer=optimizer)
+    with pytest.raises(errors.WriteBackError, match="slots of one row differ"):
+        weights.afterOptimizerStep([4, 4, 5])
+    np.testing.assert_array_equal(weights.getNumpyVersion(), before)
+
+
+@pytest.mark.parametrize("optimizer", ["momentum", "adam", "rprop"])
+def test_a_first_batch_may_be_interrupted(optimizer: str) -> None:
+    weights, states, model, inner = made("ModelFactory", OTHERS[optimizer])
+    step_of([1, 2], weights, states, model=model, optimizer=inner)
+    step_of([3, 4], weights, states, model=model, optimizer=inner)
+    weights.afterOptimizerStep([3, 4])
+    states.afterOptimizerStep([3, 4])
+    changed = (weights.getNumpyVersion() != start().numpy()).any(1)
+    assert np.flatnonzero(changed).tolist() == [3, 4]
+
+
+def test_the_optimizer_may_be_loaded_after_its_tables_are_made() -> None:
+    weights, states, model, optimizer = made("ModelFactory", OTHERS["adam"])
+    step_of([1, 2], weights, states, model=model, optimizer=optimizer)
+    saved = optimizer.state_dict()
+    weights, states, model, optimizer = made("ModelFactory", OTHERS["adam"])
+    optimizer.load_state_dict(saved)
+    step_of([3, 4, 5], weights, states, model=model, optimizer=optimizer)
+    states.afterOptimizerStep([3, 4, 5])
+    assert np.flatnonzero(states.getNumpyVersion()["exp_avg"].any(1)).tolist() == [3, 4, 5]
+    states.saveCupy("states")
+    states.loadCupy("states")
+
+
+def test_the_model_may_change_its_dtype_before_optinit() -> None:
+    model = Model(2, dtype=torch.float32)
+    optimizer = torch.optim.Adam(model.inner.words.parameters())
+    weights = SpeedTorch.ModelFactory(model.inner.words, N, DIM)
+    states = SpeedTorch.OptimizerFactory(optimizer, N, DIM, model, "inner.words")
+    model.double()
+    weights.zerosInit()
+    states.optInit()
+    for _ in range(2):
+        step_of([1, 2], weights, states, model=model, optimizer=optimizer)
+        weights.afterOptimizerStep([1, 2])
+        states.afterOptimizerStep([1, 2])
+    assert optimizer.state[model.inner.words.weight]["exp_avg"].dtype is torch.float64
+
+
+@pytest.mark.parametrize("way", ["Cupy", "Torch"])
+def test_loading_ends_the_batch(way: str) -> None:
+    weights, states, model, _ = made("ModelFactory", OTHERS["momentum"])
+    for table in (weights, states):
+        getattr(table, f"save{way}")("table")
+        table.beforeForwardPass([1, 1])
+        getattr(table, f"load{way}")("table")
+        with pytest.raises(errors.WriteBackError, match="not in the model"):
+            table.afterOptimizerStep([1, 1])
+    assert not model.inner.words.weight._backward_hooks
+
+
+def test_a_default_device_is_not_for_tables() -> None:
+    with torch.device("meta"):
+        model = Model(2).to_empty(device="cpu")
+        weights = SpeedTorch.ModelFactory(model.inner.words, N, DIM)
+        states = SpeedTorch.OptimizerFactory(OTHERS["momentum"]([model.inner.words.weight]), N, DIM, model, "inner.words")
+        weights.zerosInit()
+        states.optInit()
+        for table in (weights, states):
+            table.beforeForwardPass([1, 1])
+            table.afterOptimizerStep([1, 1])
+            table.saveCupy("table")
+            table.loadCupy("table")
+        gadget = SpeedTorch.DataGadget(ARRAY)
+        gadget.gadgetInit()
+        np.testing.assert_array_equal(gadget.getData(1).cpu().numpy(), ARRAY[1])
+
+
+def test_rows_of_files_are_found_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    np.save("data.npy", ARRAY)
+    weights, gadget = SpeedTorch.ModelFactoryMM(nn.Embedding(2, DIM), N, DIM), SpeedTorch.DataGadgetMM("data.npy")
+    weights.zerosInit()
+    gadget.gadgetInit()
+    os.mkdir("elsewhere")
+    monkeypatch.chdir("elsewhere")
+    weights.beforeForwardPass([1])
+    weights.afterOptimizerStep([1])
+    assert not weights.getNumpyVersion().any()
+    np.testing.assert_array_equal(gadget.getNumpyVersion(), ARRAY)
+    assert os.listdir() == []
+
+
+def test_saving_into_the_tables_own_file() -> None:
+    rows = np.arange(1 << 14, dtype=np.float32).reshape(-1, DIM + 1)
+    np.save("data.npy", rows)
+    os.symlink("data.npy", "link.npy")
+    gadget = SpeedTorch.DataGadgetMM("data.npy")
+    gadget.gadgetInit()
+    gadget.insertData(-1.0, 0)
+    rows[0] = -1
+    for name in ("data", "data.npy", "link"):
+        gadget.saveCupy(name)
+        np.testing.assert_array_equal(np.load("data.npy"), rows)
+    gadget.insertData(-2.0, 1)
+    assert (np.load("data.npy")[1] == -2).all()
+    states = made("ModelFactoryMM", OTHERS["momentum"])[1]
+    for table, name in [(gadget, "link.npy"), (states, "inner.wordsSGD0.memmapmomentum_buffer.cpy.npy")]:
+        with pytest.raises(errors.ArgumentError, match="has its rows in this file"):
+            table.saveTorch(name)
+
+
+def test_saved_files_are_there_whole_or_as_they_were() -> None:
+    weights, states, _, _ = made("ModelFactory", OTHERS["adam"])
+    for save, name in [(weights.saveCupy, "a.npy"), (weights.saveTorch, "a"), (states.saveCupy, "s.npz"), (states.saveTorch, "s")]:
+        save(name)
+        first = os.stat(name).st_ino
+        save(name)
+        assert os.stat(name).st_ino != first  # another file has taken the name
+    with pytest.raises(ZeroDivisionError), tables.replacing("a.npy") as file:
+        file.write(b"half")
+        raise ZeroDivisionError
+    np.testing.assert_array_equal(np.load("a.npy"), start().numpy())
+    assert sorted(os.listdir()) == ["a", "a.npy", "s", "s.npz"]
+    weights.loadCupy("a")  # what saveCupy has made of this name, and not saveTorch
+
+
+def test_files_of_tables_that_could_not_be_filled_do_not_stay() -> None:
+    weights, states, _, optimizer = made("ModelFactory", OTHERS["adam"])
+    np.save("wrong.npy", np.zeros((3, 3)))
+    states.saveTorch("states")
+    saved = torch.load("states")
+    before = sorted(os.listdir())
+    weights = SpeedTorch.ModelFactoryMM(weights.model_variable, N, DIM)
+    with pytest.raises(ZeroDivisionError):
+        weights.customInit(lambda table: 1 / 0)
+    with pytest.raises(errors.StoreError, match="was saved"):
+        weights.loadCupy("wrong")
+    states = SpeedTorch.OptimizerFactoryMM(optimizer, N, DIM, states.model, "inner.words", dtype="float64")
+    with pytest.raises(errors.StoreError, match="was saved"):
+        states.restore(saved | {"rows.exp_avg": torch.zeros(3, 3)})
+    assert sorted(os.listdir()) == before
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"rows.exp_avg_sq": torch.zeros(N, 2)}, {"rows.more": torch.zeros(N, DIM)}, {"number.more": 1}, {"begun.more": True}], ids=str
+)
+def test_state_is_taken_over_as_a_whole_or_not_at_all(wrong: dict[str, Any]) -> None:
+    states = made("ModelFactory", OTHERS["adam"])[1]
+    saved = states.snapshot()
+    with pytest.raises(errors.StoreError, match="was saved; Adam has"):
+        states.restore(saved | {"rows.exp_avg": torch.ones(N, DIM)} | wrong)
+    assert not states.getNumpyVersion()["exp_avg"].any()
+
+
+@pytest.mark.parametrize("way", ["Cupy", "Torch"])
+def test_state_of_another_class_is_refused(way: str) -> None:
+    train(*(saving := made("ModelFactory", lambda p: torch.optim.SparseAdam(p), sparse=True)), batches(True, 1))
+    getattr(saving[1], f"save{way}")("states")
+    with pytest.raises(errors.StoreError, match="state of SparseAdam was saved; the optimizer is Adam"):
+        getattr(made("ModelFactory", OTHERS["adam"])[1], f"load{way}")("states")
+
+
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "uint16", "uint32", "uint64", "bfloat16", "complex64"])
+def test_tables_of_torch_have_every_dtype(dtype: str) -> None:
+    table = places.DeviceTable(torch.zeros(5, 2, dtype=getattr(torch, dtype)))
+    values = torch.tensor([[1, 0], [0, 1]]).to(getattr(torch, dtype))
+    table.write(np.array([3, 1]), values)
+    assert torch.equal(table.read(np.array([3, 1]), torch.device("cpu"), values.dtype), values)
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "place"),
+    [(name, {}, ("cuda", False)) for name in ("ModelFactory", "PytorchModelFactory", "GPUPytorchModelFactory")]
+    + [("ModelFactory", {"CPUPinn": True}, ("cpu", True)), ("PytorchModelFactory", {"deviceType": "cpu"}, ("cpu", False))]
+    + [("CPUPytorchModelFactory", {}, ("cpu", True))],
+)
+def test_where_tables_are(monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], place: tuple[str, bool]) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(SpeedTorch, "on_device", lambda *where: asked.append(where))
+    model = Model(2)
+    getattr(SpeedTorch, name)(model.inner.words, N, DIM, **options)
+    optimizer = LAZY["sgd"](model.inner.words.parameters())
+    getattr(SpeedTorch, name.replace("Model", "Optimizer"))(optimizer, N, DIM, model, "inner.words", **options)
+    getattr(SpeedTorch, name.replace("ModelFactory", "COM"))(N, **options)
+    assert asked == [place] * 3
+
+
+def test_attributes_that_programs_read() -> None:
+    embedding = nn.Embedding(2, DIM)
+    weights = SpeedTorch.ModelFactory(embedding, N, DIM, CPUPinn=True)
+    weights.zerosInit()
+    assert weights.CUPYcorpus.device == "cpu"
+    assert weights.CPUPinn
+    mapped, gadget = SpeedTorch.ModelFactoryMM(embedding, N, DIM, "mine"), SpeedTorch.DataGadgetMM(ARRAY, diskname="data")
+    assert (mapped.diskname, mapped.CPUPinn, gadget.diskname, gadget.CPUPinn) == ("mine", False, "data", False)
+    torch_weights = SpeedTorch.CPUPytorchModelFactory(embedding, N, DIM)
+    assert (torch_weights.deviceType, torch_weights.pinType) == ("cpu", True)
+    assert not hasattr(SpeedTorch.ModelFactory, "getCupyMM")
+
+
 def test_a_batch_without_a_step_changes_nothing() -> None:
     weights, states, _, _ = made("ModelFactory", OTHERS["momentum"])
     weights.beforeForwardPass([1, 1])
@@ -432,7 +693,7 @@ def test_only_rows_that_were_lent_come_back() -> None:
         with pytest.raises(errors.WriteBackError, match="not in the model"):
             table.afterOptimizerStep([1, 0])
     model.inner.words.weight.data = torch.zeros(3, DIM)
-    with pytest.raises(errors.WriteBackError, match="3 slots; expected the 2"):
+    with pytest.raises(errors.WriteBackError, match=r"shape \(3, 3\); expected \(2, 3\)"):
         weights.afterOptimizerStep([0, 1])
 
 
@@ -463,8 +724,12 @@ def test_loading_refuses_what_is_not_this() -> None:
     with pytest.raises(errors.StoreError, match=r"shape \(40, 2\) was saved; expected \(40, 3\)"):
         weights.loadCupy("other")
     other = SpeedTorch.OptimizerFactory(LAZY["adagrad"]([model.inner.words.weight]), N, DIM, model, "inner.words")
-    with pytest.raises(errors.StoreError, match="Adagrad has"):
-        other.loadTorch("adam.pt")
+    for without, problem in [((), "state of Adam was saved; the optimizer is Adagrad"), (("optimizer",), "Adagrad has")]:
+        with pytest.raises(errors.StoreError, match=problem):
+            other.restore({key: value for key, value in torch.load("adam.pt").items() if key not in without})
+    torch.save(torch.zeros(2), "tensor.pt")
+    with pytest.raises(errors.StoreError, match="expected tables of an optimizer"):
+        other.loadTorch("tensor.pt")
     for load in (weights.loadCupy, weights.loadTorch, states.loadCupy, states.loadTorch):
         with pytest.raises(errors.FileMissing):
             load("absent")
@@ -515,7 +780,7 @@ def test_co_occurrences(name: str) -> None:
     com = getattr(SpeedTorch, name)(12)
     with pytest.raises(errors.ClosedError, match=r"comInit\(\)"):
         com.getNumpyVersion()
-    com.comInit()
+    com.comInit(CPUPinn=False)
     assert com.getNumpyVersion().shape == (12, 12)
     assert com.getNumpyVersion().dtype == (np.int32 if "Pytorch" in name else np.uint32)
     assert com.getTorchVar().dtype == (torch.int32 if "Pytorch" in name else torch.uint32)
@@ -550,6 +815,14 @@ INDEXES: list[Any] = [
     ([[5], [1]], slice(None), [[0, 1]]),
     ([4, 4], slice(0, 2), slice(None)),
     (0, None, 1),
+    -1,
+    [[0, -7], [-1, 3]],
+    (..., -2),
+    (slice(None), torch.tensor([1, 1])),
+    (torch.arange(7) > 3, slice(0, 2)),
+    (torch.tensor(2), torch.tensor([0, 3])),
+    None,
+    True,
 ]
 
 
@@ -557,7 +830,8 @@ INDEXES: list[Any] = [
 @pytest.mark.parametrize("indexes", INDEXES, ids=repr)
 def test_gadget_indexes_as_numpy_does(name: str, indexes: Any) -> None:
     plain = ARRAY.copy()
-    numpy_indexes = indexes.numpy() if isinstance(indexes, torch.Tensor) else indexes
+    as_array = lambda each: each.numpy() if isinstance(each, torch.Tensor) else each  # noqa: E731
+    numpy_indexes = tuple(map(as_array, indexes)) if isinstance(indexes, tuple) else as_array(indexes)
     gadget = getattr(SpeedTorch, name)(ARRAY)
     gadget.gadgetInit()
     got = gadget.getData(indexes)
@@ -594,14 +868,43 @@ def test_gadget_of_files(name: str) -> None:
         getattr(SpeedTorch, name)("absent.npy").gadgetInit()
 
 
+def test_gadget_takes_files_of_any_order() -> None:
+    np.save("fortran.npy", np.asfortranarray(ARRAY))
+    np.save("swapped.npy", ARRAY.astype(">f4"))
+    for number in range(2):
+        np.save(f"part{number}.npy", ARRAY[3 * number :][: 3 + number])
+    for name in ("fortran.npy", "swapped.npy", "part*.npy"):
+        gadget = SpeedTorch.DataGadget(name)
+        gadget.gadgetInit()
+        np.testing.assert_array_equal(gadget.getData([6, 0]).cpu().numpy(), ARRAY[[6, 0]])
+        np.testing.assert_array_equal(gadget.getNumpyVersion(), ARRAY)
+        with pytest.raises(errors.StoreError, match=r"is in Fortran order|expected one file in this machine's byte order"):
+            SpeedTorch.DataGadgetMM(name).gadgetInit()
+
+
+@pytest.mark.parametrize("name", ["DataGadget", "DataGadgetMM"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "uint32", "complex64"])
+def test_gadget_dtypes(name: str, dtype: str) -> None:
+    rows = torch.arange(12).view(4, 3).to(getattr(torch, dtype))
+    gadget = getattr(SpeedTorch, name)(rows)
+    gadget.gadgetInit()
+    gadget.insertData(gadget.getData([0, 0]), (slice(None, 2),))
+    assert torch.equal(gadget.getData(-1).cpu(), rows[-1])
+    assert torch.equal(gadget.getTorchVar(), rows[torch.tensor([0, 0, 2, 3])])
+
+
 def test_gadget_says_what_is_wrong() -> None:
     gadget = SpeedTorch.DataGadget(torch.from_numpy(ARRAY))
     gadget.gadgetInit()
-    for wrong in (-1, 7, [0, -1], np.array([0, 99]), [0.5], None, np.ones(3, bool), (..., 1)):
+    for wrong in (-8, 7, [0, -8], torch.tensor([0, 99]), [0.5], "rows", np.ones(3, bool), (0, 0, 3), slice(0, 1, 0), [[0], [1, 2]]):
         with pytest.raises(errors.RowIndexError):
             gadget.getData(wrong)
-    with pytest.raises(errors.WriteBackError, match=r"expected values of shape \(2, 4, 3\)"):
-        gadget.insertData(np.zeros((5, 4, 3)), [1, 2])
+        with pytest.raises(errors.RowIndexError):
+            gadget.insertData(1.0, wrong)
+    for values in (np.zeros((5, 4, 3)), "none", torch.eye(3).to_sparse()):
+        with pytest.raises(errors.WriteBackError, match=r"expected values of shape \(2, 4, 3\)"):
+            gadget.insertData(values, [1, 2])
+    np.testing.assert_array_equal(gadget.getNumpyVersion(), ARRAY)
 
 
 def test_rows_lie_beyond_two_to_the_31_elements() -> None:

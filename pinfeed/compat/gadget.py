@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from typing import Any
 
@@ -9,19 +10,18 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..batches import check_rows
-from ..errors import RowIndexError, WriteBackError
-from ..rows import Rows
+from ..errors import RowIndexError, StoreError, WriteBackError
 from ..stores import ArrayStore, MmapStore, PinnedStore, Store
-from ..tensors import TORCH, memory_of, to_torch
-from .tables import FileName, HostTable, OneTable, Table, copy_rows, existing, on_disk
+from ..tensors import TORCH, memory_of
+from .places import HostTable, Table, on_disk, staging
+from .tables import FileName, OneTable, copy_rows, existing, making
 
 
 class DataGadget(OneTable):
     """Rows of a .npy file in memory, to be taken to the GPU and back.
 
     Args:
-        fileName: The file; or an array, a CPU tensor or a Store.
+        fileName: The file, in C or Fortran order, or several as a pattern; or an array, a CPU tensor or a Store.
         CPUPinn: Whether to page-lock the rows.
     """
 
@@ -37,22 +37,22 @@ class DataGadget(OneTable):
             FileMissing: There is no such file.
             StoreError: Not a .npy file, or not rows that torch can have.
         """
-        self.close()
-        self._tables = {"": self._opened(self.fileName)}
+        self._take(self.fileName)
 
     def getData(self, indexes: Any) -> torch.Tensor:
         """What numpy would give for ``array[indexes]``, as a new tensor on the GPU, or on the host where there is none.
 
         Args:
-            indexes: An integer, a slice, a mask, an array, a list or a tensor of row numbers, or a tuple that begins with one of these.
+            indexes: Whatever numpy takes; tensors on any device stand for arrays.
 
         Raises:
-            RowIndexError: Row numbers that are negative or too large, or something that is no index of rows.
+            RowIndexError: Out of range, or no index.
         """
-        rows, part = self._index(indexes)
+        picked = self._picked(_for_numpy(indexes))
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        picked = np.asarray(self._read(rows)[part], order="C")
-        return to_torch(picked).to(device)
+        out = staging(picked.shape, TORCH[picked.dtype], device)
+        memory_of(out)[...] = picked
+        return out.to(device, non_blocking=True)
 
     def insertData(self, dataObject: Any, indexes: Any) -> None:
         """Do what numpy would do for ``array[indexes] = dataObject``; of rows that repeat, the last one stays.
@@ -63,60 +63,50 @@ class DataGadget(OneTable):
 
         Raises:
             RowIndexError: As for ``getData``.
-            WriteBackError: The shapes do not match.
+            WriteBackError: The shapes do not match, or the values cannot be converted. Nothing has changed.
         """
-        rows, part = self._index(indexes)
-        block = self._read(rows)
-        values = memory_of(dataObject.detach().cpu()) if isinstance(dataObject, torch.Tensor) else np.asarray(dataObject)
+        index, array = _for_numpy(indexes), self._array()
         try:
-            block[part] = values
-        except ValueError as error:
-            raise WriteBackError(f"insertData: {error}; expected values of shape {block[part].shape}") from None
-        self._all()[""].write(rows, to_torch(block))
+            array[index] = np.asarray(_for_numpy(dataObject), dtype=array.dtype)
+        except (IndexError, OverflowError, TypeError, ValueError) as error:
+            expected = self._picked(index).shape  # unless the indexes are to blame
+            raise WriteBackError(f"insertData: {error}; expected values of shape {expected} for {array.dtype}") from None
 
     def loadCupy(self, loadFileName: FileName) -> None:
-        """Load another .npy file, of any shape."""
-        self.fileName = existing(loadFileName, ".npy")
-        self.gadgetInit()
+        """Go on with another .npy file, of any shape.
+
+        Raises:
+            FileMissing: There is no such file.
+            StoreError: As for ``gadgetInit``.
+        """
+        self._take(existing(loadFileName, ".npy"))
 
     def _load(self, store: Store) -> None:
-        self.fileName = store
-        self.gadgetInit()
+        self._take(store)
+
+    def _take(self, source: Any) -> None:
+        self._begin({"": self._opened(source)})
+        self.fileName = source
 
     def _opened(self, source: Any) -> Table:
-        return HostTable(PinnedStore(source, pin="auto" if self.CPUPinn else False))
+        return HostTable(PinnedStore(_rows_in_order(source), pin="auto" if self.CPUPinn else False))
 
-    def _read(self, rows: Rows) -> npt.NDArray[Any]:
-        table = self._all()[""]
-        return memory_of(table.read(rows, torch.device("cpu"), TORCH[table.dtype]))
+    def _array(self) -> npt.NDArray[Any]:
+        return memory_of(self._all()[""].tensor())
 
-    def _index(self, indexes: Any) -> tuple[Rows, tuple[Any, ...]]:
-        """Rows, each once, and what to index them with to get what ``indexes`` means."""
-        n_rows = self._all()[""].shape[0]
-        given = indexes if isinstance(indexes, tuple) else (indexes,)
-        first, *rest = (each.detach().cpu().numpy() if isinstance(each, torch.Tensor) else each for each in given or (slice(None),))
-        if first is Ellipsis and not rest:
-            first = slice(None)
-        if isinstance(first, slice):
-            rows = np.arange(*first.indices(n_rows), dtype=np.int64)
-            return rows, (slice(None), *rest)
-        array = np.asarray(first)
-        if array.dtype == bool and array.ndim:
-            if array.shape != self._all()[""].shape[: array.ndim]:
-                raise RowIndexError(f"indexes: a mask of shape {array.shape} for rows of shape {self._all()[''].shape}")
-            array, *masked = np.nonzero(array)
-            rest = [*masked, *rest]
-        if first is None or first is Ellipsis:
-            raise RowIndexError(f"indexes={indexes!r}: expected row numbers first")
-        rows, inverse = np.unique(check_rows(array.reshape(-1), n_rows, "indexes"), return_inverse=True)
-        return rows, (inverse.reshape(array.shape) if array.ndim else 0, *rest)
+    def _picked(self, index: Any) -> npt.NDArray[Any]:
+        array = self._array()
+        try:
+            return np.asarray(array[index])
+        except (IndexError, TypeError, ValueError) as error:
+            raise RowIndexError(f"indexes: {error}; expected what numpy takes for an array of shape {array.shape}") from None
 
 
 class DataGadgetMM(DataGadget):
     """Rows of a .npy file, which stay there: ``insertData`` writes them through.
 
     Args:
-        fileName: The file; or an array, a CPU tensor or a Store, of which a file is made.
+        fileName: The file, in C order and this machine's byte order; or an array, a CPU tensor or a Store, of which a file is made.
         CPUPinn: Accepted; rows of a file are not in memory.
         diskname: Of the file that is made.
     """
@@ -125,10 +115,41 @@ class DataGadgetMM(DataGadget):
         super().__init__(fileName, CPUPinn)
         self.diskname = diskname
 
+    def loadCupy(self, loadFileName: FileName) -> None:
+        """Go on with another .npy file, of any shape, which ``insertData`` will then change.
+
+        Raises:
+            FileMissing: There is no such file.
+            StoreError: As for ``gadgetInit``.
+        """
+        super().loadCupy(loadFileName)
+
     def _opened(self, source: Any) -> Table:
         if isinstance(source, (str, os.PathLike)):
-            return HostTable(MmapStore(source, mode="r+"))
-        store = source if isinstance(source, Store) else ArrayStore(source, name="fileName")
-        table = on_disk(self.diskname)((store.n_rows, *store.row_shape), store.dtype, "")
-        copy_rows(store, table)
-        return table
+            store = MmapStore(os.path.abspath(source), mode="r+")
+            if len(store.paths) > 1 or np.load(store.paths[0], mmap_mode="r").dtype != store.dtype:
+                raise StoreError(
+                    f"{source}: expected one file in this machine's byte order, to be read and written where it is; DataGadget takes a copy"
+                )
+            return HostTable(store)
+        rows = source if isinstance(source, Store) else ArrayStore(source, name="fileName")
+        with making() as tables:
+            tables[""] = on_disk(self.diskname)((rows.n_rows, *rows.row_shape), rows.dtype, "")
+            copy_rows(rows, tables[""])
+        return tables[""]
+
+
+def _for_numpy(value: Any) -> Any:
+    """Tensors as arrays, also those in a tuple."""
+    if isinstance(value, tuple):
+        return tuple(map(_for_numpy, value))
+    return memory_of(value.detach().cpu()) if isinstance(value, torch.Tensor) else value
+
+
+def _rows_in_order(source: Any) -> Any:
+    """The source; of a .npy file in Fortran order a copy whose rows are contiguous."""
+    if isinstance(source, (str, os.PathLike)) and os.path.isfile(source):
+        with contextlib.suppress(ValueError):  # no .npy file: the store has the words for it
+            array = np.lib.format.open_memmap(source, mode="r")
+            return np.ascontiguousarray(array) if array.flags.fnc else source
+    return source

@@ -12,22 +12,29 @@ Names, arguments and the order of calls are those of its README; tables are pinf
 What is different, because it gave wrong results or did not run:
 
 - An id that occurs several times in a batch has its gradients summed over its slots, and each slot gets the sum: all of them evolve
-  alike, and the table is that of training the whole of it. (A norm of ``weight.grad`` counts the sum once for each slot.)
-- Ids that are negative or out of range are a ``RowIndexError``; they wrapped around.
+  alike, and the table is that of training the whole of it. (A norm of ``weight.grad`` counts the sum once for each slot.) An optimizer
+  that keeps state needs its OptimizerFactory for this: without one its state stays with the slots, and where slots of one row are found to
+  differ, ``afterOptimizerStep`` is a ``WriteBackError``. An optimizer whose step couples the rows of a parameter (Adafactor, Muon) takes
+  the slots of the batch for the parameter.
+- Ids that are negative or out of range are a ``RowIndexError``; they wrapped around. (A DataGadget takes all indexes of numpy.)
 - All row-wise state travels with its row, found out by trying the optimizer: SGD's momentum and Rprop's step sizes too. It begins as the
   optimizer begins it: ``initial_accumulator_value`` counts. State that is one for the table, ``step`` say, stays in the optimizer.
 - State is found by the parameter itself: the optimizer may have some of the parameters only, in any order, and modules may be nested.
 - ``padding_idx`` and ``scale_grad_by_freq`` of an embedding mean ids and are refused; they were applied to slots.
 - Batches may differ in size: a gradient of another size is dropped. Rows that were not lent cannot be brought back.
-- Tables of optimizers can be saved and loaded, with their number of steps: ``saveCupy`` makes a .npz of them.
+- Tables of optimizers can be saved and loaded, with their number of steps: ``saveCupy`` makes a .npz of them. Files are there whole, or as
+  they were.
 - ``MM`` tables are files (``<diskname><N>.memmap.cpy.npy``), whose rows are read and written where they are, not held in memory.
 - A dtype may be a name, a numpy dtype or a torch dtype. The table has it; the weight keeps its own.
-- Random numbers come from torch's generator: ``torch.manual_seed`` repeats them.
+- Random numbers come from torch's generator, of the GPU for a table that is there: ``torch.manual_seed`` repeats them.
 - Errors are raised, not printed. No call waits for the whole device, and CuPy's allocator is left alone.
 
-Tensors come to where the weight is. There is no CuPy in between: ``CPUPinn`` and ``pinType`` page-lock where that can be, and are ordinary
-memory elsewhere; without them a table of the CuPy classes is in ordinary memory too, not on the GPU. The torch classes with
-``deviceType="cuda"``, and those named GPU, keep their tables on the GPU if there is one.
+Tensors come to where the weight is. The tables of the CuPy classes without ``CPUPinn``, of the torch classes with ``deviceType="cuda"`` and
+of those named GPU are on the GPU, if there is one; others are in memory or, ``MM``, in files. A DataGadget is in memory in any case.
+
+No kernel of the GPU reads memory of the host, as ``CPUPinn`` once meant. The CPU gathers the rows of a batch, from memory or from a file,
+into page-locked memory, and they are copied from there. ``CPUPinn`` and ``pinType`` page-lock the table too, if CuPy and a GPU are there
+(else it is in ordinary memory); these copies do not need it.
 """
 
 from __future__ import annotations
@@ -38,8 +45,9 @@ import torch
 from torch import nn
 
 from .gadget import DataGadget, DataGadgetMM
+from .places import Place, on_device, on_disk
 from .states import StateTables
-from .tables import CountTable, Tables, in_memory, on_device, on_disk
+from .tables import CountTable
 from .weights import WeightTable
 
 __all__ = [
@@ -63,66 +71,73 @@ __all__ = [
 ]
 
 
+def _on_gpu_unless(CPUPinn: bool) -> Place:
+    return on_device("cpu" if CPUPinn else "cuda", CPUPinn)
+
+
 class ModelFactory(WeightTable):
-    """A table of embeddings in memory, page-locked if ``CPUPinn``."""
+    """A table of embeddings on the GPU, if there is one, or with ``CPUPinn`` in page-locked memory."""
 
     def __init__(
         self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32", CPUPinn: bool = False
     ) -> None:
-        super().__init__(model_variable, total_classes, embed_dimension, datatype, in_memory(CPUPinn))
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, _on_gpu_unless(CPUPinn))
+        self.CPUPinn = CPUPinn
 
 
 class OptimizerFactory(StateTables):
-    """Tables of the row-wise state of an optimizer in memory, page-locked if ``CPUPinn``."""
+    """Tables of the row-wise state of an optimizer on the GPU, if there is one, or with ``CPUPinn`` in page-locked memory."""
 
     def __init__(
         self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
         dtype: Any = "float32", CPUPinn: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, in_memory(CPUPinn))
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, _on_gpu_unless(CPUPinn))
+        self.CPUPinn = CPUPinn
 
 
 class COM(CountTable):
-    """A table of co-occurrences in memory, page-locked if ``CPUPinn``."""
+    """A table of co-occurrences on the GPU, if there is one, or with ``CPUPinn`` in page-locked memory."""
 
     def __init__(self, total_classes: int, datatype: Any = "uint32", CPUPinn: bool = False) -> None:
-        super().__init__(total_classes, datatype, in_memory(CPUPinn))
+        super().__init__(total_classes, datatype, _on_gpu_unless(CPUPinn))
+        self.CPUPinn = CPUPinn
 
 
-class OnDisk(Tables):
-    """Tables in files."""
-
-    def getCupyMM(self) -> Any:
-        """The table, mapped from its file."""
-        return self.getCupyVar()
-
-
-class ModelFactoryMM(WeightTable, OnDisk):
+class ModelFactoryMM(WeightTable):
     """A table of embeddings in a file; each initialisation makes a new one. ``CPUPinn`` is accepted: the rows are not in memory."""
+
+    getCupyMM = WeightTable.getCupyVar  # noqa: N815 - its documented name
 
     def __init__(
         self, model_variable: Any, total_classes: int, embed_dimension: int, diskname: str = "variable", datatype: Any = "float32",
         CPUPinn: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(model_variable, total_classes, embed_dimension, datatype, on_disk(diskname))
+        self.diskname, self.CPUPinn = diskname, CPUPinn
 
 
-class OptimizerFactoryMM(StateTables, OnDisk):
+class OptimizerFactoryMM(StateTables):
     """Tables of the row-wise state of an optimizer, each in a file; ``diskname`` is the variable's and the optimizer's if None."""
+
+    getCupyMM = StateTables.getCupyVar  # noqa: N815 - its documented name
 
     def __init__(
         self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
         dtype: Any = "float32", CPUPinn: bool = False, diskname: str | None = None,
     ) -> None:  # fmt: skip
-        place = on_disk(diskname or f"{variable_name}{type(given_optimizer).__name__}")
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, place)
+        self.diskname, self.CPUPinn = diskname or f"{variable_name}{type(given_optimizer).__name__}", CPUPinn
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, on_disk(self.diskname))
 
 
-class COMMM(CountTable, OnDisk):
+class COMMM(CountTable):
     """A table of co-occurrences in a file. ``CPUPinn`` is accepted: the rows are not in memory."""
+
+    getCupyMM = CountTable.getCupyVar  # noqa: N815 - its documented name
 
     def __init__(self, total_classes: int, diskname: str = "COM", datatype: Any = "uint32", CPUPinn: bool = False) -> None:
         super().__init__(total_classes, datatype, on_disk(diskname))
+        self.diskname, self.CPUPinn = diskname, CPUPinn
 
 
 class PytorchModelFactory(WeightTable):
@@ -133,6 +148,7 @@ class PytorchModelFactory(WeightTable):
         pinType: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(model_variable, total_classes, embed_dimension, datatype, on_device(deviceType, pinType))
+        self.deviceType, self.pinType = deviceType, pinType
 
 
 class PytorchOptimizerFactory(StateTables):
@@ -143,6 +159,7 @@ class PytorchOptimizerFactory(StateTables):
         dtype: Any = "float32", deviceType: str = "cuda", pinType: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, on_device(deviceType, pinType))
+        self.deviceType, self.pinType = deviceType, pinType
 
 
 class PytorchCOM(CountTable):
@@ -150,6 +167,7 @@ class PytorchCOM(CountTable):
 
     def __init__(self, total_classes: int, datatype: Any = "int32", deviceType: str = "cuda", pinType: bool = False) -> None:
         super().__init__(total_classes, datatype, on_device(deviceType, pinType))
+        self.deviceType, self.pinType = deviceType, pinType
 
 
 class GPUPytorchModelFactory(PytorchModelFactory):

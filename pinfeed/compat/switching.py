@@ -9,8 +9,9 @@ import numpy as np
 import torch
 
 from ..batches import check_rows
-from ..errors import WriteBackError
+from ..errors import ArgumentError, WriteBackError
 from ..rows import Rows
+from .places import Table
 from .tables import Tables
 
 
@@ -61,7 +62,7 @@ class Switcher(Tables):
 
         Raises:
             RowIndexError: Not integers, negative or too large.
-            WriteBackError: Other rows than ``beforeForwardPass`` was given.
+            WriteBackError: Other rows than ``beforeForwardPass`` was given, rows of another shape, or slots of one row that differ.
         """
         rows, lent = self._rows(retrievedPosIndexes, retrievedNegIndexes), self._lent
         if lent is None or not np.array_equal(rows, lent.rows):
@@ -71,6 +72,10 @@ class Switcher(Tables):
             )
         self._land(lent)
         self._lent = None
+
+    def _begin(self, tables: dict[str, Table]) -> None:
+        super()._begin(tables)
+        self._lent = None  # rows of what was there before
 
     def _rows(self, *ids: Any) -> Rows:
         arrays = [np.asarray(each.detach().cpu() if isinstance(each, torch.Tensor) else each) for each in ids if each is not None]
@@ -83,12 +88,24 @@ class Switcher(Tables):
         raise NotImplementedError
 
 
-def first_of(values: torch.Tensor, slots: Slots, name: str) -> torch.Tensor:
+def check_width(weight: torch.Tensor, embed_dimension: int, name: str) -> None:
+    """Check that rows of ``embed_dimension`` numbers fit.
+
+    Raises:
+        ArgumentError: They do not.
+    """
+    if weight.ndim != 2 or weight.shape[1] != embed_dimension:
+        raise ArgumentError(
+            f"embed_dimension={embed_dimension}: {name} has a weight of shape {tuple(weight.shape)}; expected (rows, {embed_dimension})"
+        )
+
+
+def first_of(values: torch.Tensor, slots: Slots, row_shape: tuple[int, ...], name: str) -> torch.Tensor:
     """Of each row, what its first slot holds: all of them hold the same.
 
     Raises:
-        WriteBackError: There are more or fewer slots.
+        WriteBackError: There are more or fewer slots, or rows of another shape.
     """
-    if len(values) != len(slots.rows):
-        raise WriteBackError(f"{name} has {len(values)} slots; expected the {len(slots.rows)} that were lent")
+    if tuple(values.shape) != (len(slots.rows), *row_shape):
+        raise WriteBackError(f"{name} is of shape {tuple(values.shape)}; expected {(len(slots.rows), *row_shape)}, as it was lent")
     return values.detach().index_select(0, torch.from_numpy(slots.first).to(values.device))

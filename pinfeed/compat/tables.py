@@ -1,175 +1,23 @@
-"""Tables on the host, on a GPU or on the disk: what the faces of SpeedTorch keep their rows in."""
+"""Tables: rows in one place or several, and how they are made, shown, saved and loaded as a whole."""
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import os
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterator
+from typing import IO, Any
 
 import numpy as np
 import torch
 
-from ..dtypes import BFLOAT16, dtype_of
+from ..dtypes import BFLOAT16
 from ..errors import ArgumentError, ClosedError, FileMissing, StoreError
-from ..rows import Rows
-from ..stores import ArrayStore, MmapStore, PinnedStore, Store
-from ..tensors import NUMPY, TORCH, memory_of, to_torch
+from ..stores import ArrayStore, MmapStore, Store
+from ..tensors import TORCH, memory_of
 from ..training.embedding import pieces
+from .places import HostTable, Place, Table, as_dtype
 
 FileName = str | os.PathLike[str]
-
-
-class Table(Protocol):
-    """Rows in one place."""
-
-    def read(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor of the rows, which may repeat, shape (n, *row_shape)."""
-
-    def write(self, rows: Rows, values: torch.Tensor) -> None:
-        """Store the values as the rows, each of which is there once."""
-
-    def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
-        """Let a function fill the table as a whole, where it is."""
-
-    def tensor(self) -> torch.Tensor:
-        """The table itself, shared."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """(n_rows, *row_shape)."""
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        """Of the rows."""
-
-    def close(self) -> None:
-        """Flush and close a file. Idempotent."""
-
-
-Place = Callable[[tuple[int, ...], np.dtype[Any], str], Table]
-"""Given shape, dtype and key: a new table of zeros."""
-
-
-class HostTable:
-    """Rows of a store, in memory or in one file."""
-
-    def __init__(self, store: Store) -> None:
-        self.store = store
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.store.n_rows, *self.store.row_shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return self.store.dtype
-
-    def read(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        # Page-locked, so that the copy need not wait: torch's allocator keeps the memory until the copy is done.
-        out = torch.empty((len(rows), *self.store.row_shape), dtype=TORCH[self.dtype], pin_memory=device.type == "cuda")
-        self.store.gather(rows, memory_of(out))
-        return out.to(device, non_blocking=True).to(dtype)
-
-    def write(self, rows: Rows, values: torch.Tensor) -> None:
-        self.store.scatter(rows, memory_of(values.detach().to("cpu", TORCH[self.dtype]).contiguous()))
-
-    def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
-        with torch.no_grad():
-            if isinstance(self.store, MmapStore):
-                with self.store.mapped() as array:
-                    function(to_torch(array))
-            else:
-                function(self.tensor())
-
-    def tensor(self) -> torch.Tensor:
-        if isinstance(self.store, MmapStore):
-            mapped = np.load(self.store.paths[0], mmap_mode="r+")
-            return to_torch(np.asarray(mapped if mapped.dtype == self.dtype else mapped.view(self.dtype)))
-        assert isinstance(self.store, ArrayStore)
-        return to_torch(self.store.array)
-
-    def close(self) -> None:
-        self.store.close()
-
-
-class DeviceTable:
-    """Rows in the memory of a GPU."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self._tensor.shape)
-
-    @property
-    def dtype(self) -> np.dtype[Any]:
-        return NUMPY[self._tensor.dtype]
-
-    def read(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        return self._tensor.index_select(0, self._ids(rows)).to(device, dtype)
-
-    def write(self, rows: Rows, values: torch.Tensor) -> None:
-        self._tensor.index_copy_(0, self._ids(rows), values.detach().to(self._tensor))
-
-    def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
-        with torch.no_grad():
-            function(self._tensor)
-
-    def tensor(self) -> torch.Tensor:
-        return self._tensor
-
-    def close(self) -> None:
-        """Memory needs none."""
-
-    def _ids(self, rows: Rows) -> torch.Tensor:
-        return torch.from_numpy(rows).to(self._tensor.device)
-
-
-def in_memory(page_locked: bool) -> Place:
-    """On the host; page-locked, where that is wanted and can be."""
-    return lambda shape, dtype, key: HostTable(PinnedStore.zeros(shape, dtype, pin="auto" if page_locked else False))
-
-
-def on_device(device_type: str, page_locked: bool) -> Place:
-    """On a GPU if there is one and it is wanted, else on the host.
-
-    Raises:
-        ArgumentError: A device of another type.
-    """
-    try:
-        device = torch.device(device_type)
-    except RuntimeError as error:
-        raise ArgumentError(f"deviceType={device_type!r}: {error}") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ArgumentError(f"deviceType={device_type!r}: expected 'cuda' or 'cpu'")
-    if device.type == "cpu" or not torch.cuda.is_available():
-        return in_memory(page_locked)
-    return lambda shape, dtype, key: DeviceTable(torch.zeros(shape, dtype=TORCH[dtype], device=device))
-
-
-def on_disk(name: str) -> Place:
-    """In a new .npy file, which takes the first number that is free."""
-
-    def make(shape: tuple[int, ...], dtype: np.dtype[Any], key: str) -> Table:
-        names = (f"{name}{number}.memmap{key}.cpy.npy" for number in itertools.count())
-        return HostTable(MmapStore.create(next(path for path in names if not os.path.exists(path)), shape, dtype))
-
-    return make
-
-
-def as_dtype(value: Any) -> np.dtype[Any]:
-    """The numpy dtype that a name, a numpy dtype or a torch dtype spells.
-
-    Raises:
-        StoreError: numpy and torch do not both have it.
-    """
-    if not isinstance(value, torch.dtype):
-        return dtype_of(value, "datatype")
-    if value not in NUMPY:
-        raise StoreError(f"datatype {value}: expected one of {', '.join(map(str, NUMPY))}")
-    return NUMPY[value]
 
 
 def copy_rows(source: Store, table: Table) -> None:
@@ -186,6 +34,45 @@ def copy_rows(source: Store, table: Table) -> None:
         table.write(rows, values.read(rows, torch.device("cpu"), TORCH[source.dtype]))
 
 
+def store_of(value: Any, name: str) -> ArrayStore:
+    """The rows of a tensor that was saved.
+
+    Raises:
+        StoreError: It is no tensor, or not one of rows.
+    """
+    return ArrayStore(value.contiguous() if isinstance(value, torch.Tensor) else value, name=name)
+
+
+@contextlib.contextmanager
+def making() -> Iterator[dict[str, Table]]:
+    """A dict for new tables; if they cannot be made or filled, their files do not stay."""
+    tables: dict[str, Table] = {}
+    try:
+        yield tables
+    except BaseException:
+        for table in tables.values():
+            for path in table.files:
+                os.remove(path)
+            table.close()
+        raise
+
+
+@contextlib.contextmanager
+def replacing(path: str) -> Iterator[IO[bytes]]:
+    """A file that takes the name ``path`` once it is written and on the disk; if that fails, what was there stays."""
+    path = os.path.realpath(path)  # a link goes on to be one
+    aside = f"{path}.{os.getpid()}.writing"
+    try:
+        with open(aside, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(aside, path)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            os.remove(aside)
+
+
 class Tables:
     """One table, or several with a key each, and what can be done with them as a whole."""
 
@@ -197,8 +84,13 @@ class Tables:
         return self._shown(lambda table: memory_of(table.tensor().cpu()).copy())
 
     def getCupyVar(self) -> Any:
-        """The table itself as a numpy array, shared (of a file: mapped; of a GPU's memory: a copy). There is no CuPy behind it."""
-        return self._shown(lambda table: memory_of(table.tensor().cpu()))
+        """The table itself as a numpy array, shared (of a file: mapped; of a GPU: a read-only copy). There is no CuPy behind it."""
+        return self._shown(_as_array)
+
+    @property
+    def CUPYcorpus(self) -> Any:
+        """As ``getCupyVar()``."""
+        return self.getCupyVar()
 
     def getTorchVar(self) -> Any:
         """The table itself as a torch tensor, shared, where it is."""
@@ -209,8 +101,23 @@ class Tables:
         for table in (self._tables or {}).values():
             table.close()
 
+    def _begin(self, tables: dict[str, Table]) -> None:
+        """Go on with these tables."""
+        if tables is not self._tables:
+            self.close()
+        self._tables = tables
+
     def _shown(self, view: Callable[[Table], Any]) -> Any:
         return view(self._all()[""])
+
+    def _has_rows_in(self, path: str) -> bool:
+        files = [file for table in self._all().values() for file in table.files]
+        return os.path.realpath(path) in map(os.path.realpath, files)
+
+    def _writing(self, path: str) -> contextlib.AbstractContextManager[IO[bytes]]:
+        if self._has_rows_in(path):
+            raise ArgumentError(f"{path}: the table has its rows in this file; save it under another name")
+        return replacing(path)
 
     def _all(self) -> dict[str, Table]:
         if self._tables is None:
@@ -224,8 +131,14 @@ class OneTable(Tables):
     datatype: np.dtype[Any]
 
     def saveCupy(self, saveFileName: FileName) -> None:
-        """Save the table as a .npy file; the name gets .npy if it has not."""
-        np.save(os.fspath(saveFileName), memory_of(self._all()[""].tensor().cpu()))
+        """Save the table as a .npy file, which is there whole or as it was; the name gets .npy if it has not.
+
+        In the table's own file the rows are already.
+        """
+        path = named(saveFileName, ".npy")
+        if not self._has_rows_in(path):
+            with replacing(path) as file:
+                np.save(file, memory_of(self._all()[""].tensor().cpu()))
 
     def loadCupy(self, loadFileName: FileName) -> None:
         """Take over the rows of a .npy file.
@@ -234,12 +147,18 @@ class OneTable(Tables):
             FileMissing: There is no such file.
             StoreError: It is of another shape.
         """
-        with self._saved(existing(loadFileName, ".npy")) as store:
+        dtype = BFLOAT16 if self.datatype == BFLOAT16 else None  # which a .npy file cannot name
+        with MmapStore(existing(loadFileName, ".npy"), dtype=dtype) as store:
             self._load(store)
 
     def saveTorch(self, saveFileName: FileName) -> None:
-        """Save the table with ``torch.save``."""
-        torch.save(self._all()[""].tensor().cpu(), saveFileName)
+        """Save the table with ``torch.save``; the file is there whole or as it was.
+
+        Raises:
+            ArgumentError: The table has its rows in this file.
+        """
+        with self._writing(os.fspath(saveFileName)) as file:
+            torch.save(self._all()[""].tensor().cpu(), file)
 
     def loadTorch(self, loadFileName: FileName) -> None:
         """Take over the rows of a tensor that ``torch.save`` has saved; nothing else in the file is unpickled.
@@ -248,20 +167,20 @@ class OneTable(Tables):
             FileMissing: There is no such file.
             StoreError: It is no tensor, or of another shape.
         """
-        saved = torch.load(existing(loadFileName, ""), map_location="cpu", weights_only=True)
-        self._load(ArrayStore(saved.contiguous() if isinstance(saved, torch.Tensor) else saved, name=os.fspath(loadFileName)))
+        path = existing(loadFileName, "")
+        self._load(store_of(torch.load(path, map_location="cpu", weights_only=True), path))
 
     def new_table(self) -> Table:
         """A table of zeros."""
         raise NotImplementedError
 
-    def _saved(self, path: str) -> MmapStore:
-        return MmapStore(path, dtype=BFLOAT16 if self.datatype == BFLOAT16 else None)  # which a .npy file cannot name
-
     def _load(self, store: Store) -> None:
-        table = self._tables[""] if self._tables is not None else self.new_table()
-        copy_rows(store, table)
-        self._tables = {"": table}
+        with making() as made:
+            if self._tables is None:
+                made[""] = self.new_table()
+            tables = self._tables or made
+            copy_rows(store, tables[""])
+        self._begin(tables)
 
 
 class CountTable(OneTable):
@@ -278,23 +197,35 @@ class CountTable(OneTable):
     def __init__(self, total_classes: int, datatype: Any, place: Place) -> None:
         self.total_classes, self.datatype, self._place = total_classes, as_dtype(datatype), place
 
-    def comInit(self) -> None:
-        """Make the table, of zeros; ``getCupyVar()`` and ``getTorchVar()`` give it to be counted in."""
-        self.close()
-        self._tables = {"": self.new_table()}
+    def comInit(self, CPUPinn: bool = False) -> None:
+        """Make the table, of zeros; ``getTorchVar()`` gives it to be counted in. ``CPUPinn`` is accepted: the constructor has it."""
+        self._begin({"": self.new_table()})
 
     def new_table(self) -> Table:
         return self._place((self.total_classes, self.total_classes), self.datatype, "")
 
 
+def named(name: FileName, suffix: str) -> str:
+    """The name, with the suffix, as numpy's saving names it."""
+    path = os.fspath(name)
+    return path if path.endswith(suffix) else path + suffix
+
+
 def existing(name: FileName, suffix: str) -> str:
-    """The file, with the suffix that saving gave it.
+    """The file, with the suffix that saving gave it, or as it is named.
 
     Raises:
         FileMissing: There is none.
     """
-    path = os.fspath(name)
-    for candidate in (path, path + suffix):
+    for candidate in (named(name, suffix), os.fspath(name)):
         if os.path.isfile(candidate):
             return candidate
-    raise FileMissing(f"{path}: no such file (looked in {os.getcwd()})")
+    raise FileMissing(f"{os.fspath(name)}: no such file (looked in {os.getcwd()})")
+
+
+def _as_array(table: Table) -> Any:
+    tensor = table.tensor()
+    array = memory_of(tensor.cpu())
+    if tensor.device.type != "cpu":
+        array.flags.writeable = False  # what is written into a copy would be lost
+    return array
