@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -53,9 +54,8 @@ class Cell:
         found, rows = [], np.empty(0, np.int64)
         for _ in range(n):
             kept = rng.permutation(rows)[:n_kept]
-            fresh = rng.choice(self.n_rows, n_unique * 2, replace=False, shuffle=False) if self.n_rows < 1 << 16 else None
-            fresh = np.unique(rng.integers(self.n_rows, size=n_unique * 2)) if fresh is None else fresh
-            rows = np.concatenate([kept, rng.permutation(np.setdiff1d(fresh, rows))[: n_unique - len(kept)]])
+            fresh = np.setdiff1d(rng.integers(self.n_rows, size=n_unique * 2), rows)
+            rows = np.concatenate([kept, rng.permutation(fresh)[: n_unique - len(kept)]])
             again = rng.choice(rows, self.n_ids - len(rows))
             found.append(torch.from_numpy(rng.permutation(np.concatenate([rows, again]))))
         return found
@@ -88,7 +88,8 @@ def prefetched(cell: Cell, body: Body, ids: list[torch.Tensor], depth: int = 2) 
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        yield loss.detach()
+        loss = loss.detach()  # a graph that is kept knows the size of the weight
+        yield loss
 
 
 def touched(table: Any, key: str, shape: tuple[int, ...], dtype: Any) -> pinfeed.PinnedStore:
@@ -119,7 +120,8 @@ def gather_and_copy(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator
         optimizer.zero_grad()
         for table, values in zip(tables, (weight.data, state["exp_avg"], state["exp_avg_sq"]), strict=True):
             table.index_copy_(0, rows, values.cpu())
-        yield loss.detach()
+        loss = loss.detach()  # a graph that is kept knows the size of the weight
+        yield loss
 
 
 def whole_table(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -131,7 +133,8 @@ def whole_table(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[tor
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        yield loss.detach()
+        loss = loss.detach()  # a graph that is kept knows the size of the weight
+        yield loss
 
 
 def rows_there(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -144,7 +147,8 @@ def rows_there(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[torc
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        yield loss.detach()
+        loss = loss.detach()  # a graph that is kept knows the size of the weight
+        yield loss
 
 
 def speedtorch(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
@@ -170,7 +174,8 @@ def speedtorch(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[torc
         for (_, array), values in zip(tables, (weight.data, state["exp_avg"], state["exp_avg_sq"]), strict=True):
             array[rows] = cupy.from_dlpack(values)
         _wait_for_all(cupy)
-        yield loss.detach()
+        loss = loss.detach()  # a graph that is kept knows the size of the weight
+        yield loss
 
 
 Run = Callable[[Cell, Body, list[torch.Tensor]], Iterator[torch.Tensor]]
@@ -189,7 +194,12 @@ def contestants(device: str) -> dict[str, Run]:
 
 def start(cell: Cell) -> torch.Tensor:
     """The table as it begins: the same at every call."""
-    return torch.empty(cell.n_rows, cell.dim).normal_(generator=torch.Generator().manual_seed(0))
+    return _drawn(cell.n_rows, cell.dim).clone()
+
+
+@functools.lru_cache(maxsize=1)
+def _drawn(n_rows: int, dim: int) -> torch.Tensor:
+    return torch.empty(n_rows, dim).normal_(generator=torch.Generator().manual_seed(0))
 
 
 def pin(body: Body) -> bool:

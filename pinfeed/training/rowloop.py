@@ -24,7 +24,7 @@ from .optimizer import RowOptimizer
 from .rowsource import FedBatch, IdsOf, RowsOfTables, TableRows
 from .verify import Shadow
 
-_MAX_READERS = 4
+_MAX_READERS = 4  # and half of the cores: the loop and the writer have work of their own
 
 
 def train_rows(
@@ -93,7 +93,7 @@ class RowLoop(LoaderFeeder):
         every = {f"{lent.table.name}.{name}": store for lent in self._tables for name, store in zip(lent.names, lent.stores, strict=True)}
         if shared := aliases(list(every), list(every.values())):
             raise ArgumentError(f"{shared} have rows in common; give tables that are one as one HostEmbedding, looked up several times")
-        pace = Pace(check_depth(depth), n_readers=max(1, min(depth + 1, len(os.sched_getaffinity(0)), _MAX_READERS)))
+        pace = Pace(check_depth(depth), n_readers=max(1, min(depth + 1, len(os.sched_getaffinity(0)) // 2, _MAX_READERS)))
         super().__init__(
             RowsOfTables(loader, specs),
             device=device,
