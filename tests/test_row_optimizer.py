@@ -480,3 +480,24 @@ def test_stores_of_state_are_checked() -> None:
     for make in (lambda *_: ArrayStore(np.zeros((N, 3), np.float32)), lambda _, key, shape, dtype: ArrayStore(np.zeros(shape, np.float64))):
         with pytest.raises(errors.StoreError, match="state 'exp_avg' of users: a store of shape"):
             RowOptimizer(Adam, [table], state=make)
+
+
+def test_mistakes_are_told_apart(tmp_path: Path) -> None:
+    table = HostEmbedding(N, DIM, store=tmp_path / "table.npy", name="table")
+    dense = nn.Embedding(N, DIM)
+    with pytest.raises(errors.ArgumentError, match=r"is a Adam that is made already; expected the class"):
+        RowOptimizer(torch.optim.Adam(dense.parameters()), [table])
+    with pytest.raises(errors.ArgumentError, match=r"tables: got Embedding; expected HostEmbeddings"):
+        RowOptimizer(torch.optim.Adam, [dense])
+    with pytest.raises(errors.ArgumentError, match=r"tables: got Embedding; expected \{table: ids_of_batch\}"):
+        train_rows([torch.arange(3)], {dense: "ids"})
+    with pytest.raises(errors.ArgumentError, match=r"frozen; expected one that can be trained: from_pretrained\(..., freeze=False\)"):
+        RowOptimizer(torch.optim.Adam, [HostEmbedding.from_pretrained(torch.zeros(3, 2))])
+    with pytest.raises(errors.ArgumentError, match=r"table: ids at 'usr' of a batch that has keys 'user'; expected the key of its ids"):
+        list(train_rows([{"user": torch.arange(3)}], {table: "usr"}, device="cpu"))
+    RowOptimizer(torch.optim.Adam, [table]).close()
+    with pytest.raises(
+        errors.StoreError, match=r"state 'exp_avg' of table: .*table.exp_avg.npy is there already; give the table overwrite=True"
+    ):
+        RowOptimizer(torch.optim.Adam, [table])
+    table.close()

@@ -80,6 +80,11 @@ class RowOptimizer(torch.optim.Optimizer):
     def __init__(
         self, optimizer_class: Any, tables: Iterable[HostEmbedding | Mapping[str, Any]], *, state: StateStore | None = None, **options: Any
     ) -> None:
+        if isinstance(optimizer_class, torch.optim.Optimizer):
+            raise ArgumentError(
+                f"optimizer_class is a {type(optimizer_class).__name__} that is made already; expected the class, its options beside it: "
+                f"RowOptimizer(torch.optim.{type(optimizer_class).__name__}, tables, lr=...)"
+            )
         groups = _groups(tables)
         for table in (table for group in groups for table in group["params"]):
             _check_table(table)
@@ -270,7 +275,10 @@ def _groups(tables: Iterable[HostEmbedding | Mapping[str, Any]]) -> list[dict[st
                 params = group["params"]
                 group["params"] = [params] if isinstance(params, HostEmbedding) else list(params)
         except (KeyError, TypeError, ValueError):
-            raise ArgumentError('tables: expected HostEmbeddings, or parameter groups: [{"params": [table], "lr": 0.1}, ...]') from None
+            kinds = ", ".join(sorted({type(table).__name__ for table in given}))
+            raise ArgumentError(
+                f'tables: got {kinds}; expected HostEmbeddings, or parameter groups: [{{"params": [table], "lr": 0.1}}, ...]'
+            ) from None
     every = [table for group in groups for table in group["params"]]
     if len(set(map(id, every))) < len(every):
         raise ArgumentError("a table stands twice among the tables; give each once")
@@ -283,10 +291,12 @@ def _check_table(table: Any) -> None:
             f"tables: got {type(table).__name__}; expected HostEmbeddings (other parameters need an optimizer of their own)"
         )
     if not table.trainable or not table.store.writable:
-        why = "frozen" if not table.trainable else f"in a read-only store ({table.store!r})"
-        raise ArgumentError(
-            f"{table.name} is {why}; expected a table that can be trained (requires_grad_(), or a file opened with mode='r+')"
+        why = (
+            "frozen; expected one that can be trained: from_pretrained(..., freeze=False), or requires_grad_()"
+            if not table.trainable
+            else f"in a read-only store ({table.store!r}); expected one that can be written: a file opened with mode='r+'"
         )
+        raise ArgumentError(f"{table.name} is {why}")
 
 
 def _own(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -340,5 +350,11 @@ def _beside(table: HostEmbedding, key: str, shape: tuple[int, ...], dtype: np.dt
     store = table.store
     if isinstance(store, MmapStore):
         path = pathlib.Path(store.paths[0])
-        return MmapStore.create(path.with_name(f"{path.stem}.{key}.npy"), shape, dtype, overwrite=table.overwrite)
+        beside = path.with_name(f"{path.stem}.{key}.npy")
+        if beside.exists() and not table.overwrite:
+            raise StoreError(
+                f"state {key!r} of {table.name}: {beside} is there already; give the table overwrite=True to begin anew (what a checkpoint "
+                "has is brought by resume), or state=a function that opens it: MmapStore(..., mode='r+')"
+            )
+        return MmapStore.create(beside, shape, dtype, overwrite=table.overwrite)
     return PinnedStore.zeros(shape, dtype, pin=isinstance(store, PinnedStore) and store.page_locked)

@@ -89,7 +89,7 @@ class RowLoop(LoaderFeeder):
     ) -> None:
         optimizers = _check(tables, optimizer)
         self._tables = [_Lent(table, optimizers.get(table)) for table in tables]
-        specs = [TableRows(lent.table.name, _ids_of(tables[lent.table]), lent.stores) for lent in self._tables]
+        specs = [TableRows(lent.table.name, _ids_of(lent.table, tables[lent.table]), lent.stores) for lent in self._tables]
         every = {f"{lent.table.name}.{name}": store for lent in self._tables for name, store in zip(lent.names, lent.stores, strict=True)}
         if shared := aliases(list(every), list(every.values())):
             raise ArgumentError(f"{shared} have rows in common; give tables that are one as one HostEmbedding, looked up several times")
@@ -295,7 +295,8 @@ class _Lent:
 def _check(tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]) -> dict[HostEmbedding, RowOptimizer]:
     """The optimizer of each table that has one."""
     if not isinstance(tables, Mapping) or not tables or not all(isinstance(table, HostEmbedding) for table in tables):
-        raise ArgumentError("tables: expected {table: ids_of_batch}, with one HostEmbedding or several")
+        kinds = ", ".join(sorted({type(table).__name__ for table in tables})) if isinstance(tables, Mapping) else type(tables).__name__
+        raise ArgumentError(f"tables: got {kinds or 'none'}; expected {{table: ids_of_batch}}, with one HostEmbedding or several")
     optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
     found: dict[HostEmbedding, RowOptimizer] = {}
     for one in optimizers:
@@ -310,5 +311,16 @@ def _check(tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]) -> dic
     return found
 
 
-def _ids_of(value: Any) -> IdsOf:
-    return value if callable(value) else lambda batch: batch[value]
+def _ids_of(table: HostEmbedding, value: Any) -> IdsOf:
+    if callable(value):
+        found: IdsOf = value
+        return found
+
+    def at_key(batch: Any) -> Any:
+        try:
+            return batch[value]
+        except (LookupError, TypeError) as error:
+            has = f"keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else f"{type(batch).__name__}"
+            raise ArgumentError(f"{table.name}: ids at {value!r} of a batch that has {has}; expected the key of its ids") from error
+
+    return at_key

@@ -130,5 +130,6 @@ def _flat(ids: Any, name: str) -> np.ndarray[Any, Any]:
     except (StoreError, ValueError, TypeError) as error:
         raise RowIndexError(f"{name}: ids of the batch: {error}") from None
     if array.size and array.dtype.kind not in "iu":
-        raise RowIndexError(f"{name}: ids of the batch are {array.dtype}; expected integers (mask: ids[mask])")
+        hint = " (of a mask: ids[mask])" if array.dtype == bool else ""
+        raise RowIndexError(f"{name}: ids of the batch are {array.dtype}; expected integers{hint}")
     return array.reshape(-1)
