@@ -254,14 +254,15 @@ class SamplerBatches:
         if isinstance(self._rows, np.ndarray):
             size = self._require_batch_size()
             for i in range(0, min(len(self) * size, len(self._rows)), size):
-                yield check_rows(self._rows[i : i + size], self._n_rows)  # again: it may be the user's own array
+                # Again, and a copy: it may be the user's own array, which he changes meanwhile.
+                yield check_rows(self._rows[i : i + size], self._n_rows, copy=True)
             return
         pending: list[Any] = []
         for count, element in enumerate(self._rows):
             if count == 0:
                 self.gives_batches = not _is_single(element)
             if self.gives_batches:
-                yield self._check(element, count)
+                yield self._check(element, count, copy=True)
                 continue
             pending.append(element)
             if len(pending) == self._require_batch_size():
@@ -270,8 +271,8 @@ class SamplerBatches:
         if pending and not self._drop_last:
             yield check_rows(pending, self._n_rows)
 
-    def _check(self, batch: Any, number: int) -> Rows:
-        rows = check_rows(batch, self._n_rows, f"batch {number} of rows")
+    def _check(self, batch: Any, number: int, *, copy: bool = False) -> Rows:
+        rows = check_rows(batch, self._n_rows, f"batch {number} of rows", copy=copy)
         if self._batch_size is not None and len(rows) > self._batch_size:
             raise ArgumentError(
                 f"batch {number} of rows has {len(rows)} rows; expected at most {self._batch_size}, the batch size that was planned; "
@@ -299,8 +300,8 @@ def _is_single(element: Any) -> bool:
     return bool(element.ndim == 0) if hasattr(element, "ndim") else not hasattr(element, "__len__")
 
 
-def check_rows(rows: Any, n_rows: int, name: str = "rows") -> Rows:
-    """``rows`` as int64, contiguous, shape (n,), every one in [0, n_rows).
+def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False) -> Rows:
+    """``rows`` as int64, contiguous, shape (n,), every one in [0, n_rows); with ``copy`` not the caller's memory, which he may change.
 
     Raises:
         RowIndexError: Not integers, negative or too large.
@@ -320,4 +321,4 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows") -> Rows:
         if low < 0 or high >= n_rows:
             wrong = low if low < 0 else high
             raise RowIndexError(f"{name}: row {wrong} is out of range; expected 0 <= row < {n_rows}")
-    return np.ascontiguousarray(array, dtype=np.int64)
+    return array.astype(np.int64, order="C") if copy else np.ascontiguousarray(array, dtype=np.int64)

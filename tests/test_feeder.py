@@ -652,3 +652,26 @@ def test_a_state_counts_batches_and_not_groups(batch_size: int) -> None:
         with Feeder(array, batch_size=batch_size, shuffle=True) as feeder:
             feeder.load_state_dict(state)
             assert [x.tolist() for x in feeder] == whole[stop:]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 4])
+@pytest.mark.parametrize("kind", ["numpy", "torch"])
+def test_rows_that_the_user_writes_over(kind: str, depth: int) -> None:
+    """A sampler that gives the same memory each time, as one does that saves allocations."""
+    x = np.arange(100.0)
+    batches = [np.arange(i, i + 5) for i in range(0, 90, 7)]
+
+    class Sampler:
+        def __iter__(self) -> Any:
+            own = np.empty(5, np.int64)
+            for batch in batches:
+                own[:] = batch
+                yield own if kind == "numpy" else torch.from_numpy(own)
+
+    with Feeder(x, rows=Sampler(), batch_size=None, depth=depth, device="cpu") as feeder:
+        for batch, want in zip(feeder.batches(), batches, strict=True):
+            np.testing.assert_array_equal(batch.rows, want)
+            np.testing.assert_array_equal(batch.data.numpy(), x[want])
+            batch.write_back(batch.data + 1)
+    for batch in batches:
+        assert (x[batch] == np.arange(100.0)[batch] + 1).all()
