@@ -12,6 +12,7 @@ import os
 import weakref
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,8 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 PAGE = mmap.PAGESIZE
-PORTABLE = 1  # cudaHostRegisterPortable: page-locked for every GPU, not only for the current one
+REGISTER = 1 | 2  # cudaHostRegisterPortable and Mapped: for every GPU, not only for the current one, and in reach of its kernels
+_TOUCH_BYTES = 64 << 20  # that one thread touches at a time
 _LOCK_BYTES = 1 << 36  # drivers refuse to lock 512 GiB in one call (seen with r580 and later: xcena-dev/maru PR 64)
 
 
@@ -116,7 +118,10 @@ def page_locked(nbytes: int, lock: Callable[[int, int], object], unlock: Callabl
     """
     mapping = mmap.mmap(-1, block_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping.madvise(mmap.MADV_DONTFORK)
+    with contextlib.suppress(OSError):  # a kernel without huge pages
+        mapping.madvise(mmap.MADV_HUGEPAGE)
     memory = np.frombuffer(mapping, np.uint8)
+    _touch(memory)
     lease = _Lease(memory)
     locked: list[weakref.finalize[..., _Lease]] = []
     try:
@@ -130,6 +135,17 @@ def page_locked(nbytes: int, lock: Callable[[int, int], object], unlock: Callabl
             unlock_piece()
         raise
     return np.asarray(lease)
+
+
+def _touch(memory: Bytes) -> None:
+    """Have the system give the pages now, by several threads: the driver would ask for them one by one."""
+    pieces = [memory[start : start + _TOUCH_BYTES : PAGE] for start in range(0, len(memory), _TOUCH_BYTES)]
+    if len(pieces) == 1:
+        pieces[0].fill(0)
+        return
+    with ThreadPoolExecutor(min(len(pieces), len(os.sched_getaffinity(0)))) as threads:
+        for _ in threads.map(lambda piece: piece.fill(0), pieces):
+            pass
 
 
 def _unlock(unlock: Callable[[int], object], piece: tuple[int, int], memory: Bytes, pid: int) -> None:

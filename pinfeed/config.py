@@ -17,6 +17,8 @@ Route = Literal["staged", "direct"]
 _PAGE = 4096  # host memory is taken in whole pages
 _DEVICE_BLOCK = 512  # torch's caching allocator rounds to this
 _ROW_NUMBER = 8
+ON_THEIR_WAY_BYTES = 8 << 20
+"""Most that the device copies at once of the rows that two batches share."""
 _ORDER = 3 << 20  # the most that an order of rows.py takes: three tables of 512 KiB, and arrays for a run of 16384 rows
 
 
@@ -58,11 +60,17 @@ class Demand:
     """Rows of one epoch, the most that a batch can have."""
     unified: bool
     """Whether batches live in host memory."""
-    route: Route
+    staged: tuple[bool, ...]
+    """Which of the stores the device does not reach."""
     windows: tuple[tuple[int, int], ...] = ()
     """Rows of a window and bytes of a row, for each store whose windows are read ahead."""
     n_together: int = 1
     """Small batches that are gathered together."""
+
+    @property
+    def route(self) -> Route:
+        """Of the stores together."""
+        return "staged" if any(self.staged) else "direct"
 
 
 @dataclass(frozen=True)
@@ -226,12 +234,23 @@ def plan_items(demand: Demand, batch_size: int, depth: int) -> tuple[Item, ...]:
     items = [Item("batches", place, n_batches(depth, demand.n_together), batch(block, everything))]
     if any(demand.writable):
         items.append(Item("write-backs until they have landed and been seen", place, n_held(ahead), batch(block, demand.writable)))
-    if not demand.unified:
-        items.append(Item("staging", "pinned", depth + 1, batch(_PAGE, everything)))
-        if any(demand.writable):
-            items.append(Item("staging of a write-back", "pinned", 1, batch(_PAGE, demand.writable)))
+    if not demand.unified and any(demand.staged):
+        items.append(Item("staging", "pinned", depth + 1, batch(_PAGE, demand.staged)))
+        written = [writable and staged for writable, staged in zip(demand.writable, demand.staged, strict=True)]
+        if any(written):
+            items.append(Item("staging of a write-back", "pinned", 1, batch(_PAGE, written)))
     n_rows_arrays = depth + 3 + (3 * n_held(ahead) if any(demand.writable) else 0)  # of a write-back: the rows, and the rows sorted
     items.append(Item("row numbers", "host", n_rows_arrays, batch_size * _ROW_NUMBER))
+    if not demand.unified and not all(demand.staged):  # for the kernels of each slot and of a write-back
+        numbers = batch_size * _ROW_NUMBER
+        items.append(Item("page-locked row numbers", "pinned", depth + 2, 1 << (numbers - 1).bit_length()))  # by powers of two
+        items.append(Item("uploaded row numbers", "device", depth + 2, -(-numbers // _DEVICE_BLOCK) * _DEVICE_BLOCK))
+    if not demand.unified and any(demand.writable):
+        positions = 2 * batch_size * _ROW_NUMBER
+        rows = max(nbytes for nbytes, writable in zip(demand.row_nbytes, demand.writable, strict=True) if writable)
+        there = max(rows, min(ON_THEIR_WAY_BYTES, batch_size * rows)) + positions
+        items.append(Item("positions of rows that two batches share", "pinned", 2, 1 << (positions - 1).bit_length()))
+        items.append(Item("rows that two batches share", "device", 1, -(-there // _DEVICE_BLOCK) * _DEVICE_BLOCK))
     items.append(Item("the order of the rows", "host", 1, _ORDER))
     if demand.resident_bytes:
         items.append(Item("what the stores hold beside their rows", "host", 1, demand.resident_bytes))
@@ -261,3 +280,10 @@ def check_depth(depth: int) -> int:
     if not hasattr(depth, "__index__") or depth < 0:
         raise ArgumentError(f"depth={depth!r}: expected a whole number, 0 (the synchronous loop) or more")
     return int(depth)
+
+
+def check_route(route: str | None) -> str | None:
+    """``route``; ArgumentError unless it is one, or None."""
+    if route not in (None, "direct", "staged"):
+        raise ArgumentError(f"route={route!r}: expected 'direct', 'staged' or None for the faster one")
+    return route

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
-from .config import DEFAULT_DEPTH, Config, Plan, check_depth, n_held
+from .config import DEFAULT_DEPTH, Config, Plan, check_depth, check_route, n_held
 from .devices import resolve
 from .devices.base import Device
 from .epoch import Loan, Pace
@@ -75,6 +75,8 @@ class Feeder:
         depth: Batches prefetched ahead of the loop, in place of ``config.depth``; 0 is the synchronous loop. None is 2, or more where
             batches are small.
         device: ``"auto"`` (CUDA where there is one), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a ``torch.device`` or a Device.
+        route: On a GPU, how rows of page-locked stores get there: ``"direct"``, a kernel reads them where they are; ``"staged"``, they are
+            gathered by the CPU and copied; None for what is measured to be faster (``plan`` tells).
         progress: Show a progress bar.
         timeline: Record what takes time in every batch. On a GPU the reader then waits for each of its copies.
 
@@ -98,10 +100,12 @@ class Feeder:
         drop_last: bool = False,
         depth: int | None = None,
         device: Any = "auto",
+        route: str | None = None,
         progress: bool = False,
         timeline: bool = False,
     ) -> None:
         _check_arguments(batch_size, config, rows, shuffle, depth)
+        check_route(route)
         if rows is None:
             rows = shuffled(seed) if shuffle else sequential()
         self._stores = StoreTree(source)
@@ -111,7 +115,7 @@ class Feeder:
             self._write_pace = Pace(DEFAULT_DEPTH, n_readers=pace.n_readers) if pace.n_together > 1 else pace
             found = resolve(device, n_spare=len(self._stores.stores) * (pace.n_slots + 1 + n_held(self._write_pace.depth)))
             self._device, self._owned_device = found, None if found is device else found
-            self._plan, self._choice = make_plan(self._stores.stores, rows, batch_size, config, pace, found)
+            self._plan, self._choice = make_plan(self._stores.stores, rows, batch_size, config, pace, found, route)
             size = batch_size if config is None else self._plan.batch_size
             batches = _batches(rows, self._stores.n_rows, size, drop_last)
             source_of_rows = RowSource(self._stores.stores, self._choice.accesses, self._stores.rebuild, batches)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import traceback
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from .errors import ArgumentError, WorkerError
 from .loop import Loop
 from .sources import Draw, Load
 from .stats import FeederStats, Timeline
+from .stores.base import Store
 from .tree import flatten
 
 
@@ -53,11 +54,21 @@ class LoaderFeeder:
     """A loader whose batches are on the device; what it does not know itself it asks the loader (``dataset``, ``batch_sampler``, …)."""
 
     def __init__(
-        self, source: LoaderSource, *, device: Any, pace: Pace, progress: bool, timeline: bool, n_spare: int | None = None
+        self,
+        source: LoaderSource,
+        *,
+        device: Any,
+        pace: Pace,
+        progress: bool,
+        timeline: bool,
+        n_spare: int | None = None,
+        stores: Sequence[Store] = (),
+        route: str | None = None,
     ) -> None:
         self._source, self._loader = source, source.loader
         found = resolve(device, n_spare=pace.depth + 2 if n_spare is None else n_spare)
         self._device, self._owned_device = found, None if found is device else found
+        self._route = found.choose_route(stores, 0, route) if stores else ""
         self._loop = Loop(source, found, pace=pace, capacity=(), progress=progress, timeline=timeline)
 
     def __enter__(self) -> LoaderFeeder:

@@ -24,21 +24,29 @@ _MAX_READERS = 8
 
 
 def make_plan(
-    stores: Sequence[Store], rows: Order | Iterable[Any], batch_size: int | None, config: Config | None, pace: Pace, device: Device
+    stores: Sequence[Store],
+    rows: Order | Iterable[Any],
+    batch_size: int | None,
+    config: Config | None,
+    pace: Pace,
+    device: Device,
+    route: str | None,
 ) -> tuple[Plan, Choice]:
     """The plan, and what it chose for each store.
 
     Raises:
         BudgetError: The limits of ``config`` cannot hold one row per slot, or the batches that ``rows`` gives.
+        DeviceError: The route cannot be as wanted.
     """
     n_rows, largest = stores[0].n_rows, None if isinstance(rows, Order) else largest_batch(rows)
+    why = device.choose_route(stores, batch_size or (config and config.preferred_batch_size) or largest or 0, route)
     demand = Demand(
         row_nbytes=tuple(row_nbytes(store) for store in stores),
         writable=tuple(store.writable for store in stores),
         resident_bytes=sum(store.resident_bytes for store in stores),
         n_rows=max(1, rows.length(n_rows)) if isinstance(rows, Order) else largest or n_rows,
         unified=device.unified,
-        route="direct" if all(device.reaches(store) for store in stores) else "staged",
+        staged=tuple(not device.reaches(store) for store in stores),
         n_together=pace.n_together,
     )
     # Without a config, half of what is free may hold rows of files; the processes that torchrun starts on a machine share it.
@@ -57,7 +65,7 @@ def make_plan(
                 "give smaller batches, or raise the limits"
             )
     choice = choose(stores, rows, (pace.depth + 1 + pace.n_together) * plan.batch_size, limit - plan.host_bytes)
-    return dataclasses.replace(plan, items=plan.items + choice.items, notes=choice.notes), choice
+    return dataclasses.replace(plan, items=plan.items + choice.items, notes=(*[why] * bool(why), *choice.notes)), choice
 
 
 def choose_pace(stores: Sequence[Store], batch_size: int | None, config: Config | None, depth: int | None) -> Pace:

@@ -174,9 +174,8 @@ class Transfer:
             self._read.wait(slot.compute.record())  # as above, for memory that was taken since; and for what moved there in that stream
         for source, tensor in staged:
             self.device.copy(source, tensor, self._read)
-        for part, tensor in direct:
-            for _ in self.device.read(part, tensor, self._read):
-                self._check_stop()
+        for _ in self.device.read(direct, self._read):
+            self._check_stop()
         slot.read_s = (now := self._meter.span("read", number, start)) - start
         slot.filled = self._read.record()
         if self._meter.timeline is not None and not self.device.unified:
@@ -234,15 +233,17 @@ class Transfer:
         staged: list[tuple[Store, Rows, npt.NDArray[Any]]] = []
         try:
             for group, tensors in zip(landing.groups, write.values.tensors, strict=True):
+                direct: list[tuple[Store, Tensor]] = []
                 for i, (store, held) in enumerate(zip(group.stores, tensors, strict=False)):  # none, where the group stays as it is
                     if held is None:
                         continue
                     if self.device.reaches(store):
-                        self.device.write(store, group.rows, held, self._write)
+                        direct.append((store, held))
                     else:
                         out = self._staged(self._write_staging, group.first + i, (len(group.rows), *store.row_shape), store.dtype)
                         self.device.copy(held, out, self._write)
                         staged.append((store, group.rows, out))
+                self.device.write(direct, group.rows, self._write)
         finally:
             self._write.record().sync()  # the values may not have arrived yet
         for store, rows, values in staged:
@@ -258,7 +259,8 @@ class Transfer:
         """Consumer. Wait for what is under way and let go of it; nothing touches the slots' memory when this returns."""
         self._read.record().sync()  # copies may still write memory that nobody was lent
         for slot in self.slots:
-            slot.load, slot.tensors, slot.memory, slot.released, slot.compute, slot.error = None, [], [], None, None, None
+            slot.load, slot.released, slot.compute, slot.error = None, None, None, None
+            slot.tensors, slot.memory, slot.sources = [], [], []
         self.log = WriteLog()
 
     def close(self) -> None:

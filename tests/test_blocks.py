@@ -386,6 +386,15 @@ def test_locked_memory_leaves_the_process_with_its_last_array() -> None:
     assert resident_bytes()["anonymous"] - before < 8 << 20
 
 
+def test_pages_are_there_before_they_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By several threads, each with pieces of its own."""
+    monkeypatch.setattr(blocks, "_TOUCH_BYTES", 1 << 20)
+    before, there = resident_bytes()["anonymous"], []
+    memory = page_locked((16 << 20) + 5, lambda address, nbytes: there.append(resident_bytes()["anonymous"]), lambda address: None)
+    assert there[0] - before > 15 << 20
+    assert not memory.any()
+
+
 @pytest.mark.parametrize("refuse", [0, 1, 2])
 @pytest.mark.usefixtures("small_pieces")
 def test_a_refused_lock_leaves_nothing_locked(refuse: int) -> None:

@@ -16,19 +16,23 @@ FREE = GiB(1000)  # more than any limit here
 
 
 def load_of(**changes: Any) -> Demand:
-    whole = {"row_nbytes": (512,), "writable": (False,), "resident_bytes": 0, "n_rows": 10**6, "unified": False, "route": "staged"}
-    return Demand(**(whole | changes))  # type: ignore[arg-type]
+    whole = {"row_nbytes": (512,), "writable": (False,), "resident_bytes": 0, "n_rows": 10**6, "unified": False} | changes
+    return Demand(**({"staged": (True,) * len(whole["row_nbytes"])} | whole))  # type: ignore[arg-type]
 
 
 def loads() -> st.SearchStrategy[Demand]:
-    store = st.tuples(st.one_of(st.integers(0, 64), st.integers(0, 1 << 20)), st.booleans())
+    store = st.tuples(st.one_of(st.integers(0, 64), st.integers(0, 1 << 20)), st.booleans(), st.booleans())
+
+    def demand(stores: list[tuple[int, bool, bool]], **rest: Any) -> Demand:
+        row_nbytes, writable, staged = zip(*stores, strict=True)
+        return Demand(row_nbytes, writable, staged=staged, **rest)
+
     return st.builds(
-        lambda stores, **rest: Demand(tuple(nbytes for nbytes, _ in stores), tuple(writable for _, writable in stores), **rest),
+        demand,
         st.lists(store, min_size=1, max_size=4),
         resident_bytes=st.sampled_from([0, 1, MiB(16)]),
         n_rows=st.one_of(st.integers(1, 50), st.integers(1, 10**9)),
         unified=st.booleans(),
-        route=st.sampled_from(["staged", "direct"]),
     )
 
 
@@ -127,12 +131,19 @@ def test_every_batch_that_is_there_at_a_time_is_planned(load: Demand, batch_size
     assert (held is not None) == any(load.writable)
     assert held is None or (held.place == batches.place and held.nbytes >= written_nbytes)
     assert held is None or held.count == max(depth, 1) + depth + 1
-    assert ("staging" in items) == (not load.unified)
-    if not load.unified:
+    assert ("staging" in items) == (not load.unified and any(load.staged))
+    if "staging" in items:
         assert (items["staging"].count, items["staging"].place) == (depth + 1, "pinned")
-        assert items["staging"].nbytes >= batch_nbytes
-        assert ("staging of a write-back" in items) == any(load.writable)
+        staged = [batch_size * nbytes for nbytes, staged in zip(load.row_nbytes, load.staged, strict=True) if staged]
+        assert sum(staged) <= items["staging"].nbytes <= sum(staged) + 4096 * len(staged)
+        assert ("staging of a write-back" in items) == any(map(all, zip(load.writable, load.staged, strict=True)))
     assert items["row numbers"].nbytes == batch_size * 8
+    for what, place in (("page-locked row numbers", "pinned"), ("uploaded row numbers", "device")):  # for kernels
+        assert (what in items) == (not load.unified and not all(load.staged))
+        assert what not in items or (items[what].place, items[what].nbytes >= batch_size * 8) == (place, True)
+    shared = items.get("rows that two batches share")
+    assert (shared is not None) == (any(load.writable) and not load.unified)
+    assert shared is None or shared.nbytes >= batch_size * 16
     mapped = items.get("what the stores hold beside their rows")
     assert (mapped.total if mapped else 0) == load.resident_bytes
 
@@ -145,7 +156,7 @@ def test_a_read_only_load_has_no_write_backs() -> None:
 
 
 def test_a_plan_in_numbers() -> None:
-    plan = plan_of(load_of(row_nbytes=(1024, 8)), MiB(64), MiB(16), depth=2, preferred=1000)
+    plan = plan_of(load_of(row_nbytes=(1024, 8), writable=(False, False)), MiB(64), MiB(16), depth=2, preferred=1000)
     by_name = {item.what: (item.place, item.count, item.nbytes) for item in plan.items}
     assert plan.batch_size == 1000
     assert by_name["batches"] == ("device", 4, 1_024_000 + 8192)
@@ -293,15 +304,16 @@ def test_a_plan_in_words() -> None:
     first, host, device, *items = text.splitlines()
     assert first == "batches of 1024 rows, 3 ahead, staged route"
     assert re.fullmatch(r"host: \d+\.\d MiB of 1\.0 GiB, of it page-locked: 5\.0 MiB", host)
-    assert device == "device: 12.0 MiB of 64.0 MiB"
+    assert device == "device: 13.0 MiB of 64.0 MiB"
     assert "  device: 5 x 1.0 MiB batches" in items
     assert "  pinned: 4 x 1.0 MiB staging" in items
     assert "  host: 1 x 16.0 MiB what the stores hold beside their rows" in items
-    assert len(items) == 7
+    assert "  device: 1 x 1.0 MiB rows that two batches share" in items
+    assert len(items) == 9
 
 
 def test_a_plan_without_limits_in_words() -> None:
-    load = load_of(unified=True, route="direct")
+    load = load_of(unified=True, staged=(False,))
     first, host, *items = str(Plan(10, 0, "direct", plan_items(load, 10, 0))).splitlines()
     assert first == "batches of 10 rows, 0 ahead, direct route"
     assert host == "host: 3.0 MiB, of it page-locked: 0 B"

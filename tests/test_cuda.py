@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, PinnedStore, wrap_loader
 from pinfeed.devices.cuda import CudaDevice
+from pinfeed.devices.tuning import Route
+from pinfeed.errors import DeviceError
 from pinfeed.memory import resident_bytes
 from pinfeed.testing.suites import DeviceTests, StoreTests
 
@@ -30,6 +32,22 @@ def late(stream: Any) -> None:
 class TestCudaDevice(DeviceTests):
     def make(self) -> CudaDevice:
         return CudaDevice()
+
+    def delay(self, device: Any, stream: Any) -> None:
+        late(stream)
+
+
+class TestDirectCudaDevice(DeviceTests):
+    """Kernels of 4 blocks move the rows of page-locked stores."""
+
+    def make(self) -> CudaDevice:
+        pytest.importorskip("cupy")
+        device = CudaDevice()
+        device.route = Route(4, True, "")
+        return device
+
+    def store(self, array: np.ndarray) -> PinnedStore:
+        return PinnedStore(array)
 
     def delay(self, device: Any, stream: Any) -> None:
         late(stream)
@@ -64,8 +82,10 @@ def table_of(kind: str, values: np.ndarray, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("lateness", ["none", "compute", "read", "write", "all"])
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
-@pytest.mark.parametrize("kind", ["array", "pinned", "file"])
-def test_equal_to_the_synchronous_loop(kind: str, depth: int, lateness: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "route"), [("array", None), ("pinned", "direct"), ("pinned", "staged"), ("file", None)])
+def test_equal_to_the_synchronous_loop(kind: str, route: str | None, depth: int, lateness: str, tmp_path: Path) -> None:
+    if kind == "pinned":
+        pytest.importorskip("cupy")
     rng = np.random.default_rng(depth)
     values = rng.integers(0, 1 << 40, (200, 33))
     batches = [rng.permutation(200)[: rng.integers(1, 60)] for _ in range(25)]
@@ -76,7 +96,8 @@ def test_equal_to_the_synchronous_loop(kind: str, depth: int, lateness: str, tmp
 
     store = table_of(kind, values, tmp_path)
     got = []
-    with Feeder(store, rows=batches, depth=depth, device="cuda") as feeder:
+    with Feeder(store, rows=batches, depth=depth, device="cuda", route=route) as feeder:
+        assert route is None or feeder.plan.route == route
         transfer = feeder._loop._transfer
         for batch in feeder.batches():
             for name, stream in (("compute", feeder._stores.device.current_stream()), ("read", transfer._read), ("write", transfer._write)):
@@ -172,3 +193,99 @@ def test_pinned_store_takes_exactly_what_it_needs_and_gives_it_back() -> None:
     assert runtime.cudaHostUnregister(address) != runtime.cudaError.success  # it was unregistered already
     with pytest.raises(RuntimeError):  # that call left its code behind: fetch it, so that no later launch reports it
         torch.zeros(1, device="cuda").add_(1)
+
+
+@pytest.mark.parametrize("row_nbytes", [1, 2, 3, 4, 6, 8, 12, 16, 20, 48, 100, 512, 600, 4096, 614_400, 3_000_001])
+def test_rows_of_every_size(row_nbytes: int) -> None:
+    """By kernels, as numpy gives them; several stores at once, of different sizes."""
+    pytest.importorskip("cupy")
+    n = max(3, min(5000, (64 << 20) // row_nbytes))
+    rng = np.random.default_rng(row_nbytes)
+    values = rng.integers(256, size=(n, row_nbytes), dtype=np.uint8)
+    others = rng.integers(1 << 40, size=(n, 3))
+    stores = PinnedStore(values), PinnedStore(others)
+    batches = [rng.permutation(n)[: rng.integers(1, n)] for _ in range(4)]
+    with Feeder(stores, rows=batches, device="cuda", route="direct") as feeder:
+        for rows, batch in zip(batches, feeder.batches(), strict=True):
+            one, other = batch.data
+            np.testing.assert_array_equal(one.cpu().numpy(), values[rows])
+            np.testing.assert_array_equal(other.cpu().numpy(), others[rows])
+            batch.write_back((255 - one, other + 1))
+            values[rows], others[rows] = 255 - values[rows], others[rows] + 1
+    np.testing.assert_array_equal(stores[0].array, values)
+    np.testing.assert_array_equal(stores[1].array, others)
+
+
+def test_the_route_that_is_chosen_is_said() -> None:
+    pytest.importorskip("cupy")
+    store = PinnedStore.zeros((100_000, 128))
+    for route in (None, "direct", "staged"):
+        with Feeder(store, batch_size=8192, shuffle=True, device="cuda", route=route) as feeder:
+            assert route in (None, feeder.plan.route)
+            assert route == "staged" or "GB/s" in feeder.plan.notes[0]
+    with pytest.raises(DeviceError, match="rows of a ArrayStore are not in page-locked memory"):
+        Feeder(np.zeros((10, 2)), batch_size=2, device="cuda", route="direct")
+
+
+def test_a_big_table_by_kernels() -> None:
+    """Offsets past 2^32 bytes."""
+    pytest.importorskip("cupy")
+    store = PinnedStore.zeros((9_000_000, 128))
+    rows = np.array([0, 1, 4_194_303, 4_194_304, 8_388_607, 8_388_608, 8_999_999])
+    with Feeder(store, rows=[rows, rows], device="cuda", route="direct") as feeder:
+        for i, batch in enumerate(feeder.batches()):
+            assert bool((batch.data == 7 * i).all())
+            batch.write_back(batch.data + 7)
+    assert store.array[rows].tolist() == np.full((7, 128), 14).tolist()
+    assert store.array[[2, 4_194_305, 8_999_998]].sum() == 0
+
+
+@pytest.mark.parametrize("route", ["direct", "staged"])
+def test_no_memory_is_allocated_once_it_runs(route: str) -> None:
+    pytest.importorskip("cupy")
+    store = PinnedStore.zeros((100_000, 64))
+    rng = np.random.default_rng(0)
+    with Feeder(store, rows=[rng.permutation(100_000)[:4096] for _ in range(60)], device="cuda", route=route) as feeder:
+        streams = [feeder._stores.device.current_stream(), feeder._loop._transfer._read, feeder._loop._transfer._write]
+
+        def allocated(lateness: list[Any]) -> int:
+            before = torch.cuda.memory_stats()["num_device_alloc"] + torch.cuda.host_memory_stats()["num_host_alloc"]
+            for batch in feeder.batches():
+                for stream in lateness:
+                    late(stream)
+                batch.write_back(batch.data + 1)
+                del batch
+            torch.cuda.synchronize()
+            return torch.cuda.memory_stats()["num_device_alloc"] + torch.cuda.host_memory_stats()["num_host_alloc"] - before
+
+        assert allocated(streams) > 0  # as much is under way as there can be
+        assert allocated([]) <= 2
+
+
+@pytest.mark.parametrize("route", ["direct", "staged"])
+def test_beside_a_graph_and_autocast(route: str) -> None:
+    pytest.importorskip("cupy")
+    store = PinnedStore.normal((4096, 64), std=0.1)
+    want = store.array.copy()
+    weight = torch.randn(64, 64, device="cuda")
+    static = torch.zeros(256, 64, device="cuda")
+    graph, out = torch.cuda.CUDAGraph(), torch.empty(256, 64, device="cuda")
+    torch.mm(static, weight)  # loads what a capture must not load
+    torch.cuda.synchronize()
+    rng = np.random.default_rng(0)
+    batches = [rng.permutation(4096)[:256] for _ in range(30)]
+    with Feeder(store, rows=batches, device="cuda", route=route) as feeder:
+        for i, batch in enumerate(feeder.batches()):
+            if i == 3:  # while batches are on their way
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    torch.mm(static, weight, out=out)
+            np.testing.assert_array_equal(batch.data.cpu().numpy(), want[batches[i]])
+            if i >= 3:
+                static.copy_(batch.data)
+                graph.replay()
+                torch.testing.assert_close(out, batch.data @ weight)
+            with torch.autocast("cuda"):
+                assert (batch.data @ weight).dtype == torch.float16
+            batch.write_back(batch.data * 0.5)
+            want[batches[i]] *= 0.5
+    np.testing.assert_array_equal(store.array, want)

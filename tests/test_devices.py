@@ -23,6 +23,11 @@ class TestLazySimDevice(DeviceTests):
         return SimDevice(lazy)
 
 
+class TestDirectSimDevice(DeviceTests):
+    def make(self) -> Any:
+        return SimDevice(lazy, direct=True)
+
+
 class TestEagerSimDevice(DeviceTests):
     def make(self) -> Any:
         return SimDevice(favour("compute", "one", "other", "home", "pinfeed-test"))

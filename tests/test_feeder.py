@@ -15,6 +15,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, errors, rows
+from pinfeed.devices.host import HostDevice
 from pinfeed.tensors import NUMPY
 
 DEPTHS = [0, 1, 2, 5]
@@ -652,6 +653,24 @@ def test_a_state_counts_batches_and_not_groups(batch_size: int) -> None:
         with Feeder(array, batch_size=batch_size, shuffle=True) as feeder:
             feeder.load_state_dict(state)
             assert [x.tolist() for x in feeder] == whole[stop:]
+
+
+def test_the_plan_says_why_rows_go_as_they_do() -> None:
+    asked: list[Any] = []
+
+    class Choosing(HostDevice):
+        def choose_route(self, stores: Any, n_rows: int, wanted: str | None) -> str:
+            asked.append((len(stores), n_rows, wanted))
+            return "because it was measured"
+
+    array = np.zeros((100, 2))
+    for options in ({"batch_size": 10}, {"batch_size": 10, "route": "staged"}, {"rows": [np.arange(7), np.arange(3)]}):
+        with Feeder(array, device=Choosing(), **options) as feeder:  # type: ignore[arg-type]
+            assert feeder.plan.notes[0] == "because it was measured"
+            assert str(feeder.plan).splitlines()[-1] == "because it was measured"
+    assert asked == [(1, 10, None), (1, 10, "staged"), (1, 7, None)]
+    with pytest.raises(errors.ArgumentError, match="route='fast': expected 'direct', 'staged' or None"):
+        Feeder(array, batch_size=10, route="fast")
 
 
 @pytest.mark.parametrize("depth", [0, 1, 4])

@@ -102,19 +102,19 @@ def check(device: SimDevice, depth: int, batches: list[np.ndarray] | None = None
     np.testing.assert_array_equal(got.y, want.y)
 
 
-@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
+@pytest.mark.parametrize(("direct", "duplex"), [(False, True), (True, True), (True, False)], ids=["staged", "direct", "direct, in turn"])
 @pytest.mark.parametrize("stop_after", [None, 3])
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 @pytest.mark.parametrize("corner", CORNERS)
-def test_corner_schedules(corner: str, depth: int, stop_after: int | None, direct: bool) -> None:
-    check(SimDevice(CORNERS[corner](), direct=direct), depth, stop_after=stop_after)
+def test_corner_schedules(corner: str, depth: int, stop_after: int | None, direct: bool, duplex: bool) -> None:
+    check(SimDevice(CORNERS[corner](), direct=direct, duplex=duplex), depth, stop_after=stop_after)
 
 
 @pytest.mark.parametrize("seed", range(200))
 def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     batches = [np.array(rng.sample(range(N), rng.randint(1, 5))) for _ in range(8)]
-    device = SimDevice(randomly(seed), direct=rng.random() < 0.5)
+    device = SimDevice(randomly(seed), direct=rng.random() < 0.5, duplex=rng.random() < 0.7)
     check(device, rng.randint(0, 4), batches, known=rng.random() < 0.5, switch_after=rng.choice([None, 1, 3]))
 
 

@@ -278,7 +278,7 @@ def test_seeds_and_blocks_are_integers() -> None:
     ids=repr,
 )
 def test_an_order_takes_no_more_memory_than_is_planned_for_it(order: Order, n: int, batch_size: int) -> None:
-    load = Demand((4,), (False,), resident_bytes=0, n_rows=n, unified=True, route="direct")
+    load = Demand((4,), (False,), resident_bytes=0, n_rows=n, unified=True, staged=(False,))
     planned = {item.what: item.total for item in plan_items(load, min(batch_size, order.length(n)), depth=0)}
     batches = drawn(OrderBatches(order, n, batch_size).epoch(0))
     tracemalloc.start()

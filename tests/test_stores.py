@@ -317,6 +317,31 @@ def test_pinned_store_without_cuda() -> None:
     assert not store.page_locked
 
 
+class Refusing:
+    """CuPy's runtime, where the driver locks nothing."""
+
+    class CUDARuntimeError(RuntimeError):
+        pass
+
+    def hostRegister(self, address: int, nbytes: int, flags: int) -> None:
+        raise self.CUDARuntimeError("cudaErrorMemoryAllocation: out of memory")
+
+    def hostUnregister(self, address: int) -> None:
+        raise AssertionError
+
+
+def test_where_the_driver_refuses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.setattr("pinfeed.stores.pinned._cuda_runtime", lambda pin: Refusing() if pin else None)
+    store = PinnedStore.zeros((1000, 3), pin="auto")
+    assert not store.page_locked
+    assert store.array.shape == (1000, 3)
+    assert not store.array.any()
+    assert "the driver refused to page-lock 12000 bytes (cudaErrorMemoryAllocation: out of memory; `ulimit -l` is" in caplog.text
+    assert "the rows are in ordinary memory" in caplog.text
+    with pytest.raises(errors.DeviceError, match="or give pin='auto' for ordinary memory"):
+        PinnedStore.zeros((1000, 3), pin=True)
+
+
 def test_pinned_store_takes_exactly_what_it_needs() -> None:
     store = PinnedStore.empty((1_000_001, 5), "float32", pin="auto")
     memory = store.array.base

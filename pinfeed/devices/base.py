@@ -6,7 +6,7 @@ Rule 2: an Event is recorded once. ``Stream.record`` gives a new one; there is n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
 from typing import Any, Protocol
 
@@ -110,16 +110,32 @@ class Device(Protocol):
         """Lend the ``host_value`` of a part itself, moved here in the consumer's ``stream`` if need be; None if it is to be copied."""
         ...
 
+    def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
+        """Decide how rows of the stores come and go, in batches of so many, before ``stream`` is asked for any.
+
+        Args:
+            stores: Whose rows.
+            n_rows: Rows of a batch; 0 if that is not known.
+            wanted: ``"direct"``, ``"staged"`` or None for the faster one.
+
+        Returns:
+            Why it was decided so; nothing where there is no choice.
+
+        Raises:
+            DeviceError: It cannot be as wanted.
+        """
+        ...
+
     def reaches(self, source: Part | Store) -> bool:
         """Whether the device reads the part, or writes the store, where it is, without staging."""
         ...
 
-    def read(self, part: Part, dst: Tensor, stream: Any) -> Iterator[None]:
-        """Queue the read of a part it reaches, in steps as ``Part.read``."""
+    def read(self, parts: Sequence[tuple[Part, Tensor]], stream: Any) -> Iterator[None]:
+        """Queue the read of parts it reaches, each into its tensor, in steps as ``Part.read``."""
         ...
 
-    def write(self, store: Store, rows: Rows, values: Tensor, stream: Any) -> None:
-        """Queue the write of rows of a store it reaches."""
+    def write(self, values: Sequence[tuple[Store, Tensor]], rows: Rows, stream: Any) -> None:
+        """Queue the write of rows, each once, of stores it reaches."""
 
     def share(self, tensor: Tensor, stream: Any) -> None:
         """Once ``tensor`` is freed, keep its memory until ``stream``, not the one it was made for, has done its work so far."""

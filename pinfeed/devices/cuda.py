@@ -4,23 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import operator
-from collections import deque
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..blocks import PORTABLE, Pool, page_locked
+from ..blocks import REGISTER, Pool, page_locked
+from ..config import ON_THEIR_WAY_BYTES
 from ..errors import DeviceError
 from ..rows import Rows
-from ..stores.base import Store
+from ..stores.base import Store, row_nbytes
+from ..stores.pinned import PinnedStore
 from ..tensors import NUMPY, TORCH, to_torch
 from .base import Array, Part
+from .kernels import Move, RowKernels
+from .tuning import STAGED, Rates, Route, decide, measure, remembered
+
+_TYPICAL_ROWS = 4096
+_N_BLOCKS = 8
+_MAX_ROW_BYTES = 1 << 30  # the kernels count the words of a row in 32 bits
 
 
 class CudaEvent:
@@ -62,6 +71,8 @@ class CudaDevice:
     Args:
         index: Its number; None for torch's current one.
         n_spare: Free staging buffers kept for reuse.
+        priority: Of the side streams; -1, high: small kernels that move rows begin before more blocks of the model's do. 0 is that of the
+            model.
 
     Raises:
         DeviceError: There is no such GPU, or torch cannot use it.
@@ -69,7 +80,7 @@ class CudaDevice:
 
     unified = False
 
-    def __init__(self, index: int | None = None, *, n_spare: int = 4) -> None:
+    def __init__(self, index: int | None = None, *, n_spare: int = 4, priority: int = -1) -> None:
         if not torch.cuda.is_available():
             built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
             raise DeviceError(f"device='cuda': torch {torch.__version__} ({built}) finds no usable GPU; expected one, or device='cpu'")
@@ -77,12 +88,17 @@ class CudaDevice:
         if index >= torch.cuda.device_count():
             raise DeviceError(f"device='cuda:{index}' does not exist; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}")
         self.name = f"cuda:{index}"
-        self._device = torch.device("cuda", index)
+        self._device, self._index = torch.device("cuda", index), index
         self._staging = Pool(n_spare, lambda nbytes: page_locked(nbytes, self._lock, self._unlock))
-        self._uploads: deque[tuple[CudaEvent, Array]] = deque()  # row positions on their way, until the copy is done
+        self.route = STAGED
+        """How the rows of page-locked stores go: of all feeders on this device as the last one decided."""
+        self._priority = priority
+        self._side: torch.cuda.Stream | None = None
 
     def stream(self, name: str) -> CudaStream:
-        return CudaStream(torch.cuda.Stream(self._device))
+        if self.route.duplex or self._side is None:
+            self._side = torch.cuda.Stream(self._device, self._priority)
+        return CudaStream(self._side)
 
     def current_stream(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self._device))
@@ -113,9 +129,12 @@ class CudaDevice:
         if dst.numel() == 0:
             return
         with torch.cuda.stream(stream.raw):
-            positions = self._upload(np.stack((src_pos, dst_pos)), stream)
+            positions = self._upload(np.stack((src_pos, dst_pos)))
             words, target = _words(src), _words(dst)
-            target.index_copy_(0, positions[1], words.index_select(0, positions[0]))
+            step = max(1, ON_THEIR_WAY_BYTES * len(dst) // dst.nbytes)  # what is selected has memory of its own meanwhile
+            for start in range(0, len(src_pos), step):
+                source, into = positions[:, start : start + step]
+                target.index_copy_(0, into, words.index_select(0, source))
 
     def adopt(self, part: Part, stream: CudaStream) -> Any:
         value = getattr(part, "host_value", None)
@@ -124,16 +143,62 @@ class CudaDevice:
         with torch.cuda.stream(stream.raw):  # a sparse, strided or subclassed tensor, or an object of the user's that moves itself
             return value.to(self._device)
 
+    def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
+        reached = [store for store in stores if self.can_reach(store)]
+        if wanted == "direct" and len(reached) < len(stores):
+            other = next(store for store in stores if store not in reached)
+            raise DeviceError(
+                f"route='direct': the rows of a {type(other).__name__} are not in page-locked memory that a GPU can read; "
+                "put them into a PinnedStore, or leave route out"
+            )
+        self.route = STAGED
+        if not reached or wanted == "staged":
+            return ""
+        try:
+            _ = self.kernels  # what is wrong with them is known now, not in a reader
+        except Exception as error:  # of CuPy: it is not there, it has no compiler for this GPU, the driver is too old
+            if wanted == "direct":
+                raise DeviceError(f"route='direct': the kernels do not run on {self.name} ({error}); leave route out") from error
+            return f"page-locked rows are staged: the kernels do not run ({error})"
+        try:
+            rates = self._rates(reached, n_rows or _TYPICAL_ROWS)
+        except (DeviceError, RuntimeError) as error:  # there is no memory to try it with
+            self.route = Route(_N_BLOCKS, True, "") if wanted == "direct" else STAGED
+            return f"page-locked rows are {'read by the GPU' if wanted else 'staged'}: what is faster could not be measured ({error})"
+        self.route = decide(rates, wanted)
+        return self.route.why
+
     def reaches(self, source: Part | Store) -> bool:
         value = getattr(source, "host_value", None)
-        return value is not None and bool(value.is_pinned())  # a loader with pin_memory=True
+        if value is not None:
+            return bool(value.is_pinned())  # a loader with pin_memory=True
+        return self.route.n_blocks > 0 and self.can_reach(getattr(source, "store", source))
 
-    def read(self, part: Part, dst: torch.Tensor, stream: CudaStream) -> Iterator[None]:
-        self.copy(part.host_value, dst, stream)  # type: ignore[attr-defined]  # torch's pinned allocator keeps it until the copy is done
-        yield
+    def can_reach(self, store: Any) -> TypeGuard[PinnedStore]:
+        """Whether kernels could read and write the rows of a store: they are page-locked, and have bytes."""
+        # A class derived from it may bring and take rows in its own way.
+        return type(store) is PinnedStore and store.page_locked and 0 < row_nbytes(store) < _MAX_ROW_BYTES
 
-    def write(self, store: Store, rows: Rows, values: torch.Tensor, stream: CudaStream) -> None:
-        raise DeviceError(f"{self.name} writes no {type(store).__name__} itself")
+    @functools.cached_property
+    def kernels(self) -> RowKernels:
+        """Compiled at the first use."""
+        return RowKernels(self._index)
+
+    def read(self, parts: Sequence[tuple[Part, torch.Tensor]], stream: CudaStream) -> Iterator[None]:
+        groups: dict[int, list[tuple[Any, torch.Tensor]]] = {}  # by the array of row numbers, which several stores have in common
+        for part, dst in parts:
+            if hasattr(part, "host_value"):
+                self.copy(part.host_value, dst, stream)  # torch's pinned allocator keeps it until the copy is done
+                yield
+            elif dst.numel():
+                groups.setdefault(id(part.rows), []).append((part, dst))  # type: ignore[attr-defined]  # rows of a store
+        for group in groups.values():
+            yield from self._move(self.kernels.gather, group[0][0].rows, [(part.store, dst) for part, dst in group], stream)
+
+    def write(self, values: Sequence[tuple[Store, torch.Tensor]], rows: Rows, stream: CudaStream) -> None:
+        if values and len(rows):
+            for _ in self._move(self.kernels.scatter, rows, values, stream):
+                pass
 
     def share(self, tensor: torch.Tensor, stream: CudaStream) -> None:
         if getattr(tensor, "layout", None) is torch.strided and not tensor.is_nested:
@@ -149,26 +214,42 @@ class CudaDevice:
         return int(torch.cuda.mem_get_info(self._device)[0]) + cached
 
     def close(self) -> None:
-        while self._uploads:
-            self._uploads.popleft()[0].sync()
         self._staging.close()
 
-    def _upload(self, rows: Rows, stream: CudaStream) -> torch.Tensor:
-        """Row positions on the device, without blocking the host as a copy from pageable memory would."""
-        while self._uploads and self._uploads[0][0].is_done():
-            self._uploads.popleft()
-        size = 1 << max(12, (rows.nbytes - 1).bit_length())  # few different sizes: a new one has to be page-locked first
-        staged = self._staging.take(size)[: rows.nbytes].view(np.int64).reshape(rows.shape)
-        staged[...] = rows
-        there = torch.empty(rows.shape, dtype=torch.int64, device=self._device)
-        self.copy(staged, there, stream)
-        self._uploads.append((stream.record(), staged))
-        return there
+    def _move(
+        self, launch: Callable[..., Iterator[None]], rows: Rows, tables: Sequence[tuple[Any, torch.Tensor]], stream: CudaStream
+    ) -> Iterator[None]:
+        with torch.cuda.stream(stream.raw):
+            numbers = self._upload(rows)  # freed in this stream, after the launches
+        moves = [Move(store.array.ctypes.data, tensor.data_ptr(), row_nbytes(store)) for store, tensor in tables]
+        n_blocks = self.route.n_blocks or _N_BLOCKS  # another feeder on this device may have decided otherwise since
+        yield from launch(stream.raw.cuda_stream, numbers.data_ptr(), len(rows), moves, n_blocks)
+
+    def _rates(self, stores: Sequence[PinnedStore], n_rows: int) -> Rates:
+        # By powers of two, so that few are measured.
+        batch, table = ((n - 1).bit_length() for n in (n_rows, max(store.array.nbytes for store in stores)))
+        key = (
+            f"{torch.cuda.get_device_name(self._device)}, {len(os.sched_getaffinity(0))} cores, "
+            f"rows of {sorted(map(row_nbytes, stores))} B, 2^{batch} of them, tables up to 2^{table} B"
+        )
+
+        def measured() -> Rates:
+            with contextlib.closing(CudaDevice(self._index, priority=self._priority)) as apart:  # others may use this one
+                return measure(apart, stores, 1 << batch)
+
+        return remembered(key, measured)
+
+    def _upload(self, rows: Rows) -> torch.Tensor:
+        """Row numbers on the device, in the current stream, without blocking the host as a copy from pageable memory would."""
+        # torch's allocator of page-locked memory keeps it until the copy is done.
+        staged = torch.empty(rows.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+        staged.numpy()[...] = rows
+        return staged.to(self._device, non_blocking=True)
 
     def _lock(self, address: int, nbytes: int) -> None:
         with torch.cuda.device(self._device):
             runtime = torch.cuda.cudart()
-            code = runtime.cudaHostRegister(address, nbytes, PORTABLE)
+            code = runtime.cudaHostRegister(address, nbytes, REGISTER)
         if code != runtime.cudaError.success:
             self._forget_error()
             raise DeviceError(

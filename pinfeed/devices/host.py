@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
@@ -90,14 +90,19 @@ class HostDevice:
         value = getattr(part, "host_value", None)
         return None if value is None else value.to("cpu")  # itself, if it is there: a leaf of a loader's batch is the user's already
 
+    def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
+        return ""  # a batch is gathered where it is lent
+
     def reaches(self, source: Part | Store) -> bool:
         return True
 
-    def read(self, part: Part, dst: torch.Tensor, stream: Any) -> Iterator[None]:
-        return part.read(memory_of(dst))
+    def read(self, parts: Sequence[tuple[Part, torch.Tensor]], stream: Any) -> Iterator[None]:
+        for part, dst in parts:
+            yield from part.read(memory_of(dst))
 
-    def write(self, store: Store, rows: Rows, values: torch.Tensor, stream: Any) -> None:
-        store.scatter(rows, to_numpy(values, "values"))
+    def write(self, values: Sequence[tuple[Store, torch.Tensor]], rows: Rows, stream: Any) -> None:
+        for store, tensor in values:
+            store.scatter(rows, to_numpy(tensor, "values"))
 
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         """There is one stream."""

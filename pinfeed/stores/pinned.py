@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import resource
 from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ..blocks import PORTABLE, anonymous, page_locked
+from ..blocks import REGISTER, Bytes, anonymous, locked_bytes, page_locked
 from ..dtypes import dtype_of
 from ..errors import ArgumentError, DeviceError, MissingDependency, StoreError
 from .array import ArrayStore
 from .base import Array, Store
 from .mmap import MmapStore
+
+logger = logging.getLogger("pinfeed")
 
 Pin = Literal["auto"] | bool
 
@@ -27,12 +31,12 @@ class PinnedStore(ArrayStore):
 
     Args:
         source: A numpy array, a CPU tensor, a path of a .npy file or a Store; copied piece by piece.
-        pin: True to page-lock, ``"auto"`` to do so where CUDA and CuPy are there and take ordinary memory elsewhere, False for
-            ordinary memory.
+        pin: True to page-lock, ``"auto"`` to do so where CUDA and CuPy are there and the driver agrees, and take ordinary memory elsewhere,
+            False for ordinary memory.
 
     Raises:
         MissingDependency: ``pin=True`` without CuPy or without a CUDA device.
-        DeviceError: The driver refused to lock so much.
+        DeviceError: ``pin=True``, and the driver refused to lock so much.
     """
 
     page_locked: bool
@@ -98,16 +102,21 @@ class PinnedStore(ArrayStore):
         nbytes = math.prod(shape) * dtype.itemsize
         runtime = _cuda_runtime(pin)
         self.page_locked = runtime is not None
-        if runtime is None:
-            memory = anonymous(nbytes)
-        else:
-            try:
-                memory = page_locked(nbytes, lambda address, size: runtime.hostRegister(address, size, PORTABLE), runtime.hostUnregister)
-            except runtime.CUDARuntimeError as error:
-                raise DeviceError(
-                    f"the driver refused to page-lock {nbytes} bytes ({error}); free memory, raise `ulimit -l`, or give pin=False"
-                ) from error
+        memory = anonymous(nbytes) if runtime is None else self._locked(nbytes, runtime, pin)
         self._array: Array = memory[:nbytes].view(dtype).reshape(shape)
+
+    def _locked(self, nbytes: int, runtime: Any, pin: Pin) -> Bytes:
+        try:
+            return page_locked(nbytes, lambda address, size: runtime.hostRegister(address, size, REGISTER), runtime.hostUnregister)
+        except runtime.CUDARuntimeError as error:
+            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+            why = f"the driver refused to page-lock {nbytes} bytes ({error}; `ulimit -l` is {allowed}, {locked_bytes()} bytes are locked)"
+            if pin != "auto":
+                raise DeviceError(f"{why}; free memory, raise the limit, or give pin='auto' for ordinary memory") from error
+            logger.warning("%s; the rows are in ordinary memory, and are copied through page-locked buffers", why)
+        self.page_locked = False
+        return anonymous(nbytes)
 
     def _fill(self, draw: Callable[[tuple[int, ...]], Array]) -> PinnedStore:
         if self.dtype.kind not in "fV":  # V: bfloat16

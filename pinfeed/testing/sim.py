@@ -188,6 +188,7 @@ class SimDevice:
     Args:
         choose: The adversary; asked whenever the host calls the device.
         direct: Whether the device reads and writes the rows of stores itself, when its streams come to it.
+        duplex: Whether rows come and go in two streams.
         deaf_to: A call site of ``wait`` or ``sync`` that is ignored.
 
     Attributes:
@@ -198,8 +199,8 @@ class SimDevice:
     name = "sim"
     unified = False
 
-    def __init__(self, choose: Choose = lazy, *, direct: bool = False, deaf_to: Site | None = None) -> None:
-        self._choose, self._direct, self._deaf_to = choose, direct, deaf_to
+    def __init__(self, choose: Choose = lazy, *, direct: bool = False, duplex: bool = True, deaf_to: Site | None = None) -> None:
+        self._choose, self._direct, self._duplex, self._deaf_to = choose, direct, duplex, deaf_to
         self._actors: dict[str, SimStream | SimWorker] = {}
         self._turning = False
         self._free: dict[tuple[str, int], list[npt.NDArray[np.uint8]]] = {}
@@ -211,6 +212,8 @@ class SimDevice:
 
     # ---- Device ------------------------------------------------------------------------------------------------------
     def stream(self, name: str) -> SimStream:
+        if name == "write" and not self._duplex:
+            name = "read"
         stream = self._actors.setdefault(name, SimStream(self, name))
         assert isinstance(stream, SimStream)
         return stream
@@ -253,17 +256,20 @@ class SimDevice:
     def adopt(self, part: Part, stream: Any) -> Any:
         return None
 
+    def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
+        return ""
+
     def reaches(self, source: Part | Store) -> bool:
         return self._direct
 
-    def read(self, part: Part, dst: DeviceArray, stream: SimStream) -> Iterator[None]:
-        target = stream._reach(dst)
-        stream._enqueue(lambda: [None for _ in part.read(target())])
-        yield
+    def read(self, parts: Sequence[tuple[Part, DeviceArray]], stream: SimStream) -> Iterator[None]:
+        for part, dst in parts:
+            stream._enqueue(_reading(part, stream._reach(dst)))
+            yield
 
-    def write(self, store: Store, rows: Rows, values: DeviceArray, stream: SimStream) -> None:
-        source = stream._reach(values)
-        stream._enqueue(lambda: store.scatter(rows, source()))
+    def write(self, values: Sequence[tuple[Store, DeviceArray]], rows: Rows, stream: SimStream) -> None:
+        for store, array in values:
+            stream._enqueue(_writing(store, rows, stream._reach(array)))
 
     def share(self, tensor: DeviceArray, stream: SimStream) -> None:
         tensor.memory.shared.add(stream)
@@ -334,3 +340,11 @@ class SimDevice:
             other = shared.pop()
             other._work.append((lambda: self._free_memory(contents, stream, shared), None))
             self.allocated_bytes += len(contents)
+
+
+def _reading(part: Part, target: Callable[[], Array]) -> Callable[[], object]:
+    return lambda: [None for _ in part.read(target())]
+
+
+def _writing(store: Store, rows: Rows, source: Callable[[], Array]) -> Callable[[], object]:
+    return lambda: store.scatter(rows, source())

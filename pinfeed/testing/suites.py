@@ -19,8 +19,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ..devices.base import Device, Stream, Tensor
+from ..access.base import StoreRows
+from ..devices.base import Device, Part, Stream, Tensor
 from ..dtypes import DTYPES
+from ..sources import part_nbytes
+from ..stores.array import ArrayStore
 from ..stores.base import Store
 
 Array = npt.NDArray[Any]
@@ -218,6 +221,33 @@ class DeviceTests:
         dst = dst.copy()
         dst[[1, 4]] = src[[5, 0]]
         np.testing.assert_array_equal(self.download(device, b, (5, 3), dtype, stream), dst)
+
+    def store(self, array: Array) -> ArrayStore:
+        """Rows that the device may reach."""
+        return ArrayStore(array)
+
+    @pytest.mark.parametrize("rows", [[4, 0, 2], [], [1]], ids=str)
+    def test_rows_of_stores_that_it_reaches(self, device: Device, rows: list[int]) -> None:
+        """Come, several stores at once, and go."""
+        wanted, stream = np.array(rows, np.int64), device.current_stream()
+        arrays = [
+            sample(6, shape, np.dtype(dtype)) for shape, dtype in (((3,), "f4"), ((), "i8"), ((5, 2), "u1"), ((7,), "f8"), ((1,), "i2"))
+        ]
+        stores = [self.store(array.copy()) for array in arrays]
+        if not all(map(device.reaches, stores)):
+            pytest.skip("it reaches none")
+        parts: list[Part] = [StoreRows(store, wanted) for store in stores]
+        into = [device.tensor(device.empty(max(1, part_nbytes(part)), stream), part.shape, part.dtype) for part in parts]
+        for _ in device.read(list(zip(parts, into, strict=True)), stream):
+            pass
+        for array, tensor, part in zip(arrays, into, parts if rows else [], strict=bool(rows)):
+            np.testing.assert_array_equal(self.download(device, tensor, part.shape, part.dtype, stream), array[wanted])
+        back = np.array([5 - row for row in rows], np.int64)
+        device.write(list(zip(stores, into, strict=True)), back, stream)
+        stream.record().sync()
+        for array, store in zip(arrays, stores, strict=True):
+            array[back] = array[wanted]
+            np.testing.assert_array_equal(store.array, array)
 
     def test_tensor_of_a_larger_buffer(self, device: Device) -> None:
         stream = device.current_stream()

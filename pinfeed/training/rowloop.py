@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from ..config import check_depth
+from ..config import check_depth, check_route
 from ..epoch import Loan, Pace
 from ..errors import ArgumentError, ClosedError
 from ..loader import LoaderFeeder
@@ -34,6 +34,7 @@ def train_rows(
     optimizer: RowOptimizer | Iterable[RowOptimizer] = (),
     depth: int = 2,
     device: Any = "auto",
+    route: str | None = None,
     verify: bool = False,
     progress: bool = False,
     timeline: bool = False,
@@ -60,6 +61,7 @@ def train_rows(
         optimizer: The ``RowOptimizer`` s that will step in the loop; their state travels along.
         depth: Batches ahead of the loop; 0 is the synchronous loop.
         device: As for ``Feeder``.
+        route: As for ``Feeder``.
         verify: Keep a copy of every row that was lent, run the synchronous loop on it beside this one, and raise VerificationError at
             the first difference. It waits for the device at every batch.
         progress: Show a progress bar.
@@ -69,7 +71,7 @@ def train_rows(
         ArgumentError: No tables, tables that share rows, or an optimizer that is no RowOptimizer.
         DeviceError: There is no such device.
     """
-    return RowLoop(loader, tables, optimizer, depth=depth, device=device, verify=verify, progress=progress, timeline=timeline)
+    return RowLoop(loader, tables, optimizer, depth=depth, device=device, route=route, verify=verify, progress=progress, timeline=timeline)
 
 
 class RowLoop(LoaderFeeder):
@@ -83,6 +85,7 @@ class RowLoop(LoaderFeeder):
         *,
         depth: int,
         device: Any,
+        route: str | None,
         verify: bool,
         progress: bool,
         timeline: bool,
@@ -101,6 +104,8 @@ class RowLoop(LoaderFeeder):
             progress=progress,
             timeline=timeline,
             n_spare=(len(every) + len(specs) + 4) * (2 * depth + 2),
+            stores=list(every.values()),
+            route=check_route(route),
         )
         self._verify = verify
         self._shadow: Shadow | None = None
@@ -129,6 +134,11 @@ class RowLoop(LoaderFeeder):
         generator = cast("GeneratorType[Any, None, None]", self._lend(loans))
         self._outer = weakref.ref(generator)
         return generator
+
+    @property
+    def route(self) -> str:
+        """How the rows come and go, and why; nothing where there is no choice."""
+        return self._route
 
     @property
     def epoch(self) -> int:

@@ -1,0 +1,209 @@
+"""The kernels that move rows, without a GPU: compiled as C++ and run thread by thread, and compiled for GPUs."""
+
+import ctypes
+import shutil
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pinfeed.devices import kernels
+from pinfeed.devices.kernels import MAX_TABLES, SOURCE, Move, launches
+
+# What CUDA gives a kernel. Alignment is checked at every access: a GPU stops at a word that is not where it must be.
+CUDA = r"""
+#include <cstdint>
+struct alignas(16) uint4 { unsigned x, y, z, w; };
+struct alignas(8) uint2 { unsigned x, y; };
+struct Dim { unsigned x; };
+static Dim gridDim, blockDim, blockIdx, threadIdx;
+static long long n_wrong;
+#define __global__
+#define __launch_bounds__(n)
+#define __device__ static
+template <class T> static T __ldcs(const T* p) { n_wrong += (uintptr_t)p % sizeof(T) != 0; return *p; }
+template <class T> static void __stcs(T* p, T v) { n_wrong += (uintptr_t)p % sizeof(T) != 0; *p = v; }
+"""
+RUN = r"""
+#define PARAMETERS(k) char *table##k, char *packed##k, long long row_nbytes##k, int width##k
+#define ARGUMENTS(k) table##k, packed##k, row_nbytes##k, width##k
+extern "C" long long run(unsigned n_blocks, unsigned n_threads, int gather, const long long* rows, unsigned n_rows,
+                         PARAMETERS(0), PARAMETERS(1), PARAMETERS(2), PARAMETERS(3))
+{
+    gridDim.x = n_blocks, blockDim.x = n_threads, n_wrong = 0;
+    for (blockIdx.x = 0; blockIdx.x < n_blocks; blockIdx.x++)
+        for (threadIdx.x = 0; threadIdx.x < n_threads; threadIdx.x++)
+            (gather ? gather_rows : scatter_rows)(rows, n_rows, ARGUMENTS(0), ARGUMENTS(1), ARGUMENTS(2), ARGUMENTS(3));
+    return n_wrong;
+}
+"""
+Run = Callable[..., int]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    compiler = shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        pytest.skip("no C++ compiler")
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "kernels.cpp").write_text(CUDA + SOURCE + RUN)
+    options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
+    subprocess.run([compiler, *options, "-o", folder / "kernels.so", folder / "kernels.cpp"], check=True)
+    function: Any = ctypes.CDLL(str(folder / "kernels.so")).run
+    function.restype = ctypes.c_longlong
+    table = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int]
+    function.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, *table * MAX_TABLES]
+    return function
+
+
+def bytes_at(offset: int, shape: tuple[int, int], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Rows of random bytes that begin so far after a multiple of 16, and the memory that they lie in, with room on both sides."""
+    whole = rng.integers(256, size=shape[0] * shape[1] + 96, dtype=np.uint8)
+    begin = -whole.ctypes.data % 16 + 32 + offset
+    return whole[begin : begin + shape[0] * shape[1]].reshape(shape), whole
+
+
+SIZES = st.lists(st.sampled_from([1, 2, 3, 4, 7, 8, 12, 16, 24, 48, 100, 512, 600, 4096]), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=150)
+@given(
+    sizes=SIZES,
+    offsets=st.lists(st.sampled_from([0, 0, 1, 2, 4, 8]), min_size=6, max_size=6),
+    n_table=st.integers(1, 60),
+    share=st.floats(0, 1),
+    shape=st.sampled_from([(1, 1), (1, 32), (3, 32), (2, 512)]),
+    step=st.sampled_from([1, 1 << 10, 64 << 20]),
+    seed=st.integers(0, 99),
+)
+def test_rows_come_and_go(
+    run: Run, sizes: list[int], offsets: list[int], n_table: int, share: float, shape: tuple[int, int], step: int, seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    rows = np.flatnonzero(rng.random(n_table) < share).astype(np.int64)
+    tables, memory = zip(*(bytes_at(offset, (n_table, size), rng) for size, offset in zip(sizes, offsets, strict=False)), strict=True)
+    packed, _room = zip(
+        *(bytes_at(offset, (len(rows), size), rng) for size, offset in zip(sizes, reversed(offsets), strict=False)), strict=True
+    )
+    moves = [Move(table.ctypes.data, there.ctypes.data, size) for table, there, size in zip(tables, packed, sizes, strict=True)]
+    before = [whole.copy() for whole in memory]
+
+    def move(gather: bool) -> None:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(kernels, "_STEP_BYTES", step)
+            for n_blocks, arguments in launches(rows.ctypes.data, len(rows), moves, shape[0]):
+                assert 0 < n_blocks <= shape[0]
+                assert run(n_blocks, shape[1], gather, *arguments) == 0, "a word is not aligned"
+
+    move(gather=True)
+    for table, there, whole, old in zip(tables, packed, memory, before, strict=True):
+        np.testing.assert_array_equal(there, table[rows])
+        np.testing.assert_array_equal(whole, old)
+    new = [there.copy() for there in packed]
+    for there, values in zip(packed, new, strict=True):
+        values[...] = rng.integers(256, size=there.shape, dtype=np.uint8)
+        there[...] = values
+    wanted = [table.copy() for table in tables]
+    move(gather=False)
+    for table, values, old, whole, was in zip(tables, new, wanted, memory, before, strict=True):
+        old[rows] = values
+        np.testing.assert_array_equal(table, old)
+        begin = table.ctypes.data - whole.ctypes.data
+        np.testing.assert_array_equal(whole[:begin], was[:begin])
+        np.testing.assert_array_equal(whole[begin + table.size :], was[begin + table.size :])
+
+
+@pytest.mark.parametrize(("sizes", "n_rows"), [([512] * 3, 10**7), ([1], 10**9), ([1 << 29], 5), ([600 << 10, 4], 10**5)])
+def test_a_launch_counts_words_in_32_bits(sizes: list[int], n_rows: int) -> None:
+    done = 0
+    for n_blocks, (_rows, n, *rest) in launches(1 << 40, n_rows, [Move(0, 0, size) for size in sizes], 32):
+        assert n_blocks == 32
+        assert _rows == (1 << 40) + 8 * done
+        assert rest[1] == done * sizes[0]
+        assert max(size * n for size in sizes) < 1 << 31
+        done += n
+    assert done == n_rows
+
+
+@pytest.mark.parametrize(("sizes", "n_rows", "n_blocks"), [([24], 6, 1), ([512], 1000, 63), ([64, 1, 512], 32, 2), ([512], 8192, 64)])
+def test_a_small_batch_takes_few_blocks(sizes: list[int], n_rows: int, n_blocks: int) -> None:
+    assert [blocks for blocks, _ in launches(0, n_rows, [Move(0, 0, size) for size in sizes], 64)] == [n_blocks]
+
+
+@pytest.mark.parametrize(
+    ("table", "packed", "row_nbytes", "width"),
+    [(0, 0, 512, 16), (8, 0, 512, 8), (0, 4, 512, 4), (16, 16, 24, 8), (16, 16, 12, 4), (16, 2, 16, 2), (0, 0, 7, 1), (1, 0, 16, 1)],
+)
+def test_the_widest_word_that_fits(table: int, packed: int, row_nbytes: int, width: int) -> None:
+    assert Move(table, packed, row_nbytes).width == width
+
+
+@pytest.mark.parametrize("architecture", ["75", "90"])
+def test_it_compiles_for_gpus(architecture: str, tmp_path: Path) -> None:
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        pytest.skip("no nvcc")
+    (tmp_path / "kernels.cu").write_text(SOURCE)
+    command = [nvcc, f"-arch=sm_{architecture}", "-std=c++17", "-cubin", "-o", tmp_path / "kernels.cubin", tmp_path / "kernels.cu"]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+
+
+@pytest.mark.parametrize("architecture", ["75", "90"])
+def test_it_compiles_when_it_is_needed(architecture: str) -> None:
+    nvrtc: Any = pytest.importorskip("cupy").cuda.nvrtc
+    program = nvrtc.createProgram(SOURCE, "kernels.cu", [], [])
+    nvrtc.compileProgram(program, ["-std=c++17", f"--gpu-architecture=sm_{architecture}"])
+    assert nvrtc.getCUBIN(program)
+
+
+def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With arguments as the kernels take them: as many, and of the sizes, that C has."""
+    current: list[Any] = []
+
+    class Device:
+        def __init__(self, index: int) -> None:
+            self.index = index
+
+        def __enter__(self) -> None:
+            current.append(self.index)
+
+        def __exit__(self, *exc_info: object) -> None:
+            current.pop()
+
+    class Stream(Device):
+        @classmethod
+        def from_external(cls, other: Any) -> Any:
+            assert current == [3], "made for another GPU"
+            return cls(other.__cuda_stream__())
+
+    class Module:
+        def __init__(self, code: str, options: tuple[str, ...]) -> None:
+            assert (code, options, current) == (SOURCE, ("-std=c++17",), [3])
+
+        def get_function(self, name: str) -> Callable[..., None]:
+            def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
+                assert current == [3, (0, 77)]
+                assert [argument.nbytes for argument in arguments] == [8, 4, *[8, 8, 8, 4] * MAX_TABLES]
+                assert run(*grid, *block, name == "gather_rows", *(int(argument) for argument in arguments)) == 0
+
+            return launch
+
+    cuda = types.SimpleNamespace(Device=Device, Stream=Stream)
+    monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda, RawModule=Module))
+    found = kernels.RowKernels(3)
+    table, rows = np.arange(40, dtype=np.int64).reshape(10, 4), np.array([7, 1, 2])
+    packed = np.zeros((3, 4), np.int64)
+    moves = [Move(table.ctypes.data, packed.ctypes.data, 32)]
+    assert len(list(found.gather(77, rows.ctypes.data, 3, moves, n_blocks=2))) == 1
+    np.testing.assert_array_equal(packed, table[rows])
+    packed += 100
+    for _ in found.scatter(77, rows.ctypes.data, 3, moves, n_blocks=2):
+        assert current == [], "another GPU or stream stays current between launches"
+    np.testing.assert_array_equal(table[rows], packed)
