@@ -35,13 +35,19 @@ overhead: .venv/installed
 	$(BIN)/python -m benchmarks.overhead
 
 # On a machine with a CUDA device: its tests and measurements, written to benchmarks/results/.
-gpu: .venv/installed
+gpu: .venv/cuda
 	$(BIN)/python -m benchmarks.gpu
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plot]" --group test --group lint
+	touch $@
+
+# CuPy for the CUDA version that torch was built for.
+.venv/cuda: .venv/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt \
+		-e ".[cuda$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "13").split(".")[0])')]"
 	touch $@
 
 .venv/peers: .venv/installed

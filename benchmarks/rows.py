@@ -109,8 +109,18 @@ def to_and_from(device: str) -> dict[str, float]:
     def torch_rows() -> None:
         host[ids] = host[ids].to(there).cpu()
 
+    buffer = torch.empty_like(host, pin_memory=pinned)
+
+    def selected_rows() -> None:
+        torch.index_select(host, 0, ids, out=buffer)
+        block = buffer.to(there, non_blocking=True)
+        buffer.copy_(block, non_blocking=True)
+        wait_for(there)
+        host.index_copy_(0, ids, buffer)
+
     ways: dict[str, Callable[[], object]] = {
-        "torch, pinned[ids].to(device) and back" if pinned else "torch, table[ids] and back": torch_rows
+        "torch, pinned[ids].to(device) and back" if pinned else "torch, table[ids] and back": torch_rows,
+        "torch, index_select(out=pinned) and asynchronous copies" if pinned else "torch, index_select(out) and index_copy_": selected_rows,
     }
     if pinned:
         import cupy
