@@ -216,8 +216,9 @@ class Epoch:
             meter.leave()
             if loan is not None:
                 loan.end()
-            if threading.get_ident() in self._workers - {consumer}:
-                # The garbage collector has found the loop dropped while a worker ran, and a worker cannot wait for itself.
+            here = threading.current_thread()
+            if here.ident != consumer and (here.ident in self._workers or here.name.startswith("pinfeed-")) and here.name != "pinfeed-end":
+                # The garbage collector has found the loop dropped while a worker ran, maybe a source's, and it cannot wait for itself.
                 threading.Thread(target=self._end, args=(loads,), name="pinfeed-end").start()
             else:
                 self._end(loads)
@@ -284,7 +285,7 @@ def guarded(fn: Callable[..., Any], *args: Any) -> Any:
             f"{_where(error)} raised {error!r}, which would end the loop in silence; raise an error that says what is wrong"
         ) from error
     except RuntimeError as error:
-        if isinstance(error.__cause__, StopIteration):  # a generator turns it into this
+        if isinstance(error.__cause__, StopIteration) and not isinstance(error, WorkerError):  # a generator turns it into this
             raise WorkerError(
                 f"{_where(error.__cause__)} raised {error.__cause__!r}, which would end the loop in silence"
             ) from error.__cause__

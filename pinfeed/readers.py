@@ -1,0 +1,273 @@
+"""wrap_readers(): identities that a user's functions read, as a source."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import Any
+
+import numpy as np
+
+from .batches import OrderBatches
+from .config import check_depth
+from .devices import resolve
+from .dtypes import dtype_of
+from .epoch import Loan, Pace
+from .errors import ArgumentError, StoreError
+from .loop import Loop
+from .rows import Rows, sequential, shuffled
+from .samples import Ahead, Apply, Each, Reader, load_of
+from .sources import Draw, Load
+from .stats import FeederStats, Timeline
+
+
+def wrap_readers(
+    inputs: Sequence[Any],
+    outputs: Sequence[Any],
+    *,
+    read_input: Callable[[Any], Iterable[Any]],
+    get_output: Callable[[Any], Iterable[Any]],
+    batch_size: int,
+    one_read_count: int = 1,
+    apply_on_input_batch: Apply | None = None,
+    apply_on_output_batch: Apply | None = None,
+    input_dtype: Any = None,
+    output_dtype: Any = None,
+    shuffle: bool = False,
+    seed: int = 0,
+    drop_last: bool = False,
+    n_readers: int = 1,
+    depth: int = 2,
+    device: Any = "auto",
+    progress: bool = False,
+    timeline: bool = False,
+) -> ReaderFeeder:
+    """What functions read, as batches ``(x, y)`` on the device, ``depth`` batches ahead of the loop; read anew in every epoch.
+
+    Identity i is ``inputs[i]`` and ``outputs[i]``: paths, numbers, whatever the functions take. ``read_input(inputs[i])`` and
+    ``get_output(outputs[i])`` are called in background threads, one batch after the other. Each yields (or gives another iterable of)
+    ``one_read_count`` samples: arrays, CPU tensors or numbers. A batch is the samples of ``batch_size // one_read_count`` identities, in
+    their order. Each sample is written to its place in the batch before the next one of its identity is asked for, so a function may
+    yield one array again and again.
+
+    ``apply_on_input_batch`` and ``apply_on_output_batch`` take an iterator over the samples of a batch, which gives each once, and have to
+    take all of them; samples of one identity then are collected before they are given. The arrays and tensors that they return, in any
+    structure of tuples, lists, mappings, named tuples and dataclasses, are copied to the device; other leaves stay as they are.
+
+    At any time the loop has, besides batches that its body keeps, ``depth + 2`` batches on the device; with a GPU, ``depth + 1``
+    page-locked on the host; and of the one that is being read, what ``apply_…`` keeps, or without it a sample of each reader. That does
+    not grow from epoch to epoch.
+
+    Args:
+        inputs: What ``read_input`` is called with, for each identity.
+        outputs: What ``get_output`` is called with; as many.
+        read_input: Gives the input samples of an identity.
+        get_output: Gives its output samples, as many.
+        batch_size: Samples of a batch, a multiple of ``one_read_count``.
+        one_read_count: Samples of an identity.
+        apply_on_input_batch: Makes a batch of its input samples. Without it they are stacked, and have one shape.
+        apply_on_output_batch: The same for output samples.
+        input_dtype: To which stacked input samples are converted, as numpy (or ``"bfloat16"``) or torch spells it. None for the one
+            dtype that they have.
+        output_dtype: The same for output samples.
+        shuffle: Identities come in another order in every epoch; ``pinfeed.rows.shuffled(seed)``.
+        seed: Of the shuffle.
+        drop_last: Leave out a last batch that is not full.
+        n_readers: Identities of a batch that are read at the same time, each in a thread. More than one ask for functions that may be
+            called so. In the synchronous loop, ``depth=0``, there are no threads.
+        depth: Batches ahead of the loop; 0 is the synchronous loop.
+        device: As for ``Feeder``.
+        progress: Show a progress bar.
+        timeline: Record what takes time in every batch.
+
+    Raises:
+        ArgumentError: Arguments that cannot be, or not together.
+        DeviceError: There is no such device.
+    """
+    _check_identities(inputs, outputs)
+    for name, value in (("batch_size", batch_size), ("one_read_count", one_read_count), ("n_readers", n_readers)):
+        if not hasattr(value, "__index__") or isinstance(value, bool) or value < 1:
+            raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")
+    if batch_size % one_read_count:
+        below, above = batch_size // one_read_count * one_read_count, -(-batch_size // one_read_count) * one_read_count
+        raise ArgumentError(
+            f"batch_size={batch_size} is no multiple of one_read_count={one_read_count}, and a batch has all samples of its identities; "
+            f"give batch_size={below or above}" + (f" or {above}" if below else "")
+        )
+    readers = [
+        _reader("input", read_input, inputs, one_read_count, apply_on_input_batch, input_dtype),
+        _reader("output", get_output, outputs, one_read_count, apply_on_output_batch, output_dtype),
+    ]
+    order = shuffled(seed) if shuffle else sequential()
+    batches = OrderBatches(order, len(inputs), batch_size // one_read_count, drop_last)
+    return ReaderFeeder(readers, batches, n_readers, device=device, depth=check_depth(depth), progress=progress, timeline=timeline)
+
+
+class ReaderFeeder:
+    """Batches that functions read, epoch by epoch, on the device."""
+
+    def __init__(
+        self,
+        readers: Sequence[Reader],
+        batches: OrderBatches,
+        n_readers: int,
+        *,
+        device: Any,
+        depth: int,
+        progress: bool,
+        timeline: bool,
+    ) -> None:
+        found = resolve(device, n_spare=len(readers) * (depth + 2))
+        self._device, self._owned_device = found, None if found is device else found
+        source = ReaderSource(readers, batches, found.worker, min(n_readers, batches.batch_size) if depth else 1)
+        self._loop = Loop(source, found, pace=Pace(depth), capacity=(), progress=progress, timeline=timeline)
+
+    def __enter__(self) -> ReaderFeeder:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        return len(self._loop.source)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The next epoch: ``(x, y)`` for each batch, on the device.
+
+        An error of a function comes in the turn of its batch, with its own traceback and a note that names the identity.
+
+        Raises:
+            ClosedError: This is closed, or another loop over it runs.
+        """
+        return self._loop.run(Loan.take)
+
+    @property
+    def device(self) -> str:
+        """Name of the device, as torch writes it."""
+        return self._device.name
+
+    @property
+    def stats(self) -> FeederStats:
+        """What was measured so far; rows are samples. The time in which ``apply_…`` takes its samples is not in ``read_s``."""
+        return self._loop.stats
+
+    @property
+    def timeline(self) -> Timeline:
+        """What took time. Only with ``timeline=True``."""
+        return self._loop.timeline
+
+    @property
+    def epoch(self) -> int:
+        """Number of the epoch that runs, or of the one that the next loop is."""
+        return self._loop.epoch
+
+    def set_epoch(self, number: int) -> None:
+        """Let the next loop be epoch ``number``. Without it, every loop is the epoch after the one before."""
+        self._loop.set_epoch(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loop is, as plain values: taken in the loop's body, the batch of that body counts as done."""
+        return self._loop.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop go on where the state was taken; identities that were done then are not read.
+
+        Raises:
+            ArgumentError: The state is not such a one, or of other identities (as far as their number tells), order or batch size.
+        """
+        self._loop.load_state(state)
+
+    def close(self) -> None:
+        """End a loop that runs. Idempotent."""
+        with contextlib.ExitStack() as stack:
+            if self._owned_device is not None:
+                stack.callback(self._owned_device.close)
+            stack.callback(self._loop.close)
+
+
+class ReaderSource:
+    """Batches of identities, read when they are wanted.
+
+    Args:
+        readers: What reads each part of a batch.
+        batches: Which identities, in which order.
+        worker: Makes an executor of so many threads, given its name.
+        n_threads: Identities read at the same time; one is read in the thread that asks.
+    """
+
+    def __init__(self, readers: Sequence[Reader], batches: OrderBatches, worker: Callable[[str, int], Executor], n_threads: int) -> None:
+        self._readers, self._batches, self._worker, self._n_threads = readers, batches, worker, n_threads
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        n, batches = self._readers[0].n_samples, self._batches
+        return {
+            "order": repr(batches.order),
+            "identities": batches.n_rows,
+            "one_read_count": n,
+            "batch_size": batches.batch_size * n,
+            "drop_last": batches.drop_last,
+        }
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def epoch(self, number: int, start: int, checksum: int, n_together: int) -> Generator[Draw, None, None]:
+        """The batches of epoch ``number`` from batch ``start`` on, one in a load."""
+        with contextlib.ExitStack() as opened, self._threads() as each:  # closed when nobody reads it any more
+            for draw in self._batches.epoch(number, start, checksum):
+                opened.close()  # what was opened for the batch before
+                yield functools.partial(self._load, draw().rows, each, opened)
+
+    def _load(self, identities: Rows, each: Each, opened: contextlib.ExitStack) -> Load:
+        batches = [(reader.apply_name, reader.batch(identities, each, opened)) for reader in self._readers]
+        return load_of(batches, len(identities) * self._readers[0].n_samples)
+
+    @contextlib.contextmanager
+    def _threads(self) -> Iterator[Each]:
+        if self._n_threads == 1:
+            yield map
+            return
+        pool = self._worker("pinfeed-identity", self._n_threads)
+        try:
+            yield Ahead(pool, self._n_threads)
+        finally:
+            pool.shutdown(wait=True)
+
+
+def _check_identities(inputs: Any, outputs: Any) -> None:
+    """Raise ArgumentError unless both can be asked for each identity."""
+    for name, values in (("inputs", inputs), ("outputs", outputs)):
+        if hasattr(values, "iloc"):  # of pandas, which would be asked for labels
+            raise ArgumentError(f"{name}: got {type(values).__name__}; expected a list with one value per identity: give .tolist()")
+        if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
+            raise ArgumentError(f"{name}: got {type(values).__name__}; expected a list, or another sequence, with one value per identity")
+    if len(inputs) != len(outputs):
+        raise ArgumentError(f"got {len(inputs)} inputs and {len(outputs)} outputs; expected one of each per identity")
+
+
+def _reader(kind: str, function: Any, values: Sequence[Any], n_samples: int, apply: Any, dtype: Any) -> Reader:
+    reader = Reader(kind, function, values, n_samples, apply, _dtype(dtype, f"{kind}_dtype"))
+    if not callable(function):
+        raise ArgumentError(f"{reader.function_name}={function!r}: expected a function that yields the samples of an identity")
+    if apply is not None and not callable(apply):
+        raise ArgumentError(f"{reader.apply_name}={apply!r}: expected a function that makes a batch of its samples")
+    if apply is not None and dtype is not None:
+        raise ArgumentError(f"both {reader.apply_name} and {kind}_dtype were given; the dtype is that of what the function returns")
+    return reader
+
+
+def _dtype(dtype: Any, name: str) -> np.dtype[Any] | None:
+    if dtype is None:
+        return None
+    import torch
+
+    from .tensors import NUMPY
+
+    try:
+        return NUMPY[dtype] if isinstance(dtype, torch.dtype) else dtype_of(dtype, name)
+    except (KeyError, TypeError, StoreError) as error:
+        raise ArgumentError(f"{name}={dtype!r} is no dtype of samples ({error}); expected a dtype that numpy and torch have") from None
