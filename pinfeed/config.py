@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from .errors import ArgumentError, BudgetError
+from .errors import ArgumentError, BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
 
 DEFAULT_DEPTH = 2
 
@@ -39,6 +39,8 @@ def GiB(count: float = 1) -> int:
 
 def human(nbytes: float) -> str:
     """Bytes as people read them: ``1.5 GiB``."""
+    if nbytes < 0:
+        return f"-{human(-nbytes)}"
     for unit in ("B", "KiB", "MiB"):
         if nbytes < 1024:
             return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
@@ -176,7 +178,8 @@ class Config:
         """The plan with the largest batch that fits.
 
         Raises:
-            BudgetError: Not even one row fits in every slot.
+            NotEnoughCPUMemory: Not even one row fits in every slot, on the host.
+            NotEnoughGPUMemory: … on the device.
         """
         cpu = self.host_limit(free_host_bytes)
         depth = DEFAULT_DEPTH if self.depth is None else self.depth
@@ -195,6 +198,10 @@ class Config:
             self._refuse(plan_of(1), cpu, gpu)
         return plan_of(fitting)
 
+    def for_feeder(self) -> Config:
+        """What of it is a feeder's."""
+        return self
+
     def host_limit(self, free: int) -> int:
         """Host memory that may be taken where ``free`` bytes are free."""
         return self._limit(self.cpu_memory_limit, free)
@@ -205,14 +212,16 @@ class Config:
     def _refuse(self, plan: Plan, cpu: int, gpu: int | None) -> None:
         on_device = gpu is not None and plan.device_bytes > gpu
         if on_device and gpu is not None:
+            error: type[BudgetError] = NotEnoughGPUMemory
             kind, need, limit, name, given = "device", plan.device_bytes, gpu, "gpu_memory_limit", self.gpu_memory_limit
         else:
+            error = NotEnoughCPUMemory
             kind, need, limit, name, given = "host", plan.host_bytes, cpu, "cpu_memory_limit", self.cpu_memory_limit
         uses = ", ".join(
             f"{item.count} x {human(item.nbytes)} for {item.what}" for item in plan.items if (item.place == "device") == on_device
         )
         said = f"{name} is {human(limit)} ({limit} bytes)" + ("" if given is not None else ", what is free less the headroom")
-        raise BudgetError(
+        raise error(
             f"one row per slot needs {human(need)} ({need} bytes) of {kind} memory: {uses}; {said}; "
             f"lower depth (now {plan.depth}) or raise {name}"
         )

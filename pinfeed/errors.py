@@ -3,6 +3,9 @@
 PinfeedError
 ├── ArgumentError      (ValueError)         an argument that cannot be
 ├── BudgetError        (ValueError)         a memory limit that cannot hold one row a slot
+│   ├── NotEnoughCPUMemory                  … on the host
+│   └── NotEnoughGPUMemory                  … on the device
+├── EstimateError      (RuntimeError)       a training step whose memory cannot be predicted
 ├── RowIndexError      (IndexError)         row numbers out of range, negative or not integers
 ├── StoreError         (ValueError)         rows that pinfeed cannot serve: damaged file, wrong dtype
 │   └── FileMissing    (FileNotFoundError)  no such file
@@ -27,6 +30,18 @@ class ArgumentError(PinfeedError, ValueError):
 
 class BudgetError(PinfeedError, ValueError):
     """A memory limit that cannot hold even one row in every slot."""
+
+
+class NotEnoughCPUMemory(BudgetError):
+    """``cpu_memory_limit`` cannot hold what is needed."""
+
+
+class NotEnoughGPUMemory(BudgetError):
+    """``gpu_memory_limit`` cannot hold what is needed."""
+
+
+class EstimateError(PinfeedError, RuntimeError):
+    """A training step whose memory cannot be predicted: it needs data, or fails."""
 
 
 class RowIndexError(PinfeedError, IndexError):

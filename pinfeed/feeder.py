@@ -106,6 +106,7 @@ class Feeder:
     ) -> None:
         _check_arguments(batch_size, config, rows, shuffle, depth)
         check_route(route)
+        config = config and config.for_feeder()
         if rows is None:
             rows = shuffled(seed) if shuffle else sequential()
         self._stores = StoreTree(source)

@@ -1,0 +1,1 @@
+"""What a training step takes, and the largest batch that fits."""

@@ -1,0 +1,169 @@
+"""torch's caching allocator of CUDA memory, simulated: what it reserves for tensors that come and go in a given order.
+
+Sizes and policy are those of c10/cuda/CUDACachingAllocator.cpp by default: one stream, no expandable segments.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+_ROUND = 512
+_SMALL = 1 << 20  # up to this, tensors live in segments of their own kind
+_SMALL_SEGMENT = 2 << 20
+_MEDIUM, _MEDIUM_SEGMENT = 10 << 20, 20 << 20  # below the first, a segment of the second is taken
+_ROUND_SEGMENT = 2 << 20
+
+Event = tuple[int, int]
+"""A tensor's memory comes (its number, bytes) or goes (its number, minus bytes)."""
+
+
+class OutOfMemory(Exception):
+    """It does not fit under the limit."""
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What a program took.
+
+    Attributes:
+        allocated: Most bytes of tensors at a time, each rounded up to 512.
+        reserved: Most bytes of segments at a time.
+        n_retries: Times that unused segments were given back because of the limit: each is a wait for the device.
+    """
+
+    allocated: int
+    reserved: int
+    n_retries: int
+
+
+@dataclass(eq=False, slots=True)
+class _Block:
+    """A part of a segment."""
+
+    size: int
+    segment: int
+    offset: int
+    is_small: bool
+    is_free: bool = False
+    before: _Block | None = None
+    after: _Block | None = None
+
+    @property
+    def key(self) -> tuple[int, int, int]:
+        """Best fit: the smallest block that is large enough, the oldest of these."""
+        return self.size, self.segment, self.offset
+
+
+class CachingAllocator:
+    """The allocator, empty at first.
+
+    Args:
+        limit: Most bytes of segments; None for any.
+    """
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit = limit
+        self.allocated = self.reserved = self.most_allocated = self.most_reserved = self.n_retries = 0
+        self._n_segments = 0
+        self._live: dict[int, _Block] = {}
+        self._free: dict[bool, list[_Block]] = {True: [], False: []}  # by size
+
+    def malloc(self, number: int, nbytes: int) -> None:
+        """Memory for a tensor comes.
+
+        Raises:
+            OutOfMemory: Not under the limit.
+        """
+        size = rounded(nbytes)
+        block = self._best_fit(size) or self._segment(size)
+        rest = block.size - size
+        if rest >= _ROUND if block.is_small else rest > _SMALL:
+            self._split(block, size)
+        block.is_free = False
+        self._live[number] = block
+        self.allocated += block.size
+        self.most_allocated = max(self.most_allocated, self.allocated)
+
+    def free(self, number: int) -> None:
+        """The memory of a tensor goes; its segment stays."""
+        block = self._live.pop(number)
+        self.allocated -= block.size
+        for other in (block.before, block.after):
+            if other is not None and other.is_free:
+                self._remove(other)
+                block = _joined(*((other, block) if other is block.before else (block, other)))
+        self._put(block)
+
+    def replay(self, events: Iterable[Event]) -> Replay:
+        """A whole program.
+
+        Raises:
+            OutOfMemory: Not under the limit.
+        """
+        for number, nbytes in events:
+            if nbytes > 0:
+                self.malloc(number, nbytes)
+            else:
+                self.free(number)
+        return Replay(self.most_allocated, self.most_reserved, self.n_retries)
+
+    def _best_fit(self, size: int) -> _Block | None:
+        free = self._free[size <= _SMALL]
+        i = bisect.bisect_left(free, (size, -1, -1), key=_key)
+        return free.pop(i) if i < len(free) else None
+
+    def _segment(self, size: int) -> _Block:
+        wanted = _segment_nbytes(size)
+        if self.limit is not None and self.reserved + wanted > self.limit:
+            self.n_retries += 1
+            for free in self._free.values():
+                whole = [block for block in free if block.before is None and block.after is None]
+                self.reserved -= sum(block.size for block in whole)
+                free[:] = [block for block in free if block.before is not None or block.after is not None]
+            if self.reserved + wanted > self.limit:
+                raise OutOfMemory(f"{wanted} bytes were wanted, {self.reserved} of {self.limit} are reserved")
+        self.reserved += wanted
+        self.most_reserved = max(self.most_reserved, self.reserved)
+        self._n_segments += 1
+        return _Block(wanted, self._n_segments, 0, size <= _SMALL)
+
+    def _split(self, block: _Block, size: int) -> None:
+        rest = _Block(block.size - size, block.segment, block.offset + size, block.is_small, before=block, after=block.after)
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        self._put(rest)
+
+    def _put(self, block: _Block) -> None:
+        block.is_free = True
+        bisect.insort(self._free[block.is_small], block, key=_key)
+
+    def _remove(self, block: _Block) -> None:
+        free = self._free[block.is_small]
+        del free[bisect.bisect_left(free, block.key, key=_key)]
+
+
+def rounded(nbytes: int) -> int:
+    """Bytes that a tensor's memory takes."""
+    return max(1, -(-nbytes // _ROUND)) * _ROUND
+
+
+def _key(block: _Block) -> tuple[int, int, int]:
+    return block.key
+
+
+def _segment_nbytes(size: int) -> int:
+    if size <= _SMALL:
+        return _SMALL_SEGMENT
+    return _MEDIUM_SEGMENT if size < _MEDIUM else -(-size // _ROUND_SEGMENT) * _ROUND_SEGMENT
+
+
+def _joined(first: _Block, second: _Block) -> _Block:
+    """Two neighbours as one block."""
+    first.size += second.size
+    first.after = second.after
+    if second.after is not None:
+        second.after.before = first
+    return first

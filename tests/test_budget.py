@@ -1,0 +1,330 @@
+"""Config with a model: the largest batch that fits, and where each byte goes."""
+
+import dataclasses
+import pickle
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import pinfeed
+from pinfeed import Config, GiB, KiB, MiB, errors
+from pinfeed.training.memory.estimate import bytes_there
+from pinfeed.training.memory.probe import is_out_of_memory
+from pinfeed.training.memory.sizing import largest_that_fits
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+MODEL: dict[str, Any] = {
+    "model": mlp,
+    "input_shape": (64,),
+    "output_shape": (),
+    "output_dtype": "int64",
+    "loss": nn.functional.cross_entropy,
+    "optimizer": torch.optim.SGD,
+}
+
+
+@given(
+    slope=st.floats(0, 1e6),
+    base=st.floats(0, 1e9),
+    step=st.integers(1, 1 << 21),
+    limit=st.integers(0, 10**10),
+    most=st.one_of(st.none(), st.integers(0, 10**6)),
+)
+def test_the_largest_that_fits(slope: float, base: float, step: int, limit: int, most: int | None) -> None:
+    calls = []
+
+    def need(n: int) -> float:
+        calls.append(n)
+        return -(-max(base, slope * n) // step) * step
+
+    if most is None and slope < 1:
+        most = 10**6  # else it would never end
+    found = largest_that_fits(need, limit, most)
+    assert 0 <= found <= (most if most is not None else found)
+    assert not found or need(found) <= limit
+    assert (most is not None and found == most) or need(found + 1) > limit
+    assert len(calls) < 70
+
+
+def test_a_model_that_refuses_a_batch_of_one() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8))
+    arguments: dict[str, Any] = {"cpu_memory_limit": GiB(1), "model": model, "input_shape": (8,)}
+    assert Config(gpu_memory_limit=GiB(1), preferred_batch_size=16, **arguments).batch_size == 16
+    with pytest.raises(errors.NotEnoughGPUMemory, match="a batch of 2 needs"):
+        Config(gpu_memory_limit=MiB(1), **arguments)
+    with pytest.raises(errors.EstimateError, match="more than 1 value"):
+        Config(gpu_memory_limit=GiB(1), preferred_batch_size=1, **arguments)
+
+
+@pytest.mark.parametrize("one_read_count", [1, 7])
+@pytest.mark.parametrize("gpu", [MiB(24), MiB(64)])
+def test_one_more_read_would_not_fit_on_the_gpu(gpu: int, one_read_count: int) -> None:
+    config = Config(cpu_memory_limit=GiB(1), gpu_memory_limit=gpu + MiB(32), one_read_count=one_read_count, **MODEL)
+    assert config.batch_size % one_read_count == 0
+    assert config.batch_size > 100
+    assert config.budget.gpu_bytes <= gpu + MiB(32) < config._at(config.batch_size + one_read_count, None).gpu_bytes
+    assert config.budget.gpu_memory_limit == gpu + MiB(32)
+
+
+def test_one_more_would_not_fit_on_the_host() -> None:
+    config = Config(cpu_memory_limit=MiB(32), device="cpu", **MODEL)
+    assert config.budget.gpu_memory_limit is None
+    assert config.budget.cpu_bytes <= MiB(32) < config._at(config.batch_size + 1, None).cpu_bytes
+    on_gpu = Config(cpu_memory_limit=MiB(6), gpu_memory_limit=GiB(1), **MODEL)  # where only batches are on the host
+    assert on_gpu.budget.cpu_bytes <= MiB(6) < on_gpu._at(on_gpu.batch_size + 1, None).cpu_bytes
+
+
+@pytest.mark.parametrize(
+    ("one_read_count", "preferred", "total", "batch_size"),
+    [(2, 16, None, 16), (3, 16, None, 15), (4, 6, None, 4), (5, 4, None, 5), (1, 100, 40, 40), (3, None, 4, 12), (1, 1, None, 1)],
+)
+def test_sizes_that_are_preferred(one_read_count: int, preferred: int | None, total: int | None, batch_size: int) -> None:
+    config = Config(
+        gpu_memory_limit=GiB(1), one_read_count=one_read_count, preferred_batch_size=preferred, total_sample_count=total, **MODEL
+    )
+    assert config.batch_size == batch_size
+
+
+def test_counts() -> None:
+    config = Config(gpu_memory_limit=GiB(1), one_read_count=2, preferred_batch_size=16, total_sample_count=2050, depth=3, **MODEL)
+    assert (config.batch_size, config.batch_count, config.sample_count_in_memory) == (16, 256, 5 * 16)
+    assert Config(gpu_memory_limit=GiB(1), preferred_batch_size=16, **MODEL).sample_count_in_memory == 4 * 16
+    with pytest.raises(errors.ArgumentError, match="total_sample_count was not given"):
+        _ = Config(gpu_memory_limit=GiB(1), preferred_batch_size=16, **MODEL).batch_count
+    with pytest.raises(errors.ArgumentError, match="there is no model, so the batch is not known"):
+        _ = Config().batch_size
+
+
+def test_limits_that_cannot_hold() -> None:
+    with pytest.raises(errors.NotEnoughGPUMemory) as refused:
+        Config(gpu_memory_limit=MiB(1), one_read_count=64, **MODEL)
+    need = int(re.search(r"\((\d+) bytes\): ", str(refused.value))[1])  # type: ignore[index]
+    assert "a batch of 64 needs" in str(refused.value)
+    assert "gpu_memory_limit is 1.0 MiB (1048576 bytes); raise gpu_memory_limit, lower depth (now 2)" in str(refused.value)
+    Config(gpu_memory_limit=need, one_read_count=64, **MODEL)
+    with pytest.raises(errors.NotEnoughGPUMemory):
+        Config(gpu_memory_limit=need - 1, one_read_count=64, **MODEL)
+    with pytest.raises(errors.NotEnoughCPUMemory, match="cpu_memory_limit is 64"):
+        Config(cpu_memory_limit=KiB(64), gpu_memory_limit=GiB(1), **MODEL)
+    with pytest.raises(errors.NotEnoughCPUMemory, match="activations"):
+        Config(cpu_memory_limit=MiB(1), device="cpu", one_read_count=1000, **MODEL)
+    assert issubclass(errors.NotEnoughGPUMemory, errors.BudgetError)
+
+
+def test_a_table_of_where_each_byte_goes() -> None:
+    config = Config(cpu_memory_limit=GiB(1), gpu_memory_limit=MiB(64), preferred_batch_size=1000, **MODEL)
+    budget = config.budget
+    text = str(budget)
+    for what in ("parameters", "gradients", "activations", "workspace", "reserve", "staging", "batches of 1000 samples", "of 64.0 MiB"):
+        assert what in text
+    assert budget.gpu_bytes == sum(item.total for item in budget.items if item.place == "device")
+    batches = next(item for item in budget.items if item.what == "batches")
+    assert batches.total == 4 * (-(-1000 * 256 // 512) * 512 + -(-1000 * 8 // 512) * 512)
+    assert [item.what for item in budget.items].count("batch") == 0, "the step's batch is one of the feeder's"
+
+
+def test_the_feeder_gets_what_is_left() -> None:
+    config = Config(cpu_memory_limit=GiB(1), gpu_memory_limit=MiB(64), **MODEL)
+    left = config.for_feeder()
+    assert left.gpu_memory_limit is not None
+    assert left.gpu_memory_limit + config.budget.step_bytes == MiB(64)
+    assert config.budget.feeder.device_bytes <= left.gpu_memory_limit
+    x, y = np.zeros((10_000, 64), np.float32), np.zeros(10_000, np.int64)
+    config = Config(cpu_memory_limit=MiB(64), device="cpu", preferred_batch_size=300, **MODEL)
+    with pinfeed.Feeder((x, y), config=config, device="cpu") as feeder:
+        assert feeder.plan.batch_size == 300
+        assert feeder.plan.cpu_memory_limit == MiB(64) - config.budget.step_bytes
+        assert sum(len(a) for a, _ in feeder) == 10_000
+    without = Config(cpu_memory_limit=MiB(64))
+    assert without.for_feeder() is without
+
+
+def test_a_model_that_is_there_stays_as_it_is() -> None:
+    model = mlp().eval()
+    optimizer = torch.optim.Adam(model.parameters())
+    config = Config(gpu_memory_limit=MiB(64), **(MODEL | {"model": model, "optimizer": optimizer}))
+    assert config.batch_size > 1
+    assert not model.training
+    assert not optimizer.state
+    assert all(p.grad is None for p in model.parameters())
+    assert dataclasses.replace(config, preferred_batch_size=2).batch_size == 2
+    same = Config(gpu_memory_limit=MiB(64), **({**MODEL, "model": None} | {"model_class": mlp, "optimizer": torch.optim.Adam}))
+    assert same.batch_size == config.batch_size
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"one_read_count": 0}, "one_read_count=0: expected a whole number, at least 1"),
+        ({"total_sample_count": 0.5}, "total_sample_count=0.5"),
+        ({"model_class": mlp}, "both model and model_class were given"),
+        ({"input_shape": None}, "a model was given without input_shape"),
+        ({"output_dtype": "nothing"}, "output_dtype='nothing'"),
+    ],
+)
+def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(errors.ArgumentError, match=said):
+        Config(gpu_memory_limit=GiB(1), **(MODEL | arguments))
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_without_a_gpu() -> None:
+    with pytest.raises(errors.ArgumentError, match="there is no GPU here to ask what is free; give gpu_memory_limit"):
+        Config(device="cuda", **MODEL)
+    assert Config(cpu_memory_limit=MiB(64), preferred_batch_size=4, **MODEL).budget.gpu_memory_limit is None
+
+
+def test_the_heap_gives_back_what_is_freed() -> None:
+    """In a process of its own: the setting is for good."""
+    script = (
+        "import torch, pinfeed, sys\n"
+        "from pinfeed.memory import resident_bytes\n"
+        "if sys.argv[1] == 'enforce': pinfeed.Config().enforce(malloc=True)\n"
+        "kept = []\n"
+        "for n in range(40):\n"
+        "    many = [torch.ones(2 << 18) for _ in range(20)]\n"  # 2 MiB each, under a block that is kept
+        "    kept.append(torch.ones(1 << 16))\n"
+        "    del many\n"
+        "print(resident_bytes()['anonymous'])\n"
+    )
+    assert run(script, "enforce") < run(script, "not") - (20 << 20)
+
+
+def run(script: str, argument: str) -> int:
+    import subprocess
+    import sys
+
+    return int(subprocess.run([sys.executable, "-c", script, argument], capture_output=True, text=True, check=True).stdout)
+
+
+@pytest.mark.gpu
+def test_torch_gets_no_more_than_the_limit() -> None:
+    config: Config = Config(gpu_memory_limit=GiB(1))
+    config.enforce()
+    try:
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(GiB(2), dtype=torch.uint8, device="cuda")
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.head = nn.LSTM(32, 128, batch_first=True), nn.Linear(128, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.inner(x)[0][:, -1])
+
+
+def test_a_probe_returns_a_batch_that_ran() -> None:
+    """Of a model that takes much more than can be predicted: on the CPU, in the process's own memory."""
+    ran = []
+
+    def make_batch(n: int) -> Any:
+        ran.append(n)
+        return torch.zeros(n, 48, 32), torch.zeros(n, dtype=torch.int64)
+
+    model = Recurrent()
+    torch.manual_seed(3)
+    state, want = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
+    config = Config(cpu_memory_limit=MiB(160), device="cpu", one_read_count=8, **(MODEL | {"model": model, "input_shape": (48, 32)}))
+    found = config.probe(make_batch)
+    assert config.budget.seen is None
+    assert found.batch_size in ran
+    assert found.batch_size % 8 == 0
+    assert found.budget.seen is not None
+    assert found.budget.seen > 1.1, "an LSTM keeps more than fake tensors show"
+    assert found.batch_size < config.batch_size
+    assert found.budget.cpu_bytes <= MiB(160)
+    assert "seen beyond that" in str(found.budget)
+    assert torch.equal(torch.get_rng_state(), want)
+    assert all(torch.equal(model.state_dict()[name], value) for name, value in state.items())
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("CUDA out of memory. Tried to allocate"),
+        MemoryError(),
+        RuntimeError("CUDA error: out of memory"),
+        RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        np._core._exceptions._ArrayMemoryError((3,), np.dtype("f4")),  # type: ignore[attr-defined]
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_out_of_memory_of_every_kind(error: Exception) -> None:
+    assert is_out_of_memory(error)
+
+
+def test_an_error_of_another_kind_is_none() -> None:
+    assert not is_out_of_memory(RuntimeError("mat1 and mat2 shapes cannot be multiplied"))
+    assert not is_out_of_memory(ValueError("out of memory"))
+    config = Config(cpu_memory_limit=MiB(64), device="cpu", preferred_batch_size=4, **MODEL)
+    with pytest.raises(RuntimeError, match="cannot be multiplied"):
+        config.probe(lambda n: (torch.zeros(n, 3), torch.zeros(n, dtype=torch.int64)))
+
+
+def test_steps_that_run_out_of_memory_are_tried_smaller() -> None:
+    tried = []
+
+    def make_batch(n: int) -> Any:
+        tried.append(n)
+        if n > 100:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return torch.zeros(n, 64), torch.zeros(n, dtype=torch.int64)
+
+    config = Config(cpu_memory_limit=GiB(1), device="cpu", preferred_batch_size=300, **MODEL)
+    found = config.probe(make_batch)
+    assert tried[0] == 300
+    assert found.batch_size == max(n for n in tried if n <= 100)
+    assert found.batch_size >= 75
+
+
+def test_nothing_that_ran() -> None:
+    def never(n: int) -> Any:
+        raise MemoryError
+
+    config = Config(cpu_memory_limit=GiB(1), device="cpu", preferred_batch_size=6, **MODEL)
+    with pytest.raises(errors.NotEnoughCPUMemory):
+        config.probe(never)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_a_probe_of_a_gpu_that_is_elsewhere() -> None:
+    with pytest.raises(errors.DeviceError, match="there is none here"):
+        Config(gpu_memory_limit=GiB(1), preferred_batch_size=4, **MODEL).probe()
+
+
+@pytest.mark.gpu
+def test_a_probe_on_a_gpu() -> None:
+    config = Config(gpu_memory_limit=GiB(2), preferred_batch_size=100_000, **MODEL)
+    found = config.probe()
+    assert found.budget.seen is not None
+    assert found.budget.gpu_bytes <= GiB(2)
+
+
+def test_a_config_can_be_pickled_and_copied() -> None:
+    arguments = MODEL | {"model": None, "input_shape": {"input": (64,)}}
+    config = Config(gpu_memory_limit=MiB(64), preferred_batch_size=8, **arguments)
+    assert pickle.loads(pickle.dumps(config)).preferred_batch_size == 8
+    sized = Config(gpu_memory_limit=MiB(64), preferred_batch_size=8, **MODEL)
+    assert pickle.loads(pickle.dumps(sized)).batch_size == 8
+
+
+def test_a_model_that_is_there_is_not_counted_twice() -> None:
+    model = nn.Linear(1000, 1000)
+    model.weight.grad = torch.zeros(1000, 1000)
+    assert bytes_there(model, torch.device("cpu")) == 4 * (2 * 1000 * 1000 + 1000)
+    assert bytes_there(model, torch.device("cuda")) == bytes_there(mlp, torch.device("cpu")) == 0

@@ -1,0 +1,315 @@
+"""The predicted peak of a training step, held against what the CPU's allocator is asked for."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.checkpoint import checkpoint
+
+from pinfeed import errors
+from pinfeed.training.memory.estimate import StepEstimator
+from pinfeed.training.memory.shapes import samples_of
+from pinfeed.training.memory.tracking import as_on_cuda
+
+
+def measured(model: Any, x: Any, y: Any, loss: Any, optimizer: Any) -> int:
+    """Most bytes at a time of two steps."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        made = model()
+        stepper = optimizer(made.parameters())
+        for _ in range(2):
+            inputs, targets = x.clone(), y.clone()
+            outputs = made(inputs)
+            found = loss(outputs, targets)
+            found.backward()
+            stepper.step()
+            stepper.zero_grad()
+    now = most = 0
+    for event in sorted((e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = checkpoint(block, x, use_reentrant=False)
+        return x
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(500, 64), nn.Linear(64, 500)
+        self.layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
+        self.head.weight = self.embedding.weight  # tied
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(self.embedding(ids))).flatten(0, 1)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 500), nn.ReLU(), nn.Linear(500, 10))
+
+
+def frozen() -> nn.Module:
+    model = mlp()
+    model[0].requires_grad_(False)
+    return model
+
+
+CASES = {
+    "mlp": (mlp, (300,), "float32", (), "int64"),
+    "frozen": (frozen, (300,), "float32", (), "int64"),
+    "norm": (lambda: nn.Sequential(nn.Linear(100, 400), nn.BatchNorm1d(400), nn.Tanh(), nn.Linear(400, 9)), (100,), "float32", (), "int64"),
+    "dropout": (lambda: nn.Sequential(nn.Linear(100, 400), nn.Dropout(), nn.Linear(400, 9)), (100,), "float32", (), "int64"),
+    "checkpoint": (Checkpointed, (256,), "float32", (), "int64"),
+    "attention": (Attention, (16,), "int64", (), "int64"),
+}
+
+
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+@pytest.mark.parametrize("optimizer", [torch.optim.AdamW, sgd], ids=["AdamW", "SGD"])
+@pytest.mark.parametrize("batch_size", [4, 512])
+@pytest.mark.parametrize("case", CASES)
+def test_it_is_what_the_allocator_is_asked_for(case: str, batch_size: int, optimizer: Any) -> None:
+    model, shape, dtype, target, target_dtype = CASES[case]
+    n_targets = batch_size * (16 if case == "attention" else 1)
+    loss = nn.functional.cross_entropy
+    if case == "attention":
+
+        def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return nn.functional.cross_entropy(outputs, targets.flatten())
+
+        target = (16,)
+    x = torch.zeros((batch_size, *shape), dtype=getattr(torch, dtype))
+    y = torch.zeros(n_targets, dtype=torch.int64).reshape(batch_size, *target)
+    parts = samples_of(shape, dtype, "input"), samples_of(target, target_dtype, "output")
+    estimate = StepEstimator(model, *parts, loss=loss, optimizer=optimizer, device="cpu").at(batch_size)
+    wanted = measured(model, x, y, loss, optimizer)
+    assert wanted * 0.99 <= estimate.allocated_bytes <= wanted * 1.01
+    assert estimate.confidence == "exact"
+    assert sum(estimate.breakdown.values()) == estimate.reserved_bytes == estimate.allocated_bytes == max(estimate.phases.values())
+    of_instance = StepEstimator(model(), *parts, loss=loss, optimizer=optimizer, device="cpu").at(batch_size)
+    assert of_instance.breakdown == estimate.breakdown
+
+
+def test_where_each_byte_goes() -> None:
+    model = mlp()
+    n = sum(p.numel() for p in model.parameters())
+    parts = samples_of((300,), "float32", "input"), samples_of((), "int64", "output")
+    small = StepEstimator(model, *parts, loss=nn.functional.cross_entropy, optimizer=torch.optim.Adam, device="cpu").at(1)
+    assert small.breakdown["parameters"] == pytest.approx(4 * n, rel=0.01)
+    assert small.breakdown["gradients"] == pytest.approx(4 * n, rel=0.01)
+    assert small.breakdown["optimizer state"] == pytest.approx(8 * n, rel=0.01)
+    large = StepEstimator(model, *parts, loss=nn.functional.cross_entropy, optimizer=torch.optim.Adam, device="cpu").at(8192)
+    assert large.breakdown["batch"] == 8192 * (1200 + 8)
+    assert large.breakdown["activations"] > 8192 * 4 * 1000
+    assert large.phases["backward"] > large.phases["optimizer"]
+    cuda = StepEstimator(model, *parts, loss=nn.functional.cross_entropy, optimizer=torch.optim.Adam).at(8192)
+    assert cuda.reserved_bytes > cuda.allocated_bytes
+    assert sum(cuda.breakdown.values()) == cuda.reserved_bytes
+    for text in ("parameters", "activations", "reserve", "in all", "100.0%", "confidence: exact", f"{n:,} trainable, 0 frozen"):
+        assert text in str(cuda)
+
+
+def test_an_optimizer_that_is_there_is_taken_as_it_is() -> None:
+    model = mlp()
+    slow = torch.optim.Adam([{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "amsgrad": True}])
+    parts = samples_of((300,), "float32", "input"), samples_of((), "int64", "output")
+    estimate = StepEstimator(model, *parts, loss=nn.functional.cross_entropy, optimizer=slow, device="cpu").at(2)
+    first, second = (sum(4 * p.numel() for p in model[i].parameters()) for i in (0, 2))
+    assert estimate.breakdown["optimizer state"] == pytest.approx(2 * first + 3 * second, rel=0.01)
+    assert not slow.state
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_layers_have_each_parameter_once() -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(3, dtype=torch.float64))
+            self.inner = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.Linear(4, 3, bias=False)))
+            self.inner[0].bias.requires_grad_(False)
+            self.tied = nn.Linear(3, 4)
+            self.tied.weight = self.inner[0].weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * self.scale
+
+    estimate = StepEstimator(Model, samples_of((3,), "float32", "input"), None, device="cpu").at(2)
+    assert [(layer.name, layer.n_trainable, layer.n_frozen, layer.nbytes) for layer in estimate.layers] == [
+        ("", 3, 0, 24),
+        ("inner.0", 12, 4, 64),
+        ("inner.1.0", 12, 0, 48),
+        ("tied", 0 + 4, 0, 16),
+    ]
+    table = StepEstimator(Model, samples_of((3,), "float32", "input"), None, device="cpu").at(2).layer_table()
+    assert "(model)" in table
+    assert "inner.1.0" in table
+    assert estimate.notes == ("no loss was given: the sum of the outputs was taken", "no optimizer was given: AdamW was taken")
+
+
+def test_on_cuda_masks_are_bytes_and_attention_keeps_no_matrix() -> None:
+    parts = samples_of((1000,), "float32", "input"), samples_of((1000,), "float32", "output")
+    model = nn.Sequential(nn.Linear(1000, 1000), nn.Dropout(0.5))
+    cpu, cuda = (StepEstimator(model, *parts, loss=nn.functional.mse_loss, device=device).at(10_000) for device in ("cpu", "cuda"))
+    assert cpu.breakdown["activations"] - cuda.breakdown["activations"] == pytest.approx(3 * 10_000 * 1000, rel=0.01)
+    assert torch.nn.functional.dropout.__module__ == "torch.nn.functional"
+
+    class Attends(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
+
+    model = nn.Sequential(nn.Linear(64, 64), Attends())
+    parts = samples_of((8, 1024, 64), "float32", "input"), samples_of((8, 1024, 64), "float32", "output")
+    estimate = StepEstimator(model, *parts, loss=nn.functional.mse_loss).at(4)
+    assert estimate.allocated_bytes < 4 * 8 * 1024 * 1024 * 4
+
+
+@pytest.mark.parametrize(
+    ("model", "shape", "confidence", "said"),
+    [
+        (
+            lambda: nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.Linear(144, 2)),
+            (3, 8, 8),
+            "close",
+            "Conv2d: what a convolution takes",
+        ),
+        (lambda: Recurrent(), (5, 3), "low", "LSTM: its kernels keep more than is seen here; run probe()"),
+    ],
+)
+def test_what_is_not_seen_is_said(model: Any, shape: tuple[int, ...], confidence: str, said: str) -> None:
+    estimate = StepEstimator(model, samples_of(shape, "float32", "input"), None, optimizer=torch.optim.SGD).at(2)
+    assert estimate.confidence == confidence
+    assert any(note.startswith(said) for note in estimate.notes)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.LSTM(3, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x)[0]
+
+
+class Looks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return y if y.sum().item() > 0 else -y
+
+
+@pytest.mark.parametrize(("model", "shape"), [(Looks, (3,)), (mlp, (7,))], ids=["looks at values", "another shape"])
+def test_what_cannot_be_predicted_is_refused(model: Any, shape: tuple[int, ...]) -> None:
+    with pytest.raises(errors.EstimateError, match=r"the step cannot be predicted: .* probe"):
+        StepEstimator(model, samples_of(shape, "float32", "input"), None).at(2)
+
+
+def test_what_is_no_model() -> None:
+    with pytest.raises(errors.ArgumentError, match="made a int; expected a torch module"):
+        StepEstimator(lambda: 3, samples_of((3,), "float32", "input"), None).at(2)
+
+
+def test_many_inputs() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = nn.Embedding(10, 4), nn.Linear(3, 4)
+
+        def forward(self, ids: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"sum": self.a(ids).sum(1) + self.b(x)}
+
+    def loss(outputs: Any, targets: Any) -> torch.Tensor:
+        return (outputs["sum"] - targets[0]).square().mean() + targets[1].sum()
+
+    targets = samples_of(((4,), ()), "float32", "output")
+    for inputs in (
+        samples_of(((5,), (3,)), ("int64", "float32"), "input"),
+        samples_of({"ids": (5,), "x": (3,)}, {"ids": int, "x": "torch.float32"}, "input"),
+    ):
+        estimate = StepEstimator(Two, inputs, targets, loss=loss, device="cpu").at(1000)
+        assert estimate.breakdown["batch"] >= 1000 * (5 * 8 + 3 * 4 + 4 * 4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "said"),
+    [
+        ("ab", "float32", "input_shape='ab': expected a shape"),
+        ((3, -1), "float32", "expected dimensions of 0 or more"),
+        ((3,), "float33", "input_dtype='float33'.*expected a dtype of torch or numpy"),
+        ((3,), object, "expected a dtype of torch or numpy"),
+        (((3,), (4,)), ("float32",), "has another structure"),
+    ],
+)
+def test_samples_that_are_none(shape: Any, dtype: Any, said: str) -> None:
+    with pytest.raises(errors.ArgumentError, match=said):
+        samples_of(shape, dtype, "input")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, "float64", "torch.float64", "double", float, "f8"])
+def test_a_dtype_however_it_is_spelled(dtype: Any) -> None:
+    assert samples_of((2, 3), dtype, "input").dtypes == (torch.float64,)
+    assert samples_of((2, 3), dtype, "input").nbytes == (48,)
+    assert samples_of((2,), "bfloat16", "input").dtypes == (torch.bfloat16,)
+
+
+def test_a_loss_stays_as_it_is() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+            self.register_buffer("center", torch.zeros(10))
+
+        def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            self.center = outputs.detach().mean(0)
+            return nn.functional.cross_entropy(outputs * self.scale, targets)
+
+    loss, model = Own(), mlp()
+    parts = samples_of((300,), "float32", "input"), samples_of((), "int64", "output")
+    both = torch.optim.Adam([*model.parameters(), *loss.parameters()])
+    StepEstimator(model, *parts, loss=loss, optimizer=both).at(4)
+    assert loss.scale.grad is None
+    assert type(loss.center) is torch.Tensor
+    other = torch.optim.Adam([nn.Parameter(torch.ones(3))])
+    with pytest.raises(errors.ArgumentError, match="neither the model's nor the loss's"):
+        StepEstimator(model, *parts, loss=loss, optimizer=other).at(4)
+
+
+def test_tensors_that_are_plain_attributes() -> None:
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner, self.mask, self.last = nn.Linear(5, 5), torch.ones(5), None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.last = self.inner(x) * self.mask
+            return self.last
+
+    model = Masked()
+    model(torch.zeros(2, 5))  # it keeps a tensor of a graph
+    estimate = StepEstimator(model, samples_of((5,), "float32", "input"), None).at(4)
+    assert estimate.allocated_bytes > 0
+
+
+def test_other_threads_compute_as_ever() -> None:
+    x = torch.ones(4, 1000)
+    with as_on_cuda():
+        assert (torch.nn.functional.dropout(x, 0.5) == 0).any()
+        torch.manual_seed(0)
+        one = nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.999)
+    assert (one == 0).any()
