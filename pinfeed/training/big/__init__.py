@@ -1,0 +1,1 @@
+"""Gradients of batches that do not fit on the device."""

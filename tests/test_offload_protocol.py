@@ -1,0 +1,349 @@
+"""Steps with Offload are the plain steps, whatever the device's schedule: every wait in spill.py is needed, and none is missing."""
+
+import itertools
+import linecache
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from schedules import corners, randomly
+from torch import nn
+
+from pinfeed import KiB, MiB
+from pinfeed.testing import favour, lazy
+from pinfeed.testing.sim import Memory
+from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
+from pinfeed.training.big.offload import Offload
+from pinfeed.training.big.saved import Geometry, Range, Storages, lazily
+
+CORNERS = corners({"compute": (20, 60, 150), "read": (2, 6, 20), "write": (2, 6, 20)})
+
+
+class SimStorages(Storages):
+    """The storages of a simulated device's tensors: a tensor says that it is on ``meta``, its memory is the device's."""
+
+    def is_dense(self, tensor: torch.Tensor) -> bool:
+        return isinstance(tensor, SimTensor)
+
+    def owner(self, tensor: Any) -> Memory:
+        return tensor.memory
+
+    def nbytes(self, owner: Memory) -> int:
+        return len(owner.contents)
+
+    def piece(self, tensor: Any, cut: Range) -> SimTensor:
+        raw = torch.empty(0, dtype=torch.uint8).set_(tensor.raw.untyped_storage(), cut.start, (cut.nbytes,), (1,))
+        return SimTensor(tensor.sim, tensor.memory, raw)
+
+    def remade(self, piece: Any, geometry: Geometry) -> torch.Tensor:
+        first = piece.raw.storage_offset() // geometry.dtype.itemsize + geometry.offset
+        raw = torch.empty(0, dtype=geometry.dtype).set_(piece.raw.untyped_storage(), first, geometry.shape, geometry.strides)
+        return lazily(SimTensor(piece.sim, piece.memory, raw), geometry)
+
+    def watch(self, tensor: torch.Tensor) -> torch.Tensor:
+        probe: Any = tensor.detach()
+        del probe.memory, probe.raw, probe._array
+        return probe
+
+
+class SimOffload(Offload):
+    storages = SimStorages
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
+
+
+class Model(nn.Module):
+    """Storages of one size, so that freed memory is found again; views, a skip, a change in place, a tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.randn(8, 8) / 4 for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = y = x @ self.weights[0]
+        for weight in (*self.weights, self.weights[1]):
+            y = (y @ weight).tanh()
+            a, b = y.chunk(2, 1)
+            y = torch.cat((a * b, (a + b).relu_()), 1)
+        return (y * first).exp() * y.t()
+
+
+def switch(device: SimTorchDevice, name: str) -> None:
+    """What comes next is in another stream, behind what was queued so far."""
+    done = device.current_stream().record()
+    device.switch(name)
+    device.current_stream().wait(done)
+
+
+class Run:
+    """Steps with all that a loop may do in between, on a simulated device or plainly on the CPU.
+
+    Args:
+        n_steps: How many.
+        does: What the steps do in turn: ``plain``, ``drop`` the graph without a backward pass, ``retain`` it for a second one, ``part`` for
+            one through the beginning only, ``two`` graphs at a time.
+        streams: Where the steps run in turn, one behind the other.
+    """
+
+    def __init__(self, n_steps: int = 3, does: tuple[str, ...] = ("plain",), streams: tuple[str, ...] = ("compute",)) -> None:
+        torch.manual_seed(0)
+        self.model, self.inputs = Model(), [torch.randn(8, 8) for _ in range(n_steps)]
+        self.does, self.streams = does, streams
+        self.found: list[torch.Tensor] = []
+
+    def plainly(self) -> list[torch.Tensor]:
+        for i, x in enumerate(self.inputs):
+            self.backward(i, self.model(x), self.model(x + 1) if self.doing(i) == "two" else None)
+        return self.found
+
+    def offloaded(self, device: SimTorchDevice, **kwargs: Any) -> list[torch.Tensor]:
+        with device.factories():
+            self.model.to(META)
+            inputs = [x.to(META) for x in self.inputs]
+            with SimOffload(device, threshold=0, **kwargs) as offload:
+                for i, x in enumerate(inputs):
+                    if len(self.streams) > 1:
+                        switch(device, self.streams[i % len(self.streams)])
+                    with offload.step(self.model):
+                        y = self.model(x)
+                        self.temporaries()
+                        other = self.model(x + 1) if self.doing(i) == "two" else None
+                    self.temporaries()
+                    self.backward(i, y, other)
+                    del y, other
+                    assert offload.stats.host_bytes == 0
+                    self.temporaries()
+                assert offload.stats.blocks_bytes <= kwargs.get("host_limit", 1 << 60)
+            later = self.temporaries(7.0)
+            self.found = [device.host(tensor) for tensor in self.found]
+            later = [device.host(tensor) for tensor in later]
+            device.drain()
+        assert all(bool((tensor == 7).all()) for tensor in later), "memory written after the loop had ended"
+        return self.found
+
+    def doing(self, i: int) -> str:
+        return self.does[i % len(self.does)]
+
+    def backward(self, i: int, y: torch.Tensor, other: torch.Tensor | None) -> None:
+        doing, weights = self.doing(i), list(self.model.parameters())
+        if doing == "drop":
+            return
+        loss = y.sum() if other is None else (y * other).sum()
+        if doing in ("retain", "part"):
+            self.found += torch.autograd.grad(loss, weights[2 if doing == "part" else 0 :], retain_graph=True)
+        self.found += torch.autograd.grad(loss, weights)
+
+    @staticmethod
+    def temporaries(value: float = -2.0) -> list[torch.Tensor]:
+        """What a model needs in between, in memory that is free."""
+        if not isinstance(torch.empty(0, device=META), SimTensor):
+            return []
+        return [torch.full(shape, value, device=META) for shape in [(8, 8)] * 12] + [
+            torch.full((256,), int(value) % 256, dtype=torch.uint8, device=META) for _ in range(12)
+        ]
+
+
+OPTIONS: list[dict[str, Any]] = [{"window": window, "host_limit": limit} for window in (1, 600, MiB(1)) for limit in (MiB(1), KiB(32))]
+DOES = ("plain", "drop", "retain", "two", "part", "plain")
+
+
+def check(device: SimTorchDevice, options: dict[str, Any], *args: Any) -> None:
+    got, want = Run(*args).offloaded(device, **options), Run(*args).plainly()
+    assert len(got) == len(want)
+    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_all_that_a_loop_may_do(options: dict[str, Any]) -> None:
+    for i, choose in enumerate((lazy, favour("read"), favour("write"), favour("compute"))):
+        check(SimTorchDevice(choose), options, 6, DOES, ("compute", "second")[: 1 + i % 2])
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_corner_schedules(corner: str) -> None:
+    rng = random.Random(corner)
+    check(SimTorchDevice(CORNERS[corner]()), rng.choice(OPTIONS), 3, tuple(rng.sample(DOES, 3)))
+
+
+def random_run(seed: int) -> None:
+    rng = random.Random(seed)
+    does = tuple(rng.choice(DOES) for _ in range(3))
+    check(SimTorchDevice(randomly(seed)), rng.choice(OPTIONS), 3, does, rng.choice([("compute",), ("compute", "second")]))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_schedules(seed: int) -> None:
+    random_run(seed)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("start", range(1000, 2000, 100))
+def test_many_random_schedules(start: int) -> None:
+    for seed in range(start, start + 100):
+        random_run(seed)
+
+
+def test_the_device_holds_no_more_than_the_windows() -> None:
+    def peak(window: int | None) -> int:
+        device = SimTorchDevice(lazy)
+        with device.factories(), SimOffload(device, threshold=0, host_limit=MiB(1), window=window or 1) as offload:
+            y = x = torch.randn(1000, requires_grad=True).to(META).requires_grad_()
+            with offload.step() if window else torch.enable_grad():
+                for _ in range(20):
+                    y = y.tanh()
+            y.sum().backward()
+            if window:
+                assert offload.stats.n_missed <= 1
+            del x, y
+        return device.peak_bytes
+
+    plain, least = peak(None), peak(1)
+    assert plain >= 20 * 4000
+    assert least <= 7 * 4000
+    assert peak(4 * 4000) <= least + 2 * 4 * 4000
+
+
+# ---- every synchronisation is needed --------------------------------------------------------------------------------
+def in_two_streams(device: SimTorchDevice) -> None:
+    """Steps in streams that have nothing to do with each other, but for the blocks on the host that they use one after the other."""
+    torch.manual_seed(0)
+    values = [torch.randn(64) for _ in range(4)]
+    want = [torch.autograd.grad((y := x.clone().requires_grad_()).exp().tanh().sum(), y)[0] for x in values]
+    found = []
+    with device.factories(), SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload:
+        inputs = [x.to(META).requires_grad_() for x in values]
+        device.drain()
+        for i, x in enumerate(inputs):
+            device.switch(f"stream {i}")
+            with offload.step():
+                y = x.exp().tanh()
+            found += torch.autograd.grad(y.sum(), x)
+            del y
+        device.drain()
+    assert all(torch.equal(got.raw, one) for got, one in zip(found, want, strict=True))
+
+
+def elsewhere(device: SimTorchDevice) -> None:
+    """What was saved in one stream is asked for in another, that is behind where the values were computed, and no more."""
+    torch.manual_seed(0)
+    x = torch.randn(64)
+    with device.factories():
+        for window in (1, 300):
+            with SimOffload(device, threshold=0, host_limit=KiB(64), window=window) as offload:
+                moved = x.to(META).requires_grad_()
+                with offload.step():
+                    y = moved.exp()
+                    node, computed = y.grad_fn, device.current_stream().record()
+                    y = y.tanh()  # and the first one is let go of
+                Run.temporaries()
+                if window == 1:
+                    assert y.grad_fn._saved_result is not None  # the first one is fetched ahead
+                del y
+                device.switch(f"of {window}")
+                device.current_stream().wait(computed)
+                got = node._saved_result * 1
+                device.drain()
+            assert torch.equal(got.raw, x.exp())
+            device.switch("compute")
+
+
+def passed(device: SimTorchDevice) -> None:
+    """What was fetched ahead is not wanted any more, and its memory is taken again."""
+    with device.factories(), SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload:
+        x = torch.randn(64).to(META).requires_grad_()
+        with offload.step():
+            y = x.exp().tanh()
+        assert y.grad_fn._saved_result is not None
+        del y
+        with offload.step():
+            pass  # where it sees that the graph is gone
+        later = [torch.full((64,), 3.0, device=META) for _ in range(4)]
+        device.drain()
+        assert all(bool((tensor.raw == 3).all()) for tensor in later)
+
+
+def closed(device: SimTorchDevice) -> None:
+    """Graphs that are dropped, before and after the end, with copies under way, which then run."""
+    with device.factories():
+        x = torch.randn(64).to(META).requires_grad_()
+        for touched, kept, after in itertools.product((False, True), repeat=3):
+            with SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload:
+                with offload.step():
+                    y = x.exp().tanh().exp().tanh()
+                if touched:
+                    assert y.grad_fn._saved_result is not None  # it is on its way back, and the one before
+                if not kept:
+                    del y
+            if kept and after:
+                assert y.grad_fn._saved_result is not None
+            y = None
+            device.drain()
+
+
+def at_once(device: SimTorchDevice) -> None:
+    check(device, OPTIONS[0], 3, ("plain",))
+
+
+def ahead(device: SimTorchDevice) -> None:
+    check(device, OPTIONS[2], 4, ("plain", "part", "drop", "plain"))
+
+
+def all_of_it(device: SimTorchDevice) -> None:
+    check(device, OPTIONS[1], 3, DOES[:3], ("compute", "second"))
+
+
+SCENES = [closed, passed, in_two_streams, elsewhere, at_once, ahead, all_of_it]
+WORST = (
+    "fast ",
+    "fast read+pinfeed-read",
+    "fast write",
+    "fast compute",
+    "fast compute+read+pinfeed-read",
+    "compute stalls after 20, late ",
+)
+
+
+def worst() -> Iterator[Any]:
+    yield from (CORNERS[corner]() for corner in CORNERS if corner in WORST)
+    yield from (favour("compute", "write"), favour("compute", "second", "stream 1"), favour("stream 1", "stream 3", "write"))
+    yield from (favour("compute", "of 1", "of 300"), favour("compute", "of 1", "of 300", "read"))
+
+
+@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+def test_every_scene(scene: Any) -> None:
+    for choose in worst():
+        scene(SimTorchDevice(choose))
+
+
+def synchronisations() -> list[tuple[str, int]]:
+    """Every call site of wait and sync."""
+    sites: set[tuple[str, int]] = set()
+    for scene in SCENES:
+        device = SimTorchDevice(lazy)
+        scene(device)
+        sites |= {site for site in device.sites if not site[0].endswith(Path(__file__).name)}
+    return sorted(sites)
+
+
+@pytest.mark.parametrize("site", synchronisations(), ids=lambda site: linecache.getline(*site).split("#")[0].strip())
+def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
+    """A device that is deaf to one of them computes something else, or uses freed memory, in some schedule."""
+    assert site[0].endswith("spill.py"), "a wait or sync outside of spill.py"
+    assert any(fails(scene, SimTorchDevice(choose, deaf_to=site)) for scene in SCENES for choose in worst())
+
+
+def fails(scene: Any, device: SimTorchDevice) -> bool:
+    try:
+        scene(device)
+    except (AssertionError, RuntimeError, IndexError):
+        return True
+    return False
