@@ -1,0 +1,182 @@
+"""Which way to take for a batch: by what each takes, and whether it gives the gradients of the whole batch for this model and loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from ...config import Config, human
+from ...devices import resolve
+from ...errors import ArgumentError, EstimateError, NotEnoughGPUMemory
+from ...memory import free_host_bytes
+from ..memory.estimate import Step, StepEstimator, bytes_there, plain_step
+from ..memory.sizing import largest_that_fits
+from .chunks import samples_like
+from .predict import OffloadStep, TwoPassStep, accumulate_step, checkpoint_step
+from .recompute import can_be_recomputed
+
+Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "offload"]
+STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoint", "offload")
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A decision. ``str(chosen)`` says it.
+
+    Attributes:
+        strategy: How gradients are computed.
+        chunk_size: Samples at a time.
+        why: A sentence.
+        device_bytes: What the strategies that were looked at are predicted to take, in bytes; None where that is not known.
+    """
+
+    strategy: Strategy
+    chunk_size: int
+    why: str
+    device_bytes: dict[str, int | None]
+
+    def __str__(self) -> str:
+        said = f"{self.strategy}, {self.chunk_size} samples at a time: {self.why}"
+        rows = [(name, "?" if nbytes is None else human(nbytes)) for name, nbytes in self.device_bytes.items()]
+        return f"{said}\n{tabulate(rows, headers=('strategy', 'device memory'))}" if any(self.device_bytes.values()) else said
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """Modules whose output for a sample depends on the other samples, and whose statistics on how many there are."""
+    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    return [name for name, norm in norms if norm.training or norm.running_mean is None]
+
+
+class Predictor:
+    """What each strategy takes, as far as it can be predicted.
+
+    Args:
+        estimator: Of the step.
+        limit: Bytes of the device.
+        host_limit: Bytes of the host.
+        n_ahead: Chunks that are on the device beside the one that is computed.
+    """
+
+    def __init__(self, estimator: StepEstimator, limit: int, host_limit: int, n_ahead: int) -> None:
+        self._estimator, self.limit, self.host_limit = estimator, limit, host_limit
+        sample = sum(estimator.inputs.nbytes) + sum(estimator.targets.nbytes if estimator.targets is not None else ())
+        self._ahead = n_ahead * sample
+        self.offload = OffloadStep()
+        self.why_not = ""
+        self._least = 2 if isinstance(estimator.model, nn.Module) and batch_norms(estimator.model) else 1  # one has no variance
+
+    def chunk_size(self, n: int | None, *, in_two_passes: bool = False) -> int:
+        """The largest chunk of a batch of ``n`` that fits, with gradients that are there already.
+
+        Raises:
+            NotEnoughGPUMemory: Not even one sample does.
+        """
+
+        def need(size: int) -> int:
+            taken = self.bytes_of("two_pass" if in_two_passes else "accumulate", n or size, max(size, self._least))
+            if taken is None:
+                raise EstimateError(f"{self.why_not}; or give chunk_size=")
+            return taken
+
+        found = largest_that_fits(need, self.limit, n)
+        if not found:
+            raise NotEnoughGPUMemory(
+                f"chunks of one sample need {human(need(1))} ({need(1)} bytes); the limit is {human(self.limit)} ({self.limit} bytes)"
+            )
+        return found
+
+    def bytes_of(self, strategy: Strategy, n: int, chunk_size: int) -> int | None:
+        """What a strategy takes of the device; None if that cannot be predicted."""
+        size = n if strategy != "accumulate" else min(n, chunk_size)
+        steps: dict[str, Step] = {
+            "plain": plain_step,
+            "accumulate": accumulate_step,
+            "two_pass": TwoPassStep(chunk_size),
+            "checkpoint": checkpoint_step,
+            "offload": self.offload,
+        }
+        ahead = min(n, chunk_size) * self._ahead if strategy in ("accumulate", "two_pass") else 0
+        try:
+            return self._estimator.at(size, steps[strategy]).reserved_bytes + ahead
+        except EstimateError as error:
+            self.why_not = str(error)
+            return None
+
+
+def choose(model: nn.Module, n: int, chunk_size: int | None, is_made_of_parts: bool, predictor: Predictor | None) -> Chosen:
+    """The way for a batch of ``n``.
+
+    Args:
+        model: In the mode in which it is trained.
+        n: Samples.
+        chunk_size: At a time; None for the largest that fits.
+        is_made_of_parts: Whether the loss is known to be made of the losses of chunks.
+        predictor: None where there is no limit.
+
+    Raises:
+        ArgumentError: Nothing is known to be right for this model and loss, or there is neither a limit nor a chunk size.
+        NotEnoughGPUMemory: Not even one sample fits.
+    """
+    if predictor is None and chunk_size is None:
+        raise ArgumentError("neither chunk_size nor a config with a limit was given; give one of them")
+    taken: dict[str, int | None] = {}
+
+    def fits(name: Strategy) -> bool:
+        found = taken[name] = None if predictor is None else predictor.bytes_of(name, n, n)
+        return predictor is not None and found is not None and found <= predictor.limit
+
+    if (chunk_size is not None and chunk_size >= n) or fits("plain"):
+        return Chosen("plain", n, "the whole batch fits", taken)
+    norms = batch_norms(model)
+    if not norms:
+        name: Strategy = "accumulate" if is_made_of_parts else "two_pass"
+        why = "the loss is made of the losses of chunks"
+        if not is_made_of_parts:
+            why = "the loss is computed of all outputs, for it is not known to be made of those of chunks (reduction= tells)"
+        size = chunk_size if chunk_size is not None or predictor is None else predictor.chunk_size(n, in_two_passes=name == "two_pass")
+        assert size is not None
+        taken[name] = None if predictor is None else predictor.bytes_of(name, n, size)
+        return Chosen(name, min(size, n), why, taken)
+    if fits("offload") and predictor is not None and predictor.offload.host_bytes <= predictor.host_limit:
+        return Chosen("offload", n, f"{norms[0]} sees the whole batch, and what is kept for the backward pass fits on the host", taken)
+    if can_be_recomputed(model) and fits("checkpoint"):
+        return Chosen("checkpoint", n, f"{norms[0]} sees the whole batch, and it fits if parts are computed again", taken)
+    raise ArgumentError(
+        f"{norms[0]} normalizes over the batch, so that chunks do not give the gradients of {n} samples, and no strategy that sees all of "
+        "them is known to fit; give config= with larger limits, strategy='offload' or 'checkpoint', GroupNorm in its place, its eval() "
+        "mode, or strategy='accumulate' for statistics of chunks"
+    )
+
+
+def predictor_of(
+    model: nn.Module,
+    config: Config,
+    device: torch.device,
+    inputs: Any,
+    targets: Any = None,
+    *,
+    loss: Any = None,
+    optimizer: Any = None,
+    autocast: torch.dtype | None = None,
+) -> Predictor:
+    """A predictor for batches like this one, under the limits of ``config``; without loss and optimizer, as ``estimate`` has it then."""
+    there = bytes_there(model, device)  # what is free is beside them, and the estimate counts them again
+    on_gpu, limit = device.type == "cuda", config.gpu_memory_limit
+    host = config.host_limit(free_host_bytes() + (0 if on_gpu else there))
+    if on_gpu and limit is None:
+        limit = int((resolve(device, n_spare=0).free_bytes() + there) * (1 - config.headroom))
+    estimator = StepEstimator(
+        model,
+        samples_like(inputs),
+        None if targets is None else samples_like(targets),
+        loss=loss,
+        optimizer=optimizer if optimizer is not None else getattr(config, "optimizer", None),
+        device="cuda" if limit is not None else "cpu",
+        autocast=autocast,
+    )
+    return Predictor(estimator, host if limit is None else limit, host, n_ahead=2)

@@ -1,0 +1,97 @@
+"""Batches, and parts of them: tensors in any structure, whose first dimension is that of the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...errors import ArgumentError
+from ...tensors import to_torch
+from ...tree import flatten
+from ..memory.shapes import Samples
+
+
+def n_samples(batch: Any) -> int:
+    """Samples of a batch.
+
+    Raises:
+        ArgumentError: Its tensors have none, or not equally many.
+    """
+    lengths = {path: len(leaf) for path, leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    if not lengths:
+        raise ArgumentError(f"got {type(batch).__name__}; expected tensors whose first dimension is that of the batch")
+    if len(set(lengths.values())) > 1:
+        raise ArgumentError(f"the tensors of a batch have {lengths} samples; expected equally many")
+    return next(iter(lengths.values()))
+
+
+def part(batch: Any, start: int, stop: int) -> Any:
+    """Samples [start, stop) of a batch; what has no samples stays."""
+    leaves, rebuild = flatten(batch)
+    return rebuild(leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf for _, leaf in leaves)
+
+
+def joined(parts: list[Any]) -> Any:
+    """Batches one after the other as one."""
+    flat = [flatten(one) for one in parts]
+    columns = zip(*([leaf for _, leaf in leaves] for leaves, _ in flat), strict=True)
+    return flat[0][1](torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].ndim else column[0] for column in columns)
+
+
+def tensors(batch: Any) -> Any:
+    """The batch with tensors in place of its numpy arrays, on their memory."""
+    leaves, rebuild = flatten(batch)
+    return rebuild(to_torch(leaf) if isinstance(leaf, np.ndarray) else leaf for _, leaf in leaves)
+
+
+def samples_like(batch: Any) -> Samples:
+    """What a sample of a batch is."""
+    leaves, rebuild = flatten(batch)
+    found = [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
+    if len(found) < len(leaves):
+        raise ArgumentError("a batch has values that are no tensors of samples; give strategy= and chunk_size=, which need no prediction")
+    return Samples(tuple(tuple(leaf.shape[1:]) for leaf in found), tuple(leaf.dtype for leaf in found), rebuild)
+
+
+def shapes_of(*batches: Any) -> tuple[Any, ...]:
+    """Shapes and dtypes of all tensors: what a decision is made for."""
+    leaves = (leaf for batch in batches for _, leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor))
+    return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+def is_source(value: Any) -> bool:
+    """Whether it gives batches, rather than being one."""
+    return not isinstance(value, (torch.Tensor, np.ndarray, Mapping, tuple, list)) and hasattr(value, "__iter__")
+
+
+def pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
+    """Inputs and targets that a source gives.
+
+    Raises:
+        ArgumentError: It gives something else.
+    """
+    for batch in batches:
+        if not isinstance(batch, (tuple, list)) or len(batch) != 2:
+            raise ArgumentError(f"a batch is a {type(batch).__name__}; expected a pair of inputs and targets")
+        yield batch[0], batch[1]
+
+
+class Cut:
+    """The chunks of a batch, as a loader gives them.
+
+    Attributes:
+        batch: Inputs and targets.
+        size: Samples of a chunk.
+    """
+
+    def __init__(self) -> None:
+        self.batch: Any = None
+        self.size = 1
+
+    def __iter__(self) -> Iterator[Any]:
+        batch, size = self.batch, self.size
+        for start in range(0, n_samples(batch), size):
+            yield part(batch, start, start + size)

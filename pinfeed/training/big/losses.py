@@ -1,0 +1,60 @@
+"""How the loss of a batch is made of the losses of its chunks, as far as it is one of torch's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from ...tree import flatten
+from .chunks import n_samples
+
+Reduction = Literal["mean", "sum"]
+Count = Callable[[Any], Any]
+"""How many terms a mean over targets has: a number, or a tensor of one."""
+
+_IGNORED = -100  # what torch's losses and those of language models leave out, by default
+_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
+
+
+def reduction_of(loss: Any) -> Reduction | None:
+    """What a loss of torch's does with its terms; None if it is not one, for then nobody knows without being told."""
+    loss, options = _unwrapped(loss)
+    if isinstance(loss, nn.Module):
+        found = getattr(loss, "reduction", None) if type(loss).__module__ == nn.modules.loss.__name__ else None
+    else:
+        is_torchs = getattr(functional, getattr(loss, "__name__", ""), None) is loss
+        found = options.get("reduction", "mean") if is_torchs else None
+    return {"mean": "mean", "batchmean": "mean", "sum": "sum"}.get(found)  # type: ignore[arg-type, return-value]
+
+
+def count_of(loss: Any) -> Count:
+    """What counts the terms of a loss: of classes, targets that are not ignored, each with the weight of its class; else samples.
+
+    Of a loss that is not known, integers are classes, and -100 is ignored.
+    """
+    known, options = _unwrapped(loss)
+    ignored = options.get("ignore_index", getattr(known, "ignore_index", _IGNORED))
+    of_classes = known in _OF_CLASSES or isinstance(known, _OF_CLASSES[:2])
+    weight = options.get("weight", getattr(known, "weight", None)) if of_classes else None
+
+    def count(targets: Any) -> Any:
+        leaves = [leaf for _, leaf in flatten(targets)[0] if isinstance(leaf, torch.Tensor)]
+        first = leaves[0] if leaves else None
+        if first is None or first.dtype is not torch.int64 or (reduction_of(loss) is not None and not of_classes):
+            return n_samples(targets) if leaves else 0
+        taken = first != ignored
+        return taken.sum() if weight is None else (weight.to(first.device)[first.where(taken, 0)] * taken).sum()
+
+    return count
+
+
+def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """A function, and what it is given besides outputs and targets."""
+    if isinstance(loss, functools.partial) and not loss.args:
+        return loss.func, loss.keywords
+    return loss, {}

@@ -1,0 +1,605 @@
+"""Gradients of batches that do not fit: equal to those of the plain step, or refused."""
+
+import copy
+import functools
+import itertools
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, TensorDataset
+
+from pinfeed import BigBatch, Config, Feeder, MiB, errors
+from pinfeed.training.big.choice import STRATEGIES
+
+X = torch.randn(23, 20, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(7, (23,), generator=torch.Generator().manual_seed(0))
+IGNORED = Y.clone()
+IGNORED[::3] = IGNORED[:6] = -100
+WHOLE = [strategy for strategy in STRATEGIES if strategy not in ("accumulate", "two_pass")]
+
+
+def mlp(*middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(20, 50), *middle, nn.ReLU(), nn.Linear(50, 40), nn.ReLU(), nn.Linear(40, 7))
+
+
+def contrastive(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Of all pairs (Khosla et al., arXiv 2004.11362)."""
+    unit = functional.normalize(outputs, dim=1)
+    same = (labels[:, None] == labels[None]).float()
+    return -(functional.log_softmax(unit @ unit.T / 0.1, 1) * same).sum(1).div(same.sum(1)).mean()
+
+
+def tokens(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """As language models write it."""
+    return functional.cross_entropy(outputs.view(-1, 7), targets.view(-1))
+
+
+CASES: dict[str, tuple[Any, Any, torch.Tensor]] = {
+    "mean": (mlp, functional.cross_entropy, Y),
+    "sum": (mlp, nn.CrossEntropyLoss(reduction="sum"), IGNORED),
+    "ignored": (mlp, nn.CrossEntropyLoss(), IGNORED),
+    "weights": (mlp, nn.CrossEntropyLoss(weight=torch.linspace(0.1, 2, 7)), IGNORED),
+    "tokens": (mlp, tokens, IGNORED),
+    "numbers": (mlp, nn.MSELoss(), functional.one_hot(Y, 7).float()),
+    "dropout": (lambda: mlp(nn.Dropout(0.3)), functional.cross_entropy, Y),
+    "norm": (lambda: mlp(nn.BatchNorm1d(50)), functional.cross_entropy, Y),
+    "contrastive": (mlp, contrastive, Y),
+}
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def both(
+    case: str, strategy: str, chunk_size: int = 5, **options: Any
+) -> tuple[nn.Module, torch.Tensor, nn.Module, torch.Tensor, BigBatch]:
+    """The plain step and the other, from the same state."""
+    make, loss, targets = CASES[case]
+    plain, other = make(), make()
+    torch.manual_seed(1)
+    want = loss(plain(X), targets)
+    want.backward()
+    after = torch.get_rng_state()
+    torch.manual_seed(1)
+    with BigBatch(other, loss, chunk_size=chunk_size, strategy=strategy, **options) as big:
+        got = big.backward(X, targets)
+    if case == "dropout" and strategy != "accumulate":
+        assert torch.equal(torch.get_rng_state(), after), "random numbers go on as after the plain step"
+    return plain, want.detach(), other, got, big
+
+
+@pytest.mark.parametrize("chunk_size", [1, 5, 22, 23, 100])
+@pytest.mark.parametrize("strategy", ["accumulate", "two_pass"])
+@pytest.mark.parametrize("case", [case for case in CASES if case not in ("norm", "contrastive")])
+def test_chunks_give_the_gradients_of_the_whole(case: str, strategy: str, chunk_size: int) -> None:
+    plain, want, other, got, _ = both(case, strategy, chunk_size, reduction="mean" if case == "tokens" else None)
+    # Dropout draws for a chunk what it draws for these rows of a batch, on the CPU at least.
+    torch.testing.assert_close(gradients(other), gradients(plain), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("strategy", WHOLE)
+@pytest.mark.parametrize("case", CASES)
+def test_what_sees_the_whole_batch_is_equal_bit_for_bit(case: str, strategy: str) -> None:
+    plain, want, other, got, _ = both(case, strategy)
+    assert torch.equal(gradients(other), gradients(plain))
+    assert torch.equal(got, want)
+    for a, b in zip(plain.buffers(), other.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_any_loss_in_two_passes() -> None:
+    plain, want, other, got, _ = both("contrastive", "two_pass")
+    torch.testing.assert_close(gradients(other), gradients(plain), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(got, want)
+
+
+def test_a_loss_of_the_whole_batch_is_not_accumulated() -> None:
+    with pytest.raises(errors.ArgumentError, match="none of torch's, so it is not known how"):
+        both("contrastive", "accumulate")
+
+
+@pytest.mark.parametrize("strategy", ["accumulate", "two_pass"])
+def test_statistics_of_chunks_are_warned_of(strategy: str) -> None:
+    with pytest.warns(UserWarning, match="1 normalizes over chunks of 5 samples, not over the whole batch"):
+        both("norm", strategy)
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy"), [(case, "two_pass" if case in ("contrastive", "tokens") else "accumulate") for case in CASES if case != "norm"]
+)
+def test_what_is_right_is_chosen(case: str, strategy: str) -> None:
+    plain, _, other, _, big = both(case, "auto")
+    assert big.chosen is not None
+    assert (big.chosen.strategy, big.chosen.chunk_size) == (strategy, 5)
+    assert str(big.chosen).startswith(f"{strategy}, 5 samples at a time: ")
+    torch.testing.assert_close(gradients(other), gradients(plain), rtol=1e-4, atol=1e-6)
+
+
+def test_what_would_be_wrong_is_refused() -> None:
+    with pytest.raises(errors.ArgumentError, match="1 normalizes over the batch, so that chunks do not give the gradients of 23"):
+        both("norm", "auto")
+    model = mlp(nn.BatchNorm1d(50)).eval()
+    with BigBatch(model, functional.cross_entropy, chunk_size=5) as big:  # statistics that stay as they are
+        big.backward(X, Y)
+        assert big.chosen is not None
+        assert big.chosen.strategy == "accumulate"
+
+
+def test_a_limit_chooses() -> None:
+    def made(strategy: str, limit: int, *middle: nn.Module) -> str:
+        model = nn.Sequential(nn.Linear(100, 1000), *middle, *(layer for _ in range(6) for layer in (nn.ReLU(), nn.Linear(1000, 1000))))
+        config = Config(cpu_memory_limit=MiB(4096), gpu_memory_limit=limit, optimizer=torch.optim.SGD)
+        with BigBatch(model, nn.MSELoss(), config=config, strategy=strategy) as big:
+            big.backward(torch.zeros(6000, 100), torch.zeros(6000, 1000))
+            assert big.chosen is not None
+            if big.chosen.device_bytes[big.chosen.strategy] is not None:
+                assert big.chosen.device_bytes[big.chosen.strategy] <= limit  # type: ignore[operator]
+            return big.chosen.strategy
+
+    assert made("auto", MiB(1000)) == "plain"
+    assert made("auto", MiB(140)) == "accumulate"
+    assert made("auto", MiB(320), nn.BatchNorm1d(1000)) in ("offload", "checkpoint")
+    with pytest.raises(errors.NotEnoughGPUMemory, match="chunks of one sample need"):
+        made("auto", MiB(40))
+
+
+def test_gradients_that_are_there_are_added_to() -> None:
+    for strategy in STRATEGIES:
+        model, again = mlp(), mlp()
+        for one in (model, again):
+            functional.mse_loss(one(X), torch.zeros(23, 7)).backward()
+        functional.cross_entropy(again(X), Y).backward()
+        with BigBatch(model, functional.cross_entropy, chunk_size=4, strategy=strategy) as big:
+            big.backward(X, Y)
+        torch.testing.assert_close(gradients(model), gradients(again), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("source", ["feeder", "loader", "list"])
+@pytest.mark.parametrize("case", ["ignored", "sum"])
+def test_batches_that_come_one_after_the_other_are_one(source: str, case: str) -> None:
+    make, loss, targets = CASES[case]
+    model, plain = make(), make()
+    for one in (model, plain):
+        functional.mse_loss(one(X), torch.zeros(23, 7)).backward()
+    loss(plain(X), targets).backward()
+    with BigBatch(model, loss, chunk_size=4) as big:
+        if source == "feeder":
+            with Feeder((X.numpy(), targets.numpy()), batch_size=6, device="cpu") as feeder:
+                got = big.backward(feeder)
+        elif source == "loader":
+            got = big.backward(DataLoader(TensorDataset(X, targets), batch_size=7))
+        else:
+            got = big.backward(iter([(X[:1], targets[:1]), (X[1:], targets[1:])]))
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(got, loss(plain(X), targets))
+    with (
+        pytest.raises(errors.ArgumentError, match="strategy='two_pass' needs all samples at once"),
+        BigBatch(model, loss, chunk_size=4, strategy="two_pass") as big,
+    ):
+        big.backward(DataLoader(TensorDataset(X, targets), batch_size=7))
+
+
+class Failing(torch.autograd.Function):
+    """Has no memory for more than so many samples, on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, most: int) -> torch.Tensor:
+        ctx.most = most
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if len(gradient) > ctx.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return gradient, None
+
+
+class Small(nn.Module):
+    """A model whose forward or backward pass has no memory for more than so many samples."""
+
+    def __init__(self, most: int, where: str, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.drop, self.last = nn.Linear(20, 50), nn.Dropout(dropout), nn.Linear(50, 7)
+        self.most, self.where = most, where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.drop(torch.relu(self.first(x)))
+        if self.where == "forward" and torch.is_grad_enabled() and len(x) > self.most:
+            raise RuntimeError("CUDA error: out of memory")
+        if self.where == "backward":
+            y = Failing.apply(y, self.most)  # the last layer has its gradients by then
+        return self.last(y)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("strategy", ["auto", "accumulate", "two_pass"])
+@pytest.mark.parametrize(("chunk_size", "most"), [(8, 3), (23, 1), (100, 5), (8, 8)])
+def test_a_chunk_that_does_not_fit_is_cut(where: str, strategy: str, chunk_size: int, most: int) -> None:
+    """No sample is lost, none counts twice, and gradients that were there stay."""
+    plain, model = Small(100, where), Small(most, where)
+    for one in (plain, model):
+        one.last.weight.grad = torch.ones(7, 50)
+    functional.cross_entropy(plain(X), IGNORED).backward()
+    with BigBatch(model, functional.cross_entropy, chunk_size=chunk_size, strategy=strategy) as big:
+        big.backward(X, IGNORED)
+        first = big.n_halved
+        assert (first > 0) == (min(chunk_size, 23) > most)
+        torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-6)
+        for one in (plain, model):
+            one.zero_grad()
+        functional.cross_entropy(plain(X), IGNORED).backward()
+        big.backward(X, IGNORED)
+        torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-6)
+
+
+def test_random_numbers_are_the_same_when_it_is_cut() -> None:
+    plain, model = Small(100, "backward", dropout=0.5), Small(3, "backward", dropout=0.5)
+    torch.manual_seed(5)
+    contrastive(plain(X), Y).backward()
+    torch.manual_seed(5)
+    with BigBatch(model, contrastive, chunk_size=12) as big:
+        big.backward(X, Y)
+        assert big.n_halved == 2
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-6)
+
+
+def test_one_sample_that_does_not_fit() -> None:
+    for strategy in ("accumulate", "two_pass", "auto"):
+        model = Small(0, "backward")
+        model.first.weight.grad = before = torch.ones(50, 20)
+        with (
+            pytest.raises(torch.OutOfMemoryError),
+            BigBatch(model, contrastive if strategy == "two_pass" else functional.cross_entropy, chunk_size=4, strategy=strategy) as big,
+        ):
+            big.backward(X, Y)
+        assert model.first.weight.grad is before
+        assert torch.equal(before, torch.ones(50, 20))
+
+
+def test_an_error_of_another_kind_surfaces() -> None:
+    for strategy in STRATEGIES:
+        with (
+            pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
+            BigBatch(mlp(), functional.cross_entropy, chunk_size=4, strategy=strategy, reduction="mean") as big,
+        ):
+            big.backward(torch.zeros(9, 19), torch.zeros(9, dtype=torch.int64))
+
+
+def test_structures_of_inputs_and_targets() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.a, self.b = nn.Linear(20, 8), nn.Embedding(7, 8)
+
+        def forward(self, x: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"sum": self.a(x) + self.b(ids), "ids": ids}
+
+    def loss(outputs: dict[str, torch.Tensor], targets: dict[str, torch.Tensor]) -> torch.Tensor:
+        return (outputs["sum"].sum(1) - targets["y"]).square().mean()
+
+    plain = Two()
+    loss(plain(X, Y), {"y": X[:, 0]}).backward()
+    for inputs, strategy in itertools.product(((X, Y), {"x": X.numpy(), "ids": Y}), ("auto", "two_pass")):
+        model = Two()
+        with BigBatch(model, loss, chunk_size=4, strategy=strategy) as big:
+            big.backward(inputs, {"y": X[:, 0]})
+        torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-6)
+
+
+def test_a_loss_with_parameters_of_its_own() -> None:
+    class Tempered(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.tensor(2.0))
+
+        def forward(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+            return functional.cross_entropy(outputs * self.scale, targets)
+
+    plain, loss = mlp(), Tempered()
+    loss(plain(X), IGNORED).backward()
+    for strategy in STRATEGIES:
+        model, own = mlp(), Tempered()
+        with BigBatch(model, own, chunk_size=4, strategy=strategy, reduction="mean") as big:
+            big.backward(X, IGNORED)
+        torch.testing.assert_close(gradients(own), gradients(loss), rtol=1e-4, atol=1e-6)
+
+
+def test_a_scaler_and_autocast() -> None:
+    plain = mlp()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = functional.cross_entropy(plain(X), Y)
+    (1024 * loss).backward()
+    for strategy in STRATEGIES:
+        model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=1024)
+        with BigBatch(model, functional.cross_entropy, chunk_size=8, strategy=strategy, autocast=torch.bfloat16, scaler=scaler) as big:
+            got = big.backward(X, Y)
+        torch.testing.assert_close(got, loss.detach(), rtol=1e-2, atol=1e-2)
+        assert (gradients(model) - gradients(plain)).norm() < 0.03 * gradients(plain).norm()
+
+
+@pytest.mark.parametrize(
+    ("case", "strategy", "exact"), [("dropout", "two_pass", True), ("norm", "checkpoint", True), ("norm", "accumulate", False)]
+)
+def test_a_check_tells(case: str, strategy: str, exact: bool) -> None:
+    make, loss, targets = CASES[case]
+    model = make()
+    model[0].weight.grad = before = torch.ones(50, 20)
+    state, numbers = copy.deepcopy(model.state_dict()), torch.get_rng_state()
+    with BigBatch(model, loss, chunk_size=100, strategy=strategy) as big, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        found = big.check(X, targets)
+    assert bool(said) != exact
+    assert found.is_exact == exact
+    assert ("equal but for rounding" in str(found)) == exact
+    assert (found.gradient_error > 0.01) != exact
+    assert model[0].weight.grad is before
+    assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), numbers)
+
+
+def test_a_check_of_what_would_be_wrong() -> None:
+    with (
+        BigBatch(mlp(), contrastive, chunk_size=4, strategy="accumulate") as big,
+        pytest.raises(errors.ArgumentError, match="none of torch's"),
+    ):
+        big.check(X, Y)
+    with BigBatch(mlp(), functional.cross_entropy, strategy="accumulate") as big:
+        assert big.check(X, Y).is_exact
+
+
+def test_training_in_chunks_is_training() -> None:
+    plain, model = mlp(), mlp()
+    optimizers = [torch.optim.Adam(one.parameters()) for one in (plain, model)]
+    with BigBatch(model, functional.cross_entropy, chunk_size=6) as big:
+        for _ in range(10):
+            functional.cross_entropy(plain(X), Y).backward()
+            big.backward(X.numpy(), np.asarray(Y))
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 12), chunk_size=st.integers(1, 13), ignored=st.sets(st.integers(0, 11)), strategy=st.sampled_from(STRATEGIES))
+def test_any_sizes(n: int, chunk_size: int, ignored: set[int], strategy: str) -> None:
+    targets = Y[:n].clone()
+    targets[[i for i in ignored if i < n - 1]] = -100
+    plain, model = mlp(), mlp()
+    want = functional.cross_entropy(plain(X[:n]), targets)
+    want.backward()
+    with BigBatch(model, functional.cross_entropy, chunk_size=chunk_size, strategy=strategy) as big:
+        got = big.backward(X[:n], targets)
+    torch.testing.assert_close(got, want.detach())
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"chunk_size": 0}, "chunk_size=0: expected a whole number, at least 1"),
+        ({"strategy": "fast"}, "strategy='fast': expected 'auto', 'plain', 'accumulate'"),
+        ({"reduction": "none"}, "reduction='none'"),
+        ({"model": 3}, "model=3: expected a torch module"),
+        ({"loss": 3}, "loss=3: expected a function"),
+    ],
+)
+def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(errors.ArgumentError, match=said):
+        BigBatch(**({"model": mlp(), "loss": functional.cross_entropy} | arguments))
+
+
+def test_batches_that_cannot_be() -> None:
+    with BigBatch(mlp(), functional.cross_entropy, chunk_size=4) as big:
+        with pytest.raises(errors.ArgumentError, match="inputs have 23 samples and targets 22"):
+            big.backward(X, Y[:22])
+        with pytest.raises(errors.ArgumentError, match="the batch is empty"):
+            big.backward(X[:0], Y[:0])
+        with pytest.raises(errors.ArgumentError, match="expected a pair of inputs and targets"):
+            big.backward(iter([X]))
+    with pytest.raises(errors.ArgumentError, match="neither chunk_size nor a config"), BigBatch(mlp(), functional.cross_entropy) as big:
+        big.backward(X, Y)
+
+
+def of(model: nn.Module, loss: Any, strategy: str, x: Any = X, y: Any = Y, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of the plain step and of a strategy, of copies of a model."""
+    plain, other = copy.deepcopy(model), copy.deepcopy(model)
+    torch.manual_seed(2)
+    loss(plain(x), y).backward()
+    torch.manual_seed(2)
+    with BigBatch(other, loss, strategy=strategy, **({"chunk_size": 5} | options)) as big:
+        big.backward(x, y)
+    return gradients(plain), gradients(other)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda outputs, targets: functional.relu(outputs.sum(1)).sum(),
+        lambda outputs, targets: functional.cross_entropy(outputs, targets, reduction="sum") / targets.gt(3).sum().clamp(min=1),
+        lambda outputs, targets: functional.cross_entropy(outputs, targets) + 0.01 * outputs.var(),
+        lambda outputs, targets: functional.cross_entropy(outputs, targets, reduction="none").topk(8).values.mean(),
+        functools.partial(functional.cross_entropy, ignore_index=0),
+        functools.partial(functional.cross_entropy, weight=torch.linspace(1, 2, 7), reduction="sum"),
+        nn.CrossEntropyLoss(label_smoothing=0.2, weight=torch.linspace(1, 2, 7)),
+    ],
+)
+def test_losses_that_look_like_others(loss: Any) -> None:
+    want, got = of(mlp(), loss, "auto")
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+def test_integers_that_are_no_classes() -> None:
+    targets = torch.where(Y[:, None] > 3, -100, Y[:, None])
+    want, got = of(nn.Linear(20, 1), nn.L1Loss(), "accumulate", y=targets)
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+class Residual(nn.Sequential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + super().forward(x)
+
+
+def test_parts_that_are_there_twice_or_do_more() -> None:
+    torch.manual_seed(0)
+    act = nn.Tanh()
+    shared = nn.Sequential(nn.Linear(20, 20), act, nn.Linear(20, 20), act, nn.Linear(20, 7))
+    residual = nn.Sequential(Residual(nn.Linear(20, 20), nn.Tanh()), Residual(nn.Linear(20, 20), nn.Tanh()), nn.Linear(20, 7))
+    only = nn.ModuleDict({"a": Residual(nn.Linear(20, 20), nn.Tanh())})
+
+    class Uses(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.parts, self.head = only, nn.Linear(20, 7)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(self.parts["a"](x))
+
+    for model in (shared, residual, Uses()):
+        want, got = of(model, functional.cross_entropy, "checkpoint")
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("strategy", ["checkpoint", "two_pass"])
+def test_what_is_computed_again_begins_as_before(strategy: str) -> None:
+    """A power iteration and a counter take one step for one batch, whatever is computed twice."""
+
+    class Counted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(20, 20)
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count = self.count + 1
+            return self.inner(x) * self.count
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(20, 20)), nn.Tanh(), Counted(), nn.Linear(20, 7))
+    plain, other = copy.deepcopy(model), copy.deepcopy(model)
+    functional.cross_entropy(plain(X), Y).backward()
+    with BigBatch(other, functional.cross_entropy, chunk_size=23, strategy=strategy) as big:
+        big.backward(X, Y)
+    torch.testing.assert_close(gradients(other), gradients(plain), rtol=1e-4, atol=1e-6)
+    for a, b in zip(plain.buffers(), other.buffers(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_norms_of_batches_in_eval_mode() -> None:
+    with pytest.raises(errors.ArgumentError, match="1 normalizes over the batch"):
+        of(mlp(nn.BatchNorm1d(50, track_running_stats=False)).eval(), functional.cross_entropy, "auto")
+
+
+def test_statistics_are_counted_once_in_two_passes() -> None:
+    model = mlp(nn.BatchNorm1d(50))
+    with pytest.warns(UserWarning, match="normalizes"), BigBatch(model, contrastive, chunk_size=12, strategy="two_pass") as big:
+        big.backward(X, Y)
+    assert model[1].num_batches_tracked == 2
+
+
+def test_a_model_that_gives_its_loss() -> None:
+    class Whole(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(20, 1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x).square().mean()
+
+    with BigBatch(Whole(), lambda loss, _: loss, chunk_size=5) as big, pytest.raises(errors.ArgumentError, match="as if it were a loss"):
+        big.backward(X)
+
+
+def test_outputs_that_want_no_gradient() -> None:
+    class Passes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(20, 7)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.inner(x), x
+
+    def loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs[0], targets) + outputs[1].mean()
+
+    want, got = of(Passes(), loss, "two_pass")
+    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("where", ["source", "accumulate", "two_pass", "plain", "checkpoint", "offload"])
+def test_after_an_error_gradients_are_as_before(where: str) -> None:
+    model = mlp()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+
+    def failing(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if where in ("plain", "checkpoint", "offload"):
+            return functional.cross_entropy(Failing.apply(outputs, 0), targets)
+        return functional.cross_entropy(outputs, targets)
+
+    def source() -> Any:
+        yield X[:6], Y[:6]
+        raise ValueError("nothing more can be read")
+
+    kind: Any = ValueError if where == "source" else (RuntimeError, IndexError)
+    targets = Y.clone()
+    targets[-1] = 99  # no class
+    with BigBatch(model, failing, chunk_size=5, strategy="auto" if where == "source" else where, reduction="mean") as big:
+        with pytest.raises(kind):
+            if where == "source":
+                big.backward(source())
+            else:
+                big.backward(X, targets)
+        assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_after_an_error_that_is_kept_it_goes_on() -> None:
+    model, kept = Small(0, "forward"), []
+    with BigBatch(model, functional.cross_entropy, chunk_size=3, strategy="accumulate") as big:
+        for most in (0, 100):
+            model.most = most
+            try:
+                big.backward(X, Y)
+            except RuntimeError as error:
+                kept.append(error)
+    assert len(kept) == 1
+    assert model.first.weight.grad is not None
+
+
+def test_it_is_decided_for_each_shape() -> None:
+    model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8))
+    config = Config(cpu_memory_limit=MiB(4096), gpu_memory_limit=MiB(100), optimizer=torch.optim.SGD)
+    with BigBatch(model, nn.MSELoss(), config=config) as big:
+        big.backward(torch.zeros(64, 8, 8), torch.zeros(64, 8, 8))
+        assert big.chosen is not None
+        assert big.chosen.strategy == "plain"
+        big.backward(torch.zeros(64, 1024, 8), torch.zeros(64, 1024, 8))
+        assert big.chosen.strategy == "accumulate"
+        assert big.chosen.chunk_size < 64
+
+
+def test_a_batch_is_not_kept() -> None:
+    import gc
+    import weakref
+
+    x = torch.zeros(23, 20)
+    seen = weakref.ref(x)
+    with BigBatch(mlp(), functional.cross_entropy, chunk_size=5) as big:
+        big.backward(x, Y)
+        del x
+        gc.collect()
+        assert seen() is None
