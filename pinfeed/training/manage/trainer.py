@@ -1,0 +1,260 @@
+"""Trainer: a training run, whole, epoch by epoch, or as the caller's own loop."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import config as limits
+from ...errors import ArgumentError, ClosedError
+from ...feeder import Feeder
+from ...loader import LoaderFeeder, wrap_loader
+from ..big.bigbatch import BigBatch
+from ..big.choice import Chosen
+from ..big.chunks import n_samples, tensors
+from .callbacks import Callbacks, progress_bar
+from .evaluation import Evaluator, Metrics, pair_of
+from .events import EventMonitor
+from .history import History, Row
+from .recorder import Recorder
+from .updates import Updates
+
+
+class Trainer:
+    """Trains a model.
+
+    These three are the same::
+
+        trainer.train(1)
+
+        trainer.epoch()
+
+        for inputs, targets in trainer.batches():
+            trainer.backward(inputs, targets)
+            trainer.step()
+            trainer.zero_grad()
+
+    Gradients are those of whole batches, by a BigBatch. Without ``config`` and ``chunk_size`` that is the plain step, and batches come to
+    the device ahead of the loop; with them, batches stay where the loader has them, and come to the device in chunks.
+
+    What an epoch measured is in ``history`` when it has ended; no batch waits for the device. The model stays in the mode it is in.
+
+    Args:
+        model: The model.
+        loss: Called with outputs and targets; with outputs and None where there are none.
+        optimizer: A torch optimizer, or several of different parameters; a RowOptimizer too.
+        loader: A DataLoader, a Feeder, or another iterable of batches: pairs of inputs and targets, or inputs alone, in any structure.
+        config: Limits of memory, as for BigBatch.
+        chunk_size: Samples at a time, in place of that.
+        strategy: As for BigBatch.
+        scheduler: One, or several; stepped after every epoch, ReduceLROnPlateau with its mean loss. Of batches: call it in a callback.
+        clip_norm: The norm of all gradients together is brought down to this before a step.
+        scaler: A ``torch.amp.GradScaler``.
+        autocast: The dtype of autocast for forward passes and losses.
+        device: The model is moved there; None for where it is.
+        callbacks: Objects with some of the methods that ``Callbacks`` names.
+        progress: Show a progress bar.
+
+    Raises:
+        ArgumentError: What cannot be.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        loss: Callable[[Any, Any], torch.Tensor],
+        optimizer: Any,
+        loader: Any,
+        *,
+        config: limits.Config | None = None,
+        chunk_size: int | None = None,
+        strategy: str = "auto",
+        scheduler: Any = None,
+        clip_norm: float | None = None,
+        scaler: Any = None,
+        autocast: torch.dtype | None = None,
+        device: Any = None,
+        callbacks: Iterable[Any] = (),
+        progress: bool = False,
+    ) -> None:
+        self._updates = Updates(optimizer, scheduler, clip_norm, scaler)
+        self._callbacks = Callbacks(callbacks)
+        is_limited = config is not None or chunk_size is not None
+        if strategy == "auto" and not is_limited:
+            strategy = "plain"
+        if device is not None and isinstance(model, nn.Module):
+            model.to(torch.device(device))
+        self._big = BigBatch(model, loss, config=config, chunk_size=chunk_size, strategy=strategy, autocast=autocast, scaler=scaler)
+        self.model, self._loss, self.loader = model, loss, loader
+        self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
+        self._chunk_size, self._autocast, self._progress = chunk_size, autocast, progress
+        is_there = isinstance(loader, (Feeder, LoaderFeeder))
+        self._feeder = wrap_loader(loader, device=self._device) if not is_limited and not is_there else None
+        self._events = EventMonitor(self._updates.optimizers, self._updates.parameters)
+        self._recorder = Recorder(self._device)
+        self._is_training = self._is_stopped = self._is_closed = False
+
+    def __enter__(self) -> Trainer:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Let go of threads, page-locked memory and the optimizers. The history stays. Idempotent."""
+        self._is_closed = True
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._events.close)
+            stack.callback(self._big.close)
+            if self._feeder is not None:
+                stack.callback(self._feeder.close)
+
+    @property
+    def history(self) -> History:
+        """What was measured."""
+        return self._recorder.history
+
+    @property
+    def n_epochs(self) -> int:
+        """Epochs that were begun."""
+        return self._recorder.n_epochs
+
+    @property
+    def chosen(self) -> Chosen | None:
+        """How the gradients of the last batch were computed; None before the first."""
+        return self._big.chosen
+
+    def train(self, n_epochs: int) -> History:
+        """Train for so many epochs, or until ``stop``; what was measured.
+
+        Raises:
+            ArgumentError: ``n_epochs`` is no whole number, or the loader gives no batch.
+        """
+        if not hasattr(n_epochs, "__index__") or n_epochs < 0:
+            raise ArgumentError(f"n_epochs={n_epochs!r}: expected a whole number, at least 0")
+        self._is_training, self._is_stopped = True, False
+        try:
+            self._callbacks("on_train_begin", self)
+            for _ in range(n_epochs):
+                if self._is_stopped:
+                    break
+                self.epoch()
+            self._callbacks("on_train_end", self)
+        finally:
+            self._is_training = False
+        return self.history
+
+    def epoch(self) -> float:
+        """Train for one epoch; the mean of its losses, weighed by samples."""
+        with contextlib.closing(self.batches()) as batches:  # an error that is kept would keep the loop running
+            for batch in batches:
+                self.backward(*batch)
+                self.step()
+                self.zero_grad()
+        return self.history.epochs[-1].loss
+
+    def batches(self) -> Generator[tuple[Any, Any], None, None]:
+        """Inputs and targets of an epoch, for a loop of the caller's. Gradients that are there when it begins are cleared.
+
+        Raises:
+            ArgumentError: The loader gives no batch, or one that is no pair.
+            ClosedError: This is closed, or another loop over it runs.
+        """
+        self._require_open()
+        if self._recorder.is_recording:
+            raise ClosedError("batches() while another loop over this trainer is running; end it (or close() its iterator) first")
+        self._is_stopped = self._is_training and self._is_stopped
+        epoch = self._recorder.begin()
+        try:
+            self._updates.zero_grad()
+            self._events.epoch_begins()
+            self._callbacks("on_epoch_begin", self, epoch)
+            n_batches = yield from self._lent(epoch)
+            if not n_batches and not self._is_stopped:
+                raise ArgumentError(
+                    f"loader={self.loader!r} gave no batch; expected at least one (an iterator is used up after its first epoch, and "
+                    "drop_last leaves nothing of fewer samples than a batch)"
+                )
+            self._events.epoch_ends()
+        finally:
+            self._recorder.end()
+        row = self._recorder.summary()
+        self._updates.epoch_ends(row.loss)
+        self._callbacks("on_epoch_end", self, row)
+
+    def backward(self, inputs: Any, targets: Any = None) -> torch.Tensor:
+        """Add the gradients of a batch to those that are there; its loss, on the device. In a loop over ``batches`` it is recorded."""
+        self._require_open()
+        n = n_samples(tensors(inputs))
+        self._events.backward_begins()
+        loss = self._big.backward(inputs, targets)
+        self._recorder.add(loss, n)
+        return loss
+
+    def step(self) -> None:
+        """Have the optimizers use the gradients: unscaled, and clipped where that was asked for."""
+        self._updates.step()
+        self._events.stepped()
+
+    def zero_grad(self) -> None:
+        """Clear the gradients."""
+        self._updates.zero_grad()
+        self._events.cleared()
+
+    def stop(self) -> None:
+        """End the loop after the batch that is under way, and training with it. For callbacks, and for loops over ``batches``."""
+        self._is_stopped = True
+
+    def evaluate(self, loader: Any, metrics: Metrics | None = None) -> dict[str, float]:
+        """Loss and metrics of other batches: in eval mode, without gradients, in chunks. Modes are as before afterwards.
+
+        Args:
+            loader: As the Trainer's.
+            metrics: By name, functions of the outputs and targets of a batch of the loader.
+
+        Returns:
+            ``"loss"``, weighed by the terms of each batch (a sum, if the loss is a sum), and the mean of each metric, weighed by samples.
+            Also in the history.
+
+        Raises:
+            ArgumentError: There are no samples, or a metric has a name of the history's columns.
+        """
+        metrics = dict(metrics or {})
+        if taken_names := set(metrics) & set(Row.__dataclass_fields__):
+            raise ArgumentError(f"metrics= has {min(taken_names)!r}, which is a column of the history; give it another name")
+        begin, size = time.perf_counter(), self._chunk_size
+        if size is None and self.chosen is not None:
+            size = self.chosen.chunk_size
+        evaluator = Evaluator(self.model, self._loss, self._device, size, self._context)
+        found, n = evaluator.run(loader, metrics, isinstance(loader, (Feeder, LoaderFeeder)))
+        seconds, values = time.perf_counter() - begin, {name: found[name] for name in metrics}
+        self._recorder.evaluation(found["loss"], n, seconds, values)
+        return found
+
+    def _lent(self, epoch: int) -> Generator[tuple[Any, Any], None, int]:
+        """The batches; afterwards their number."""
+        number, source = -1, self.loader if self._feeder is None else self._feeder
+        with progress_bar(self._progress, source, epoch) as update, contextlib.ExitStack() as stack:
+            batches = iter(source)
+            if hasattr(batches, "close"):
+                stack.callback(batches.close)  # a reader thread ends with the loop, by break too
+            for number, batch in enumerate(batches):
+                yield pair_of(batch)
+                update(self._recorder.loss)
+                self._callbacks("on_batch_end", self, number, self._recorder.loss)
+                self._recorder.loss = None
+                if self._is_stopped:
+                    break
+        return number + 1
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("the trainer is closed; make a new one")
+
+    def _context(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)

@@ -1,0 +1,526 @@
+"""The training manager: equal to the loop written by hand; what it measures, calls, and warns of."""
+
+import copy
+import itertools
+import json
+import math
+import mmap
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pinfeed
+from pinfeed import Feeder, MemoryMonitor, Trainer
+from pinfeed.errors import ArgumentError, ClosedError, DeviceError, MissingDependency
+from pinfeed.training.manage.events import LoopWarning
+from pinfeed.training.manage.history import History, Row
+from pinfeed.training.manage.recorder import Pending, taken
+
+N, IN, OUT, BATCH = 44, 6, 3, 12
+LOSS = nn.CrossEntropyLoss()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def dataset() -> TensorDataset:
+    generator = torch.Generator().manual_seed(5)
+    return TensorDataset(torch.randn(N, IN, generator=generator), torch.randint(OUT, (N,), generator=generator))
+
+
+def loader(*, shuffle: bool = False) -> "DataLoader[Any]":
+    return DataLoader(dataset(), batch_size=BATCH, shuffle=shuffle, generator=torch.Generator().manual_seed(3))
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(IN, 8), nn.ReLU(), nn.Linear(8, OUT))
+
+
+def by_hand(model: nn.Module, optimizer: Any, batches: Any, n_epochs: int, loss: Any = LOSS) -> list[float]:
+    losses = []
+    for _ in range(n_epochs):
+        for x, y in batches:
+            found = loss(model(x), y)
+            found.backward()
+            losses.append(found.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def parameters(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+
+def trainer_of(model: nn.Module | None = None, **options: Any) -> Trainer:
+    model = model or network()
+    return Trainer(model, LOSS, torch.optim.Adam(model.parameters(), lr=0.01), options.pop("loader", None) or loader(), **options)
+
+
+LOOPS: dict[str, Callable[[Trainer], Any]] = {}
+
+
+def loop(function: Callable[[Trainer], Any]) -> Callable[[Trainer], Any]:
+    LOOPS[function.__name__] = function
+    return function
+
+
+@loop
+def whole(trainer: Trainer) -> None:
+    trainer.train(3)
+
+
+@loop
+def epochs(trainer: Trainer) -> None:
+    for _ in range(3):
+        trainer.epoch()
+
+
+@loop
+def custom(trainer: Trainer) -> None:
+    for _ in range(3):
+        for batch in trainer.batches():
+            trainer.backward(*batch)
+            trainer.step()
+            trainer.zero_grad()
+
+
+@pytest.mark.parametrize("run", LOOPS.values(), ids=LOOPS)
+@pytest.mark.parametrize("options", [{}, {"chunk_size": 5}, {"chunk_size": 5, "strategy": "two_pass"}], ids=str)
+def test_equals_the_loop_by_hand(run: Callable[[Trainer], Any], options: dict[str, Any]) -> None:
+    model, other = network(), network()
+    losses = by_hand(other, torch.optim.Adam(other.parameters(), lr=0.01), loader(shuffle=True), 3)
+    with trainer_of(model, loader=loader(shuffle=True), **options) as trainer:
+        run(trainer)
+        seen = [row.loss for row in trainer.history.batches]
+        assert trainer.chosen is not None
+        assert trainer.chosen.strategy == options.get("strategy", "accumulate" if options else "plain")
+    if options:
+        torch.testing.assert_close(parameters(model), parameters(other))
+        assert seen == pytest.approx(losses, rel=1e-5)
+    else:
+        assert torch.equal(parameters(model), parameters(other))
+        assert seen == losses
+
+
+def test_accumulated_chunks_equal_those_by_hand_bit_for_bit() -> None:
+    model, other = network(), network()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    for _ in range(3):
+        for x, y in loader():
+            for a, b in zip(x.split(5), y.split(5), strict=True):
+                (LOSS(other(a), b) * (len(a) / len(x))).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    with Trainer(model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), loader(), chunk_size=5) as trainer:
+        trainer.train(3)
+    assert torch.equal(parameters(model), parameters(other))
+
+
+def test_stale_gradients_do_not_count() -> None:
+    model, other = network(), network()
+    by_hand(other, torch.optim.Adam(other.parameters(), lr=0.01), loader(), 1)
+    LOSS(model(torch.ones(4, IN)), torch.zeros(4, dtype=torch.int64)).backward()
+    with trainer_of(model) as trainer:
+        trainer.train(1)
+    assert torch.equal(parameters(model), parameters(other))
+
+
+def test_clipping_schedulers_and_several_optimizers() -> None:
+    def parts(model: nn.Module) -> tuple[list[Any], list[Any]]:
+        optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.5), torch.optim.Adam(model[2].parameters(), lr=0.05)]  # type: ignore[index]
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[1], patience=0, threshold=1.0)
+        return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1, gamma=0.5), plateau]
+
+    model, other = network(), network()
+    optimizers, (step, plateau) = parts(other)
+    for _ in range(3):
+        losses = []
+        for x, y in loader():
+            found = LOSS(other(x), y)
+            found.backward()
+            losses.append(found.item() * len(x))
+            nn.utils.clip_grad_norm_(other.parameters(), 0.1)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+        step.step()
+        plateau.step(sum(losses) / N)
+    own, schedulers = parts(model)
+    with Trainer(model, LOSS, own, loader(), scheduler=schedulers, clip_norm=0.1) as trainer:
+        trainer.train(3)
+    assert torch.equal(parameters(model), parameters(other))
+    assert [group["lr"] for one in own for group in one.param_groups] == [group["lr"] for one in optimizers for group in one.param_groups]
+    assert own[0].param_groups[0]["lr"] == 0.0625
+
+
+def test_a_scaler_and_autocast() -> None:
+    model, other = network(), network()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = torch.optim.Adam(other.parameters(), lr=0.01)
+    for x, y in loader():
+        with torch.autocast("cpu", torch.bfloat16):
+            found = LOSS(other(x), y)
+        scaler.scale(found).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(other.parameters(), 0.5)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    with trainer_of(model, clip_norm=0.5, scaler=torch.amp.GradScaler("cpu", init_scale=8.0), autocast=torch.bfloat16) as trainer:
+        trainer.train(1)
+    assert torch.equal(parameters(model), parameters(other))
+
+
+def test_feeders_dicts_and_inputs_alone() -> None:
+    x, y = (tensor.numpy() for tensor in dataset().tensors)
+    model, other = network(), network()
+    by_hand(other, torch.optim.Adam(other.parameters(), lr=0.01), loader(), 2)
+    with Feeder((x, y), batch_size=BATCH) as feeder, trainer_of(model, loader=feeder) as trainer:
+        trainer.train(2)
+        assert trainer.evaluate(feeder)["loss"] == pytest.approx(LOSS(model(dataset().tensors[0]), dataset().tensors[1]).item())
+    assert torch.equal(parameters(model), parameters(other))
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(IN, 1)
+
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return self.inner(x) * scale[:, None]  # type: ignore[no-any-return]
+
+    named = Named()
+    batches = [{"x": torch.ones(4, IN), "scale": torch.arange(4.0)}] * 2
+    with Trainer(named, lambda out, _: out.square().mean(), torch.optim.SGD(named.parameters(), lr=0.01), batches, chunk_size=3) as trainer:
+        trainer.train(2)
+        assert trainer.evaluate(batches)["loss"] < trainer.history.epochs[0].loss
+
+
+def test_with_a_config() -> None:
+    with trainer_of(config=pinfeed.Config(cpu_memory_limit=pinfeed.GiB(1))) as trainer:
+        trainer.train(1)
+        assert trainer.chosen is not None
+        assert trainer.chosen.strategy == "plain"
+        assert trainer.chosen.device_bytes["plain"]
+
+
+def test_history_is_numbers(tmp_path: Path) -> None:
+    with trainer_of() as trainer:
+        history = trainer.train(2)
+        trainer.evaluate(loader(), {"accuracy": lambda out, y: (out.argmax(1) == y).float().mean()})
+    assert [(row.epoch, row.batch, row.samples) for row in history.batches] == [
+        (e, b, s) for e in range(2) for b, s in enumerate([12, 12, 12, 8])
+    ]
+    for epoch in history.epochs:
+        losses = [(row.loss, row.samples) for row in history.batches if row.epoch == epoch.epoch]
+        assert epoch.loss == pytest.approx(sum(loss * n for loss, n in losses) / N)
+        assert epoch.seconds >= sum(row.seconds for row in history.batches if row.epoch == epoch.epoch) > 0
+    assert all(row.host_bytes > 1e6 and row.allocated_bytes is None and row.peak_bytes is None for row in history.rows)
+    assert history.evaluations[0].epoch == 2
+    assert not any(isinstance(value, torch.Tensor) for row in history.rows for value in vars(row).values())
+    for name in ("h.csv", "h.json"):
+        history.save(tmp_path / name)
+        assert History.load(tmp_path / name).rows == history.rows
+    assert json.loads((tmp_path / "h.json").read_text())[-1]["accuracy"] == history.evaluations[0].metrics["accuracy"]
+    history.draw(tmp_path / "h.png")
+    assert (tmp_path / "h.png").stat().st_size > 10_000
+
+
+def test_what_is_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    history = History()
+    with pytest.raises(ArgumentError, match=r"'\.txt'; expected \.csv or \.json"):
+        history.save(tmp_path / "h.txt")
+    with pytest.raises(ArgumentError, match="the history is empty"):
+        history.draw(tmp_path / "h.png")
+    (tmp_path / "other.csv").write_text("epoch,loss\n1,2\n")
+    with pytest.raises(ArgumentError, match="row 0 has no 'kind'"):
+        History.load(tmp_path / "other.csv")
+    history.rows.append(Row("batch", 0, 0, math.nan, 1, 0.0, **taken(torch.device("cpu"))))
+    history.save(tmp_path / "h.csv")
+    assert math.isnan(History.load(tmp_path / "h.csv").rows[0].loss)
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
+    with pytest.raises(MissingDependency, match="pinfeed\\[plot\\]"):
+        history.draw(tmp_path / "h.png")
+
+
+def test_losses_are_read_in_groups() -> None:
+    pending, row = Pending(), Row("batch", 0, 0, math.nan, 1, 0.0, **taken(torch.device("cpu")))
+    for i in range(600):
+        pending.add(row, torch.tensor(float(i), dtype=torch.bfloat16 if i % 2 else torch.float32))
+    assert len(pending._losses) + len(pending._groups) < 100
+    assert [found.loss for found in pending.read()] == [
+        float(torch.tensor(float(i), dtype=torch.bfloat16)) if i % 2 else i for i in range(600)
+    ]
+    assert pending.read() == []
+
+
+class Diary:
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def on_train_begin(self, trainer: Trainer) -> None:
+        self.calls.append(("train",))
+
+    def on_epoch_begin(self, trainer: Trainer, epoch: int) -> None:
+        self.calls.append(("epoch", epoch))
+
+    def on_batch_end(self, trainer: Trainer, batch: int, loss: torch.Tensor) -> None:
+        self.calls.append(("batch", batch, loss.item()))
+
+    def on_epoch_end(self, trainer: Trainer, row: Row) -> None:
+        assert trainer.history.epochs[-1] is row
+        self.calls.append(("epoch ends", row.epoch))
+
+    def on_train_end(self, trainer: Trainer) -> None:
+        self.calls.append(("end",))
+
+
+def test_callbacks() -> None:
+    diary = Diary()
+    with trainer_of(callbacks=[diary]) as trainer:
+        trainer.train(2)
+        losses = [row.loss for row in trainer.history.batches]
+    batches = [("batch", i % 4, loss) for i, loss in enumerate(losses)]
+    assert diary.calls == [
+        *[("train",), ("epoch", 0), *batches[:4], ("epoch ends", 0)],
+        *[("epoch", 1), *batches[4:], ("epoch ends", 1), ("end",)],
+    ]
+
+
+class StopsAt:
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def on_batch_end(self, trainer: Trainer, batch: int, loss: Any) -> None:
+        self.n -= 1
+        if not self.n:
+            trainer.stop()
+
+
+def test_a_callback_may_stop() -> None:
+    diary = Diary()
+    with trainer_of(callbacks=[StopsAt(6), diary]) as trainer:
+        trainer.train(5)
+        assert [len([row for row in trainer.history.batches if row.epoch == epoch]) for epoch in range(3)] == [4, 2, 0]
+        assert diary.calls[-2:] == [("epoch ends", 1), ("end",)]
+        trainer.train(1)  # once more
+        assert len(trainer.history.epochs) == 3
+
+
+def test_errors_surface_and_a_loop_can_be_left() -> None:
+    class Fails:
+        def on_batch_end(self, trainer: Trainer, batch: int, loss: Any) -> None:
+            raise KeyError("mine")
+
+    with trainer_of(callbacks=[Fails()]) as trainer:
+        with pytest.raises(KeyError, match="mine"):
+            trainer.train(1)
+        assert len(trainer.history.batches) == 1
+    diary = Diary()
+    with trainer_of(callbacks=[diary]) as trainer:
+        for x, y in itertools.islice(trainer.batches(), 2):
+            trainer.backward(x, y)
+            trainer.step()
+            trainer.zero_grad()
+        assert len(trainer.history.batches) == 2
+        assert not trainer.history.epochs
+        assert ("epoch ends", 0) not in diary.calls
+        trainer.epoch()
+        assert [row.epoch for row in trainer.history.epochs] == [1]
+
+
+def test_training_goes_on_after_an_error_of_the_model() -> None:
+    class Fails(nn.Linear):
+        n = 0
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.n += 1
+            if self.n == 2:
+                raise ValueError("mine")
+            return super().forward(x)
+
+    with trainer_of(Fails(IN, OUT)) as trainer:
+        with pytest.raises(ValueError, match="mine") as kept:
+            trainer.train(1)
+        assert len(trainer.history.batches) == 1
+        trainer.train(1)
+        assert len(trainer.history.batches) == 5
+    assert kept.tb is not None
+
+
+def test_evaluate_leaves_everything_as_it_was() -> None:
+    model = nn.Sequential(nn.Linear(IN, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, OUT))
+    model[1].eval()
+    with trainer_of(model, chunk_size=5, strategy="accumulate") as trainer:
+        state, modes, rng = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()], torch.get_rng_state()
+        found = trainer.evaluate(
+            [tuple(dataset().tensors)],
+            {
+                "n": lambda out, y: len(out),
+                "grad": lambda out, y: float(out.requires_grad),
+                "right": lambda out, y: (out.argmax(1) == y).double().mean(),
+            },
+        )
+        assert torch.equal(torch.get_rng_state(), rng)
+        assert [m.training for m in model.modules()] == modes
+        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
+        assert all(p.grad is None for p in model.parameters())
+        model.eval()
+        x, y = dataset().tensors
+        outputs = model(x)
+        assert found == pytest.approx(
+            {"loss": LOSS(outputs, y).item(), "n": N, "grad": 0.0, "right": (outputs.argmax(1) == y).double().mean().item()}
+        )
+
+
+@pytest.mark.parametrize("chunk_size", [None, 5])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_evaluate_weighs_by_terms(chunk_size: int | None, reduction: str) -> None:
+    x, y = dataset().tensors
+    y = y.clone()
+    y[:BATCH] = -100  # the mean of the first batch is not a number
+    y[-5:] = -100
+    loss, model = nn.CrossEntropyLoss(reduction=reduction), network()
+    with Trainer(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), loader(), chunk_size=chunk_size) as trainer:
+        found = trainer.evaluate(DataLoader(TensorDataset(x, y), batch_size=BATCH))
+    assert found["loss"] == pytest.approx(loss(model(x), y).item())
+
+
+def test_evaluate_halves_what_does_not_fit() -> None:
+    class Small(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(IN, OUT)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if len(x) > 4:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return self.inner(x)  # type: ignore[no-any-return]
+
+    model = Small()
+    with trainer_of(model) as trainer:
+        x, y = dataset().tensors
+        assert trainer.evaluate(loader())["loss"] == pytest.approx(LOSS(model.inner(x), y).item())
+
+
+def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    with trainer_of(progress=True) as trainer:
+        trainer.train(1)
+    shown = capsys.readouterr().err
+    assert "4/4" in shown
+    assert "loss=" in shown
+
+
+def test_a_forgotten_zero_grad() -> None:
+    def loop(trainer: Trainer) -> None:
+        for batch in trainer.batches():
+            trainer.backward(*batch)
+            trainer.step()
+
+    with trainer_of() as trainer, pytest.warns(LoopWarning, match="call zero_grad") as caught:
+        loop(trainer)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_forgotten_step(clears: bool) -> None:
+    def loop(trainer: Trainer) -> None:
+        for batch in trainer.batches():
+            trainer.backward(*batch)
+            if clears:
+                trainer.zero_grad()
+
+    with trainer_of() as trainer, pytest.warns(LoopWarning, match=r"call step\(\)") as caught:
+        loop(trainer)
+    assert len(caught) == 1
+
+
+def test_loops_that_forget_nothing_are_not_warned_of() -> None:
+    model = network()
+    optimizer = torch.optim.Adam(model.parameters())
+    with Trainer(model, LOSS, optimizer, loader()) as trainer:
+        for batch in trainer.batches():  # accumulated, and cleared before instead of after
+            trainer.zero_grad()
+            trainer.backward(*batch)
+            trainer.backward(*batch)
+            trainer.step()
+        for set_to_none in (True, False):  # through the optimizer itself
+            for batch in trainer.batches():
+                trainer.backward(*batch)
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=set_to_none)
+        for batch in trainer.batches():
+            trainer.backward(*batch)
+            trainer.step()
+            model.zero_grad()
+        for i, batch in enumerate(trainer.batches()):  # a batch is left out
+            trainer.backward(*batch)
+            if i != 1:
+                trainer.step()
+            trainer.zero_grad()
+    assert not optimizer._optimizer_step_post_hooks
+
+
+def test_bad_arguments() -> None:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for options, words in [
+        ({"optimizer": None}, "optimizer= is empty"),
+        ({"optimizer": [sgd, 3]}, "optimizer=3 has no step"),
+        ({"scheduler": "cosine"}, "scheduler='cosine' has no step"),
+        ({"clip_norm": 0}, "clip_norm=0"),
+        ({"callbacks": [object()]}, "expected an object with some of on_train_begin"),
+        ({"callbacks": [Diary]}, "callbacks= has"),
+        ({"model": len}, "expected a torch module"),
+        ({"loader": 3}, "cannot be iterated"),
+    ]:
+        with pytest.raises(ArgumentError, match=words):
+            Trainer(**({"model": model, "loss": LOSS, "optimizer": sgd, "loader": loader()} | options))
+    for batches, words in [([], "gave no batch"), ([(1, 2, 3)], "3 parts; expected a pair")]:
+        with Trainer(model, LOSS, sgd, batches) as trainer, pytest.raises(ArgumentError, match=words):
+            trainer.train(1)
+    with trainer_of() as trainer:
+        with pytest.raises(ArgumentError, match="n_epochs=-1"):
+            trainer.train(-1)
+        with pytest.raises(ArgumentError, match="metrics= has 'loss'"):
+            trainer.evaluate(loader(), {"loss": lambda out, y: 0})
+        with pytest.raises(ArgumentError, match="gave no samples"):
+            trainer.evaluate([])
+        for _ in trainer.batches():
+            with pytest.raises(ClosedError, match="another loop"):
+                trainer.epoch()
+    with pytest.raises(ClosedError, match="closed"):
+        trainer.train(1)
+
+
+def test_memory_monitor(tmp_path: Path) -> None:
+    monitor = MemoryMonitor("cpu")
+    assert "anonymous" in str(monitor)
+    monitor.snapshot("before")
+    with mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:  # a tensor might be where another one was
+        held.write(b"x" * len(held))
+        after = monitor.snapshot("12")
+        assert after.anonymous - monitor.snapshots[0].anonymous > 0.9 * len(held)
+    assert after.allocated is after.reserved is after.free is after.total is None
+    assert after.peak >= after.anonymous
+    assert "12 " in str(monitor)
+    for name in ("m.csv", "m.json"):
+        monitor.save(tmp_path / name)
+    assert [row["label"] for row in json.loads((tmp_path / "m.json").read_text())] == ["before", "12"]
+    assert (tmp_path / "m.csv").read_text().splitlines()[0].startswith("label,allocated,")
+    if not torch.cuda.is_available():
+        assert MemoryMonitor().snapshot().total is None
+        with pytest.raises(DeviceError, match="no GPU here"):
+            MemoryMonitor("cuda")
