@@ -1,0 +1,177 @@
+"""The outputs of a batch that does not fit, as if it did: their backward pass computes them again, chunk by chunk."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from ... import config as limits
+from ...errors import ArgumentError, EstimateError
+from ...memory import free_host_bytes
+from ...training import randomness
+from ...training.big.choice import STRATEGIES, Chosen, batch_norms, choose, predictor_of
+from ...training.big.chunks import joined, n_samples, part, tensors
+from ...training.big.offload import Offload
+from ...training.big.recompute import recomputed
+from ...training.memory.estimate import call
+from ...tree import flatten
+
+_POSSIBLE = ("auto", "plain", "two_pass", "checkpoint", "offload")
+
+
+class Forwards:
+    """Computes outputs of batches of any size.
+
+    Args:
+        config: Limits.
+        chunk_size: Samples at a time, in place of the largest that fits.
+        strategy: As for BigBatch, but for ``"accumulate"``, which needs the loss.
+
+    Raises:
+        ArgumentError: What cannot be.
+    """
+
+    def __init__(self, config: limits.Config | None, chunk_size: int | None, strategy: str) -> None:
+        if strategy not in _POSSIBLE:
+            raise ArgumentError(f"strategy={strategy!r}: expected {', '.join(map(repr, _POSSIBLE))}")
+        if chunk_size is not None and (not hasattr(chunk_size, "__index__") or chunk_size < 1):
+            raise ArgumentError(f"chunk_size={chunk_size!r}: expected a whole number, at least 1")
+        self._config, self._chunk_size, self._strategy = config or limits.Config(), chunk_size, strategy
+        self._by_size: dict[int, Chosen] = {}
+        self._offload: Offload | None = None
+        self.chosen: Chosen | None = None
+        self.unpredicted: str | None = None
+
+    def forget(self) -> None:
+        """The model is elsewhere now: decide anew, and free what was for the old place."""
+        self._by_size.clear()
+        if self._offload is not None:
+            self._offload.close()
+        self._offload = None
+
+    def outputs(self, model: nn.Module, inputs: Any, optimizer: Any, device: torch.device, back: torch.device) -> Any:
+        """The outputs, on the device ``back``.
+
+        Args:
+            model: On ``device``.
+            inputs: Anywhere.
+            optimizer: What will train the model, if that is known.
+            device: Of the model.
+            back: Where the outputs are wanted.
+        """
+        inputs = tensors(inputs)
+        self.chosen = chosen = self._choose(model, inputs, optimizer, device)
+        if chosen.strategy == "two_pass":
+            return _in_chunks(model, inputs, chosen.chunk_size, device, back)
+        context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if chosen.strategy == "checkpoint":
+            context = recomputed(model)
+        if chosen.strategy == "offload":
+            self._offload = self._offload or Offload(device, host_limit=self._config.host_limit(free_host_bytes()))
+            context = self._offload.step(model)
+        with context:
+            return moved(call(model, moved(inputs, device)), back)
+
+    def _choose(self, model: nn.Module, inputs: Any, optimizer: Any, device: torch.device) -> Chosen:
+        n = n_samples(inputs)
+        if n == 0:
+            raise ArgumentError("the batch is empty; expected at least one sample")
+        if n not in self._by_size:
+            # What fits of many samples fits of fewer: the last batch of an epoch needs no prediction of its own.
+            larger = [one for size, one in self._by_size.items() if size > n and one.strategy == "plain"]
+            self._by_size[n] = larger[0] if larger else self._decide(model, n, inputs, optimizer, device)
+        return self._by_size[n]
+
+    def _decide(self, model: nn.Module, n: int, inputs: Any, optimizer: Any, device: torch.device) -> Chosen:
+        nothing: dict[str, int | None] = dict.fromkeys(STRATEGIES)
+        if self._strategy == "two_pass" and (norms := batch_norms(model)):
+            raise ArgumentError(
+                f"strategy='two_pass' computes chunks, and {norms[0]} normalizes over the batch; take 'offload' or 'checkpoint'"
+            )
+        if self._strategy not in ("auto", "two_pass"):
+            return Chosen(self._strategy, n, "it was asked for", nothing)  # type: ignore[arg-type]
+        try:
+            predictor = None
+            if self._chunk_size is None:
+                predictor = predictor_of(model, self._config, device, inputs, optimizer=optimizer)
+            if self._strategy == "auto":
+                return choose(model, n, self._chunk_size, is_made_of_parts=False, predictor=predictor)
+            size = min(n, self._chunk_size or predictor.chunk_size(n, in_two_passes=True))  # type: ignore[union-attr]  # there is one or the other
+        except EstimateError as error:
+            self.unpredicted = str(error)
+            return Chosen("plain", n, "what it takes cannot be predicted", nothing)
+        return Chosen("two_pass", size, "it was asked for", nothing)
+
+
+def _in_chunks(model: nn.Module, inputs: Any, size: int, device: torch.device, back: torch.device) -> Any:
+    """Outputs of all chunks, without what their backward pass needs; it computes them again."""
+    trigger = torch.zeros((), requires_grad=any(p.requires_grad for p in model.parameters()))
+    again = _Again(model, inputs, size, device, back)
+    leaves = _Recompute.apply(again, trigger)  # type: ignore[no-untyped-call]
+    return again.rebuild(iter(leaves))
+
+
+class _Again:
+    """Chunks that are computed twice."""
+
+    def __init__(self, model: nn.Module, inputs: Any, size: int, device: torch.device, back: torch.device) -> None:
+        self._model, self._device, self._back = model, device, back
+        self._chunks = [part(inputs, start, start + size) for start in range(0, n_samples(inputs), size)]  # views
+        self._states: list[dict[str, Any]] = []
+        kind = device.type
+        self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def first(self) -> list[Any]:
+        """Outputs, without gradients."""
+        parts = []
+        for chunk in self._chunks:
+            self._states.append(randomness.capture())
+            parts.append(moved(call(self._model, moved(chunk, self._device)), self._back))
+        leaves, self.rebuild = flatten(joined(parts))
+        return [leaf for _, leaf in leaves]
+
+    def second(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Add the gradients of the model's parameters, with those of the outputs."""
+        start = 0
+        for chunk, state in zip(self._chunks, self._states, strict=True):
+            with torch.enable_grad(), randomness.replayed(state), self._context():
+                outputs = call(self._model, moved(chunk, self._device))
+            stop = start + n_samples(outputs)
+            leaves = [leaf for _, leaf in flatten(outputs)[0]]
+            pairs = [
+                (leaf, gradient[start:stop].to(leaf.device))
+                for leaf, gradient in zip(leaves, gradients, strict=True)
+                if gradient is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            ]
+            torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+            start = stop
+
+    def _context(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
+
+
+class _Recompute(torch.autograd.Function):
+    """Gradients go to the parameters where they are, as a backward pass within this one."""
+
+    @staticmethod
+    def forward(ctx: Any, again: _Again, trigger: torch.Tensor) -> tuple[Any, ...]:
+        """Outputs, by chunks. ``trigger`` is what makes them want a backward pass."""
+        ctx.again = again
+        ctx.set_materialize_grads(False)
+        return tuple(again.first())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
+        """Each chunk again."""
+        ctx.again.second(gradients)
+        return None, None
+
+
+def moved(value: Any, device: torch.device) -> Any:
+    """Its tensors on a device."""
+    leaves, rebuild = flatten(value)
+    return rebuild(leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves)
