@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 SIZE ?= 2GiB
 
-.PHONY: demo word2vec test lint gpu bench rows overhead clean
+.PHONY: demo word2vec test lint gpu bench rows budget overhead clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py $(if $(NPY),--npy "$(NPY)",--size $(SIZE))
@@ -29,6 +29,11 @@ bench: .venv/peers
 # Rows of a table on the host, trained: a step with prefetching, without, and in other ways; all of it: python -m benchmarks.rows
 rows: .venv/installed
 	$(BIN)/python -m benchmarks.rows --quick
+
+# Predicted beside measured peaks of training steps, training under a limit; gradients and peaks of BigBatch.
+budget: .venv/installed
+	$(BIN)/python -m benchmarks.budget
+	$(BIN)/python -m benchmarks.big
 
 # What pinfeed itself costs per batch.
 overhead: .venv/installed

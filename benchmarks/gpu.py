@@ -20,11 +20,15 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks.big import errors as gradient_errors
+from benchmarks.big import peaks as big_peaks
+from benchmarks.budget import predicted_and_measured
 from benchmarks.environment import environment, save
 from benchmarks.gpureport import picture
 from benchmarks.gpurows import Bench, beside_products, ceilings, loaders, small_batches, sweep
 from benchmarks.overhead import measure as measure_overhead
 from benchmarks.rows import measure as measure_rows
+from benchmarks.zoo import ZOO
 from pinfeed import Config, Feeder, MiB, PinnedStore, rows
 from pinfeed.blocks import locked_bytes
 
@@ -80,6 +84,8 @@ def parts(device: str) -> dict[str, Callable[[], Any]]:
         "6 x 3 float64, to and back, us": lambda: small_batches(device),
         "a DataLoader, ms per batch": lambda: loaders(device),
         "overhead, us": lambda: measure_overhead(device),
+        "predicted peaks": lambda: [predicted_and_measured(name, case, n, device) for name, case in ZOO.items() for n in case.batch_sizes],
+        "BigBatch": lambda: {"gradient error": gradient_errors(device), "peaks": big_peaks(device)},
     }
 
 

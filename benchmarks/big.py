@@ -1,0 +1,172 @@
+"""BigBatch: how far its gradients are from those of the plain batch, and what memory it takes."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from tabulate import tabulate
+from torch import nn
+from torch.nn import functional
+from torch.profiler import ProfilerActivity, profile
+
+import pinfeed
+from benchmarks.environment import environment, save
+from pinfeed.memory import resident_bytes
+
+STRATEGIES = ("accumulate", "two_pass", "checkpoint", "offload")
+CHUNK, N = 32, 64 * 32
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--flat", action="store_true", help="train for three epochs of 1,000 batches and say how the process grew")
+    arguments = parser.parse_args()
+    if arguments.flat:
+        print(*flat(arguments.device))
+        return
+    print(environment())
+    results = measure(arguments.device)
+    print(save("big", results))
+
+
+def measure(device: str) -> dict[str, Any]:
+    """Everything, as plain values."""
+    results: dict[str, Any] = {"gradient error": errors(device)}
+    print(tabulate(results["gradient error"], headers="keys"))
+    results["peaks"] = peaks(device)
+    print(tabulate(results["peaks"], headers="keys"))
+    run = subprocess.run([sys.executable, "-m", "benchmarks.big", "--flat", "--device", device], capture_output=True, text=True, check=True)
+    results["host bytes after each of 3 epochs of 1,000 batches"] = [int(word) for word in run.stdout.split()]
+    print(results["host bytes after each of 3 epochs of 1,000 batches"])
+    return results
+
+
+def contrastive(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    unit = functional.normalize(outputs, dim=1)
+    same = (labels[:, None] == labels[None]).float()
+    return -(functional.log_softmax(unit @ unit.T / 0.1, 1) * same).sum(1).div(same.sum(1)).mean()
+
+
+def network(*middle: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(128, 256), *middle, nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+
+
+def errors(device: str) -> list[dict[str, str]]:
+    """Norm of the difference of all gradients to the plain step, in norms of the gradients; or refused."""
+    torch.manual_seed(0)
+    x, y = torch.randn(100, 128), torch.randint(10, (100,))
+    ignored = torch.where(torch.rand(100) < 0.4, -100, y)
+    cases: dict[str, tuple[Callable[[], nn.Module], Any, torch.Tensor]] = {
+        "plain": (network, functional.cross_entropy, y),
+        "BatchNorm": (lambda: network(nn.BatchNorm1d(256)), functional.cross_entropy, y),
+        "dropout": (lambda: network(nn.Dropout(0.3)), functional.cross_entropy, y),
+        "ignore_index": (network, functional.cross_entropy, ignored),
+        "contrastive": (network, contrastive, y),
+    }
+    rows = []
+    for name, (make, loss, targets) in cases.items():
+        row = {"model": name}
+        for strategy in (*STRATEGIES, "auto"):
+            with (
+                warnings.catch_warnings(record=True) as said,
+                pinfeed.BigBatch(make().to(device), loss, chunk_size=16, strategy=strategy) as big,
+            ):
+                warnings.simplefilter("always")
+                try:
+                    found = f"{big.check(x, targets, chunk_size=16).gradient_error:.1e}"
+                except pinfeed.ArgumentError:
+                    found = "refused"
+            row[strategy] = found + (", warned" if said else "")
+        rows.append(row)
+    return rows
+
+
+def peaks(device: str) -> list[dict[str, Any]]:
+    """MiB that a step of a chunk takes with gradients there, and that of a batch of 64 chunks; beside the batch itself, on the host."""
+    x, y = torch.randn(N, 3, 32, 32), torch.randint(10, (N,))
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(
+            nn.Conv2d(3, 64, 3, padding=1),
+            nn.GroupNorm(8, 64),
+            nn.ReLU(),
+            nn.Conv2d(64, 64, 3, padding=1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(65536, 10),
+        ).to(device)
+
+    rows = []
+    for strategy, loss in (("accumulate", functional.cross_entropy), ("two_pass", contrastive)):
+        model = make()
+        chunk = peak(device, functools.partial(plain, model, loss, x[:CHUNK].to(device), y[:CHUNK].to(device)), 3)
+        begin = time.perf_counter()
+        with pinfeed.BigBatch(model, loss, chunk_size=CHUNK, strategy=strategy) as big:
+            whole = peak(device, functools.partial(big.backward, x, y), 1)
+        rows.append(
+            {
+                "strategy": strategy,
+                "chunk_mib": round(chunk / 2**20, 1),
+                "batch_mib": round(whole / 2**20, 1),
+                "ratio": round(whole / chunk, 3),
+                "seconds": round(time.perf_counter() - begin, 1),
+            }
+        )
+    return rows
+
+
+def plain(model: nn.Module, loss: Any, x: torch.Tensor, y: torch.Tensor) -> None:
+    loss(model(x), y).backward()
+
+
+def peak(device: str, work: Callable[[], object], n: int) -> int:
+    """Most bytes at a time beyond what is there, in ``n`` runs."""
+    gc.collect()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        for _ in range(n):
+            work()
+        return torch.cuda.max_memory_allocated() - before
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        for _ in range(n):
+            work()
+    now = most = 0
+    events = (event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]")
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
+
+
+def flat(device: str) -> list[int]:
+    """Anonymous memory of the process after each of three epochs of 1,000 batches."""
+    model = network().to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    found = []
+    with pinfeed.BigBatch(model, functional.cross_entropy, chunk_size=16) as big:
+        for _ in range(3):
+            for i in range(1000):
+                x = torch.full((64, 128), float(i))
+                big.backward(x, torch.zeros(64, dtype=torch.int64))
+                optimizer.step()
+                optimizer.zero_grad()
+            gc.collect()
+            found.append(resident_bytes()["anonymous"])
+    return found
+
+
+if __name__ == "__main__":
+    main()

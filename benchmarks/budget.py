@@ -1,0 +1,142 @@
+"""Predicted against measured peaks of training steps; and whether training under a limit stays below it.
+
+On the CPU what its allocator is asked for is measured; on a GPU, what torch's allocator reserves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tabulate import tabulate
+from torch.profiler import ProfilerActivity, profile
+
+import pinfeed
+from benchmarks.environment import environment, save
+from benchmarks.zoo import ZOO, Case
+from pinfeed.memory import resident_bytes
+
+LIMIT = pinfeed.GiB(1)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--kept", help="train this model under a limit and say what it took, as JSON")
+    arguments = parser.parse_args()
+    if arguments.kept:
+        print(json.dumps(trained_under_a_limit(ZOO[arguments.kept])))
+        return
+    print(environment())
+    results = measure(arguments.device)
+    print(save("budget", results))
+
+
+def measure(device: str) -> dict[str, Any]:
+    """Everything, as plain values."""
+    peaks = [predicted_and_measured(name, case, n, device) for name, case in ZOO.items() for n in case.batch_sizes]
+    columns = ("model", "batch", "measured_mib", "ratio", "confidence", "seconds")
+    print(tabulate([[peak[column] for column in columns] for peak in peaks], headers=columns))
+    results: dict[str, Any] = {"peaks": peaks}
+    if device == "cpu":
+        results["kept"] = []
+        for name in ZOO:
+            run = subprocess.run([sys.executable, "-m", "benchmarks.budget", "--kept", name], capture_output=True, text=True, check=True)
+            results["kept"].append({"model": name} | json.loads(run.stdout))
+        print(tabulate(results["kept"], headers="keys"))
+    return results
+
+
+def predicted_and_measured(name: str, case: Case, n: int, device: str) -> dict[str, Any]:
+    begin = time.perf_counter()
+    estimate = pinfeed.estimate(case.make, n, **case.shapes, device=device)  # type: ignore[arg-type]
+    seconds = time.perf_counter() - begin
+    measured, predicted = (on_cpu(case, n), estimate.allocated_bytes) if device == "cpu" else (on_gpu(case, n), estimate.reserved_bytes)
+    return {
+        "model": name,
+        "batch": n,
+        "predicted_mib": round(predicted / 2**20, 1),
+        "measured_mib": round(measured / 2**20, 1),
+        "ratio": round(predicted / measured, 3),
+        "confidence": estimate.confidence,
+        "seconds": round(seconds, 2),
+    }
+
+
+def steps(case: Case, n: int, device: str) -> None:
+    torch.manual_seed(0)
+    model = case.make().to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(2):
+        x, y = batch(case, n)
+        x, y = x.to(device), y.to(device)
+        outputs = model(x)
+        loss = case.loss(outputs, y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def batch(case: Case, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def made(shape: tuple[int, ...], dtype: str) -> torch.Tensor:
+        return torch.zeros((n, *shape), dtype=getattr(torch, dtype))
+
+    return made(case.input_shape, case.input_dtype), made(case.output_shape, case.output_dtype)
+
+
+def on_cpu(case: Case, n: int) -> int:
+    gc.collect()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
+        steps(case, n, "cpu")
+    events = (event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]")
+    sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
+    return int(np.cumsum(sizes).max())
+
+
+def on_gpu(case: Case, n: int) -> int:
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_reserved()
+    steps(case, n, "cuda")
+    return torch.cuda.max_memory_reserved() - before
+
+
+def trained_under_a_limit(case: Case) -> dict[str, Any]:
+    """Epochs, in a process of its own: how much it grows, beside ``cpu_memory_limit``."""
+    torch.ones(64, 64) @ torch.ones(64, 64)  # what the libraries take in any case
+    most = case.batch_sizes[-1] * 2  # for two cores
+    config = pinfeed.Config(
+        cpu_memory_limit=LIMIT, device="cpu", model=case.make, optimizer=torch.optim.AdamW, **case.shapes, preferred_batch_size=most
+    )
+    config.enforce(malloc=True)
+    if config.budget.step.confidence == "low":
+        config = config.probe()
+    x, y = (values.numpy() for values in batch(case, 6 * config.batch_size))  # so that all slots are in use
+    gc.collect()
+    before = resident_bytes()["anonymous"]
+    Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
+    model = case.make()
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pinfeed.Feeder((x, y), config=config, device="cpu") as feeder:
+        for _ in range(2):
+            for inputs, targets in feeder:
+                loss = case.loss(model(inputs), targets)
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+    now = resident_bytes()
+    grown = now["peak"] - now["file"] - now["shared"] - before
+    return {"batch": config.batch_size, "limit_mib": LIMIT >> 20, "grown_mib": grown >> 20, "kept": grown <= LIMIT}
+
+
+if __name__ == "__main__":
+    main()
