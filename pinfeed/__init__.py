@@ -3,15 +3,18 @@
 from typing import TYPE_CHECKING, Any
 
 from . import errors, rows
-from .config import Config, GiB, KiB, MiB, Plan
+from .config import GiB, KiB, MiB, Plan
 from .errors import (
     ArgumentError,
     BudgetError,
     CheckpointError,
     ClosedError,
     DeviceError,
+    EstimateError,
     FileMissing,
     MissingDependency,
+    NotEnoughCPUMemory,
+    NotEnoughGPUMemory,
     PinfeedError,
     ReadError,
     RowIndexError,
@@ -22,29 +25,47 @@ from .errors import (
 )
 from .feeder import Batch, Feeder
 from .loader import wrap_loader
+from .readers import wrap_readers
 from .stats import FeederStats
 from .stores import ArrayStore, MmapStore, PinnedStore, RemoteStore, Store
 
 if TYPE_CHECKING:
     from .training import checkpoint as checkpoint
+    from .training.big.bigbatch import BigBatch as BigBatch
     from .training.embedding import HostEmbedding as HostEmbedding
     from .training.embedding import HostEmbeddingBag as HostEmbeddingBag
+    from .training.manage.monitor import MemoryMonitor as MemoryMonitor
+    from .training.manage.trainer import Trainer as Trainer
+    from .training.memory.config import Config as Config
+    from .training.memory.estimate import estimate as estimate
     from .training.optimizer import RowOptimizer as RowOptimizer
     from .training.rowloop import train_rows as train_rows
 
 __version__ = "0.1.0"
 
-_TRAINING = {"HostEmbedding": "embedding", "HostEmbeddingBag": "embedding", "RowOptimizer": "optimizer", "train_rows": "rowloop"}
+_TRAINING = {
+    "Config": "memory.config",
+    "HostEmbedding": "embedding",
+    "HostEmbeddingBag": "embedding",
+    "MemoryMonitor": "manage.monitor",
+    "RowOptimizer": "optimizer",
+    "Trainer": "manage.trainer",
+    "BigBatch": "big.bigbatch",
+    "estimate": "memory.estimate",
+    "train_rows": "rowloop",
+}
 
 __all__ = [
     "ArgumentError",
     "ArrayStore",
     "Batch",
+    "BigBatch",
     "BudgetError",
     "CheckpointError",
     "ClosedError",
     "Config",
     "DeviceError",
+    "EstimateError",
     "Feeder",
     "FeederStats",
     "FileMissing",
@@ -52,9 +73,12 @@ __all__ = [
     "HostEmbedding",
     "HostEmbeddingBag",
     "KiB",
+    "MemoryMonitor",
     "MiB",
     "MissingDependency",
     "MmapStore",
+    "NotEnoughCPUMemory",
+    "NotEnoughGPUMemory",
     "PinfeedError",
     "PinnedStore",
     "Plan",
@@ -64,14 +88,17 @@ __all__ = [
     "RowOptimizer",
     "Store",
     "StoreError",
+    "Trainer",
     "VerificationError",
     "WorkerError",
     "WriteBackError",
     "checkpoint",
     "errors",
+    "estimate",
     "rows",
     "train_rows",
     "wrap_loader",
+    "wrap_readers",
 ]
 
 
