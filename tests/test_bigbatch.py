@@ -603,3 +603,34 @@ def test_a_batch_is_not_kept() -> None:
         del x
         gc.collect()
         assert seen() is None
+
+
+def test_it_is_decided_for_each_mode() -> None:
+    model = mlp(nn.BatchNorm1d(50)).eval()
+    with BigBatch(model, functional.cross_entropy, chunk_size=5) as big:
+        big.backward(X, Y)
+        model.train()
+        with pytest.raises(errors.ArgumentError, match="normalizes over the batch"):
+            big.backward(X, Y)
+        with pytest.raises(errors.ArgumentError, match="can only be added"):
+            big.backward(iter([(X, Y)]))
+
+
+def test_numbers_count_one_by_one() -> None:
+    batches = [(torch.ones(2, n, 1), torch.full((2, n, 1), float(n))) for n in (5, 50)]
+    plain, model = (nn.Linear(1, 1), nn.Linear(1, 1))
+    model.load_state_dict(plain.state_dict())
+    (sum(functional.mse_loss(plain(x), y, reduction="sum") for x, y in batches) / 110).backward()
+    with BigBatch(model, nn.MSELoss(), chunk_size=1) as big:
+        big.backward(iter(batches))
+    torch.testing.assert_close(gradients(model), gradients(plain))
+
+
+def test_nothing_to_learn_from() -> None:
+    model, plain, nothing = mlp(), mlp(), torch.full((23,), -100)
+    functional.cross_entropy(plain(X), nothing).backward()
+    with BigBatch(model, functional.cross_entropy, chunk_size=5, strategy="accumulate") as big:
+        assert big.backward(X, nothing).isnan()
+        torch.testing.assert_close(gradients(model), gradients(plain), equal_nan=True)
+    with pytest.raises(errors.ClosedError, match="this BigBatch is closed"):
+        big.backward(X, Y)

@@ -1,5 +1,6 @@
 """The documented API of infinitybatch: the programs of its README, and gradients of whole batches in bounded memory."""
 
+import copy
 import gc
 import random
 import weakref
@@ -12,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+import pinfeed
 import pinfeed.compat.infinitybatch as infinitybatch
 from pinfeed.compat.infinitybatch.tools import (
     CudaHistory,
@@ -383,3 +385,50 @@ def test_determinize(monkeypatch: pytest.MonkeyPatch) -> None:
     assert draws[-1] != draws[-2]
     assert torch.backends.cudnn.benchmark
     assert not torch.backends.cudnn.deterministic
+
+
+def manager(model: nn.Module, **options: Any) -> Any:
+    return infinitybatch.InfinityBatch(
+        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), loader(), verbose=False, **options
+    )
+
+
+def test_buffers_take_one_step_for_each_batch() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.count = self.count + len(x)
+            return x * self.count
+
+    model = MyModel(Counts())
+    ib = manager(model, chunk_size=5, strategy="two_pass")
+    ib.epoch()
+    assert model[1].count == N
+
+
+def test_it_is_decided_for_each_mode() -> None:
+    model = MyModel(nn.BatchNorm1d(8)).eval()
+    ib = manager(model, chunk_size=5)
+    ib.batch_(torch.randn(BATCH, IN))
+    model.train()
+    with pytest.raises(pinfeed.errors.ArgumentError, match="normalizes over the batch"):
+        ib.batch_(torch.randn(BATCH, IN))
+
+
+def test_a_dataloader_that_was_kept() -> None:
+    ib = manager(MyModel())
+    kept = ib.dataloader
+    ib.train(1)
+    for i, (x, _) in enumerate(kept):
+        assert len(ib.batch_()) == len(x)
+        if i == 1:
+            ib.clearcontainers_()
+
+
+def test_a_history_is_copied() -> None:
+    history = CudaHistory()
+    history.append("here")
+    assert [name for name, _ in copy.deepcopy(history)] == ["here"]

@@ -524,3 +524,60 @@ def test_memory_monitor(tmp_path: Path) -> None:
         assert MemoryMonitor().snapshot().total is None
         with pytest.raises(DeviceError, match="no GPU here"):
             MemoryMonitor("cuda")
+
+
+@pytest.mark.parametrize("case", ["intervals", "scaler"])
+def test_loops_that_are_not_warned_of(case: str) -> None:
+    """Optimizers that step at intervals of their own; a scaler of the caller's that leaves steps out."""
+    model = network()
+    both = [torch.optim.SGD(model[i].parameters(), lr=0.01) for i in (0, 2)]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1e38) if case == "scaler" else None
+    with Trainer(model, LOSS, both, loader(), scaler=scaler) as trainer:
+        for i, (x, y) in enumerate(trainer.batches()):  # warnings are errors here
+            trainer.backward(x * 1e3, y)
+            for k, optimizer in enumerate(both):
+                if scaler is not None:
+                    scaler.step(optimizer)
+                elif k or i % 2:
+                    optimizer.step()
+                    optimizer.zero_grad()
+            if scaler is not None:
+                scaler.update()
+                trainer.zero_grad()
+
+
+def test_losses_of_one_element() -> None:
+    model = network()
+    with Trainer(
+        model, lambda outputs, targets: LOSS(outputs, targets).view(1), torch.optim.SGD(model.parameters(), lr=0.1), loader()
+    ) as trainer:
+        trainer.train(1)
+        assert isinstance(trainer.history.epochs[0].loss, float)
+
+
+def test_an_evaluation_after_a_small_last_batch() -> None:
+    sizes: list[int] = []
+    model = network()
+    model[0].register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
+    with Trainer(model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), loader()) as trainer:
+        trainer.train(1)
+        sizes.clear()
+        trainer.evaluate(DataLoader(dataset(), batch_size=N))
+    assert sizes == [N]
+
+
+def test_metrics_are_weighed_by_samples_and_losses_by_terms() -> None:
+    batches = [(torch.ones(2, n, 1), torch.zeros(2, n, 1)) for n in (5, 50)]
+    model = nn.Linear(1, 1)
+    with Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), batches) as trainer:
+        found = trainer.evaluate([*batches, (batches[1][0], batches[1][1] + 100)], {"length": lambda outputs, _: outputs.shape[1]})
+    each = [nn.functional.mse_loss(model(x), y).item() for x, y in [*batches, (batches[1][0], batches[1][1] + 100)]]
+    assert found["length"] == pytest.approx((5 + 50 + 50) / 3)
+    assert found["loss"] == pytest.approx((5 * each[0] + 50 * each[1] + 50 * each[2]) / 105)
+
+
+def test_classes_in_place_of_what_they_make() -> None:
+    for arguments in ({"optimizer": torch.optim.Adam}, {"scheduler": torch.optim.lr_scheduler.StepLR}):
+        given: dict[str, Any] = {"optimizer": torch.optim.Adam(network().parameters())} | arguments
+        with pytest.raises(ArgumentError, match=r"got the class (Adam|StepLR); expected what it makes"):
+            Trainer(network(), LOSS, given.pop("optimizer"), loader(), **given)

@@ -20,7 +20,7 @@ What is different, because it gave wrong results or did not run:
   draws as it does for the whole batch, if that fits.
 - Containers keep the last batch only; those of epochs that have ended are empty. They kept every tensor of the whole training. ``losses``
   are numbers, and all of them are kept.
-- Gradients that were there before an epoch are cleared; the first batch added to them.
+- Gradients that were there before an epoch of ``epoch()`` and ``train()`` are cleared; the first batch added to them.
 - The README's programs run as they are printed: ``ib.optimier`` is the optimizer, and ``ib.batch_()`` takes the inputs of the batch that
   ``ib.dataloader`` gave last. (For that ``ib.dataloader`` is not the loader itself, but behaves like it.)
 - Inputs, outputs and targets may be tuples and dicts. ``batch_`` gives no gradients to inputs.

@@ -28,6 +28,11 @@ class Containers:
         self._losses: list[list[tuple[float, int]]] = []
         self._unread: list[tuple[torch.Tensor, int]] = []
 
+    def clear(self) -> None:
+        """Forget everything; a loop that runs goes on in a new epoch."""
+        for container in (self.inputs, self.outputs, self.targets, self._losses, self._unread):
+            container.clear()
+
     def begin_epoch(self) -> None:
         """The batches of the last one are let go."""
         self.read_losses()
@@ -44,7 +49,7 @@ class Containers:
 
     def add_loss(self, loss: torch.Tensor, n: int) -> None:
         """Of a batch of so many samples."""
-        self._unread.append((loss.detach(), n))
+        self._unread.append((loss.detach().reshape(()), n))
 
     def read_losses(self) -> list[list[tuple[float, int]]]:
         """Losses become numbers when they are asked for, or when the epoch ends: to read one waits for its device."""
@@ -71,8 +76,11 @@ class Watched:
         if not self.containers.is_fresh:  # else epochstart_ was called for this loop
             self.containers.begin_epoch()
         for batch in self.loader:
-            if isinstance(batch, (tuple, list)) and len(batch) == 2:
-                self.containers.inputs[-1].append(batch[0])
+            if not self.containers.inputs:  # cleared in the body of the loop
+                self.containers.begin_epoch()
+            is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
+            self.containers.inputs[-1].append(batch[0] if is_pair else batch)
+            if is_pair:
                 self.containers.targets[-1].append(batch[1])
             yield batch
 

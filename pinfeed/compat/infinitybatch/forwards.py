@@ -13,9 +13,9 @@ from ...errors import ArgumentError, EstimateError
 from ...memory import free_host_bytes
 from ...training import randomness
 from ...training.big.choice import STRATEGIES, Chosen, batch_norms, choose, predictor_of
-from ...training.big.chunks import joined, n_samples, part, tensors
+from ...training.big.chunks import joined, n_samples, part, samples_like, shapes_of, tensors
 from ...training.big.offload import Offload
-from ...training.big.recompute import recomputed
+from ...training.big.recompute import buffers_of, recomputed, replayed_buffers
 from ...training.memory.estimate import call
 from ...tree import flatten
 
@@ -40,14 +40,16 @@ class Forwards:
         if chunk_size is not None and (not hasattr(chunk_size, "__index__") or chunk_size < 1):
             raise ArgumentError(f"chunk_size={chunk_size!r}: expected a whole number, at least 1")
         self._config, self._chunk_size, self._strategy = config or limits.Config(), chunk_size, strategy
-        self._by_size: dict[int, Chosen] = {}
+        self._by_shape: dict[Any, Chosen] = {}
+        self._plain: dict[Any, Chosen] = {}  # by the shape of a sample
         self._offload: Offload | None = None
         self.chosen: Chosen | None = None
         self.unpredicted: str | None = None
 
     def forget(self) -> None:
         """The model is elsewhere now: decide anew, and free what was for the old place."""
-        self._by_size.clear()
+        self._by_shape.clear()
+        self._plain.clear()
         if self._offload is not None:
             self._offload.close()
         self._offload = None
@@ -79,11 +81,16 @@ class Forwards:
         n = n_samples(inputs)
         if n == 0:
             raise ArgumentError("the batch is empty; expected at least one sample")
-        if n not in self._by_size:
+        key = shapes_of(inputs), *batch_norms(model)
+        if key not in self._by_shape:
             # What fits of many samples fits of fewer: the last batch of an epoch needs no prediction of its own.
-            larger = [one for size, one in self._by_size.items() if size > n and one.strategy == "plain"]
-            self._by_size[n] = larger[0] if larger else self._decide(model, n, inputs, optimizer, device)
-        return self._by_size[n]
+            rest = samples_like(inputs).key, key[1:]
+            fits = self._plain.get(rest)
+            found = fits if fits is not None and fits.chunk_size > n else self._decide(model, n, inputs, optimizer, device)
+            if found.strategy == "plain" and found.chunk_size >= n:
+                self._plain[rest] = found
+            self._by_shape[key] = found
+        return self._by_shape[key]
 
     def _decide(self, model: nn.Module, n: int, inputs: Any, optimizer: Any, device: torch.device) -> Chosen:
         nothing: dict[str, int | None] = dict.fromkeys(STRATEGIES)
@@ -121,6 +128,7 @@ class _Again:
         self._model, self._device, self._back = model, device, back
         self._chunks = [part(inputs, start, start + size) for start in range(0, n_samples(inputs), size)]  # views
         self._states: list[dict[str, Any]] = []
+        self._buffers = buffers_of([model])
         kind = device.type
         self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
 
@@ -135,6 +143,10 @@ class _Again:
 
     def second(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         """Add the gradients of the model's parameters, with those of the outputs."""
+        with replayed_buffers(self._buffers):
+            self._chunk_by_chunk(gradients)
+
+    def _chunk_by_chunk(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
         start = 0
         for chunk, state in zip(self._chunks, self._states, strict=True):
             with torch.enable_grad(), randomness.replayed(state), self._context():

@@ -53,7 +53,7 @@ class InfinityBatch:
         self._criterion: Any = None
         self._forward_device: torch.device | None = None
         self._loss: torch.Tensor | None = None
-        self.clearcontainers_()
+        self._containers = Containers()
         self.verbose_mode = verbose
         self.backward_device = backward_device
         self.dataloader = dataloader
@@ -87,7 +87,7 @@ class InfinityBatch:
             inputs, targets = pair_of(batch)
             size = n_samples(tensors(inputs))
             self._print(f"-- batch {n_batches}: finished with {n}, current batch size {size}.", end="\r")
-            self.targets[-1].append(moved(targets, self.backward_device))
+            self.targets[-1].append(moved(tensors(targets), self.backward_device))
             self.batch_(inputs)
             n_batches, n = n_batches + 1, n + size
             self.loss()
@@ -263,7 +263,7 @@ class InfinityBatch:
 
     def clearcontainers_(self) -> None:
         """Forget everything that was measured."""
-        self._containers = Containers()
+        self._containers.clear()
 
     def epochstart_(self) -> None:
         """Begin an epoch of the containers."""

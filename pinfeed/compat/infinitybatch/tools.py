@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from typing import Any
 
@@ -81,6 +82,11 @@ class CudaHistory(list[tuple[str, CudaMemorySnapShot]]):
     ) -> None:
         """Take a snapshot; of its label the first 20 characters are kept."""
         super().append((name[:_LABEL], CudaMemorySnapShot(device_id, synchronize)))
+
+    def __deepcopy__(self, memo: Any) -> CudaHistory:
+        made = type(self)()
+        list.extend(made, (copy.deepcopy(one, memo) for one in self))  # append takes a snapshot
+        return made
 
     def __str__(self) -> str:
         if not self:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from ... import config as limits
-from ...errors import ArgumentError
+from ...errors import ArgumentError, ClosedError
 from ...loader import LoaderFeeder, wrap_loader
 from ...memory import free_host_bytes
 from ...tree import flatten
@@ -85,7 +85,7 @@ class BigBatch:
         self._found: Reduction | None = reduction or reduction_of(loss)
         self._by_shape: dict[Any, Chosen] = {}
         self._predictors: dict[Any, Predictor] = {}
-        self._cut = Cut()
+        self._cut, self._is_closed = Cut(), False
         self._stream: LoaderFeeder | None = None
         self._offload: Offload | None = None
         self.chosen: Chosen | None = None
@@ -101,6 +101,7 @@ class BigBatch:
 
     def close(self) -> None:
         """End the thread that brings chunks, give page-locked memory back. Idempotent."""
+        self._is_closed = True
         with contextlib.ExitStack() as stack:
             for owned in (self._stream, self._offload):
                 if owned is not None:
@@ -119,9 +120,12 @@ class BigBatch:
             The loss of the whole batch, a tensor of shape ().
 
         Raises:
+            ClosedError: This is closed.
             ArgumentError: Tensors of different numbers of samples; a strategy that is wrong for this model and loss.
             NotEnoughGPUMemory: Not even one sample fits.
         """
+        if self._is_closed:
+            raise ClosedError("this BigBatch is closed; make another one")
         if targets is None and is_source(inputs):
             return self._of_source(inputs)
         inputs, targets = tensors(inputs), tensors(targets)
@@ -142,7 +146,7 @@ class BigBatch:
             chunk_size: For this; None for a third of the samples.
 
         Returns:
-            How far they are apart.
+            How far they are apart; true as a bool if by no more than rounding.
         """
         inputs, targets = tensors(inputs), tensors(targets)
         n, strategy = n_samples(inputs), self._strategy
@@ -157,7 +161,9 @@ class BigBatch:
         with all_or_nothing(task):
             if chosen.strategy == "accumulate":
                 total = float(n_samples(inputs) if targets is None else self._count(targets))
-                return self._accumulated(task, self._pieces(inputs, targets, size), total, shapes_of(inputs, targets))
+                if task.reduction == "mean" and not total:  # a mean of nothing: as the plain step has it, whatever that is
+                    return plain(task, self._moved(part(inputs, 0, size)), self._moved(part(targets, 0, size)))
+                return self._accumulated(task, self._pieces(inputs, targets, size), total, self._key(inputs, targets))
             if chosen.strategy in ("plain", "two_pass"):
                 return self._again_if_it_does_not_fit(task, chosen, inputs, targets)
             with recomputed(self._model) if chosen.strategy == "checkpoint" else self._offloaded():
@@ -193,12 +199,14 @@ class BigBatch:
         self.n_halved += 1
         strategy: Strategy = "accumulate" if chosen.strategy == "plain" and self._found is not None else "two_pass"
         smaller = dataclasses.replace(chosen, strategy=strategy, chunk_size=-(-size // 2), why="more did not fit")
-        self.chosen = self._by_shape[shapes_of(inputs, targets)] = smaller
+        self.chosen = self._by_shape[self._key(inputs, targets)] = smaller
         return self._compute(smaller, inputs, targets)
 
     def _of_source(self, source: Any) -> torch.Tensor:
         if self._strategy not in ("auto", "accumulate"):
-            raise ArgumentError(f"strategy={self._strategy!r} needs all samples at once; give tensors, or strategy='accumulate'")
+            raise ArgumentError(
+                f"strategy={self._strategy!r} needs all samples at once; give the whole batch as tensors, or strategy='accumulate'"
+            )
         with contextlib.ExitStack() as stack:
             batches = source
             if not hasattr(source, "batches") and not isinstance(source, LoaderFeeder):
@@ -207,6 +215,11 @@ class BigBatch:
             first = next(coming, None)
             if first is None:
                 raise ArgumentError("there is no batch; expected at least one")
+            if self._strategy == "auto" and (norms := batch_norms(self._model)):
+                raise ArgumentError(
+                    f"{norms[0]} normalizes over the batch, and batches that come one by one can only be added; give the whole batch as "
+                    "tensors, or strategy='accumulate' for statistics of chunks"
+                )
             if _SOURCE not in self._by_shape:
                 self._by_shape[_SOURCE] = self._as_told("accumulate", None, self._size("accumulate", None, *first))
             self.chosen, task = self._by_shape[_SOURCE], self._task()
@@ -234,7 +247,7 @@ class BigBatch:
             self._cut.batch = None
 
     def _choose(self, inputs: Any, targets: Any) -> Chosen:
-        key, n = shapes_of(inputs, targets), n_samples(inputs)
+        key, n = self._key(inputs, targets), n_samples(inputs)
         if key not in self._by_shape:
             if self._strategy == "auto":
                 predictor = None if self._config is None else self._predictor(inputs, targets)
@@ -243,6 +256,10 @@ class BigBatch:
                 size = self._size(self._strategy, n, inputs, targets)
                 self._by_shape[key] = self._as_told(self._strategy, n, size)  # type: ignore[arg-type]
         return self._by_shape[key]
+
+    def _key(self, inputs: Any, targets: Any) -> Any:
+        """What a decision is made for: in another mode a model may normalize otherwise."""
+        return shapes_of(inputs, targets), *batch_norms(self._model)
 
     def _size(self, strategy: str, n: int | None, inputs: Any, targets: Any) -> int:
         """Of a chunk."""
@@ -268,10 +285,11 @@ class BigBatch:
                 "the loss is none of torch's, so it is not known how that of a batch is made of those of its chunks; give reduction='mean' "
                 "or 'sum' if it is made so (and count= if it is a mean of other things than samples or classes), or strategy='two_pass'"
             )
-        return Chosen(strategy, size, "it was asked for", {})
+        why = "batches that come one by one can only be added" if n is None else "it was asked for"
+        return Chosen(strategy, size, why, {})
 
     def _predictor(self, inputs: Any, targets: Any) -> Predictor:
-        key = samples_like(inputs).key, targets is not None and samples_like(targets).key
+        key = samples_like(inputs).key, targets is not None and samples_like(targets).key, *batch_norms(self._model)
         if key not in self._predictors:
             assert self._config is not None
             self._predictors[key] = predictor_of(

@@ -34,6 +34,9 @@ class Check:
     buffer_error: float
     is_exact: bool
 
+    def __bool__(self) -> bool:
+        return self.is_exact
+
     def __str__(self) -> str:
         verdict = "equal but for rounding" if self.is_exact else "NOT the same"
         errors = f"gradients {self.gradient_error:.1e}, loss {self.loss_error:.1e}, buffers {self.buffer_error:.1e}"
@@ -63,10 +66,10 @@ def compared(task: Task, strategy: str, plain: Callable[[], torch.Tensor], other
         randomness.restore(state)
     size = _norm(want)
     gradient_error = _norm([_difference(a, b) for a, b in zip(want, got, strict=True)]) / (size or 1)
-    loss_error = abs(loss - other_loss) / (abs(loss) or 1)
+    loss_error = 0.0 if math.isnan(loss) and math.isnan(other_loss) else abs(loss - other_loss) / (abs(loss) or 1)
     buffer_error = max((_largest(a, b) for a, b in zip(want_buffers, got_buffers, strict=True) if a.numel()), default=0.0)
     rounding = max((_ROUNDING.get(p.dtype, 1e-4) for p in parameters), default=1e-4)
-    is_exact = max(gradient_error, loss_error, buffer_error) <= rounding
+    is_exact = all(error <= rounding for error in (gradient_error, loss_error, buffer_error))  # not so if one is not a number
     return Check(strategy, gradient_error, loss_error, buffer_error, is_exact)
 
 

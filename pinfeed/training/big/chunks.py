@@ -35,9 +35,17 @@ def part(batch: Any, start: int, stop: int) -> Any:
 
 
 def joined(parts: list[Any]) -> Any:
-    """Batches one after the other as one."""
+    """Batches one after the other as one.
+
+    Raises:
+        ArgumentError: They have numbers of their own, which nobody can join.
+    """
     flat = [flatten(one) for one in parts]
-    columns = zip(*([leaf for _, leaf in leaves] for leaves, _ in flat), strict=True)
+    columns = list(zip(*([leaf for _, leaf in leaves] for leaves, _ in flat), strict=True))
+    if len(parts) > 1 and any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not leaf.ndim for leaf, *_ in columns):
+        raise ArgumentError(
+            "the model gives a number for the whole batch, as if it were a loss; have it give outputs, and loss= one of them"
+        )
     return flat[0][1](torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].ndim else column[0] for column in columns)
 
 

@@ -19,6 +19,11 @@ Count = Callable[[Any], Any]
 
 _IGNORED = -100  # what torch's losses and those of language models leave out, by default
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
+_OF_ELEMENTS = (
+    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss, nn.KLDivLoss),
+    *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss, functional.kl_div),
+    *(functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits, functional.poisson_nll_loss),
+)
 
 
 def reduction_of(loss: Any) -> Reduction | None:
@@ -33,18 +38,23 @@ def reduction_of(loss: Any) -> Reduction | None:
 
 
 def count_of(loss: Any) -> Count:
-    """What counts the terms of a loss: of classes, targets that are not ignored, each with the weight of its class; else samples.
+    """What counts the terms of a loss.
 
-    Of a loss that is not known, integers are classes, and -100 is ignored.
+    Of classes, targets that are not ignored, each with the weight of its class; of a loss that compares numbers, these; else samples. Of a
+    loss that is not known, integers are classes, and -100 is ignored.
     """
     known, options = _unwrapped(loss)
     ignored = options.get("ignore_index", getattr(known, "ignore_index", _IGNORED))
     of_classes = known in _OF_CLASSES or isinstance(known, _OF_CLASSES[:2])
+    how = options.get("reduction", getattr(known, "reduction", "mean"))
+    of_elements = how == "mean" and (known in _OF_ELEMENTS or type(known) in _OF_ELEMENTS)
     weight = options.get("weight", getattr(known, "weight", None)) if of_classes else None
 
     def count(targets: Any) -> Any:
         leaves = [leaf for _, leaf in flatten(targets)[0] if isinstance(leaf, torch.Tensor)]
         first = leaves[0] if leaves else None
+        if first is not None and of_elements:
+            return first.numel()
         if first is None or first.dtype is not torch.int64 or (reduction_of(loss) is not None and not of_classes):
             return n_samples(targets) if leaves else 0
         taken = first != ignored

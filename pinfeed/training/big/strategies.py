@@ -158,12 +158,8 @@ def two_pass(task: Task, pieces: Callable[[], Pieces], targets: Any) -> torch.Te
                 parts.append(call(task.model, inputs))
     if not parts:
         raise ArgumentError("the batch is empty; expected at least one sample")
-    if any(_wants(leaf) and not leaf.ndim for _, leaf in flatten(parts[0])[0]):
-        raise ArgumentError(
-            "the model gives a number for the whole batch, as if it were a loss; have it give outputs, and loss= one of them"
-        )
-    sizes = [n_samples(one) for one in parts]
     outputs = joined(parts)
+    sizes = [n_samples(one) for one in parts]
     del parts
     leaves, rebuild = flatten(outputs)
     held = [leaf.detach().requires_grad_() if _wants(leaf) else leaf for _, leaf in leaves]

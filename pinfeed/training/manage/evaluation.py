@@ -55,8 +55,7 @@ class Evaluator:
             parts: Iterable[Any] = _Parts(loader, self.size)
             if not is_there:
                 parts = stack.enter_context(wrap_loader(parts, device=self.device))
-            for outputs, targets in self._batches(parts):
-                size = n_samples(outputs)
+            for outputs, targets, size in self._batches(parts):
                 terms = count(targets) if reduction == "mean" and targets is not None else size
                 with self.context():
                     found = torch.as_tensor(self.loss(outputs, targets)).detach().double()
@@ -72,15 +71,16 @@ class Evaluator:
         means["loss"] = float(sums["loss"]) / (1.0 if reduction == "sum" else float(n_terms))
         return means, n
 
-    def _batches(self, parts: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Outputs and targets, batch by batch."""
-        outputs, targets = [], []
+    def _batches(self, parts: Iterable[Any]) -> Iterator[tuple[Any, Any, int]]:
+        """Outputs, targets and the number of samples, batch by batch."""
+        outputs, targets, n = [], [], 0
         for x, y, is_last in parts:
+            n += n_samples(x)
             outputs.append(self._outputs(self._moved(x)))
             targets.append(self._moved(y))
             if is_last:
-                yield joined(outputs), None if y is None else joined(targets)
-                outputs, targets = [], []
+                yield joined(outputs), None if y is None else joined(targets), n
+                outputs, targets, n = [], [], 0
 
     def _outputs(self, inputs: Any) -> Any:
         n = n_samples(inputs)

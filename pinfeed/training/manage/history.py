@@ -21,7 +21,7 @@ class Row:
 
     Attributes:
         kind: Which of these.
-        epoch: Its number, from 0; of an evaluation, of epochs that were done before it.
+        epoch: Its number, from 0; of an evaluation, of epochs that were begun before it.
         batch: The number of the backward pass in its epoch, from 0; else None.
         loss: Of the batch; of an epoch the mean of its batches, weighed by their samples.
         samples: How many.

@@ -104,7 +104,7 @@ class Pending:
     def add(self, row: Row, loss: torch.Tensor) -> None:
         """A batch, whose loss is a tensor of shape ()."""
         self._rows.append(row)
-        self._losses.append(loss.detach().double())
+        self._losses.append(loss.detach().double().reshape(()))
         if len(self._losses) == _TOGETHER:
             self._gather()
 

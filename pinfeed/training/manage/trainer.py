@@ -22,7 +22,7 @@ from .evaluation import Evaluator, Metrics, pair_of
 from .events import EventMonitor
 from .history import History, Row
 from .recorder import Recorder
-from .updates import Updates
+from .updates import Updates, parameters_of
 
 
 class Trainer:
@@ -95,7 +95,7 @@ class Trainer:
         self._chunk_size, self._autocast, self._progress = chunk_size, autocast, progress
         is_there = isinstance(loader, (Feeder, LoaderFeeder))
         self._feeder = wrap_loader(loader, device=self._device) if not is_limited and not is_there else None
-        self._events = EventMonitor(self._updates.optimizers, self._updates.parameters)
+        self._events = EventMonitor(self._updates.optimizers, parameters_of, has_scaler=scaler is not None)
         self._recorder = Recorder(self._device)
         self._is_training = self._is_stopped = self._is_closed = False
 
@@ -228,7 +228,7 @@ class Trainer:
         if taken_names := set(metrics) & set(Row.__dataclass_fields__):
             raise ArgumentError(f"metrics= has {min(taken_names)!r}, which is a column of the history; give it another name")
         begin, size = time.perf_counter(), self._chunk_size
-        if size is None and self.chosen is not None:
+        if size is None and self.chosen is not None and self.chosen.strategy in ("accumulate", "two_pass"):
             size = self.chosen.chunk_size
         evaluator = Evaluator(self.model, self._loss, self._device, size, self._context)
         found, n = evaluator.run(loader, metrics, isinstance(loader, (Feeder, LoaderFeeder)))

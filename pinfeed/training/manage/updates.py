@@ -11,6 +11,12 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from ...errors import ArgumentError
 
 
+def parameters_of(optimizer: Any) -> list[torch.Tensor]:
+    """Those that an optimizer steps."""
+    own = getattr(optimizer, "parameters", None)  # a RowOptimizer's change from batch to batch
+    return list(own()) if own is not None else [p for group in optimizer.param_groups for p in group["params"]]
+
+
 class Updates:
     """Optimizers as one.
 
@@ -28,17 +34,15 @@ class Updates:
         self.optimizers, self.schedulers = _several(optimizers, "optimizer", "step", "zero_grad"), _several(schedulers, "scheduler", "step")
         if not self.optimizers:
             raise ArgumentError("optimizer= is empty; expected a torch optimizer, or several")
+        if isinstance(optimizer := next((one for one in (*self.optimizers, *self.schedulers) if isinstance(one, type)), None), type):
+            raise ArgumentError(f"got the class {optimizer.__name__}; expected what it makes, as {optimizer.__name__}(model.parameters())")
         if clip_norm is not None and not clip_norm > 0:
             raise ArgumentError(f"clip_norm={clip_norm!r}: expected a number above 0, or None")
         self._clip_norm, self._scaler = clip_norm, scaler
 
     def parameters(self) -> list[torch.Tensor]:
         """Those of all optimizers."""
-        found: list[torch.Tensor] = []
-        for optimizer in self.optimizers:
-            own = getattr(optimizer, "parameters", None)  # a RowOptimizer's change from batch to batch
-            found += own() if own is not None else [p for group in optimizer.param_groups for p in group["params"]]
-        return found
+        return [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
 
     def step(self) -> None:
         """Use the gradients."""

@@ -67,6 +67,8 @@ class Budget:
         lines = [f"batches of {self.batch_size} samples", table, f"host: {human(self.cpu_bytes)} of {human(self.cpu_memory_limit)}"]
         if self.gpu_memory_limit is not None:
             lines.append(f"device: {human(self.gpu_bytes)} of {human(self.gpu_memory_limit)}")
+        if self.seen is not None:
+            return "\n".join([*lines, f"probed: steps took {self.seen:.2f} x the estimate"])
         return "\n".join([*lines, f"confidence: {self.step.confidence}", *self.step.notes])
 
 

@@ -127,7 +127,8 @@ class Config(limits.Config):
                 integers are wanted.
 
         Returns:
-            The same limits, with a batch whose step was seen to run within them. What it took more than was estimated is in ``budget``.
+            The same limits, with a batch whose step was seen to run within them as ``preferred_batch_size``. What it took more than was
+            estimated is in ``budget``. On the CPU that is the growth of this process, which is rough where its heap has room.
 
         Raises:
             DeviceError: There is no such device here.
@@ -142,6 +143,8 @@ class Config(limits.Config):
         for _ in range(_MAX_PROBES):
             taken = measured(self._estimator, tried, device, make_batch)
             seen = None if taken is None else taken / self._estimator.at(tried).reserved_bytes
+            if seen is not None and device.type == "cpu":
+                seen = max(1.0, seen)  # a process grows by less where its heap has room
             budget = self._at(tried, seen)
             if seen is not None and budget.fits:
                 ran = budget
