@@ -1,6 +1,7 @@
 """The stream and event protocol.
 
-Rule 1: every wait, record and sync of pinfeed is in this file, and each names the hazard that it prevents.
+Rule 1: every wait, record and sync of batches and rows is in this file, and each names the hazard that it prevents; those of activations
+        are in training/big/spill.py.
 Rule 2: this file knows neither threads nor CUDA; it is given a Device and is called by whoever schedules it.
 Rule 3: memory of the device is taken on the consumer's stream, by the consumer; so it can be given back there by anybody, at any time.
 

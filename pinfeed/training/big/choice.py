@@ -12,7 +12,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ...config import Config, human
 from ...devices import resolve
-from ...errors import ArgumentError, EstimateError, NotEnoughGPUMemory
+from ...errors import ArgumentError, EstimateError, NotEnoughCPUMemory, NotEnoughGPUMemory
 from ...memory import free_host_bytes
 from ..memory.estimate import Step, StepEstimator, bytes_there, plain_step
 from ..memory.sizing import largest_that_fits
@@ -75,6 +75,7 @@ class Predictor:
 
         Raises:
             NotEnoughGPUMemory: Not even one sample does.
+            NotEnoughCPUMemory: Likewise, where training is on the CPU.
         """
 
         def need(size: int) -> int:
@@ -85,9 +86,9 @@ class Predictor:
 
         found = largest_that_fits(need, self.limit, n)
         if not found:
-            raise NotEnoughGPUMemory(
-                f"chunks of one sample need {human(need(1))} ({need(1)} bytes); the limit is {human(self.limit)} ({self.limit} bytes)"
-            )
+            on_gpu = self._estimator.device == "cuda"
+            error, name = (NotEnoughGPUMemory, "gpu_memory_limit") if on_gpu else (NotEnoughCPUMemory, "cpu_memory_limit")
+            raise error(f"chunks of one sample need {human(need(1))} ({need(1)} bytes); {name} is {human(self.limit)} ({self.limit} bytes)")
         return found
 
     def bytes_of(self, strategy: Strategy, n: int, chunk_size: int) -> int | None:
