@@ -17,6 +17,7 @@ from ...training.big.chunks import joined, n_samples, part, samples_like, shapes
 from ...training.big.offload import Offload
 from ...training.big.recompute import buffers_of, recomputed, replayed_buffers
 from ...training.memory.estimate import call
+from ...training.memory.shapes import moved
 from ...tree import flatten
 
 _POSSIBLE = ("auto", "plain", "two_pass", "checkpoint", "offload")
@@ -181,9 +182,3 @@ class _Recompute(torch.autograd.Function):
         """Each chunk again."""
         ctx.again.second(gradients)
         return None, None
-
-
-def moved(value: Any, device: torch.device) -> Any:
-    """Its tensors on a device."""
-    leaves, rebuild = flatten(value)
-    return rebuild(leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves)

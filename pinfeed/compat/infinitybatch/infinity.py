@@ -13,8 +13,9 @@ from ...errors import ArgumentError
 from ...training.big.choice import Chosen
 from ...training.big.chunks import n_samples, tensors
 from ...training.manage.evaluation import pair_of
+from ...training.memory.shapes import moved
 from .containers import Containers, Watched
-from .forwards import Forwards, moved
+from .forwards import Forwards
 
 
 class InfinityBatchError(ArgumentError):

@@ -17,9 +17,9 @@ from ... import config as limits
 from ...errors import ArgumentError, ClosedError
 from ...loader import LoaderFeeder, wrap_loader
 from ...memory import free_host_bytes
-from ...tree import flatten
 from .. import randomness
 from ..memory.probe import is_out_of_memory
+from ..memory.shapes import moved
 from .check import Check, compared
 from .choice import STRATEGIES, Chosen, Predictor, Strategy, batch_norms, choose, predictor_of
 from .chunks import Cut, is_source, n_samples, pairs, part, samples_like, shapes_of, tensors
@@ -78,7 +78,7 @@ class BigBatch:
     ) -> None:
         _check_arguments(model, loss, chunk_size, strategy, reduction)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._config, self._chunk_size, self._strategy, self._reduction = config, chunk_size, strategy, reduction
+        self._config, self._chunk_size, self._strategy = config, chunk_size, strategy
         self._modules = (model, *([loss] if isinstance(loss, nn.Module) else []), *modules)
         self._model, self._loss, self._count, self._dtype = model, loss, count or count_of(loss), autocast
         self._scale = (lambda found: found) if scaler is None else scaler.scale
@@ -123,6 +123,7 @@ class BigBatch:
             ClosedError: This is closed.
             ArgumentError: Tensors of different numbers of samples; a strategy that is wrong for this model and loss.
             NotEnoughGPUMemory: Not even one sample fits.
+            NotEnoughCPUMemory: Likewise, where the model is on the CPU.
         """
         if self._is_closed:
             raise ClosedError("this BigBatch is closed; make another one")
@@ -303,9 +304,8 @@ class BigBatch:
     def _context(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
 
-    def _moved(self, value: Any) -> Any:
-        leaves, rebuild = flatten(value)
-        return rebuild(leaf.to(self._device) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves)
+    def _moved(self, batch: Any) -> Any:
+        return moved(batch, self._device)
 
     def _offloaded(self) -> contextlib.AbstractContextManager[Any]:
         if self._offload is None:
@@ -326,4 +326,4 @@ def _check_arguments(model: Any, loss: Any, chunk_size: int | None, strategy: st
     if strategy != "auto" and strategy not in STRATEGIES:
         raise ArgumentError(f"strategy={strategy!r}: expected 'auto', {', '.join(map(repr, STRATEGIES))}")
     if reduction not in (None, "mean", "sum"):
-        raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or None to find out")
+        raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or None")

@@ -12,12 +12,12 @@ from torch import nn
 
 from ...errors import ArgumentError
 from ...loader import wrap_loader
-from ...tree import flatten
 from ..big.chunks import joined, n_samples, part, tensors
 from ..big.losses import count_of, reduction_of
 from ..big.strategies import give_back
 from ..memory.estimate import call
 from ..memory.probe import is_out_of_memory
+from ..memory.shapes import moved
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 
@@ -76,8 +76,8 @@ class Evaluator:
         outputs, targets, n = [], [], 0
         for x, y, is_last in parts:
             n += n_samples(x)
-            outputs.append(self._outputs(self._moved(x)))
-            targets.append(self._moved(y))
+            outputs.append(self._outputs(moved(x, self.device)))
+            targets.append(moved(y, self.device))
             if is_last:
                 yield joined(outputs), None if y is None else joined(targets), n
                 outputs, targets, n = [], [], 0
@@ -93,10 +93,6 @@ class Evaluator:
         # Out of the except block: until then the traceback keeps the tensors of the frames that failed.
         give_back()
         return joined([self._outputs(part(inputs, a, b)) for a, b in ((0, n // 2), (n // 2, n))])
-
-    def _moved(self, value: Any) -> Any:
-        leaves, rebuild = flatten(value)
-        return rebuild(leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves)
 
 
 class _Parts:

@@ -124,7 +124,8 @@ class History:
     def _draw_memory(self, axes: Any) -> None:
         places = self._places()
         for name, label in (("allocated_bytes", "device"), ("peak_bytes", "device, peak"), ("host_bytes", "host, resident")):
-            points = [(x, getattr(row, name) / _GIB) for x, row in zip(places, self.rows, strict=True) if getattr(row, name) is not None]
+            taken = [(x, getattr(row, name)) for x, row in zip(places, self.rows, strict=True) if row.kind != "epoch"]  # that is no moment
+            points = [(x, nbytes / _GIB) for x, nbytes in taken if nbytes is not None]
             if points:
                 axes.plot(*zip(*points, strict=True), label=label, linewidth=1)
         axes.set_ylabel("GiB")

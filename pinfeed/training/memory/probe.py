@@ -15,10 +15,9 @@ import torch
 from torch import nn
 
 from ...memory import resident_bytes
-from ...tree import flatten
 from .. import randomness
 from .estimate import StepEstimator, call, tensors_of
-from .shapes import Samples
+from .shapes import Samples, moved
 
 _N_STEPS = 3  # the optimizer's state comes in the first, what libraries try out in the first as well
 _SAID = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
@@ -58,7 +57,7 @@ def _steps(estimator: StepEstimator, batch_size: int, device: torch.device, make
         optimizer = estimator.optimizer_of(model, stand_ins)
         for _ in range(_N_STEPS):
             inputs, targets = make_batch(batch_size) if make_batch is not None else _sample(estimator, batch_size)
-            inputs, targets = _moved(inputs, device), _moved(targets, device)
+            inputs, targets = moved(inputs, device), moved(targets, device)
             with estimator.autocast(device.type):
                 outputs = call(model, inputs)
                 loss = loss_of(outputs, targets)
@@ -116,8 +115,3 @@ def _sample(estimator: StepEstimator, n: int) -> tuple[Any, Any]:
         return None if samples is None else samples.batch(n, make)
 
     return batch(estimator.inputs), batch(estimator.targets)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    leaves, rebuild = flatten(value)
-    return rebuild(leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves)

@@ -64,6 +64,12 @@ def samples_of(shape: Any, dtype: Any, name: str) -> Samples:
     return Samples(shapes, dtypes, rebuild)
 
 
+def moved(batch: Any, device: torch.device) -> Any:
+    """A batch with its tensors on a device."""
+    leaves, rebuild = flatten(batch)
+    return rebuild(leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves)
+
+
 class _Shape:
     """A shape as a leaf."""
 
