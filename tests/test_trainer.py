@@ -237,6 +237,21 @@ def test_history_is_numbers(tmp_path: Path) -> None:
     assert (tmp_path / "h.png").stat().st_size > 10_000
 
 
+def test_a_history_says_what_it_has() -> None:
+    history = History()
+    assert repr(history) == "<History: 0 epochs, 0 batches, 0 evaluations>"
+    history.rows += [Row(kind, 0, batch, 0.5, 1, 0.0, **taken(torch.device("cpu"))) for kind, batch in (("batch", 0), ("epoch", None))]
+    assert repr(history) == "<History: 1 epochs, 1 batches, 0 evaluations, last epoch with loss 0.5>"
+
+
+def test_an_optimizer_of_another_model_is_refused() -> None:
+    model, other = nn.Linear(3, 3), nn.Linear(3, 3)
+    with pytest.raises(ArgumentError, match="steps none of the 2 parameters of the model"):
+        Trainer(model, LOSS, torch.optim.SGD(other.parameters(), lr=0.1), [])
+    model.requires_grad_(requires_grad=False)
+    Trainer(model, LOSS, torch.optim.SGD(other.parameters(), lr=0.1), []).close()  # a frozen one, where something else is trained
+
+
 def test_what_is_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history = History()
     with pytest.raises(ArgumentError, match=r"'\.txt'; expected \.csv or \.json"):

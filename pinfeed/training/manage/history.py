@@ -53,6 +53,11 @@ class History:
     def __init__(self) -> None:
         self.rows: list[Row] = []
 
+    def __repr__(self) -> str:
+        ended = [row for row in self.rows if row.kind != "batch"]
+        last = f", last {ended[-1].kind} with loss {ended[-1].loss:.4g}" if ended else ""
+        return f"<History: {len(self.epochs)} epochs, {len(self.batches)} batches, {len(self.evaluations)} evaluations{last}>"
+
     @property
     def batches(self) -> list[Row]:
         """Of backward passes; those of an epoch are there when it has ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ from ...loader import LoaderFeeder, wrap_loader
 from ..big.bigbatch import BigBatch
 from ..big.choice import Chosen
 from ..big.chunks import n_samples, tensors
+from ..optimizer import RowOptimizer
 from .callbacks import Callbacks, progress_bar
 from .evaluation import Evaluator, Metrics, pair_of
 from .events import EventMonitor
@@ -91,6 +92,7 @@ class Trainer:
             model.to(torch.device(device))
         self._big = BigBatch(model, loss, config=config, chunk_size=chunk_size, strategy=strategy, autocast=autocast, scaler=scaler)
         self.model, self._loss, self.loader = model, loss, loader
+        _check_is_stepped(model, loss, self._updates.optimizers)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._chunk_size, self._autocast, self._progress = chunk_size, autocast, progress
         is_there = isinstance(loader, (Feeder, LoaderFeeder))
@@ -258,3 +260,14 @@ class Trainer:
 
     def _context(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
+
+
+def _check_is_stepped(model: nn.Module, loss: Any, optimizers: Sequence[Any]) -> None:
+    """Raise ArgumentError where no optimizer steps a parameter of model or loss, as after the model was copied or made anew."""
+    modules = [module for module in (model, loss) if isinstance(module, nn.Module)]
+    wanted = {id(parameter) for module in modules for parameter in module.parameters() if parameter.requires_grad}
+    stepped = [id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)]
+    if wanted.isdisjoint(stepped) and wanted and not any(isinstance(optimizer, RowOptimizer) for optimizer in optimizers):
+        raise ArgumentError(
+            f"optimizer= steps none of the {len(wanted)} parameters of the model; make it of model.parameters() of this very model"
+        )

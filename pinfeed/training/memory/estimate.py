@@ -189,7 +189,7 @@ class StepEstimator:
         except ArgumentError:
             raise
         except Exception as error:
-            raise EstimateError(_refusal(error, tracker.marks[-1][1] if tracker.marks else "beginning")) from error
+            raise EstimateError(self._refusal(error, batch_size, tracker.marks[-1][1] if tracker.marks else "beginning")) from error
         finally:
             log.disabled = was_silent
         peak = peak_of(tracker, _ROUND[self.device])
@@ -218,6 +218,15 @@ class StepEstimator:
             layers = layers_of(model)
             confidence, notes = _confidence(model, tracker, self._dtype)
         return layers, confidence, notes
+
+    def _refusal(self, error: Exception, batch_size: int, phase: str) -> str:
+        first = (str(error).strip().splitlines() or [""])[0]
+        targets = "" if self.targets is None else f", targets {self.targets.described(batch_size)}"
+        return (
+            f"the step cannot be predicted: on tensors without data, inputs {self.inputs.described(batch_size)}{targets}, its {phase} "
+            f"raised {type(error).__name__}: {first}; check input_shape, output_shape, their dtypes, the loss and the optimizer; where one "
+            "looks at values (item(), if tensor, masks, sparse gradients, closures), run probe()"
+        )
 
     def _summary(
         self, batch_size: int, tracker: Tracker, peak: Peak, layers: tuple[Layer, ...], confidence: Confidence, notes: list[str]
@@ -312,15 +321,6 @@ def _confidence(model: nn.Module, tracker: Tracker, autocast: torch.dtype | None
         confidence = "low"
         notes.append(f"{', '.join(sorted(tracker.foreign))}: what these operations take while they run is not seen; run probe()")
     return confidence, notes  # type: ignore[return-value]
-
-
-def _refusal(error: Exception, phase: str) -> str:
-    first = (str(error).strip().splitlines() or [""])[0]
-    return (
-        f"the step cannot be predicted: on tensors without data its {phase} raised {type(error).__name__}: {first}; check input_shape, "
-        "output_shape, their dtypes, the loss and the optimizer; where one looks at values (item(), if tensor, masks, sparse gradients, "
-        "closures), run probe()"
-    )
 
 
 def _sum(outputs: Any, targets: Any) -> torch.Tensor:

@@ -38,6 +38,11 @@ class Samples:
         """A batch of ``n``, of tensors that ``make`` gives for a shape and a dtype."""
         return self.rebuild(make((n, *shape), dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True))
 
+    def described(self, n: int) -> str:
+        """A batch of ``n`` as people read it: ``(32, 3, 8, 8) float32``."""
+        tensors = zip(self.shapes, self.dtypes, strict=True)
+        return ", ".join(f"{(n, *shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in tensors)
+
 
 def samples_of(shape: Any, dtype: Any, name: str) -> Samples:
     """Samples of a nested ``shape``: a tuple or list of integers is one tensor, everything else a structure of such.
