@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 SIZE ?= 2GiB
 
-.PHONY: demo word2vec test lint gpu bench rows budget overhead clean
+.PHONY: demo word2vec test lint docs pictures gpu bench rows budget overhead clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py $(if $(NPY),--npy "$(NPY)",--size $(SIZE))
@@ -17,6 +17,15 @@ lint: .venv/installed
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+# The guide, from docs/ and the docstrings, into site/; warnings are errors. Open site/index.html.
+docs: .venv/docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+# The guide's pictures that are drawn by scripts, anew: of the protocol, and of what benchmarks/results/ has.
+pictures: .venv/docs
+	$(BIN)/python docs/pictures/protocol.py
+	$(BIN)/python docs/pictures/measured.py
 
 # Word vectors of the standard library's sources, both tables in host memory; a few seconds with QUICK=1.
 word2vec: .venv/installed
@@ -59,5 +68,9 @@ gpu: .venv/cuda
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group bench
 	touch $@
 
+.venv/docs: .venv/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group docs
+	touch $@
+
 clean:
-	rm -rf .venv demo
+	rm -rf .venv demo site

@@ -1,20 +1,24 @@
 """What can go wrong, each kind under the built-in exception that a caller would expect.
 
-PinfeedError
-├── ArgumentError      (ValueError)         an argument that cannot be
-├── BudgetError        (ValueError)         a memory limit that cannot hold one row a slot
-│   ├── NotEnoughCPUMemory                  … on the host
-│   └── NotEnoughGPUMemory                  … on the device
-├── EstimateError      (RuntimeError)       a training step whose memory cannot be predicted
-├── RowIndexError      (IndexError)         row numbers out of range, negative or not integers
-├── StoreError         (ValueError)         rows that pinfeed cannot serve: damaged file, wrong dtype
-│   └── FileMissing    (FileNotFoundError)  no such file
-├── ReadError          (OSError)            a file that failed or shrank while it was read
-├── WriteBackError     (ValueError)         values that cannot be written back
-├── DeviceError        (RuntimeError)       a device that does not exist or cannot do what was asked
-├── MissingDependency  (ImportError)        a package, or the hardware behind it, that is not here
-├── ClosedError        (RuntimeError)       use after close, or a second loop at the same time
-└── WorkerError        (RuntimeError)       user code raised what would have ended the loop in silence
+In brackets what each is besides, so that ``except`` clauses that are there already catch it:
+
+    PinfeedError
+    ├── ArgumentError      (ValueError)         an argument that cannot be
+    ├── BudgetError        (ValueError)         a memory limit that cannot hold one row a slot
+    │   ├── NotEnoughCPUMemory                  … on the host
+    │   └── NotEnoughGPUMemory                  … on the device
+    ├── EstimateError      (RuntimeError)       a training step whose memory cannot be predicted
+    ├── RowIndexError      (IndexError)         row numbers out of range, negative or not integers
+    ├── StoreError         (ValueError)         rows that pinfeed cannot serve: damaged file, wrong dtype
+    │   └── FileMissing    (FileNotFoundError)  no such file
+    ├── ReadError          (OSError)            a file that failed or shrank while it was read
+    ├── WriteBackError     (ValueError)         values that cannot be written back
+    ├── DeviceError        (RuntimeError)       a device that does not exist or cannot do what was asked
+    ├── MissingDependency  (ImportError)        a package, or the hardware behind it, that is not here
+    ├── ClosedError        (RuntimeError)       use after close, or a second loop at the same time
+    ├── VerificationError  (AssertionError)     a prefetching loop that differs from the synchronous one
+    ├── CheckpointError    (ValueError)         a checkpoint that is damaged, or of something else
+    └── WorkerError        (RuntimeError)       user code raised what would have ended the loop in silence
 """
 
 from __future__ import annotations

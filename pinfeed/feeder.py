@@ -216,7 +216,7 @@ class Feeder:
         """Wait until everything that was written back so far is in its stores. In the loop's thread.
 
         Raises:
-            The error of a write-back that failed.
+            Exception: That of a write-back that failed, as it was.
         """
         self._loop.land()
 
@@ -226,7 +226,7 @@ class Feeder:
         In the body of a loop it ends that loop, as ``break`` does.
 
         Raises:
-            The error of a write-back that no loop has raised.
+            Exception: That of a write-back, where no loop has raised it.
         """
         with contextlib.ExitStack() as stack:
             if self._owned_device is not None:

@@ -1,6 +1,6 @@
 """The documented API of "Pytorch Utilities" (pytorch-memory): ``from pinfeed.compat.pytorch_memory import Config, Feeder, GiB``.
 
-Names, arguments and their order are those of its code, so that its README's programs run::
+Names, arguments and their order are those of its code, so that its README's programs run:
 
     config = Config(cpu_memory_limit=GiB(2), gpu_memory_limit=GiB(1.5), total_sample_count=2048, input_shape=(3, 1024, 1024), …)
     feeder = Feeder(config, input_list, output_list, read_input, get_output, apply_on_input_batch, apply_on_output_batch)

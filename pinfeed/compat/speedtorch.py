@@ -1,6 +1,6 @@
 """The documented API of SpeedTorch: ``import pinfeed.compat.speedtorch as SpeedTorch``.
 
-Names, arguments and the order of calls are those of its README; tables are pinfeed stores. A step is::
+Names, arguments and the order of calls are those of its README; tables are pinfeed stores. A step is:
 
     model_table.beforeForwardPass(pos, neg)
     state_table.beforeForwardPass(pos, neg)

@@ -250,7 +250,7 @@ class HostEmbedding(nn.Module):
         """In a loop, bring every change so far into the store.
 
         Raises:
-            The error of a write-back that failed.
+            Exception: That of a write-back that failed, as it was.
             ClosedError: The loop runs in another thread.
         """
         if (lender := self._lender) is not None and (loop := lender()) is not None:

@@ -47,12 +47,12 @@ class TableState:
 
 
 class RowOptimizer(torch.optim.Optimizer):
-    r"""A torch optimizer for tables on the host: it updates the rows of the batch, with the state of these very rows.
+    """A torch optimizer for tables on the host: it updates the rows of the batch, with the state of these very rows.
 
-    With rows :math:`R` looked up in a batch, and :math:`U(w, s, g, t)` the update of ``optimizer_class`` (weights, row-wise state,
-    gradient, state of the whole table such as the number of steps), a step is
+    With rows ``R`` looked up in a batch, and ``U(w, s, g, t)`` the update of ``optimizer_class`` (weights, row-wise state, gradient,
+    state of the whole table such as the number of steps), a step is
 
-    .. math:: w[R], s[R], t \leftarrow U(w[R], s[R], \nabla_{w[R]} L, t)
+        w[R], s[R], t = U(w[R], s[R], gradient of w[R], t)
 
     and all other rows stay as they are: weights, state and weight decay alike (*lazy*). There is one ``t`` for the table. For optimizers
     that leave a row alone whose gradient is zero (SGD without momentum and weight decay, Adagrad) this is what they do to the whole table.

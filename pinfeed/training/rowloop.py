@@ -177,7 +177,7 @@ class RowLoop(LoaderFeeder):
 
         Raises:
             ClosedError: A loop runs in another thread.
-            The error of a write-back that failed.
+            Exception: That of a write-back that failed, as it was.
         """
         if self._thread not in (None, threading.get_ident()):
             raise ClosedError(

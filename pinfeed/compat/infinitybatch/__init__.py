@@ -1,6 +1,6 @@
 """The documented API of infinitybatch: ``import pinfeed.compat.infinitybatch as infinitybatch``.
 
-Its three ways to train: ``ib(200)`` or ``ib.train(200)``; ``ib.epoch()``; and a loop of one's own::
+Its three ways to train: ``ib(200)`` or ``ib.train(200)``; ``ib.epoch()``; and a loop of one's own:
 
     for inputs, targets in ib.dataloader:
         outputs = ib.batch_(inputs)

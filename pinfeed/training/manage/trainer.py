@@ -29,7 +29,7 @@ from .updates import Updates, parameters_of
 class Trainer:
     """Trains a model.
 
-    These three are the same::
+    These three are the same:
 
         trainer.train(1)
 

@@ -1,0 +1,167 @@
+"""The guide's pictures of what was measured, from benchmarks/results/*.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+from matplotlib.backends.backend_svg import FigureCanvasSVG
+from matplotlib.figure import Figure
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent.parent / "benchmarks" / "results"
+MACHINE = "cpu-2-cores"
+CONTESTANTS = {
+    "pinfeed": "#c8553d",
+    "loop": "#1b3a57",
+    "DataLoader": "#3d6f9e",
+    "torchdata.nodes": "#6d9fcc",
+    "grain": "#a9c8e6",
+    "SPDL": "#d6e4f0",
+}
+WAYS = {
+    "step alone": "#333333",
+    "prefetch": "#c8553d",
+    "synchronous": "#1b3a57",
+    "gather+copy": "#6d9fcc",
+    "whole table": "#a9c8e6",
+}
+
+
+def main() -> None:
+    mpl.rcParams["svg.hashsalt"] = "pinfeed"  # the same file for the same picture
+    for draw in (streaming, rows, memory):
+        figure = Figure(figsize=(11, 6), layout="constrained")
+        FigureCanvasSVG(figure)
+        draw(
+            figure,
+            json.loads((RESULTS / f"{RESULT_OF[draw]}-{MACHINE}.json").read_text())["results"],
+        )
+        figure.savefig(HERE / f"measured-{draw.__name__}.svg", metadata={"Date": None})
+
+
+def streaming(figure: Figure, results: dict[str, Any]) -> None:
+    """GB/s of each contestant, by kind of rows; what the machine can do is a line."""
+    cells = [(*cell["cell"].split(", "), cell) for cell in results["cells"]]
+    panels = [
+        (
+            state,
+            [cell for cell in cells if cell[1] == state and ("+ step" in cell[2]) == computes],
+            computes,
+        )
+        for state, computes in (("warm", False), ("cold", False), ("warm", True), ("cold", True))
+    ]
+    axes = figure.subplots(2, 2).flat
+    for axis, (state, found, computes) in zip(axes, panels, strict=True):
+        width = 0.8 / len(CONTESTANTS)
+        for i, (name, colour) in enumerate(CONTESTANTS.items()):
+            rates = [cell["rates"].get(name, 0) for *_, cell in found]
+            axis.bar(
+                [k + i * width - 0.4 + width / 2 for k in range(len(found))],
+                rates,
+                width,
+                color=colour,
+                label=name,
+            )
+        ceilings = [cell["ceiling"] for *_, cell in found]
+        places = range(len(found))
+        axis.hlines(
+            ceilings,
+            [k - 0.45 for k in places],
+            [k + 0.45 for k in places],
+            color="black",
+            linewidth=1.5,
+            label="ceiling",
+        )
+        axis.set_xticks(
+            places, [f"{kind}\n{_short_order(order)}" for kind, _, order, _ in found], fontsize=8
+        )
+        axis.set_title(
+            f"{state} file, {'a step beside' if computes else 'no step'}", fontsize=10, loc="left"
+        )
+        axis.set_ylabel("GB/s")
+        axis.spines[["top", "right"]].set_visible(False)
+    figure.legend(
+        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False
+    )
+
+
+def _short_order(order: str) -> str:
+    return order.removesuffix(" + step").replace("block-shuffled", "blocks")
+
+
+def rows(figure: Figure, results: dict[str, Any]) -> None:
+    """Time of a step that trains rows of a host table, in that of the synchronous loop."""
+    cells = results["cells"]
+    panels = figure.subplots(1, 2, sharey=True)
+    for axis, (key, title) in zip(
+        panels,
+        {"small_ms": "a small step", "large_ms": "a step about as long as the transfer"}.items(),
+        strict=True,
+    ):
+        for name, colour in WAYS.items():
+            ratios = [cell[key][name] / cell[key]["synchronous"] for cell in cells]
+            style = (
+                {"marker": "|", "s": 140, "linewidth": 2}
+                if name == "step alone"
+                else {"marker": "o", "s": 42}
+            )
+            axis.scatter(ratios, range(len(cells)), color=colour, label=name, zorder=3, **style)
+        axis.axvline(1, color=WAYS["synchronous"], linewidth=0.8)
+        axis.set_title(title, fontsize=10, loc="left")
+        axis.set_xlabel("time of a step / that of the synchronous loop")
+        axis.set_xlim(0, 2.1)
+        axis.grid(axis="y", color="#eeeeee")
+        axis.spines[["top", "right"]].set_visible(False)
+    panels[0].set_yticks(range(len(cells)), [_short(cell["cell"]) for cell in cells], fontsize=8)
+    panels[0].invert_yaxis()
+    figure.legend(
+        *panels[0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False
+    )
+
+
+def _short(cell: str) -> str:
+    text = (
+        cell.removeprefix("rows of ")
+        .replace(", 0% repeated", "")
+        .replace(" of the rows in the batch before", " shared")
+    )
+    return (
+        text.replace(" ids", " rows")
+        if "repeated" not in cell.replace(", 0% repeated", "")
+        else text
+    )
+
+
+def memory(figure: Figure, results: dict[str, Any]) -> None:
+    """Predicted peaks of training steps, beside measured ones."""
+    peaks = results["peaks"]
+    axis = figure.subplots()
+    for i, peak in enumerate(peaks):
+        colour = "#c8553d" if peak["confidence"] == "low" else "#1b3a57"
+        axis.barh(i, peak["ratio"], color=colour, height=0.7)
+        axis.text(
+            1.02,
+            i,
+            f"{peak['ratio']:.3f}   ({peak['measured_mib']:.0f} MiB)",
+            va="center",
+            fontsize=8,
+        )
+    axis.axvline(1, color="black", linewidth=0.8)
+    axis.set_yticks(
+        range(len(peaks)), [f"{peak['model']}, batch {peak['batch']}" for peak in peaks], fontsize=8
+    )
+    axis.invert_yaxis()
+    axis.set_xlim(0, 1.25)
+    axis.set_xlabel(
+        "predicted / measured peak; in brackets, measured.  Red: the estimate is of low confidence"
+    )
+    axis.spines[["top", "right"]].set_visible(False)
+
+
+RESULT_OF = {streaming: "streaming", rows: "rows", memory: "budget"}
+
+if __name__ == "__main__":
+    main()
