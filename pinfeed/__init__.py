@@ -25,6 +25,7 @@ from .errors import (
 )
 from .feeder import Batch, Feeder
 from .loader import wrap_loader
+from .ranks import Ranks
 from .readers import wrap_readers
 from .stats import FeederStats
 from .stores import ArrayStore, MmapStore, PinnedStore, RemoteStore, Store
@@ -82,6 +83,7 @@ __all__ = [
     "PinfeedError",
     "PinnedStore",
     "Plan",
+    "Ranks",
     "ReadError",
     "RemoteStore",
     "RowIndexError",

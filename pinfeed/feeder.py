@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, Literal
 
 from .batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
 from .config import DEFAULT_DEPTH, Config, Plan, check_depth, check_route, n_held
@@ -13,9 +13,10 @@ from .devices import resolve
 from .devices.base import Device
 from .epoch import Loan, Pace
 from .errors import ArgumentError
-from .loop import Loop
 from .planning import choose_pace, make_plan
+from .ranks import Ranks
 from .rows import Order, Rows, sequential, shuffled
+from .shares import SharedBatches, loop_over, share_of
 from .sources import RowSource
 from .stats import FeederStats, Timeline
 from .stores.base import row_nbytes
@@ -72,6 +73,9 @@ class Feeder:
         shuffle: Short for ``rows=pinfeed.rows.shuffled(seed)``.
         seed: Of the shuffle.
         drop_last: Leave out a last batch that is not full.
+        ranks: How the processes of a job (torchrun's, say) share an epoch. ``"pad"``: the first rows come again where rows do not divide;
+            ``"drop"``: the rest is left out; ``"join"``: every row comes once, and some ranks have one more; or ``Ranks``. ``"all"``, or
+            None: every process has all rows.
         depth: Batches prefetched ahead of the loop, in place of ``config.depth``; 0 is the synchronous loop. None is 2, or more where
             batches are small.
         device: ``"auto"`` (CUDA where there is one), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a ``torch.device`` or a Device.
@@ -98,6 +102,7 @@ class Feeder:
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
+        ranks: Ranks | Literal["pad", "drop", "join", "all"] | None = None,
         depth: int | None = None,
         device: Any = "auto",
         route: str | None = None,
@@ -106,9 +111,12 @@ class Feeder:
     ) -> None:
         _check_arguments(batch_size, config, rows, shuffle, depth)
         check_route(route)
-        config = config and config.for_feeder()
         if rows is None:
             rows = shuffled(seed) if shuffle else sequential()
+        share = share_of(ranks, rows, drop_last, batch_size, config)
+        config = config and config.for_feeder()
+        if share is not None:
+            rows, batch_size, config = share.rows(), batch_size and share.batch_size, share.config(config)
         self._stores = StoreTree(source)
         try:
             pace = choose_pace(self._stores.stores, batch_size, config, depth)
@@ -119,9 +127,11 @@ class Feeder:
             self._plan, self._choice = make_plan(self._stores.stores, rows, batch_size, config, pace, found, route)
             size = batch_size if config is None else self._plan.batch_size
             batches = _batches(rows, self._stores.n_rows, size, drop_last)
+            if share is not None:
+                self._plan, batches = share.planned(self._plan, self._stores.n_rows), SharedBatches(share, self._stores.n_rows)
             source_of_rows = RowSource(self._stores.stores, self._choice.accesses, self._stores.rebuild, batches)
             capacity = [self._plan.batch_size * row_nbytes(store) for store in self._stores.stores] if self._plan.batch_size else []
-            self._loop = Loop(
+            self._loop = loop_over(batches)(
                 source_of_rows,
                 found,
                 capacity=capacity,
@@ -206,6 +216,8 @@ class Feeder:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next loop go on where the state was taken, with the very batches that were still to come in that epoch.
+
+        With ``ranks``, a state of any rank is one of all of them, and of another number of ranks: see ``Ranks``.
 
         Raises:
             ArgumentError: The state is not a feeder's, or of a feeder with other rows, order or batch size.

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -16,9 +17,10 @@ from .devices import resolve
 from .dtypes import dtype_of
 from .epoch import Loan, Pace
 from .errors import ArgumentError, StoreError
-from .loop import Loop
+from .ranks import Ranks
 from .rows import Rows, sequential, shuffled
 from .samples import Ahead, Apply, Each, Reader, load_of
+from .shares import SharedBatches, loop_over, share_of
 from .sources import Draw, Load
 from .stats import FeederStats, Timeline
 
@@ -38,6 +40,7 @@ def wrap_readers(
     shuffle: bool = False,
     seed: int = 0,
     drop_last: bool = False,
+    ranks: Ranks | Literal["pad", "drop", "join", "all"] | None = None,
     n_readers: int = 1,
     depth: int = 2,
     device: Any = "auto",
@@ -75,6 +78,7 @@ def wrap_readers(
         shuffle: Identities come in another order in every epoch; ``pinfeed.rows.shuffled(seed)``.
         seed: Of the shuffle.
         drop_last: Leave out a last batch that is not full.
+        ranks: How the processes of a job share the identities, as for ``Feeder``.
         n_readers: Identities of a batch that are read at the same time, each in a thread. More than one ask for functions that may be
             called so. In the synchronous loop, ``depth=0``, there are no threads.
         depth: Batches ahead of the loop; 0 is the synchronous loop.
@@ -90,6 +94,10 @@ def wrap_readers(
     for name, value in (("batch_size", batch_size), ("one_read_count", one_read_count), ("n_readers", n_readers)):
         if not hasattr(value, "__index__") or isinstance(value, bool) or value < 1:
             raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")
+    order = shuffled(seed) if shuffle else sequential()
+    share = share_of(ranks, order, drop_last, batch_size, None)
+    if share is not None:
+        batch_size = share.batch_size
     if batch_size % one_read_count:
         below, above = batch_size // one_read_count * one_read_count, -(-batch_size // one_read_count) * one_read_count
         raise ArgumentError(
@@ -100,8 +108,9 @@ def wrap_readers(
         _reader("input", read_input, inputs, one_read_count, apply_on_input_batch, input_dtype),
         _reader("output", get_output, outputs, one_read_count, apply_on_output_batch, output_dtype),
     ]
-    order = shuffled(seed) if shuffle else sequential()
-    batches = OrderBatches(order, len(inputs), batch_size // one_read_count, drop_last)
+    batches: OrderBatches | SharedBatches = OrderBatches(order, len(inputs), batch_size // one_read_count, drop_last)
+    if share is not None:
+        batches = SharedBatches(dataclasses.replace(share, size=share.size // one_read_count), len(inputs))
     return ReaderFeeder(readers, batches, n_readers, device=device, depth=check_depth(depth), progress=progress, timeline=timeline)
 
 
@@ -111,7 +120,7 @@ class ReaderFeeder:
     def __init__(
         self,
         readers: Sequence[Reader],
-        batches: OrderBatches,
+        batches: OrderBatches | SharedBatches,
         n_readers: int,
         *,
         device: Any,
@@ -122,7 +131,7 @@ class ReaderFeeder:
         found = resolve(device, n_spare=len(readers) * (depth + 2))
         self._device, self._owned_device = found, None if found is device else found
         source = ReaderSource(readers, batches, found.worker, min(n_readers, batches.batch_size) if depth else 1)
-        self._loop = Loop(source, found, pace=Pace(depth), capacity=(), progress=progress, timeline=timeline)
+        self._loop = loop_over(batches)(source, found, pace=Pace(depth), capacity=(), progress=progress, timeline=timeline)
 
     def __enter__(self) -> ReaderFeeder:
         return self
@@ -198,19 +207,15 @@ class ReaderSource:
         n_threads: Identities read at the same time; one is read in the thread that asks.
     """
 
-    def __init__(self, readers: Sequence[Reader], batches: OrderBatches, worker: Callable[[str, int], Executor], n_threads: int) -> None:
+    def __init__(
+        self, readers: Sequence[Reader], batches: OrderBatches | SharedBatches, worker: Callable[[str, int], Executor], n_threads: int
+    ) -> None:
         self._readers, self._batches, self._worker, self._n_threads = readers, batches, worker, n_threads
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        n, batches = self._readers[0].n_samples, self._batches
-        return {
-            "order": repr(batches.order),
-            "identities": batches.n_rows,
-            "one_read_count": n,
-            "batch_size": batches.batch_size * n,
-            "drop_last": batches.drop_last,
-        }
+        n, found = self._readers[0].n_samples, self._batches.fingerprint
+        return {"identities": found.pop("n_rows"), **found, "one_read_count": n, "batch_size": found["batch_size"] * n}
 
     def __len__(self) -> int:
         return len(self._batches)

@@ -7,8 +7,6 @@ Orders know the number of rows only when they are bound: ``Feeder(x, rows=block_
 
 from __future__ import annotations
 
-import hashlib
-import math
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,14 +15,14 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from .dealing import Deal, Done, Piece, Uneven, positions_of
 from .errors import ArgumentError
+from .permutations import keys_of, permutation
 
 Rows = npt.NDArray[np.int64]
 """Row numbers, shape (n,)."""
 At = Callable[[Rows], Rows]
 """Row numbers at the given positions of one epoch."""
-
-_TABLE_ROWS = 1 << 12  # up to here a permutation is a table: a network needs some hundred rows to share the cost of its steps
 
 
 @runtime_checkable
@@ -64,7 +62,7 @@ def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -
 
 
 def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = False) -> Order:
-    """The share of one rank, equally long on every rank, as ``torch.utils.data.DistributedSampler`` cuts it.
+    """The share of one rank, equally long on every rank, as ``torch.utils.data.DistributedSampler`` cuts it. ``Ranks`` can more.
 
     Rank r takes positions r, r + world_size, … of ``order``; of a block-shuffled order it takes one contiguous stretch, so that a
     block is read by one rank. Where rows do not divide, the first rows of the order come again at its end, or with
@@ -75,7 +73,8 @@ def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = Fals
     """
     if not 0 <= rank < world_size:
         raise ArgumentError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size")
-    return PerRank(order, operator.index(rank), operator.index(world_size), drop_last)
+    hand = None if isinstance(order, BlockShuffled) else 1
+    return PerRank(order, operator.index(rank), operator.index(world_size), "drop" if drop_last else "pad", hand)
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ class BlockShuffled:
     def _cut(self, n_rows: int, epoch: int) -> _Cut:
         salt = f"{self.seed}/{epoch}/blocks"
         block = min(self.block_rows, max(1, n_rows))
-        first = int(_keys(salt + "/first", 1)[0] % np.uint64(n_rows)) if n_rows else 0
+        first = int(keys_of(salt + "/first", 1)[0] % np.uint64(n_rows)) if n_rows else 0
         return _Cut(salt, n_rows, block, first, permutation(n_rows // block, salt))
 
 
@@ -185,17 +184,26 @@ class PerRank:
     order: Order
     rank: int
     world_size: int
-    drop_last: bool
+    uneven: Uneven
+    hand: int | None
+    """Consecutive positions that a rank gets at a time; None for one stretch."""
+    done: Done = ()
+    """What has been done of the epoch; the share is one of the rest."""
 
     def length(self, n_rows: int) -> int:
-        whole = self.order.length(n_rows)
-        return whole // self.world_size if self.drop_last else -(-whole // self.world_size)
+        return sum(piece.n for piece in self.pieces(n_rows))
 
     def bind(self, n_rows: int, epoch: int) -> At:
-        at, whole, share = self.order.bind(n_rows, epoch), self.order.length(n_rows), self.length(n_rows)
-        if isinstance(self.order, BlockShuffled):
-            return lambda positions: at((positions + self.rank * share) % whole)
-        return lambda positions: at((positions * self.world_size + self.rank) % whole)
+        at, pieces = self.order.bind(n_rows, epoch), self.pieces(n_rows)
+        return lambda positions: at(positions_of(pieces, positions))
+
+    def pieces(self, n_rows: int) -> tuple[Piece, ...]:
+        """Its positions of the order."""
+        whole = self.order.length(n_rows)
+        left = [(0, whole)]
+        for world_size, n in self.done:
+            left = Deal(world_size, self.uneven, self.hand).rest(left, n)
+        return Deal(self.world_size, self.uneven, self.hand).pieces(left, whole, self.rank)
 
 
 @dataclass(frozen=True)
@@ -205,8 +213,8 @@ class Windows:
     order: BlockShuffled
     n_rows: int
     epoch: int
-    shift: int
-    """Position of the order that is position 0 here; behind the end, the order begins again."""
+    pieces: tuple[Piece, ...]
+    """Positions of the order that it has."""
 
     @property
     def window_rows(self) -> int:
@@ -215,13 +223,17 @@ class Windows:
 
     def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
         """Positions [start, stop) by window: (number of the window, positions in it), in their order."""
-        spans = []
-        while start < stop:
-            position = (start + self.shift) % self.n_rows
-            number = position // self.window_rows
-            n = min(stop - start, (number + 1) * self.window_rows - position, self.n_rows - position)
-            spans.append((number, n))
-            start += n
+        spans: list[tuple[int, int]] = []
+        for piece in self.pieces:
+            i, end = max(0, start), min(piece.n, stop)
+            while i < end:
+                number = piece.at(i) // self.window_rows
+                n = min(end, piece.below((number + 1) * self.window_rows)) - i
+                i += n
+                if spans and spans[-1][0] == number:  # the piece before ended in it
+                    n += spans.pop()[1]
+                spans.append((number, n))
+            start, stop = start - piece.n, stop - piece.n
         return spans
 
     def runs(self, number: int) -> list[tuple[int, int]]:
@@ -232,77 +244,7 @@ class Windows:
 def windows(order: Order, n_rows: int, epoch: int) -> Windows | None:
     """The windows of an epoch, if the order has any."""
     if isinstance(order, BlockShuffled):
-        return Windows(order, n_rows, epoch, 0)
+        return Windows(order, n_rows, epoch, Deal(1, "join", None).pieces([(0, n_rows)], n_rows, 0))
     if isinstance(order, PerRank) and isinstance(order.order, BlockShuffled):
-        return Windows(order.order, n_rows, epoch, order.rank * order.length(n_rows))
+        return Windows(order.order, n_rows, epoch, order.pieces(n_rows))
     return None
-
-
-# -- permutations ----------------------------------------------------------------------------------------------------
-
-
-def permutation(n: int, salt: str) -> At:
-    """A permutation of [0, n) as a function, drawn by ``salt``.
-
-    Small ones are tables. Large ones are a Feistel network on a rectangle that hardly exceeds n, walked until it falls below n
-    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): no memory, any position at once.
-    """
-    if n <= _TABLE_ROWS:
-        table = np.argsort(_mix(np.arange(n, dtype=np.uint64) ^ _keys(salt, 1)[0]), kind="stable")
-        return lambda positions: table[positions]
-    keys = _keys(salt, 6).astype(np.uint32)
-    width = math.isqrt(n - 1) + 1
-    height = -(-n // width)
-
-    def network(x: Rows) -> Rows:
-        quotient = x // width
-        left, right = quotient.astype(np.uint32), (x - quotient * width).astype(np.uint32)
-        for even, odd in zip(keys[::2], keys[1::2], strict=True):
-            _add(left, _mix32(right, even), height)
-            _add(right, _mix32(left, odd), width)
-        return left.astype(np.int64) * width + right
-
-    def at(positions: Rows) -> Rows:
-        x = network(positions)
-        while len(outside := np.flatnonzero(x >= n)):
-            x[outside] = network(x[outside])
-        return x
-
-    return at
-
-
-def _add(x: npt.NDArray[np.uint32], random: npt.NDArray[np.uint32], size: int) -> None:
-    """Add a number below ``size``, which is at most 2^31, to ``x``, modulo ``size``; it comes from the high bits of ``random``."""
-    if size <= 1 << 16:  # all in 32 bits, which is three times as fast
-        random >>= np.uint32(16)
-        random *= np.uint32(size)
-        random >>= np.uint32(16)
-        x += random
-    else:
-        x += ((random.astype(np.uint64) * np.uint64(size)) >> np.uint64(32)).astype(np.uint32)
-    np.minimum(x, x - np.uint32(size), out=x)  # where x is below size already, the difference wraps around and is large
-
-
-def _keys(salt: str, n: int) -> npt.NDArray[np.uint64]:
-    return np.frombuffer(hashlib.blake2b(salt.encode(), digest_size=8 * n).digest(), "<u8").astype(np.uint64)
-
-
-def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Spread every bit over all others: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
-
-
-def _mix32(x: npt.NDArray[np.uint32], key: np.uint32) -> npt.NDArray[np.uint32]:
-    """Numbers whose high bits depend on every bit of ``x`` and ``key``.
-
-    Two rounds of multiply and xor-shift in 32 bits, which processors do eight at a time, with the multipliers of lowbias32 (Wellons,
-    "Prospecting for Hash Functions", 2018).
-    """
-    x = x ^ key
-    x ^= x >> np.uint32(16)
-    x *= np.uint32(0x7FEB352D)
-    x ^= x >> np.uint32(15)
-    x *= np.uint32(0x846CA68B)
-    return x

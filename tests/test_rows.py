@@ -17,7 +17,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from pinfeed.batches import Draw, OrderBatches, RowBatches, SamplerBatches, check_rows, largest_batch
 from pinfeed.config import Demand, plan_items
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError
-from pinfeed.rows import Order, Rows, block_shuffled, per_rank, permutation, sequential, shuffled, windows
+from pinfeed.permutations import permutation
+from pinfeed.rows import Order, Rows, block_shuffled, per_rank, sequential, shuffled, windows
 
 
 def drawn(draws: Iterator[Draw]) -> Iterator[tuple[Rows, int]]:

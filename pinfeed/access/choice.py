@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import Item, human, window_item
-from ..rows import Order, Sequential, Windows, windows
+from ..rows import Order, PerRank, Sequential, Windows, windows
 from ..stores.base import Store
 from ..stores.mmap import MmapStore
 from ..stores.sharded import AnyShardedStore, ShardedStore
@@ -66,7 +66,7 @@ def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], 
 
 
 def _choose(store: AnyShardedStore, order: Any, n_batch_rows: int, free: int) -> tuple[Access, str]:
-    if isinstance(order, Sequential):
+    if _in_sequence(order):
         return Direct(store), "read in sequence"
     share, item = _share(store, order), resident_item(store)
     if not store.writable and share > 0.5 and item.total <= free:
@@ -84,6 +84,11 @@ def _choose(store: AnyShardedStore, order: Any, n_batch_rows: int, free: int) ->
     if isinstance(store, MmapStore) and store.keep_cache and share * store.n_rows * _SEEK_BYTES >= store.n_rows * store.row_nbytes:
         return Advised(store), "rows come from the page cache, which is filled in sequence meanwhile"
     return Direct(store), "rows are read one by one, many at a time; in a block_shuffled order they would come in long runs"
+
+
+def _in_sequence(order: Any) -> bool:
+    """Whether the rows of a batch follow one another: of all ranks' rows, a rank's share of ``Ranks`` has whole batches."""
+    return isinstance(order, Sequential) or (isinstance(order, PerRank) and isinstance(order.order, Sequential) and order.hand != 1)
 
 
 def _windows(store: AnyShardedStore, order: Any) -> Windows | None:

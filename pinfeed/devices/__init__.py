@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 from typing import TYPE_CHECKING, Any
 
 from ..errors import DeviceError
@@ -26,8 +27,8 @@ def resolve(device: Any, *, n_spare: int) -> Device:
     """The device of that name.
 
     Args:
-        device: ``"auto"`` for CUDA where there is one and else the CPU; ``"cpu"``, ``"cuda"``, ``"cuda:1"``; a ``torch.device``; or a
-            Device, which is given back as it is and stays its owner's.
+        device: ``"auto"`` for CUDA where there is one (``cuda_index`` tells which) and else the CPU; ``"cpu"``, ``"cuda"``, ``"cuda:1"``;
+            a ``torch.device``; or a Device, which is given back as it is and stays its owner's.
         n_spare: Free blocks of host memory that a device made here keeps for reuse.
 
     Raises:
@@ -42,7 +43,9 @@ def resolve(device: Any, *, n_spare: int) -> Device:
     from .host import HostDevice
 
     if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
+        device = "cpu"
+        if torch.cuda.is_available():
+            device = f"cuda:{cuda_index(os.environ.get('LOCAL_RANK'), torch.cuda.device_count(), torch.cuda.current_device())}"
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
@@ -54,3 +57,15 @@ def resolve(device: Any, *, n_spare: int) -> Device:
     if wanted.type == "cuda":
         return CudaDevice(wanted.index, n_spare=n_spare)
     raise DeviceError(f"device={str(wanted)!r} is not supported; expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
+
+
+def cuda_index(local_rank: str | None, n_devices: int, current: int) -> int:
+    """The GPU of a process that was started with others: each takes the one with its number on this machine.
+
+    Args:
+        local_rank: That number, as torchrun's environment has it; None of a process on its own.
+        n_devices: GPUs that this process sees; one, where the launcher has dealt them out already.
+        current: torch's current one. One that is not the first was chosen, with ``torch.cuda.set_device``, and is kept.
+    """
+    mine = int(local_rank) if local_rank and local_rank.isdecimal() else 0
+    return mine if current == 0 and mine < n_devices else current

@@ -1,0 +1,103 @@
+"""DistributedDataParallel with global batches that are the same in any number of processes, and a run that goes on in another number.
+
+    torchrun --standalone --nproc-per-node 2 examples/ddp.py --stop-after 30
+    torchrun --standalone --nproc-per-node 4 examples/ddp.py                  # goes on with batch 31
+    python examples/ddp.py --folder elsewhere                                 # one process: the same losses
+
+Each GPU of a machine is one process's (nccl); without a GPU, processes compute on the CPU (gloo). All of them read the same files.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tempfile
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import pinfeed
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "pinfeed-ddp", help="files and checkpoints")
+    parser.add_argument("--rows", type=int, default=20_000)
+    parser.add_argument("--batch-size", type=int, default=100, help="of all processes together")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--stop-after", type=int, help="leave after so many batches, as a job that is preempted")
+    return parser.parse_args()
+
+
+def join_job() -> torch.device:
+    """Meet the other processes, if there are any; the device of this one."""
+    cuda = torch.cuda.is_available()
+    if cuda:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    backend = "nccl" if cuda else "gloo"
+    if "RANK" in os.environ:
+        dist.init_process_group(backend)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    return torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+
+
+def write_files(folder: Path, n_rows: int) -> dict[str, str]:
+    """The paths of inputs and targets; rank 0 writes them where they are not there."""
+    paths = {name: str(folder / f"{name}.npy") for name in ("x", "y")}
+    if dist.get_rank() == 0 and not os.path.exists(paths["y"]):
+        folder.mkdir(parents=True, exist_ok=True)
+        x = np.random.default_rng(0).normal(size=(n_rows, 32)).astype("float32")
+        np.save(paths["x"], x)
+        np.save(paths["y"], np.sin(x.sum(1, keepdims=True)))
+    dist.barrier()
+    return paths
+
+
+def train(arguments: argparse.Namespace, device: torch.device) -> None:
+    torch.manual_seed(0)  # the same weights on every rank
+    net = DistributedDataParallel(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1)).to(device))
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
+    paths, checkpoint = write_files(arguments.folder, arguments.rows), arguments.folder / "checkpoint"
+    ranks = pinfeed.Ranks("drop", split_batches=True)
+    with pinfeed.Feeder(paths, batch_size=arguments.batch_size, shuffle=True, drop_last=True, ranks=ranks) as feeder:
+        print(f"{feeder.plan.notes[0]}, on {feeder.device}, {dist.get_backend()}", flush=True)
+        parts = {"model": net.module, "optimizer": optimizer, "feeder": feeder}
+        losses: list[torch.Tensor] = []
+        if checkpoint.exists():
+            losses = list(torch.tensor(pinfeed.checkpoint.resume(checkpoint, **parts)["losses"], device=device))
+            print(f"goes on after {len(losses)} batches", flush=True)
+        while feeder.epoch < arguments.epochs:
+            number = feeder.epoch
+            for batch in feeder:
+                loss = nn.functional.mse_loss(net(batch["x"]), batch["y"])
+                optimizer.zero_grad()
+                loss.backward()  # DistributedDataParallel takes the mean over ranks, and so do we:
+                optimizer.step()
+                losses.append(mean := loss.detach() / dist.get_world_size())
+                dist.all_reduce(mean)
+                leave = len(losses) == arguments.stop_after
+                if dist.get_rank() == 0 and (leave or len(losses) % 50 == 0):
+                    pinfeed.checkpoint.save(checkpoint, **parts, losses=[float(loss) for loss in losses])
+                if leave:
+                    return
+            if dist.get_rank() == 0:
+                mean_loss = torch.stack(losses[number * len(feeder) :]).mean()
+                print(f"epoch {number}: mean loss {mean_loss:.4f}", flush=True)
+
+
+def main() -> None:
+    arguments = parse()
+    device = join_job()
+    try:
+        train(arguments, device)
+    finally:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

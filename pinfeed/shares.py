@@ -1,0 +1,247 @@
+"""Shares: what one rank has of the epochs of an order, and where it goes on when there are more or fewer of them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+import operator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from .batches import Draw, OrderBatches, RowBatches
+from .config import Config, Plan
+from .dealing import Done, Uneven
+from .errors import ArgumentError, BudgetError
+from .loop import Loop
+from .ranks import Ranks, world
+from .rows import BlockShuffled, Order, PerRank, Sequential, Shuffled, Windows
+
+logger = logging.getLogger("pinfeed")
+
+
+def share_of(ranks: Ranks | str | None, order: Any, drop_last: bool, batch_size: int | None, config: Config | None) -> Share | None:
+    """This process's share, as a user's argument says; None if it has all rows.
+
+    Args:
+        ranks: The argument.
+        order: Which rows, as the user says.
+        drop_last: Whether a last batch that is not full is left out.
+        batch_size: Of each rank, or of all of them.
+        config: Whose preferred batch size it is, without ``batch_size``.
+
+    Raises:
+        ArgumentError: It cannot be shared in this way.
+    """
+    if ranks is None:
+        if isinstance(order, (Sequential, Shuffled, BlockShuffled)):
+            _note_that_all_have_all()
+        return None
+    if ranks == "all":
+        return None
+    if not isinstance(ranks, (str, Ranks)):
+        raise ArgumentError(f"ranks={ranks!r}: expected 'pad', 'drop', 'join', 'all', a pinfeed.Ranks or None")
+    wanted = ranks if isinstance(ranks, Ranks) else Ranks(cast(Uneven, ranks))  # which checks it
+    if isinstance(order, PerRank):
+        raise ArgumentError("rows=per_rank(...) is the share of one rank already, and ranks= would share it again; give one of them")
+    if not isinstance(order, Order):
+        raise ArgumentError(
+            f"ranks={ranks!r} shares orders of pinfeed.rows, and rows is a {type(order).__name__}, which says itself what a process has; "
+            "leave ranks= out (a DistributedSampler shares by itself; of an array, give rows=array[rank::world_size])"
+        )
+    if drop_last and wanted.uneven == "join":
+        raise ArgumentError("ranks='join' gives every row once and drop_last=True leaves rows out; give one of them, or ranks='drop'")
+    size, name = (batch_size, "batch_size") if config is None else (config.preferred_batch_size, "preferred_batch_size")
+    if size is None:
+        raise ArgumentError("ranks= needs batches of one size on all ranks; give the config a preferred_batch_size (or give batch_size)")
+    rank, world_size = world() if wanted.rank is None or wanted.world_size is None else (wanted.rank, wanted.world_size)
+    if wanted.split_batches and size % world_size:
+        below, above = size // world_size * world_size, -(-size // world_size) * world_size
+        raise ArgumentError(
+            f"{name}={size} is to be split among {world_size} ranks; expected a multiple of that: {below or above}"
+            + (f" or {above}" if below else "")
+        )
+    return Share(order, wanted, operator.index(rank), operator.index(world_size), drop_last, operator.index(size))
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank has of the epochs of an order.
+
+    Args:
+        order: Of all rows.
+        ranks: How it is shared.
+        rank: Whose share it is.
+        world_size: Ranks.
+        drop_last: Whether a last batch that is not full is left out.
+        size: Rows of a batch, of each rank or of all of them.
+    """
+
+    order: Order
+    ranks: Ranks
+    rank: int
+    world_size: int
+    drop_last: bool
+    size: int
+
+    def of(self, rank: int, world_size: int) -> Share:
+        """The share of another rank, among others."""
+        return dataclasses.replace(self, rank=rank, world_size=world_size)
+
+    @property
+    def batch_size(self) -> int:
+        """Rows of this rank's batches."""
+        return self.size // self.world_size if self.ranks.split_batches else self.size
+
+    def config(self, config: Config | None) -> Config | None:
+        """``config`` for this rank's batches; it may have found that smaller ones fit."""
+        if config is None:
+            return None
+        return dataclasses.replace(config, preferred_batch_size=min(self.batch_size, config.preferred_batch_size or self.batch_size))
+
+    def rows(self, done: Done = ()) -> PerRank:
+        """The rows of this rank, in its order."""
+        in_one = isinstance(self.order, BlockShuffled) and not self.ranks.split_batches
+        return PerRank(self.order, self.rank, self.world_size, self.ranks.uneven, None if in_one else self.batch_size, done)
+
+    def batches(self, n_rows: int, done: Done = ()) -> OrderBatches:
+        """The batches of this rank."""
+        return OrderBatches(self.rows(done), n_rows, self.batch_size, self.drop_last)
+
+    def planned(self, plan: Plan, n_rows: int) -> Plan:
+        """The plan of this rank, which says so.
+
+        Raises:
+            BudgetError: Its batches are smaller than those of other ranks.
+        """
+        mine, of_all = self.rows().length(n_rows), self.order.length(n_rows)
+        if plan.batch_size < min(self.batch_size, mine):
+            raise BudgetError(
+                f"the limits of config hold batches of {plan.batch_size} rows on rank {self.rank}, and all ranks need batches of "
+                f"{self.batch_size}; raise the limits or lower preferred_batch_size"
+            )
+        note = f"rank {self.rank} of {self.world_size}: {mine} of {of_all} rows ({self.ranks.uneven})"
+        if self.ranks.split_batches:
+            note += f", its part of global batches of {self.size} rows"
+            if isinstance(self.order, BlockShuffled) and self.world_size > 1:
+                note += "; every rank reads every block (without split_batches, each reads blocks of its own)"
+        return dataclasses.replace(plan, notes=(note, *plan.notes))
+
+
+class SharedBatches:
+    """The batches of one rank; those of an epoch that other ranks have begun are of the rest.
+
+    Args:
+        share: Whose they are.
+        n_rows: Rows that there are.
+    """
+
+    def __init__(self, share: Share, n_rows: int) -> None:
+        self._share, self._n_rows = share, n_rows
+        self._begun: tuple[int, Done] = (0, ())  # an epoch, and what has been done of it by others
+        self.batch_size = share.batch_size
+
+    @property
+    def fingerprint(self) -> dict[str, Any]:
+        """What makes the order: rank and world size do not."""
+        share = self._share
+        return {
+            "order": repr(share.order),
+            "n_rows": self._n_rows,
+            "batch_size": share.size,
+            "drop_last": share.drop_last,
+            "ranks": share.ranks.uneven,
+            "split_batches": share.ranks.split_batches,
+        }
+
+    def __len__(self) -> int:
+        return len(self._share.batches(self._n_rows))
+
+    def epoch(self, number: int, start: int = 0, checksum: int = 0, n_together: int = 1) -> Iterator[Draw]:
+        return self._batches(number).epoch(number, start, checksum, n_together)
+
+    def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
+        return self._batches(number).windows(number, start)
+
+    def begin(self, epoch: int, done: Done) -> None:
+        """Let others have done what they have of an epoch; of all others nothing has been done."""
+        self._begun = epoch, done
+
+    def state(self, epoch: int) -> dict[str, Any]:
+        """Who has the epoch, as plain values."""
+        return {"world_size": self._share.world_size, "done": [list(part) for part in self._done(epoch)]}
+
+    def resumed(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Done]:
+        """Where to go on after ``batch`` batches of ranks whose state is ``theirs``: a batch of this rank's, and what was done before.
+
+        Raises:
+            ArgumentError: It is no such state.
+        """
+        try:
+            world_size, done = int(theirs["world_size"]), tuple((int(a), int(n)) for a, n in theirs["done"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(f"not a state of a feeder with ranks= ({error!r}); expected what state_dict() returned") from None
+        if world_size < 1 or any(a < 1 or n < 0 for a, n in done) or (self._share.ranks.split_batches and self._share.size % world_size):
+            raise ArgumentError(f"not a state of a feeder with ranks=: {dict(theirs)!r}; expected what state_dict() returned")
+        n = len(self._share.of(0, world_size).batches(self._n_rows, done))  # the first has as many as any
+        if not 0 <= batch <= n:
+            raise ArgumentError(f"a state of batch {batch}; {world_size} ranks have {n} batches of what they were given in that epoch")
+        if batch == n:
+            return len(self), ()
+        if world_size == self._share.world_size or self._share.ranks.split_batches or batch == 0:
+            return batch, done
+        return 0, (*done, (world_size, batch * self.batch_size))
+
+    def _batches(self, epoch: int) -> OrderBatches:
+        return self._share.batches(self._n_rows, self._done(epoch))
+
+    def _done(self, epoch: int) -> Done:
+        return self._begun[1] if epoch == self._begun[0] else ()
+
+
+class SharedLoop(Loop):
+    """The epochs of one rank's share: a state of any rank is one of all of them, and of other ranks, too."""
+
+    def __init__(self, *args: Any, batches: SharedBatches, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._batches = batches
+
+    def set_epoch(self, number: int) -> None:
+        super().set_epoch(number)
+        self._batches.begin(number, ())
+
+    def state(self) -> dict[str, Any]:
+        state = super().state()
+        return {**state, "ranks": self._batches.state(state["epoch"])}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        try:
+            batch, source, theirs = int(state["batch"]), dict(state["source"]), state["ranks"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(f"not a state of a feeder with ranks= ({error!r}); expected what state_dict() returned") from None
+        ours = source == dict(self.source.fingerprint)
+        here, done = self._batches.resumed(batch, theirs) if ours else (batch, ())
+        super().load_state({**state, "batch": here})  # which refuses that of another source
+        self._batches.begin(self.epoch, done)
+
+
+def loop_over(batches: RowBatches) -> Callable[..., Loop]:
+    """What makes the loop of a source with these batches."""
+    return functools.partial(SharedLoop, batches=batches) if isinstance(batches, SharedBatches) else Loop
+
+
+def _note_that_all_have_all() -> None:
+    with contextlib.suppress(ArgumentError):  # nobody has asked for ranks
+        rank, world_size = world()
+        if world_size > 1 and rank == 0:
+            _warn_once(world_size)
+
+
+@functools.cache
+def _warn_once(world_size: int) -> None:
+    logger.warning(
+        "each of the %d processes iterates all rows; ranks='pad' (or 'drop', 'join') gives each its share, ranks='all' says it is meant so",
+        world_size,
+    )

@@ -1,0 +1,406 @@
+"""Shares of ranks: equal or joined, each row once where it is promised, the same at any world size, and gone on with at another one."""
+
+import itertools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import SequentialSampler
+
+from pinfeed import Config, Feeder, MiB, MmapStore, Ranks, rows, wrap_readers
+from pinfeed.access import choose
+from pinfeed.access.advised import Advised
+from pinfeed.access.base import Direct
+from pinfeed.devices import cuda_index
+from pinfeed.errors import ArgumentError, BudgetError
+from pinfeed.ranks import world
+from pinfeed.rows import Order, windows
+from pinfeed.shares import Share, SharedBatches
+
+Uneven = Literal["pad", "drop", "join"]
+Batches = list[list[int]]
+
+ORDERS: list[Order] = [rows.sequential(), rows.shuffled(3), rows.block_shuffled(3, block_rows=4, window_blocks=3)]
+ORDER, UNEVEN = st.sampled_from(ORDERS), st.sampled_from(["pad", "drop", "join"])
+
+
+def shares(order: Order, ranks: Ranks, world_size: int, size: int, *, drop_last: bool = False) -> list[Share]:
+    return [Share(order, ranks, rank, world_size, drop_last, size) for rank in range(world_size)]
+
+
+def batches_of(batches: SharedBatches, epoch: int = 0, start: int = 0) -> Batches:
+    groups = [draw() for draw in batches.epoch(epoch, start)]
+    assert all(len(group.batches) == 1 for group in groups)
+    return [group.rows.tolist() for group in groups]
+
+
+def steps(ranks: Sequence[Batches]) -> Batches:
+    """The batches of all ranks, put together in the order of ranks."""
+    return [flat(batch) for batch in itertools.zip_longest(*ranks, fillvalue=[])]
+
+
+def flat(batches: Iterable[list[int]]) -> list[int]:
+    return list(itertools.chain.from_iterable(batches))
+
+
+def whole(order: Order, n: int, epoch: int = 0) -> list[int]:
+    return order.bind(n, epoch)(np.arange(n)).tolist()
+
+
+@given(n=st.integers(0, 200), world_size=st.integers(1, 9), size=st.integers(1, 12), order=ORDER, uneven=UNEVEN, data=st.data())
+def test_ranks_share_an_epoch(n: int, world_size: int, size: int, order: Order, uneven: Uneven, data: st.DataObject) -> None:
+    drop_last, split, epoch = uneven != "join" and data.draw(st.booleans()), data.draw(st.booleans()), data.draw(st.integers(0, 2))
+    size *= world_size if split else 1
+    all_shares = shares(order, Ranks(uneven, split_batches=split), world_size, size, drop_last=drop_last)
+    batches = [batches_of(SharedBatches(share, n), epoch) for share in all_shares]
+    assert [len(SharedBatches(share, n)) for share in all_shares] == [len(batch) for batch in batches]
+    lengths = [[len(batch) for batch in mine] for mine in batches]
+    if uneven == "join":
+        assert max(map(sum, lengths)) - min(map(sum, lengths)) <= 1
+        assert len(lengths[0]) == max(map(len, lengths)) <= min(map(len, lengths)) + 1
+    else:
+        assert all(other == lengths[0] for other in lengths), "as many rows in every step on every rank"
+    global_size = all_shares[0].batch_size * world_size
+    count = Counter(row for mine in batches for batch in mine for row in batch)
+    if uneven == "join":
+        assert count == Counter(range(n))
+    elif uneven == "drop":
+        assert not count or max(count.values()) == 1
+        assert n - len(count) < (global_size if drop_last else world_size)
+    elif not drop_last:
+        again = count - Counter(range(n))
+        assert set(count) == set(range(n))
+        assert again.total() == -n % world_size if n else again.total() == 0
+        assert again == Counter(np.resize(whole(order, n, epoch), again.total()).tolist()), "the first rows of the order come again"
+    if split or not isinstance(order, rows.BlockShuffled):
+        together, one = steps(batches), whole(order, n, epoch)
+        for k, batch in enumerate(together[: n // global_size]):
+            assert batch == one[k * global_size : (k + 1) * global_size], "put together, the batches are those of one process"
+        if uneven == "join":
+            assert flat(together) == one
+
+
+@given(n=st.integers(1, 200), worlds=st.lists(st.integers(1, 6), min_size=2, max_size=4), order=ORDER, uneven=UNEVEN, data=st.data())
+@settings(deadline=None)
+def test_an_epoch_goes_on_with_other_ranks(n: int, worlds: list[int], order: Order, uneven: Uneven, data: st.DataObject) -> None:
+    size, epoch = data.draw(st.integers(1, 9)), 1
+    state: Any = {"batch": 0, "ranks": {"world_size": worlds[0], "done": []}}
+    seen: Counter[int] = Counter()
+    ended, last = False, 0
+    for i, world_size in enumerate(worlds):
+        ours = [SharedBatches(share, n) for share in shares(order, Ranks(uneven), world_size, size)]
+        resumed = [batches.resumed(state["batch"], state["ranks"]) for batches in ours]
+        assert len({done for _, done in resumed}) == 1
+        for batches, (_, done) in zip(ours, resumed, strict=True):
+            batches.begin(epoch, done)
+        todo = [batches_of(batches, epoch, start) for batches, (start, _) in zip(ours, resumed, strict=True)]
+        assert not ended or not any(todo), "an epoch that was done stays so"
+        if uneven != "join":
+            assert len({tuple(map(len, mine)) for mine in todo}) == 1
+        stop = len(todo[0]) if i == len(worlds) - 1 else data.draw(st.integers(0, len(todo[0])))
+        last, ended = last if ended else world_size, ended or stop == len(todo[0])
+        seen.update(row for mine in todo for batch in mine[:stop] for row in batch)
+        state = {"batch": resumed[0][0] + stop, "ranks": ours[0].state(epoch)}
+        for other in ours[1:]:
+            assert other.state(epoch) == ours[0].state(epoch), "of any rank"
+    if uneven == "join":
+        assert seen == Counter(range(n)), "every row once"
+    elif uneven == "drop":
+        assert max(seen.values(), default=0) <= 1
+        assert n - seen.total() < last, "what others have left out is shared again"
+    else:
+        assert set(seen) == set(range(n))
+        assert seen.total() - n <= sum(world_size - 1 for world_size in worlds)
+
+
+@given(n=st.integers(1, 200), order=ORDER, uneven=UNEVEN, data=st.data())
+def test_split_batches_go_on_with_the_very_next_one(n: int, order: Order, uneven: Uneven, data: st.DataObject) -> None:
+    size, worlds = 12, (1, 2, 3, 4, 6, 12)
+    before, after = data.draw(st.sampled_from(worlds)), data.draw(st.sampled_from(worlds))
+    ranks = Ranks(uneven, split_batches=True)
+    old = [SharedBatches(share, n) for share in shares(order, ranks, before, size)]
+    start = data.draw(st.integers(0, len(old[0])))
+    new = [SharedBatches(share, n) for share in shares(order, ranks, after, size)]
+    todo = []
+    for batches in new:
+        here, done = batches.resumed(start, old[-1].state(2))
+        assert done == ()
+        assert here == min(start, len(batches)) or start == len(old[0])
+        todo.append(batches_of(batches, 2, here))
+    one = whole(order, n, 2)
+    for k, batch in enumerate(steps(todo)[: n // size - start]):
+        assert batch == one[(start + k) * size : (start + k + 1) * size]
+    if start == len(old[0]):
+        assert not any(todo)
+
+
+@given(n=st.integers(1, 300), world_size=st.integers(1, 4), size=st.integers(1, 9), uneven=UNEVEN, data=st.data())
+def test_windows_are_those_of_the_rows(n: int, world_size: int, size: int, uneven: Uneven, data: st.DataObject) -> None:
+    order = rows.block_shuffled(7, block_rows=data.draw(st.integers(1, 40)), window_blocks=data.draw(st.integers(1, 6)))
+    split, rank = data.draw(st.booleans()), data.draw(st.integers(0, world_size - 1))
+    share = shares(order, Ranks(uneven, split_batches=split), world_size, size * world_size if split else size)[rank]
+    done = data.draw(st.sampled_from([(), ((3, 2 * size),)])) if not split else ()
+    mine = share.rows(done)
+    found = windows(mine, n, 1)
+    assert found is not None
+    start = data.draw(st.integers(0, mine.length(n)))
+    numbers = mine.bind(n, 1)(np.arange(start, mine.length(n)))
+    for number, count in found.spans(start, mine.length(n)):
+        there = np.concatenate([np.arange(*run) for run in found.runs(number)])
+        assert count
+        assert np.isin(numbers[:count], there).all()
+        numbers = numbers[count:]
+    assert len(numbers) == 0
+    spans = found.spans(0, mine.length(n))
+    assert all(one[0] != other[0] for one, other in itertools.pairwise(spans)), "a window is read once, however many batches lie on it"
+
+
+# ---- feeders -----------------------------------------------------------------------------------------------------------
+
+
+def feeders(source: Any, world_size: int, uneven: Uneven = "pad", *, split: bool = False, **options: Any) -> list[Feeder]:
+    ranks = [Ranks(uneven, split_batches=split, rank=rank, world_size=world_size) for rank in range(world_size)]
+    return [Feeder(source, ranks=mine, device="cpu", **options) for mine in ranks]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    np.save(tmp_path / "x.npy", np.arange(4000 * 64).reshape(4000, 64))
+    return tmp_path / "x.npy"
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_a_file_goes_on_with_more_ranks_and_then_with_fewer(path: Path, split: bool) -> None:
+    """Read ahead by windows: of its own where a rank has blocks of its own, of all of them where global batches are split."""
+    order = rows.block_shuffled(1, block_rows=128, window_blocks=2)
+    seen: list[list[int]] = []
+    state = None
+    for world_size, n_batches in ((2, 3), (4, 2), (1, None)):
+        ours = feeders(str(path), world_size, "join", split=split, rows=order, batch_size=96)
+        loops, states = [], []
+        for feeder in ours:
+            with feeder:
+                assert ("windows" in str(feeder.plan)) == (world_size > 1), "a single rank brings the file into memory"
+                assert ("every rank reads every block" in str(feeder.plan)) == (split and world_size > 1)
+                if state is not None:
+                    feeder.load_state_dict(state)
+                loops.append([(x[:, 0] // 64).tolist() for x in itertools.islice(feeder, n_batches)])
+                states.append(feeder.state_dict())
+        assert all(other == states[0] for other in states)
+        state = states[0]
+        seen += steps(loops)
+    assert sorted(flat(seen)) == list(range(4000))
+    if split:
+        assert flat(seen) == whole(order, 4000)
+    assert state is not None
+    assert (state["epoch"], state["batch"], state["ranks"]) == (1, 0, {"world_size": 1, "done": []}), "the next epoch is whole"
+
+
+def test_set_epoch_and_the_next_epoch_are_whole_again() -> None:
+    x = np.arange(40)
+    (one, other) = feeders(x, 2, batch_size=np.int64(4), shuffle=True)
+    with one, other:
+        untouched = one.state_dict()
+        next(iter(one))
+        state = one.state_dict()
+    (only,) = feeders(x, 1, batch_size=4, shuffle=True)
+    with only:
+        only.load_state_dict(state)
+        assert sum(map(len, only)) == 32
+        assert sum(map(len, only)) == 40, "the next epoch"
+        only.load_state_dict(untouched)
+        assert only.state_dict()["ranks"]["done"] == [], "what was not begun is no part of the epoch's history"
+        only.load_state_dict(state)
+        only.set_epoch(0)
+        assert sum(map(len, only)) == 40, "from its beginning"
+        only.load_state_dict(state)
+        for _ in only:
+            again = only.state_dict()
+            break
+        assert again["ranks"] == {"world_size": 1, "done": [[2, 4]]}
+        assert json.loads(json.dumps(again)) == again, "plain values"
+        only.load_state_dict(again)
+        assert sum(map(len, only)) == 28
+
+
+def test_an_epoch_that_was_done_is_done_at_any_world_size() -> None:
+    x = np.arange(22)
+    for before, after in itertools.permutations((1, 3, 4), 2):
+        for feeder in (olds := feeders(x, before, "drop", batch_size=2)):
+            with feeder:
+                for _ in feeder:
+                    state = feeder.state_dict()
+        assert len(olds[0]) == state["batch"]
+        for feeder in feeders(x, after, "drop", batch_size=2):
+            with feeder:
+                feeder.load_state_dict(state)
+                assert list(feeder) == []
+                assert feeder.epoch == 1
+
+
+def test_identities_are_shared() -> None:
+    def read(value: int) -> Any:
+        yield from (torch.tensor(value), torch.tensor(-value))
+
+    def make(rank: int, world_size: int, split: bool) -> Any:
+        ranks = Ranks("join", split_batches=split, rank=rank, world_size=world_size)
+        numbers = list(range(1, 24))
+        options: Any = {"read_input": read, "get_output": read, "one_read_count": 2, "shuffle": True, "device": "cpu"}
+        return wrap_readers(numbers, numbers, batch_size=8, ranks=ranks, **options)
+
+    for split in (False, True):
+        seen: list[int] = []
+        state = None
+        for world_size, n in ((2, 2), (1, None)):
+            for rank in range(world_size):
+                with make(rank, world_size, split) as feeder:
+                    if state is not None and world_size == 1:
+                        feeder.load_state_dict(state)
+                    for x, y in itertools.islice(feeder, n):
+                        assert len(x) <= 8 // (world_size if split else 1)
+                        assert torch.equal(x, y)
+                        seen += x[::2].tolist()
+                    if world_size == 2:
+                        state = feeder.state_dict()
+        assert sorted(seen) == list(range(1, 24))
+    with pytest.raises(ArgumentError, match="batch_size=4 is no multiple of one_read_count=3"):
+        wrap_readers([1], [1], read_input=read, get_output=read, one_read_count=3, batch_size=12, ranks=Ranks("pad", True, 0, 3))
+
+
+def test_a_config_must_hold_the_batches_of_all_ranks() -> None:
+    x = np.zeros((1000, 1 << 10), np.float32)
+    (one, other) = feeders(x, 2, "drop", split=True, config=Config(cpu_memory_limit=MiB(8), preferred_batch_size=200))
+    with one, other:
+        assert one.plan.batch_size == other.plan.batch_size == 100
+        assert "rank 1 of 2: 500 of 1000 rows (drop), its part of global batches of 200 rows" in str(other.plan)
+    with pytest.raises(BudgetError, match=r"hold batches of \d+ rows on rank 0, and all ranks need batches of 800; raise the limits"):
+        feeders(x, 1, config=Config(cpu_memory_limit=MiB(8), preferred_batch_size=800))
+    with pytest.raises(ArgumentError, match="batches of one size on all ranks; give the config a preferred_batch_size"):
+        feeders(x, 1, config=Config(cpu_memory_limit=MiB(8)))
+
+
+def test_a_share_of_a_sequence_is_read_in_sequence(path: Path) -> None:
+    """Not through a page cache that is filled with what other ranks read."""
+    store = MmapStore(str(path))
+    share = Share(rows.sequential(), Ranks(), 1, 3, False, 8)
+    row_by_row = rows.per_rank(rows.sequential(), rank=1, world_size=3)
+    found = [choose([store], order, 100, MiB(100)).accesses[0] for order in (share.rows(), row_by_row)]
+    store.close()
+    assert [type(access) for access in found] == [Direct, Advised]
+
+
+# ---- what is refused -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": "even"}, "ranks='even': expected 'pad', 'drop', 'join', 'all', a pinfeed.Ranks or None"),
+        ({"ranks": 3}, "ranks=3: expected 'pad'"),
+        ({"ranks": "join", "drop_last": True}, "ranks='join' gives every row once and drop_last=True leaves rows out"),
+        ({"ranks": "pad", "rows": rows.per_rank(rows.shuffled(), rank=0, world_size=2)}, "would share it again"),
+        ({"ranks": "pad", "rows": SequentialSampler(range(10))}, "rows is a SequentialSampler, which says itself what a process has"),
+        ({"ranks": "pad", "rows": [[1, 2]], "batch_size": None}, "rows is a list"),
+        (
+            {"ranks": Ranks(split_batches=True, rank=0, world_size=4), "batch_size": 10},
+            "batch_size=10 is to be split among 4 ranks; expected a multiple of that: 8 or 12",
+        ),
+        ({"ranks": Ranks(split_batches=True, rank=0, world_size=4), "batch_size": 3}, "expected a multiple of that: 4"),
+    ],
+)
+def test_what_cannot_be_shared(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        Feeder(np.zeros(10), **{"batch_size": 2, **arguments})
+
+
+def test_ranks_that_cannot_be() -> None:
+    with pytest.raises(ArgumentError, match=re.escape("Ranks(rank=1, world_size=None): give both, or neither")):
+        Ranks(rank=1)
+    for rank, world_size in ((2, 2), (-1, 2), (0, 0), (0.5, 2)):
+        with pytest.raises(ArgumentError, match=re.escape(f"Ranks(rank={rank}, world_size={world_size}): expected 0 <= rank < world_size")):
+            Ranks(rank=rank, world_size=world_size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ranks": None}, "not a state of a feeder with ranks="),
+        ({"ranks": {"world_size": 2}}, "not a state of a feeder with ranks= (KeyError('done'))"),
+        ({"ranks": {"world_size": 0, "done": []}}, "not a state of a feeder with ranks=: {'world_size': 0, 'done': []}"),
+        ({"ranks": {"world_size": 2, "done": [[1, -1]]}}, "not a state of a feeder with ranks="),
+        ({"batch": 7}, "a state of batch 7; 2 ranks have 5 batches"),
+        ({"batch": -1}, "a state of batch -1"),
+        ({"source": {}, "batch": 99}, "the state is of another feeder: order was None"),
+    ],
+)
+def test_states_that_cannot_be(change: dict[str, Any], message: str) -> None:
+    (one, other) = feeders(np.arange(40), 2, batch_size=4)
+    with one, other:
+        state = {**one.state_dict(), "batch": 2}
+        other.load_state_dict(state)
+        with pytest.raises(ArgumentError, match=re.escape(message)):
+            other.load_state_dict({**state, **change})
+        assert other.state_dict() == state, "nothing has been changed"
+        assert len(list(other)) == 3
+    (split,) = feeders(np.arange(40), 1, batch_size=4, split=True)
+    with split, pytest.raises(ArgumentError, match=re.escape("ranks=: {'world_size': 3")):
+        split.load_state_dict({**split.state_dict(), "ranks": {"world_size": 3, "done": []}})
+    with Feeder(np.arange(40), batch_size=4) as alone:
+        with pytest.raises(ArgumentError, match="the state is of another feeder: ranks was 'pad', is None"):
+            alone.load_state_dict(state)
+        with pytest.raises(ArgumentError, match=re.escape("not a state of a feeder with ranks= (KeyError('ranks'))")):
+            other.load_state_dict(alone.state_dict())
+
+
+# ---- who this process is --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("environment", "found"),
+    [
+        ({}, (0, 1)),
+        ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4)),
+        ({"RANK": "", "WORLD_SIZE": ""}, (0, 1)),
+        ({"RANK": "1"}, "the environment has RANK=1, and not the other one of RANK and WORLD_SIZE"),
+        ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2, and not the other one"),
+        ({"RANK": "1", "WORLD_SIZE": "two"}, "the environment has RANK=1, WORLD_SIZE=two; expected whole numbers"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "the environment has RANK=2, WORLD_SIZE=2: expected 0 <= rank < world_size"),
+    ],
+)
+def test_the_environment_says_who_this_is(environment: dict[str, str], found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    if isinstance(found, tuple):
+        assert world() == found
+        with Feeder(np.arange(12), batch_size=3, ranks="pad", device="cpu") as feeder:
+            assert torch.cat(list(feeder)).tolist() == np.arange(12).reshape(-1, found[1], 3)[:, found[0]].ravel().tolist()
+    else:
+        with pytest.raises(ArgumentError, match=re.escape(found)):
+            Feeder(np.arange(12), batch_size=3, ranks="pad", device="cpu")
+
+
+@pytest.mark.parametrize(
+    ("local_rank", "n_devices", "current", "index"),
+    [
+        (None, 8, 0, 0),
+        (None, 8, 3, 3),
+        ("", 8, 0, 0),
+        ("5", 8, 0, 5),
+        ("5", 8, 2, 2),
+        ("5", 1, 0, 0),
+        ("3", 2, 1, 1),
+    ],
+)
+def test_each_process_of_a_machine_takes_a_gpu(local_rank: str | None, n_devices: int, current: int, index: int) -> None:
+    """Its own; that which was set before; the only one that it sees."""
+    assert cuda_index(local_rank, n_devices, current) == index
