@@ -27,10 +27,12 @@ from .feeder import Batch, Feeder
 from .loader import wrap_loader
 from .ranks import Ranks
 from .readers import wrap_readers
+from .restarting import restartable
 from .stats import FeederStats
-from .stores import ArrayStore, MmapStore, PinnedStore, RemoteStore, Store
+from .stores import ArrayStore, ArrowStore, MmapStore, PinnedStore, RemoteStore, Store
 
 if TYPE_CHECKING:
+    from .rowdataset import RowDataset as RowDataset
     from .training import checkpoint as checkpoint
     from .training.big.bigbatch import BigBatch as BigBatch
     from .training.embedding import HostEmbedding as HostEmbedding
@@ -44,21 +46,23 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_TRAINING = {
-    "Config": "memory.config",
-    "HostEmbedding": "embedding",
-    "HostEmbeddingBag": "embedding",
-    "MemoryMonitor": "manage.monitor",
-    "RowOptimizer": "optimizer",
-    "Trainer": "manage.trainer",
-    "BigBatch": "big.bigbatch",
-    "estimate": "memory.estimate",
-    "train_rows": "rowloop",
+_WITH_TORCH = {
+    "Config": "training.memory.config",
+    "HostEmbedding": "training.embedding",
+    "HostEmbeddingBag": "training.embedding",
+    "MemoryMonitor": "training.manage.monitor",
+    "RowDataset": "rowdataset",
+    "RowOptimizer": "training.optimizer",
+    "Trainer": "training.manage.trainer",
+    "BigBatch": "training.big.bigbatch",
+    "estimate": "training.memory.estimate",
+    "train_rows": "training.rowloop",
 }
 
 __all__ = [
     "ArgumentError",
     "ArrayStore",
+    "ArrowStore",
     "Batch",
     "BigBatch",
     "BudgetError",
@@ -86,6 +90,7 @@ __all__ = [
     "Ranks",
     "ReadError",
     "RemoteStore",
+    "RowDataset",
     "RowIndexError",
     "RowOptimizer",
     "Store",
@@ -97,6 +102,7 @@ __all__ = [
     "checkpoint",
     "errors",
     "estimate",
+    "restartable",
     "rows",
     "train_rows",
     "wrap_loader",
@@ -105,11 +111,11 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """What a training loop adds needs torch from the start, and is loaded when it is asked for."""
+    """What needs torch from the start is loaded when it is asked for."""
     import importlib
 
     if name == "checkpoint":
         return importlib.import_module(".training.checkpoint", __name__)
-    if name in _TRAINING:
-        return getattr(importlib.import_module(f".training.{_TRAINING[name]}", __name__), name)
+    if name in _WITH_TORCH:
+        return getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import traceback
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
@@ -35,6 +36,12 @@ def wrap_loader(loader: Any, *, device: Any = "auto", depth: int = 2, progress: 
     that is drawn ahead of the body and, unless ``depth`` is 0, mixes with what the body draws; give them a generator of their own. They
     also run without the caller's ``torch.no_grad()`` and the like, as they do in worker processes.
 
+    Of a loader with ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader, this has them too, and they are the
+    loader's own: taken in the loop's body, the state that the loader itself would give there, whatever was prefetched. Either loads what
+    the other saved. It is asked for with every batch, in the reader's thread; where that takes long, worker processes and torchdata's
+    ``snapshot_every_n_steps`` make it rarer. Whatever else a loader tells of its place (that of Accelerate, which batch is the last) is
+    its own place, ahead of the loop.
+
     Args:
         loader: A ``torch.utils.data.DataLoader``, or any iterable of batches that can be iterated again for the next epoch. Each batch has
             memory of its own: one that is filled again for the next batch would change while it is waiting to be lent.
@@ -47,7 +54,9 @@ def wrap_loader(loader: Any, *, device: Any = "auto", depth: int = 2, progress: 
         DeviceError: There is no such device.
         ArgumentError: ``depth`` is negative, or ``loader`` cannot be iterated.
     """
-    return LoaderFeeder(LoaderSource(loader), device=device, pace=Pace(check_depth(depth)), progress=progress, timeline=timeline)
+    knows = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
+    feeder, source = (StatefulLoaderFeeder, StatefulSource) if knows else (LoaderFeeder, LoaderSource)
+    return feeder(source(loader), device=device, pace=Pace(check_depth(depth)), progress=progress, timeline=timeline)
 
 
 class LoaderFeeder:
@@ -92,7 +101,10 @@ class LoaderFeeder:
 
     def __getattr__(self, name: str) -> Any:
         if name in ("state_dict", "load_state_dict"):
-            raise AttributeError(f"{name} of the loader counts batches that were prefetched and not lent; resume a Feeder instead")
+            raise AttributeError(
+                f"{type(self._loader).__name__} has no {name}, so the loop cannot be resumed; give a loader that has "
+                "(torchdata's StatefulDataLoader), or a Feeder"
+            )
         if name.startswith("_"):  # not made yet, or a protocol that the loader must not answer for this object
             raise AttributeError(name)
         return getattr(self._loader, name)
@@ -134,6 +146,47 @@ class LoaderFeeder:
                 stack.callback(self._owned_device.close)
             stack.callback(self._source.end)
             stack.callback(self._loop.close)
+
+
+class StatefulLoaderFeeder(LoaderFeeder):
+    """A loader that knows where it is, and this where the loop is: ahead of the loop, that is where the loader was."""
+
+    _source: StatefulSource
+
+    def __iter__(self) -> Iterator[Any]:
+        """The loader's next epoch, on the device.
+
+        Raises:
+            ClosedError: This is closed, or another loop over it runs.
+        """
+        batches = self._loop.run(self._lend)
+        self._source.begin()
+        self._state = self._source.state()
+        return batches
+
+    def state_dict(self) -> Any:
+        """What the loader's ``state_dict()`` is where the loop is: batches that were prefetched and not lent count for nothing.
+
+        Raises:
+            The error of the loader's ``state_dict()``.
+        """
+        state = self._source.state() if self._loop.is_at_rest else self._state
+        if isinstance(state, Exception):
+            raise state
+        return state
+
+    def load_state_dict(self, state: Any) -> None:
+        """Let the next loop go on where ``state`` was taken, here or of the loader itself.
+
+        Raises:
+            ClosedError: A loop over this runs.
+        """
+        self._loop.load_state(self._loop.state() | {"batch": 0, "checksum": 0})  # an epoch that was left is left for good
+        self._loader.load_state_dict(state)
+
+    def _lend(self, loan: Loan) -> Any:
+        batch, self._state = loan.take()
+        return batch
 
 
 class HostLeaf:
@@ -234,6 +287,29 @@ class LoaderSource:
                     return
                 raise  # a RuntimeError, then, for this is a generator
             yield self.draw(batch)
+
+
+class StatefulSource(LoaderSource):
+    """The batches of a loader that knows where it is, each with what it said of that when it had given it."""
+
+    def state(self) -> Any:
+        """Reader, or consumer where there is none. What the loader says, or its error, for whoever asks: a loop need not be resumed."""
+        try:
+            state = self.loader.state_dict()
+            # What came out of worker processes stays as it is; what is in this one, a dataset may go on changing.
+            return state if getattr(self.loader, "num_workers", 0) else copy.deepcopy(state)
+        except Exception as error:
+            return error
+
+    def draw(self, batch: Any) -> Draw:
+        return functools.partial(self._load, batch, self.state())
+
+    @staticmethod
+    def _load(batch: Any, state: Any) -> Load:
+        load = load_of(batch)
+        rebuild = load.rebuild
+        load.rebuild = lambda tensors: (rebuild(tensors), state)
+        return load
 
 
 def _is_end(stop: StopIteration) -> bool:

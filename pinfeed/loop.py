@@ -63,6 +63,11 @@ class Loop:
         return self._batch if self._fresh else 0
 
     @property
+    def is_at_rest(self) -> bool:
+        """Whether no epoch runs, and none was left before its end."""
+        return self._fresh
+
+    @property
     def stats(self) -> FeederStats:
         return self._meter.stats()
 

@@ -14,7 +14,8 @@ import numpy as np
 from .devices.base import Device, Tensor
 from .dtypes import check_dtype
 from .errors import StoreError, WriteBackError
-from .stores import ArrayStore, MmapStore, RemoteStore, Store
+from .stores import ArrayStore, ArrowStore, MmapStore, RemoteStore, Store
+from .stores.arrow import columns_of, is_column
 from .stores.mmap import store_of_memmap
 from .stores.remote import has_protocol
 from .tree import flatten
@@ -33,7 +34,7 @@ class StoreTree:
     """
 
     def __init__(self, source: Any) -> None:
-        leaves, self.rebuild = flatten(source)
+        leaves, self.rebuild = flatten(_with_columns(source))
         if not leaves:
             raise StoreError(f"source={source!r} has no arrays in it; expected at least one path, array, tensor or Store")
         self.names = [_name(path) for path, _ in leaves]
@@ -89,8 +90,10 @@ class StoreTree:
             if check_dtype(np.dtype(leaf.dtype), name) != leaf.dtype:
                 raise StoreError(f"{name}: {type(leaf).__name__} has dtype {leaf.dtype}, which is not in this machine's byte order")
             return leaf
-        if has_protocol(leaf):
-            store: Store = RemoteStore(leaf)
+        if is_column(leaf):
+            store: Store = ArrowStore(leaf, name=name)
+        elif has_protocol(leaf):
+            store = RemoteStore(leaf)
         elif isinstance(leaf, (str, os.PathLike)):
             store = MmapStore(leaf)
         elif not isinstance(leaf, np.memmap) or (store := store_of_memmap(leaf)) is None:  # type: ignore[assignment]
@@ -138,6 +141,17 @@ def _overlap(one: Store, other: Store) -> bool:
     if isinstance(one, MmapStore) and isinstance(other, MmapStore):
         return not set(map(os.path.realpath, one.paths)).isdisjoint(map(os.path.realpath, other.paths))
     return one is other
+
+
+def _with_columns(source: Any) -> Any:
+    """``source``, with a dict of its columns in the place of each table and each dataset."""
+    leaves, rebuild = flatten(source)
+    found = [columns_of(leaf, _name(path)) for path, leaf in leaves]
+    return (
+        rebuild(leaf if columns is None else columns for columns, (_, leaf) in zip(found, leaves, strict=True))
+        if any(columns is not None for columns in found)
+        else source
+    )
 
 
 def _name(path: str) -> str:

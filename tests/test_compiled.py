@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 import torch
 import torch._inductor.config
+from torch._dynamo.testing import CompileCounter
 
-from pinfeed import Feeder, PinnedStore
+from pinfeed import Feeder, HostEmbedding, PinnedStore, RowOptimizer, train_rows
 
 
 @pytest.mark.parametrize(
@@ -40,3 +41,30 @@ def test_rows_are_trained_by_a_compiled_model(device: str, options: dict[str, An
     assert losses == again
     np.testing.assert_array_equal(got, want)
     assert losses[0] != losses[-1]
+
+
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute of a Tensor that is not a leaf"
+)  # the compiler looks at what rows were computed from
+def test_a_table_is_trained_through_a_compiled_model() -> None:
+    """Compiled once, though every batch looks up another number of different ids; and the same as the synchronous loop, not compiled."""
+    ids = torch.randint(200, (10, 32), generator=torch.Generator().manual_seed(0))
+    found = []
+    for depth in (0, 2):
+        torch.manual_seed(0)
+        table, counter = HostEmbedding(200, 8, name="table"), CompileCounter()
+        model = torch.nn.Linear(8, 1).to("cuda" if torch.cuda.is_available() else "cpu")
+        compiled = torch.compile(model, backend=counter) if depth else model
+        optimizer, losses = RowOptimizer(torch.optim.Adagrad, [table], lr=0.1), []
+        for batch in train_rows(list(ids), {table: lambda batch: batch}, optimizer=optimizer, depth=depth):
+            loss = compiled(table(batch)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+        assert counter.frame_count == (1 if depth else 0)
+        found.append((losses, table.read(range(200))))
+    (losses, want), (again, got) = found
+    assert losses == again
+    assert torch.equal(got, want)
+    assert losses[0] > losses[-1]

@@ -758,15 +758,15 @@ def test_a_length_that_nobody_knows() -> None:
 
 
 def test_what_the_loader_must_not_answer_for_it() -> None:
-    class Stateful(DataLoader[Any]):
+    class Saving(DataLoader[Any]):
         def state_dict(self) -> dict[str, Any]:
             return {}
 
         _private = 1
 
-    loader = wrap_loader(Stateful(Numbers()), device="cpu")
+    loader = wrap_loader(Saving(Numbers()), device="cpu")
     assert not hasattr(loader, "_private")
-    with pytest.raises(AttributeError, match="prefetched and not lent"):
+    with pytest.raises(AttributeError, match="Saving has no state_dict, so the loop cannot be resumed"):
         loader.state_dict()
 
 

@@ -37,18 +37,12 @@ def sample(n: int, row_shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
     return (numbers % 2 == 0) if dtype.kind == "b" else (numbers % 251).astype(dtype)
 
 
-class StoreTests:
-    """The contract of a Store."""
+class ReadOnlyStoreTests:
+    """The contract of a Store, as far as it is about reading."""
 
     def make(self, array: Array, tmp_path: Path) -> Store:
-        """A writable store of the rows of ``array``; a new one in each call."""
+        """A store of the rows of ``array``; a new one in each call."""
         raise NotImplementedError
-
-    def contents(self, store: Store) -> Array:
-        """All rows, read past the store where that can be done; else through it."""
-        out = np.empty((store.n_rows, *store.row_shape), store.dtype)
-        store.gather(np.arange(store.n_rows), out)
-        return out
 
     @pytest.fixture(params=sorted(DTYPES))
     def dtype(self, request: pytest.FixtureRequest) -> np.dtype[Any]:
@@ -71,7 +65,6 @@ class StoreTests:
         _, store = rows
         assert isinstance(store, Store)
         assert (store.n_rows, store.row_shape, store.dtype) == (50, (6,), np.dtype(np.float32))
-        assert store.writable
         assert store.resident_bytes >= 0
 
     def test_gather_of_every_dtype_and_rank(self, dtype: np.dtype[Any], row_shape: tuple[int, ...], tmp_path: Path) -> None:
@@ -81,17 +74,6 @@ class StoreTests:
         out = np.empty((5, *row_shape), dtype)
         store.gather(wanted, out)
         np.testing.assert_array_equal(out, array[wanted])
-        store.close()
-
-    def test_scatter_of_every_dtype_and_rank(self, dtype: np.dtype[Any], row_shape: tuple[int, ...], tmp_path: Path) -> None:
-        array = sample(13, row_shape, dtype)
-        store = self.make(array.copy(), tmp_path)
-        wanted = np.array([12, 0, 5, 6])
-        values = sample(40, row_shape, dtype)[-4:]
-        array[wanted] = values
-        store.scatter(wanted, values)
-        store.flush()
-        np.testing.assert_array_equal(self.contents(store), array)
         store.close()
 
     @pytest.mark.parametrize(
@@ -105,14 +87,6 @@ class StoreTests:
         store.gather(np.array(wanted, np.int64), out)
         np.testing.assert_array_equal(out, array[np.array(wanted, np.int64)])
 
-    @pytest.mark.parametrize("wanted", [[], [0], [49], [3, 4, 5], [5, 4, 3], [10, 11, 40, 41, 42, 12], list(range(50))], ids=str)
-    def test_scatter_of_any_rows(self, rows: tuple[Array, Store], wanted: list[int]) -> None:
-        array, store = rows
-        values = -1 - sample(len(wanted), (6,), np.dtype(np.float32))
-        array[np.array(wanted, np.int64)] = values
-        store.scatter(np.array(wanted, np.int64), values)
-        np.testing.assert_array_equal(self.contents(store), array)
-
     def test_gather_into_a_part_of_a_larger_buffer(self, rows: tuple[Array, Store]) -> None:
         array, store = rows
         out = np.zeros((10, 6), np.float32)
@@ -120,6 +94,58 @@ class StoreTests:
         np.testing.assert_array_equal(out[4:7], array[[8, 2, 30]])
         assert not out[:4].any()
         assert not out[7:].any()
+
+    def test_several_gathers_at_the_same_time(self, rows: tuple[Array, Store]) -> None:
+        array, store = rows
+
+        def gather(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            for _ in range(50):
+                wanted = rng.integers(0, 50, rng.integers(1, 40))
+                out = np.empty((len(wanted), 6), np.float32)
+                store.gather(wanted, out)
+                np.testing.assert_array_equal(out, array[wanted])
+
+        with ThreadPoolExecutor(3) as threads:
+            for done in [threads.submit(gather, seed) for seed in range(3)]:
+                done.result()
+
+    def test_close_twice(self, rows: tuple[Array, Store]) -> None:
+        _, store = rows
+        store.close()
+        store.close()
+
+
+class StoreTests(ReadOnlyStoreTests):
+    """The contract of a Store whose rows can be written."""
+
+    def contents(self, store: Store) -> Array:
+        """All rows, read past the store where that can be done; else through it."""
+        out = np.empty((store.n_rows, *store.row_shape), store.dtype)
+        store.gather(np.arange(store.n_rows), out)
+        return out
+
+    def test_it_is_writable(self, rows: tuple[Array, Store]) -> None:
+        assert rows[1].writable
+
+    def test_scatter_of_every_dtype_and_rank(self, dtype: np.dtype[Any], row_shape: tuple[int, ...], tmp_path: Path) -> None:
+        array = sample(13, row_shape, dtype)
+        store = self.make(array.copy(), tmp_path)
+        wanted = np.array([12, 0, 5, 6])
+        values = sample(40, row_shape, dtype)[-4:]
+        array[wanted] = values
+        store.scatter(wanted, values)
+        store.flush()
+        np.testing.assert_array_equal(self.contents(store), array)
+        store.close()
+
+    @pytest.mark.parametrize("wanted", [[], [0], [49], [3, 4, 5], [5, 4, 3], [10, 11, 40, 41, 42, 12], list(range(50))], ids=str)
+    def test_scatter_of_any_rows(self, rows: tuple[Array, Store], wanted: list[int]) -> None:
+        array, store = rows
+        values = -1 - sample(len(wanted), (6,), np.dtype(np.float32))
+        array[np.array(wanted, np.int64)] = values
+        store.scatter(np.array(wanted, np.int64), values)
+        np.testing.assert_array_equal(self.contents(store), array)
 
     def test_values_are_copied(self, rows: tuple[Array, Store]) -> None:
         array, store = rows
@@ -149,26 +175,6 @@ class StoreTests:
             writer.join()
         array[written] = 99
         np.testing.assert_array_equal(self.contents(store), array)
-
-    def test_several_gathers_at_the_same_time(self, rows: tuple[Array, Store]) -> None:
-        array, store = rows
-
-        def gather(seed: int) -> None:
-            rng = np.random.default_rng(seed)
-            for _ in range(50):
-                wanted = rng.integers(0, 50, rng.integers(1, 40))
-                out = np.empty((len(wanted), 6), np.float32)
-                store.gather(wanted, out)
-                np.testing.assert_array_equal(out, array[wanted])
-
-        with ThreadPoolExecutor(3) as threads:
-            for done in [threads.submit(gather, seed) for seed in range(3)]:
-                done.result()
-
-    def test_close_twice(self, rows: tuple[Array, Store]) -> None:
-        _, store = rows
-        store.close()
-        store.close()
 
 
 class DeviceTests:

@@ -1,0 +1,103 @@
+"""Hugging Face Accelerate: a loop over a feeder, in as many processes as ``accelerate launch`` starts, with gradient accumulation.
+
+The model and the optimizer are prepared; a feeder is not: it is no DataLoader, and ``accelerator.prepare`` would give it back as it is.
+Each process says which share of the rows is its own. That the last steps of an epoch are taken, too, where they are fewer than
+``gradient_accumulation_steps``, Accelerate leaves to the loader, which is to tell when it gives its last batch: ``Epoch`` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from accelerate.data_loader import DataLoaderStateMixin
+from accelerate.state import GradientState
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import pinfeed
+
+N_STEPS = 4  # batches that make one step
+LR = 0.05
+
+
+class Epoch(DataLoaderStateMixin):
+    """A feeder that tells Accelerate which batch is the last of its epoch."""
+
+    def __init__(self, feeder: Any) -> None:
+        self.feeder, self.gradient_state = feeder, GradientState()
+
+    def __iter__(self) -> Iterator[Any]:
+        self.begin()
+        try:
+            for number, batch in enumerate(self.feeder, 1):
+                self.end_of_dataloader = number == len(self.feeder)
+                yield batch
+        finally:
+            self.end()
+
+
+def linear() -> nn.Linear:
+    torch.manual_seed(0)
+    return nn.Linear(8, 1)
+
+
+def train(accelerator: Accelerator, epochs: list[Any]) -> tuple[torch.Tensor, int]:
+    """The weights after training on these epochs, and the number of steps."""
+    model = linear()
+    model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
+    n_steps = 0
+    for batches in epochs:
+        for x, y in batches:
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x)[:, 0], y)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+                n_steps += accelerator.sync_gradients
+    return accelerator.unwrap_model(model).weight.detach().clone(), n_steps
+
+
+def by_hand(epochs: list[Any]) -> torch.Tensor:
+    """The same without Accelerate: a step after every ``N_STEPS`` batches, and at the end of an epoch."""
+    model = linear()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for batches in epochs:
+        n = len(batches)
+        for number, (x, y) in enumerate(batches, 1):
+            (nn.functional.mse_loss(model(x)[:, 0], y) / N_STEPS).backward()
+            if number % N_STEPS == 0 or number == n:
+                optimizer.step()
+                optimizer.zero_grad()
+    return model.weight.detach()
+
+
+def main() -> None:
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(300, 8)).astype("float32"), rng.normal(size=300).astype("float32")
+    accelerator = Accelerator(gradient_accumulation_steps=N_STEPS)
+    share = pinfeed.rows.per_rank(pinfeed.rows.shuffled(seed=1), rank=accelerator.process_index, world_size=accelerator.num_processes)
+
+    with pinfeed.Feeder((x, y), batch_size=32, rows=share, device=accelerator.device) as feeder:
+        assert accelerator.prepare(feeder) is feeder
+        weights, n_steps = train(accelerator, [Epoch(feeder)] * 3)
+        assert n_steps == 3 * -(-len(feeder) // N_STEPS)
+    with pinfeed.Feeder((x, y), batch_size=32, rows=share, device=accelerator.device) as feeder:
+        if accelerator.num_processes == 1 and accelerator.device.type == "cpu":
+            assert torch.equal(weights, by_hand([feeder] * 3))
+
+    # A prepared DataLoader, wrapped: its batches, a few ahead. See docs/among-others.md for what is not the same.
+    loader = DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), batch_size=32)
+    prepared = accelerator.prepare(loader)
+    with pinfeed.wrap_loader(prepared, device=accelerator.device) as wrapped:
+        for ours, theirs in zip(wrapped, list(prepared), strict=True):
+            assert all(map(torch.equal, ours, theirs))
+    accelerator.end_training()
+    print(f"{n_steps} steps of {N_STEPS} batches or what was left of an epoch")
+
+
+if __name__ == "__main__":
+    main()

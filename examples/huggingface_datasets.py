@@ -1,0 +1,62 @@
+"""Hugging Face datasets: a Dataset as a source, shuffled, filtered and all; its columns are served from where Arrow has them.
+
+A dataset that was loaded from disk is a memory map: nothing is copied but the rows of the next batches, and those not one by one.
+"""
+
+from __future__ import annotations
+
+import tempfile
+
+import datasets
+import numpy as np
+import torch
+from datasets import Array2D, Dataset, Features, List, Value
+from torch.utils.data import DataLoader
+
+import pinfeed
+
+
+def make(n: int) -> Dataset:
+    rng = np.random.default_rng(0)
+    columns = {
+        "image": rng.integers(0, 256, (n, 8, 8), np.uint8),
+        "features": rng.normal(size=(n, 16)).astype("float32"),
+        "label": rng.integers(10, size=n),
+        "name": [f"sample {i}" for i in range(n)],
+    }
+    features = Features(
+        {"image": Array2D((8, 8), "uint8"), "features": List(Value("float32"), 16), "label": Value("int64"), "name": Value("string")}
+    )
+    return Dataset.from_dict(columns, features=features)
+
+
+def main() -> None:
+    datasets.disable_progress_bars()
+    with tempfile.TemporaryDirectory() as folder:
+        make(1000).save_to_disk(folder)
+        data = Dataset.load_from_disk(folder).filter(lambda row: row["label"] != 3).shuffle(seed=0)
+
+        try:
+            pinfeed.Feeder(data, batch_size=64)
+        except pinfeed.StoreError as error:
+            print(error)  # the names are text: it says what to do
+        numbers = data.select_columns(["image", "features", "label"])
+
+        with pinfeed.Feeder(numbers, batch_size=64, shuffle=True, seed=1) as feeder:
+            for batch in feeder.batches():
+                rows = batch.rows.tolist()
+                want = numbers.with_format("torch")[rows]
+                for name, tensor in batch.data.items():
+                    assert torch.equal(tensor.cpu(), want[name].to(tensor.dtype))
+            print(f"{feeder.stats.rows} rows, as dataset[i] has them")
+
+        with pinfeed.RowDataset(numbers) as rows_of:  # the same by number: a DataLoader's batch is one gather
+            x = next(iter(DataLoader(rows_of, batch_size=64)))["features"]
+            assert torch.equal(x, torch.tensor(numbers[:64]["features"]))
+
+        pairs = pinfeed.wrap_loader(DataLoader(data.with_format("torch"), batch_size=64))  # what is not numbers comes by a loader
+        assert next(iter(pairs))["name"] == data[:64]["name"]
+
+
+if __name__ == "__main__":
+    main()

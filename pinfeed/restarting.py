@@ -1,0 +1,69 @@
+"""restartable(): a feeder for frameworks that begin the next loop before they let go of the last."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+
+def restartable(feeder: Any) -> Restartable:
+    """``feeder``, iterated by a framework: a new loop ends the one before, which a feeder itself refuses.
+
+    Lightning and others keep the iterator of an epoch while they make that of the next, and do not ask it for the end. Everything else is
+    the feeder's own; each loop is its next epoch. Where it can be resumed, so can this, with a difference: when the last batch
+    has been lent, the epoch counts as done, and the state is the beginning of the next.
+
+    Args:
+        feeder: A Feeder, or what ``wrap_loader`` or ``wrap_readers`` returned. It stays the caller's.
+    """
+    return (StatefulRestartable if hasattr(feeder, "state_dict") else Restartable)(feeder)
+
+
+class Restartable:
+    """A feeder whose loops end when the next one begins."""
+
+    def __init__(self, feeder: Any) -> None:
+        self._feeder = feeder
+        self._running: weakref.ref[Any] | None = None  # the caller's reference alone keeps a loop going
+
+    def __len__(self) -> int:
+        return len(self._feeder)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The next epoch."""
+        self.end()
+        batches: Iterator[Any] = iter(self._feeder)
+        self._running = weakref.ref(batches)
+        return batches
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return getattr(self._feeder, name)
+
+    def end(self) -> None:
+        """End a loop that runs, as ``break`` does."""
+        batches = self._running() if self._running is not None else None
+        if batches is not None:
+            batches.close()
+
+
+class StatefulRestartable(Restartable):
+    """One that can be resumed."""
+
+    def state_dict(self) -> Any:
+        """Where the loop is: the feeder's state, or the beginning of the next epoch when all batches of this one were lent."""
+        state = self._feeder.state_dict()
+        if not state.keys() >= {"epoch", "batch", "checksum"}:  # a loader's own
+            return state
+        try:
+            is_over = state["batch"] == len(self._feeder)
+        except TypeError:  # nobody knows how many there are: then whoever iterates it has to ask for the end
+            return state
+        return state | {"epoch": state["epoch"] + 1, "batch": 0, "checksum": 0} if is_over else state
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Let the next loop go on where ``state`` was taken. A loop that runs is ended."""
+        self.end()
+        self._feeder.load_state_dict(state)

@@ -1,0 +1,277 @@
+"""ArrowStore: rows of an Arrow column, from where Arrow has them."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ..batches import check_rows
+from ..errors import MissingDependency, StoreError
+from ..rows import Rows
+from .base import Array, run_of
+
+_CHECKED = 1 << 20  # lengths that are compared at a time
+_COLLECTED = 1 << 20  # bytes of rows that are brought together from several chunks at a time
+_UNPACKED = 1 << 16  # bits that are unpacked at a time: each takes 18 bytes meanwhile
+_GATHERS = 8  # at a time, at most
+
+# What a column may be and a tensor cannot, by pyarrow's own test for it; and what to do.
+_REFUSED = {
+    "is_temporal": 'cast it to "int64" (dataset.cast_column, or column.cast)',
+    "is_dictionary": "decode it to plain numbers (column.dictionary_decode())",
+    "is_struct": "flatten it into columns of its fields (dataset.flatten(), or table.flatten())",
+    "is_decimal": 'cast it to "float64" (dataset.cast_column, or column.cast)',
+}
+_OR_LEAVE = "or leave the column out (dataset.select_columns, table.select)"
+
+
+class ArrowStore:
+    """Rows of an Arrow column, read-only; shared, not copied: of a memory-mapped file, what is gathered is read, and nothing else.
+
+    Columns of numbers, and of lists of numbers that all have one length, which may be lists again: a row's shape. That includes columns
+    of a type that fixes the length, ``FixedShapeTensorType`` and the ``Array2D`` of Hugging Face. Booleans, which are bits in Arrow, are
+    unpacked when they are gathered. A column may have any number of chunks; a random gather takes some microseconds for each chunk
+    that it meets.
+
+    Args:
+        column: A ``pyarrow.ChunkedArray`` or ``pyarrow.Array``, at least one row.
+        name: What errors call it.
+        indices: A column of row numbers: row i here is row ``indices[i]`` of ``column``.
+
+    Raises:
+        MissingDependency: pyarrow is not installed.
+        StoreError: No rows, nulls, lists of different lengths, or something else than numbers.
+    """
+
+    writable = False
+
+    def __init__(self, column: Any, *, name: str = "column", indices: Any = None) -> None:
+        try:
+            import pyarrow
+        except ImportError:
+            raise MissingDependency(f"{name}: pyarrow is needed; pip install pyarrow") from None
+        if not isinstance(column, (pyarrow.ChunkedArray, pyarrow.Array)):
+            raise StoreError(f"{name}: got {type(column).__name__}; expected a pyarrow.ChunkedArray or a pyarrow.Array")
+        chunks = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
+        self._name = name
+        self._chunks = [_values(chunk, name) for chunk in chunks if len(chunk)]
+        if not self._chunks:
+            raise StoreError(f"{name}: a column without rows; expected at least one")
+        if other := next((chunk.shape for chunk in self._chunks if chunk.shape[1:] != self.row_shape), None):
+            raise _ragged(name, self.row_shape, other[1:])
+        counts = [chunk.shape[0] for chunk in self._chunks]
+        self._n_stored, self._starts = sum(counts), np.cumsum([0, *counts[:-1]])
+        self._indices = None if indices is None else ArrowStore(indices, name=f"{name}: its indices")
+
+    @property
+    def n_rows(self) -> int:
+        return self._n_stored if self._indices is None else self._indices.n_rows
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self._chunks[0].shape[1:]
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._chunks[0].dtype
+
+    @property
+    def resident_bytes(self) -> int:
+        is_one_array = len(self._chunks) == 1 and isinstance(self._chunks[0], np.ndarray)
+        return 0 if is_one_array else _GATHERS * (_COLLECTED + 18 * _UNPACKED)
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        if self._indices is not None:
+            numbers = np.empty(len(rows), self._indices.dtype)
+            self._indices.gather(rows, numbers)
+            rows = check_rows(numbers, self._n_stored, f"{self._name}: its indices")
+        if (run := run_of(rows)) is not None:
+            self._copy(run, out)
+        elif len(self._chunks) == 1:
+            self._chunks[0].take(rows, 0, out, "clip")  # rows are in range; with "raise", numpy gathers elsewhere first
+        else:
+            step = max(1, _COLLECTED * len(out) // max(1, out.nbytes))
+            for i in range(0, len(rows), step):
+                self._collect(rows[i : i + step], out[i : i + step])
+
+    def scatter(self, rows: Rows, values: Array) -> None:
+        """Refuse: what Arrow has never changes.
+
+        Raises:
+            StoreError: Always.
+        """
+        raise StoreError(f"{self._name}: an Arrow column is read-only")
+
+    def flush(self) -> None:
+        """Nothing was written."""
+
+    def close(self) -> None:
+        """The column is the caller's."""
+
+    def _copy(self, run: slice, out: Array) -> None:
+        """Consecutive rows, chunk by chunk."""
+        done, number = 0, int(np.searchsorted(self._starts, run.start, side="right")) - 1
+        while done < len(out):
+            chunk = self._chunks[number]
+            begin = run.start + done - int(self._starts[number])
+            n = min(len(out) - done, chunk.shape[0] - begin)
+            out[done : done + n] = chunk[begin : begin + n]
+            done, number = done + n, number + 1
+
+    def _collect(self, rows: Rows, out: Array) -> None:
+        """Rows in any order: those of a chunk together, then each into its place."""
+        order = np.argsort(rows)
+        rows = rows[order]
+        begins = np.searchsorted(rows, self._starts)
+        counts = np.diff(begins, append=len(rows))
+        rows -= np.repeat(self._starts, counts)
+        found = np.empty_like(out)
+        for number in np.flatnonzero(counts).tolist():
+            part = slice(begins[number], begins[number] + counts[number])
+            self._chunks[number].take(rows[part], 0, found[part], "clip")
+        out[order] = found
+
+
+class _Bits:
+    """Booleans as Arrow packs them: as much of an array of shape ``shape`` as is needed here.
+
+    Args:
+        packed: The bytes; the first bit is the lowest.
+        first: The bit with which row 0 begins.
+        shape: Shape (n_rows, *row_shape).
+    """
+
+    dtype: np.dtype[Any] = np.dtype(bool)
+
+    def __init__(self, packed: npt.NDArray[np.uint8], first: int, shape: tuple[int, ...]) -> None:
+        self._packed, self._first, self.shape = packed, first, shape
+
+    def __getitem__(self, rows: slice) -> Array:
+        out = np.empty((rows.stop - rows.start, *self.shape[1:]), bool)
+        self.take(np.arange(rows.start, rows.stop), 0, out, "clip")
+        return out
+
+    def take(self, rows: Rows, axis: int, out: Array, mode: str) -> None:
+        """As that of an array."""
+        flat = out.reshape(len(rows), math.prod(self.shape[1:]))
+        step = max(1, _UNPACKED // max(1, flat.shape[1]))
+        for i in range(0, len(rows), step):
+            bits = self._first + rows[i : i + step, None] * flat.shape[1] + np.arange(flat.shape[1])
+            flat[i : i + step] = self._packed[bits >> 3] >> (bits & 7) & 1
+
+
+def columns_of(source: Any, name: str) -> dict[str, ArrowStore] | None:
+    """A store for each column of a pyarrow.Table, or of a Hugging Face dataset as ``dataset[i]`` shows it; None if it is neither.
+
+    Raises:
+        StoreError: A column that cannot be served, or a dataset whose rows are not those of its table.
+    """
+    pyarrow = sys.modules.get("pyarrow")  # who has a table has loaded it
+    if pyarrow is None:
+        return None
+    if isinstance(source, pyarrow.Table):
+        return {column: ArrowStore(source[column], name=f"{name}[{column!r}]") for column in _unique(source.column_names, name)}
+    if not any((kind.__module__, kind.__name__) == ("datasets.arrow_dataset", "Dataset") for kind in type(source).__mro__):
+        return None
+    look = source.format
+    if look["type"] == "custom":
+        raise StoreError(
+            f"{name}: a dataset with a transform, which runs sample by sample; take it off (dataset.reset_format()), or give "
+            "pinfeed.wrap_loader(DataLoader(dataset))"
+        )
+    names = [column for column in source.column_names if look["output_all_columns"] or column in look["columns"]]
+    indices = source._indices.column(0) if source._indices is not None else None  # of select, shuffle, sort, …
+    stores = {column: ArrowStore(source.data.column(column), name=f"{name}[{column!r}]", indices=indices) for column in names}
+    if look["type"] in ("numpy", "torch"):
+        _check_format(look["type"], source[0], stores, name)
+    return stores
+
+
+def is_column(source: Any) -> bool:
+    """Whether it is an Arrow column."""
+    pyarrow = sys.modules.get("pyarrow")
+    return pyarrow is not None and isinstance(source, (pyarrow.ChunkedArray, pyarrow.Array))
+
+
+def _check_format(kind: str, first: dict[str, Any], stores: dict[str, ArrowStore], name: str) -> None:
+    """A format converts some dtypes. What it gives of row 0 shows which."""
+    for column, store in stores.items():
+        given = str(getattr(first[column], "dtype", store.dtype)).removeprefix("torch.")
+        if given != store.dtype.name:
+            raise StoreError(
+                f"{name}[{column!r}]: with_format({kind!r}) gives {given} of what is stored as {store.dtype}; take it as it is "
+                f"(dataset.with_format(None)), or store it so (dataset.cast_column)"
+            )
+
+
+def _unique(names: list[str], name: str) -> list[str]:
+    if len(set(names)) < len(names):
+        raise StoreError(f"{name}: a table with columns of the same name: {', '.join(names)}; rename them (table.rename_columns)")
+    return names
+
+
+def _values(array: Any, name: str) -> Array | _Bits:
+    """The rows of a chunk, shape (n_rows, *row_shape), on Arrow's memory."""
+    import pyarrow
+
+    shape: tuple[int, ...] = (len(array),)
+    tail: tuple[int, ...] = ()
+    while True:
+        kind = array.type
+        if array.null_count:
+            raise StoreError(
+                f"{name}: has nulls, which a tensor cannot have; fill them (pyarrow.compute.fill_null, dataset.map), {_OR_LEAVE}"
+            )
+        if isinstance(kind, pyarrow.BaseExtensionType) and hasattr(kind, "shape"):  # else nobody knows what its storage means
+            tail = _tensor_shape(kind, name) if isinstance(kind, pyarrow.FixedShapeTensorType) else tail
+            array = array.storage
+        elif pyarrow.types.is_fixed_size_list(kind):
+            shape = (*shape, kind.list_size)
+            array = array.values.slice(array.offset * kind.list_size, math.prod(shape))
+        elif pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+            offsets = array.offsets.to_numpy()
+            shape = (*shape, _length(offsets, name))
+            array = array.values.slice(int(offsets[0]), math.prod(shape))
+        else:
+            return _numbers(array, shape[:-1] + tail if tail else shape, name)
+
+
+def _tensor_shape(kind: Any, name: str) -> tuple[int, ...]:
+    axes = kind.permutation
+    if axes is not None and axes != sorted(axes):
+        raise StoreError(f"{name}: tensors of permuted axes ({axes}), in which a row is scattered; write them in the order of their axes")
+    return tuple(kind.shape)
+
+
+def _length(offsets: npt.NDArray[Any], name: str) -> int:
+    """Of all lists, given where each begins and the last one ends."""
+    length = int(offsets[1] - offsets[0]) if len(offsets) > 1 else 0
+    for i in range(0, len(offsets) - 1, _CHECKED):
+        lengths = np.diff(offsets[i : i + _CHECKED + 1])
+        if (lengths != length).any():
+            raise _ragged(name, (length,), (int(lengths[lengths != length][0]),))
+    return length
+
+
+def _ragged(name: str, one: tuple[int, ...], other: tuple[int, ...]) -> StoreError:
+    return StoreError(
+        f"{name}: lists of different lengths (rows of shape {one} and {other}); pad them to one length, or batch them with a collate_fn: "
+        "pinfeed.wrap_loader(DataLoader(dataset, collate_fn=...))"
+    )
+
+
+def _numbers(array: Any, shape: tuple[int, ...], name: str) -> Array | _Bits:
+    import pyarrow
+
+    kind = array.type
+    if pyarrow.types.is_boolean(kind):
+        return _Bits(np.frombuffer(array.buffers()[1] or b"", np.uint8), array.offset, shape)
+    if pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind):
+        values: Array = array.to_numpy().reshape(shape)
+        return values
+    advice = next((advice for test, advice in _REFUSED.items() if getattr(pyarrow.types, test)(kind)), "make numbers of it")
+    raise StoreError(f"{name}: a column of {kind}; expected numbers or booleans, or lists of them; {advice}, {_OR_LEAVE}")
