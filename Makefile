@@ -4,13 +4,14 @@ PYTHON ?= python3
 BIN = .venv/bin
 SIZE ?= 2GiB
 
-.PHONY: demo word2vec test lint docs pictures gpu bench rows budget overhead clean
+.PHONY: demo word2vec test lint docs pictures package gpu bench rows budget overhead clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py $(if $(NPY),--npy "$(NPY)",--size $(SIZE))
 
+# On every core; torch with one thread in each process. One test: .venv/bin/python -m pytest tests/test_x.py -k y
 test: .venv/installed
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .
@@ -26,6 +27,10 @@ docs: .venv/docs
 pictures: .venv/docs
 	$(BIN)/python docs/pictures/protocol.py
 	$(BIN)/python docs/pictures/measured.py
+
+# Wheel and sdist in dist/, tried in a clean environment of each Python that there is.
+package: .venv/packager
+	$(BIN)/python .ci/package.py
 
 # Word vectors of the standard library's sources, both tables in host memory; a few seconds with QUICK=1.
 word2vec: .venv/installed
@@ -64,6 +69,10 @@ gpu: .venv/cuda
 		-e ".[cuda$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "13").split(".")[0])')]"
 	touch $@
 
+.venv/packager: .venv/installed
+	$(BIN)/python -m pip install --quiet -c constraints.txt --group package
+	touch $@
+
 .venv/peers: .venv/installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt --group bench
 	touch $@
@@ -73,4 +82,4 @@ gpu: .venv/cuda
 	touch $@
 
 clean:
-	rm -rf .venv demo site
+	rm -rf .venv demo dist site

@@ -3,10 +3,8 @@
 import json
 import os
 import pathlib
-import signal
 import subprocess
 import sys
-import time
 import tracemalloc
 import zlib
 from typing import Any
@@ -265,55 +263,50 @@ def test_memory_is_one_piece(tmp_path: pathlib.Path) -> None:
         assert peak < 40 << 20, "one piece of 16 MiB for the rows, one for the checksum"
 
 
-CHILD = """
-import pathlib, sys
+RUNS = """
+import os, pathlib, signal, sys
 sys.path.insert(0, {tests!r})
 from test_checkpoint import Training
 from pinfeed import checkpoint
-path = pathlib.Path(sys.argv[1])
-training = Training()
-if checkpoint.exists(path):
-    done = checkpoint.resume(path, **training.parts)["done"]
-else:
-    done = 0
-print("begun", flush=True)
-for _ in range(training.batches.epoch, 5):
-    for ids, y in training.batches:
-        loss = ((training.model(training.table(ids).sum(1))[:, 0] - y) ** 2).mean()
-        loss.backward()
-        for optimizer in (training.rows, training.dense):
-            optimizer.step()
-            optimizer.zero_grad()
-        training.scheduler.step()
-        done += 1
-        checkpoint.save(path, done=done, **training.parts)
-print("ended", done, [array.tobytes().hex() for array in training.result], flush=True)
+
+def run(path, killed_after):
+    training = Training()
+    done = checkpoint.resume(path, **training.parts)["done"] if checkpoint.exists(path) else 0
+    signal.setitimer(signal.ITIMER_REAL, killed_after)  # the kernel ends the process, wherever it is; 0 is never
+    for _ in range(training.batches.epoch, 5):
+        for ids, y in training.batches:
+            loss = ((training.model(training.table(ids).sum(1))[:, 0] - y) ** 2).mean()
+            loss.backward()
+            for optimizer in (training.rows, training.dense):
+                optimizer.step()
+                optimizer.zero_grad()
+            training.scheduler.step()
+            done += 1
+            checkpoint.save(path, done=done, **training.parts)
+    print("ended", done, [array.tobytes().hex() for array in training.result], flush=True)
+
+for killed_after in [*map(float, sys.argv[2:]), 0]:
+    child = os.fork()  # a process of its own for each, that need not import everything again
+    if not child:
+        run(pathlib.Path(sys.argv[1]), killed_after)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] in (0, signal.SIGALRM)
 """
 
 
 def test_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
     """A run that saves at every step is killed again and again, and ends as one that was not."""
-    script = tmp_path / "run.py"
-    script.write_text(CHILD.format(tests=str(pathlib.Path(__file__).parent)))
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    path, rng, kills = tmp_path / "checkpoint", np.random.default_rng(5), 0
-    while True:
-        child = subprocess.Popen([sys.executable, str(script), str(path)], stdout=subprocess.PIPE, text=True, env=environment)
-        assert child.stdout is not None
-        assert child.stdout.readline() == "begun\n"
-        if kills < 3:
-            time.sleep(rng.uniform(0.02, 0.3))  # the moment is random; whatever it hits, the end must be the same
-            child.send_signal(signal.SIGKILL)
-            kills += 1
-        output = child.stdout.read()
-        child.stdout.close()
-        child.wait()
-        if output:
-            break
-    words = output.split(" ", 2)
-    assert words[:2] == ["ended", str(5 * -(-SAMPLES // SIZE))]
-    whole = Training().run(5)
-    assert words[2].strip() == str([array.tobytes().hex() for array in whole.result])
+    script = tmp_path / "runs.py"
+    script.write_text(RUNS.format(tests=str(pathlib.Path(__file__).parent)))
+    moments = np.random.default_rng(5).uniform(0.02, 0.3, 3).astype(str)  # whatever they hit, the end must be the same
+    done = subprocess.run(
+        [sys.executable, script, tmp_path / "checkpoint", *moments],
+        capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    n_done, result = done.stdout.rpartition("ended ")[2].split(" ", 1)
+    assert int(n_done) == 5 * -(-SAMPLES // SIZE)
+    assert result.strip() == str([array.tobytes().hex() for array in Training().run(5).result])
 
 
 def test_the_manifest_names_everything(tmp_path: pathlib.Path) -> None:

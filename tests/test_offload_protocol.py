@@ -168,7 +168,7 @@ def test_all_that_a_loop_may_do(options: dict[str, Any]) -> None:
         check(SimTorchDevice(choose), options, 6, DOES, ("compute", "second")[: 1 + i % 2])
 
 
-@pytest.mark.parametrize("corner", CORNERS)
+@pytest.mark.parametrize("corner", [pytest.param(corner, marks=[pytest.mark.stress] if i % 3 else []) for i, corner in enumerate(CORNERS)])
 def test_corner_schedules(corner: str) -> None:
     rng = random.Random(corner)
     check(SimTorchDevice(CORNERS[corner]()), rng.choice(OPTIONS), 3, tuple(rng.sample(DOES, 3)))

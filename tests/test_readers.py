@@ -407,7 +407,9 @@ def test_what_is_done_is_forgotten() -> None:
         return sum(type(thing) is GeneratorType and thing.__name__ == "samples" for thing in gc.get_objects())
 
     with wrapped(100) as feeder:
-        assert max(n_generators() for _ in feeder) < 10
+        for k, _ in enumerate(feeder):
+            if k == 45:  # of 50: each batch has begun four of them
+                assert n_generators() < 10
 
 
 # ---- threads ---------------------------------------------------------------------------------------------------------

@@ -107,7 +107,6 @@ def test_array_store_of_a_read_only_array_is_not_writable() -> None:
         (torch.zeros(3, device="meta"), "on meta"),
         ([1, 2, 3], "expected a path"),
     ],
-    ids=str,
 )
 def test_array_store_refuses(source: Any, message: str) -> None:
     with pytest.raises(errors.StoreError, match=message):

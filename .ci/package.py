@@ -1,0 +1,143 @@
+"""Builds wheel and sdist into dist/, and tries them in clean environments of every Python that there is and that they are for.
+
+In each, with the versions of constraints.txt: newcomer.py runs with what the wheel installs, and with what the sdist does; mypy --strict
+accepts it; the extras can be resolved. Where torch would be a build of gigabytes for CUDA, all but torch is installed, and imported.
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+NEWCOMER, CONSTRAINTS = ROOT / ".ci" / "newcomer.py", ROOT / "constraints.txt"
+VERSIONS = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+IMPORT = "import sys, pinfeed; assert 'torch' not in sys.modules; print(pinfeed.__version__, pinfeed.__file__)"
+MISTAKE = "import pinfeed\npinfeed.Feeder('rows.npy', batch_sise=64)\n"
+MYPY = "[mypy]\nstrict = True\n[mypy-torch.*]\nfollow_imports = skip\n"
+"""To read torch's types takes a minute, and what is asked here is whether pinfeed's are seen."""
+
+
+def run(*command: object, cwd: Path = ROOT, fails: bool = False) -> str:
+    """What a command prints, apart from this environment's PYTHONPATH. Raises SystemExit with it where the command ends otherwise."""
+    words, environment = [str(word) for word in command], {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True)
+    if (done.returncode != 0) is not fails:
+        raise SystemExit(f"$ {' '.join(words)}\nended with {done.returncode}\n{done.stdout}{done.stderr}")
+    return done.stdout
+
+
+def build() -> tuple[Path, Path]:
+    """The wheel, which is built from the sdist, and the sdist."""
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    run(sys.executable, "-m", "build")
+    (wheel,), (sdist,) = (ROOT / "dist").glob("*.whl"), (ROOT / "dist").glob("*.tar.gz")
+    run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
+    return wheel, sdist
+
+
+def check_contents(wheel: Path, sdist: Path) -> None:
+    """The wheel holds the package and its licence; the sdist all that is tracked, but for results."""
+    tracked = {
+        path.relative_to(ROOT).as_posix() for path in (ROOT / "pinfeed").rglob("*") if "__pycache__" not in path.parts and path.is_file()
+    }
+    held = set(zipfile.ZipFile(wheel).namelist())
+    assert tracked == {name for name in held if ".dist-info/" not in name}, tracked ^ held
+    assert "pinfeed/py.typed" in held
+    assert any(name.endswith(".dist-info/licenses/LICENSE") for name in held)
+    with tarfile.open(sdist) as file:
+        names = {name.split("/", 1)[1] for name in file.getnames()}
+    assert tracked | {"README.md", "LICENSE", "pyproject.toml", "Makefile", "tests/conftest.py", "examples/demo.py"} <= names
+    assert not any(name.startswith("benchmarks/results") for name in names)
+    for path, count in ((wheel, len(held)), (sdist, len(names))):
+        print(f"{path.name}: {count} files, {path.stat().st_size >> 10} KiB")
+
+
+def pythons() -> dict[str, str]:
+    """By version: the Python at hand, and those on PATH."""
+    found: dict[str, str] = {}
+    for name in (sys.executable, *(f"python{version}" for version in VERSIONS)):
+        try:
+            version = run(name, "-c", "import venv, sys; print('%d.%d' % sys.version_info[:2])").strip()
+        except (OSError, SystemExit):
+            continue  # there is none of this name, or one that does not run
+        if version in VERSIONS:
+            found.setdefault(version, name)
+    return found
+
+
+class Environment:
+    """A clean environment of one Python, in a folder."""
+
+    def __init__(self, folder: Path, python: str) -> None:
+        run(python, "-m", "venv", "--without-pip", folder / "env")
+        self.folder, self.python = folder, folder / "env" / "bin" / "python"
+
+    def pip(self, *arguments: object) -> str:
+        pip = (sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet")
+        return run(*pip, "--constraint", CONSTRAINTS, *arguments, cwd=self.folder)
+
+    def program(self, *arguments: object) -> str:
+        return run(self.python, "-W", "error", *arguments, cwd=self.folder)
+
+    def mypy(self, *arguments: object, fails: bool = False) -> str:
+        (self.folder / "mypy.ini").write_text(MYPY)
+        mypy = (sys.executable, "-m", "mypy", "--python-executable", self.python)
+        return run(*mypy, *arguments, cwd=self.folder, fails=fails)
+
+    def has_small_torch(self) -> bool:
+        """Whether the torch that pip would take is one without CUDA's libraries."""
+        report = json.loads(self.pip("--dry-run", "--no-deps", "--report", "-", "torch"))
+        requirements = report["install"][0]["metadata"].get("requires_dist", [])
+        return not any("cuda" in one or "nvidia" in one for one in requirements)
+
+    def install_without_torch(self, wheel: Path) -> None:
+        (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
+        required = re.findall(r"^Requires-Dist: ([^;\n]+)$", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE)
+        self.pip("--no-deps", wheel)
+        self.pip(*(one for one in required if not one.startswith("torch")))
+
+    def check_import(self, wheel: Path) -> None:
+        version, file = self.program("-c", IMPORT).split()
+        assert version == wheel.name.split("-")[1]
+        assert Path(file).is_relative_to(self.folder)
+        if (self.python.parent / "pinfeed").exists():
+            assert version in self.program("-m", "pinfeed", "--version")
+            run(self.python.parent / "pinfeed", "--help", cwd=self.folder)
+
+    def check_whole(self, wheel: Path, sdist: Path) -> None:
+        for package in (sdist, wheel):
+            self.pip("--force-reinstall", "--no-deps", package)
+            self.check_import(wheel)
+            self.program(NEWCOMER)
+        self.mypy(NEWCOMER)
+        assert "batch_sise" in self.mypy("-c", MISTAKE, fails=True), "types are seen"
+        for extra in ("cuda12", "cuda13,plot,remote,safetensors"):
+            self.pip("--dry-run", f"{wheel}[{extra}]")
+
+
+def main() -> None:
+    """Build, look into both, install and try them."""
+    wheel, sdist = build()
+    check_contents(wheel, sdist)
+    for version, python in pythons().items():
+        with tempfile.TemporaryDirectory() as folder:
+            environment = Environment(Path(folder), python)
+            if environment.has_small_torch():
+                environment.pip(wheel)
+                environment.check_whole(wheel, sdist)
+                print(f"Python {version}: installed from wheel and sdist, ran, type-checked; extras resolve")
+            else:
+                environment.install_without_torch(wheel)
+                environment.check_import(wheel)
+                print(f"Python {version}: installed but for torch, which there would be for CUDA only, and imported")
+
+
+if __name__ == "__main__":
+    main()
