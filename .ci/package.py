@@ -107,9 +107,8 @@ class Environment:
         version, file = self.program("-c", IMPORT).split()
         assert version == wheel.name.split("-")[1]
         assert Path(file).is_relative_to(self.folder)
-        if (self.python.parent / "pinfeed").exists():
-            assert version in self.program("-m", "pinfeed", "--version")
-            run(self.python.parent / "pinfeed", "--help", cwd=self.folder)
+        assert version in self.program("-m", "pinfeed", "--version")
+        run(self.python.parent / "pinfeed", "--help", cwd=self.folder)
 
     def check_whole(self, wheel: Path, sdist: Path) -> None:
         for package in (sdist, wheel):

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import mmap
-import os
 import statistics
-import time
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +13,13 @@ import numpy as np
 import torch
 
 from benchmarks.peers import Task
-from benchmarks.rowfile import Kind, drop, read_through
+from benchmarks.rowfile import Kind, drop
+from pinfeed.cli.cache import read_through
+from pinfeed.cli.ceilings import copy_rates, random_rate, seconds_of, sequential_rate
 
-_PIECE = 4 << 20
 _RING = 4
 _MADV_POPULATE_READ = 22  # linux/mman.h
 _RANDOM_S = 0.6  # for each number of threads
-_MEMCPY_BYTES = 1 << 30
 
 
 class Compute:
@@ -45,7 +41,7 @@ class Compute:
 
     def alone_s(self) -> float:
         """Seconds that it takes with nothing beside it: the median of some."""
-        return statistics.median(_seconds(self) for _ in range(40))
+        return statistics.median(seconds_of(self) for _ in range(40))
 
 
 def memory_rates(tasks: list[Task]) -> dict[str, Any]:
@@ -61,18 +57,8 @@ def memory_rates(tasks: list[Task]) -> dict[str, Any]:
     return {
         "memcpy": max(copies.values()),
         **{f"gather, {order}": max(rates.values()) for order, rates in gathers.items()},
-        "sequential, warm": max(_sequential_rate(path, n_threads, behind=False) for n_threads in (1, 2, 4)) / 1e9,
+        "sequential, warm": max(sequential_rate(path, n_threads) for n_threads in (1, 2, 4)),
         "all in memory": {"memcpy": copies, **gathers},
-    }
-
-
-def copy_rates(ring: list[torch.Tensor]) -> dict[str, float]:
-    """GB/s of copies between the buffers of a ring."""
-    pairs = list(itertools.islice(itertools.pairwise(itertools.cycle(ring)), max(8, _MEMCPY_BYTES // ring[0].nbytes)))
-    nbytes = len(pairs) * ring[0].nbytes / 1e9
-    return {
-        "torch, all threads": nbytes / _seconds(lambda: [a.copy_(b) for a, b in pairs]),
-        "numpy": nbytes / _seconds(lambda: [np.copyto(a.numpy(), b.numpy()) for a, b in pairs]),
     }
 
 
@@ -93,7 +79,9 @@ def gather_rates(array: np.ndarray, batches: list[Any], ring: list[torch.Tensor]
             np.take(array, rows, axis=0, out=out.numpy(), mode="clip")  # which, unlike "raise", needs no buffer between
 
     def rate(way: Callable[[torch.Tensor, Any], None]) -> float:
-        seconds = (_seconds(lambda: [way(out, rows) for out, rows in zip(itertools.cycle(ring), batches, strict=False)]) for _ in range(2))
+        seconds = (
+            seconds_of(lambda: [way(out, rows) for out, rows in zip(itertools.cycle(ring), batches, strict=False)]) for _ in range(2)
+        )
         return len(batches) * ring[0].nbytes / min(seconds) / 1e9
 
     rates = {"torch, all threads": rate(by_torch), "numpy": rate(by_numpy)}
@@ -106,75 +94,21 @@ def gather_rates(array: np.ndarray, batches: list[Any], ring: list[torch.Tensor]
 def disk_rates(task: Task) -> dict[str, Any]:
     """GB/s of a file that is not in the page cache: in sequence, and row by row in random order, each at its best number of threads."""
     sequential, at_random = {}, {}
+    nbytes = task.kind.row_nbytes
+    start = task.path.stat().st_size % nbytes  # the header: there is nothing else beside rows
     for n_threads, behind in itertools.product((1, 2, 4), (False, True)):
         read_through([task.path])  # as before the run of a contestant
         drop([task.path])
-        sequential[f"{n_threads} threads{', dropped behind' * behind}"] = _sequential_rate(task.path, n_threads, behind) / 1e9
+        sequential[f"{n_threads} threads{', dropped behind' * behind}"] = sequential_rate(task.path, n_threads, behind=behind)
     for n_threads in (1, 4, 16, 32):
         drop([task.path])
-        at_random[f"{n_threads} threads"] = _random_rate(task, n_threads) / 1e9
+        at_random[f"{n_threads} threads"] = random_rate(task.path, start, nbytes, task.epochs[0], n_threads, seconds=_RANDOM_S)
     return {
         "sequential, cold": max(rate for name, rate in sequential.items() if "dropped" not in name),  # as a loader does by default
         "sequential, cold, dropped behind": max(rate for name, rate in sequential.items() if "dropped" in name),
         "random, cold": max(at_random.values()),
         "all on disk": {"sequential": sequential, "random": at_random},
     }
-
-
-def _sequential_rate(path: Path, n_threads: int, behind: bool) -> float:
-    """Bytes a second of a whole file, in pieces into a small ring of page-aligned buffers."""
-    size, pieces = path.stat().st_size, itertools.count()
-    with _opened(path) as descriptor, ThreadPoolExecutor(n_threads) as executor:
-
-        def read() -> None:
-            buffers = [mmap.mmap(-1, _PIECE) for _ in range(2)]
-            while (offset := next(pieces) * _PIECE) < size:
-                os.preadv(descriptor, [buffers[offset // _PIECE % 2]], offset)
-                if behind:
-                    os.posix_fadvise(descriptor, offset, _PIECE, os.POSIX_FADV_DONTNEED)
-
-        return size / _seconds(lambda: [future.result() for future in [executor.submit(read) for _ in range(n_threads)]])
-
-
-def _random_rate(task: Task, n_threads: int) -> float:
-    """Bytes a second of shuffled rows, a pread each; the rows of a batch are sorted and dealt out to the threads in slices.
-
-    With native AIO in each thread in place of a pread per row, it was the same: the disk is what is waited for.
-    """
-    nbytes, n_rows, deadline = task.kind.row_nbytes, 0, time.perf_counter() + _RANDOM_S
-    with _opened(task.path) as descriptor, ThreadPoolExecutor(n_threads) as executor:
-        start = os.fstat(descriptor).st_size % nbytes  # the header: there is nothing else beside rows
-
-        def read(rows: list[int]) -> int:
-            buffer = mmap.mmap(-1, nbytes)
-            for done, row in enumerate(rows):
-                os.preadv(descriptor, [buffer], start + row * nbytes)
-                if time.perf_counter() > deadline:
-                    return done + 1
-            return len(rows)
-
-        begin = time.perf_counter()
-        for batch in task.epochs[0]:
-            parts = [part.tolist() for part in np.array_split(np.sort(batch), n_threads)]
-            n_rows += sum(executor.map(read, parts))
-            if time.perf_counter() > deadline:
-                break
-        return n_rows * nbytes / (time.perf_counter() - begin)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[int]:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
-
-
-def _seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
 
 
 def measure(path: Path, kind: Kind, orders: Sequence[str], n_products: int) -> dict[str, Any]:

@@ -19,7 +19,8 @@ import torch
 import pinfeed
 from benchmarks.ceilings import Compute
 from benchmarks.peers import CONTESTANTS, Contestant, Epochs, Task, litdata_folder, order_of
-from benchmarks.rowfile import Kind, cached_share, drop, expected, read_through
+from benchmarks.rowfile import Kind, drop, expected
+from pinfeed.cli.cache import cached_share, read_through
 
 _CHECKED_BATCHES = 8
 _CHECKED_FEEDER_BATCHES = 300
@@ -89,13 +90,13 @@ def run(path: Path, tiny: Path, kind: Kind, order: str, name: str, *, cold: bool
     gc.collect()
     with contextlib.suppress(PermissionError):  # then the peak is that since the process began
         Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
-    before, cached = memory(), cached_share(files[-1])
+    before, cached = memory(), _share(files[-1])
     samples: list[dict[str, int]] = []
     epochs = contestant.epochs(task)
     rates, complete = timed(epochs, step, cap_s, lambda: samples.append(memory()))
     peak = memory()["VmHWM"]
     growth = {key: max(sample[key] for sample in samples) - before[key] for key in ("RssAnon", "RssFile", "RssShmem")}
-    grown = (cached_share(files[-1]) - cached) * files[-1].stat().st_size
+    grown = (_share(files[-1]) - cached) * files[-1].stat().st_size
     epochs.close()
     return {
         "gb_per_s": [n_rows * kind.row_nbytes / seconds / 1e9 for n_rows, seconds in rates],
@@ -132,6 +133,11 @@ def memory() -> dict[str, int]:
     """What the kernel counts for this process, in bytes. Worker processes are not in it."""
     status = Path("/proc/self/status").read_text()
     return {key: int(value) * 1024 for key, value in re.findall(r"(Vm(?:HWM|RSS)|Rss\w+):\s+(\d+) kB", status)}
+
+
+def _share(path: Path) -> float:
+    """Of the file, in the page cache; it is the benchmark's own, so the kernel tells."""
+    return cached_share([path]) or 0.0
 
 
 def load(contestant: Contestant) -> None:

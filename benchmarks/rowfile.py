@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
-import mmap
 import os
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import torch
+
+from pinfeed.cli import cache
 
 _PIECE = 4 << 20
 
@@ -58,15 +57,6 @@ def expected(rows: np.ndarray, row_shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(rows.astype(np.float32)).reshape(-1, *[1] * len(row_shape)).expand(-1, *row_shape)
 
 
-def read_through(paths: Iterable[Path]) -> None:
-    """Bring files into the page cache."""
-    buffer = bytearray(_PIECE)
-    for path in paths:
-        with path.open("rb", buffering=0) as file:
-            while file.readinto(buffer):
-                pass
-
-
 def drop(paths: Iterable[Path]) -> None:
     """Drop files from the page cache.
 
@@ -74,28 +64,6 @@ def drop(paths: Iterable[Path]) -> None:
         RuntimeError: Something of them is still there, as it is while a memory map uses it.
     """
     for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-            for _ in range(20):
-                os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-                if not (share := cached_share(path)):
-                    break
-                time.sleep(0.05)  # a page that somebody is just using is passed over
-            else:
-                raise RuntimeError(f"{path}: {share:.1%} of it stays in the page cache: give a --dir on a disk")
-        finally:
-            os.close(descriptor)
-
-
-def cached_share(path: Path) -> float:
-    """Share of a file that is in the page cache, by mincore(2).
-
-    A read with RWF_NOWAIT would tell as well, but has the kernel bring in the page that it asks for: the next one would find it.
-    """
-    array = np.memmap(path, np.uint8, "r")
-    resident = np.zeros(-(-len(array) // mmap.PAGESIZE), np.uint8)
-    addresses = [ctypes.c_void_p(of.ctypes.data) for of in (array, resident)]
-    if ctypes.CDLL(None, use_errno=True).mincore(addresses[0], ctypes.c_size_t(len(array)), addresses[1]) != 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), path)
-    return float((resident & 1).mean())
+        cache.drop([path])
+        if share := cache.cached_share([path]):
+            raise RuntimeError(f"{path}: {share:.1%} of it stays in the page cache: give a --dir on a disk")

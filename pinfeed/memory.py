@@ -2,30 +2,76 @@
 
 from __future__ import annotations
 
+import contextlib
 import resource
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
+PROC, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_FILES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+"""Of a control group of each version: its limit, its usage, and what memory.stat calls page cache that can be dropped."""
 
-def free_host_bytes(*, proc: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process may still allocate.
+
+class Limit(NamedTuple):
+    """Something that bounds the host memory of this process, in bytes."""
+
+    name: str
+    """``machine``, ``control group /its/path``, ``RLIMIT_AS`` or ``RLIMIT_DATA``."""
+    total: int
+    free: int
+    """What this process may still allocate, by this limit. The page cache counts as free."""
+
+
+def free_host_bytes(*, proc: Path = PROC, root: Path = ROOT) -> int:
+    """Bytes that this process may still allocate: the least that its limits leave."""
+    return max(0, min(limit.free for limit in host_limits(proc=proc, root=root)))
+
+
+def host_limits(*, proc: Path = PROC, root: Path = ROOT) -> list[Limit]:
+    """Every limit that there is, the machine's memory first; some are larger than that.
 
     The page cache counts as free: in the machine's figure by psutil, in a control group's by its ``inactive_file``. A group is bound by
     every group above it, so the process's own path is walked up to the root; versions 1 and 2 are understood.
     """
-    free = [psutil.virtual_memory().available, *_cgroup_free(proc, root)]
-    for limit in (resource.RLIMIT_AS, resource.RLIMIT_DATA):
-        soft = resource.getrlimit(limit)[0]
+    machine = psutil.virtual_memory()
+    limits = [Limit("machine", machine.total, machine.available), *_group_limits(proc, root)]
+    for name, which in (("RLIMIT_AS", resource.RLIMIT_AS), ("RLIMIT_DATA", resource.RLIMIT_DATA)):
+        soft = resource.getrlimit(which)[0]
         if soft != resource.RLIM_INFINITY:
             used = psutil.Process().memory_info()
-            free.append(soft - (used.vms if limit == resource.RLIMIT_AS else used.data))
-    return max(0, min(free))
+            limits.append(Limit(name, soft, soft - (used.vms if which == resource.RLIMIT_AS else used.data)))
+    return limits
 
 
-def _cgroup_free(proc: Path, root: Path) -> Iterator[int]:
-    for directory, limit_file, usage_file, file_key in _cgroups(proc, root):
+def lock_limit() -> int | None:
+    """Bytes that this process may lock by itself, ``ulimit -l``; None without a limit. A CUDA driver need not keep to it."""
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def core_quota(*, proc: Path = PROC, root: Path = ROOT) -> float | None:
+    """Cores' worth of time that control groups grant, the least of them; None without a limit."""
+    found = []
+    for directory, version in _groups("cpu", proc, root):
+        with contextlib.suppress(OSError, ValueError):  # no controller here, or no limit
+            if version == 2:
+                quota, period = (directory / "cpu.max").read_text().split()
+            else:
+                quota, period = ((directory / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            if int(quota) > 0:
+                found.append(int(quota) / int(period))
+    return min(found, default=None)
+
+
+def _group_limits(proc: Path, root: Path) -> Iterator[Limit]:
+    for directory, version in _groups("memory", proc, root):
+        limit_file, usage_file, file_key = _FILES[version]
         try:
             text = (directory / limit_file).read_text().strip()
             if text == "max":
@@ -33,7 +79,8 @@ def _cgroup_free(proc: Path, root: Path) -> Iterator[int]:
             free = int(text) - int((directory / usage_file).read_text())
         except (OSError, ValueError):
             continue  # no controller here, or not ours to read
-        yield free + _droppable(directory / "memory.stat", file_key)
+        name = f"control group /{directory.relative_to(root)}"
+        yield Limit(name, int(text), free + _droppable(directory / "memory.stat", file_key))
 
 
 def _droppable(stat: Path, key: str) -> int:
@@ -44,8 +91,8 @@ def _droppable(stat: Path, key: str) -> int:
         return 0
 
 
-def _cgroups(proc: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
-    """The process's groups from its own up to the root: directory, limit file, usage file, key of droppable page cache."""
+def _groups(controller: str, proc: Path, root: Path) -> Iterator[tuple[Path, int]]:
+    """The process's groups from its own up to the root: directory and version."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -53,14 +100,14 @@ def _cgroups(proc: Path, root: Path) -> Iterator[tuple[Path, str, str, str]]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, names = root, ("memory.max", "memory.current", "inactive_file")
-        elif "memory" in controllers.split(","):
-            base, names = root / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base, version = root, 2
+        elif controller in controllers.split(","):
+            base, version = root / controller, 1
         else:
             continue
         directory = base / path.lstrip("/")
         while True:
-            yield directory, *names
+            yield directory, version
             if directory == base or base not in directory.parents:
                 break
             directory = directory.parent

@@ -11,7 +11,7 @@ import pytest
 
 from pinfeed import Feeder, MiB
 from pinfeed.blocks import anonymous
-from pinfeed.memory import free_host_bytes, resident_bytes
+from pinfeed.memory import core_quota, free_host_bytes, host_limits, lock_limit, resident_bytes
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
@@ -91,6 +91,43 @@ def test_both_versions_at_once(tmp_path: Path) -> None:
     group(tmp_path / "fs/memory/old", 10_000, 4000, 0, V1)
     (tmp_path / "fs/unified").mkdir()
     assert free(tmp_path, "4:memory:/old", "0::/new") == 6000
+
+
+def test_limits_by_name(tmp_path: Path) -> None:
+    group(tmp_path / "fs/memory/app/job", 10_000, 4000, 1000, V1)
+    group(tmp_path / "fs/new", 20_000, 5000, 0)
+    assert free(tmp_path, "4:memory:/app/job", "0::/new") == 7000
+    machine, *groups = host_limits(proc=tmp_path / "cgroup", root=tmp_path / "fs")
+    assert (machine.name, machine.total) == ("machine", psutil.virtual_memory().total)
+    assert [tuple(limit) for limit in groups[:2]] == [
+        ("control group /memory/app/job", 10_000, 7000),
+        ("control group /new", 20_000, 15_000),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"fs/app/cpu.max": "150000 100000"}, 1.5),
+        ({"fs/app/job/cpu.max": "max 100000", "fs/app/cpu.max": "400000 100000", "fs/cpu.max": "200000 100000"}, 2.0),
+        ({"fs/app/job/cpu.max": "max 100000"}, None),
+        ({"fs/cpu/app/cpu.cfs_quota_us": "50000", "fs/cpu/app/cpu.cfs_period_us": "100000"}, 0.5),
+        ({"fs/cpu/app/cpu.cfs_quota_us": "-1", "fs/cpu/app/cpu.cfs_period_us": "100000"}, None),
+        ({"fs/app/cpu.max": "what"}, None),
+        ({}, None),
+    ],
+)
+def test_cores_that_groups_grant(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    (tmp_path / "cgroup").write_text("4:cpu,cpuacct:/app/job\n0::/app/job\n")
+    assert core_quota(proc=tmp_path / "cgroup", root=tmp_path / "fs") == quota
+
+
+def test_what_may_be_locked() -> None:
+    soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    assert lock_limit() == (None if soft == resource.RLIM_INFINITY else soft)
 
 
 def test_controllers_are_told_by_their_whole_name(tmp_path: Path) -> None:

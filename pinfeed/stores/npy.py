@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import math
 import os
+from dataclasses import dataclass
 from typing import IO, Any
 
 import numpy as np
@@ -15,6 +16,18 @@ from .extent import Extent
 
 _MAX_AXES = 64  # numpy's own limit
 _MAX_HEADER = 1 << 16  # what version 1 can say; a longer one lists the fields of a structured dtype, or is no header
+
+
+@dataclass(frozen=True)
+class Header:
+    """What a header says, whether pinfeed can serve it or not."""
+
+    version: int
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    fortran: bool
+    nbytes: int
+    """Bytes before the first item."""
 
 
 def read_header(path: str, dtype: np.dtype[Any] | None = None) -> Extent:
@@ -54,12 +67,25 @@ def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite
 
 def header_of(path: str, file: IO[bytes], size: int, dtype: np.dtype[Any] | None = None) -> Extent:
     """As ``read_header``, of an open file of ``size`` bytes, whatever it is open on."""
+    header = parse_header(path, file)
+    if not header.shape:
+        raise StoreError(f"{path} holds a single number (shape ()); expected (n_rows, ...)")
+    if header.fortran and len(header.shape) > 1:
+        raise StoreError(f"{path} is in Fortran order, in which a row is scattered over the file; save np.ascontiguousarray(array)")
+    return Extent(path, _chosen(path, header.dtype, dtype), header.shape[0], header.shape[1:], header.nbytes).check(size)
+
+
+def parse_header(path: str, file: IO[bytes]) -> Header:
+    """What the header of an open file says.
+
+    Raises:
+        StoreError: It is not a .npy file, or its header is damaged.
+    """
     start = file.read(12)
     length = _header_length(path, start)
     begin = 10 if start[6] == 1 else 12
     file.seek(begin)
-    saved, shape = _parse(path, file.read(length), length)
-    return Extent(path, _chosen(path, saved, dtype), shape[0], shape[1:], begin + length).check(size)
+    return Header(start[6], *_parse(path, file.read(length), length), begin + length)
 
 
 def _header_length(path: str, start: bytes) -> int:
@@ -73,7 +99,7 @@ def _header_length(path: str, start: bytes) -> int:
     return length
 
 
-def _parse(path: str, text: bytes, length: int) -> tuple[np.dtype[Any], tuple[int, ...]]:
+def _parse(path: str, text: bytes, length: int) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
     try:
         if len(text) < length:
             raise ValueError(f"{len(text)} of {length} bytes are there")
@@ -84,11 +110,7 @@ def _parse(path: str, text: bytes, length: int) -> tuple[np.dtype[Any], tuple[in
             raise ValueError(f"shape {shape!r}")
     except Exception as error:  # whatever ast and numpy make of bytes that can be anything
         raise StoreError(f"{path}: the .npy header is damaged ({type(error).__name__}: {error!s:.200}); save the array again") from None
-    if not shape:
-        raise StoreError(f"{path} holds a single number (shape ()); expected (n_rows, ...)")
-    if fortran and len(shape) > 1:
-        raise StoreError(f"{path} is in Fortran order, in which a row is scattered over the file; save np.ascontiguousarray(array)")
-    return dtype, shape
+    return dtype, shape, bool(fortran)
 
 
 def _chosen(path: str, saved: np.dtype[Any], wanted: np.dtype[Any] | None) -> np.dtype[Any]:

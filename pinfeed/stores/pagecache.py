@@ -74,11 +74,16 @@ def cached_pages(fd: int, begin: int, end: int) -> Mask:
     may write it; for others, nothing counts as cached.
     """
     pages = np.zeros(-(-(end - begin) // mmap.PAGESIZE), np.uint8)
-    if len(pages) and (os.geteuid() in (0, os.fstat(fd).st_uid) or os.access(f"/proc/self/fd/{fd}", os.W_OK)):
+    if len(pages) and can_tell(fd):
         with contextlib.closing(mmap.mmap(fd, end - begin, prot=mmap.PROT_READ, offset=begin)) as mapping:
             address = np.frombuffer(mapping, np.uint8).ctypes.data
             ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(end - begin), ctypes.c_void_p(pages.ctypes.data))
     return (pages & 1).astype(np.bool_)
+
+
+def can_tell(fd: int) -> bool:
+    """Whether the kernel tells this process what is in the page cache of the file."""
+    return os.geteuid() in (0, os.fstat(fd).st_uid) or os.access(f"/proc/self/fd/{fd}", os.W_OK)
 
 
 def _uncached(fd: int, size: int) -> list[tuple[int, int]]:

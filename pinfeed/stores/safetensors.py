@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,36 @@ def read_extent(path: str, name: str) -> Extent:
         StoreError: It is a directory, not a safetensors file or damaged, has no such tensor, or one without a rows axis or of a dtype
             that torch and numpy do not both have.
     """
+    with _opened(path) as file:
+        names = sorted(file.keys())
+        if name not in names:
+            raise StoreError(f"{path} has no tensor {name!r}; expected one of {_some(names)}")
+        part = file.get_slice(name)
+        shape, dtype = tuple(part.get_shape()), _dtype(path, name, part.get_dtype())
+    if not shape:
+        raise StoreError(f"{path}: tensor {name!r} is a single number (shape ()); expected (n_rows, ...)")
+    begin, end = _place(path, name)
+    extent = Extent(path, dtype, shape[0], shape[1:], begin)
+    if extent.end != end:
+        raise StoreError(f"{path} was written anew while its header was read; open it again")
+    return extent
+
+
+def list_tensors(path: str) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Shape of each tensor, and its dtype as the format calls it.
+
+    Raises:
+        MissingDependency: The library is not installed.
+        FileMissing: There is no such file.
+        StoreError: It is a directory, not a safetensors file, or damaged.
+    """
+    with _opened(path) as file:
+        parts = {name: file.get_slice(name) for name in sorted(file.keys())}
+        return {name: (tuple(part.get_shape()), part.get_dtype()) for name, part in parts.items()}
+
+
+@contextlib.contextmanager
+def _opened(path: str) -> Iterator[Any]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
@@ -52,22 +84,11 @@ def read_extent(path: str, name: str) -> Extent:
         raise StoreError(f"{path} is a directory; expected a safetensors file")
     try:
         with safe_open(path, framework="np") as file:
-            names = sorted(file.keys())
-            if name not in names:
-                raise StoreError(f"{path} has no tensor {name!r}; expected one of {_some(names)}")
-            part = file.get_slice(name)
-            shape, dtype = tuple(part.get_shape()), _dtype(path, name, part.get_dtype())
+            yield file
     except FileNotFoundError:
         raise FileMissing(f"{path}: no such file (looked in {os.getcwd()}); expected a safetensors file") from None
     except SafetensorError as error:
         raise StoreError(f"{path} is not a safetensors file, or it is damaged ({error}); copy or save it again") from None
-    if not shape:
-        raise StoreError(f"{path}: tensor {name!r} is a single number (shape ()); expected (n_rows, ...)")
-    begin, end = _place(path, name)
-    extent = Extent(path, dtype, shape[0], shape[1:], begin)
-    if extent.end != end:
-        raise StoreError(f"{path} was written anew while its header was read; open it again")
-    return extent
 
 
 def _dtype(path: str, name: str, saved: str) -> np.dtype[Any]:

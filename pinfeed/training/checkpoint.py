@@ -105,11 +105,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
         CheckpointError: There is none, a file is damaged or missing, or it is of other objects; or an object refuses its state.
         ClosedError: A loop over one of the tables runs.
     """
-    root = pathlib.Path(path)
-    numbers = _numbers(root)
-    if not numbers:
-        raise CheckpointError(f"{root} has no complete checkpoint; expected one that checkpoint.save wrote")
-    directory = root / f"{numbers[-1]:08d}"
+    directory = _latest(pathlib.Path(path))
     body = _manifest(directory)
     saved = body["objects"]
     entries = {name: _entry(name, value) for name, value in objects.items() if not _is_plain(value)}
@@ -147,6 +143,24 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
 def exists(path: Path) -> bool:
     """Whether there is a complete save to resume from."""
     return bool(_numbers(pathlib.Path(path)))
+
+
+def check(path: Path) -> dict[str, Any]:
+    """Compare the last complete save with its checksums, reading all of it and loading nothing.
+
+    Returns:
+        As plain values: its ``directory``, its number of ``bytes``, and the ``objects`` in it: name and kind.
+
+    Raises:
+        CheckpointError: There is none, or a file is damaged or missing.
+    """
+    directory = _latest(pathlib.Path(path))
+    body = _manifest(directory)
+    for name, file in body["files"].items():
+        _check_file(directory / name, file)
+    nbytes = sum(file["bytes"] for file in body["files"].values())
+    kinds = {name: entry["kind"] for name, entry in body["objects"].items()}
+    return {"directory": str(directory), "bytes": nbytes, "objects": kinds}
 
 
 class _Entry:
@@ -267,6 +281,14 @@ def _numbers(root: pathlib.Path) -> list[int]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         return sorted(int(name) for name in os.listdir(root) if name.isascii() and name.isdigit() and len(name) == 8)
     return []
+
+
+def _latest(root: pathlib.Path) -> pathlib.Path:
+    """The directory of the last complete save."""
+    numbers = _numbers(root)
+    if not numbers:
+        raise CheckpointError(f"{root} has no complete checkpoint; expected one that checkpoint.save wrote")
+    return root / f"{numbers[-1]:08d}"
 
 
 def _sweep(root: pathlib.Path) -> None:
