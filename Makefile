@@ -23,10 +23,11 @@ lint: .venv/installed
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The guide's pictures that are drawn by scripts, anew: of the protocol, and of what benchmarks/results/ has.
+# The guide's pictures that are drawn by scripts, anew: of the protocol, of what benchmarks/results/ has, and of loops that run for seconds.
 pictures: .venv/docs
 	$(BIN)/python docs/pictures/protocol.py
 	$(BIN)/python docs/pictures/measured.py
+	$(BIN)/python docs/pictures/timelines.py
 
 # Wheel and sdist in dist/, tried in a clean environment of each Python that there is.
 package: .venv/packager

@@ -17,8 +17,8 @@ from typing import Any, cast
 
 from .devices.base import Tensor
 from .errors import ClosedError, WorkerError, WriteBackError
+from .landings import Landings
 from .sources import Draw, Load
-from .stats import Meter
 from .transfer import Cancelled, Landing, Slot, Transfer
 
 
@@ -35,54 +35,6 @@ class Inline:
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing is under way."""
-
-
-class Landings:
-    """Write-backs under way, oldest first.
-
-    Args:
-        land: Submits one.
-        limit: So many may be under way; one more waits for the oldest, so that their memory is bounded.
-        may_wait: Whether the thread that asks may wait for one.
-    """
-
-    def __init__(self, land: Callable[[Landing], Future[None]], limit: int, may_wait: Callable[[], bool]) -> None:
-        self._land, self._limit, self._may_wait = land, limit, may_wait
-        self._futures: deque[Future[None]] = deque()
-        self._failed = False
-        self.failure: BaseException | None = None
-        """The first error of a write-back, until it is raised; those of later ones only follow from it."""
-
-    def add(self, landing: Landing, *, check: bool) -> None:
-        """Submit a write-back; ``check`` first."""
-        while len(self._futures) >= self._limit and (self._futures[0].done() or self._may_wait()):
-            self._take(self._futures.popleft())
-        if check:
-            self.check()
-        self._futures.append(self._land(landing))
-
-    def check(self) -> None:
-        """Raise the error of a write-back that has failed."""
-        while self._futures and self._futures[0].done():
-            self._take(self._futures.popleft())
-        if self.failure is not None:
-            failure, self.failure = self.failure, None
-            raise failure
-
-    def finish(self) -> None:
-        """Wait for all of them; ``failure`` tells how they ended."""
-        while self._futures:
-            self._take(self._futures.popleft())
-
-    def land(self) -> None:
-        """Wait for all of them, and raise the error of one that has failed."""
-        self.finish()
-        self.check()
-
-    def _take(self, future: Future[None]) -> None:
-        error = future.exception()
-        if error is not None and not self._failed:
-            self.failure, self._failed = error, True
 
 
 class Loan:
@@ -110,6 +62,10 @@ class Loan:
         """The next batch is asked for, or the loop has ended."""
         self._over = True
 
+    @property
+    def is_over(self) -> bool:
+        return self._over
+
     def require_writable(self) -> None:
         """Check that the batch can be written back now.
 
@@ -129,7 +85,7 @@ class Loan:
             copied: False if nobody changes the tensors any more: then they are held themselves.
             check: Whether to raise the error of an earlier write-back; False where nobody could catch it, for the end of the loop to tell.
         """
-        self._landings.add(self._transfer.hold(self.groups, values, copied=copied), check=check)
+        self._landings.add(self._transfer.hold(self.groups, values, self.number, copied=copied), check=check)
         self._written = True
 
 
@@ -155,21 +111,23 @@ class Epoch:
 
     Args:
         transfer: Whose slots are used; nobody else may be using them.
-        meter: Counts.
         first: Number of the first batch.
         pace: Of the readers.
     """
 
-    def __init__(self, transfer: Transfer, meter: Meter, first: int, pace: Pace) -> None:
+    def __init__(self, transfer: Transfer, first: int, pace: Pace) -> None:
         device, depth = transfer.device, pace.depth
-        self._transfer, self._meter, self._first, self._pace = transfer, meter, first, pace
+        self._transfer, self._meter, self._first, self._pace = transfer, transfer.meter, first, pace
+        self._timeline = transfer.meter.timeline
+        self._naming = self._timeline is not None and not device.unified  # for a profiler of the device's
         self._reader: Executor | Inline = device.worker("pinfeed-read", pace.n_readers) if depth else Inline()
         self._writer: Executor | Inline = device.worker("pinfeed-write") if depth else Inline()
         self._workers: set[int] = set()  # threads that have done a task
         self.landings = Landings(
-            lambda landing: self._writer.submit(self._task, transfer.land, landing),
+            self._land,
             limit=max(depth, 1),
             may_wait=lambda: threading.get_ident() not in self._workers,  # where the garbage collector ends a loop, a worker may be asked
+            meter=transfer.meter,
         )
         self._drawn, self._turn = 0, threading.Condition()
 
@@ -179,29 +137,43 @@ class Epoch:
         Args:
             loads: What to lend: a generator, iterated in the readers' threads, one at a time.
         """
-        meter, transfer, turns = self._meter, self._transfer, itertools.count()
+        meter, transfer, timeline, turns = self._meter, self._transfer, self._timeline, itertools.count()
         loan: Loan | None = None
-        number, consumer = self._first, threading.get_ident()
+        number, consumer, unified, naming = self._first, threading.get_ident(), transfer.device.unified, self._naming
 
         def submit(slot: Slot) -> Future[Slot | None]:
             transfer.reserve(slot)
-            return self._reader.submit(self._task, self._fill, slot, loads, next(turns))
+            turn = next(turns)
+            if not naming:
+                return self._reader.submit(self._task, self._fill, slot, loads, turn)
+            return self._reader.submit(self._task, self._named, "read", self._number(turn), self._fill, slot, loads, turn)
 
         slots = transfer.begin(self._pace.n_slots, self._pace.n_together)
-        asked = meter.enter()
+        asked = lent = meter.enter(self._pace.depth, self._pace.n_readers, asynchronous=not unified)
         try:
             filling = deque(submit(slot) for slot in slots)
-            while (slot := filling.popleft().result()) is not None:
-                load = cast(Load, slot.load)
-                tensors, nbytes = transfer.lend(slot), sum(slot.needed) // len(load.batches)
+            while (
+                slot := cast("Slot | None", self._named("wait", number, filling.popleft().result)) if naming else filling.popleft().result()
+            ) is not None:
+                load, late, idle = cast(Load, slot.load), slot.ready_s > asked, unified or transfer.is_idle()
+                got = meter.now() if timeline is not None else asked
+                tensors = self._named("lend", number, transfer.lend, slot) if naming else transfer.lend(slot)
+                nbytes = sum(slot.needed) // len(load.batches)
                 for i in range(len(load.batches)):
                     loan = Loan(transfer, self.landings, load, tensors, i, number)
                     if i == len(load.batches) - 1:
                         del tensors, load  # from here on the loan alone holds them
-                    lent = meter.lent(number, loan.n_rows, nbytes, asked)
+                    lent = meter.lent(loan.n_rows, nbytes, asked, late=late, idle=idle)
+                    if timeline is not None:
+                        timeline.add("wait", number, asked, got)
+                        timeline.add("lend", number, got, lent, 1, loan.n_rows, nbytes)
                     yield loan
                     loan.end()
-                    asked, number = meter.span("compute", number, lent), number + 1
+                    asked, late = meter.now(), False
+                    if timeline is not None:
+                        got = asked
+                        timeline.add("compute", number, lent, asked)
+                    number += 1
                     self.landings.check()
                 if slot.error is not None:
                     try:
@@ -215,6 +187,8 @@ class Epoch:
         finally:
             meter.leave()
             if loan is not None:
+                if timeline is not None and not loan.is_over:
+                    timeline.add("compute", number, lent, meter.now())
                 loan.end()
             here = threading.current_thread()
             if here.ident != consumer and (here.ident in self._workers or here.name.startswith("pinfeed-")) and here.name != "pinfeed-end":
@@ -228,12 +202,18 @@ class Epoch:
         """Fill a slot with the next load; None after the last one. Readers take turns: tasks begin in order, but may come here in any."""
         with self._turn:
             self._turn.wait_for(lambda: self._drawn == turn)
+            start = self._meter.now()
             try:
                 draw = next(loads, None)
             finally:
                 self._drawn += 1
                 self._turn.notify_all()
-        return None if draw is None else self._fill_with(slot, draw(), self._first + turn * self._pace.n_together)
+        if draw is None:
+            return None
+        load = draw()
+        slot.drawn_s = drawn = self._meter.now()
+        slot.draw_s = drawn - start
+        return self._fill_with(slot, load, self._number(turn))
 
     def _fill_with(self, slot: Slot, load: Load, number: int) -> Slot:
         """Fill a slot. Where that fails for one of several batches, those before it are lent first, and the error comes in its turn."""
@@ -256,6 +236,24 @@ class Epoch:
             except Exception:
                 return i
         return len(load.batches)
+
+    def _number(self, turn: int) -> int:
+        """Of the first batch of a turn."""
+        return self._first + turn * self._pace.n_together
+
+    def _land(self, landing: Landing) -> Future[None]:
+        land = self._transfer.land
+        if not self._naming:
+            return self._writer.submit(self._task, land, landing)
+        return self._writer.submit(self._task, self._named, "write", landing.batch, land, landing)
+
+    def _named(self, lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:
+        """Call ``fn`` under a name that a profiler of the device's shows."""
+        with self._transfer.device.named(f"pinfeed {lane} {batch}"):
+            try:
+                return fn(*args)
+            finally:
+                del fn, args  # an error's traceback keeps this frame, which must not keep the future, which keeps the error
 
     def _task(self, fn: Callable[..., Any], *args: Any) -> Any:
         self._workers.add(threading.get_ident())

@@ -18,9 +18,10 @@ from .ranks import Ranks
 from .rows import Order, Rows, sequential, shuffled
 from .shares import SharedBatches, loop_over, share_of
 from .sources import RowSource
-from .stats import FeederStats, Timeline
+from .stats import FeederStats
 from .stores.base import row_nbytes
 from .storetree import StoreTree
+from .timeline import Timeline
 
 logger = logging.getLogger("pinfeed")
 
@@ -83,7 +84,7 @@ class Feeder:
         route: On a GPU, how rows of page-locked stores get there: ``"direct"``, a kernel reads them where they are; ``"staged"``, they are
             gathered by the CPU and copied; None for what is measured to be faster (``plan`` tells).
         progress: Show a progress bar.
-        timeline: Record what takes time in every batch. On a GPU the reader then waits for each of its copies.
+        timeline: Record what takes time in every batch; on a GPU, name it for a profiler too.
 
     Raises:
         ArgumentError: Arguments that cannot be together.

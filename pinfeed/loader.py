@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import os
 import traceback
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -18,8 +19,9 @@ from .epoch import Loan, Pace, guarded
 from .errors import ArgumentError, WorkerError
 from .loop import Loop
 from .sources import Draw, Load
-from .stats import FeederStats, Timeline
+from .stats import FeederStats
 from .stores.base import Store
+from .timeline import Timeline
 from .tree import flatten
 
 
@@ -273,6 +275,20 @@ class LoaderSource:
         batches, self._begun = self._begun, None
         assert batches is not None
         return self._draws(batches)
+
+    def remedy(self, draw_share: float) -> str:
+        """What to change where a loop waits for this loader."""
+        n_workers = getattr(self.loader, "num_workers", None)
+        if draw_share < 0.5:
+            return "Most of it is copying the tensors of the batches: a smaller dtype leaves less to copy (uint8, converted on the device)."
+        if n_workers is None:
+            return (
+                f"It is the loader ({type(self.loader).__name__}) that is waited for: pinfeed can only ask it earlier, not make it faster."
+            )
+        return (
+            f"It is the DataLoader that is waited for (num_workers={n_workers}): raise num_workers (this process may use "
+            f"{len(os.sched_getaffinity(0))} cores), or make the dataset's __getitem__ and collate_fn cheaper."
+        )
 
     def draw(self, batch: Any) -> Draw:
         """What makes a load of a batch: called in the order of the batches, one at a time; what it returns is not."""

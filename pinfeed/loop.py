@@ -12,8 +12,11 @@ from typing import Any, TypeVar, cast
 from .devices.base import Device
 from .epoch import Epoch, Loan, Pace
 from .errors import ArgumentError, ClosedError
+from .meter import Meter
 from .sources import Source
-from .stats import FeederStats, Meter, Timeline
+from .starvation import Watch
+from .stats import FeederStats
+from .timeline import Timeline
 from .transfer import Transfer
 
 T = TypeVar("T")
@@ -44,7 +47,8 @@ class Loop:
         timeline: bool,
     ) -> None:
         self.source, self._pace = source, pace
-        self._progress, self._meter = progress, Meter(timeline=timeline)
+        self._progress, self._meter = progress, Meter(timeline=Timeline() if timeline else None)
+        self._watch = Watch(self._meter, source.remedy)
         self._transfer = Transfer(device, pace.n_slots, capacity, self._meter)
         self._epoch, self._batch, self._checksum = 0, 0, 0
         self._fresh = True  # the next run begins at (_epoch, _batch); else that epoch was left, and the one after it begins
@@ -80,6 +84,7 @@ class Loop:
         """
         if self._meter.timeline is None:
             raise ArgumentError("no timeline was recorded; make the feeder with timeline=True")
+        self._transfer.settle()
         return self._meter.timeline
 
     def run(self, lend: Callable[[Loan], T], pace: Pace | None = None) -> Iterator[T]:
@@ -163,12 +168,16 @@ class Loop:
         if not self._fresh:
             self._epoch, self._batch, self._checksum = self._epoch + 1, 0, 0
         self._fresh = False
-        self._last = Epoch(self._transfer, self._meter, self._batch, pace)
+        self._last = Epoch(self._transfer, self._batch, pace)
         loads = self.source.epoch(self._epoch, self._batch, self._checksum, pace.n_together)
         bar = self._bar() if self._progress else None
+        meter, watch = self._meter, self._watch
+        watch.begin()
         try:
             for loan in self._last.loans(loads):
                 self._batch, self._checksum = loan.number + 1, loan.checksum
+                if meter.batches >= watch.look_at:
+                    watch.look()
                 if bar is not None:
                     bar.update()
                 yield lend(loan)
@@ -177,15 +186,17 @@ class Loop:
                 logger.error("a write_back failed when its loop was left; close() raises it", exc_info=self._last.landings.failure)  # noqa: TRY400  # another one
             raise
         finally:
+            watch.end()
             if bar is not None:
                 bar.close()
         self._epoch, self._batch, self._checksum, self._fresh = self._epoch + 1, 0, 0, True
 
     def _bar(self) -> Any:
-        from tqdm.auto import tqdm
+        from .progress import Bar
 
         most = self._most()
-        return tqdm(total=None if math.isinf(most) else most, initial=self._batch, unit="batch", desc=f"epoch {self._epoch}")
+        total = None if math.isinf(most) else most
+        return Bar(total=total, initial=self._batch, unit="batch", desc=f"epoch {self._epoch}", totals=self._meter.totals)
 
     def _most(self) -> float:
         """Batches of an epoch, as far as that is known."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from typing import Any, Literal
@@ -22,7 +23,8 @@ from .rows import Rows, sequential, shuffled
 from .samples import Ahead, Apply, Each, Reader, load_of
 from .shares import SharedBatches, loop_over, share_of
 from .sources import Draw, Load
-from .stats import FeederStats, Timeline
+from .stats import FeederStats
+from .timeline import Timeline
 
 
 def wrap_readers(
@@ -160,7 +162,7 @@ class ReaderFeeder:
 
     @property
     def stats(self) -> FeederStats:
-        """What was measured so far; rows are samples. The time in which ``apply_…`` takes its samples is not in ``read_s``."""
+        """What was measured so far; rows are samples."""
         return self._loop.stats
 
     @property
@@ -226,6 +228,14 @@ class ReaderSource:
             for draw in self._batches.epoch(number, start, checksum):
                 opened.close()  # what was opened for the batch before
                 yield functools.partial(self._load, draw().rows, each, opened)
+
+    def remedy(self, draw_share: float) -> str:
+        """What to change where a loop waits for the functions."""
+        names = " and ".join(reader.function_name for reader in self._readers)
+        return (
+            f"It is {names} that are waited for: raise n_readers (is {self._n_threads}; this process may use "
+            f"{len(os.sched_getaffinity(0))} cores) to read more identities at a time, if they may be called so; or make them cheaper."
+        )
 
     def _load(self, identities: Rows, each: Each, opened: contextlib.ExitStack) -> Load:
         batches = [(reader.apply_name, reader.batch(identities, each, opened)) for reader in self._readers]

@@ -14,7 +14,7 @@ from .batches import Draw as RowsDraw
 from .batches import RowBatches
 from .devices.base import Part
 from .rows import Rows
-from .stores.base import Store
+from .stores.base import Store, row_nbytes
 from .tree import Rebuild
 
 
@@ -71,6 +71,14 @@ class Source(Protocol):
         """The batches of epoch ``number`` from batch ``start`` on, at most ``n_together`` in a load, which is made when it is wanted."""
         ...
 
+    def remedy(self, draw_share: float) -> str:
+        """What to change where a loop waits for reading, in whole sentences.
+
+        Args:
+            draw_share: Of the time that reading takes, the share that goes into making loads; the rest into filling slots with them.
+        """
+        ...
+
 
 @dataclass(frozen=True)
 class RowSource:
@@ -96,6 +104,10 @@ class RowSource:
             for draw in self.batches.epoch(number, start, checksum, n_together):
                 yield functools.partial(self._load, draw, [serve(position, draw.n_rows) for serve in serving])
                 position += draw.n_rows
+
+    def remedy(self, draw_share: float) -> str:
+        largest = max(range(len(self.stores)), key=lambda i: row_nbytes(self.stores[i]))
+        return self.accesses[largest].remedy
 
     def _load(self, draw: RowsDraw, parts: Sequence[Callable[[Rows], RowPart]]) -> Load:
         group = draw()

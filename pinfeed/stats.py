@@ -1,32 +1,38 @@
-"""What a feeder measured: totals, and on request a timeline of every batch."""
+"""What a feeder measured: totals, their rates and differences, and the sentence that says what held the loop up."""
 
 from __future__ import annotations
 
-import json
-import os
-import time
+import dataclasses
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Literal, TypeVar
 
 from .blocks import locked_bytes
 from .config import human
-from .errors import ArgumentError, MissingDependency
 from .memory import resident_bytes
 
-LANES = ("read", "copy", "write", "wait", "compute")
-"""What a span can be: rows gathered, rows copied to the device, rows written back; the loop waiting, the loop's own work."""
+Bottleneck = Literal["computing", "reading", "copying", "writing", "unevenness", "start", "loop", "depth"]
+"""What the others wait for. ``start``: loops are short, and nothing is read ahead of their first batch. ``loop``: it does next to nothing,
+behind which nothing can hide. ``depth``: nothing is read ahead at all."""
 
-_COLOURS = {"read": "#4878a8", "copy": "#6aa84f", "write": "#8e63a8", "wait": "#cc4125", "compute": "#e69138"}
+WORTH_A_WORD, STARVED = 0.05, 0.2
+"""Shares of the time: a loop that waits less than the first computes as fast as it can; one that waits more than the second starves."""
+LIGHT_LOOP = 0.1
+"""A loop that works for less than this share of the time leaves nothing that reading could hide behind."""
+BUSY_READERS = 0.6
+"""Readers that are busy for less than this share of the time would keep up, if batches came evenly."""
 
+_SENTENCES: dict[Bottleneck, str] = {
+    "computing": "computing is the bottleneck",
+    "reading": "reading is the bottleneck",
+    "copying": "copying to the device is the bottleneck",
+    "writing": "writing back is the bottleneck",
+    "unevenness": "batches come unevenly, though reading fits on average",
+    "start": "mostly for the first batch of a loop, ahead of which nothing is read",
+    "loop": "it does almost nothing that reading could hide behind",
+    "depth": "nothing is read ahead (depth=0)",
+}
 
-class Span(NamedTuple):
-    """One thing that took time."""
-
-    lane: str
-    batch: int
-    start_s: float
-    """Seconds since the first batch was asked for."""
-    end_s: float
+T = TypeVar("T", bound="Totals")
 
 
 @dataclass(frozen=True)
@@ -52,29 +58,58 @@ class ProcessMemory:
         return f"anonymous {human(self.anonymous)}, file {human(self.file)}, pinned {human(self.pinned)}, peak {human(self.peak)}"
 
 
-@dataclass(frozen=True)
-class FeederStats:
-    """Totals since the feeder was made."""
+@dataclass(frozen=True, kw_only=True)
+class Totals:
+    """What was counted over some time within loops. ``later - earlier`` is what came between."""
 
-    batches: int
-    rows: int
-    bytes: int
+    batches: int = 0
+    rows: int = 0
+    bytes: int = 0
     """Bytes lent to the loop."""
-    seconds: float
+    seconds: float = 0.0
     """Time within loops."""
-    wait_s: float
-    """Time in which a loop waited for a batch."""
-    read_s: float
-    """Time in which readers gathered rows, the sum over the threads."""
-    write_s: float
+    wait_s: float = 0.0
+    """Time from when a loop asked for a batch to when it had it."""
+    starved_s: float = 0.0
+    """Of it, for batches that were not ready, where the device had nothing left to do by then (the CPU never has)."""
+    start_s: float = 0.0
+    """Of that, for the first batch of each loop."""
+    land_s: float = 0.0
+    """Time in which ``write_back`` waited for earlier ones to land, while the device had nothing to do."""
+    read_s: float = 0.0
+    """Time in which readers read, the sum over the threads."""
+    draw_s: float = 0.0
+    """Of it, time in which the source was asked what comes next: a DataLoader, say, for its batch."""
+    held_s: float = 0.0
+    """Time in which readers waited for the device to copy earlier batches, the sum over the threads."""
+    write_s: float = 0.0
     """Time in which the writer wrote rows back."""
-    memory: ProcessMemory
-    """When this was asked for."""
+    late: int = 0
+    """Batches that were not ready when the loop asked for them."""
+    depth: int = 0
+    """Batches ahead of the loop."""
+    n_readers: int = 1
+    """Threads that read."""
+    asynchronous: bool = False
+    """Whether the loop only queues work for a device: how long that takes is not in ``compute_s``."""
+
+    watched: Literal["loop", "device"] = "loop"
+    """Whose waiting was counted: the device's own, where a timeline has seen it work."""
+
+    @property
+    def compute_s(self) -> float:
+        """Time of the loop's own work."""
+        return max(0.0, self.seconds - self.wait_s - self.land_s)
 
     @property
     def starved(self) -> float:
-        """Share of the time in which the loop waited for data."""
-        return self.wait_s / self.seconds if self.seconds else 0.0
+        """Share of the time in which the loop waited, for a batch or for write-backs, and the device had nothing to do."""
+        return (self.starved_s + self.land_s) / self.seconds if self.seconds else 0.0
+
+    @property
+    def readers_busy(self) -> float:
+        """Share of the readers' time in which they read."""
+        return self.read_s / self.seconds / self.n_readers if self.seconds else 0.0
 
     @property
     def rows_per_s(self) -> float:
@@ -85,140 +120,75 @@ class FeederStats:
         """1e9 bytes per second."""
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
 
+    @property
+    def bottleneck(self) -> Bottleneck:
+        """What the others wait for."""
+        if self.starved < WORTH_A_WORD:
+            return "computing"
+        if self.depth == 0:
+            return "depth"
+        if self.land_s > self.starved_s:
+            return "writing"
+        if self.start_s > self.starved_s / 2:
+            return "start"
+        if self.held_s > self.read_s:
+            return "copying"
+        if self.compute_s < LIGHT_LOOP * self.seconds and not self.asynchronous:
+            return "loop"
+        return "reading" if self.readers_busy >= BUSY_READERS else "unevenness"
+
+    @property
+    def verdict(self) -> str:
+        """One sentence: how long the loop waited, and for what."""
+        because = _SENTENCES[self.bottleneck]
+        if self.bottleneck == "reading" and self.starved < STARVED:
+            because = "reading takes about as long as computing"
+        return f"the {self.watched} waited {self.starved:.0%} of the time: {because}"
+
+    def as_dict(self) -> dict[str, float]:
+        """Flat numbers, their units in their names, for a logger."""
+        return {
+            "batches": self.batches,
+            "rows": self.rows,
+            "bytes": self.bytes,
+            "late_batches": self.late,
+            **{
+                f"{name}_s": getattr(self, f"{name}_s")
+                for name in ("wait", "starved", "start", "land", "compute", "read", "draw", "held", "write")
+            },
+            "loop_s": self.seconds,
+            "rows_per_s": self.rows_per_s,
+            "gb_per_s": self.gb_per_s,
+            "starved_percent": 100 * self.starved,
+            "readers_busy_percent": 100 * self.readers_busy,
+        }
+
+    def __sub__(self: T, earlier: Totals) -> T:
+        return dataclasses.replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED})
+
+    def __add__(self: T, other: Totals) -> T:
+        return dataclasses.replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _COUNTED})
+
     def __str__(self) -> str:
         return (
-            f"{self.batches} batches, {self.rows} rows in {self.seconds:.2f} s: {self.rows_per_s:,.0f} rows/s, {self.gb_per_s:.2f} GB/s, "
-            f"starved {self.starved:.1%} of the time; memory: {self.memory}"
+            f"{self.batches} batches, {self.rows} rows in {self.seconds:.2f} s: {self.rows_per_s:,.0f} rows/s, {self.gb_per_s:.2f} GB/s; "
+            f"{self.verdict}"
         )
 
 
-class Meter:
-    """Counts. Each number belongs to one thread: ``write_s`` to the writer, the others to the consumer.
-
-    Args:
-        timeline: Keep a span for everything that took time.
-    """
-
-    def __init__(self, *, timeline: bool = False) -> None:
-        self.timeline = Timeline() if timeline else None
-        self.batches = self.rows = self.bytes = 0
-        self.wait_s = self.read_s = self.write_s = 0.0
-        self._seconds = 0.0
-        self._zero: float | None = None
-        self._entered: float | None = None  # when the loop under way began
-
-    def now(self) -> float:
-        """The time."""
-        return time.perf_counter()
-
-    def enter(self) -> float:
-        """A loop begins; the time, the first of which is the zero of the timeline."""
-        self._entered = now = time.perf_counter()
-        if self._zero is None:
-            self._zero = now
-        return now
-
-    def lent(self, batch: int, rows: int, nbytes: int, asked: float) -> float:
-        """A batch that the loop asked for at ``asked`` is lent; the time."""
-        now = self.span("wait", batch, asked)
-        self.batches, self.rows, self.bytes, self.wait_s = (
-            self.batches + 1,
-            self.rows + rows,
-            self.bytes + nbytes,
-            self.wait_s + now - asked,
-        )
-        return now
-
-    def leave(self) -> None:
-        """The loop has ended."""
-        if self._entered is not None:
-            self._seconds += time.perf_counter() - self._entered
-        self._entered = None
-
-    def span(self, lane: str, batch: int, start: float) -> float:
-        """Something that began at ``start`` ends; the time."""
-        now = time.perf_counter()
-        if self.timeline is not None:
-            zero = self._zero or 0.0
-            self.timeline.spans.append(Span(lane, batch, start - zero, now - zero))
-        return now
-
-    def stats(self) -> FeederStats:
-        running = time.perf_counter() - self._entered if self._entered is not None else 0.0
-        totals = self.batches, self.rows, self.bytes, self._seconds + running, self.wait_s, self.read_s, self.write_s
-        return FeederStats(*totals, ProcessMemory.now())
+_COUNTED = [field.name for field in dataclasses.fields(Totals) if field.name not in ("depth", "n_readers", "asynchronous", "watched")]
 
 
-class Timeline:
-    """Spans in the order in which they ended."""
+@dataclass(frozen=True, kw_only=True)
+class FeederStats(Totals):
+    """Totals since the feeder was made; or, as ``later - earlier``, between two moments."""
 
-    def __init__(self) -> None:
-        self.spans: list[Span] = []
+    memory: ProcessMemory
+    """When this was asked for."""
 
-    def save(self, path: str | os.PathLike[str], *, last_s: float | None = None) -> None:
-        """Write a picture (.png, .svg, .pdf; needs matplotlib) or a trace for Perfetto and chrome://tracing (.json).
+    def as_dict(self) -> dict[str, float]:
+        """Flat numbers, their units in their names, for a logger."""
+        return {**super().as_dict(), **{f"memory_{name}_bytes": value for name, value in dataclasses.asdict(self.memory).items()}}
 
-        Args:
-            path: Its ending decides.
-            last_s: Only the last so many seconds.
-
-        Raises:
-            MissingDependency: A picture was asked for and there is no matplotlib.
-            ArgumentError: There is nothing to draw.
-        """
-        name = os.fspath(path)
-        if not self.spans:
-            raise ArgumentError("the timeline is empty: iterate a feeder made with timeline=True first")
-        first = max(span.end_s for span in self.spans) - last_s if last_s is not None else 0.0
-        spans = [span._replace(start_s=max(first, span.start_s)) for span in self.spans if span.end_s > first]
-        if name.endswith(".json"):
-            with open(name, "w") as file:
-                json.dump({"traceEvents": [_event(span, track) for span, track in zip(spans, _tracks(spans), strict=True)]}, file)
-        else:
-            _draw(spans, name)
-
-
-def _tracks(spans: list[Span]) -> list[int]:
-    """A track for each span, so that no two of a lane overlap on one: several readers work at the same time."""
-    ends: dict[str, list[float]] = {lane: [] for lane in LANES}
-    tracks = dict.fromkeys(spans, 0)
-    for span in sorted(spans, key=lambda span: span.start_s):
-        free = [track for track, end in enumerate(ends[span.lane]) if end <= span.start_s]
-        tracks[span] = free[0] if free else len(ends[span.lane])
-        ends[span.lane][tracks[span] : tracks[span] + 1] = [span.end_s]
-    return [tracks[span] for span in spans]
-
-
-def _event(span: Span, track: int) -> dict[str, Any]:
-    start_us, length_us = span.start_s * 1e6, (span.end_s - span.start_s) * 1e6
-    tid = 100 * LANES.index(span.lane) + track
-    return {"name": f"{span.lane} {span.batch}", "ph": "X", "pid": 0, "tid": tid, "ts": start_us, "dur": length_us}
-
-
-def _draw(spans: list[Span], path: str) -> None:
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependency('a picture needs matplotlib: pip install "pinfeed[plot]"') from None
-    lanes = [lane for lane in LANES if lane != "write" or any(span.lane == lane for span in spans)]
-    figure = Figure(figsize=(14, 0.7 * len(lanes) + 1.2), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    begin = min(span.start_s for span in spans)
-    tracks = _tracks(spans)
-    heights = {lane: 0.8 / (1 + max((t for s, t in zip(spans, tracks, strict=True) if s.lane == lane), default=0)) for lane in lanes}
-    bars: dict[tuple[str, int, int], list[tuple[float, float]]] = {}
-    for span, track in zip(spans, tracks, strict=True):  # neighbouring batches differ in shade, so that a person can tell them apart
-        bar = (span.start_s - begin) * 1e3, (span.end_s - span.start_s) * 1e3
-        bars.setdefault((span.lane, track, span.batch % 2), []).append(bar)
-    for (lane, track, shade), of_one in bars.items():
-        bottom = lanes.index(lane) - 0.4 + track * heights[lane]
-        axes.broken_barh(of_one, (bottom, heights[lane]), facecolors=_COLOURS[lane], alpha=0.6 + 0.4 * shade)
-    total = max(span.end_s for span in spans) - begin
-    labels = [f"{lane} {sum(s.end_s - s.start_s for s in spans if s.lane == lane) / total:.0%}" for lane in lanes]
-    axes.set_yticks(range(len(lanes)), labels)
-    axes.invert_yaxis()
-    axes.set_xlim(0, total * 1e3)
-    axes.set_xlabel("milliseconds; each bar is one batch")
-    figure.savefig(path, dpi=120)
+    def __str__(self) -> str:
+        return f"{super().__str__()}; memory: {self.memory}"

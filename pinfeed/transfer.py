@@ -32,6 +32,10 @@ its device memory is new each time, for a batch belongs to the user from the mom
 
 A direct gather may run beside the scatter of the same rows and get them torn. That is allowed: such a write has not landed when the
 slot is filled, so ``lend`` copies its values over those rows.
+
+With a timeline, unless the device's memory is the host's, ``released`` and ``filled`` are timed events, and so are three more: before the
+copies of ``fill`` (copy: from there to ``filled``), at the end of ``lend`` (device: from there to the next ``released``), and before
+those of ``land``. Nothing waits for them: their times are taken when they are found done.
 """
 
 from __future__ import annotations
@@ -48,9 +52,9 @@ import numpy.typing as npt
 from .devices.base import Buffer, Device, Event, Part, Stream, Tensor
 from .errors import WriteBackError
 from .forwarding import Write, WriteLog, WrittenRows, newest
+from .meter import Meter
 from .rows import Rows
 from .sources import Load, RowGroup, part_nbytes
-from .stats import Meter
 from .stores.base import Store
 
 
@@ -80,8 +84,18 @@ class Slot:
     """Bytes of device memory that each part of this fill took; 0 where it brought its own."""
     seen: int = 0
     """The gather saw every write numbered below this."""
+    number: int = 0
+    """Of the first batch."""
+    draw_s: float = 0.0
+    """Time that it took to ask the source."""
+    drawn_s: float = 0.0
+    """When that was done."""
     read_s: float = 0.0
-    """Time that the gather took."""
+    """That, and the time that the gather took."""
+    held_s: float = 0.0
+    """Time until the last copy was done."""
+    ready_s: float = 0.0
+    """When it was filled, as far as the host is concerned."""
 
 
 @dataclass
@@ -102,6 +116,8 @@ class Landing:
     groups: Sequence[RowGroup]
     log: WriteLog[Held]
     """Of its loop."""
+    batch: int
+    """Whose values they are."""
 
 
 class Transfer:
@@ -115,7 +131,8 @@ class Transfer:
     """
 
     def __init__(self, device: Device, n_slots: int, capacity: Sequence[int], meter: Meter) -> None:
-        self.device, self._meter = device, meter
+        self.device, self.meter = device, meter
+        self._timeline, self._timed = meter.timeline, meter.timeline is not None and not device.unified  # a copy on the host is a read
         self._read, self._write = device.stream("read"), device.stream("write")  # for good: a new stream strands the allocator's blocks
         self._capacity = list(capacity)
         self.slots = [Slot() for _ in range(n_slots)]
@@ -123,6 +140,9 @@ class Transfer:
         self._write_staging: dict[int, npt.NDArray[np.uint8]] = {}
         self.log: WriteLog[Held] = WriteLog()
         self._stopping = False
+        self._asked: Event | None = None
+        """What the loop had given the device to do when it asked for a batch last."""
+        self._lent: tuple[int, int, Event] | None = None  # number, count and beginning of the batches that the loop works on, if timed
 
     def begin(self, n_slots: int, n_together: int) -> Sequence[Slot]:
         """A loop begins, on so many of the slots, each for so many batches: nothing is under way, all earlier writes have landed."""
@@ -139,7 +159,10 @@ class Transfer:
         slot.load, slot.seen = None, self.log.landed
         sizes = [nbytes * self._n_together for nbytes in self._capacity]
         slot.memory = [(nbytes, self.device.empty(nbytes, compute) if nbytes else None) for nbytes in sizes]
-        slot.compute, slot.released = compute, compute.record()
+        slot.compute, slot.released = compute, compute.record(timed=self._timed)
+        self._asked = slot.released
+        if self._lent is not None:
+            self._end_lent(slot.released)
 
     def fill(self, slot: Slot, load: Load, number: int) -> Slot:
         """A reader, several at a time for as many slots. Gather a batch and start its way to the device.
@@ -149,10 +172,12 @@ class Transfer:
         """
         if slot.filled is not None:
             slot.filled.sync()  # the last copy may still read staging
+        slot.number = number
         slot.load, slot.tensors, slot.needed, slot.sources, slot.seen = load, [], [], [], self.log.landed
         assert slot.compute is not None
         assert slot.released is not None
-        start, late = self._meter.now(), False
+        start, late = self.meter.now(), False
+        slot.held_s = start - slot.drawn_s
         direct: list[tuple[Part, Tensor]] = []
         staged: list[tuple[npt.NDArray[Any], Tensor]] = []
         for i, part in enumerate(load.parts):
@@ -173,16 +198,23 @@ class Transfer:
         self._read.wait(slot.released)  # kernels may still use what the memory was before
         if late:
             self._read.wait(slot.compute.record())  # as above, for memory that was taken since; and for what moved there in that stream
+        begun = self._read.record(timed=True) if self._timed else None
         for source, tensor in staged:
             self.device.copy(source, tensor, self._read)
         for _ in self.device.read(direct, self._read):
             self._check_stop()
-        slot.read_s = (now := self._meter.span("read", number, start)) - start
-        slot.filled = self._read.record()
-        if self._meter.timeline is not None and not self.device.unified:
-            slot.filled.sync()  # not a hazard: a timeline wants to know when the copy ended
-            self._meter.span("copy", number, now)
+        slot.filled = self._read.record(timed=self._timed)
+        slot.ready_s = now = self.meter.now()
+        slot.read_s = slot.draw_s + now - start
+        if self._timeline is not None:
+            self._timeline.add("read", number, now - slot.read_s, now, len(load.batches))
+            if begun is not None:
+                self._timeline.add_timed("copy", number, begun, slot.filled, len(load.batches))
         return slot
+
+    def is_idle(self) -> bool:
+        """Consumer. Whether the device has done all that it had been given when the loop asked for a batch."""
+        return self._asked is None or self._asked.is_done()
 
     def lend(self, slot: Slot) -> list[Tensor]:
         """Consumer. The batch's tensors, as if gathered now: the consumer's work from here on sees them whole."""
@@ -196,13 +228,18 @@ class Transfer:
                 self.device.share(tensor, compute)
         if writes := self.log.since(slot.seen):
             self._forward(writes, groups, tensors, compute)
+        if self._timed and self._timeline is not None:
+            self._lent = slot.number, len(slot.load.batches), compute.record(timed=True)
+            self._timeline.settle()
         needed = [-(-nbytes // self._n_together) for nbytes in slot.needed]
         self._capacity = [_grown(*sizes) for sizes in itertools.zip_longest(self._capacity, needed, fillvalue=0)]
         slot.tensors, slot.load = [], None
-        self._meter.read_s += slot.read_s
+        self.meter.read_s += slot.read_s
+        self.meter.draw_s += slot.draw_s
+        self.meter.held_s += slot.held_s
         return tensors
 
-    def hold(self, groups: Sequence[RowGroup], values: Sequence[Sequence[Tensor | None] | None], *, copied: bool) -> Landing:
+    def hold(self, groups: Sequence[RowGroup], values: Sequence[Sequence[Tensor | None] | None], batch: int, *, copied: bool) -> Landing:
         """Consumer. Take ``values``: a copy, for the caller may change them at once, and they may be the batch itself; or as they are.
 
         Raises:
@@ -219,7 +256,7 @@ class Transfer:
             if copied:
                 kept = [None if tensor is None else self._copy(tensor, group, i, compute) for i, tensor in enumerate(kept)]
             held.append(kept)
-        return Landing(self.log.append(written, Held(held, compute, compute.record())), groups, self.log)
+        return Landing(self.log.append(written, Held(held, compute, compute.record())), groups, self.log, batch)
 
     def land(self, landing: Landing) -> None:
         """Writer. Bring held values into their stores.
@@ -227,10 +264,11 @@ class Transfer:
         Raises:
             WriteBackError: An earlier write failed; later ones must not overtake it.
         """
-        write, start = landing.write, self._meter.now()
+        write, start = landing.write, self.meter.now()
         if landing.log.landed != write.number:
             raise WriteBackError("not written: an earlier write_back of this loop failed")
         self._write.wait(write.values.ready)  # the values may not be computed yet
+        begun = self._write.record(timed=True) if self._timed else None
         staged: list[tuple[Store, Rows, npt.NDArray[Any]]] = []
         try:
             for group, tensors in zip(landing.groups, write.values.tensors, strict=True):
@@ -250,15 +288,26 @@ class Transfer:
         for store, rows, values in staged:
             store.scatter(rows, values)
         landing.log.landed = write.number + 1
-        self._meter.write_s += self._meter.span("write", write.number, start) - start
+        now = self.meter.now()
+        self.meter.write_s += now - start
+        if self._timeline is not None:
+            self._timeline.add("write", landing.batch, start if begun is None else begun.at_s(), now)
 
     def forget(self) -> None:
         """Consumer. Drop the writes that every batch under way has seen."""
         self.log.forget(min(slot.seen for slot in self._active))
 
+    def settle(self) -> None:
+        """Wait until the device has done what a loop had given it when it asked for a batch last: somebody wants to know when."""
+        if self._timed and self._asked is not None:
+            self._asked.sync()  # no hazard, and nowhere in a loop: it is asked for by whoever reads the timeline
+
     def quiesce(self) -> None:
         """Consumer. Wait for what is under way and let go of it; nothing touches the slots' memory when this returns."""
         self._read.record().sync()  # copies may still write memory that nobody was lent
+        if self._lent is not None:
+            self._asked = self.device.current_stream().record(timed=True)
+            self._end_lent(self._asked)
         for slot in self.slots:
             slot.load, slot.released, slot.compute, slot.error = None, None, None, None
             slot.tensors, slot.memory, slot.sources = [], [], []
@@ -267,6 +316,13 @@ class Transfer:
     def close(self) -> None:
         """Free the staging memory."""
         self.slots, self._active, self._write_staging = [], [], {}
+
+    def _end_lent(self, end: Event) -> None:
+        """The loop has queued its work on the batches that it was lent."""
+        assert self._lent is not None
+        assert self._timeline is not None
+        (number, n_batches, begun), self._lent = self._lent, None
+        self._timeline.add_timed("device", number, begun, end, n_batches)
 
     def _memory(self, slot: Slot, i: int) -> tuple[Buffer, bool]:
         """Memory for part ``i``, and whether it was reserved; a part that is larger than any before gets its own now."""

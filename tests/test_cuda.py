@@ -289,3 +289,51 @@ def test_beside_a_graph_and_autocast(route: str) -> None:
             batch.write_back(batch.data * 0.5)
             want[batches[i]] *= 0.5
     np.testing.assert_array_equal(store.array, want)
+
+
+@pytest.mark.parametrize("route", ["direct", "staged"])
+def test_a_timeline_of_the_gpu(route: str, tmp_path: Path) -> None:
+    """Copies and computations as the GPU saw them; nothing blocks for it."""
+    pytest.importorskip("cupy")
+    store = PinnedStore.zeros((100_000, 64))
+    batches = [np.random.default_rng(i).permutation(100_000)[:4096] for i in range(20)]
+    with Feeder(store, rows=batches, device="cuda", route=route, timeline=True) as feeder:
+        list(feeder)  # the clock is set, and what is loaded lazily is there
+        n_before = len(feeder.timeline.spans)
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            for batch in feeder.batches():
+                torch.cuda._sleep(LATE)
+                batch.write_back(batch.data + 1)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        spans = [span for span in feeder.timeline.spans if span.loop == 1]
+        assert n_before == 20 * 6
+        feeder.timeline.save(tmp_path / "t.png")
+    for lane in ("read", "copy", "wait", "lend", "compute", "device", "write"):
+        assert sorted(span.batch for span in spans if span.lane == lane) == list(range(20)), lane
+    device = {span.batch: span for span in spans if span.lane == "device"}
+    for copy in (span for span in spans if span.lane == "copy"):
+        assert copy.start_s <= copy.end_s <= device[copy.batch].start_s + 1e-3
+    assert all(span.end_s - span.start_s > 1e-3 for span in device.values())  # what the GPU took, not what it took to queue it
+    assert all(device[i].end_s <= device[i + 1].start_s + 1e-6 for i in range(19))
+    lent = {span.batch: span for span in spans if span.lane == "lend"}
+    assert all(lent[i].start_s <= device[i].start_s + 1e-3 for i in range(20))  # the two clocks are one
+
+
+def test_a_loop_that_runs_ahead_of_the_gpu_is_not_starved() -> None:
+    """It waits for batches whose slots the GPU still needs; the GPU does not."""
+    store = PinnedStore.zeros((4096, 64), pin="auto")
+    with Feeder(store, rows=[np.arange(512)] * 30, device="cuda") as feeder:
+        for _ in feeder:
+            torch.cuda._sleep(LATE)
+        assert feeder.stats.starved < 0.2
+        assert feeder.stats.bottleneck in ("computing", "unevenness")
+
+
+def test_names_for_a_profiler() -> None:
+    device = CudaDevice()
+    with device.named("pinfeed read 12"):
+        depth = torch.cuda.nvtx.range_push("inner")
+        torch.cuda.nvtx.range_pop()
+    assert depth >= 1

@@ -23,8 +23,10 @@ CORNERS = corners(dict.fromkeys(("compute", "read"), (5, 9, 14, 20, 27, 35)))
 class Run:
     """One loop that changes the rows it is given: the same program, on the feeder and as the synchronous loop."""
 
-    def __init__(self, batches: list[np.ndarray], stop_after: int | None = None, switch_after: int | None = None) -> None:
-        self.batches, self.stop_after, self.switch_after = batches, stop_after, switch_after
+    def __init__(
+        self, batches: list[np.ndarray], stop_after: int | None = None, switch_after: int | None = None, timeline: bool = False
+    ) -> None:
+        self.batches, self.stop_after, self.switch_after, self.timeline = batches, stop_after, switch_after, timeline
         self.x = np.arange(N * D, dtype=np.float64).reshape(N, D)
         self.y = np.arange(N, dtype=np.int32)
         self.seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -42,7 +44,7 @@ class Run:
         """``known=False``: the feeder cannot know how large batches become."""
         rows: Any = self.batches if known else Unsized(self.batches)
         stores = (ArrayStore(self.x), {"y": ArrayStore(self.y)})
-        with Feeder(stores, rows=rows, depth=depth, device=device) as feeder:
+        with Feeder(stores, rows=rows, depth=depth, device=device, timeline=self.timeline) as feeder:
             for i, batch in enumerate(feeder.batches()):
                 self.step(device, i, batch)
                 if i + 1 == self.stop_after:
@@ -115,7 +117,8 @@ def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     batches = [np.array(rng.sample(range(N), rng.randint(1, 5))) for _ in range(8)]
     device = SimDevice(randomly(seed), direct=rng.random() < 0.5, duplex=rng.random() < 0.7)
-    check(device, rng.randint(0, 4), batches, known=rng.random() < 0.5, switch_after=rng.choice([None, 1, 3]))
+    known, switch_after = rng.random() < 0.5, rng.choice([None, 1, 3])
+    check(device, rng.randint(0, 4), batches, known=known, switch_after=switch_after, timeline=rng.random() < 0.3)
 
 
 row_batches = st.lists(st.lists(st.integers(0, N - 1), min_size=1, max_size=5, unique=True).map(np.array), min_size=1, max_size=8)
@@ -145,6 +148,16 @@ def synchronisations() -> list[tuple[str, int]]:
         check(device, 2, **kwargs)
         sites |= device.sites
     return sorted(sites)
+
+
+def test_a_timeline_waits_for_nothing() -> None:
+    """The same calls of wait and sync, with and without: for the loop, and for the readers and the writer."""
+    sites = []
+    for timeline in (False, True):
+        device = SimDevice(lazy)
+        check(device, 2, timeline=timeline)
+        sites.append(device.sites)
+    assert sites[0] == sites[1]
 
 
 @pytest.mark.parametrize("site", synchronisations(), ids=lambda s: linecache.getline(*s).split("#")[0].strip())

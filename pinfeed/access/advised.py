@@ -12,6 +12,7 @@ from ..rows import Rows, Windows
 from ..stores.sharded import AnyShardedStore
 from .ahead import Ahead, Runs
 from .base import Serve, StoreRows
+from .files import whole_file
 
 _STEP_BYTES = 8 << 20  # advice is given in pieces: it takes as long as the disk has room for it, and the loop may end meanwhile
 
@@ -47,6 +48,10 @@ class Advised:
                 yield serve
             finally:
                 self._stopping = True
+
+    @property
+    def remedy(self) -> str:
+        return f"Rows of {self._store.label} come from the page cache, as far as it holds them. {whole_file(self._store)}"
 
     def close(self) -> None:
         """There is nothing."""

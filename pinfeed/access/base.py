@@ -75,17 +75,33 @@ class Access(Protocol):
         """Serve the positions [start, stop) of an epoch. What runs in the background ends with the context."""
         ...
 
+    @property
+    def remedy(self) -> str:
+        """What to change where a loop waits for these rows, in whole sentences."""
+        ...
+
     def close(self) -> None:
         """Free its memory."""
 
 
+IN_MEMORY = (
+    "The rows are in memory: a smaller dtype leaves less to copy (uint8 or float16, converted on the device), and more cores copy faster."
+)
+"""What to change where rows that are in memory do not come fast enough."""
+
+
 class Direct:
-    """Rows are gathered from the store itself."""
+    """Rows are gathered from the store itself.
+
+    Args:
+        store: Has the rows.
+        remedy: What to change where they do not come fast enough.
+    """
 
     items: tuple[Item, ...] = ()
 
-    def __init__(self, store: Gatherable) -> None:
-        self._store = store
+    def __init__(self, store: Gatherable, remedy: str = IN_MEMORY) -> None:
+        self._store, self.remedy = store, remedy
 
     @contextlib.contextmanager
     def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:

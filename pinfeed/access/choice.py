@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from ..config import Item, human, window_item
 from ..rows import Order, PerRank, Sequential, Windows, windows
+from ..stores.array import ArrayStore
 from ..stores.base import Store
 from ..stores.mmap import MmapStore
 from ..stores.sharded import AnyShardedStore, ShardedStore
 from .advised import Advised
 from .base import Access, Direct
+from .files import AS_FAST, whole_file
 from .resident import Resident, resident_item
 from .windowed import Windowed
 
@@ -49,12 +50,13 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: int) ->
     notes: list[str] = []
     for store in stores:
         if not isinstance(store, ShardedStore) or not store.row_nbytes:
-            accesses.append(Direct(store))
+            own = f"It is gather() of the {type(store).__name__} that is waited for: longer rows or larger batches ask it less often."
+            accesses.append(Direct(store) if isinstance(store, ArrayStore) else Direct(store, own))
             continue
         access, why = _choose(store, order, n_batch_rows, free)
         free -= sum(item.total for item in access.items)
         accesses.append(access)
-        notes.append(f"{_name(store)}, {human(store.n_rows * store.row_nbytes)}: {why}")
+        notes.append(f"{store.label}, {human(store.n_rows * store.row_nbytes)}: {why}")
     return Choice(accesses, tuple(notes))
 
 
@@ -67,7 +69,8 @@ def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], 
 
 def _choose(store: AnyShardedStore, order: Any, n_batch_rows: int, free: int) -> tuple[Access, str]:
     if _in_sequence(order):
-        return Direct(store), "read in sequence"
+        remedy = f"{store.label} is read in sequence, {AS_FAST} {whole_file(store)}"
+        return Direct(store, remedy), "read in sequence"
     share, item = _share(store, order), resident_item(store)
     if not store.writable and share > 0.5 and item.total <= free:
         with contextlib.suppress(OSError):  # the system may refuse what is free by its own account
@@ -83,7 +86,11 @@ def _choose(store: AnyShardedStore, order: Any, n_batch_rows: int, free: int) ->
         return Advised(store), f"rows come from the page cache, which is filled a window ahead ({why})"
     if isinstance(store, MmapStore) and store.keep_cache and share * store.n_rows * _SEEK_BYTES >= store.n_rows * store.row_nbytes:
         return Advised(store), "rows come from the page cache, which is filled in sequence meanwhile"
-    return Direct(store), "rows are read one by one, many at a time; in a block_shuffled order they would come in long runs"
+    remedy = (
+        f"Rows of {store.label} are read one by one; neighbours come together, and are read in long runs, with "
+        f"rows=pinfeed.rows.block_shuffled(seed, block_rows={-(-_SEEK_BYTES // store.row_nbytes)}). {whole_file(store)}"
+    )
+    return Direct(store, remedy), "rows are read one by one, many at a time; in a block_shuffled order they would come in long runs"
 
 
 def _in_sequence(order: Any) -> bool:
@@ -100,8 +107,3 @@ def _windows(store: AnyShardedStore, order: Any) -> Windows | None:
 def _share(store: AnyShardedStore, order: Any) -> float:
     """The share of the rows that an epoch has; where nobody knows, all of them."""
     return min(1.0, order.length(store.n_rows) / store.n_rows) if isinstance(order, Order) else 1.0
-
-
-def _name(store: AnyShardedStore) -> str:
-    first = os.path.basename(store.paths[0])
-    return first if len(store.paths) == 1 else f"{first} and {len(store.paths) - 1} more"

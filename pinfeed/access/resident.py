@@ -19,7 +19,8 @@ from ..config import Item
 from ..rows import Rows, Windows
 from ..stores.array import ArrayStore
 from ..stores.sharded import AnyShardedStore
-from .base import Serve, StoreRows
+from .base import IN_MEMORY, Serve, StoreRows
+from .files import AS_FAST
 
 logger = logging.getLogger("pinfeed")
 
@@ -86,6 +87,12 @@ class Resident:
         if len(missing):
             self._store.gather_at(rows[missing], out, missing)
         self._n_gathers, self._ended_s = self._n_gathers + 1, time.monotonic()
+
+    @property
+    def remedy(self) -> str:
+        if self._complete:
+            return IN_MEMORY
+        return f"{self._store.label} is still being brought into memory, {AS_FAST} Later epochs run at the speed of memory."
 
     def close(self) -> None:
         """Free the memory; what is being gathered from it keeps it until then."""

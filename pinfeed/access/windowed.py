@@ -18,6 +18,7 @@ from ..stores.array import ArrayStore
 from ..stores.sharded import AnyShardedStore
 from .ahead import Ahead, Runs
 from .base import Serve, StoreRows
+from .files import AS_FAST, whole_file
 
 _N_THREADS = 4  # reads that wait for the disk at a time
 
@@ -45,6 +46,10 @@ class Windowed:
             yield lambda position, n: functools.partial(_WindowRows, self._store, ahead.take(position, n))
         finally:
             threads.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def remedy(self) -> str:
+        return f"Windows of {self._store.label} are read ahead in long runs, {AS_FAST} {whole_file(self._store)}"
 
     def close(self) -> None:
         """Free the windows."""

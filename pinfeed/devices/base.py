@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,12 +48,16 @@ class Event(Protocol):
         """Whether it has."""
         ...
 
+    def at_s(self) -> float:
+        """When it had, in seconds of ``time.perf_counter()``: of an event that was recorded as timed, and is done."""
+        ...
+
 
 class Stream(Protocol):
     """A queue of work that the device does in order. Two objects for one stream are equal."""
 
-    def record(self) -> Event:
-        """A new event behind all work so far."""
+    def record(self, *, timed: bool = False) -> Event:
+        """A new event behind all work so far; ``timed``: that can tell when it was passed."""
         ...
 
     def wait(self, event: Any) -> None:
@@ -142,6 +147,10 @@ class Device(Protocol):
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
         """Shape, dtype and whether it is on this device, of a tensor; None for anything else."""
+
+    def named(self, name: str) -> AbstractContextManager[None]:
+        """Show what the calling thread does meanwhile under this name, in a profiler of the device's."""
+        ...
 
     def free_bytes(self) -> int:
         """Memory of the device that is free now, in bytes."""

@@ -8,6 +8,7 @@ import functools
 import itertools
 import operator
 import os
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any, TypeGuard
@@ -30,13 +31,19 @@ from .tuning import STAGED, Rates, Route, decide, measure, remembered
 _TYPICAL_ROWS = 4096
 _N_BLOCKS = 8
 _MAX_ROW_BYTES = 1 << 30  # the kernels count the words of a row in 32 bits
+_CLOCK_STEP_S = 10.0  # the time between two events is 24 bits of milliseconds: of 10 seconds, a microsecond
 
 
 class CudaEvent:
-    """An event recorded once. The host sleeps, not spins, while it waits: a spinning reader would take a core from the loop."""
+    """An event recorded once. The host sleeps, not spins, while it waits: a spinning reader would take a core from the loop.
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        self.raw = torch.cuda.Event(blocking=True)
+    Args:
+        stream: Where it is recorded.
+        clock: Tells when it was passed; None for an event that is not timed.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream, clock: CudaClock | None = None) -> None:
+        self.raw, self._clock = torch.cuda.Event(enable_timing=clock is not None, blocking=True), clock
         self.raw.record(stream)
 
     def sync(self) -> None:
@@ -45,12 +52,43 @@ class CudaEvent:
     def is_done(self) -> bool:
         return bool(self.raw.query())
 
+    def at_s(self) -> float:
+        assert self._clock is not None
+        return self._clock.at_s(self.raw)
+
+
+class CudaClock:
+    """When events of one GPU were passed, by the host's clock: from the time between them and one of which that is known.
+
+    Args:
+        stream: Nothing is under way in it.
+    """
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(stream)
+        event.synchronize()  # spins: nothing else would make the two clocks meet
+        self._known = event, time.perf_counter()
+
+    def at_s(self, event: torch.cuda.Event) -> float:
+        """Seconds of ``time.perf_counter()``; the event is timed and done. In any thread."""
+        known, known_s = self._known
+        at_s = known_s + float(known.elapsed_time(event)) / 1e3
+        if at_s > known_s + _CLOCK_STEP_S:
+            self._known = event, at_s
+        return at_s
+
 
 class CudaStream:
-    """A torch stream."""
+    """A torch stream.
 
-    def __init__(self, raw: torch.cuda.Stream) -> None:
-        self.raw = raw
+    Args:
+        raw: The stream.
+        device: Whose clock times its events.
+    """
+
+    def __init__(self, raw: torch.cuda.Stream, device: CudaDevice) -> None:
+        self.raw, self._device = raw, device
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CudaStream) and self.raw == other.raw
@@ -58,8 +96,8 @@ class CudaStream:
     def __hash__(self) -> int:
         return hash(self.raw)
 
-    def record(self) -> CudaEvent:
-        return CudaEvent(self.raw)
+    def record(self, *, timed: bool = False) -> CudaEvent:
+        return CudaEvent(self.raw, self._device.clock if timed else None)
 
     def wait(self, event: CudaEvent) -> None:
         self.raw.wait_event(event.raw)
@@ -98,10 +136,10 @@ class CudaDevice:
     def stream(self, name: str) -> CudaStream:
         if self.route.duplex or self._side is None:
             self._side = torch.cuda.Stream(self._device, self._priority)
-        return CudaStream(self._side)
+        return CudaStream(self._side, self)
 
     def current_stream(self) -> CudaStream:
-        return CudaStream(torch.cuda.current_stream(self._device))
+        return CudaStream(torch.cuda.current_stream(self._device), self)
 
     def worker(self, name: str, n_threads: int = 1) -> Executor:
         return ThreadPoolExecutor(n_threads, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(self._device,))
@@ -208,6 +246,19 @@ class CudaDevice:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None
         return tuple(value.shape), NUMPY.get(value.dtype), value.device == self._device
+
+    @contextlib.contextmanager
+    def named(self, name: str) -> Iterator[None]:
+        torch.cuda.nvtx.range_push(name)
+        try:
+            yield
+        finally:
+            torch.cuda.nvtx.range_pop()
+
+    @functools.cached_property
+    def clock(self) -> CudaClock:
+        """Of this GPU."""
+        return CudaClock(torch.cuda.Stream(self._device))
 
     def free_bytes(self) -> int:
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)

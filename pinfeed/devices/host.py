@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
@@ -20,7 +22,14 @@ from .base import Array, Part
 
 
 class HostEvent:
-    """Past as soon as it is recorded."""
+    """Past as soon as it is recorded.
+
+    Args:
+        at_s: When that was, if anybody wants to know.
+    """
+
+    def __init__(self, at_s: float | None = None) -> None:
+        self._at_s = at_s
 
     def sync(self) -> None:
         """Nothing is under way."""
@@ -28,14 +37,18 @@ class HostEvent:
     def is_done(self) -> bool:
         return True
 
+    def at_s(self) -> float:
+        assert self._at_s is not None
+        return self._at_s
+
 
 class HostStream:
     """Work done at once by whoever queues it."""
 
     _event = HostEvent()
 
-    def record(self) -> HostEvent:
-        return self._event
+    def record(self, *, timed: bool = False) -> HostEvent:
+        return HostEvent(time.perf_counter()) if timed else self._event
 
     def wait(self, event: Any) -> None:
         """Every event is past."""
@@ -111,6 +124,9 @@ class HostDevice:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None
         return tuple(value.shape), NUMPY.get(value.dtype), value.device.type == "cpu"
+
+    def named(self, name: str) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
 
     def free_bytes(self) -> int:
         return free_host_bytes()

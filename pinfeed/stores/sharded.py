@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -70,6 +71,12 @@ class ShardedStore(Generic[S]):
     def paths(self) -> list[str]:
         """The files, in the order of their rows."""
         return [extent.path for extent in self._extents]
+
+    @property
+    def label(self) -> str:
+        """What to call them: the first file's name, and how many more there are."""
+        first = os.path.basename(self.paths[0])
+        return first if len(self.paths) == 1 else f"{first} and {len(self.paths) - 1} more"
 
     @property
     def n_rows(self) -> int:

@@ -10,7 +10,9 @@ ordered his streams wrongly finds his data overwritten. Host memory that is free
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -65,8 +67,8 @@ class DeviceArray:
 class SimEvent:
     """A point in a stream."""
 
-    def __init__(self, stream: SimStream) -> None:
-        self._stream, self.passed = stream, False
+    def __init__(self, stream: SimStream, timed: bool) -> None:
+        self._stream, self._timed, self._at_s, self.passed = stream, timed, 0.0, False
 
     def sync(self) -> None:
         if not self._stream.device._ignored():
@@ -74,6 +76,14 @@ class SimEvent:
 
     def is_done(self) -> bool:
         return self.passed
+
+    def at_s(self) -> float:
+        assert self._timed, "the event is not timed"
+        assert self.passed, "the stream has not come to the event"
+        return self._at_s
+
+    def _pass(self) -> None:
+        self.passed, self._at_s = True, self._stream.device.now()
 
 
 class SimStream:
@@ -83,9 +93,9 @@ class SimStream:
         self.device, self.name = device, name
         self._work: deque[tuple[Callable[[], object], SimEvent | None]] = deque()
 
-    def record(self) -> SimEvent:
-        event = SimEvent(self)
-        self._enqueue(lambda: setattr(event, "passed", True))
+    def record(self, *, timed: bool = False) -> SimEvent:
+        event = SimEvent(self, timed)
+        self._enqueue(event._pass)
         return event
 
     def wait(self, event: SimEvent) -> None:
@@ -190,8 +200,10 @@ class SimDevice:
         direct: Whether the device reads and writes the rows of stores itself, when its streams come to it.
         duplex: Whether rows come and go in two streams.
         deaf_to: A call site of ``wait`` or ``sync`` that is ignored.
+        now: The clock.
 
     Attributes:
+        names: What was done under a name, in order.
         sites: Call sites of ``wait`` and ``sync`` so far.
         peak_bytes: Most device memory that was allocated at a time.
     """
@@ -199,7 +211,16 @@ class SimDevice:
     name = "sim"
     unified = False
 
-    def __init__(self, choose: Choose = lazy, *, direct: bool = False, duplex: bool = True, deaf_to: Site | None = None) -> None:
+    def __init__(
+        self,
+        choose: Choose = lazy,
+        *,
+        direct: bool = False,
+        duplex: bool = True,
+        deaf_to: Site | None = None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.now, self.names = now, list[str]()
         self._choose, self._direct, self._duplex, self._deaf_to = choose, direct, duplex, deaf_to
         self._actors: dict[str, SimStream | SimWorker] = {}
         self._turning = False
@@ -276,6 +297,10 @@ class SimDevice:
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
         return (value.shape, value.dtype, True) if isinstance(value, DeviceArray) else None
+
+    def named(self, name: str) -> contextlib.AbstractContextManager[None]:
+        self.names.append(name)
+        return contextlib.nullcontext()
 
     def free_bytes(self) -> int:
         return 1 << 30

@@ -9,7 +9,9 @@ Needs pytest.
 
 from __future__ import annotations
 
+import itertools
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -276,6 +278,28 @@ class DeviceTests:
         assert early.is_done()
         late.sync()
         assert late.is_done()
+
+    def test_a_timed_event_tells_when_it_was_passed(self, device: Device) -> None:
+        stream, other = device.stream("one"), device.stream("other")
+        stream.record(timed=True).sync()  # the first one may have to look for the time
+        before = time.perf_counter()
+        early = stream.record(timed=True)
+        early.sync()
+        between = time.perf_counter()
+        self.delay(device, stream)
+        late = stream.record(timed=True)
+        other.wait(late)
+        last = other.record(timed=True)
+        last.sync()
+        after = time.perf_counter()
+        times = [before, early.at_s(), between, late.at_s(), last.at_s(), after]
+        assert all(time <= following + 1e-3 for time, following in itertools.pairwise(times)), times  # two clocks may differ by so much
+
+    def test_what_is_done_can_be_named(self, device: Device) -> None:
+        with device.named("pinfeed outer"), device.named("pinfeed inner"):
+            assert device.current_stream() == device.current_stream()
+        with pytest.raises(ZeroDivisionError), device.named("pinfeed failing"):
+            _ = 1 / 0
 
     def test_streams_are_told_apart(self, device: Device) -> None:
         assert device.current_stream() == device.current_stream()

@@ -66,6 +66,15 @@ class RowsOfTables(LoaderSource):
     def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]  # the base has it once and for all
         return {"order": "a DataLoader's own", "tables": [[table.name, table.stores[0].n_rows] for table in self._tables]}
 
+    def remedy(self, draw_share: float) -> str:
+        if draw_share >= 0.5:
+            return super().remedy(draw_share)
+        names = ", ".join(table.name for table in self._tables)
+        return (
+            f"Most of it is gathering rows of {names}: a table in memory (store=None) is faster than one in a file, and a smaller dtype, "
+            "or fewer different ids in a batch, leave less to gather."
+        )
+
     def draw(self, batch: Any) -> Draw:
         # The user's functions are called here, one at a time; what follows from their ids is left to whichever reader has time.
         return functools.partial(self._load, batch, [table.ids_of(batch) for table in self._tables])

@@ -1,0 +1,69 @@
+"""Draw loops that starve, that are balanced, and that compute: the timelines of docs/seeing.md.
+
+Reading is as slow as it is told to be (a store that sleeps, as one that waits for a disk does), and
+so is the step; the threads that read, and when they do, are the feeder's.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pinfeed
+import torch
+
+HERE = Path(__file__).parent
+N_ROWS, WIDTH, BATCH_SIZE = 40_000, 2048, 256
+CASES = {
+    "starved": (44.0, 4.0, 12.0),
+    "balanced": (26.0, 8.0, 14.0),
+    "computing": (11.0, 2.0, 20.0),
+}
+"""Milliseconds of a read, by how much they differ, and milliseconds of a step."""
+
+
+class SlowStore(pinfeed.ArrayStore):
+    """Rows that take so many milliseconds to find for a batch, now more, now less."""
+
+    def __init__(self, array: np.ndarray[Any, Any], milliseconds: float, spread: float) -> None:
+        super().__init__(array)
+        self._milliseconds = (
+            np.random.default_rng(0).normal(milliseconds, spread, 10_000).clip(milliseconds / 2)
+        )
+        self._turn = 0
+
+    def gather(self, rows: Any, out: Any) -> None:
+        self._turn += 1
+        time.sleep(self._milliseconds[self._turn] / 1e3)
+        super().gather(rows, out)
+
+
+def train(feeder: pinfeed.Feeder, step_ms: float) -> None:
+    """A step on each batch that takes so long, as one on a GPU would."""
+    weight = torch.randn(WIDTH, 64)
+    for x in feeder:
+        end = time.perf_counter() + step_ms / 1e3
+        (x @ weight).relu_().mean()
+        time.sleep(max(0.0, end - time.perf_counter()))
+
+
+def main() -> None:
+    """Make them."""
+    torch.set_num_threads(1)
+    array = np.random.default_rng(0).normal(size=(N_ROWS, WIDTH)).astype(np.float32)
+    array.flags.writeable = False
+    for name, (read_ms, spread, step_ms) in CASES.items():
+        store = SlowStore(array, read_ms, spread)
+        with pinfeed.Feeder(
+            store, batch_size=BATCH_SIZE, shuffle=True, device="cpu", timeline=True
+        ) as feeder:
+            for _ in range(2):
+                train(feeder, step_ms)
+            feeder.timeline.save(HERE / f"timeline-{name}.png")
+            print(name, feeder.stats)
+
+
+if __name__ == "__main__":
+    main()

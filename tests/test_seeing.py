@@ -1,0 +1,637 @@
+"""What a feeder lets one see: spans, traces, pictures, statistics, the bar, and a warning of starvation."""
+
+import io
+import itertools
+import json
+import logging
+import math
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import pinfeed
+from pinfeed import ArrayStore, Feeder, MmapStore, errors, wrap_loader, wrap_readers
+from pinfeed.access import choose
+from pinfeed.devices.host import HostDevice
+from pinfeed.forwarding import WriteLog
+from pinfeed.landings import Landings
+from pinfeed.loader import LoaderSource
+from pinfeed.meter import Meter
+from pinfeed.progress import Bar
+from pinfeed.spans import LANES, Span, middle, ready, starved, totals, tracks
+from pinfeed.starvation import STRETCH_BATCHES, WARM_UP_BATCHES, Watch, explanation
+from pinfeed.stats import Totals
+from pinfeed.testing import SimDevice, favour, lazy
+from pinfeed.timeline import Timeline
+from pinfeed.transfer import Held, Landing
+
+ALL = ("compute", "read", "write", "pinfeed-read", "pinfeed-write")
+
+
+class Clock:
+    """Time that passes only when it is told to."""
+
+    def __init__(self) -> None:
+        self.s = 0.0
+
+    def __call__(self) -> float:
+        return self.s
+
+    def pass_s(self, seconds: float) -> None:
+        self.s += seconds
+
+
+class OfMyOwn:
+    """A store that pinfeed does not know."""
+
+    n_rows, row_shape, dtype, writable, resident_bytes = 10, (), np.dtype(np.float32), False, 0
+
+    def gather(self, rows: Any, out: Any) -> None: ...
+    def scatter(self, rows: Any, values: Any) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Slow(ArrayStore):
+    """Rows that take time to come and go."""
+
+    def __init__(self, array: np.ndarray, clock: Clock, gather_s: float = 0.0, scatter_s: float = 0.0) -> None:
+        super().__init__(array)
+        self._clock, self._gather_s, self._scatter_s = clock, gather_s, scatter_s
+
+    def gather(self, rows: Any, out: Any) -> None:
+        self._clock.pass_s(self._gather_s)
+        super().gather(rows, out)
+
+    def scatter(self, rows: Any, values: Any) -> None:
+        self._clock.pass_s(self._scatter_s)
+        super().scatter(rows, values)
+
+
+def simulated(
+    choose: Any = lazy, *, gather_s: float = 0.0, scatter_s: float = 0.0, n: int = 40, **kwargs: Any
+) -> tuple[Feeder, Clock, Any]:
+    """A feeder on a simulated device, all of whose clocks are one."""
+    clock = Clock()
+    device = SimDevice(choose, now=clock)
+    store = Slow(np.zeros((10 * n, 3), np.float32), clock, gather_s, scatter_s)
+    feeder = Feeder(store, batch_size=10, device=device, **{"depth": 2, **kwargs})
+    feeder._loop._meter.now = clock
+    return feeder, clock, device
+
+
+# ---- spans -----------------------------------------------------------------------------------------------------------
+
+
+def check_spans(spans: list[Span], n: int, lanes: set[str]) -> None:
+    """Every batch has each lane once, in order; a thread does one thing at a time; a batch goes through the lanes one after the other."""
+    assert {span.lane for span in spans} - {"land"} == lanes
+    by_lane = {lane: [span for span in spans if span.lane == lane] for lane in lanes}
+    for lane, of_one in by_lane.items():
+        assert sorted(span.batch for span in of_one) == list(range(n)), lane
+        assert all(0 <= span.start_s <= span.end_s for span in of_one)
+    for thread in (("wait", "lend", "compute"), ("copy",), ("device",), ("write",)):
+        of_thread = [span for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)) if span.lane in thread]
+        assert all(one.end_s <= following.start_s for one, following in itertools.pairwise(of_thread))
+        for lane in thread:
+            assert [span.batch for span in of_thread if span.lane == lane] == list(range(n if lane in lanes else 0))
+    stages = [lane for lane in ("read", "copy", "device", "write") if lane in lanes]
+    for batch in range(n):
+        of_batch = {span.lane: span for span in spans if span.batch == batch}
+        assert of_batch["read"].end_s <= of_batch["wait"].end_s == of_batch["lend"].start_s
+        assert of_batch["lend"].end_s == of_batch["compute"].start_s
+        for lane, following in itertools.pairwise(stages):
+            assert of_batch[lane].start_s <= of_batch[following].start_s
+        if "copy" in lanes:
+            assert of_batch["copy"].end_s <= of_batch["device"].start_s
+
+
+@pytest.mark.parametrize("depth", [0, 1, 3])
+@pytest.mark.parametrize("device", ["cpu", "lazy", "eager", "read first", "compute first"])
+def test_every_batch_has_each_lane_once(device: str, depth: int) -> None:
+    schedules = {"lazy": lazy, "eager": favour(*ALL), "read first": favour("read", "pinfeed-read"), "compute first": favour("compute")}
+    found: Any = "cpu" if device == "cpu" else SimDevice(schedules[device])
+    with Feeder(np.zeros((90, 3), np.float32), batch_size=10, depth=depth, device=found, timeline=True) as feeder:
+        for batch in feeder.batches():
+            batch.write_back(batch.data)
+        spans = feeder.timeline.spans
+    check_spans(spans, 9, {"read", "wait", "lend", "compute", "write"} | ({"copy", "device"} if device != "cpu" else set()))
+    assert {(span.rows, span.bytes) for span in spans} == {(10, 120)}
+    end = max(span.end_s for span in spans if span.lane == "compute")
+    assert all(span.end_s <= end for span in spans if span.lane == "read")
+
+
+def test_small_batches_are_read_together() -> None:
+    with Feeder(np.zeros((400, 3), np.float32), batch_size=10, device="cpu", timeline=True) as feeder:
+        for _ in range(2):
+            for _ in feeder:
+                pass
+        spans = feeder.timeline.spans
+    reads = [span for span in spans if span.lane == "read"]
+    assert sum(span.n_batches for span in reads) == 80 > len(reads)
+    assert all((span.rows, span.bytes) == (10 * span.n_batches, 120 * span.n_batches) for span in reads)
+    for loop in (0, 1):
+        lent = [span.batch for span in spans if span.lane == "lend" and span.loop == loop]
+        assert lent == list(range(40))
+
+
+def test_a_loop_that_is_left() -> None:
+    feeder, clock, _ = simulated(favour(*ALL), timeline=True)
+    for _ in zip(range(3), feeder, strict=False):
+        clock.pass_s(1.0)
+    feeder.close()
+    computed = [span for span in feeder.timeline.spans if span.lane == "compute"]
+    assert [(span.batch, span.end_s - span.start_s) for span in computed] == [(0, 1.0), (1, 1.0), (2, 1.0)]
+    assert [span.batch for span in feeder.timeline.spans if span.lane == "device"] == [0, 1, 2]
+
+
+def test_times_of_the_device_are_its_own() -> None:
+    """Neither the copy's nor the computation's is the time at which the host queued it."""
+    feeder, clock, device = simulated(lazy, timeline=True, n=4)
+    loop = iter(feeder)
+    batch = next(loop)
+    device.launch(lambda _: clock.pass_s(5.0), batch)
+    clock.pass_s(1.0)
+    recorded = feeder._loop._meter.timeline
+    assert {span.lane for span in recorded.spans} == {"read", "wait", "lend"}  # the device has done nothing yet, and nobody waits for it
+    next(loop)
+    device.drain()
+    found = {span.lane: span for span in recorded.spans if span.batch == 0}
+    assert found["compute"].end_s - found["compute"].start_s == 1.0
+    assert found["device"].end_s - found["device"].start_s == 5.0
+    assert found["copy"].start_s >= found["compute"].end_s  # so late was it
+    del loop
+    feeder.close()
+
+
+def test_whoever_reads_the_timeline_waits_for_the_device() -> None:
+    feeder, _, _ = simulated(lazy, timeline=True, n=4)
+    list(feeder)
+    assert [span.batch for span in feeder.timeline.spans if span.lane == "device"] == [0, 1, 2, 3]
+    feeder.close()
+
+
+def test_a_profiler_is_told_names() -> None:
+    for timeline in (False, True):
+        feeder, _, device = simulated(favour(*ALL), timeline=timeline, n=3)
+        for batch in feeder.batches():
+            batch.write_back(batch.data)
+        feeder.close()
+        wanted = {f"pinfeed {lane} {batch}" for lane in ("read", "wait", "lend", "write") for batch in range(3)} if timeline else set()
+        assert {name for name in device.names if int(name.split()[-1]) < 3} == wanted
+
+
+def test_wrapped_loaders_and_readers() -> None:
+    loader = wrap_loader(DataLoader(torch.zeros(30, 2), batch_size=5), device="cpu", timeline=True)
+    list(loader)
+    check_spans(loader.timeline.spans, 6, {"read", "wait", "lend", "compute"})
+    reading: Any = {"read_input": lambda i: [np.zeros(3)], "get_output": lambda i: [i], "n_readers": 2}
+    with wrap_readers(range(12), range(12), **reading, batch_size=3, device="cpu", timeline=True) as feeder:
+        list(feeder)
+        check_spans(feeder.timeline.spans, 4, {"read", "wait", "lend", "compute"})
+
+
+def test_train_rows() -> None:
+    table = pinfeed.HostEmbedding(50, 4, name="t")
+    rows = pinfeed.RowOptimizer(torch.optim.SGD, [table], lr=0.1)
+    loader = [{"ids": torch.arange(i, i + 5)} for i in range(8)]
+    loop = pinfeed.train_rows(loader, {table: "ids"}, optimizer=rows, device="cpu", timeline=True)
+    for batch in loop:
+        table(batch["ids"]).sum().backward()
+        rows.step()
+        rows.zero_grad()
+    check_spans(loop.timeline.spans, 8, {"read", "wait", "lend", "compute", "write"})
+
+
+def test_what_a_loader_takes_is_reading() -> None:
+    clock = Clock()
+
+    def slowly() -> Iterator[torch.Tensor]:
+        for _ in range(5):
+            clock.pass_s(2.0)
+            yield torch.zeros(4)
+
+    loader = wrap_loader(slowly(), device="cpu", depth=0, timeline=True)
+    loader._loop._meter.now = clock
+    list(loader)
+    assert loader.stats.draw_s == loader.stats.read_s == loader.stats.wait_s == 10.0
+    assert [span.end_s - span.start_s for span in loader.timeline.spans if span.lane == "read"] == [2.0] * 5
+
+
+def test_nothing_is_recorded_unless_it_is_asked_for() -> None:
+    class Untimed(SimDevice):
+        def stream(self, name: str) -> Any:
+            stream = super().stream(name)
+            record = type(stream).record
+
+            def untimed(*, timed: bool = False) -> Any:
+                assert not timed
+                return record(stream)
+
+            stream.record = untimed  # type: ignore[method-assign]
+            return stream
+
+    device = Untimed(favour(*ALL))
+    with Feeder(np.zeros((90, 3), np.float32), batch_size=10, device=device) as feeder:
+        for batch in feeder.batches():
+            batch.write_back(batch.data)
+    assert device.names == []
+    meter = Meter()
+    asked = meter.enter(2, 1, asynchronous=False)
+    before = sys.getallocatedblocks()
+    for _ in range(1000):
+        asked = meter.lent(10, 120, asked, late=False, idle=True)
+    assert sys.getallocatedblocks() - before < 20
+
+
+def test_a_timeline_keeps_the_last_spans() -> None:
+    timeline = Timeline(most_spans=50)
+    timeline.begin(0.0, 2, 1)
+    for i in range(57):
+        timeline.add("read", i, i, i + 1)
+    assert [span.batch for span in timeline.spans] == list(range(7, 57))
+
+
+# ---- what is told from spans ---------------------------------------------------------------------------------------
+
+
+def a_run(read_s: float, step_s: float, *, copy_s: float = 0.0, n_readers: int = 2, depth: int = 2, n: int = 200) -> Timeline:
+    """A loop whose every part takes its time; with ``copy_s``, on a device of its own."""
+    timeline = Timeline()
+    timeline.begin(0.0, depth, n_readers)
+    device = SimDevice(favour("compute"), now=(clock := Clock()))
+
+    def at(seconds: float) -> Any:
+        clock.s = seconds
+        return device.current_stream().record(timed=True)
+
+    free, copied, computed, asked, asks = [0.0] * n_readers, 0.0, 0.0, 0.0, [0.0] * (depth + 1)
+    for batch in range(n):
+        reader = free.index(min(free))
+        start = max(free[reader], asks[batch])
+        free[reader] = end = start + read_s * (1 + 0.2 * math.sin(batch))
+        timeline.add("read", batch, start, end)
+        got = max(asked, end)
+        lent = got + 1e-5
+        timeline.add("wait", batch, asked, got)
+        timeline.add("lend", batch, got, lent, 1, 256, 1 << 20)
+        asked = lent + (1e-4 if copy_s else step_s)
+        timeline.add("compute", batch, lent, asked)
+        if copy_s:
+            copied, begun = max(copied, end) + copy_s, max(copied, end)
+            timeline.add_timed("copy", batch, at(begun), at(copied))
+            begun, computed = max(computed, copied, lent), max(computed, copied, lent) + step_s
+            timeline.add_timed("device", batch, at(begun), at(computed))
+            timeline.add("write", batch, computed, computed + copy_s / 2)
+        asks.append(asked)
+    return timeline
+
+
+CASES: dict[str, tuple[Callable[[], Timeline], str]] = {
+    "data": (lambda: a_run(0.05, 0.01), "reading is the bottleneck"),
+    "compute": (lambda: a_run(0.01, 0.02), "computing is the bottleneck"),
+    "balanced": (lambda: a_run(0.0205, 0.01), "reading takes about as long as computing"),
+    "link": (lambda: a_run(0.002, 0.01, copy_s=0.02), "copying to the device is the bottleneck"),
+    "device": (lambda: a_run(0.004, 0.02, copy_s=0.005), "computing is the bottleneck"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_picture_says_the_verdict(case: str, tmp_path: Path) -> None:
+    made, because = CASES[case]
+    timeline = made()
+    timeline.save(tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert 20_000 < (tmp_path / "t.png").stat().st_size < 150_000
+    timeline.save(tmp_path / "t.json")
+    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["verdict"].endswith(because)
+
+
+def test_a_whole_run_can_be_drawn(tmp_path: Path) -> None:
+    timeline = a_run(0.05, 0.01, n=1500)
+    timeline.save(tmp_path / "all.png", last_s=1e6)
+    timeline.save(tmp_path / "first.png", first_s=0.3)
+    assert all((tmp_path / f"{name}.png").stat().st_size > 15_000 for name in ("all", "first"))
+    with pytest.raises(errors.ArgumentError, match="both first_s and last_s"):
+        timeline.save(tmp_path / "t.png", first_s=1, last_s=1)
+
+
+def test_a_stretch_from_the_middle_is_of_one_loop() -> None:
+    spans = [Span("wait", batch, loop * 10 + batch, loop * 10 + batch + 0.5, loop) for loop in range(3) for batch in range(10)]
+    assert middle(spans, 4) == (13.0, 17.0)
+    assert middle(spans, 20) == (10.0, 19.5)
+    assert middle(spans, 30) == (0.0, 29.5)
+
+
+def test_tracks_never_overlap() -> None:
+    spans = a_run(0.05, 0.01, n_readers=4, depth=5).spans
+    placed = list(zip(spans, tracks(spans), strict=True))
+    assert {track for span, track in placed if span.lane == "read"} == {0, 1, 2, 3}
+    for lane, track in itertools.product(LANES, range(4)):
+        of_one = [span for span, on in placed if (span.lane, on) == (lane, track)]
+        assert all(one.end_s <= following.start_s for one, following in itertools.pairwise(of_one))
+
+
+def test_starvation_is_that_of_whoever_computes() -> None:
+    host = a_run(0.05, 0.01).spans
+    assert starved(host) == [(span.start_s, span.end_s) for span in host if span.lane == "wait"]
+    device = a_run(0.004, 0.02, copy_s=0.005).spans  # the loop waits for batches, but the device has work
+    stretch = totals(device, 1.0, 3.0, depth=2, n_readers=2)
+    assert (stretch.watched, stretch.starved) == ("device", 0.0)
+    short = [span for span in host if span.batch < 3]
+    assert totals(short, 0.0, 1.0, depth=2, n_readers=2).bottleneck == "start"
+    assert starved(device)[0][0] == 0.0  # but for the first batch
+
+
+def test_batches_that_are_ready() -> None:
+    counts = [count for _, count in ready(a_run(0.01, 0.05).spans)]
+    assert max(counts) <= 3
+    assert counts[-1] == 0
+    assert np.median(counts) >= 1
+
+
+# ---- traces ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_trace_is_one_that_perfetto_reads(tmp_path: Path) -> None:
+    feeder, clock, _ = simulated(favour("read", "compute"), gather_s=0.5, scatter_s=0.25, timeline=True, n=12)
+    for batch in feeder.batches():
+        clock.pass_s(0.125)
+        batch.write_back(batch.data)
+    feeder.timeline.save(tmp_path / "t.json")
+    feeder.close()
+    document = json.loads((tmp_path / "t.json").read_text())
+    events = document["traceEvents"]
+    assert {event["ph"] for event in events} == {"M", "X", "C"}
+    named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    assert list(named.values()) == ["read", "copy", "loop", "device", "write"]
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["pinfeed"]
+    order = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
+    assert sorted(named, key=order.__getitem__) == list(named)
+    complete = [event for event in events if event["ph"] == "X"]
+    assert {event["tid"] for event in complete} == set(named)
+    assert {event["pid"] for event in events} == {1}
+    for event in complete:
+        assert event["ts"] >= 0
+        assert event["dur"] >= 0
+        assert event["args"].keys() == {"batch", "batches", "rows", "bytes", "loop"}
+        assert event["name"] == f"{event['cat']} {event['args']['batch']}"
+    reads = [event["dur"] for event in complete if event["cat"] == "read"]
+    assert reads == [0.5e6] * 12
+    for tid in named:  # slices of a thread are one after the other, or one within the other
+        of_thread = sorted((event["ts"], -event["dur"]) for event in complete if event["tid"] == tid)
+        open_until: list[float] = []
+        for start, minus in of_thread:
+            while open_until and open_until[-1] <= start + 1e-3:
+                open_until.pop()
+            assert not open_until or start - minus <= open_until[-1] + 1e-3
+            open_until.append(start - minus)
+    assert all(event["args"]["batches"] >= 0 for event in events if event["ph"] == "C")
+
+
+# ---- statistics ------------------------------------------------------------------------------------------------------
+
+
+def test_statistics_of_an_interval_as_a_dict() -> None:
+    with Feeder(np.zeros((100, 3), np.float32), batch_size=10, device="cpu") as feeder:
+        list(feeder)
+        earlier = feeder.stats
+        list(feeder)
+        lately = feeder.stats - earlier
+    assert (lately.batches, lately.rows, lately.bytes) == (10, 100, 1200)
+    assert 0 < lately.seconds < feeder.stats.seconds
+    found = lately.as_dict()
+    assert found["rows_per_s"] == 100 / lately.seconds
+    assert all(isinstance(value, (int, float)) for value in found.values())
+    units = ("batches", "rows", "bytes", "_s", "_percent")
+    assert all(key.endswith(units) for key in found)
+    assert {"memory_peak_bytes", "starved_percent", "wait_s", "compute_s"} <= found.keys()
+
+
+@pytest.mark.parametrize(("fast", "is_starved"), [(("read",), False), (("read", "compute"), True)])
+def test_a_wait_counts_only_where_the_device_has_nothing_to_do(fast: tuple[str, ...], is_starved: bool) -> None:
+    feeder, _, device = simulated(favour(*fast), gather_s=1.0, n=8)
+    for batch in feeder:
+        device.launch(lambda _: None, batch)
+    stats = feeder.stats
+    feeder.close()
+    assert stats.wait_s == stats.read_s == 8.0
+    assert (stats.starved > 0.5) == is_starved
+    assert stats.asynchronous
+
+
+@pytest.mark.parametrize(("fast", "counted_s"), [(("compute",), 4.0), ((), 0.0)])  # it is no loss while the values are still computed
+def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float) -> None:
+    clock = Clock()
+    device = SimDevice(favour(*fast), now=clock)
+    meter, worker, stream = Meter(timeline=Timeline(), now=clock), device.worker("pinfeed-write"), device.current_stream()
+    log: WriteLog[Held] = WriteLog()
+    landings = Landings(lambda landing: worker.submit(clock.pass_s, 1.0), 1, lambda: True, meter)
+    meter.enter(1, 1, asynchronous=True)
+    for batch in range(5):
+        landings.add(Landing(log.append([], Held([], stream, stream.record())), [], log, batch), check=True)
+    landings.land()
+    assert meter.stats().land_s == counted_s
+    assert meter.timeline is not None
+    spans = [(span.lane, span.batch, span.end_s - span.start_s) for span in meter.timeline.spans]
+    assert spans == [("land", batch, 1.0) for batch in range(1, 5)]
+
+
+def test_readers_that_the_device_holds_up() -> None:
+    """A copy takes a second of the read stream's; only the second round of slots meets it."""
+
+    class Copying(SimDevice):
+        def copy(self, src: Any, dst: Any, stream: Any) -> None:
+            super().copy(src, dst, stream)
+            stream._enqueue(lambda: clock.pass_s(1.0))
+
+    clock = Clock()
+    device = Copying(favour("compute"), now=clock)
+    with Feeder(np.zeros((100, 3), np.float32), batch_size=10, depth=2, device=device) as feeder:
+        feeder._loop._meter.now = clock
+        for batch in feeder:
+            device.launch(lambda _: None, batch)
+        assert feeder.stats.held_s >= 5.0
+        assert feeder.stats.read_s == 0.0
+
+
+BASE: dict[str, Any] = {"batches": 100, "rows": 25_600, "bytes": 100 << 20, "seconds": 10.0, "depth": 2, "n_readers": 2}
+CAUSES: dict[str, tuple[dict[str, Any], str]] = {
+    "computing": ({"wait_s": 0.2, "starved_s": 0.2, "read_s": 3.0}, "waited 2% of the time: computing is the bottleneck"),
+    "reading": ({"wait_s": 6.0, "starved_s": 6.0, "read_s": 19.0, "late": 98}, "waited 60% of the time: reading is the bottleneck"),
+    "loop": ({"wait_s": 9.8, "starved_s": 9.8, "read_s": 19.0}, "it does almost nothing"),
+    "unevenness": ({"wait_s": 4.0, "starved_s": 4.0, "read_s": 8.0, "late": 12}, "come unevenly"),
+    "copying": ({"wait_s": 6.0, "starved_s": 6.0, "read_s": 1.0, "held_s": 14.0, "asynchronous": True}, "copying to the device"),
+    "writing": ({"wait_s": 0.5, "starved_s": 0.5, "read_s": 1.0, "land_s": 5.0, "write_s": 9.9}, "writing back is the bottleneck"),
+    "start": ({"wait_s": 4.0, "starved_s": 4.0, "start_s": 3.5, "read_s": 8.0}, "first batch of a loop"),
+    "depth": ({"wait_s": 6.0, "starved_s": 6.0, "read_s": 6.0, "depth": 0}, "nothing is read ahead"),
+}
+CHANGES = {
+    "start": "Longer loops",
+    "unevenness": "higher depth",
+    "copying": "PinnedStore",
+    "writing": "slower than the loop",
+    "depth": "depth=2",
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_each_cause_is_told(cause: str) -> None:
+    counted, sentence = CAUSES[cause]
+    found = Totals(**{**BASE, **counted})
+    assert found.bottleneck == cause
+    assert sentence in found.verdict
+    text = explanation(found, lambda share: f"the source knows, {share:.0f}")
+    assert CHANGES.get(cause, "the source knows") in text
+    assert "of the last 10.0 s" in text
+    assert "batch of 256 rows (1.0 MiB)" in text
+
+
+def test_a_device_whose_work_nobody_has_timed_is_not_said_to_do_nothing() -> None:
+    counted = {**BASE, "wait_s": 9.8, "starved_s": 9.8, "read_s": 19.0, "asynchronous": True}
+    assert Totals(**counted).bottleneck == "reading"
+
+
+# ---- the warning -----------------------------------------------------------------------------------------------------
+
+
+def run(watch: Watch, meter: Meter, clock: Clock, waits: list[float], works_s: float) -> None:
+    """A loop, as far as a meter sees it."""
+    asked = meter.enter(2, 1, asynchronous=False)
+    watch.begin()
+    for wait_s in waits:
+        clock.pass_s(wait_s)
+        meter.read_s += wait_s + works_s
+        clock_s = meter.lent(10, 120, asked, late=wait_s > 0, idle=True)
+        if meter.batches >= watch.look_at:
+            watch.look()
+        clock.pass_s(works_s)
+        asked = clock_s + works_s
+    meter.leave()
+    watch.end()
+
+
+@pytest.mark.parametrize(
+    ("waits", "works_s", "warned"),
+    [
+        ([0.3] * 60, 0.2, 1),
+        ([0.3] * 600, 0.2, 1),
+        ([0.03] * 600, 0.2, 0),  # hides well enough
+        ([0.3] * 10, 0.2, 0),  # no evidence
+        ([0.001] * 800, 0.002, 0),  # two times 2.4 seconds
+        ([9.0] * WARM_UP_BATCHES + [0.0] * 100, 0.2, 0),  # the first batches only
+        ([0.0] * 100 + [0.3] * 100, 0.2, 1),  # starves later on
+        ([], 0.2, 0),
+    ],
+)
+def test_a_loop_that_starves_is_warned_of_once(waits: list[float], works_s: float, warned: int, caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    meter = Meter(now=clock)
+    watch = Watch(meter, lambda share: "feed it")
+    with caplog.at_level(logging.WARNING, "pinfeed"):
+        for _ in range(2):
+            run(watch, meter, clock, waits, works_s)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+    assert all("feed it" in record.getMessage() for record in caplog.records)
+
+
+def test_short_loops_are_judged_together(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    meter = Meter(now=clock)
+    watch = Watch(meter, lambda share: "feed it")
+    for _ in range(20):
+        run(watch, meter, clock, [0.05] * (WARM_UP_BATCHES + STRETCH_BATCHES), 0.02)
+    assert len(caplog.records) == 1
+    for _ in range(20):  # the first batches of a loop, which nobody can have ready, are no evidence
+        run(watch := Watch(meter, str), meter, clock, [5.0] + [0.0] * (WARM_UP_BATCHES + STRETCH_BATCHES), 0.02)
+    assert len(caplog.records) == 1
+
+
+def test_a_feeder_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    feeder, clock, _ = simulated(favour("read", "compute"), gather_s=0.3, n=60)
+    for _ in range(2):
+        for _ in feeder:
+            clock.pass_s(0.2)
+    feeder.close()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("pinfeed", "WARNING")
+    for words in (
+        "starved: the loop waited 60% of the last",
+        "reading",
+        "10 rows (120 B) takes 300 ms to read",
+        "depth=2",
+        "rows are in memory",
+    ):
+        assert words in record.getMessage()
+
+
+def test_a_feeder_that_keeps_up_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    feeder, clock, _ = simulated(favour("read", "compute"), gather_s=0.03, n=60)
+    for _ in feeder:
+        clock.pass_s(0.2)
+    assert feeder.stats.bottleneck != "computing"  # 13%: to be seen in the statistics
+    feeder.close()
+    assert not caplog.records
+
+
+def test_sources_know_what_to_change(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((1000, 64), np.float32))
+    store = MmapStore(tmp_path / "x.npy", keep_cache=False)
+
+    def remedy(order: Any, free: int) -> str:
+        choice = choose([store], order, 100, free)
+        found: str = choice.accesses[0].remedy
+        for access in choice.accesses:
+            access.close()
+        return found
+
+    shuffled, blocks = pinfeed.rows.shuffled(0), pinfeed.rows.block_shuffled(0, block_rows=256, window_blocks=1)
+    assert "x.npy is still being brought into memory" in remedy(shuffled, 1 << 30)
+    assert "block_shuffled(seed, block_rows=256)" in remedy(shuffled, 0)
+    assert "With 250.0 KiB of memory for all of it" in remedy(shuffled, 0)
+    assert "read in sequence" in remedy(pinfeed.rows.sequential(), 1 << 30)
+    assert "page cache" in remedy(blocks, 0)
+    assert "Windows of x.npy" in remedy(blocks, 240_000)
+    own = choose([OfMyOwn()], shuffled, 100, 0).accesses[0].remedy
+    assert own.startswith("It is gather() of the OfMyOwn that is waited for")
+    assert "rows are in memory" in choose([ArrayStore(np.zeros(3))], shuffled, 100, 0).accesses[0].remedy
+    store.close()
+    loader = DataLoader(torch.zeros(10), num_workers=1)
+    assert "num_workers=1" in LoaderSource(loader).remedy(0.9)
+    assert "smaller dtype" in LoaderSource(loader).remedy(0.1)
+    assert "loader (list)" in LoaderSource([1]).remedy(0.9)
+    feeder = wrap_readers([1], [1], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=1, device="cpu")
+    assert "raise n_readers (is 1" in feeder._loop.source.remedy(0.0)
+    feeder.close()
+    loop = pinfeed.train_rows([], {pinfeed.HostEmbedding(5, 2, name="users"): "ids"}, device=HostDevice())
+    assert "gathering rows of users" in loop._loop.source.remedy(0.2)
+    assert "loader (list)" in loop._loop.source.remedy(0.8)
+
+
+# ---- the bar ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_bar_shows_rates_of_late() -> None:
+    counted = Totals(seconds=2.0)
+    bar = Bar(total=10, totals=lambda: counted, file=io.StringIO())
+    counted = Totals(batches=4, rows=40_000, bytes=3 * 10**9, seconds=5.0, wait_s=1.5, starved_s=1.5)
+    assert bar.format_dict["postfix"] == "13k rows/s, 1.00 GB/s, waited 50%"
+    counted = Totals(batches=8, rows=41_000, bytes=3 * 10**9, seconds=6.0, wait_s=1.5, starved_s=1.5)
+    assert bar.format_dict["postfix"] == "1,000 rows/s, 0.00 GB/s, waited 0%"
+    counted = Totals(batches=9, rows=42_000, bytes=3 * 10**9, seconds=6.5, wait_s=2.0, starved_s=2.0)
+    assert bar.format_dict["postfix"] == "1,000 rows/s, 0.00 GB/s, waited 0%"  # so little time tells nothing
+    bar.close()
+
+
+def test_a_feeder_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with Feeder(np.zeros((100, 3), np.float32), batch_size=10, device="cpu", progress=True) as feeder:
+        list(feeder)
+    shown = capsys.readouterr().err
+    assert "10/10" in shown
+    assert "rows/s" in shown
