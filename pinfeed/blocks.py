@@ -32,8 +32,17 @@ def block_nbytes(nbytes: int) -> int:
 
 
 def anonymous(nbytes: int) -> Bytes:
-    """Zero-filled memory of its own mapping, shape (block_nbytes(nbytes),), unmapped when the last array on it dies."""
-    return np.frombuffer(mmap.mmap(-1, block_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    """Zero-filled memory of its own mapping, shape (block_nbytes(nbytes),), unmapped when the last array on it dies.
+
+    Raises:
+        MemoryError: The system has not so much.
+    """
+    try:
+        return np.frombuffer(mmap.mmap(-1, block_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+    except OSError as error:
+        raise MemoryError(
+            f"the system has no {nbytes} bytes for rows ({error.strerror}); ask for smaller batches or free memory"
+        ) from error
 
 
 def huge(nbytes: int) -> Bytes:

@@ -7,7 +7,9 @@ Prefetching is a deque of futures, so order, back-pressure, the end of the data 
 from __future__ import annotations
 
 import contextlib
+import inspect
 import itertools
+import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -119,17 +121,20 @@ class Epoch:
         device, depth = transfer.device, pace.depth
         self._transfer, self._meter, self._first, self._pace = transfer, transfer.meter, first, pace
         self._timeline = transfer.meter.timeline
-        self._naming = self._timeline is not None and not device.unified  # for a profiler of the device's
+        self._step = self._named if self._timeline is not None and not device.unified else _unnamed  # for a profiler of the device's
         self._reader: Executor | Inline = device.worker("pinfeed-read", pace.n_readers) if depth else Inline()
-        self._writer: Executor | Inline = device.worker("pinfeed-write") if depth else Inline()
+        self._writer: Executor | Inline | None = None if depth else Inline()  # made when something is written
         self._workers: set[int] = set()  # threads that have done a task
         self.landings = Landings(
             self._land,
             limit=max(depth, 1),
-            may_wait=lambda: threading.get_ident() not in self._workers,  # where the garbage collector ends a loop, a worker may be asked
+            # Where the garbage collector ends a loop, a worker may be asked; and in a forked process nobody lands anything.
+            may_wait=lambda: threading.get_ident() not in self._workers and not self.is_forked,
             meter=transfer.meter,
         )
         self._drawn, self._turn = 0, threading.Condition()
+        self._pid, self._ended, self._ending = os.getpid(), False, threading.RLock()
+        self._loads: Generator[Draw, None, None] | None = None
 
     def loans(self, loads: Generator[Draw, None, None]) -> Iterator[Loan]:
         """Lend the batches in order. One that cannot be filled raises its error in its turn; a failed write-back, as soon as it is known.
@@ -138,26 +143,23 @@ class Epoch:
             loads: What to lend: a generator, iterated in the readers' threads, one at a time.
         """
         meter, transfer, timeline, turns = self._meter, self._transfer, self._timeline, itertools.count()
+        self._loads = loads
         loan: Loan | None = None
-        number, consumer, unified, naming = self._first, threading.get_ident(), transfer.device.unified, self._naming
+        number, consumer, unified, step = self._first, threading.get_ident(), transfer.device.unified, self._step
 
         def submit(slot: Slot) -> Future[Slot | None]:
             transfer.reserve(slot)
             turn = next(turns)
-            if not naming:
-                return self._reader.submit(self._task, self._fill, slot, loads, turn)
-            return self._reader.submit(self._task, self._named, "read", self._number(turn), self._fill, slot, loads, turn)
+            return self._reader.submit(self._task, step, "read", self._number(turn), self._fill, slot, loads, turn)
 
         slots = transfer.begin(self._pace.n_slots, self._pace.n_together)
         asked = lent = meter.enter(self._pace.depth, self._pace.n_readers, asynchronous=not unified)
         try:
             filling = deque(submit(slot) for slot in slots)
-            while (
-                slot := cast("Slot | None", self._named("wait", number, filling.popleft().result)) if naming else filling.popleft().result()
-            ) is not None:
+            while (slot := cast("Slot | None", step("wait", number, filling.popleft().result))) is not None:
                 load, late, idle = cast(Load, slot.load), slot.ready_s > asked, unified or transfer.is_idle()
                 got = meter.now() if timeline is not None else asked
-                tensors = self._named("lend", number, transfer.lend, slot) if naming else transfer.lend(slot)
+                tensors = step("lend", number, transfer.lend, slot)
                 nbytes = sum(slot.needed) // len(load.batches)
                 for i in range(len(load.batches)):
                     loan = Loan(transfer, self.landings, load, tensors, i, number)
@@ -169,6 +171,7 @@ class Epoch:
                         timeline.add("lend", number, got, lent, 1, loan.n_rows, nbytes)
                     yield loan
                     loan.end()
+                    self.require_not_forked()
                     asked, late = meter.now(), False
                     if timeline is not None:
                         got = asked
@@ -193,9 +196,9 @@ class Epoch:
             here = threading.current_thread()
             if here.ident != consumer and (here.ident in self._workers or here.name.startswith("pinfeed-")) and here.name != "pinfeed-end":
                 # The garbage collector has found the loop dropped while a worker ran, maybe a source's, and it cannot wait for itself.
-                threading.Thread(target=self._end, args=(loads,), name="pinfeed-end").start()
-            else:
-                self._end(loads)
+                threading.Thread(target=self.end, name="pinfeed-end").start()
+            elif not self.is_forked:
+                self.end()
         self.landings.check()
 
     def _fill(self, slot: Slot, loads: Iterator[Draw], turn: int) -> Slot | None:
@@ -204,6 +207,7 @@ class Epoch:
             self._turn.wait_for(lambda: self._drawn == turn)
             start = self._meter.now()
             try:
+                self._transfer.check_stop()
                 draw = next(loads, None)
             finally:
                 self._drawn += 1
@@ -242,10 +246,10 @@ class Epoch:
         return self._first + turn * self._pace.n_together
 
     def _land(self, landing: Landing) -> Future[None]:
-        land = self._transfer.land
-        if not self._naming:
-            return self._writer.submit(self._task, land, landing)
-        return self._writer.submit(self._task, self._named, "write", landing.batch, land, landing)
+        self.require_not_forked()
+        if self._writer is None:
+            self._writer = self._transfer.device.worker("pinfeed-write")
+        return self._writer.submit(self._task, self._step, "write", landing.batch, self._transfer.land, landing)
 
     def _named(self, lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:
         """Call ``fn`` under a name that a profiler of the device's shows."""
@@ -259,15 +263,52 @@ class Epoch:
         self._workers.add(threading.get_ident())
         return guarded(fn, *args)
 
-    def _end(self, loads: Generator[Draw, None, None]) -> None:
-        """Join the workers and let go of everything. Each step is done even if an interrupt ends the one before it."""
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._transfer.quiesce)
-            stack.callback(self._writer.shutdown, wait=True)
-            stack.callback(self.landings.finish)
-            stack.callback(loads.close)  # what the source holds goes now, not when an error's traceback does
-            stack.callback(self._reader.shutdown, wait=True, cancel_futures=True)
-            self._transfer.stop()
+    @property
+    def is_forked(self) -> bool:
+        """Whether this is a copy, in a forked process that has none of the threads, of a loop that was running."""
+        return self._pid != os.getpid() and not self._ended
+
+    def require_not_forked(self) -> None:
+        """Check that this is the process in which the loop began.
+
+        Raises:
+            ClosedError: It is not.
+        """
+        if self.is_forked:
+            raise ClosedError("this process was forked while the loop ran, and has not its threads; make a feeder of its own here")
+
+    def end(self) -> None:
+        """Join the workers and let go of everything. Idempotent.
+
+        Each step is done even if an interrupt ends the one before it; who goes on all the same calls this again, before anything else.
+        """
+        with self._ending:
+            if self._ended:
+                return
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._transfer.quiesce)
+                if self._writer is not None:
+                    stack.callback(self._writer.shutdown, wait=True)
+                stack.callback(self.landings.finish)
+                stack.callback(self._close_loads)
+                # Fills that have not begun are not cancelled: each that was submitted takes its turn, or those behind it would wait for it.
+                stack.callback(self._reader.shutdown, wait=True)
+                self._transfer.stop()
+            self._ended = True
+
+    def _close_loads(self) -> None:
+        """Let what the source holds go now, not when an error's traceback does."""
+        loads = self._loads
+        if loads is not None and inspect.getgeneratorstate(loads) != inspect.GEN_RUNNING:  # an interrupt has ended the wait for its reader
+            loads.close()
+            self._loads = None
+
+
+def _unnamed(lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return fn(*args)
+    finally:
+        del fn, args  # as in _named
 
 
 def guarded(fn: Callable[..., Any], *args: Any) -> Any:

@@ -16,6 +16,7 @@ In brackets what each is besides, so that ``except`` clauses that are there alre
     ├── DeviceError        (RuntimeError)       a device that does not exist or cannot do what was asked
     ├── MissingDependency  (ImportError)        a package, or the hardware behind it, that is not here
     ├── ClosedError        (RuntimeError)       use after close, or a second loop at the same time
+    ├── CopyError          (TypeError)          what belongs to one process and cannot be pickled or copied
     ├── VerificationError  (AssertionError)     a prefetching loop that differs from the synchronous one
     ├── CheckpointError    (ValueError)         a checkpoint that is damaged, or of something else
     └── WorkerError        (RuntimeError)       user code raised what would have ended the loop in silence
@@ -78,6 +79,10 @@ class MissingDependency(PinfeedError, ImportError):
 
 class ClosedError(PinfeedError, RuntimeError):
     """Use after close, or a second loop while one is running."""
+
+
+class CopyError(PinfeedError, TypeError):
+    """An object that belongs to the process which made it, and cannot be pickled or copied."""
 
 
 class VerificationError(PinfeedError, AssertionError):

@@ -13,6 +13,7 @@ from .devices import resolve
 from .devices.base import Device
 from .epoch import Loan, Pace
 from .errors import ArgumentError
+from .loop import no_copy
 from .planning import choose_pace, make_plan
 from .ranks import Ranks
 from .rows import Order, Rows, sequential, shuffled
@@ -145,6 +146,8 @@ class Feeder:
             self._stores.close()
             raise
         logger.info("%s", self._plan)
+
+    __reduce__ = no_copy
 
     def __enter__(self) -> Feeder:
         return self

@@ -31,7 +31,7 @@ class Landings:
         """Submit a write-back; ``check`` first."""
         while len(self._futures) >= self._limit:
             if self._futures[0].done():
-                self._take(self._futures.popleft())
+                self._take()
             elif self._may_wait():
                 self._await(landing)
             else:
@@ -43,7 +43,7 @@ class Landings:
     def check(self) -> None:
         """Raise the error of a write-back that has failed."""
         while self._futures and self._futures[0].done():
-            self._take(self._futures.popleft())
+            self._take()
         if self.failure is not None:
             failure, self.failure = self.failure, None
             raise failure
@@ -51,7 +51,7 @@ class Landings:
     def finish(self) -> None:
         """Wait for all of them; ``failure`` tells how they ended."""
         while self._futures:
-            self._take(self._futures.popleft())
+            self._take()
 
     def land(self) -> None:
         """Wait for all of them, and raise the error of one that has failed."""
@@ -61,10 +61,11 @@ class Landings:
     def _await(self, landing: Landing) -> None:
         """Wait for the oldest, before ``landing`` can begin."""
         start = self._meter.now()
-        self._take(self._futures.popleft())
+        self._take()
         self._meter.landed(landing.batch, start, idle=landing.write.values.ready.is_done())
 
-    def _take(self, future: Future[None]) -> None:
-        error = future.exception()
+    def _take(self) -> None:
+        error = self._futures[0].exception()  # where an interrupt ends the wait, it still is the oldest
+        self._futures.popleft()
         if error is not None and not self._failed:
             self.failure, self._failed = error, True

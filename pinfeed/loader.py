@@ -17,7 +17,7 @@ from .config import check_depth
 from .devices import resolve
 from .epoch import Loan, Pace, guarded
 from .errors import ArgumentError, WorkerError
-from .loop import Loop
+from .loop import Loop, no_copy
 from .sources import Draw, Load
 from .stats import FeederStats
 from .stores.base import Store
@@ -81,6 +81,8 @@ class LoaderFeeder:
         self._device, self._owned_device = found, None if found is device else found
         self._route = found.choose_route(stores, 0, route) if stores else ""
         self._loop = Loop(source, found, pace=pace, capacity=(), progress=progress, timeline=timeline)
+
+    __reduce__ = no_copy
 
     def __enter__(self) -> LoaderFeeder:
         return self

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import GeneratorType
-from typing import Any, TypeVar, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from .devices.base import Device
 from .epoch import Epoch, Loan, Pace
-from .errors import ArgumentError, ClosedError
+from .errors import ArgumentError, ClosedError, CopyError
 from .meter import Meter
 from .sources import Source
 from .starvation import Watch
@@ -22,6 +23,18 @@ from .transfer import Transfer
 T = TypeVar("T")
 
 logger = logging.getLogger("pinfeed")
+
+
+def no_copy(feeder: object) -> NoReturn:
+    """What pickle and copy get: threads, buffers and positions belong to one process.
+
+    Raises:
+        CopyError: Always.
+    """
+    raise CopyError(
+        f"a {type(feeder).__name__} cannot be pickled or copied: its threads and memory are this process's; hand over paths, arrays or a "
+        "function, and make it where it is used (its state_dict() can be sent)"
+    )
 
 
 class Loop:
@@ -53,6 +66,7 @@ class Loop:
         self._epoch, self._batch, self._checksum = 0, 0, 0
         self._fresh = True  # the next run begins at (_epoch, _batch); else that epoch was left, and the one after it begins
         self._running: weakref.ref[GeneratorType[Any, None, None]] | None = None
+        self._beginning = threading.Lock()  # two threads may ask for a loop at the same time: one of them gets it
         self._last: Epoch | None = None
         self._closed = False
 
@@ -97,13 +111,17 @@ class Loop:
         Raises:
             ClosedError: The loop is closed, or an epoch runs.
         """
-        self._require_open()
-        if self._is_running():
-            raise ClosedError("a loop over this feeder is running; end it (or close() its iterator) first, or make a second feeder")
-        self._raise_failure()
-        generator = cast("GeneratorType[T, None, None]", self._run(lend, pace or self._pace))
-        self._running = weakref.ref(generator)
-        return generator
+        with self._beginning:
+            self._require_open()
+            if self._is_running():
+                raise ClosedError("a loop over this feeder is running; end it (or close() its iterator) first, or make a second feeder")
+            if self._last is not None:
+                self._last.require_not_forked()
+                self._last.end()  # unless an interrupt has ended the wait for its readers, they are done
+            self._raise_failure()
+            generator = cast("GeneratorType[T, None, None]", self._run(lend, pace or self._pace))
+            self._running = weakref.ref(generator)
+            return generator
 
     def set_epoch(self, number: int) -> None:
         """Let the next run be epoch ``number``, from its beginning."""
@@ -146,6 +164,9 @@ class Loop:
             The error of a write-back that failed.
         """
         if self._last is not None:
+            self._last.require_not_forked()
+            if not self._is_running():
+                self._last.end()
             self._last.landings.land()
 
     def close(self) -> None:
@@ -161,6 +182,8 @@ class Loop:
             return
         if generator is not None:
             generator.close()
+        if self._last is not None and not self._last.is_forked:
+            self._last.end()
         self._transfer.close()
         self._raise_failure()
 

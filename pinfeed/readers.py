@@ -18,6 +18,7 @@ from .devices import resolve
 from .dtypes import dtype_of
 from .epoch import Loan, Pace
 from .errors import ArgumentError, StoreError
+from .loop import no_copy
 from .ranks import Ranks
 from .rows import Rows, sequential, shuffled
 from .samples import Ahead, Apply, Each, Reader, load_of
@@ -134,6 +135,8 @@ class ReaderFeeder:
         self._device, self._owned_device = found, None if found is device else found
         source = ReaderSource(readers, batches, found.worker, min(n_readers, batches.batch_size) if depth else 1)
         self._loop = loop_over(batches)(source, found, pace=Pace(depth), capacity=(), progress=progress, timeline=timeline)
+
+    __reduce__ = no_copy
 
     def __enter__(self) -> ReaderFeeder:
         return self

@@ -153,6 +153,11 @@ class Transfer:
         """The loop has ended: a fill under way ends at its next step. May be called from any thread."""
         self._stopping = True
 
+    def check_stop(self) -> None:
+        """Raise Cancelled if ``stop`` was called."""
+        if self._stopping:
+            raise Cancelled
+
     def reserve(self, slot: Slot) -> None:
         """Consumer. Give the slot memory for its next batches; what it lent before belongs to the user."""
         compute = self.device.current_stream()
@@ -202,7 +207,7 @@ class Transfer:
         for source, tensor in staged:
             self.device.copy(source, tensor, self._read)
         for _ in self.device.read(direct, self._read):
-            self._check_stop()
+            self.check_stop()
         slot.filled = self._read.record(timed=self._timed)
         slot.ready_s = now = self.meter.now()
         slot.read_s = slot.draw_s + now - start
@@ -336,7 +341,7 @@ class Transfer:
         """The part, read into staging."""
         out = self._staged(slot.staging, i, part.shape, part.dtype)
         for _ in part.read(out):
-            self._check_stop()
+            self.check_stop()
         return out
 
     def _staged(self, staging: dict[int, npt.NDArray[np.uint8]], i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
@@ -346,10 +351,6 @@ class Transfer:
             expected = self._capacity[i] if i < len(self._capacity) else 0
             staging[i] = self.device.staging(max(nbytes, expected))
         return staging[i][:nbytes].view(dtype).reshape(shape)
-
-    def _check_stop(self) -> None:
-        if self._stopping:
-            raise Cancelled
 
     def _copy(self, value: Tensor, group: RowGroup, i: int, compute: Stream) -> Tensor:
         """A copy of the values of a group's store ``i``."""

@@ -1,6 +1,7 @@
 """Every test: no thread and no file descriptor stays behind, and what is measured on a GPU is not taken for the user's loops."""
 
 import contextlib
+import faulthandler
 import gc
 import os
 import threading
@@ -39,3 +40,9 @@ def nothing_left() -> Iterator[None]:
     if open_files() - files:
         gc.collect()  # pytest's exception infos are cycles
     assert not open_files() - files, "file descriptors left behind"
+
+
+@pytest.fixture
+def unhurried() -> None:
+    """For tests that take longer than any other may."""
+    faulthandler.cancel_dump_traceback_later()

@@ -25,6 +25,7 @@ from ..stores.base import Store, row_nbytes
 from ..stores.pinned import PinnedStore
 from ..tensors import NUMPY, TORCH, to_torch
 from .base import Array, Part
+from .host import started
 from .kernels import Move, RowKernels
 from .tuning import STAGED, Rates, Route, decide, measure, remembered
 
@@ -142,7 +143,8 @@ class CudaDevice:
         return CudaStream(torch.cuda.current_stream(self._device), self)
 
     def worker(self, name: str, n_threads: int = 1) -> Executor:
-        return ThreadPoolExecutor(n_threads, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(self._device,))
+        pool = ThreadPoolExecutor(n_threads, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(self._device,))
+        return started(pool, n_threads)
 
     def empty(self, nbytes: int, stream: CudaStream) -> torch.Tensor:
         with torch.cuda.stream(stream.raw):

@@ -15,7 +15,7 @@ import os
 import pathlib
 import stat
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -26,10 +26,10 @@ from ..memory import free_host_bytes
 from ..rows import Rows
 from . import aio
 from .base import Array
-from .extent import Extent
+from .extent import Extent, require_regular
 from .npy import create, read_header
 from .remote import has_protocol
-from .shard import Shard
+from .shard import Shard, inode_of
 from .sharded import ShardedStore, bytes_of
 
 Path = str | os.PathLike[str]
@@ -52,6 +52,8 @@ class MmapStore(ShardedStore[Shard]):
         FileMissing: A file, or every file of a pattern, is missing.
         StoreError: Not a .npy file, truncated, no rows, Fortran order, a dtype that torch has not, or shards that do not match.
     """
+
+    _here: ClassVar[tuple[str, ...]] = (*ShardedStore._here, "_dirty", "_contexts", "_inodes")
 
     def __init__(
         self, path: Path | Sequence[Path], *, mode: str = "r", dtype: npt.DTypeLike | None = None, keep_cache: bool | None = None
@@ -144,12 +146,16 @@ class MmapStore(ShardedStore[Shard]):
     def _begin(self, extents: Sequence[Extent], mode: str, keep_cache: bool | None) -> None:
         if mode not in ("r", "r+"):
             raise ArgumentError(f"mode={mode!r}: expected 'r' or 'r+'")
+        self._mode, self._keep_cache = mode, keep_cache
         super().__init__(extents)
         if mode == "r+" and len(set(map(os.path.realpath, self.paths))) < len(self.paths):
             raise ArgumentError(f"a file stands twice among the shards {self.paths}; with mode='r+' give each once")
-        self._mode, self._keep_cache = mode, keep_cache
+
+    def _begin_here(self) -> None:
+        super()._begin_here()
         self._dirty: dict[int, int] = {}  # shards that were written since their last fsync, and how often
         self._contexts = aio.Contexts()
+        self._inodes = [inode_of(os.stat(extent.path)) for extent in self._extents]
 
     def __repr__(self) -> str:
         return f"MmapStore({self.paths[0] if len(self.paths) == 1 else self.paths!r}, mode={self._mode!r})"
@@ -227,8 +233,9 @@ class MmapStore(ShardedStore[Shard]):
             super().close()
             self._contexts.close()
 
-    def _open_shard(self, extent: Extent) -> Shard:
-        return Shard(extent, self._contexts, writable=self.writable, keep_cache=self.keep_cache)
+    def _open_shard(self, number: int) -> Shard:
+        extent, wanted = self._extents[number], self._inodes[number]
+        return Shard(extent, self._contexts, inode=wanted, writable=self.writable, keep_cache=self.keep_cache)
 
     def _evict(self, number: int, shard: Shard) -> None:
         if number in self._dirty:
@@ -271,6 +278,7 @@ def _raw_extent(path: str, shape: tuple[int, ...], dtype: npt.DTypeLike, offset:
 
 def _size(path: str) -> int:
     try:
+        require_regular(path)
         status = os.stat(path)
     except FileNotFoundError:
         raise FileMissing(f"{path}: no such file (looked in {os.getcwd()})") from None

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..dtypes import check_dtype
 from ..errors import FileMissing, StoreError
-from .extent import Extent
+from .extent import Extent, require_regular
 
 _MAX_AXES = 64  # numpy's own limit
 _MAX_HEADER = 1 << 16  # what version 1 can say; a longer one lists the fields of a structured dtype, or is no header
@@ -42,6 +42,7 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> Extent:
         StoreError: It is a directory, not a .npy file, truncated, in Fortran order, of a dtype that torch has not, or has no rows axis.
     """
     try:
+        require_regular(path)
         with open(path, "rb") as file:
             return header_of(path, file, os.fstat(file.fileno()).st_size, dtype)
     except FileNotFoundError:

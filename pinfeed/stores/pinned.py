@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import math
 import os
@@ -14,7 +15,8 @@ import numpy.typing as npt
 
 from ..blocks import REGISTER, Bytes, anonymous, locked_bytes, page_locked
 from ..dtypes import dtype_of
-from ..errors import ArgumentError, DeviceError, MissingDependency, StoreError
+from ..errors import ArgumentError, ClosedError, DeviceError, MissingDependency, StoreError
+from ..rows import Rows
 from .array import ArrayStore
 from .base import Array, Store
 from .mmap import MmapStore
@@ -41,6 +43,7 @@ class PinnedStore(ArrayStore):
 
     page_locked: bool
     """Whether the rows are in page-locked memory."""
+    _pid: int
 
     def __init__(self, source: Any, *, pin: Pin = True) -> None:
         store = source if isinstance(source, Store) else _open(source)
@@ -96,12 +99,27 @@ class PinnedStore(ArrayStore):
         rng = np.random.default_rng(seed)
         return cls.empty(shape, dtype, pin=pin)._fill(lambda size: rng.uniform(low, high, size))
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return functools.partial(type(self), pin="auto" if self.page_locked else False), (self._array,)
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        self._require_memory()
+        super().gather(rows, out)
+
+    def scatter(self, rows: Rows, values: Array) -> None:
+        self._require_memory()
+        super().scatter(rows, values)
+
+    def _require_memory(self) -> None:
+        if self.page_locked and self._pid != os.getpid():  # where the first touch would end the process
+            raise ClosedError("a forked process does not inherit page-locked memory; read the rows before the fork, or hand over a copy")
+
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], pin: Pin) -> None:
         if not shape or shape[0] < 1 or min(shape) < 0:
             raise StoreError(f"PinnedStore: shape {shape} has no rows; expected (n_rows, ...) with at least one row")
         nbytes = math.prod(shape) * dtype.itemsize
         runtime = _cuda_runtime(pin)
-        self.page_locked = runtime is not None
+        self.page_locked, self._pid = runtime is not None, os.getpid()
         memory = anonymous(nbytes) if runtime is None else self._locked(nbytes, runtime, pin)
         self._array: Array = memory[:nbytes].view(dtype).reshape(shape)
 

@@ -8,7 +8,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -51,6 +51,7 @@ class RemoteStore(ShardedStore[NoReturn]):  # no shard is ever open: each reques
 
     resident_bytes = _GATHERS * (WINDOW_BYTES + 4 * RANGE_BYTES)
     """The answers, what a client puts them together of, and what brings rows into order."""
+    _here: ClassVar[tuple[str, ...]] = (*ShardedStore._here, "_gathers")
 
     def __init__(
         self,
@@ -62,7 +63,7 @@ class RemoteStore(ShardedStore[NoReturn]):  # no shard is ever open: each reques
     ) -> None:
         if attempts < 1:
             raise ArgumentError(f"attempts={attempts}: expected at least 1")
-        self._attempts, self._gathers = attempts, threading.BoundedSemaphore(_GATHERS)
+        self._attempts = attempts
         wanted = None if dtype is None else dtype_of(dtype, "dtype")
         self._files = self._find(path, dict(storage_options or {}))
         super().__init__(self._headers(wanted))
@@ -88,6 +89,10 @@ class RemoteStore(ShardedStore[NoReturn]):  # no shard is ever open: each reques
             for window in windows_of(self._pieces(rows[i : i + step], positions[i : i + step])):
                 with self._gathers:
                     self._fetch(window, target)
+
+    def _begin_here(self) -> None:
+        super()._begin_here()
+        self._gathers = threading.BoundedSemaphore(_GATHERS)
 
     def _fetch(self, window: list[Piece], target: npt.NDArray[np.uint8]) -> None:
         for piece, answer in answers_of(window, read, self._attempts):

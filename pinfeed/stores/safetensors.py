@@ -12,7 +12,7 @@ import numpy as np
 
 from ..dtypes import BFLOAT16
 from ..errors import FileMissing, MissingDependency, StoreError
-from .extent import Extent
+from .extent import Extent, require_regular
 
 _DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
     name: np.dtype(code)  # the format is little-endian
@@ -54,11 +54,14 @@ def read_extent(path: str, name: str) -> Extent:
         shape, dtype = tuple(part.get_shape()), _dtype(path, name, part.get_dtype())
     if not shape:
         raise StoreError(f"{path}: tensor {name!r} is a single number (shape ()); expected (n_rows, ...)")
-    begin, end = _place(path, name)
-    extent = Extent(path, dtype, shape[0], shape[1:], begin)
-    if extent.end != end:
-        raise StoreError(f"{path} was written anew while its header was read; open it again")
-    return extent
+    try:
+        begin, end = _place(path, name)
+        extent = Extent(path, dtype, shape[0], shape[1:], begin)
+        if extent.end != end:
+            raise ValueError(f"{name!r} ends at byte {end}, expected {extent.end}")
+    except (ValueError, LookupError, TypeError, RecursionError) as error:
+        raise StoreError(f"{path} was written anew while its header was read; open it again ({error})") from None
+    return extent.check(os.path.getsize(path))
 
 
 def list_tensors(path: str) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -83,6 +86,7 @@ def _opened(path: str) -> Iterator[Any]:
     if os.path.isdir(path):
         raise StoreError(f"{path} is a directory; expected a safetensors file")
     try:
+        require_regular(path)
         with safe_open(path, framework="np") as file:
             yield file
     except FileNotFoundError:

@@ -22,26 +22,35 @@ _AT_ONCE = 16  # reads that wait for the disk at a time: more brought nothing on
 _EACH = 4  # rows that make a thread worth its start
 
 
+def inode_of(status: os.stat_result) -> tuple[int, int]:
+    """What tells a file from another one of the same name."""
+    return status.st_dev, status.st_ino
+
+
 class Shard:
     """The descriptor of one file, closed when nobody holds the object any more. Any thread may use it.
 
     Args:
         extent: Where its rows are.
         contexts: For requests that are made many at a time.
+        inode: Of the file whose header was read.
         writable: Whether ``write_rows`` is to work.
         keep_cache: Leave in the page cache what was read.
 
     Raises:
         FileMissing: The file has gone since its header was read.
+        ReadError: Another one has its name now.
     """
 
-    def __init__(self, extent: Extent, contexts: aio.Contexts, *, writable: bool, keep_cache: bool) -> None:
+    def __init__(self, extent: Extent, contexts: aio.Contexts, *, inode: tuple[int, int], writable: bool, keep_cache: bool) -> None:
         self._extent, self._contexts = extent, contexts
         try:
             self._fd = os.open(extent.path, os.O_RDWR if writable else os.O_RDONLY)
         except FileNotFoundError:
             raise FileMissing(f"{extent.path} was there when it was opened and is not any more") from None
         weakref.finalize(self, os.close, self._fd)
+        if inode_of(os.fstat(self._fd)) != inode:
+            raise ReadError(f"{extent.path} was replaced by another file since its header was read; open it again")
         self._check_size()
         self._cache = PageCache(self._fd, extent.end, keep=keep_cache)
         weakref.finalize(self, self._cache.leave)  # before the descriptor is closed: the last one made is called first

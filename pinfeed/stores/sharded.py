@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from ..dtypes import check_dtype
-from ..errors import ClosedError, StoreError
+from ..errors import ClosedError, CopyError, StoreError
 from ..rows import Rows
 from .base import Array, run_of
 from .extent import Extent
@@ -41,10 +43,13 @@ class ShardedStore(Generic[S]):
 
     Raises:
         StoreError: Shards that do not match, or no rows.
+
+    A store that is read-only can be pickled: where it is unpickled, the files are opened again.
     """
 
     writable = False
     resident_bytes = 0
+    _here: ClassVar[tuple[str, ...]] = ("_open", "_lock")  # attributes that mean something in one process only
 
     def __init__(self, extents: Sequence[Extent]) -> None:
         first = extents[0]
@@ -54,15 +59,34 @@ class ShardedStore(Generic[S]):
                     f"shards do not match: {first.path} has rows of shape {first.row_shape}, {first.dtype}; "
                     f"{extent.path} of shape {extent.row_shape}, {extent.dtype}"
                 )
+        if sum(extent.n_rows for extent in extents) > sys.maxsize:
+            raise StoreError(f"{first.path} and the other shards have more rows than can be counted")
         self._ends = np.cumsum([extent.n_rows for extent in extents])
         self._starts = self._ends - [extent.n_rows for extent in extents]
         if self._ends[-1] == 0:
             raise StoreError(f"{first.path} has no rows (shape {(first.n_rows, *first.row_shape)}); expected at least one")
         self._extents = extents
         self._dtype, self._swapped = check_dtype(first.dtype, first.path), not first.dtype.isnative
+        self._closed = False
+        self._begin_here()
+
+    def _begin_here(self) -> None:
+        """Make what belongs to this process."""
         self._open: OrderedDict[int, S] = OrderedDict()
         self._lock = threading.Lock()  # readers and writer use the store at the same time
-        self._closed = False
+        _stores.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.writable:
+            raise CopyError(
+                f"{self!r} is open for writing and cannot be pickled or copied: both would write to the same files; "
+                "hand over the path, and open it where it is written"
+            )
+        return {name: value for name, value in vars(self).items() if name not in self._here}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin_here()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.paths[0] if len(self.paths) == 1 else self.paths!r})"
@@ -144,7 +168,7 @@ class ShardedStore(Generic[S]):
         self._closed = True
         self._open.clear()
 
-    def _open_shard(self, extent: Extent) -> S:
+    def _open_shard(self, number: int) -> S:
         raise NotImplementedError
 
     def _evict(self, number: int, shard: S) -> None:
@@ -166,7 +190,7 @@ class ShardedStore(Generic[S]):
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self!r} is closed; open the file again")
-            shard = self._open.pop(number, None) or self._open_shard(self._extents[number])
+            shard = self._open.pop(number, None) or self._open_shard(number)
             self._open[number] = shard
             if len(self._open) > _OPEN_SHARDS:
                 self._evict(*self._open.popitem(last=False))
@@ -174,6 +198,17 @@ class ShardedStore(Generic[S]):
 
 
 AnyShardedStore = ShardedStore[Any]
+
+_stores: weakref.WeakSet[AnyShardedStore] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a forked process: a thread that is not there any more may have held one."""
+    for store in _stores:
+        store._lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_locks)
 
 
 def bytes_of(array: Array) -> npt.NDArray[np.uint8]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import json
 import os
 import pathlib
@@ -28,11 +29,12 @@ from ..stores import Store
 from . import randomness
 from .embedding import HostEmbedding
 from .optimizer import RowOptimizer
-from .rowfile import check_rows_file, checksums, read_rows, write_rows
+from .rowfile import check_rows_file, checksums, open_plain, read_rows, write_rows
 
 Path = str | os.PathLike[str]
 
 _FORMAT = 1
+_MANIFEST_BYTES = 64 << 20  # at most: a number for every 16 MiB of rows
 _ASIDE, _GONE = ".writing-", ".removing-"
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -121,13 +123,19 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
         table.require_idle()
     for name, file in body["files"].items():
         _check_file(directory / name, file)
+    needed = ["random.pt", *(file for entry in entries.values() for file in entry.files)]
+    if missing := [file for file in needed if file not in body["files"]]:
+        raise CheckpointError(f"{directory / 'manifest.json'} is damaged: {missing[0]} is not in it")
     for entry in entries.values():
         for store_name, store in entry.stores.items():
-            if store_name not in body["files"]:
-                raise CheckpointError(f"{directory / 'manifest.json'} is damaged: {store_name} is not in it")
             check_rows_file(str(directory / store_name), store)
     states = {name: _load(directory / entry.file) for name, entry in entries.items() if entry.state is not None}
     random = _load(directory / "random.pt")
+    try:
+        with randomness.replayed(random):
+            pass
+    except Exception as error:
+        raise CheckpointError(f"{directory / 'random.pt'} is damaged: no generators go on from it ({error!r})") from None
     for name, state in states.items():
         try:
             entries[name].load(state)
@@ -170,6 +178,11 @@ class _Entry:
         self.saved = {"kind": kind, "stores": list(stores), **more}
         self.stores, self.file, self._target = stores, f"{name}.pt", target
         self.state: Callable[[], Any] | None = None if target is None else target.state_dict
+
+    @property
+    def files(self) -> list[str]:
+        """Names of its files."""
+        return [*self.stores, *([self.file] if self.state is not None else [])]
 
     def load(self, state: Any) -> None:
         self._target.load_state_dict(state)
@@ -243,7 +256,10 @@ def _check_loadable(path: pathlib.Path) -> None:
 def _manifest(directory: pathlib.Path) -> dict[str, Any]:
     path = directory / "manifest.json"
     try:
-        outer = json.loads(path.read_bytes())
+        with open_plain(path) as file:
+            if (size := os.fstat(file.fileno()).st_size) > _MANIFEST_BYTES:
+                raise ValueError(f"it has {size} bytes, expected at most {_MANIFEST_BYTES}")
+            outer = json.loads(file.read())
         text = outer["body"]
         if zlib.crc32(text.encode()) != outer["crc32"]:
             raise ValueError("its checksum is wrong")
@@ -252,34 +268,46 @@ def _manifest(directory: pathlib.Path) -> dict[str, Any]:
             raise ValueError(f"format {body['format']}, expected {_FORMAT}")
         if any(os.path.basename(name) != name or name.startswith(".") for name in body["files"]):
             raise ValueError("it names files outside its directory")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}; remove {directory} to go back to the save before, if there is one") from None
+        for file in body["files"].values():
+            if type(file["bytes"]) is not int or type(file["crc32"]) is not list:
+                raise ValueError(f"{file} is no size with checksums")
+        for entry in body["objects"].values():
+            if entry["kind"] == "value" and "value" not in entry:
+                raise ValueError("a value is not in it")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(
+            f"{path} is damaged: {error!r:.200}; remove {directory} to go back to the save before, if there is one"
+        ) from None
     return body
 
 
 def _check_file(path: pathlib.Path, expected: Mapping[str, Any]) -> None:
     try:
-        found, size = checksums(str(path)), os.stat(path).st_size
-    except OSError as error:
+        size = os.stat(path).st_size
+        found = checksums(str(path)) if size == expected["bytes"] else []
+    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
         raise CheckpointError(f"{path} cannot be read: {error}") from None
     if size != expected["bytes"]:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes, expected {expected['bytes']}")
     if found != expected["crc32"]:
-        piece = next(i for i, (one, other) in enumerate(zip(found, expected["crc32"], strict=True)) if one != other)
+        pairs = itertools.zip_longest(found, expected["crc32"])
+        piece = next(i for i, (one, other) in enumerate(pairs) if one != other)
         raise CheckpointError(f"{path} is damaged: its checksum is wrong in piece {piece} of {len(found)} (16 MiB each)")
 
 
 def _load(path: pathlib.Path) -> Any:
     try:
-        return torch.load(path, weights_only=True, map_location="cpu")
+        with open_plain(path) as file:
+            return torch.load(file, weights_only=True, map_location="cpu")
     except Exception as error:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
 
 
 def _numbers(root: pathlib.Path) -> list[int]:
-    """Numbers of the complete saves, ascending."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return sorted(int(name) for name in os.listdir(root) if name.isascii() and name.isdigit() and len(name) == 8)
+    """Numbers of the complete saves, ascending. What is no directory, or a link to one, is none of them."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(root) as found:
+        names = [child.name for child in found if child.is_dir(follow_symlinks=False)]
+        return sorted(int(name) for name in names if name.isascii() and name.isdigit() and len(name) == 8)
     return []
 
 

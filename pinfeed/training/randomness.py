@@ -40,8 +40,8 @@ def restore(state: dict[str, Any]) -> None:
 def replayed(state: dict[str, Any]) -> Iterator[None]:
     """Draw as from ``state``; afterwards, go on as if nothing had been drawn."""
     now = capture()
-    restore(state)
     try:
+        restore(state)
         yield
     finally:
         restore(now)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import stat
 import zlib
 from collections.abc import Iterator
+from io import BufferedReader
 from typing import IO
 
 import numpy as np
@@ -41,7 +43,7 @@ def check_rows_file(path: str, store: Store) -> None:
 
 def read_rows(path: str, store: Store) -> None:
     """Bring all rows of a file into a store."""
-    with open(path, "rb") as file:
+    with open_plain(path) as file:
         file.seek(read_header(path, store.dtype).offset)
         for start, values in _pieces(store):
             view = values.reshape(-1).view(np.uint8).data
@@ -51,10 +53,23 @@ def read_rows(path: str, store: Store) -> None:
     store.flush()
 
 
+def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
+    """Open a file for reading; a link is not followed, and a pipe is not waited for.
+
+    Raises:
+        OSError: It is not there, or is no plain file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(f"{os.fspath(path)} is no plain file")
+    return os.fdopen(descriptor, "rb")
+
+
 def checksums(path: str) -> list[int]:
     """CRC-32 of a file, piece by piece. A link is not followed."""
     found, buffer = [], bytearray(PIECE_BYTES)
-    with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0) as file:
+    with open_plain(path) as file:
         while n := file.readinto(buffer):
             found.append(zlib.crc32(memoryview(buffer)[:n]))
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # nobody reads it soon, and training needs the memory

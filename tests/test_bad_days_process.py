@@ -1,0 +1,365 @@
+"""Bad days of processes: Ctrl-C, kill -9, fork, spawn, and the end of the interpreter.
+
+Children are forked from this process wherever that is what happens to a user's, too: they need not import torch again.
+"""
+
+import gc
+import multiprocessing
+import os
+import random
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing import resource_tracker
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from pinfeed import ArrayStore, Feeder, MmapStore, checkpoint, errors
+from pinfeed.stores import sharded
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+
+N, SIZE, LIMIT_S = 2000, 10, 30
+
+
+def forked(run: Callable[[], object]) -> int:
+    """The pid of a child that runs a function, and ends with 0 if that returns; one that hangs is ended, too."""
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(LIMIT_S)
+        try:
+            run()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)
+    return pid
+
+
+def status(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def rows_of(store: Any) -> np.ndarray:
+    out = np.empty((store.n_rows, *store.row_shape), store.dtype)
+    store.gather(np.arange(store.n_rows), out)
+    return out
+
+
+def threads_left() -> list[threading.Thread]:
+    gc.collect()
+    return [thread for thread in threading.enumerate() if thread.name.startswith("pinfeed") and thread.ident is not None]
+
+
+# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
+
+
+def go_on_after_interrupts(store: Any, ready: int) -> None:
+    """Write back for ever; when that is interrupted, show that nothing is lost, and that the same feeder is whole."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    feeder = Feeder(store, batch_size=SIZE, depth=3)
+    try:
+        try:
+            os.write(ready, b"!")
+            while True:
+                for batch in feeder.batches():
+                    batch.write_back(batch.data + 1)
+        except KeyboardInterrupt:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+    except KeyboardInterrupt:  # the second one, just then
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    feeder.land()
+    before = rows_of(store)
+    counts = before.reshape(-1, SIZE * before.shape[1])
+    assert (counts == counts[:, :1]).all(), "a batch is written as a whole"
+    assert (np.diff(counts[:, 0]) <= 0).all(), "in order"
+    assert counts[0, 0] - counts[-1, 0] <= 1
+    for batch in feeder.batches():
+        batch.write_back(batch.data + 1)
+    assert (rows_of(store) == before + 1).all()
+    feeder.close()
+    assert not threads_left()
+
+
+@pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
+@pytest.mark.parametrize("kind", ["array", "file"])
+def test_ctrl_c_at_random_moments(kind: str, twice: bool, tmp_path: Path) -> None:
+    """Python may lose one that hits a finalizer ("Exception ignored in ..."): then it is pressed again."""
+    rng = random.Random(7)
+    for i in range(8 if kind == "array" else 3):
+        store: Any = ArrayStore(np.zeros((N, 4)))
+        if kind == "file":
+            np.save(tmp_path / f"{i}.npy", np.zeros((N, 4)))
+            store = MmapStore(tmp_path / f"{i}.npy", mode="r+")
+        read, write = os.pipe()
+        pid = forked(lambda store=store, write=write: go_on_after_interrupts(store, write))
+        os.close(write)
+        assert os.read(read, 1) == b"!"
+        os.close(read)
+        store.close()
+        time.sleep(rng.uniform(0, 0.02))  # the moment is random; whatever it hits, the end must be the same
+        for gap in [0.0, rng.choice([0, 0.0003, 0.002])] if twice else [0.0]:
+            time.sleep(gap)
+            os.kill(pid, signal.SIGINT)
+        again = time.monotonic() + 1
+        while (found := os.waitpid(pid, os.WNOHANG)) == (0, 0):
+            time.sleep(0.002)
+            if time.monotonic() > again:
+                again += 1
+                os.kill(pid, signal.SIGINT)
+        assert os.waitstatus_to_exitcode(found[1]) == 0
+
+
+def test_ctrl_c_while_the_first_one_waits_for_a_reader() -> None:
+    """The second ends the wait, and is a KeyboardInterrupt; a loop that is run then begins when that reader is done."""
+
+    def run() -> None:
+        asked, go_on = threading.Event(), threading.Event()
+
+        class Slow(ArrayStore):
+            def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
+                if SIZE in rows:
+                    asked.set()
+                    go_on.wait()
+                super().gather(rows, out)
+
+        def twice(*_: Any) -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.setitimer(signal.ITIMER_REAL, 0.2)  # when the first one waits
+            raise KeyboardInterrupt
+
+        def again(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        signal.signal(signal.SIGINT, twice)
+        signal.signal(signal.SIGALRM, again)
+        feeder = Feeder(Slow(np.arange(N * 2.0).reshape(N, 2)), batch_size=SIZE, depth=3, device="cpu")
+        try:
+            for i, _ in enumerate(feeder):
+                if i == 0:
+                    asked.wait()
+                    os.kill(os.getpid(), signal.SIGINT)
+            raise AssertionError("no interrupt")
+        except KeyboardInterrupt:
+            pass
+        assert threads_left(), "the reader still reads"
+        go_on.set()
+        assert torch.cat(list(feeder))[:, 0].tolist() == list(range(0, 2 * N, 2))
+        feeder.close()
+        assert not threads_left()
+
+    assert status(forked(run)) == 0
+
+
+# ---- kill -9 ---------------------------------------------------------------------------------------------------------
+
+
+def test_killed_while_rows_are_written_back(tmp_path: Path) -> None:
+    """Each row, which lies in one page here, is an old one or a new one; a checkpoint brings all of them back to one moment."""
+    np.save(tmp_path / "rows.npy", np.zeros((N, 16)))  # 128 bytes a row, from byte 128 on
+    rng = random.Random(3)
+    with MmapStore(tmp_path / "rows.npy", mode="r+") as store:
+        checkpoint.save(tmp_path / "run", rows=store, step=0)
+    for _ in range(5):
+        read, write = os.pipe()
+
+        def run(ready: int = write) -> None:
+            with MmapStore(tmp_path / "rows.npy", mode="r+") as store, Feeder(store, batch_size=500, shuffle=True) as feeder:
+                while True:
+                    for batch in feeder.batches():
+                        batch.write_back(batch.data + 1)
+                        os.write(ready, b"!")
+
+        pid = forked(run)
+        os.close(write)
+        for _ in range(rng.randrange(1, 12)):
+            assert os.read(read, 1) == b"!"
+        time.sleep(rng.uniform(0, 0.002))
+        os.kill(pid, signal.SIGKILL)
+        assert status(pid) == -signal.SIGKILL
+        os.close(read)
+        found = np.load(tmp_path / "rows.npy")
+        assert found.shape == (N, 16), "neither header nor length have changed"
+        assert (found == found[:, :1]).all(), "no row is half old, half new"
+        assert found[:, 0].max() - found[:, 0].min() <= 2, "of the epochs that were under way"
+        with MmapStore(tmp_path / "rows.npy", mode="r+") as store:
+            assert checkpoint.resume(tmp_path / "run", rows=store) == {"step": 0}
+        assert not np.load(tmp_path / "rows.npy").any()
+
+
+# ---- fork and spawn --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["array", "file", "writable file"])
+def test_fork_between_loops(kind: str, tmp_path: Path) -> None:
+    """The child has a feeder of its own then, and the parent's goes on."""
+    x = np.arange(N * 2.0).reshape(N, 2)
+    np.save(tmp_path / "x.npy", x)
+    store: Any = {
+        "array": lambda: x,
+        "file": lambda: tmp_path / "x.npy",
+        "writable file": lambda: MmapStore(tmp_path / "x.npy", mode="r+"),
+    }[kind]()
+    with Feeder(store, batch_size=SIZE, depth=3) as feeder:
+        next(iter(feeder))
+
+        def run() -> None:
+            assert (torch.cat(list(feeder)).numpy() == x).all()
+            feeder.close()
+
+        assert status(forked(run)) == 0
+        assert (torch.cat(list(feeder)).numpy(force=True) == x).all()
+    if kind == "writable file":
+        store.close()
+
+
+def test_fork_in_a_loop(tmp_path: Path) -> None:
+    """The child has not the loop's threads: it is told; it can end, and make feeders of its own."""
+    x = np.arange(N * 2.0).reshape(N, 2)
+    np.save(tmp_path / "x.npy", x)
+    with MmapStore(tmp_path / "x.npy", mode="r+") as store, Feeder(store, batch_size=SIZE, depth=3) as feeder:
+        loop = feeder.batches()
+        batch = next(loop)
+        batch.write_back(batch.data)
+
+        def run() -> None:
+            for use in (lambda: next(loop), lambda: iter(feeder), feeder.land):
+                with pytest.raises(errors.ClosedError, match="this process was forked while the loop ran, and has not its threads"):
+                    use()
+            feeder.close()
+            with Feeder(store, batch_size=SIZE) as own:
+                assert (torch.cat(list(own)).numpy() == x).all()
+
+        def leave() -> None:
+            loop.close()  # type: ignore[attr-defined]  # as it happens to a loop whose body calls sys.exit
+
+        def write() -> None:
+            with pytest.raises(errors.ClosedError, match="forked"):
+                batch.write_back(batch.data)
+
+        batch = next(loop)
+        for what in (run, leave, write):
+            assert status(forked(what)) == 0
+        assert len(list(loop)) == N // SIZE - 2
+
+
+def test_fork_while_a_thread_holds_a_stores_lock(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(9.0))
+    with MmapStore(tmp_path / "x.npy") as store:
+        with store._lock:
+            pid = forked(lambda: rows_of(store))
+        assert status(pid) == 0
+    assert store in sharded._stores
+
+
+class Slices:
+    def __init__(self, source: Any) -> None:
+        self._source = source
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, i: int) -> float:
+        return float(rows_of(self._source)[i])
+
+
+def test_workers_of_a_loader_are_forked_in_a_loop(tmp_path: Path) -> None:
+    """… by torch, in the same program; they may read the store that the loop reads."""
+    np.save(tmp_path / "x.npy", np.arange(20.0))
+    with MmapStore(tmp_path / "x.npy") as store, Feeder(store, batch_size=1, depth=2) as feeder:
+        for x in feeder:
+            if x.item() == 3:
+                loader = DataLoader(Slices(store), batch_size=None, num_workers=2, multiprocessing_context="fork")
+                assert list(loader) == list(range(20))
+        assert x.item() == 19
+
+
+def spawned(source: Any, results: Any) -> None:
+    with Feeder(source, batch_size=7) as feeder:
+        results.put(sum(float(batch.sum()) for batch in feeder))
+
+
+@pytest.fixture(scope="module")
+def _tracker() -> None:
+    """What Python starts with the first process that is spawned, and keeps."""
+    resource_tracker.ensure_running()
+
+
+@pytest.mark.usefixtures("_tracker")
+def test_spawn(tmp_path: Path) -> None:
+    """Paths, arrays and read-only stores can be handed over; a feeder says that it cannot."""
+    np.save(tmp_path / "x.npy", np.arange(100.0))
+    spawn = multiprocessing.get_context("spawn")
+    with MmapStore(tmp_path / "x.npy") as store, Feeder(store, batch_size=7) as feeder:
+        results = spawn.Queue()
+        with pytest.raises(errors.CopyError, match="a Feeder cannot be pickled or copied"):
+            spawn.Process(target=spawned, args=(feeder, results)).start()
+        process = spawn.Process(target=spawned, args=(store, results))
+        process.start()
+        assert results.get(timeout=60) == 4950
+        process.join()
+        process.close()
+        results.close()
+        results.join_thread()
+
+
+# ---- the end of the interpreter --------------------------------------------------------------------------------------
+
+EXIT = """
+import sys, threading
+import numpy as np, torch
+from torch.utils.data import DataLoader
+from pinfeed import Feeder, MmapStore, wrap_loader, wrap_readers
+
+began = [threading.Event() for _ in range(2)]
+table = np.zeros((1000, 4))
+feeder = Feeder(table, batch_size=2)
+loop = feeder.batches()
+batch = next(loop)
+batch.write_back(batch.data + 1)
+
+store = MmapStore(sys.argv[1], mode="r+")
+in_file = Feeder(store, batch_size=2).batches()
+batch = next(in_file)
+batch.write_back(batch.data + 7)
+
+loaded = iter(wrap_loader(DataLoader(list(range(1000)), num_workers=2)))
+next(loaded)
+
+def read(i):
+    yield np.full(2, i)
+
+readers = iter(wrap_readers(range(100), range(100), read_input=read, get_output=read, one_read_count=1, batch_size=4))
+next(readers)
+
+def run(i):
+    with Feeder(table, batch_size=2) as own:
+        for _ in own:
+            began[i].set()
+            threading.Event().wait()
+
+for i in range(2):
+    threading.Thread(target=run, args=(i,), daemon=True).start()
+    began[i].wait()
+print("end", flush=True)
+"""
+
+
+def test_the_interpreter_ends_amid_loops(tmp_path: Path) -> None:
+    """In globals, in threads that are daemons, with a loader's processes: it ends, without a word; what was written back has landed."""
+    np.save(tmp_path / "x.npy", np.zeros((100, 2)))
+    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(EXIT), str(tmp_path / "x.npy")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
+    np.testing.assert_array_equal(np.load(tmp_path / "x.npy")[:, 0], [7, 7] + [0] * 98)

@@ -1,0 +1,25 @@
+"""The table of the guide's bad days: each row names tests, and they are there."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split(" | ")]
+    for line in (ROOT / "docs/bad-days.md").read_text().splitlines()
+    if line.startswith("| ") and not line.startswith("| fault")
+]
+TESTS = {name for path in (ROOT / "tests").glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])
+def test_a_row_is_shown_by_tests_that_are_there(row: list[str]) -> None:
+    fault, seen, lost, tests = row
+    assert fault
+    assert seen
+    assert lost
+    named = re.findall(r"`(\w+)`", tests)
+    assert named
+    assert set(named) <= TESTS
