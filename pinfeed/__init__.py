@@ -17,6 +17,7 @@ from .errors import (
     NotEnoughCPUMemory,
     NotEnoughGPUMemory,
     PinfeedError,
+    RankError,
     ReadError,
     RowIndexError,
     StoreError,
@@ -44,6 +45,8 @@ if TYPE_CHECKING:
     from .training.memory.estimate import estimate as estimate
     from .training.optimizer import RowOptimizer as RowOptimizer
     from .training.rowloop import train_rows as train_rows
+    from .training.sharded.table import ShardedEmbedding as ShardedEmbedding
+    from .training.sharded.table import ShardedEmbeddingBag as ShardedEmbeddingBag
 
 __version__ = "0.1.0"
 
@@ -54,6 +57,8 @@ _WITH_TORCH = {
     "MemoryMonitor": "training.manage.monitor",
     "RowDataset": "rowdataset",
     "RowOptimizer": "training.optimizer",
+    "ShardedEmbedding": "training.sharded.table",
+    "ShardedEmbeddingBag": "training.sharded.table",
     "Trainer": "training.manage.trainer",
     "BigBatch": "training.big.bigbatch",
     "estimate": "training.memory.estimate",
@@ -89,12 +94,15 @@ __all__ = [
     "PinfeedError",
     "PinnedStore",
     "Plan",
+    "RankError",
     "Ranks",
     "ReadError",
     "RemoteStore",
     "RowDataset",
     "RowIndexError",
     "RowOptimizer",
+    "ShardedEmbedding",
+    "ShardedEmbeddingBag",
     "Store",
     "StoreError",
     "Trainer",

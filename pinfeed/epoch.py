@@ -104,6 +104,11 @@ class Pace:
     thread is busy at most; a loop that waits has all of them at work."""
 
     @property
+    def n_unseen(self) -> int:
+        """Batches before one whose writes its gather may not have seen: those that wait to be lent, and as many write-backs under way."""
+        return 2 * self.depth
+
+    @property
     def n_slots(self) -> int:
         return -(-(self.depth + 1) // self.n_together)
 

@@ -15,6 +15,7 @@ In brackets what each is besides, so that ``except`` clauses that are there alre
     ├── WriteBackError     (ValueError)         values that cannot be written back
     ├── DeviceError        (RuntimeError)       a device that does not exist or cannot do what was asked
     ├── MissingDependency  (ImportError)        a package, or the hardware behind it, that is not here
+    ├── RankError          (RuntimeError)       another process of the job failed, left, or does something else
     ├── ClosedError        (RuntimeError)       use after close, or a second loop at the same time
     ├── CopyError          (TypeError)          what belongs to one process and cannot be pickled or copied
     ├── VerificationError  (AssertionError)     a prefetching loop that differs from the synchronous one
@@ -79,6 +80,10 @@ class MissingDependency(PinfeedError, ImportError):
 
 class ClosedError(PinfeedError, RuntimeError):
     """Use after close, or a second loop while one is running."""
+
+
+class RankError(PinfeedError, RuntimeError):
+    """Another process of the job failed, left its loop, or does something else; the message has which and what."""
 
 
 class CopyError(PinfeedError, TypeError):

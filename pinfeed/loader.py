@@ -264,7 +264,7 @@ class LoaderSource:
             try:
                 guarded(next, self._begun)
             except WorkerError as error:
-                if not isinstance(error.__cause__, StopIteration) or not _is_end(error.__cause__):
+                if not isinstance(error.__cause__, StopIteration) or not is_end(error.__cause__):
                     raise
                 raise ArgumentError(f"{n} batches of this epoch were done when the state was saved; now the loader gives {i}") from None
 
@@ -301,7 +301,7 @@ class LoaderSource:
             try:
                 batch = next(batches)
             except StopIteration as stop:
-                if _is_end(stop):
+                if is_end(stop):
                     return
                 raise  # a RuntimeError, then, for this is a generator
             yield self.draw(batch)
@@ -330,7 +330,7 @@ class StatefulSource(LoaderSource):
         return load
 
 
-def _is_end(stop: StopIteration) -> bool:
+def is_end(stop: StopIteration) -> bool:
     """Whether there are no more batches; else the user's own code raised this, here or in a worker, and DataLoader let it pass for the end.
 
     A number of batches below the loader's len proves nothing: there are samplers whose len is an upper bound.

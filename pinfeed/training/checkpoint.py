@@ -30,6 +30,9 @@ from . import randomness
 from .embedding import HostEmbedding
 from .optimizer import RowOptimizer
 from .rowfile import check_rows_file, checksums, open_plain, read_rows, write_rows
+from .sharded.meeting import Word
+from .sharded.saving import Alone, Together, whole_parts
+from .sharded.table import ShardedEmbedding
 
 Path = str | os.PathLike[str]
 
@@ -44,7 +47,7 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
 
     In the body of a loop, what the loop has done so far counts, and its batch as done; give the loop as well as its tables or stores.
     After ``break``, what was saved goes on in the epoch that was left. The rows are written in pieces of 16 MiB, which is the memory that
-    this takes. The generators of torch, numpy and Python are saved always.
+    this takes. The generators of torch, numpy and Python are saved always. Where a table is sharded, all ranks save at once, each its part.
 
     Args:
         path: A directory, made if it is not there. One process at a time saves there.
@@ -58,15 +61,23 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
     """
     if keep < 1:
         raise ArgumentError(f"keep={keep}: expected at least 1")
-    entries = {name: _entry(name, value) for name, value in objects.items()}
     for value in objects.values():
         for changing in _tables(value) if isinstance(value, RowOptimizer) else [value]:
             if hasattr(changing, "land"):  # a table, or a loop: what was written back may be under way
                 changing.land()
-    root = pathlib.Path(path)
+    place = _place(objects)
+    with place.telling():
+        return _save(pathlib.Path(path), place, keep, objects)
+
+
+def _save(path: pathlib.Path, place: Alone, keep: int, objects: Mapping[str, Any]) -> pathlib.Path:
+    entries = {name: _entry(name, value) for name, value in objects.items()}
+    root = place.part(path)
     root.mkdir(parents=True, exist_ok=True)
-    _sync(root.parent)
+    for parent in {path.parent, root.parent}:
+        _sync(parent)
     _sweep(root)
+    number = place.new(_numbers(root))
     aside = root / f"{_ASIDE}{os.getpid()}"
     aside.mkdir()
     try:
@@ -82,12 +93,13 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
         _write(aside / "manifest.json", lambda file: file.write(json.dumps({"crc32": zlib.crc32(text.encode()), "body": text}).encode()))
         _sync(aside)
         numbers = _numbers(root)
-        final = root / f"{(numbers[-1] if numbers else 0) + 1:08d}"
+        final = root / f"{number:08d}"
         aside.rename(final)
         _sync(root)
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
+    place.wait(Word.SAVE)  # what goes now, nobody needs any more
     for number in numbers[: max(0, len(numbers) + 1 - keep)]:
         _remove(root / f"{number:08d}")
     return final
@@ -97,7 +109,8 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
     """Let everything go on from the last complete save; returns the plain values that were saved, by name.
 
     All files are read and checked first; nothing is changed unless all of them are good. Then objects take over their states, and last of
-    all tables and stores their rows. No code of a checkpoint is ever run.
+    all tables and stores their rows. No code of a checkpoint is ever run. Where a table is sharded, all ranks resume at once, and as many
+    as saved.
 
     Args:
         path: As given to ``save``.
@@ -107,7 +120,27 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
         CheckpointError: There is none, a file is damaged or missing, or it is of other objects; or an object refuses its state.
         ClosedError: A loop over one of the tables runs.
     """
-    directory = _latest(pathlib.Path(path))
+    place = _place(objects)
+    with place.telling():
+        directory, body, entries = _checked(pathlib.Path(path), place, objects)
+        states = {name: _load(directory / entry.file) for name, entry in entries.items() if entry.state is not None}
+        random = _load_random(directory / "random.pt")
+        place.wait(Word.RESUME)
+    for name, state in states.items():
+        try:
+            entries[name].load(state)
+        except Exception as error:
+            raise CheckpointError(f"{directory}: {name} does not take over its state: {error}") from error
+    for entry in entries.values():
+        for store_name, store in entry.stores.items():
+            read_rows(str(directory / store_name), store)
+    randomness.restore(random)
+    return {name: entry["value"] for name, entry in body["objects"].items() if entry["kind"] == "value"}
+
+
+def _checked(path: pathlib.Path, place: Alone, objects: Mapping[str, Any]) -> tuple[pathlib.Path, dict[str, Any], dict[str, _Entry]]:
+    """The directory of the last complete save, its manifest, and how what is resumed was saved there; all of it is good."""
+    directory = _newest(path, place)
     body = _manifest(directory)
     saved = body["objects"]
     entries = {name: _entry(name, value) for name, value in objects.items() if not _is_plain(value)}
@@ -129,28 +162,13 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
     for entry in entries.values():
         for store_name, store in entry.stores.items():
             check_rows_file(str(directory / store_name), store)
-    states = {name: _load(directory / entry.file) for name, entry in entries.items() if entry.state is not None}
-    random = _load(directory / "random.pt")
-    try:
-        with randomness.replayed(random):
-            pass
-    except Exception as error:
-        raise CheckpointError(f"{directory / 'random.pt'} is damaged: no generators go on from it ({error!r})") from None
-    for name, state in states.items():
-        try:
-            entries[name].load(state)
-        except Exception as error:
-            raise CheckpointError(f"{directory}: {name} does not take over its state: {error}") from error
-    for entry in entries.values():
-        for store_name, store in entry.stores.items():
-            read_rows(str(directory / store_name), store)
-    randomness.restore(random)
-    return {name: entry["value"] for name, entry in saved.items() if entry["kind"] == "value"}
+    return directory, body, entries
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a complete save to resume from."""
-    return bool(_numbers(pathlib.Path(path)))
+    """Whether there is a complete save to resume from; of sharded tables, in a directory that all ranks see."""
+    root = pathlib.Path(path)
+    return bool(_numbers(root)) or any(set.intersection(*(set(_numbers(part)) for part in parts)) for parts in whole_parts(root))
 
 
 def check(path: Path) -> dict[str, Any]:
@@ -162,7 +180,7 @@ def check(path: Path) -> dict[str, Any]:
     Raises:
         CheckpointError: There is none, or a file is damaged or missing.
     """
-    directory = _latest(pathlib.Path(path))
+    directory = _newest(pathlib.Path(path), Alone())
     body = _manifest(directory)
     for name, file in body["files"].items():
         _check_file(directory / name, file)
@@ -228,6 +246,15 @@ def _writable(name: str, store: Store) -> Store:
     if not store.writable:
         raise ArgumentError(f"{name} is in a read-only store, whose rows do not change; leave it out")
     return store
+
+
+def _place(objects: Mapping[str, Any]) -> Alone:
+    """Where to save, and who else does."""
+    every = [table for value in objects.values() for table in _tables(value)]
+    peers = {table.peers for table in every if isinstance(table, ShardedEmbedding)}
+    if len(peers) > 1:
+        raise ArgumentError(f"tables of {len(peers)} process groups; expected those of one in a checkpoint")
+    return Together(peers.pop()) if peers else Alone()
 
 
 def _tables(value: Any) -> list[HostEmbedding]:
@@ -303,6 +330,17 @@ def _load(path: pathlib.Path) -> Any:
         raise CheckpointError(f"{path} cannot be loaded: {error}") from None
 
 
+def _load_random(path: pathlib.Path) -> Any:
+    """The state of the generators, tried."""
+    state = _load(path)
+    try:
+        with randomness.replayed(state):
+            pass
+    except Exception as error:
+        raise CheckpointError(f"{path} is damaged: no generators go on from it ({error!r})") from None
+    return state
+
+
 def _numbers(root: pathlib.Path) -> list[int]:
     """Numbers of the complete saves, ascending. What is no directory, or a link to one, is none of them."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError), os.scandir(root) as found:
@@ -311,12 +349,14 @@ def _numbers(root: pathlib.Path) -> list[int]:
     return []
 
 
-def _latest(root: pathlib.Path) -> pathlib.Path:
-    """The directory of the last complete save."""
-    numbers = _numbers(root)
-    if not numbers:
-        raise CheckpointError(f"{root} has no complete checkpoint; expected one that checkpoint.save wrote")
-    return root / f"{numbers[-1]:08d}"
+def _newest(path: pathlib.Path, place: Alone) -> pathlib.Path:
+    """The directory of the last complete save.
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    root = place.part(path)
+    return root / f"{place.newest(path, _numbers(root)):08d}"
 
 
 def _sweep(root: pathlib.Path) -> None:

@@ -8,9 +8,10 @@ import operator
 import os
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 from torch.nn import functional
@@ -21,7 +22,7 @@ from ..rows import Rows
 from ..stores import ArrayStore, MmapStore, PinnedStore, Store
 from ..stores.pinned import Pin
 from ..tensors import NUMPY, TORCH, to_torch
-from .rowfile import write_rows
+from .rowfile import Gathered, write_rows
 
 Init = str | Callable[[torch.Tensor], Any]
 Path = str | os.PathLike[str]
@@ -49,6 +50,11 @@ class Block:
     def __init__(self, rows: Rows, ids: torch.Tensor, weight: nn.Parameter, positions: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
         self.rows, self.ids, self.weight, self._version = rows, ids, weight, version_of(weight)
         self._known = [(known, version_of(known), where) for known, where in positions]
+
+    @property
+    def owned(self) -> nn.Parameter:
+        """What an optimizer steps on, and what is written back."""
+        return self.weight
 
     @property
     def touched(self) -> bool:
@@ -79,6 +85,9 @@ class Block:
         else:
             torch._assert_async(found.all(), f"{name}: an id that was not announced to train_rows for this batch")
         return positions
+
+    def collect(self, blocks: Sequence[Any]) -> None:
+        """Bring the gradients of ``weight`` to ``owned``, in this block and in others of its kind."""
 
     def position_of(self, row: int | None) -> int | None:
         """Where in the block a row is; None if it is not."""
@@ -144,7 +153,7 @@ class HostEmbedding(nn.Module):
         self.padding_idx = self._checked_padding(padding_idx)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
         fill = _initialiser(init)
-        shape, self.overwrite, self.trainable = (self.num_embeddings, self.embedding_dim), overwrite, True
+        shape, self.overwrite, self.trainable = (self._n_own_rows(), self.embedding_dim), overwrite, True
         self._block: Block | None = None
         self._lender: weakref.ref[Lender] | None = None
         self._store, self._owned = self._opened(store, shape, dtype, pin)
@@ -242,9 +251,7 @@ class HostEmbedding(nn.Module):
         array = np.asarray(ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids)
         rows = check_rows(array.reshape(-1), self.num_embeddings, self.name)
         self.land()
-        out = np.empty((len(rows), self.embedding_dim), self._store.dtype)
-        self._store.gather(rows, out)
-        return to_torch(out).view(*array.shape, self.embedding_dim)
+        return to_torch(self._gathered(rows)).view(*array.shape, self.embedding_dim)
 
     def land(self) -> None:
         """In a loop, bring every change so far into the store.
@@ -280,7 +287,7 @@ class HostEmbedding(nn.Module):
         aside = f"{os.fspath(path)}.{os.getpid()}.writing"
         try:
             with open(aside, "wb") as file:
-                write_rows(self._store, file)
+                self._write_rows(file)
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(aside, path)
@@ -317,6 +324,20 @@ class HostEmbedding(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, store={type(self._store).__name__}"
+
+    def _n_own_rows(self) -> int:
+        """Rows of the store."""
+        return self.num_embeddings
+
+    def _gathered(self, rows: Rows) -> npt.NDArray[Any]:
+        """Rows as they are in the store."""
+        out = np.empty((len(rows), self.embedding_dim), self._store.dtype)
+        self._store.gather(rows, out)
+        return out
+
+    def _write_rows(self, file: IO[bytes]) -> None:
+        """Write the whole table as a .npy file."""
+        write_rows(self._store, file)
 
     def _fill(self, fill: Callable[[torch.Tensor], Any]) -> None:
         """Fill the whole table at once, where it is: initialisers look at its shape, and draw it in one go."""
@@ -432,7 +453,7 @@ class HostEmbeddingBag(HostEmbedding):
         )
 
 
-def pieces(store: Store, nbytes: int = _PIECE_BYTES) -> list[tuple[int, int]]:
+def pieces(store: Gathered, nbytes: int = _PIECE_BYTES) -> list[tuple[int, int]]:
     """The rows of a store as ranges [start, stop) of so many bytes."""
     row = max(1, int(np.prod(store.row_shape, dtype=np.int64)) * store.dtype.itemsize)
     step = max(1, nbytes // row)

@@ -36,6 +36,9 @@ class TableState:
     def __init__(self, table: HostEmbedding, layout: StateLayout, stores: list[Store]) -> None:
         self.table, self.layout, self.stores = table, layout, stores
         self.weight = nn.Parameter(torch.empty(0, table.embedding_dim, dtype=TORCH[np.dtype(table.store.dtype)], device="cpu"))
+        """What is stepped on."""
+        self.lent = self.weight
+        """What the loop has, and the parameter groups: other rows than those, where a table is shared by several processes."""
         self.begun = False
         """Whether the optimizer has made the state that comes with its first step."""
         self.stepped = False
@@ -122,15 +125,23 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"gradients of an earlier batch of {', '.join(late)} were neither applied nor dropped; call step(), or zero_grad(), before "
                 "the next batch is taken (to accumulate gradients, give train_rows the larger batches and split them in the loop)"
             )
-        if strange := [table.name for table, state in self.tables.items() if table._block and table._block.weight is not state.weight]:
+        blocks = {table: table._block for table in self.tables if table._block is not None}
+        if strange := [table.name for table, block in blocks.items() if block.weight is not self.tables[table].lent]:
             raise ArgumentError(f"the loop over rows of {', '.join(strange)} was made without this optimizer; give it to train_rows")
+        for kind in {type(block) for block in blocks.values()}:
+            same = [block for block in blocks.values() if type(block) is kind]
+            same[0].collect(same)
         for state in self.tables.values():
             gradient = state.weight.grad
             state.stepped |= gradient is not None
             state.unapplied = False
             if gradient is not None and state.layout.sparse and not gradient.is_sparse:
                 state.weight.grad = sparse_rows(gradient)
-        self.inner.step()
+        self._substitute({state.lent: state.weight for state in self.tables.values()})
+        try:
+            self.inner.step()
+        finally:
+            self._substitute({state.weight: state.lent for state in self.tables.values()})
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -141,7 +152,7 @@ class RowOptimizer(torch.optim.Optimizer):
 
     def parameters(self) -> list[nn.Parameter]:
         """The rows of the batch that is lent, table by table: for gradient clipping, and the like."""
-        return [state.weight for state in self.tables.values()]
+        return [state.lent for state in self.tables.values()]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Refuse: all tables are given at construction.
@@ -191,20 +202,32 @@ class RowOptimizer(torch.optim.Optimizer):
             for store in state.stores:
                 store.close()
 
-    def bind(self, table: HostEmbedding, weight: nn.Parameter, rows: list[torch.Tensor]) -> None:
-        """Work on another batch's rows of a table: its weights, and its row-wise state in the order of the layout."""
-        self._switch(table, weight, rows)
-        group = next(group for group in self.param_groups if any(parameter is weight for parameter in group["params"]))
+    def bind(self, table: HostEmbedding, weight: nn.Parameter, rows: list[torch.Tensor], lent: nn.Parameter | None = None) -> None:
+        """Work on another batch's rows of a table.
+
+        Args:
+            table: The table.
+            weight: The rows.
+            rows: Their row-wise state, in the order of the layout.
+            lent: What the loop has, where these are other rows.
+        """
+        lent = weight if lent is None else lent
+        self._switch(table, weight, lent, rows)
+        group = next(group for group in self.param_groups if any(parameter is lent for parameter in group["params"]))
         on_device = group.get("capturable") or group.get("fused")
         own = self.inner.state.get(weight, {})
         for key, value in own.items():
             if isinstance(value, torch.Tensor) and value.device != weight.device and (value.ndim or on_device):
                 own[key] = value.to(weight.device)  # of a checkpoint, or of a loop on another device; numbers are on the CPU by custom
 
-    def _switch(self, table: HostEmbedding, weight: nn.Parameter, rows: list[torch.Tensor]) -> None:
-        state = self.tables[table]
+    def _substitute(self, parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
+        """Put other parameters into the groups."""
         for group in self.param_groups:
-            group["params"] = [weight if parameter is state.weight else parameter for parameter in group["params"]]
+            group["params"] = [parameters.get(parameter, parameter) for parameter in group["params"]]
+
+    def _switch(self, table: HostEmbedding, weight: nn.Parameter, lent: nn.Parameter, rows: list[torch.Tensor]) -> None:
+        state = self.tables[table]
+        self._substitute({state.lent: lent})
         own = self.inner.state.pop(state.weight, {})
         keys = {row.key for row in state.layout.rows}
         kept = {key: value for key, value in own.items() if key not in keys}
@@ -214,9 +237,9 @@ class RowOptimizer(torch.optim.Optimizer):
         if kept:
             self.inner.state[weight] = kept
         state.left_behind |= state.unapplied
-        state.weight, state.stepped, state.unapplied = weight, False, False
-        if weight.requires_grad:
-            weight.register_post_accumulate_grad_hook(functools.partial(_note_gradient, weakref.ref(state)))
+        state.weight, state.lent, state.stepped, state.unapplied = weight, lent, False, False
+        if lent.requires_grad:
+            lent.register_post_accumulate_grad_hook(functools.partial(_note_gradient, weakref.ref(state)))
 
     def changed(self, table: HostEmbedding) -> list[torch.Tensor | None] | None:
         """Row-wise state of the batch after a step, None for what the optimizer does not keep yet; None as a whole without a step.
@@ -240,7 +263,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """The batch's rows have gone: keep what is one for the table."""
         none = torch.empty(0, table.embedding_dim, dtype=self.tables[table].weight.dtype, device="cpu")
         empty = [torch.empty(0, *row.row_shape, dtype=TORCH[row.dtype], device="cpu") for row in self.tables[table].layout.rows]
-        self._switch(table, nn.Parameter(none), empty)
+        weight = nn.Parameter(none)
+        self._switch(table, weight, weight, empty)
 
     def _checked(self, value: torch.Tensor | None, row: RowState, n: int) -> torch.Tensor | None:
         if value is not None and (tuple(value.shape), NUMPY.get(value.dtype)) != ((n, *row.row_shape), row.dtype):
@@ -255,7 +279,7 @@ def _note_gradient(state: weakref.ref[TableState], weight: torch.Tensor) -> None
     """A gradient has been added. The garbage collector cannot see what a hook holds, so it holds nothing."""
     if (found := state()) is None:
         return
-    if found.weight is weight:
+    if found.lent is weight:
         found.unapplied = True
     else:  # backward() of a loss that was kept: its rows have gone
         found.left_behind = True
@@ -311,7 +335,7 @@ def _stores(table: HostEmbedding, layout: StateLayout, make: StateStore, undo: c
     """A store for each row-wise state, with what a row begins with; ``undo`` removes the files that were made."""
     stores = []
     for row in layout.rows:
-        shape = (table.num_embeddings, *row.row_shape)
+        shape = (table.store.n_rows, *row.row_shape)
         store = make(table, row.key, shape, row.dtype)
         if make is _beside:
             undo.callback(_remove, store)

@@ -7,10 +7,11 @@ import stat
 import zlib
 from collections.abc import Iterator
 from io import BufferedReader
-from typing import IO
+from typing import IO, Protocol
 
 import numpy as np
 
+from ..access.base import Gatherable
 from ..errors import CheckpointError
 from ..stores import Store
 from ..stores.npy import read_header
@@ -19,7 +20,14 @@ PIECE_BYTES = 16 << 20
 """Memory that writing and reading take; and what a checksum is of."""
 
 
-def write_rows(store: Store, file: IO[bytes]) -> None:
+class Gathered(Gatherable, Protocol):
+    """Rows that can be gathered, and how many there are."""
+
+    @property
+    def n_rows(self) -> int: ...
+
+
+def write_rows(store: Gathered, file: IO[bytes]) -> None:
     """Write all rows of a store to a file, as numpy.save would."""
     shape = (store.n_rows, *store.row_shape)
     fields = {"descr": np.lib.format.dtype_to_descr(store.dtype), "fortran_order": False, "shape": shape}
@@ -76,7 +84,7 @@ def checksums(path: str) -> list[int]:
     return found
 
 
-def _pieces(store: Store) -> Iterator[tuple[int, np.ndarray]]:
+def _pieces(store: Gathered) -> Iterator[tuple[int, np.ndarray]]:
     """First row and room for the rows of each piece; the room is the same memory every time."""
     row_nbytes = int(np.prod(store.row_shape, dtype=np.int64)) * store.dtype.itemsize
     step = max(1, PIECE_BYTES // max(1, row_nbytes))

@@ -11,7 +11,6 @@ from types import GeneratorType
 from typing import Any, cast
 
 import torch
-from torch import nn
 
 from ..config import check_depth, check_route
 from ..epoch import Loan, Pace
@@ -21,7 +20,9 @@ from ..storetree import aliases
 from . import randomness
 from .embedding import Block, HostEmbedding
 from .optimizer import RowOptimizer
-from .rowsource import FedBatch, IdsOf, RowsOfTables, TableRows
+from .rowsource import Exchanged, FedBatch, IdsOf, RowsOfTables, TableRows
+from .sharded.source import ShardedSource, ShardedTable
+from .sharded.table import ShardedEmbedding
 from .verify import Shadow
 
 _MAX_READERS = 4  # and half of the cores: the loop and the writer have work of their own
@@ -53,6 +54,8 @@ def train_rows(
             loss = model(users(batch["user"]), batch).mean()
             loss.backward(); optimizer.step(); optimizer.zero_grad()
 
+    Where tables are sharded, all ranks loop at once, each over batches of its own, equally many.
+
     Args:
         loader: As for ``wrap_loader``: a DataLoader, or any iterable of batches, on the host.
         tables: For each table a function that is given a batch, on the host, and returns the ids that the loop will look up: integers in
@@ -68,7 +71,8 @@ def train_rows(
         timeline: Record what takes time in every batch.
 
     Raises:
-        ArgumentError: No tables, tables that share rows, or an optimizer that is no RowOptimizer.
+        ArgumentError: No tables, tables that share rows, some that are sharded and some that are not, or an optimizer that is no
+            RowOptimizer.
         DeviceError: There is no such device.
     """
     return RowLoop(loader, tables, optimizer, depth=depth, device=device, route=route, verify=verify, progress=progress, timeline=timeline)
@@ -92,13 +96,17 @@ class RowLoop(LoaderFeeder):
     ) -> None:
         optimizers = _check(tables, optimizer)
         self._tables = [_Lent(table, optimizers.get(table)) for table in tables]
-        specs = [TableRows(lent.table.name, _ids_of(lent.table, tables[lent.table]), lent.stores) for lent in self._tables]
+        specs = [
+            TableRows(lent.table.name, _ids_of(lent.table, tables[lent.table]), lent.stores, lent.table.num_embeddings)
+            for lent in self._tables
+        ]
         every = {f"{lent.table.name}.{name}": store for lent in self._tables for name, store in zip(lent.names, lent.stores, strict=True)}
         if shared := aliases(list(every), list(every.values())):
             raise ArgumentError(f"{shared} have rows in common; give tables that are one as one HostEmbedding, looked up several times")
         pace = Pace(check_depth(depth), n_readers=max(1, min(depth + 1, len(os.sched_getaffinity(0)) // 2, _MAX_READERS)))
+        self._rows = _source(loader, self._tables, specs, pace, verify)
         super().__init__(
-            RowsOfTables(loader, specs),
+            self._rows,
             device=device,
             pace=pace,
             progress=progress,
@@ -139,6 +147,11 @@ class RowLoop(LoaderFeeder):
     def route(self) -> str:
         """How the rows come and go, and why; nothing where there is no choice."""
         return self._route
+
+    @property
+    def exchanged(self) -> Exchanged:
+        """What was sent to other ranks so far, in bytes, for sharded tables."""
+        return self._rows.exchanged
 
     @property
     def epoch(self) -> int:
@@ -214,7 +227,9 @@ class RowLoop(LoaderFeeder):
             for lent in self._tables:
                 lent.begin(self)
                 stack.callback(lent.end)
+            stack.enter_context(self._rows.taken())
             stack.enter_context(contextlib.closing(loans))
+            stack.enter_context(self._rows.together())
             self._thread = threading.get_ident()
             for loan in loans:
                 data = self._bind(loan)
@@ -235,9 +250,12 @@ class RowLoop(LoaderFeeder):
         """Lend the rows to the tables and their optimizers, and the loader's batch to the loop."""
         batch: FedBatch = loan.take()
         if self._shadow is not None:
-            self._shadow.check(loan.number, [(rows, tensors[1:]) for rows, tensors in zip(batch.rows, batch.tensors, strict=True)])
-        for lent, rows, (ids, weight, *state), positions in zip(self._tables, batch.rows, batch.tensors, batch.positions, strict=True):
-            lent.bind(Block(rows, ids, nn.Parameter(weight, requires_grad=lent.trainable), positions), state)
+            self._shadow.check(loan.number, [(fed.rows, fed.tensors) for fed in batch.tables])
+        blocks = batch.blocks([lent.trainable for lent in self._tables])
+        if self._shadow is not None:
+            batch.check(loan.number)
+        for lent, fed, block in zip(self._tables, batch.tables, blocks, strict=True):
+            lent.bind(block, fed.tensors[1:])
         self._loan = loan
         return batch.data
 
@@ -251,7 +269,7 @@ class RowLoop(LoaderFeeder):
 
     def _write_back(self, loan: Loan, *, copied: bool, check: bool) -> None:
         values = [lent.changed() for lent in self._tables]
-        if any(tensors is not None for tensors in values):
+        if any(tensors is not None for tensors in values) or self._rows.writes_always:
             if self._shadow is not None:
                 self._shadow.write([(group.rows, tensors) for group, tensors in zip(loan.groups, values, strict=True)])
             loan.write(values, copied=copied, check=check)
@@ -280,7 +298,7 @@ class _Lent:
         """Lend rows to the table, with their state to its optimizer."""
         self.table._block = block
         if self.optimizer is not None:
-            self.optimizer.bind(self.table, block.weight, state)
+            self.optimizer.bind(self.table, block.owned, state, block.weight)
 
     def unbind(self) -> None:
         """The rows have gone."""
@@ -291,15 +309,16 @@ class _Lent:
     def changed(self) -> list[torch.Tensor | None] | None:
         """Values for the stores: weights and state after a step; the weights alone without one, for they may be changed by hand too."""
         block = self.table.block
+        touched = block.touched
         state = self.optimizer.changed(self.table) if self.optimizer is not None and self.trainable else None
-        if state is None and not block.touched:
+        if state is None and not touched:
             by_hand = self.trainable and self.table.training and self.table.store.writable  # through weight.data, which is not counted
             if not by_hand:
                 return None
         if not self.trainable and not self.table.store.writable:
             return None  # max_norm: every look-up does it again
         kept: Sequence[torch.Tensor | None] = state if state is not None else [None] * (len(self.stores) - 1)
-        return [None if tensor is None else tensor.detach().contiguous() for tensor in (block.weight, *kept)]
+        return [None if tensor is None else tensor.detach().contiguous() for tensor in (block.owned, *kept)]
 
 
 def _check(tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]) -> dict[HostEmbedding, RowOptimizer]:
@@ -319,6 +338,24 @@ def _check(tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]) -> dic
                 raise ArgumentError(f"{table.name} is trained by two optimizers; expected one")
             found[table] = one
     return found
+
+
+def _source(loader: Any, tables: Sequence[_Lent], specs: Sequence[TableRows], pace: Pace, verify: bool) -> RowsOfTables:
+    """The loader's batches with rows of tables that are here, or of tables that are shared.
+
+    Raises:
+        ArgumentError: Some are, and some are not; or they are shared among different ranks.
+    """
+    shared = [lent.table for lent in tables if isinstance(lent.table, ShardedEmbedding)]
+    if not shared:
+        return RowsOfTables(loader, specs)
+    if len(shared) < len(tables) or any(table.peers is not shared[0].peers for table in shared):
+        kinds = ", ".join(
+            f"{lent.table.name} ({'sharded' if isinstance(lent.table, ShardedEmbedding) else 'not sharded'})" for lent in tables
+        )
+        raise ArgumentError(f"tables: {kinds}; expected all of them sharded, over the same process_group, or none")
+    sharded = [ShardedTable(spec, lent.optimizer is not None, table.mean) for spec, lent, table in zip(specs, tables, shared, strict=True)]
+    return ShardedSource(loader, sharded, shared[0].peers, pace, verify)
 
 
 def _ids_of(table: HostEmbedding, value: Any) -> IdsOf:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..access.base import StoreRows
 from ..batches import check_rows
@@ -19,6 +21,7 @@ from ..rows import Rows
 from ..sources import Draw, Load, RowGroup
 from ..stores import Store
 from ..tensors import to_numpy
+from .embedding import Block
 
 IdsOf = Callable[[Any], Any]
 
@@ -32,19 +35,69 @@ class TableRows:
     """Given a batch on the host, the ids that it looks up: a tensor or array of any shape, or several in a list, tuple or dict."""
     stores: Sequence[Store]
     """Weights, then row-wise state."""
+    n_rows: int
+    """Of the whole table."""
 
 
-class FedBatch(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class FedRows:
+    """The rows of a table that a batch looks up."""
+
+    rows: Rows
+    """Their numbers in the stores, ascending, each once."""
+    ids: Tensor
+    """The ids that are looked up, ascending, each once, on the device."""
+    tensors: list[Tensor]
+    """These rows of each store, on the device."""
+    positions: list[tuple[Tensor, Tensor]]
+    """Ids as they are in the loader's batch, and where among the rows they are."""
+
+    def block(self, trainable: bool) -> Block:
+        """What the table is lent."""
+        return Block(self.rows, self.ids, nn.Parameter(self.tensors[0], requires_grad=trainable), self.positions)
+
+
+@dataclass(frozen=True, eq=False)
+class FedBatch:
     """A batch on the device."""
 
     data: Any
     """As the loader gave it."""
-    rows: list[Rows]
-    """For each table the rows that are looked up, ascending, each once."""
-    tensors: list[list[Tensor]]
-    """For each table: the same numbers on the device, then these rows of each store."""
-    positions: list[list[tuple[Tensor, Tensor]]]
-    """For each table: ids as they are in ``data``, and where among the rows they are."""
+    tables: Sequence[FedRows]
+
+    def blocks(self, trainable: Sequence[bool]) -> list[Block]:
+        """What each table is lent."""
+        return [rows.block(trains) for rows, trains in zip(self.tables, trainable, strict=True)]
+
+    def check(self, number: int) -> None:
+        """Compare rows that came from elsewhere with where they came from.
+
+        Raises:
+            VerificationError: They differ.
+        """
+
+
+class Lookup(NamedTuple):
+    """What a batch looks up in a table, on the host."""
+
+    rows: Rows
+    """The ids, ascending, each once."""
+    places: list[tuple[int, Rows]]
+    """Ids that are a part of the batch: which part, and where among the rows each of them is, in their shape."""
+
+
+class Exchanged(NamedTuple):
+    """Bytes that this rank has sent to others; nothing where tables are not sharded."""
+
+    ids: int = 0
+    """That the batches look up, 8 for each row that another rank has."""
+    rows: int = 0
+    """In the background."""
+    late_rows: int = 0
+    """When their batch was lent, for an earlier one could change them until then."""
+    gradients: int = 0
+    words: int = 0
+    """What ranks say before they exchange anything."""
 
 
 class RowsOfTables(LoaderSource):
@@ -58,13 +111,29 @@ class RowsOfTables(LoaderSource):
         ArgumentError: The loader cannot be iterated.
     """
 
+    writes_always = False
+    """Whether a batch that changed nothing counts as a write."""
+
     def __init__(self, loader: Any, tables: Sequence[TableRows]) -> None:
         super().__init__(loader)
         self._tables = tables
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]  # the base has it once and for all
-        return {"order": "a DataLoader's own", "tables": [[table.name, table.stores[0].n_rows] for table in self._tables]}
+        return {"order": "a DataLoader's own", "tables": [[table.name, table.n_rows] for table in self._tables]}
+
+    @property
+    def exchanged(self) -> Exchanged:
+        """Since this was made."""
+        return Exchanged()
+
+    def taken(self) -> contextlib.AbstractContextManager[None]:
+        """Consumer. Around a loop and its readers."""
+        return contextlib.nullcontext()
+
+    def together(self) -> contextlib.AbstractContextManager[None]:
+        """Consumer. Around a loop, while its readers live."""
+        return contextlib.nullcontext()
 
     def remedy(self, draw_share: float) -> str:
         if draw_share >= 0.5:
@@ -80,30 +149,38 @@ class RowsOfTables(LoaderSource):
         return functools.partial(self._load, batch, [table.ids_of(batch) for table in self._tables])
 
     def _load(self, batch: Any, ids: Sequence[Any]) -> Load:
+        load, lookups = self._looked_up(batch, ids)
+        parts, groups = list(load.parts), []
+        for table, lookup in zip(self._tables, lookups, strict=True):
+            parts.append(HostLeaf(torch.from_numpy(lookup.rows)))
+            groups.append(RowGroup(lookup.rows, len(parts), table.stores))
+            parts += [*(StoreRows(store, lookup.rows) for store in table.stores), *places_of(lookup)]
+        return Load(parts, functools.partial(self._rebuild, load, groups, lookups), load.batches, groups)
+
+    def _looked_up(self, batch: Any, ids: Sequence[Any]) -> tuple[Load, list[Lookup]]:
+        """The batch itself, and what it looks up in each table."""
         load = load_of(batch)
-        parts, groups, known = list(load.parts), [], []
-        for table, wanted in zip(self._tables, ids, strict=True):
-            leaves = _leaves(wanted)
-            rows, positions = _unique([_flat(leaf, table.name) for leaf in leaves], table)
-            parts.append(HostLeaf(torch.from_numpy(rows)))
-            groups.append(RowGroup(rows, len(parts), table.stores))
-            parts += [StoreRows(store, rows) for store in table.stores]
-            places: list[int] = []
-            for leaf, where in zip(leaves, positions, strict=True):
-                if (place := _place(leaf, load)) is not None:
-                    places.append(place)
-                    parts.append(HostLeaf(torch.from_numpy(where.reshape(leaf.shape))))
-            known.append(places)
-        return Load(parts, functools.partial(self._rebuild, load, groups, known), load.batches, groups)
+        return load, [_look_up(load, wanted, table) for table, wanted in zip(self._tables, ids, strict=True)]
 
     @staticmethod
-    def _rebuild(load: Load, groups: Sequence[RowGroup], known: Sequence[Sequence[int]], tensors: Iterator[Tensor]) -> FedBatch:
-        batch = [next(tensors) for _ in load.parts]
-        rows, positions = [], []
-        for group, places in zip(groups, known, strict=True):
-            rows.append([next(tensors) for _ in range(1 + len(group.stores))])
-            positions.append([(batch[place], next(tensors)) for place in places])
-        return FedBatch(load.rebuild(iter(batch)), [group.rows for group in groups], rows, positions)
+    def _rebuild(load: Load, groups: Sequence[RowGroup], lookups: Sequence[Lookup], tensors: Iterator[Tensor]) -> FedBatch:
+        batch, tables = [next(tensors) for _ in load.parts], []
+        for group, lookup in zip(groups, lookups, strict=True):
+            ids, rows = next(tensors), [next(tensors) for _ in group.stores]
+            tables.append(FedRows(group.rows, ids, rows, [(batch[place], next(tensors)) for place, _ in lookup.places]))
+        return FedBatch(load.rebuild(iter(batch)), tables)
+
+
+def places_of(lookup: Lookup) -> list[HostLeaf]:
+    """Parts that bring the positions of a look-up to the device."""
+    return [HostLeaf(torch.from_numpy(where)) for _, where in lookup.places]
+
+
+def _look_up(load: Load, ids: Any, table: TableRows) -> Lookup:
+    leaves = _leaves(ids)
+    rows, positions = _unique([_flat(leaf, table.name) for leaf in leaves], table)
+    places = [(_place(leaf, load), leaf, where) for leaf, where in zip(leaves, positions, strict=True)]
+    return Lookup(rows, [(place, where.reshape(leaf.shape)) for place, leaf, where in places if place is not None])
 
 
 def _unique(ids: Sequence[np.ndarray[Any, Any]], table: TableRows) -> tuple[Rows, list[Rows]]:
@@ -114,7 +191,7 @@ def _unique(ids: Sequence[np.ndarray[Any, Any]], table: TableRows) -> tuple[Rows
     """
     every = np.concatenate([np.empty(0, np.int64), *[array for array in ids if array.size]], dtype=np.int64, casting="unsafe")
     rows, positions = np.unique(every, return_inverse=True)
-    check_rows(rows, table.stores[0].n_rows, f"{table.name}: ids of the batch")
+    check_rows(rows, table.n_rows, f"{table.name}: ids of the batch")
     return rows, np.split(positions, np.cumsum([array.size for array in ids])[:-1])
 
 

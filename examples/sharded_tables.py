@@ -1,0 +1,107 @@
+"""Films for people: two tables whose rows are spread over the processes of a job, and a dense part in DistributedDataParallel.
+
+Each process draws its own share of the ratings, and looks up any rows. Run it with as many processes as you like; the tables and losses
+are those of one process, but for the order of additions:
+
+    torchrun --nproc-per-node 2 examples/sharded_tables.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from typing import Any
+
+import numpy as np
+import torch
+from torch import distributed, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import pinfeed
+
+Rating = dict[str, Any]
+
+
+class Ratings(Dataset[Rating]):
+    """Made up: everybody has tastes, every film has traits, and few films are seen by many."""
+
+    def __init__(self, n_people: int, n_films: int, n: int) -> None:
+        rng = np.random.default_rng(0)
+        self.person = rng.integers(0, n_people, n)
+        self.film = np.minimum(rng.zipf(1.2, n) - 1, n_films - 1)
+        tastes, traits = rng.standard_normal((n_people, 4)), rng.standard_normal((n_films, 4))
+        self.liked = ((tastes[self.person] * traits[self.film]).sum(1) > 0).astype("f4")
+
+    def __len__(self) -> int:
+        return len(self.liked)
+
+    def __getitem__(self, i: int) -> Rating:
+        return {"person": self.person[i], "film": self.film[i], "liked": self.liked[i]}
+
+
+class Match(nn.Module):
+    """How well a person and a film go together."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(3 * dim, 32), nn.ReLU(), nn.Linear(32, 1))
+
+    def forward(self, person: torch.Tensor, film: torch.Tensor) -> torch.Tensor:
+        return self.layers(torch.cat([person, film, person * film], dim=1)).squeeze(1)
+
+
+def main(arguments: argparse.Namespace) -> None:
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
+    rank, world_size = distributed.get_rank(), distributed.get_world_size()
+    device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+    torch.manual_seed(0)  # the same on every rank: so is how the tables and the dense part begin
+    people = pinfeed.ShardedEmbedding(arguments.people, arguments.dim, name="people")
+    films = pinfeed.ShardedEmbedding(arguments.films, arguments.dim, name="films")
+    match = DistributedDataParallel(Match(arguments.dim).to(device))
+    rows = pinfeed.RowOptimizer(torch.optim.Adam, [people, films], lr=0.02)
+    dense = torch.optim.Adam(match.parameters(), lr=0.003)
+
+    ratings = Ratings(arguments.people, arguments.films, arguments.ratings)
+    sampler: DistributedSampler[Rating] = DistributedSampler(ratings)
+    loader = DataLoader(ratings, batch_size=arguments.batch_size, sampler=sampler)
+    batches = pinfeed.train_rows(loader, {people: "person", films: "film"}, optimizer=rows, depth=arguments.depth, device=device)
+    with batches:
+        for epoch in range(arguments.epochs):
+            start, losses = time.perf_counter(), []
+            batches.set_epoch(epoch)  # and the sampler's
+            for batch in batches:
+                score = match(people(batch["person"]), films(batch["film"]))
+                loss = nn.functional.binary_cross_entropy_with_logits(score, batch["liked"])
+                loss.backward()
+                for optimizer in (rows, dense):
+                    optimizer.step()
+                    optimizer.zero_grad()
+                losses.append(loss.detach())
+            mean = torch.stack(losses).mean()
+            distributed.all_reduce(mean)
+            if rank == 0:
+                print(f"epoch {epoch}: loss {mean.item() / world_size:.4f}, {len(losses) / (time.perf_counter() - start):.0f} steps/s")
+    if rank == 0:
+        n_steps = len(loader) * arguments.epochs
+        sent = ", ".join(f"{name.replace('_', ' ')} {nbytes / n_steps:.0f}" for name, nbytes in batches.exchanged._asdict().items())
+        print(f"{people.store.n_rows} of {arguments.people} people are here; bytes sent in a step: {sent}")
+    if arguments.save:
+        pinfeed.checkpoint.save(arguments.save, people=people, films=films, rows=rows, dense=dense, match=match, batches=batches)
+    distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--people", type=int, default=20_000)
+    parser.add_argument("--films", type=int, default=2_000)
+    parser.add_argument("--ratings", type=int, default=100_000)
+    parser.add_argument("--dim", type=int, default=16)
+    parser.add_argument("--batch-size", type=int, default=512, help="of each process")
+    parser.add_argument("--epochs", type=int, default=3)
+    parser.add_argument("--depth", type=int, default=2)
+    parser.add_argument("--save", help="a directory for a checkpoint at the end")
+    main(parser.parse_args())

@@ -1,0 +1,1 @@
+"""Tables sharded by row over ranks."""

@@ -1,0 +1,105 @@
+"""Where ranks save what is sharded, each its own part, and which saves all of them have."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+import re
+from collections.abc import Sequence
+
+import torch
+
+from ...errors import CheckpointError
+from .lines import Peers
+from .meeting import Word
+
+_PART = re.compile(r"(\d+)-of-(\d+)", re.ASCII)
+
+
+class Alone:
+    """One process: the directory is its own."""
+
+    def part(self, path: pathlib.Path) -> pathlib.Path:
+        """Where this rank saves."""
+        return path
+
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """Around a save, or what comes before anything is changed by one that is resumed."""
+        return contextlib.nullcontext()
+
+    def new(self, numbers: Sequence[int]) -> int:
+        """The number of the next save, given those that are here, ascending."""
+        return numbers[-1] + 1 if numbers else 1
+
+    def wait(self, word: Word) -> None:
+        """Wait until all ranks have come so far."""
+
+    def newest(self, path: pathlib.Path, numbers: Sequence[int]) -> int:
+        """The number of the newest save that is whole.
+
+        Raises:
+            CheckpointError: There is none.
+        """
+        if not numbers:
+            raise CheckpointError(f"{path} has no complete checkpoint; expected one that checkpoint.save wrote")
+        return numbers[-1]
+
+
+class Together(Alone):
+    """Ranks, each with a directory in the one that they were given. A save is whole when all of them have it.
+
+    Args:
+        peers: The ranks.
+    """
+
+    def __init__(self, peers: Peers) -> None:
+        self._rank, self._size, self._meeting = peers.rank, peers.size, peers.loop
+
+    def part(self, path: pathlib.Path) -> pathlib.Path:
+        return path / f"{self._rank}-of-{self._size}"
+
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        return self._meeting.telling()
+
+    def new(self, numbers: Sequence[int]) -> int:
+        return super().new(sorted({number for of_rank in self._gathered(Word.SAVE, numbers) for number in of_rank}))
+
+    def wait(self, word: Word) -> None:
+        self._meeting.meet(word)
+
+    def newest(self, path: pathlib.Path, numbers: Sequence[int]) -> int:
+        of_ranks = self._gathered(Word.RESUME, numbers)
+        common = set(of_ranks[0]).intersection(*of_ranks)
+        if not any(of_ranks) and (others := sorted({size for _, size in _parts(path)} - {self._size})):
+            raise CheckpointError(
+                f"{path} was saved by {' and by '.join(map(str, others))} ranks and is resumed by {self._size}; expected as many (to go on "
+                "with others: export() the tables, and ShardedEmbedding.from_pretrained the files)"
+            )
+        if not common:
+            raise CheckpointError(
+                f"{path} has no complete checkpoint that all of {self._size} ranks have; rank {self._rank} has {[*numbers]}"
+            )
+        return max(common)
+
+    def _gathered(self, word: Word, numbers: Sequence[int]) -> list[list[int]]:
+        """The numbers of every rank."""
+        meeting, n_mine = self._meeting, [len(numbers)] * self._size
+        meeting.meet(word)
+        n = meeting.counts(n_mine)
+        mine = torch.tensor([*numbers] * self._size, dtype=torch.int64)[:, None]
+        found = meeting.send_rows("words", [mine], [n_mine], [n])[0][:, 0]
+        return [of_rank.tolist() for of_rank in found.split(n)]
+
+
+def whole_parts(path: pathlib.Path) -> list[list[pathlib.Path]]:
+    """The directories of all ranks, for each number of ranks of which all are there."""
+    parts = _parts(path)
+    every = [[(rank, size) for rank in range(size)] for size in sorted({size for _, size in parts})]
+    return [[path / f"{rank}-of-{size}" for rank, size in ranks] for ranks in every if parts >= set(ranks)]
+
+
+def _parts(path: pathlib.Path) -> set[tuple[int, int]]:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        return {(int(found[1]), int(found[2])) for name in os.listdir(path) if (found := _PART.fullmatch(name))}
+    return set()
