@@ -93,11 +93,13 @@ def go_on_after_interrupts(store: Any, ready: int) -> None:
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
-@pytest.mark.parametrize("kind", ["array", "file"])
-def test_ctrl_c_at_random_moments(kind: str, twice: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "n"), [("array", 3), ("file", 1), *(pytest.param(k, 40, marks=pytest.mark.stress) for k in ("array", "file"))]
+)
+def test_ctrl_c_at_random_moments(kind: str, n: int, twice: bool, tmp_path: Path) -> None:
     """Python may lose one that hits a finalizer ("Exception ignored in ..."): then it is pressed again."""
     rng = random.Random(7)
-    for i in range(8 if kind == "array" else 3):
+    for i in range(n):
         store: Any = ArrayStore(np.zeros((N, 4)))
         if kind == "file":
             np.save(tmp_path / f"{i}.npy", np.zeros((N, 4)))
