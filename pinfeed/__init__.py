@@ -30,7 +30,7 @@ from .loader import wrap_loader
 from .ranks import Ranks
 from .readers import wrap_readers
 from .restarting import restartable
-from .stats import FeederStats
+from .seeing.stats import FeederStats
 from .stores import ArrayStore, ArrowStore, MmapStore, PinnedStore, RemoteStore, Store
 
 if TYPE_CHECKING:

@@ -17,12 +17,12 @@ from .loop import no_copy
 from .planning import choose_pace, make_plan
 from .ranks import Ranks
 from .rows import Order, Rows, sequential, shuffled
+from .seeing.stats import FeederStats
+from .seeing.timeline import Timeline
 from .shares import SharedBatches, loop_over, share_of
 from .sources import RowSource
-from .stats import FeederStats
 from .stores.base import row_nbytes
 from .storetree import StoreTree
-from .timeline import Timeline
 
 logger = logging.getLogger("pinfeed")
 

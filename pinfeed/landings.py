@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
 
-from .meter import Meter
+from .seeing.meter import Meter
 from .transfer import Landing
 
 

@@ -18,10 +18,10 @@ from .devices import resolve
 from .epoch import Loan, Pace, guarded
 from .errors import ArgumentError, WorkerError
 from .loop import Loop, no_copy
+from .seeing.stats import FeederStats
+from .seeing.timeline import Timeline
 from .sources import Draw, Load
-from .stats import FeederStats
 from .stores.base import Store
-from .timeline import Timeline
 from .tree import flatten
 
 
@@ -172,7 +172,7 @@ class StatefulLoaderFeeder(LoaderFeeder):
         """What the loader's ``state_dict()`` is where the loop is: batches that were prefetched and not lent count for nothing.
 
         Raises:
-            The error of the loader's ``state_dict()``.
+            Exception: What the loader's ``state_dict()`` raised.
         """
         state = self._source.state() if self._loop.is_at_rest else self._state
         if isinstance(state, Exception):

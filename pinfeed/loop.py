@@ -13,11 +13,11 @@ from typing import Any, NoReturn, TypeVar, cast
 from .devices.base import Device
 from .epoch import Epoch, Loan, Pace
 from .errors import ArgumentError, ClosedError, CopyError
-from .meter import Meter
+from .seeing.meter import Meter
+from .seeing.starvation import Watch
+from .seeing.stats import FeederStats
+from .seeing.timeline import Timeline
 from .sources import Source
-from .starvation import Watch
-from .stats import FeederStats
-from .timeline import Timeline
 from .transfer import Transfer
 
 T = TypeVar("T")
@@ -215,7 +215,7 @@ class Loop:
         self._epoch, self._batch, self._checksum, self._fresh = self._epoch + 1, 0, 0, True
 
     def _bar(self) -> Any:
-        from .progress import Bar
+        from .seeing.progress import Bar
 
         most = self._most()
         total = None if math.isinf(most) else most

@@ -22,10 +22,10 @@ from .loop import no_copy
 from .ranks import Ranks
 from .rows import Rows, sequential, shuffled
 from .samples import Ahead, Apply, Each, Reader, load_of
+from .seeing.stats import FeederStats
+from .seeing.timeline import Timeline
 from .shares import SharedBatches, loop_over, share_of
 from .sources import Draw, Load
-from .stats import FeederStats
-from .timeline import Timeline
 
 
 def wrap_readers(

@@ -52,8 +52,8 @@ import numpy.typing as npt
 from .devices.base import Buffer, Device, Event, Part, Stream, Tensor
 from .errors import WriteBackError
 from .forwarding import Write, WriteLog, WrittenRows, newest
-from .meter import Meter
 from .rows import Rows
+from .seeing.meter import Meter
 from .sources import Load, RowGroup, part_nbytes
 from .stores.base import Store
 

@@ -22,13 +22,13 @@ from pinfeed.devices.host import HostDevice
 from pinfeed.forwarding import WriteLog
 from pinfeed.landings import Landings
 from pinfeed.loader import LoaderSource
-from pinfeed.meter import Meter
-from pinfeed.progress import Bar
-from pinfeed.spans import LANES, Span, middle, ready, starved, totals, tracks
-from pinfeed.starvation import STRETCH_BATCHES, WARM_UP_BATCHES, Watch, explanation
-from pinfeed.stats import Totals
+from pinfeed.seeing.meter import Meter
+from pinfeed.seeing.progress import Bar
+from pinfeed.seeing.spans import LANES, Span, middle, ready, starved, totals, tracks
+from pinfeed.seeing.starvation import STRETCH_BATCHES, WARM_UP_BATCHES, Watch, explanation
+from pinfeed.seeing.stats import Totals
+from pinfeed.seeing.timeline import Timeline
 from pinfeed.testing import SimDevice, favour, lazy
-from pinfeed.timeline import Timeline
 from pinfeed.transfer import Held, Landing
 
 ALL = ("compute", "read", "write", "pinfeed-read", "pinfeed-write")

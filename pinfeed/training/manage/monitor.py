@@ -12,7 +12,7 @@ from tabulate import tabulate
 
 from ...config import human
 from ...errors import DeviceError
-from ...stats import ProcessMemory
+from ...seeing.stats import ProcessMemory
 from . import records
 
 

@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from .blocks import locked_bytes
-from .config import human
-from .memory import resident_bytes
+from ..blocks import locked_bytes
+from ..config import human
+from ..memory import resident_bytes
 
 Bottleneck = Literal["computing", "reading", "copying", "writing", "unevenness", "start", "loop", "depth"]
 """What the others wait for. ``start``: loops are short, and nothing is read ahead of their first batch. ``loop``: it does next to nothing,

@@ -7,9 +7,9 @@ import os
 import threading
 from collections import deque
 
+from ..devices.base import Event
+from ..errors import ArgumentError
 from . import picture
-from .devices.base import Event
-from .errors import ArgumentError
 from .spans import Lane, Span, extent, middle, totals
 from .trace import trace
 

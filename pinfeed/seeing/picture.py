@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .config import human
-from .errors import MissingDependency
+from ..config import human
+from ..errors import MissingDependency
 from .spans import THREADS, Lane, Span, clipped, extent, starved, tracks
 from .stats import WORTH_A_WORD, Totals
 

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from .config import human
+from ..config import human
 from .meter import Meter
 from .stats import STARVED, Bottleneck, Totals
 

@@ -1,0 +1,1 @@
+"""What a loop did with its time: counted, recorded, drawn and said."""
