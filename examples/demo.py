@@ -26,6 +26,8 @@ import pinfeed
 from pinfeed.config import human
 
 LIMIT = pinfeed.MiB(256)
+STEP = pinfeed.MiB(96)
+"""Of it, what is left to the training step, which is the program's own."""
 BATCH_SIZE = 2048
 BATCH_BYTES = pinfeed.MiB(16)
 WIDTH = 1024
@@ -103,7 +105,7 @@ def main() -> None:
 
     rows = np.load(path, mmap_mode="r")
     preferred = max(1, min(BATCH_SIZE, BATCH_BYTES * len(rows) // max(1, rows.nbytes)))
-    config = pinfeed.Config(cpu_memory_limit=LIMIT, preferred_batch_size=preferred)
+    config = pinfeed.Config(cpu_memory_limit=LIMIT - STEP, preferred_batch_size=preferred)
     with pinfeed.Feeder(path, config=config, shuffle=True, progress=True, timeline=True) as feeder:
         print(f"\n{path} on {feeder.device}:\n{feeder.plan}\n")
         if feeder.device == "cpu":  # leave a core to the threads that read; with as many threads as cores, torch's wait for each other

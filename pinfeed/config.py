@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import ArgumentError, BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
 
@@ -24,17 +24,23 @@ _ORDER = 3 << 20  # the most that an order of rows.py takes: three tables of 512
 
 def KiB(count: float = 1) -> int:
     """Bytes in ``count`` KiB, rounded down."""
-    return int(count * (1 << 10))
+    return _bytes(count, 10, "KiB")
 
 
 def MiB(count: float = 1) -> int:
     """Bytes in ``count`` MiB, rounded down."""
-    return int(count * (1 << 20))
+    return _bytes(count, 20, "MiB")
 
 
 def GiB(count: float = 1) -> int:
     """Bytes in ``count`` GiB, rounded down."""
-    return int(count * (1 << 30))
+    return _bytes(count, 30, "GiB")
+
+
+def _bytes(count: Any, shift: int, unit: str) -> int:
+    if not hasattr(count, "__float__"):  # a string times a number is a long string
+        raise ArgumentError(f"{unit}({count!r}): expected a number, as {unit}(64)")
+    return int(count * (1 << shift))
 
 
 def human(nbytes: float) -> str:

@@ -130,6 +130,8 @@ class Feeder:
             self._plan, self._choice = make_plan(self._stores.stores, rows, batch_size, config, pace, found, route)
             size = batch_size if config is None else self._plan.batch_size
             batches = _batches(rows, self._stores.n_rows, size, drop_last)
+            if drop_last and isinstance(rows, Order) and len(batches) == 0:
+                logger.warning("drop_last=True leaves no batch: %d rows, batches of %d", rows.length(self._stores.n_rows), size)
             if share is not None:
                 self._plan, batches = share.planned(self._plan, self._stores.n_rows), SharedBatches(share, self._stores.n_rows)
             source_of_rows = RowSource(self._stores.stores, self._choice.accesses, self._stores.rebuild, batches)
@@ -254,9 +256,7 @@ class Feeder:
             stack.callback(self._loop.close)
 
 
-def _check_arguments(
-    batch_size: int | None, config: Config | None, rows: Order | Iterable[Any] | None, shuffle: bool, depth: int | None
-) -> None:
+def _check_arguments(batch_size: int | None, config: Config | None, rows: Any, shuffle: Any, depth: int | None) -> None:
     """Raise ArgumentError unless the arguments can be together."""
     if batch_size is not None and config is not None:
         raise ArgumentError("both batch_size and config were given; give one of them (Config has preferred_batch_size)")
@@ -264,8 +264,10 @@ def _check_arguments(
         raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
     if batch_size is not None and (not _is_integer(batch_size) or batch_size < 1):
         raise ArgumentError(f"batch_size={batch_size!r}: expected a whole number, at least 1")
-    if rows is not None and not isinstance(rows, (Order, Iterable)):
-        call = "; call it: rows=pinfeed.rows.shuffled(seed)" if callable(rows) else ""
+    if shuffle not in (True, False):
+        raise ArgumentError(f"shuffle={shuffle!r}: expected True or False")
+    if rows is not None and (isinstance(rows, (str, bytes)) or not isinstance(rows, (Order, Iterable))):
+        call = f"; call it: rows=pinfeed.rows.{getattr(rows, '__name__', 'shuffled')}(...)" if callable(rows) else ""
         raise ArgumentError(f"rows={rows!r}: expected an order of pinfeed.rows, a sampler, or an iterable of row numbers{call}")
     if batch_size is None and config is None and (rows is None or isinstance(rows, Order)):
         raise ArgumentError("neither batch_size nor config was given; give one of them, or whole batches as rows=")

@@ -233,7 +233,8 @@ class LoaderSource:
 
     def __init__(self, loader: Any) -> None:
         if isinstance(loader, (str, bytes)) or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
-            raise ArgumentError(f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of batches")
+            file = "; a file is streamed by pinfeed.Feeder(path, batch_size=...)" if isinstance(loader, (str, bytes, os.PathLike)) else ""
+            raise ArgumentError(f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of batches{file}")
         self.loader = loader
         self._begun: Iterator[Any] | None = None
         self._used_up = False  # if the loader is an iterator itself

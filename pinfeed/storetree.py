@@ -6,7 +6,7 @@ import contextlib
 import functools
 import itertools
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,7 +46,14 @@ class StoreTree:
             self.n_rows = self.stores[0].n_rows
             if any(store.n_rows != self.n_rows for store in self.stores):
                 counts = ", ".join(f"{name} has {store.n_rows}" for name, store in zip(self.names, self.stores, strict=True))
-                raise StoreError(f"sources have unequal numbers of rows: {counts}; expected equally many, one row each for a sample")
+                raise StoreError(
+                    f"sources have unequal numbers of rows: {counts}; expected equally many, one row each for a sample"
+                    + (
+                        "; shards of one source are a pattern, 'x-*.npy', or MmapStore([...])"
+                        if _are_paths(leaf for _, leaf in leaves)
+                        else ""
+                    )
+                )
         except BaseException:
             self.close()
             raise
@@ -152,6 +159,10 @@ def _with_columns(source: Any) -> Any:
         if any(columns is not None for columns in found)
         else source
     )
+
+
+def _are_paths(leaves: Iterable[Any]) -> bool:
+    return all(isinstance(leaf, (str, os.PathLike)) for leaf in leaves)
 
 
 def _name(path: str) -> str:

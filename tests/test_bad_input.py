@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from pinfeed import ArrayStore, Config, Feeder, MmapStore, errors, rows
+from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, errors, rows, wrap_loader
 
 DEPTHS = [0, 1, 3]
 
@@ -369,3 +369,40 @@ def test_public_names_are_sorted_and_there() -> None:
 
     assert sorted(pinfeed.__all__) == pinfeed.__all__
     assert all(hasattr(pinfeed, name) for name in pinfeed.__all__)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"rows": "shuffled"}, "rows='shuffled': expected an order"),
+        ({"rows": rows.block_shuffled}, r"call it: rows=pinfeed\.rows\.block_shuffled\("),
+        ({"shuffle": "False"}, "shuffle='False': expected True or False"),
+        ({"device": "gpu"}, "device='gpu' is not a device; expected 'auto', 'cpu'"),
+    ],
+)
+def test_words_in_the_place_of_objects(options: dict[str, Any], words: str) -> None:
+    with pytest.raises((errors.ArgumentError, errors.DeviceError), match=words):
+        Feeder(np.zeros((8, 2)), batch_size=4, **options)
+
+
+def test_paths_of_shards_are_no_parallel_sources(tmp_path: Path) -> None:
+    for i in (1, 2):
+        np.save(tmp_path / f"{i}.npy", np.zeros((i, 2)))
+    with pytest.raises(errors.StoreError, match=r"unequal numbers of rows: .*; shards of one source are a pattern"):
+        Feeder([str(tmp_path / "1.npy"), str(tmp_path / "2.npy")], batch_size=1)
+
+
+def test_a_path_is_no_loader() -> None:
+    with pytest.raises(errors.ArgumentError, match=r"a file is streamed by pinfeed\.Feeder\(path"):
+        wrap_loader("x.npy")
+
+
+def test_sizes_are_numbers() -> None:
+    with pytest.raises(errors.ArgumentError, match=r"MiB\('64'\): expected a number"):
+        MiB("64")  # type: ignore[arg-type]
+
+
+def test_an_epoch_of_nothing_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with Feeder(np.zeros((8, 2)), batch_size=9, drop_last=True) as feeder:
+        assert list(feeder) == []
+    assert "drop_last=True leaves no batch: 8 rows, batches of 9" in caplog.text

@@ -49,9 +49,7 @@ def resolve(device: Any, *, n_spare: int) -> Device:
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise DeviceError(
-            f"device={device!r} is not a device ({str(error).splitlines()[0]}); expected 'auto', 'cpu', 'cuda' or 'cuda:N'"
-        ) from None
+        raise DeviceError(f"device={device!r} is not a device; expected 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
     if wanted.type == "cpu":
         return HostDevice(n_spare=n_spare)
     if wanted.type == "cuda":
