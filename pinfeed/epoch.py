@@ -127,7 +127,6 @@ class Epoch:
         self._transfer, self._meter, self._first, self._pace = transfer, transfer.meter, first, pace
         self._timeline = transfer.meter.timeline
         self._step = self._named if self._timeline is not None and not device.unified else _unnamed  # for a profiler of the device's
-        self._reader: Executor | Inline = device.worker("pinfeed-read", pace.n_readers) if depth else Inline()
         self._writer: Executor | Inline | None = None if depth else Inline()  # made when something is written
         self._workers: set[int] = set()  # threads that have done a task
         self.landings = Landings(
@@ -140,6 +139,8 @@ class Epoch:
         self._drawn, self._turn = 0, threading.Condition()
         self._pid, self._ended, self._ending = os.getpid(), False, threading.RLock()
         self._loads: Generator[Draw, None, None] | None = None
+        # The last step: an interrupt behind it would leave threads to the garbage collector.
+        self._reader: Executor | Inline = device.worker("pinfeed-read", pace.n_readers) if depth else Inline()
 
     def loans(self, loads: Generator[Draw, None, None]) -> Iterator[Loan]:
         """Lend the batches in order. One that cannot be filled raises its error in its turn; a failed write-back, as soon as it is known.
@@ -199,10 +200,14 @@ class Epoch:
                     timeline.add("compute", number, lent, meter.now())
                 loan.end()
             here = threading.current_thread()
-            if here.ident != consumer and (here.ident in self._workers or here.name.startswith("pinfeed-")) and here.name != "pinfeed-end":
+            if self.is_forked:
+                pass  # the threads and what they do are the other process's
+            elif (
+                here.ident != consumer and (here.ident in self._workers or here.name.startswith("pinfeed-")) and here.name != "pinfeed-end"
+            ):
                 # The garbage collector has found the loop dropped while a worker ran, maybe a source's, and it cannot wait for itself.
                 threading.Thread(target=self.end, name="pinfeed-end").start()
-            elif not self.is_forked:
+            else:
                 self.end()
         self.landings.check()
 
@@ -254,7 +259,11 @@ class Epoch:
         self.require_not_forked()
         if self._writer is None:
             self._writer = self._transfer.device.worker("pinfeed-write")
-        return self._writer.submit(self._task, self._step, "write", landing.batch, self._transfer.land, landing)
+        start, idle = self._meter.now(), landing.write.values.ready.is_done()
+        future = self._writer.submit(self._task, self._step, "write", landing.batch, self._transfer.land, landing)
+        if not self._pace.depth:  # it has landed, and the loop has waited
+            self._meter.landed(landing.batch, start, idle=idle)
+        return future
 
     def _named(self, lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:
         """Call ``fn`` under a name that a profiler of the device's shows."""

@@ -99,9 +99,7 @@ class LoaderFeeder:
         Raises:
             ClosedError: This is closed, or another loop over it runs.
         """
-        batches = self._loop.run(Loan.take)
-        self._source.begin()
-        return batches
+        return self._loop.run(Loan.take, begin=self._source.begin)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("state_dict", "load_state_dict"):
@@ -163,10 +161,7 @@ class StatefulLoaderFeeder(LoaderFeeder):
         Raises:
             ClosedError: This is closed, or another loop over it runs.
         """
-        batches = self._loop.run(self._lend)
-        self._source.begin()
-        self._state = self._source.state()
-        return batches
+        return self._loop.run(self._lend, begin=self._begin)
 
     def state_dict(self) -> Any:
         """What the loader's ``state_dict()`` is where the loop is: batches that were prefetched and not lent count for nothing.
@@ -187,6 +182,10 @@ class StatefulLoaderFeeder(LoaderFeeder):
         """
         self._loop.load_state(self._loop.state() | {"batch": 0, "checksum": 0})  # an epoch that was left is left for good
         self._loader.load_state_dict(state)
+
+    def _begin(self) -> None:
+        self._source.begin()
+        self._state = self._source.state()
 
     def _lend(self, loan: Loan) -> Any:
         batch, self._state = loan.take()

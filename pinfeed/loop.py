@@ -101,12 +101,13 @@ class Loop:
         self._transfer.settle()
         return self._meter.timeline
 
-    def run(self, lend: Callable[[Loan], T], pace: Pace | None = None) -> Iterator[T]:
+    def run(self, lend: Callable[[Loan], T], pace: Pace | None = None, begin: Callable[[], object] = lambda: None) -> Iterator[T]:
         """The next epoch, as what ``lend`` makes of each batch. Only a reference of the caller's keeps it going: ``break`` ends it.
 
         Args:
             lend: Called for each batch.
             pace: Another one than was planned, with no more slots.
+            begin: Called here, when an epoch may begin; if it raises, none has.
 
         Raises:
             ClosedError: The loop is closed, or an epoch runs.
@@ -119,6 +120,7 @@ class Loop:
                 self._last.require_not_forked()
                 self._last.end()  # unless an interrupt has ended the wait for its readers, they are done
             self._raise_failure()
+            begin()
             generator = cast("GeneratorType[T, None, None]", self._run(lend, pace or self._pace))
             self._running = weakref.ref(generator)
             return generator

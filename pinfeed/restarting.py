@@ -58,7 +58,7 @@ class StatefulRestartable(Restartable):
         if not state.keys() >= {"epoch", "batch", "checksum"}:  # a loader's own
             return state
         try:
-            is_over = state["batch"] == len(self._feeder)
+            is_over = state["batch"] >= len(self._feeder)  # with ranks="join", others may have one more
         except TypeError:  # nobody knows how many there are: then whoever iterates it has to ask for the end
             return state
         return state | {"epoch": state["epoch"] + 1, "batch": 0, "checksum": 0} if is_over else state

@@ -169,9 +169,12 @@ class SharedBatches:
         """Let others have done what they have of an epoch; of all others nothing has been done."""
         self._begun = epoch, done
 
-    def state(self, epoch: int) -> dict[str, Any]:
-        """Who has the epoch, as plain values."""
-        return {"world_size": self._share.world_size, "done": [list(part) for part in self._done(epoch)]}
+    def state(self, epoch: int, batch: int) -> dict[str, Any]:
+        """After ``batch`` batches of an epoch: that number and who has it, as plain values; done, it is as if nobody had begun it."""
+        world_size, done = self._share.world_size, self._done(epoch)
+        if done and batch == self._most(world_size, done):
+            batch, done = self._most(world_size), ()
+        return {"batch": batch, "ranks": {"world_size": world_size, "done": [list(part) for part in done]}}
 
     def resumed(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Done]:
         """Where to go on after ``batch`` batches of ranks whose state is ``theirs``: a batch of this rank's, and what was done before.
@@ -185,7 +188,7 @@ class SharedBatches:
             raise ArgumentError(f"not a state of a feeder with ranks= ({error!r}); expected what state_dict() returned") from None
         if world_size < 1 or any(a < 1 or n < 0 for a, n in done) or (self._share.ranks.split_batches and self._share.size % world_size):
             raise ArgumentError(f"not a state of a feeder with ranks=: {dict(theirs)!r}; expected what state_dict() returned")
-        n = len(self._share.of(0, world_size).batches(self._n_rows, done))  # the first has as many as any
+        n = self._most(world_size, done)
         if not 0 <= batch <= n:
             raise ArgumentError(f"a state of batch {batch}; {world_size} ranks have {n} batches of what they were given in that epoch")
         if batch == n:
@@ -193,6 +196,10 @@ class SharedBatches:
         if world_size == self._share.world_size or self._share.ranks.split_batches or batch == 0:
             return batch, done
         return 0, (*done, (world_size, batch * self.batch_size))
+
+    def _most(self, world_size: int, done: Done = ()) -> int:
+        """Batches of a rank, at most."""
+        return len(self._share.of(0, world_size).batches(self._n_rows, done))  # the first has as many as any
 
     def _batches(self, epoch: int) -> OrderBatches:
         return self._share.batches(self._n_rows, self._done(epoch))
@@ -214,7 +221,7 @@ class SharedLoop(Loop):
 
     def state(self) -> dict[str, Any]:
         state = super().state()
-        return {**state, "ranks": self._batches.state(state["epoch"])}
+        return {**state, **self._batches.state(state["epoch"], state["batch"])}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         try:

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
-from pinfeed.access import advised, choose, resident
+from pinfeed.access import advised, choose, resident, windowed
 from pinfeed.access.advised import Advised
 from pinfeed.access.base import Access, Direct, StoreRows
 from pinfeed.access.resident import Resident
@@ -133,6 +133,22 @@ class Slow(MmapStore):
             return
         self.read_directly += len(numbers)
         super().gather_at(numbers, out, positions)
+
+
+def test_the_end_of_the_data_lets_the_last_batches_have_their_window(
+    path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With several readers, one finds the end while others still wait for rows."""
+    monkeypatch.setattr(windowed, "_N_THREADS", 1)
+    windows, numbers = rows.windows(rows.block_shuffled(0, block_rows=BLOCK, window_blocks=20), N, 0), np.arange(N)
+    assert windows is not None
+    with Slow(path) as store:
+        access = Windowed(store, windows.window_rows, N)
+        with access.serve(windows, 0, N) as serve:
+            part = serve(0, N)(numbers)
+            store.may_read.set()
+        np.testing.assert_array_equal(read(part), array)
+        access.close()
 
 
 def test_rows_that_are_not_there_yet_are_read_one_by_one(path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:

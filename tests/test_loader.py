@@ -581,9 +581,11 @@ class Refusing:
 
 def test_an_error_at_the_begin_is_raised_there() -> None:
     with wrap_loader(Refusing(KeyError), device="cpu") as loader:
+        kept = []
         for _ in range(2):
-            with pytest.raises(KeyError, match="no batches today"):
+            with pytest.raises(KeyError, match="no batches today") as caught:
                 iter(loader)
+            kept.append(caught)  # as sys.last_exc is: no loop runs
     for kind in (StopIteration, SystemExit):
         with pytest.raises(errors.WorkerError, match="no batches today"):
             iter(wrap_loader(Refusing(kind), device="cpu"))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from pinfeed import ClosedError, Feeder, restartable, wrap_loader, wrap_readers
+from pinfeed import ClosedError, Feeder, Ranks, restartable, wrap_loader, wrap_readers
 
 N, SIZE, N_BATCHES = 20, 8, 3
 
@@ -109,6 +109,25 @@ def test_resumed_wherever_it_was_left(make: Callable[[], Any], n_lent: int) -> N
             got += [str(batch) for batch in loop]
             assert len(got) > begun, "an epoch without batches"
     assert got == want
+
+
+@pytest.mark.parametrize("uneven", ["pad", "drop"])
+def test_an_epoch_that_more_ranks_began(uneven: Any) -> None:
+    def share(rank: int, world_size: int) -> Feeder:
+        return Feeder(np.arange(40), batch_size=2, ranks=Ranks(uneven, rank=rank, world_size=world_size), device="cpu")
+
+    with share(0, 4) as plain:
+        next(iter(plain))
+        state = plain.state_dict()
+    with share(1, 2) as plain:
+        loop = restartable(plain)
+        loop.load_state_dict(state)
+        for _ in loop:
+            last = loop.state_dict()
+    with share(1, 2) as plain:
+        loop = restartable(plain)
+        loop.load_state_dict(last)
+        assert (loop.epoch, len(list(loop))) == (1, 10)
 
 
 def test_of_a_loader() -> None:

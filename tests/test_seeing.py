@@ -320,6 +320,8 @@ def test_a_whole_run_can_be_drawn(tmp_path: Path) -> None:
     assert all((tmp_path / f"{name}.png").stat().st_size > 15_000 for name in ("all", "first"))
     with pytest.raises(errors.ArgumentError, match="both first_s and last_s"):
         timeline.save(tmp_path / "t.png", first_s=1, last_s=1)
+    with pytest.raises(errors.ArgumentError, match="more than 0 seconds"):
+        timeline.save(tmp_path / "t.png", first_s=0)
 
 
 def test_a_stretch_from_the_middle_is_of_one_loop() -> None:
@@ -443,6 +445,22 @@ def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float
     assert spans == [("land", batch, 1.0) for batch in range(1, 5)]
 
 
+@pytest.mark.parametrize(("fast", "counted_s"), [(("read", "compute"), 3.0), ((), 0.0)])
+def test_without_depth_a_loop_waits_for_each_write_back(fast: tuple[str, ...], counted_s: float) -> None:
+    class Slow(ArrayStore):
+        def scatter(self, rows: Any, values: Any) -> None:
+            clock.pass_s(1.0)
+            super().scatter(rows, values)
+
+    clock = Clock()
+    with Feeder(Slow(np.zeros((30, 3))), batch_size=10, depth=0, device=SimDevice(favour(*fast), now=clock), timeline=True) as feeder:
+        feeder._loop._meter.now = clock
+        for batch in feeder.batches():
+            batch.write_back(batch.data)
+        assert (feeder.stats.land_s, feeder.stats.compute_s) == (counted_s, 3.0 - counted_s)
+        assert [span.batch for span in feeder.timeline.spans if span.lane == "land"] == [0, 1, 2]
+
+
 def test_readers_that_the_device_holds_up() -> None:
     """A copy takes a second of the read stream's; only the second round of slots meets it."""
 
@@ -496,6 +514,10 @@ def test_each_cause_is_told(cause: str) -> None:
 def test_a_device_whose_work_nobody_has_timed_is_not_said_to_do_nothing() -> None:
     counted = {**BASE, "wait_s": 9.8, "starved_s": 9.8, "read_s": 19.0, "asynchronous": True}
     assert Totals(**counted).bottleneck == "reading"
+
+
+def test_without_a_loop_there_is_no_verdict() -> None:
+    assert Totals().verdict == "no loop has run"
 
 
 # ---- the warning -----------------------------------------------------------------------------------------------------

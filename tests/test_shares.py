@@ -108,9 +108,10 @@ def test_an_epoch_goes_on_with_other_ranks(n: int, worlds: list[int], order: Ord
         stop = len(todo[0]) if i == len(worlds) - 1 else data.draw(st.integers(0, len(todo[0])))
         last, ended = last if ended else world_size, ended or stop == len(todo[0])
         seen.update(row for mine in todo for batch in mine[:stop] for row in batch)
-        state = {"batch": resumed[0][0] + stop, "ranks": ours[0].state(epoch)}
+        n_done = resumed[0][0] + stop
+        state = ours[0].state(epoch, n_done)
         for other in ours[1:]:
-            assert other.state(epoch) == ours[0].state(epoch), "of any rank"
+            assert other.state(epoch, n_done) == state, "of any rank"
     if uneven == "join":
         assert seen == Counter(range(n)), "every row once"
     elif uneven == "drop":
@@ -131,7 +132,7 @@ def test_split_batches_go_on_with_the_very_next_one(n: int, order: Order, uneven
     new = [SharedBatches(share, n) for share in shares(order, ranks, after, size)]
     todo = []
     for batches in new:
-        here, done = batches.resumed(start, old[-1].state(2))
+        here, done = batches.resumed(start, old[-1].state(2, start)["ranks"])
         assert done == ()
         assert here == min(start, len(batches)) or start == len(old[0])
         todo.append(batches_of(batches, 2, here))

@@ -40,12 +40,13 @@ class Windowed:
     @contextlib.contextmanager
     def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
         assert windows is not None
-        threads = ThreadPoolExecutor(_N_THREADS, thread_name_prefix="pinfeed-window")
-        ahead = Ahead(windows, start, stop, lambda runs: _Window(self._store, runs, self._pool.take(self._nbytes), threads))
-        try:
-            yield lambda position, n: functools.partial(_WindowRows, self._store, ahead.take(position, n))
-        finally:
-            threads.shutdown(wait=True, cancel_futures=True)
+        with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="pinfeed-window") as threads:
+            ahead = Ahead(windows, start, stop, lambda runs: _Window(self._store, runs, self._pool.take(self._nbytes), threads))
+            try:
+                yield lambda position, n: functools.partial(_WindowRows, self._store, ahead.take(position, n))
+            except GeneratorExit:  # the loop was left; at the end of the data, the last batches may still wait for what is being read
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
 
     @property
     def remedy(self) -> str:

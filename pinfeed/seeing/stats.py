@@ -140,6 +140,8 @@ class Totals:
     @property
     def verdict(self) -> str:
         """One sentence: how long the loop waited, and for what."""
+        if not self.seconds:
+            return "no loop has run"
         because = _SENTENCES[self.bottleneck]
         if self.bottleneck == "reading" and self.starved < STARVED:
             because = "reading takes about as long as computing"

@@ -96,6 +96,8 @@ class Timeline:
             start = end - last_s
         elif not name.endswith(".json"):
             start, end = middle(spans, PICTURED_BATCHES)
+        if not start < end:
+            raise ArgumentError(f"first_s={first_s}, last_s={last_s}: there is nothing to draw; expected more than 0 seconds")
         found = totals(spans, start, end, depth=self._depth, n_readers=self._n_readers)
         if name.endswith(".json"):
             with open(name, "w") as file:

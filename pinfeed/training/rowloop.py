@@ -131,14 +131,7 @@ class RowLoop(LoaderFeeder):
         """
         for lent in self._tables:
             lent.table.require_idle()  # and again when it begins: two may be made before either does
-        start, loans = self._loop.start, cast("Generator[Loan, None, None]", self._loop.run(lambda loan: loan))
-        if start:
-            self._go_on(start)
-        else:
-            self._random = self._captured()
-            self._source.begin()
-        if self._verify:
-            self._shadow = Shadow([(lent.table.name, lent.names, lent.stores) for lent in self._tables])
+        loans = cast("Generator[Loan, None, None]", self._loop.run(lambda loan: loan, begin=self._begin))
         generator = cast("GeneratorType[Any, None, None]", self._lend(loans))
         self._outer = weakref.ref(generator)
         return generator
@@ -208,6 +201,15 @@ class RowLoop(LoaderFeeder):
             stack.callback(super().close)
             if generator is not None and not generator.gi_running:
                 generator.close()
+
+    def _begin(self) -> None:
+        if self._loop.start:
+            self._go_on(self._loop.start)
+        else:
+            self._random = self._captured()
+            self._source.begin()
+        if self._verify:
+            self._shadow = Shadow([(lent.table.name, lent.names, lent.stores) for lent in self._tables])
 
     def _captured(self) -> dict[str, Any]:
         """What the loader may draw from, now."""
