@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tracemalloc
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -165,16 +166,25 @@ def test_a_state_that_is_refused_leaves_the_rows_as_they_are(tmp_path: pathlib.P
     assert table.read(range(4)).tolist() == [[0, 0]] * 4
 
 
-def test_rows_that_the_manifest_does_not_list(tmp_path: pathlib.Path) -> None:
-    table = HostEmbedding(4, 2, name="table")
-    directory = checkpoint.save(tmp_path, table=table)
-    outer = json.loads((directory / "manifest.json").read_text())
-    body = json.loads(outer["body"])
-    del body["files"]["table.npy"]
+def sign(directory: pathlib.Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the manifest, with the checksum that it has then."""
+    body = json.loads(json.loads((directory / "manifest.json").read_text())["body"])
+    change(body)
     text = json.dumps(body)
     (directory / "manifest.json").write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "body": text}))
+
+
+def test_rows_that_the_manifest_does_not_list(tmp_path: pathlib.Path) -> None:
+    table = HostEmbedding(4, 2, name="table")
+    sign(checkpoint.save(tmp_path, table=table), lambda body: body["files"].pop("table.npy"))
     with pytest.raises(CheckpointError, match=r"manifest.json is damaged: table.npy is not in it"):
         checkpoint.resume(tmp_path, table=table)
+
+
+def test_a_manifest_with_checksums_that_are_none(tmp_path: pathlib.Path) -> None:
+    sign(checkpoint.save(tmp_path), lambda body: body["files"]["random.pt"]["crc32"].append(None))
+    with pytest.raises(CheckpointError, match=r"random.pt is damaged: its checksum is wrong in piece 1 of 1"):
+        checkpoint.check(tmp_path)
 
 
 def test_rows_are_plain_npy_files(tmp_path: pathlib.Path) -> None:

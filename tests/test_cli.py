@@ -61,9 +61,9 @@ def values(*arguments: str, status: int = 0) -> dict[str, Any]:
     return dict(found)
 
 
-def python(*arguments: str) -> subprocess.CompletedProcess[str]:
+def python(*arguments: str, stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, check=False, env=environment)
+    return subprocess.run([sys.executable, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, env=environment)
 
 
 # ---- the command -----------------------------------------------------------------------------------------------------
@@ -144,6 +144,12 @@ def test_ctrl_c_ends_it_quietly() -> None:
 
     result = CliRunner().invoke(command, ["--json"])
     assert (result.exit_code, result.output) == (130, "")
+
+
+def test_what_cannot_be_printed_is_no_finding() -> None:
+    with open("/dev/full", "w") as full:
+        done = python("-m", "pinfeed", "inspect", "x.npy", stdout=full)
+    assert (done.returncode, done.stderr) == (3, "pinfeed: stdout: No space left on device\n")
 
 
 @pytest.mark.parametrize(
@@ -288,6 +294,13 @@ def test_inspect_says_what_is_wrong(kind: str) -> None:
 def test_inspect_of_a_folder_with_files_names_them(folder: Path) -> None:
     (damage,) = look(str(folder)).damage
     assert damage.endswith(f"give its files: {folder}/*.npy")
+
+
+def test_inspect_of_a_checkpoint_of_ranks(folder: Path) -> None:
+    for rank in range(2):
+        pinfeed.checkpoint.save(folder / "run" / f"{rank}-of-2", step=rank)
+    assert "give the parts of its checkpoint, one for each rank: run/*-of-*" in values("inspect", "run", status=1)["findings"][0]
+    assert [part["kind"] for part in values("inspect", "run/*-of-*")["files"]] == ["checkpoint"] * 2
 
 
 def test_inspect_safetensors() -> None:
@@ -496,7 +509,8 @@ def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_folder_that_cannot_be_written() -> None:
     found, problem = disk.look_at_disk(None, 0, 4096, "/proc")
     assert found is None
-    assert "the disk could not be measured" in problem
+    assert problem.startswith("the disk could not be measured: no scratch file in /proc (")
+    assert problem.endswith("; --dir names a folder that can be written")
 
 
 # ---- doctor ----------------------------------------------------------------------------------------------------------

@@ -19,13 +19,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from simranks import RankThreads
-from torch import nn
+from torch import distributed, nn
 
 from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, ShardedEmbedding, ShardedEmbeddingBag, checkpoint, train_rows
 from pinfeed.errors import ArgumentError, ClosedError, RankError, RowIndexError, StoreError, VerificationError
 from pinfeed.training.rowsource import Exchanged
 from pinfeed.training.sharded import block as sharded_block
-from pinfeed.training.sharded import initial
+from pinfeed.training.sharded import initial, lines
 from pinfeed.training.sharded.owners import Owners
 
 SHAPES = (11, 2), (7, 3)
@@ -692,6 +692,20 @@ def test_a_save_that_one_rank_has_not(tmp_path: Path) -> None:
     assert [sorted(os.listdir(tmp_path / f"{rank}-of-2")) for rank in (0, 1)] == [["00000003"], ["00000003"]]
 
 
+def test_saves_that_stay_are_those_that_all_ranks_have(tmp_path: Path) -> None:
+    ranks = RankThreads(2)
+    ranks.run(lambda rank: saved(ranks, rank, tmp_path, 2, keep=2))
+    ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, keep=2))
+    shutil.rmtree(tmp_path / "1-of-2" / "00000002")  # killed before it was there
+    ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, keep=2))
+    assert [sorted(os.listdir(tmp_path / f"{rank}-of-2")) for rank in (0, 1)] == [["00000001", "00000003"]] * 2
+
+
+def test_a_folder_that_is_named_as_if_there_were_many_ranks(tmp_path: Path) -> None:
+    (tmp_path / f"0-of-{10**12}").mkdir()
+    assert not checkpoint.exists(tmp_path)
+
+
 def test_a_save_that_fails_on_one_rank(tmp_path: Path) -> None:
     ranks = RankThreads(2)
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 2))
@@ -735,6 +749,24 @@ def in_time(*command: str, seconds: float = 60) -> str:
         raise AssertionError(f"not done after {seconds} s: {process.communicate()[0]}") from None
     assert process.returncode == 0, out
     return out
+
+
+def test_groups_go_with_the_one_that_they_were_made_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process, which is all ranks."""
+    monkeypatch.setattr(lines, "_peers", {})
+    n_open = []
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    try:
+        for _ in range(4):
+            group = distributed.new_group([0])
+            table = ShardedEmbedding(N, 2, init="ones", process_group=group)
+            assert table.read([N - 1]).tolist() == [[1, 1]]
+            distributed.destroy_process_group(group)
+            n_open.append(len(os.listdir("/proc/self/task")))
+    finally:
+        distributed.destroy_process_group()
+        lines._peers.clear()
+    assert len(set(n_open[1:])) == 1, "threads of groups that are gone"
 
 
 def test_processes(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -49,10 +50,17 @@ def reporting(function: Callable[..., Report]) -> Callable[..., None]:
             click.echo(f"pinfeed: {said}", err=True)
             ctx.exit(FAILED)
         if as_json:
-            click.echo(json_of({**head, **report.values, "findings": report.findings}))
+            said = json_of({**head, **report.values, "findings": report.findings})
         else:
             found = [wrapped(finding, first="! ", rest="  ") for finding in report.findings]
-            click.echo("\n\n".join(filter(None, [report.text, "\n".join(found)])))
+            said = "\n\n".join(filter(None, [report.text, "\n".join(found)]))
+        try:
+            click.echo(said)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # click ends quietly where nobody reads on
+            click.echo(f"pinfeed: stdout: {error.strerror}", err=True)
+            ctx.exit(FAILED)
         ctx.exit(FINDING if report.findings else 0)
 
     return command

@@ -62,11 +62,15 @@ def look_at_disk(path: str | None, start: int, row_nbytes: int, directory: str |
         if directory is None and path is not None and os.stat(path).st_size >= PIECE_BYTES:
             with saying(f"reading {path}"):
                 return _measured(path, path, start, row_nbytes), ""
-        folder = directory or (os.path.dirname(path) if path else "") or "."
-        with saying(f"writing and reading a scratch file in {folder}"), _scratch(folder) as scratch:
-            return _measured(scratch, f"a scratch file in {os.path.abspath(folder)}", 0, row_nbytes), ""
     except OSError as error:
         return None, f"the disk could not be measured: {error}"
+    folder = os.path.abspath(directory or (os.path.dirname(path) if path else ""))
+    try:
+        with saying(f"writing and reading a scratch file in {folder}"), _scratch(folder) as scratch:
+            return _measured(scratch, f"a scratch file in {folder}", 0, row_nbytes), ""
+    except OSError as error:
+        why = error.strerror or error
+        return None, f"the disk could not be measured: no scratch file in {folder} ({why}); --dir names a folder that can be written"
 
 
 @contextlib.contextmanager

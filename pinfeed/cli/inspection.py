@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import os
 import stat
@@ -30,6 +31,8 @@ _KINDS = {
     b"\x89PNG": ("a PNG image", "read it with wrap_readers, or save decoded images with np.save"),
 }
 """What files begin with, and what to do with those."""
+_INSIDE = {"*.npy": "its files", "*.safetensors": "its files", "*-of-*": "the parts of its checkpoint, one for each rank"}
+"""What a directory may hold, and what that is."""
 _SHOWN = 40  # tensors of a safetensors file
 
 
@@ -157,9 +160,8 @@ def _look_at_safetensors(found: Found) -> None:
 def _look_at_directory(found: Found) -> None:
     names = os.listdir(found.path)
     if not any(name.isdigit() and len(name) == 8 for name in names):
-        kinds = sorted({os.path.splitext(name)[1] for name in names} & {".npy", ".safetensors"})
-        give = f"give its files: {os.path.join(found.path, '*' + kinds[0])}" if kinds else "it has no .npy files and no checkpoint"
-        found.damage.append(f"{found.path} is a directory; {give}")
+        give = [f"give {what}: {os.path.join(found.path, like)}" for like, what in _INSIDE.items() if fnmatch.filter(names, like)]
+        found.damage.append(f"{found.path} is a directory; {give[0] if give else 'it has no .npy files and no checkpoint'}")
         return
     from ..training import checkpoint
 

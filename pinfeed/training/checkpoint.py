@@ -13,31 +13,26 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
-import json
 import os
 import pathlib
 import shutil
-import zlib
 from collections.abc import Callable, Mapping
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from ..errors import ArgumentError, CheckpointError
 from ..stores import Store
-from . import randomness
+from . import manifest, randomness
 from .embedding import HostEmbedding
 from .optimizer import RowOptimizer
-from .rowfile import check_rows_file, checksums, open_plain, read_rows, write_rows
+from .rowfile import check_rows_file, open_plain, read_rows, write_rows
 from .sharded.meeting import Word
 from .sharded.saving import Alone, Together, whole_parts
 from .sharded.table import ShardedEmbedding
 
 Path = str | os.PathLike[str]
 
-_FORMAT = 1
-_MANIFEST_BYTES = 64 << 20  # at most: a number for every 16 MiB of rows
 _ASIDE, _GONE = ".writing-", ".removing-"
 _PLAIN = (type(None), bool, int, float, str)
 
@@ -77,22 +72,20 @@ def _save(path: pathlib.Path, place: Alone, keep: int, objects: Mapping[str, Any
     for parent in {path.parent, root.parent}:
         _sync(parent)
     _sweep(root)
-    number = place.new(_numbers(root))
+    numbers = _numbers(root)
+    number, whole = place.known(numbers)
     aside = root / f"{_ASIDE}{os.getpid()}"
     aside.mkdir()
     try:
-        files = {"random.pt": _write(aside / "random.pt", functools.partial(torch.save, randomness.capture()))}
+        files = {"random.pt": manifest.write_file(aside / "random.pt", functools.partial(torch.save, randomness.capture()))}
         for entry in entries.values():
             for store_name, store in entry.stores.items():
-                files[store_name] = _write(aside / store_name, functools.partial(write_rows, store))
+                files[store_name] = manifest.write_file(aside / store_name, functools.partial(write_rows, store))
             if entry.state is not None:
-                files[entry.file] = _write(aside / entry.file, functools.partial(torch.save, entry.state()))
+                files[entry.file] = manifest.write_file(aside / entry.file, functools.partial(torch.save, entry.state()))
                 _check_loadable(aside / entry.file)
-        body = {"format": _FORMAT, "files": files, "objects": {name: entry.saved for name, entry in entries.items()}}
-        text = json.dumps(body, sort_keys=True)
-        _write(aside / "manifest.json", lambda file: file.write(json.dumps({"crc32": zlib.crc32(text.encode()), "body": text}).encode()))
+        manifest.write(aside, files, {name: entry.saved for name, entry in entries.items()})
         _sync(aside)
-        numbers = _numbers(root)
         final = root / f"{number:08d}"
         aside.rename(final)
         _sync(root)
@@ -100,8 +93,8 @@ def _save(path: pathlib.Path, place: Alone, keep: int, objects: Mapping[str, Any
         shutil.rmtree(aside, ignore_errors=True)
         raise
     place.wait(Word.SAVE)  # what goes now, nobody needs any more
-    for number in numbers[: max(0, len(numbers) + 1 - keep)]:
-        _remove(root / f"{number:08d}")
+    for old in sorted(set(numbers).difference([*whole, number][-keep:])):
+        _remove(root / f"{old:08d}")
     return final
 
 
@@ -141,7 +134,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
 def _checked(path: pathlib.Path, place: Alone, objects: Mapping[str, Any]) -> tuple[pathlib.Path, dict[str, Any], dict[str, _Entry]]:
     """The directory of the last complete save, its manifest, and how what is resumed was saved there; all of it is good."""
     directory = _newest(path, place)
-    body = _manifest(directory)
+    body = manifest.read(directory)
     saved = body["objects"]
     entries = {name: _entry(name, value) for name, value in objects.items() if not _is_plain(value)}
     wanted = {name for name, entry in saved.items() if entry["kind"] != "value"}
@@ -155,10 +148,10 @@ def _checked(path: pathlib.Path, place: Alone, objects: Mapping[str, Any]) -> tu
     for table in (table for value in objects.values() for table in _tables(value)):
         table.require_idle()
     for name, file in body["files"].items():
-        _check_file(directory / name, file)
+        manifest.check_file(directory / name, file)
     needed = ["random.pt", *(file for entry in entries.values() for file in entry.files)]
     if missing := [file for file in needed if file not in body["files"]]:
-        raise CheckpointError(f"{directory / 'manifest.json'} is damaged: {missing[0]} is not in it")
+        raise CheckpointError(f"{directory / manifest.NAME} is damaged: {missing[0]} is not in it")
     for entry in entries.values():
         for store_name, store in entry.stores.items():
             check_rows_file(str(directory / store_name), store)
@@ -181,9 +174,9 @@ def check(path: Path) -> dict[str, Any]:
         CheckpointError: There is none, or a file is damaged or missing.
     """
     directory = _newest(pathlib.Path(path), Alone())
-    body = _manifest(directory)
+    body = manifest.read(directory)
     for name, file in body["files"].items():
-        _check_file(directory / name, file)
+        manifest.check_file(directory / name, file)
     nbytes = sum(file["bytes"] for file in body["files"].values())
     kinds = {name: entry["kind"] for name, entry in body["objects"].items()}
     return {"directory": str(directory), "bytes": nbytes, "objects": kinds}
@@ -262,64 +255,12 @@ def _tables(value: Any) -> list[HostEmbedding]:
     return [value] if isinstance(value, HostEmbedding) else list(value.tables) if isinstance(value, RowOptimizer) else []
 
 
-def _write(path: pathlib.Path, write: Callable[[IO[bytes]], Any]) -> dict[str, Any]:
-    """Write a file, on the disk when this returns: its size and checksums."""
-    with open(path, "xb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-        size = file.tell()
-    return {"bytes": size, "crc32": checksums(str(path))}
-
-
 def _check_loadable(path: pathlib.Path) -> None:
     """Raise now what would be raised when the run is to go on."""
     try:
         torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:
         raise ArgumentError(f"{path.stem}: its state_dict has something besides tensors and plain values ({error})") from None
-
-
-def _manifest(directory: pathlib.Path) -> dict[str, Any]:
-    path = directory / "manifest.json"
-    try:
-        with open_plain(path) as file:
-            if (size := os.fstat(file.fileno()).st_size) > _MANIFEST_BYTES:
-                raise ValueError(f"it has {size} bytes, expected at most {_MANIFEST_BYTES}")
-            outer = json.loads(file.read())
-        text = outer["body"]
-        if zlib.crc32(text.encode()) != outer["crc32"]:
-            raise ValueError("its checksum is wrong")
-        body: dict[str, Any] = json.loads(text)
-        if body["format"] != _FORMAT:
-            raise ValueError(f"format {body['format']}, expected {_FORMAT}")
-        if any(os.path.basename(name) != name or name.startswith(".") for name in body["files"]):
-            raise ValueError("it names files outside its directory")
-        for file in body["files"].values():
-            if type(file["bytes"]) is not int or type(file["crc32"]) is not list:
-                raise ValueError(f"{file} is no size with checksums")
-        for entry in body["objects"].values():
-            if entry["kind"] == "value" and "value" not in entry:
-                raise ValueError("a value is not in it")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(
-            f"{path} is damaged: {error!r:.200}; remove {directory} to go back to the save before, if there is one"
-        ) from None
-    return body
-
-
-def _check_file(path: pathlib.Path, expected: Mapping[str, Any]) -> None:
-    try:
-        size = os.stat(path).st_size
-        found = checksums(str(path)) if size == expected["bytes"] else []
-    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
-    if size != expected["bytes"]:
-        raise CheckpointError(f"{path} is damaged: it has {size} bytes, expected {expected['bytes']}")
-    if found != expected["crc32"]:
-        pairs = itertools.zip_longest(found, expected["crc32"])
-        piece = next(i for i, (one, other) in enumerate(pairs) if one != other)
-        raise CheckpointError(f"{path} is damaged: its checksum is wrong in piece {piece} of {len(found)} (16 MiB each)")
 
 
 def _load(path: pathlib.Path) -> Any:

@@ -46,7 +46,9 @@ class GroupLine:
         return received
 
 
-_peers: dict[Any, Peers] = {}  # of each process group: its tables take turns on the same lines, and all ranks know when those are made
+_peers: dict[Any, tuple[Peers, Sequence[Any]]] = {}
+"""Of each process group, with the groups that were made for them: its tables take turns on the same lines, and all ranks know when those
+are made."""
 
 
 def peers_of(process_group: Any) -> Peers:
@@ -66,13 +68,14 @@ def peers_of(process_group: Any) -> Peers:
     if distributed.get_rank(group) < 0:
         raise ArgumentError(f"rank {distributed.get_rank()} is not in the process_group that the sharded table was given")
     for known in [*_peers]:
-        if not _is_registered(known):
-            del _peers[known]  # destroyed
+        if not _is_registered(known):  # destroyed by its owner: with it go those that were made beside it, their threads and connections
+            for made in filter(_is_registered, _peers.pop(known)[1]):
+                distributed.destroy_process_group(made)
     if group not in _peers:
         ranks = distributed.get_process_group_ranks(group)
         loop, ahead = (distributed.new_group(ranks, backend="gloo", use_local_synchronization=True) for _ in range(2))
-        _peers[group] = Peers(GroupLine(loop, group), GroupLine(ahead, None))
-    return _peers[group]
+        _peers[group] = Peers(GroupLine(loop, group), GroupLine(ahead, None)), (loop, ahead)
+    return _peers[group][0]
 
 
 def _is_registered(group: Any) -> bool:

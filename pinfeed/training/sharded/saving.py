@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -28,9 +30,9 @@ class Alone:
         """Around a save, or what comes before anything is changed by one that is resumed."""
         return contextlib.nullcontext()
 
-    def new(self, numbers: Sequence[int]) -> int:
-        """The number of the next save, given those that are here, ascending."""
-        return numbers[-1] + 1 if numbers else 1
+    def known(self, numbers: Sequence[int]) -> tuple[int, list[int]]:
+        """The number of the next save, and those of the saves that are whole, ascending, given those that are here."""
+        return max(numbers, default=0) + 1, [*numbers]
 
     def wait(self, word: Word) -> None:
         """Wait until all ranks have come so far."""
@@ -62,8 +64,9 @@ class Together(Alone):
     def telling(self) -> contextlib.AbstractContextManager[None]:
         return self._meeting.telling()
 
-    def new(self, numbers: Sequence[int]) -> int:
-        return super().new(sorted({number for of_rank in self._gathered(Word.SAVE, numbers) for number in of_rank}))
+    def known(self, numbers: Sequence[int]) -> tuple[int, list[int]]:
+        of_ranks = self._gathered(Word.SAVE, numbers)  # a number that any rank has is not used again
+        return max(itertools.chain(*of_ranks), default=0) + 1, sorted(set(of_ranks[0]).intersection(*of_ranks))
 
     def wait(self, word: Word) -> None:
         self._meeting.meet(word)
@@ -95,8 +98,8 @@ class Together(Alone):
 def whole_parts(path: pathlib.Path) -> list[list[pathlib.Path]]:
     """The directories of all ranks, for each number of ranks of which all are there."""
     parts = _parts(path)
-    every = [[(rank, size) for rank in range(size)] for size in sorted({size for _, size in parts})]
-    return [[path / f"{rank}-of-{size}" for rank, size in ranks] for ranks in every if parts >= set(ranks)]
+    n_ranks = Counter(size for rank, size in parts if rank < size)  # counted: a name may say that there are any number
+    return [[path / f"{rank}-of-{size}" for rank in range(size)] for size in sorted(n_ranks) if n_ranks[size] == size]
 
 
 def _parts(path: pathlib.Path) -> set[tuple[int, int]]:
