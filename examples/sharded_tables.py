@@ -1,7 +1,7 @@
 """Films for people: two tables whose rows are spread over the processes of a job, and a dense part in DistributedDataParallel.
 
-Each process draws its own share of the ratings, and looks up any rows. Run it with as many processes as you like; the tables and losses
-are those of one process, but for the order of additions:
+Each process draws its own share of the ratings, and looks up any rows. Start it with torchrun, in as many processes
+as you like; the tables and losses are those of one process, but for the order of additions:
 
     torchrun --nproc-per-node 2 examples/sharded_tables.py
 """

@@ -324,3 +324,10 @@ def test_the_manifest_names_everything(tmp_path: pathlib.Path) -> None:
     body = json.loads(json.loads((directory / "manifest.json").read_text())["body"])
     assert set(body["files"]) | {"manifest.json"} == set(os.listdir(directory))
     assert pinfeed.checkpoint is checkpoint
+
+
+def test_a_file_is_no_directory(tmp_path: pathlib.Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(ArgumentError, match="run' is a file; expected a directory"):
+        checkpoint.save(tmp_path / "run", step=1)
+    assert (tmp_path / "run").read_text() == "mine"

@@ -78,7 +78,7 @@ def test_as_a_program() -> None:
     assert python("-m", "pinfeed", "inspect", "x.npy").returncode == 1
     failed = python("-m", "pinfeed", "plan", "x.npy")
     assert (failed.returncode, failed.stdout, failed.stderr.count("\n")) == (3, "", 1)
-    assert failed.stderr.startswith("pinfeed: x.npy is not a .npy file")
+    assert failed.stderr.startswith("pinfeed: x.npy is empty (0 bytes)")
 
 
 def test_help_and_version_need_no_torch() -> None:
@@ -255,7 +255,7 @@ DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
     "missing": (lambda path: None, "no such file"),
     "empty": (lambda path: Path(path).touch(), "is empty (0 bytes)"),
     "text": (raw(lambda b: b"a,b\n1,2\n3,4\n5,6\n"), "is not a .npy file (it starts with b'a,b"),
-    "zip": (raw(lambda b: b"PK\x03\x04" + b[4:]), "looks like a zip archive: if it is a .npz, save each array alone"),
+    "zip": (raw(lambda b: b"PK\x03\x04" + b[4:]), "looks like a zip archive: of a .npz save each array alone"),
     "pickle": (raw(lambda b: b"\x80\x04" + b[2:]), "looks like a pickle"),
     "hdf5": (raw(lambda b: b"\x89HDF\r\n\x1a\n" + b[8:]), "looks like an HDF5 file"),
     "cut in the header": (raw(lambda b: b[:60]), "the .npy header is damaged"),
@@ -605,7 +605,7 @@ RATES = Ceilings(memory=10.0, sequential=2.0, random=0.2, link=50.0)
         (GiB(90), "H200", "perhaps", "would fit on the GPU"),
         (GiB(200), "H200", "perhaps", "fits in memory (500.0 GiB free), and not on the GPU"),
         (GiB(400), "H200", "yes", "streams it from the disk and copies batches to the GPU"),
-        (GiB(40), "", "perhaps", "there is no GPU to be fed. If numpy.load(path) and indexing do, keep that"),
+        (GiB(40), "", "perhaps", "there is no GPU to be fed. If numpy.load and indexing are fast enough, keep them"),
         (GiB(400), "", "yes", "also without a GPU"),
     ],
 )

@@ -268,3 +268,10 @@ def test_state_of_the_table_as_a_whole_follows_the_weight() -> None:
         optimizer.bind(table, weight, [])
         state = optimizer.inner.state[weight]
         assert (state["column"].device.type, state["step"].device.type) == ("meta", "meta" if capturable else "cpu")
+
+
+def test_gradients_that_nobody_uses_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+    table = HostEmbedding(10, 2, name="users")
+    for ids in train_rows([torch.arange(4)] * 3, {table: lambda batch: batch}):
+        table(ids).sum().backward()
+    assert caplog.text.count("users has gradients, and train_rows no optimizer of it") == 1

@@ -15,22 +15,11 @@ import numpy as np
 from ..config import human
 from ..errors import PinfeedError
 from ..stores import MmapStore
-from ..stores.npy import Header, parse_header, read_header
+from ..stores.npy import Header, parse_header, read_header, strange
 from ..stores.remote import has_protocol
 from .options import expanded
 from .report import Report, facts, saying, sections, table, wrapped
 
-_KINDS = {
-    b"PK\x03\x04": ("a zip archive", "if it is a .npz, save each array alone: np.save(name, np.load(path)[name])"),
-    b"\x80": ("a pickle", "load it where you trust it, and save plain arrays with np.save"),
-    b"\x89HDF": ("an HDF5 file", "save each dataset with np.save"),
-    b"PAR1": ("a Parquet file", "save its columns with np.save"),
-    b"\x1f\x8b": ("compressed with gzip", "decompress it"),
-    b"(\xb5/\xfd": ("compressed with zstd", "decompress it"),
-    b"\xff\xd8\xff": ("a JPEG image", "read it with wrap_readers, or save decoded images with np.save"),
-    b"\x89PNG": ("a PNG image", "read it with wrap_readers, or save decoded images with np.save"),
-}
-"""What files begin with, and what to do with those."""
 _INSIDE = {"*.npy": "its files", "*.safetensors": "its files", "*-of-*": "the parts of its checkpoint, one for each rank"}
 """What a directory may hold, and what that is."""
 _SHOWN = 40  # tensors of a safetensors file
@@ -87,14 +76,12 @@ def look(path: str) -> Found:
             return found
         with open(path, "rb") as file:
             start = file.read(16)
-        if not start:
-            found.damage.append(f"{path} is empty (0 bytes): what wrote it was stopped, or the disk was full; write it again")
-        elif path.endswith(".safetensors"):
+        if path.endswith(".safetensors") and start:
             _look_at_safetensors(found)
         elif start.startswith(b"\x93NUMPY"):
             _look_at_npy(found)
         else:
-            found.damage.append(_stranger(path, start))
+            found.damage.append(strange(path, start))
     except FileNotFoundError:
         found.damage.append(f"{path}: no such file (looked in {os.getcwd()})")
     except PinfeedError as error:
@@ -169,13 +156,6 @@ def _look_at_directory(found: Found) -> None:
     with saying(f"reading {found.path}"):
         found.details = checkpoint.check(found.path)
     found.nbytes = found.details.pop("bytes")
-
-
-def _stranger(path: str, start: bytes) -> str:
-    for magic, (what, todo) in _KINDS.items():
-        if start.startswith(magic):
-            return f"{path} is not a .npy file; it looks like {what}: {todo}"
-    return f"{path} is not a .npy file (it starts with {start[:6]!r}); expected one that numpy.save wrote, or see MmapStore.raw"
 
 
 def _together(shards: Sequence[Found]) -> tuple[dict[str, Any] | None, list[str]]:

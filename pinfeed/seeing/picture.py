@@ -207,7 +207,9 @@ def _explain(figure: Any, axes: Any, spans: Sequence[Span], stretch: Sequence[Sp
     lent = [span for span in stretch if span.lane == "lend"]
     which = f"batches {lent[0].batch} to {lent[-1].batch}; {sum(span.lane == 'lend' for span in spans):,} in all" if lent else "no batch"
     size = f", {found.rows / len(lent):,.0f} rows and {human(found.bytes / len(lent))} each" if lent else ""
-    title = found.verdict[0].upper() + found.verdict[1:]
+    of_all = "" if found.batches == sum(span.lane == "lend" for span in spans) else "in this stretch "
+    title = f"{of_all}{found.verdict}"
+    title = title[0].upper() + title[1:]
     colour = _SIGNAL if found.starved >= WORTH_A_WORD else _INK
     axes.set_title(title, loc="left", fontsize=15, fontweight="bold", color=colour, pad=30)
     facts = f"{which}{size}; {found.depth} ahead; {found.rows_per_s:,.0f} rows/s, {found.gb_per_s:.2f} GB/s"

@@ -14,6 +14,20 @@ from ..dtypes import check_dtype
 from ..errors import FileMissing, StoreError
 from .extent import Extent, require_regular
 
+_KINDS = {
+    b"PK\x03\x04": (
+        "a zip archive",
+        "of a .npz save each array alone, np.save(name, np.load(path)[name]); of torch.save, np.save(name, tensor.numpy())",
+    ),
+    b"\x80": ("a pickle", "load it where you trust it, and save plain arrays with np.save"),
+    b"\x89HDF": ("an HDF5 file", "save each dataset with np.save"),
+    b"PAR1": ("a Parquet file", "save its columns with np.save"),
+    b"\x1f\x8b": ("compressed with gzip", "decompress it"),
+    b"(\xb5/\xfd": ("compressed with zstd", "decompress it"),
+    b"\xff\xd8\xff": ("a JPEG image", "read it with wrap_readers, or save decoded images with np.save"),
+    b"\x89PNG": ("a PNG image", "read it with wrap_readers, or save decoded images with np.save"),
+}
+"""What files begin with, and what to do with those."""
 _MAX_AXES = 64  # numpy's own limit
 _MAX_HEADER = 1 << 16  # what version 1 can say; a longer one lists the fields of a structured dtype, or is no header
 
@@ -66,6 +80,16 @@ def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite
         raise StoreError(f"{path} is there already; open it (MmapStore, from_pretrained), remove it, or give overwrite=True") from None
 
 
+def strange(path: str, start: bytes) -> str:
+    """What a file may be that begins so, if it is none of .npy, and what to do with it."""
+    if not start:
+        return f"{path} is empty (0 bytes): what wrote it was stopped, or the disk was full; write it again"
+    for magic, (what, todo) in _KINDS.items():
+        if start.startswith(magic):
+            return f"{path} is not a .npy file; it looks like {what}: {todo}"
+    return f"{path} is not a .npy file (it starts with {start[:6]!r}); expected one that numpy.save wrote, or see MmapStore.raw"
+
+
 def header_of(path: str, file: IO[bytes], size: int, dtype: np.dtype[Any] | None = None) -> Extent:
     """As ``read_header``, of an open file of ``size`` bytes, whatever it is open on."""
     header = parse_header(path, file)
@@ -91,7 +115,7 @@ def parse_header(path: str, file: IO[bytes]) -> Header:
 
 def _header_length(path: str, start: bytes) -> int:
     if len(start) < 12 or start[:6] != b"\x93NUMPY":
-        raise StoreError(f"{path} is not a .npy file (it starts with {start[:6]!r}); expected one that numpy.save wrote")
+        raise StoreError(strange(path, start))
     if start[6] not in (1, 2, 3) or start[7] != 0:
         raise StoreError(f"{path}: .npy version {start[6]}.{start[7]} is not known; expected 1.0, 2.0 or 3.0")
     length = int.from_bytes(start[8:10] if start[6] == 1 else start[8:12], "little")

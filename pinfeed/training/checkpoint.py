@@ -60,6 +60,8 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
         for changing in _tables(value) if isinstance(value, RowOptimizer) else [value]:
             if hasattr(changing, "land"):  # a table, or a loop: what was written back may be under way
                 changing.land()
+    if pathlib.Path(path).exists() and not pathlib.Path(path).is_dir():
+        raise ArgumentError(f"{os.fspath(path)!r} is a file; expected a directory, or the name of one that is to be made")
     place = _place(objects)
     with place.telling():
         return _save(pathlib.Path(path), place, keep, objects)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import threading
 import weakref
@@ -26,6 +27,8 @@ from .sharded.table import ShardedEmbedding
 from .verify import Shadow
 
 _MAX_READERS = 4  # and half of the cores: the loop and the writer have work of their own
+
+logger = logging.getLogger("pinfeed")
 
 
 def train_rows(
@@ -282,6 +285,7 @@ class _Lent:
 
     def __init__(self, table: HostEmbedding, optimizer: RowOptimizer | None) -> None:
         self.table, self.optimizer, self.trainable = table, optimizer, table.trainable
+        self._is_warned = False
         state = optimizer.tables[table] if optimizer is not None else None
         self.names = ["weight", *([row.key for row in state.layout.rows] if state is not None else [])]
         self.stores = [table.store, *(state.stores if state is not None else [])]
@@ -304,7 +308,14 @@ class _Lent:
 
     def unbind(self) -> None:
         """The rows have gone."""
-        self.table._block = None
+        block, self.table._block = self.table._block, None
+        if self.optimizer is None and not self._is_warned and block is not None and block.weight.grad is not None and not block.touched:
+            self._is_warned = True
+            logger.warning(
+                "%s has gradients, and train_rows no optimizer of it: its rows stay as they are, unless the loop changes them by hand; "
+                "give optimizer=pinfeed.RowOptimizer(...)",
+                self.table.name,
+            )
         if self.optimizer is not None:
             self.optimizer.release(self.table)
 
