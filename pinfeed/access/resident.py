@@ -101,7 +101,7 @@ class Resident:
 
     def _is_starved(self) -> bool:
         """Whether readers have had hardly a pause between gathers, as far as that can be told: races between them count for nothing."""
-        return self._n_gathers >= _N_JUDGED and self._idle_s < 0.2 * (time.monotonic() - self._begun_s)
+        return self._n_gathers >= _N_JUDGED and self._idle_s < 0.4 * (time.monotonic() - self._begun_s)
 
     def _rest_s(self) -> float:
         """The time until all rows will be there, as far as that can be told, in seconds."""

@@ -97,7 +97,8 @@ def _in_memory(size: str, free_host: int, gpu: str) -> str:
         return f"{fits}, and not on the GPU. pinfeed gathers batches and copies them to the GPU while your step computes."
     return (
         f"{fits}, and there is no GPU to be fed. If numpy.load and indexing are fast enough, keep them. pinfeed gathers batches in "
-        "the background on the cores that your step computes on, too; it brings prefetching, orders that can be resumed, and memory limits that hold."
+        "the background on the cores that your step computes on, too; it brings prefetching, orders that can be resumed, and memory "
+        "limits that hold."
     )
 
 
