@@ -136,8 +136,12 @@ class Epoch:
             may_wait=lambda: threading.get_ident() not in self._workers and not self.is_forked,
             meter=transfer.meter,
         )
-        self._drawn, self._turn = 0, threading.Condition()
-        self._pid, self._ended, self._ending = os.getpid(), False, threading.RLock()
+        self._drawn, self._turn = 0, threading.Condition()  # a source is a generator: one reader at a time, in order
+        self._pid, self._ended, self._ending = (
+            os.getpid(),
+            False,
+            threading.RLock(),
+        )  # close(), the garbage collector and the loop may end it
         self._loads: Generator[Draw, None, None] | None = None
         # The last step: an interrupt behind it would leave threads to the garbage collector.
         self._reader: Executor | Inline = device.worker("pinfeed-read", pace.n_readers) if depth else Inline()

@@ -131,7 +131,11 @@ class Feeder:
             size = batch_size if config is None else self._plan.batch_size
             batches = _batches(rows, self._stores.n_rows, size, drop_last)
             if drop_last and isinstance(rows, Order) and len(batches) == 0:
-                logger.warning("drop_last=True leaves no batch: %d rows, batches of %d", rows.length(self._stores.n_rows), size)
+                logger.warning(
+                    "drop_last=True leaves no batch: %d rows, batches of %d; lower batch_size, or leave drop_last out",
+                    rows.length(self._stores.n_rows),
+                    size,
+                )
             if share is not None:
                 self._plan, batches = share.planned(self._plan, self._stores.n_rows), SharedBatches(share, self._stores.n_rows)
             source_of_rows = RowSource(self._stores.stores, self._choice.accesses, self._stores.rebuild, batches)

@@ -18,7 +18,7 @@ from click.testing import CliRunner, Result
 
 import pinfeed
 from pinfeed import Config, Feeder, GiB, KiB, MiB, MmapStore, rows
-from pinfeed.cli import bench, disk, doctor, options
+from pinfeed.cli import bench, ceilings, disk, options
 from pinfeed.cli.advice import Ceilings, Data, advise
 from pinfeed.cli.cache import cached_share, drop, read_through
 from pinfeed.cli.command import main, reporting
@@ -388,7 +388,7 @@ def test_a_batch_that_does_not_fit_is_a_finding() -> None:
 # ---- bench -----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(bench, "_COPIED_BYTES", MiB(1))
+    monkeypatch.setattr(ceilings, "_MEMORY_BYTES", MiB(1))
     return ["--seconds", "0.01", "--device", "cpu"]
 
 
@@ -517,7 +517,7 @@ def test_a_folder_that_cannot_be_written() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_SPAN_BYTES", MiB(8))
-    monkeypatch.setattr(doctor, "_COPIED_BYTES", MiB(64))
+    monkeypatch.setattr(ceilings, "_MEMORY_BYTES", MiB(64))
 
 
 @pytest.mark.usefixtures("small")

@@ -24,7 +24,7 @@ from ..feeder import Feeder
 from ..memory import free_host_bytes
 from ..stores import MmapStore
 from .cache import cached_share, drop, read_through
-from .ceilings import copy_rates, link_rates, sequential_rate
+from .ceilings import link_rates, memory_rate, sequential_rate
 from .options import described, open_rows, order_of, usual_batch, values_of
 from .peers import Rows, loader_epochs
 from .report import Report, saying, sections, table, wrapped
@@ -159,9 +159,8 @@ class Trial:
 
     def ceilings(self) -> dict[str, float]:
         """GB/s without a loader, of what every batch goes through."""
-        ring = [torch.ones(self.batch_size * self.store.row_nbytes, dtype=torch.uint8) for _ in range(4)]
         with saying("measuring what the machine does at best"):
-            found = {"copy in memory": max(copy_rates(ring, _COPIED_BYTES).values())}
+            found = {"copy in memory": memory_rate()}
             if not self.warm:
                 for n_threads in (1, 4):
                     self._drop()

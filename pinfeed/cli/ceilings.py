@@ -18,7 +18,7 @@ from .cache import PIECE_BYTES, Path, opened
 if TYPE_CHECKING:
     import torch
 
-_COPIED_BYTES = 1 << 30
+_COPIED_BYTES, _MEMORY_BYTES = 1 << 30, 512 << 20
 _REPEATS = 3
 
 
@@ -30,6 +30,13 @@ def copy_rates(ring: Sequence[torch.Tensor], nbytes: int = _COPIED_BYTES) -> dic
         "torch, all threads": total / seconds_of(lambda: [a.copy_(b) for a, b in pairs]),
         "numpy": total / seconds_of(lambda: [b.numpy().__setitem__(..., a.numpy()) for a, b in pairs]),
     }
+
+
+def memory_rate() -> float:
+    """GB/s of copies between buffers that together no cache holds."""
+    import torch
+
+    return max(copy_rates([torch.ones(8 << 20, dtype=torch.float32) for _ in range(4)], _MEMORY_BYTES).values())
 
 
 def sequential_rate(path: Path, n_threads: int, *, stop: int | None = None, behind: bool = False, seconds: float = math.inf) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import Any
 
 import click
 
@@ -13,7 +12,7 @@ from ..config import human
 from ..errors import PinfeedError
 from ..stores.npy import read_header
 from .advice import Ceilings, Data, advise
-from .ceilings import copy_rates, link_rates
+from .ceilings import link_rates, memory_rate
 from .diagnosis import Diagnosis, Subject
 from .disk import look_at_disk
 from .machine import Gpu, Host, Package, packages
@@ -21,7 +20,6 @@ from .options import described, open_rows, usual_batch
 from .report import Report, saying
 
 _PAGE_BYTES = 4096
-_COPIED_BYTES = 512 << 20
 _LINK_BYTES = 256 << 20
 _TABLE_BYTES = 256 << 20  # of the table on which the route is measured
 
@@ -51,7 +49,7 @@ def _diagnosis(subject: Subject | None, directory: str | None) -> Diagnosis:
     host, gpu = Host.now(), Gpu.now()
     data, path, start = (subject.data, subject.path, subject.start) if subject else (None, None, 0)
     with saying("copying in memory"):
-        memory = max(copy_rates(_ring(), _COPIED_BYTES).values())
+        memory = memory_rate()
     disk, disk_problem = look_at_disk(path, start, data.row_nbytes if data else _PAGE_BYTES, directory)
     link = {}
     if gpu.name:
@@ -62,12 +60,6 @@ def _diagnosis(subject: Subject | None, directory: str | None) -> Diagnosis:
     ceilings = Ceilings(memory, in_sequence, at_random, link.get("to_device_pinned"))
     advice = advise(data, ceilings, free_host=host.free, gpu=gpu.name, free_gpu=gpu.free) if data else None
     return Diagnosis(host, gpu, disk, disk_problem, link, ceilings, optional, _route(gpu, optional, data), subject, advice)
-
-
-def _ring() -> list[Any]:
-    import torch
-
-    return [torch.ones(8 << 20, dtype=torch.float32) for _ in range(4)]
 
 
 def _route(gpu: Gpu, optional: Sequence[Package], data: Data | None) -> str:

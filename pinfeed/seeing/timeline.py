@@ -29,7 +29,7 @@ class Timeline:
     def __init__(self, most_spans: int = MOST_SPANS) -> None:
         self._taken: deque[tuple[Lane, int, float, float, int, int, int, int]] = deque(maxlen=most_spans)  # as a Span; by the clock
         self._pending: deque[tuple[Lane, int, Event, Event, int, int]] = deque()
-        self._settling = threading.Lock()
+        self._settling = threading.Lock()  # whoever reads it may be another thread than the loop's: each pending pair is taken once
         self._loop, self._zero_s = -1, 0.0
         self._depth, self._n_readers = 0, 1
 

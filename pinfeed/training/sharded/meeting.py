@@ -223,10 +223,8 @@ class Meeting:
         except RuntimeError as error:
             self.end()
             raise RankError(f"rank {self.rank} of {self.size} lost the others while they exchanged {what}: {error}") from error
-        except (
-            BaseException
-        ):  # an interrupt, before or after the exchange: nobody knows which, and what is said now could be taken for rows
-            self.end()
+        except BaseException:
+            self.end()  # an interrupt, before or after the exchange: nobody knows which, and what is said now could be taken for rows
             raise
 
 
