@@ -11,7 +11,8 @@ its device memory is new each time, for a batch belongs to the user from the mom
     readers                           consumer                              writer
                                       reserve: memory <- allocator (compute)
                                                released = compute.record()
-    fill:   filled.sync()                                                           the last copy may still read staging
+    fill:   filled.sync()                                                           the last copies may still read staging, or, after a
+                                                                                    fill that failed, write memory that is about to be free
             gather -> staging
             read.wait(released)                                                     kernels may still use what the memory was before
             read: staging -> memory   (staged route)
@@ -176,7 +177,7 @@ class Transfer:
             Cancelled: ``stop`` was called.
         """
         if slot.filled is not None:
-            slot.filled.sync()  # the last copy may still read staging
+            slot.filled.sync()  # the last copies may still read staging; those of a fill that failed may still write its memory
         slot.number = number
         slot.load, slot.tensors, slot.needed, slot.sources, slot.seen = load, [], [], [], self.log.landed
         assert slot.compute is not None
@@ -204,11 +205,13 @@ class Transfer:
         if late:
             self._read.wait(slot.compute.record())  # as above, for memory that was taken since; and for what moved there in that stream
         begun = self._read.record(timed=True) if self._timed else None
-        for source, tensor in staged:
-            self.device.copy(source, tensor, self._read)
-        for _ in self.device.read(direct, self._read):
-            self.check_stop()
-        slot.filled = self._read.record(timed=self._timed)
+        try:
+            for source, tensor in staged:
+                self.device.copy(source, tensor, self._read)
+            for _ in self.device.read(direct, self._read):
+                self.check_stop()
+        finally:
+            slot.filled = self._read.record(timed=self._timed)  # after an error too: the next fill of this slot waits for what was queued
         slot.ready_s = now = self.meter.now()
         slot.read_s = slot.draw_s + now - start
         if self._timeline is not None:

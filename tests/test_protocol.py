@@ -222,3 +222,34 @@ def test_a_loop_that_drops_its_batches_stays_within_the_plan(depth: int) -> None
         for _ in feeder:
             pass
     assert device.peak_bytes <= (depth + 2) * 4 * 16 * 8 <= feeder.plan.device_bytes
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_copies_of_a_fill_that_failed_are_over_before_it_is_tried_again(corner: str) -> None:
+    """The device refuses one copy of a slot whose other copies are queued. Their memory may be the user's next array otherwise."""
+
+    class Refusing(SimDevice):
+        def copy(self, src: Any, dst: Any, stream: Any) -> None:
+            if isinstance(src, np.ndarray) and -1 in src:
+                raise RuntimeError("the copy is refused")
+            super().copy(src, dst, stream)
+
+    device, size, n_good = Refusing(CORNERS[corner]()), 4, 11
+    x, y = np.arange(64 * size, dtype=np.float64), np.zeros(64 * size, np.int32)
+    y[n_good * size] = -1
+    seen: dict[int, np.ndarray] = {}
+    own: list[Any] = []
+    with Feeder((ArrayStore(x), ArrayStore(y)), batch_size=size, device=device) as feeder:
+        assert len(feeder._loop._transfer.slots) == 4  # each of eight batches: the refused one is the fourth of the second slot
+        sizes = [n * size * 8 for n in (1, 3, 8)]
+        with pytest.raises(RuntimeError, match="the copy is refused"):
+            for i, (batch, _) in enumerate(feeder):
+                device.launch(lambda x, i=i: seen.__setitem__(i, x.copy()), batch)
+                del batch, _
+                for nbytes in sizes:
+                    own.append(device.array((nbytes,), "u1"))
+                    device.launch(lambda a: a.fill(7), own[-1])
+    device.drain()
+    assert sorted(seen) == list(range(n_good))
+    assert all((seen[i] == x[i * size : (i + 1) * size]).all() for i in seen)
+    assert all((array._array == 7).all() for array in own), "memory written after it was freed"
