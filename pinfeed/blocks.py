@@ -7,16 +7,23 @@ is kept keeps its block. ``malloc`` promises neither the alignment, nor the size
 from __future__ import annotations
 
 import contextlib
+import logging
 import mmap
 import os
+import resource
 import weakref
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from .errors import DeviceError
+
+logger = logging.getLogger("pinfeed")
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -37,20 +44,29 @@ def anonymous(nbytes: int) -> Bytes:
     Raises:
         MemoryError: The system has not so much.
     """
+    return np.frombuffer(_mapping(nbytes), np.uint8)
+
+
+def huge(nbytes: int) -> Bytes:
+    """As ``anonymous``, in huge pages where the system has them: rows gathered at random from 4 KiB pages wait for the page tables."""
+    mapping = _mapping(nbytes)
+    _advise_huge_pages(mapping)
+    return np.frombuffer(mapping, np.uint8)
+
+
+def _mapping(nbytes: int) -> mmap.mmap:
     try:
-        return np.frombuffer(mmap.mmap(-1, block_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+        return mmap.mmap(-1, block_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
         raise MemoryError(
             f"the system has no {nbytes} bytes for rows ({error.strerror}); ask for smaller batches or free memory"
         ) from error
 
 
-def huge(nbytes: int) -> Bytes:
-    """As ``anonymous``, in huge pages where the system has them: rows gathered at random from 4 KiB pages wait for the page tables."""
-    mapping = mmap.mmap(-1, block_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+def _advise_huge_pages(mapping: mmap.mmap) -> None:
+    # A kernel without huge pages refuses.
+    with contextlib.suppress(OSError):
         mapping.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapping, np.uint8)
 
 
 class _Lease:
@@ -110,38 +126,99 @@ _locked: set[tuple[int, int]] = set()
 """Address and size of what is page-locked."""
 
 
+@dataclass(frozen=True)
+class _Freed:
+    """A page-locked piece of memory that no array uses any more."""
+
+    unlock: Callable[[int], object]
+    address: int
+    nbytes: int
+    memory: Bytes
+    """Keeps the mapping alive until the piece is unlocked."""
+    pid: int
+    """Process that locked it."""
+
+
+_freed: deque[_Freed] = deque()
+"""Filled by finalizers, which may run in any thread at any time; emptied by ``unlock_freed``. A deque is atomic without a lock."""
+
+
 def locked_bytes() -> int:
     """Bytes that are page-locked now."""
     return sum(size for _, size in list(_locked))
 
 
 def page_locked(nbytes: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]) -> Bytes:
-    """Memory as ``anonymous`` gives it, page-locked until the last array on it dies, or the interpreter ends.
+    """Memory as ``anonymous`` gives it, page-locked until ``unlock_freed`` is called after the last array on it has died.
 
     Forked processes do not inherit it: what the driver has locked must not become copy-on-write.
 
     Args:
         nbytes: Size, rounded up to whole pages and not to a power of two, as the pools of torch and CuPy do.
-        lock: Called with address and size of each piece; raises what the driver says.
-        unlock: Called with the address of each piece.
+        lock: Called with address and size of each piece; raises a RuntimeError with what the driver says.
+        unlock: Called with the address of each piece; raises a RuntimeError likewise.
+
+    Raises:
+        DeviceError: The system has no such memory, or the driver refuses to lock it.
     """
-    mapping = mmap.mmap(-1, block_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    unlock_freed()
+    try:
+        return _lock_pages(nbytes, lock, unlock)
+    except (MemoryError, OSError, RuntimeError) as error:
+        # The caller may try again with less, so pieces that were locked must not stay locked.
+        unlock_freed()
+        limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+        allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
+        raise DeviceError(
+            f"{nbytes} bytes cannot be page-locked ({error}; `ulimit -l` is {allowed}, {locked_bytes()} bytes are locked)"
+        ) from error
+
+
+def unlock_freed() -> None:
+    """Unlock page-locked memory whose last array has died, and give it back to the system.
+
+    Finalizers leave this to the threads that call pinfeed. The garbage collector runs a finalizer in whatever thread it interrupts, and
+    cudaHostUnregister in a thread that captures a CUDA graph invalidates the capture. The callers are those that take page-locked memory,
+    a loop that asks for its next batch, and whoever closes a device.
+    """
+    while True:
+        try:
+            freed = _freed.popleft()
+        except IndexError:
+            return
+        # A forked process has neither the memory nor the lock.
+        if freed.pid == os.getpid():
+            try:
+                freed.unlock(freed.address)
+            except RuntimeError as error:
+                logger.warning("%d bytes of page-locked memory could not be unlocked (%s)", freed.nbytes, error)
+        _locked.discard((freed.address, freed.nbytes))
+
+
+weakref.finalize(Pool, unlock_freed)
+"""At exit finalizers run in reverse order of creation, so this one runs after those of all page-locked memory."""
+
+
+def _lock_pages(nbytes: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]) -> Bytes:
+    mapping = _mapping(nbytes)
     mapping.madvise(mmap.MADV_DONTFORK)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
+    _advise_huge_pages(mapping)
     memory = np.frombuffer(mapping, np.uint8)
     _touch(memory)
     lease = _Lease(memory)
     locked: list[weakref.finalize[..., _Lease]] = []
     try:
         for start in range(0, len(memory), _LOCK_BYTES):
-            piece = memory.ctypes.data + start, min(_LOCK_BYTES, len(memory) - start)
-            lock(*piece)
-            _locked.add(piece)
-            locked.append(weakref.finalize(lease, _unlock, unlock, piece, memory, os.getpid()))
+            address = memory.ctypes.data + start
+            size = min(_LOCK_BYTES, len(memory) - start)
+            lock(address, size)
+            _locked.add((address, size))
+            freed = _Freed(unlock, address, size, memory, os.getpid())
+            locked.append(weakref.finalize(lease, _freed.append, freed))
     except BaseException:
-        for unlock_piece in locked:
-            unlock_piece()
+        # The traceback keeps the lease alive, so its finalizers are called here.
+        for free in locked:
+            free()
         raise
     return np.asarray(lease)
 
@@ -155,10 +232,3 @@ def _touch(memory: Bytes) -> None:
     with ThreadPoolExecutor(min(len(pieces), len(os.sched_getaffinity(0)))) as threads:
         for _ in threads.map(lambda piece: piece.fill(0), pieces):
             pass
-
-
-def _unlock(unlock: Callable[[int], object], piece: tuple[int, int], memory: Bytes, pid: int) -> None:
-    """``memory`` is an argument so that the mapping outlives the lock on it. A forked process has neither."""
-    _locked.discard(piece)
-    if pid == os.getpid():
-        unlock(piece[0])

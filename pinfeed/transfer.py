@@ -50,6 +50,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .blocks import unlock_freed
 from .devices.base import Buffer, Device, Event, Part, Stream, Tensor
 from .errors import WriteBackError
 from .forwarding import Write, WriteLog, WrittenRows, newest
@@ -161,6 +162,7 @@ class Transfer:
 
     def reserve(self, slot: Slot) -> None:
         """Consumer. Give the slot memory for its next batches; what it lent before belongs to the user."""
+        unlock_freed()  # this thread captures no CUDA graph while it asks for a batch
         compute = self.device.current_stream()
         slot.load, slot.seen = None, self.log.landed
         sizes = [nbytes * self._n_together for nbytes in self._capacity]

@@ -1,6 +1,7 @@
 """Blocks go back to their pool when the last array on them dies, and never sooner."""
 
 import gc
+import mmap
 import subprocess
 import sys
 import threading
@@ -17,8 +18,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from pinfeed import blocks
-from pinfeed.blocks import PAGE, Bytes, Pool, anonymous, block_nbytes, page_locked
+from pinfeed import Feeder, blocks
+from pinfeed.blocks import PAGE, Bytes, Pool, anonymous, block_nbytes, locked_bytes, page_locked, unlock_freed
+from pinfeed.errors import DeviceError
 from pinfeed.memory import resident_bytes
 
 
@@ -346,7 +348,7 @@ def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, PAGE, PAGE + 1, 9 * PAGE])
-def test_locked_memory_is_unlocked_with_its_last_array(nbytes: int) -> None:
+def test_locked_memory_is_unlocked_after_its_last_array(nbytes: int) -> None:
     driver = Driver()
     memory = page_locked(nbytes, driver.lock, driver.unlock)
     address = address_of(memory)
@@ -356,10 +358,18 @@ def test_locked_memory_is_unlocked_with_its_last_array(nbytes: int) -> None:
     memory[:] = 1
     tensor = torch.from_numpy(memory[1:])[2:]
     del memory
+    unlock_freed()
     assert len(driver.locked) == 1
+    before = locked_bytes()
     del tensor
+    assert len(driver.locked) == 1, "a finalizer may run in a thread that captures a CUDA graph, and must not call the driver"
+    assert locked_bytes() == before
+    unlock_freed()
     assert driver.locked == {}
+    assert locked_bytes() == before - block_nbytes(nbytes)
     assert driver.calls == [("lock", address), ("unlock", address)]
+    unlock_freed()
+    assert len(driver.calls) == 2
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 4, 7])
@@ -373,6 +383,7 @@ def test_large_memory_is_locked_in_pieces(pages: int) -> None:
     assert sum(driver.locked.values()) == pages * PAGE
     assert all(nbytes <= 2 * PAGE for nbytes in driver.locked.values())
     del memory
+    unlock_freed()
     assert driver.locked == {}
     assert len(driver.calls) == 2 * len(starts)
 
@@ -383,6 +394,7 @@ def test_locked_memory_leaves_the_process_with_its_last_array() -> None:
     memory[::PAGE] = 1
     assert resident_bytes()["anonymous"] - before > 60 << 20
     del memory
+    unlock_freed()
     assert resident_bytes()["anonymous"] - before < 8 << 20
 
 
@@ -399,9 +411,9 @@ def test_pages_are_there_before_they_are_locked(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("small_pieces")
 def test_a_refused_lock_leaves_nothing_locked(refuse: int) -> None:
     driver = Driver(refuse)
-    with pytest.raises(RuntimeError, match="the driver refuses"):
+    message = rf"{6 * PAGE} bytes cannot be page-locked \(the driver refuses {2 * PAGE} bytes; `ulimit -l` is .* bytes are locked\)"
+    with pytest.raises(DeviceError, match=message):
         page_locked(6 * PAGE, driver.lock, driver.unlock)
-    gc.collect()
     assert driver.locked == {}
     assert [call for call, _ in driver.calls] == ["lock"] * refuse + ["unlock"] * refuse
 
@@ -411,8 +423,62 @@ def test_nothing_is_locked_while_a_refusal_is_handled() -> None:
     driver = Driver(refuse=2)
     try:
         page_locked(6 * PAGE, driver.lock, driver.unlock)
-    except RuntimeError:
+    except DeviceError:
         assert driver.locked == {}, "the caller may want to try again with less"
+
+
+@pytest.mark.parametrize("failing", ["mmap", "madvise"])
+def test_memory_that_the_system_does_not_have_cannot_be_locked(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system's refusal is the same error as the driver's."""
+
+    class Mapping(mmap.mmap):
+        def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+            if failing == "mmap":
+                raise OSError(12, "Cannot allocate memory")
+            return super().__new__(cls, *args, **kwargs)
+
+        def madvise(self, *args: Any) -> None:
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(blocks.mmap, "mmap", Mapping)
+    driver = Driver()
+    with pytest.raises(DeviceError, match=rf"{6 * PAGE} bytes cannot be page-locked \(.*(Cannot allocate memory|Invalid argument)"):
+        page_locked(6 * PAGE, driver.lock, driver.unlock)
+    assert driver.calls == []
+
+
+def test_memory_freed_before_it_is_locked_again() -> None:
+    """A large table may follow another that has just been dropped."""
+    driver = Driver()
+    memory = page_locked(PAGE, driver.lock, driver.unlock)
+    del memory
+    page_locked(PAGE, driver.lock, driver.unlock)
+    assert [call for call, _ in driver.calls] == ["lock", "unlock", "lock"]
+
+
+def test_a_loop_unlocks_what_was_freed_when_it_asks_for_a_batch() -> None:
+    driver = Driver()
+    memory = page_locked(PAGE, driver.lock, driver.unlock)
+    with Feeder(np.zeros((4, 1)), batch_size=1, depth=1, device="cpu") as feeder:
+        loop = iter(feeder)
+        next(loop)
+        del memory
+        assert driver.locked
+        next(loop)
+        assert not driver.locked
+
+
+def test_memory_that_the_driver_does_not_unlock_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+    def unlock(address: int) -> None:
+        raise RuntimeError("cudaHostUnregister failed with CUDA error 900")
+
+    unlock_freed()  # of earlier tests
+    before = locked_bytes()
+    memory = page_locked(PAGE, lambda address, nbytes: None, unlock)
+    del memory
+    unlock_freed()
+    assert f"{PAGE} bytes of page-locked memory could not be unlocked (cudaHostUnregister failed with CUDA error 900)" in caplog.text
+    assert locked_bytes() == before
 
 
 def test_a_pool_of_locked_memory_locks_a_block_once() -> None:
@@ -423,14 +489,16 @@ def test_a_pool_of_locked_memory_locks_a_block_once() -> None:
     assert len(driver.calls) == 1
     one, other = pool.take(5000), pool.take(5000)
     del one, other
+    unlock_freed()
     assert [call for call, _ in driver.calls] == ["lock", "lock", "unlock"]
     pool.close()
+    unlock_freed()
     assert driver.locked == {}
 
 
 PROGRAM = """
 import os, sys
-from pinfeed.blocks import page_locked
+from pinfeed.blocks import page_locked, unlock_freed
 calls = []
 def unlock(address):
     os.write(1, b"unlocked ")
@@ -449,13 +517,16 @@ def test_a_forked_process_does_not_inherit_locked_memory() -> None:
 here = f"{memory.ctypes.data:x}-"
 inherited = lambda: any(line.startswith(here) for line in open("/proc/self/maps"))
 os.write(1, f"{inherited()} ".encode())
+other = page_locked(1 << 16, lambda address, nbytes: None, unlock)
+del other
 child = os.fork()
 if child == 0:
     os.write(1, f"{inherited()} ".encode())
+    unlock_freed()
     os._exit(0)
 os.waitpid(child, 0)
 """
-    assert run(rest).split() == ["True", "False", "unlocked"]
+    assert run(rest).split() == ["True", "False", "unlocked", "unlocked"]
 
 
 def run(rest: str) -> str:

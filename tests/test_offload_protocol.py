@@ -297,11 +297,35 @@ def ahead(device: SimTorchDevice) -> None:
     check(device, OPTIONS[2], 4, ("plain", "part", "drop", "plain"))
 
 
+def foreign(device: SimTorchDevice) -> None:
+    """What is saved was allocated for another stream than the one that saves it, and that stream goes on meanwhile."""
+    torch.manual_seed(0)
+    values = torch.randn(64)
+    with device.factories(), SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload:
+        x = values.to(META).requires_grad_()
+        switch(device, "other")
+        y = x * 2
+        switch(device, "compute")
+        with offload.step():
+            z = y.sin()  # saves y
+            del y
+            w = z.exp()  # saves another tensor, and lets go of y
+        device.switch("other")
+        later = [torch.full((64,), 3.0, device=META) for _ in range(4)]
+        device.switch("compute")
+        got = torch.autograd.grad(w.sum(), x)[0]
+        got = device.host(got)
+        device.drain()
+        assert all(bool((tensor.raw == 3).all()) for tensor in later)
+    x = values.clone().requires_grad_()
+    assert torch.equal(got, torch.autograd.grad((x * 2).sin().exp().sum(), x)[0])
+
+
 def all_of_it(device: SimTorchDevice) -> None:
     check(device, OPTIONS[1], 3, DOES[:3], ("compute", "second"))
 
 
-SCENES = [closed, passed, in_two_streams, elsewhere, at_once, ahead, all_of_it]
+SCENES = [closed, passed, in_two_streams, elsewhere, foreign, at_once, ahead, all_of_it]
 WORST = (
     "fast ",
     "fast read+pinfeed-read",
@@ -316,6 +340,7 @@ def worst() -> Iterator[Any]:
     yield from (CORNERS[corner]() for corner in CORNERS if corner in WORST)
     yield from (favour("compute", "write"), favour("compute", "second", "stream 1"), favour("stream 1", "stream 3", "write"))
     yield from (favour("compute", "of 1", "of 300"), favour("compute", "of 1", "of 300", "read"))
+    yield from (favour("other"), favour("other", "compute"))
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
@@ -339,6 +364,16 @@ def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
     """A device that is deaf to one of them computes something else, or uses freed memory, in some schedule."""
     assert site[0].endswith("spill.py"), "a wait or sync outside of spill.py"
     assert any(fails(scene, SimTorchDevice(choose, deaf_to=site)) for scene in SCENES for choose in worst())
+
+
+def test_memory_of_another_stream_must_be_shared() -> None:
+    """The allocator does not know of the copies to the host; it would give the memory away too early."""
+
+    class Forgetful(SimTorchDevice):
+        def share(self, tensor: Any, stream: Any) -> None:
+            pass
+
+    assert any(fails(foreign, Forgetful(choose)) for choose in worst())
 
 
 def fails(scene: Any, device: SimTorchDevice) -> bool:

@@ -1,7 +1,10 @@
 """Every store keeps the contract; each has its own conditions."""
 
+import copy
 import itertools
+import mmap
 import os
+import re
 import resource
 from pathlib import Path
 from typing import Any
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from pinfeed import ArrayStore, Feeder, MmapStore, PinnedStore, errors
+from pinfeed.blocks import unlock_freed
 from pinfeed.memory import resident_bytes
 from pinfeed.stores import aio, shard
 from pinfeed.testing.suites import StoreTests, sample
@@ -329,16 +333,66 @@ class Refusing:
         raise AssertionError
 
 
-def test_where_the_driver_refuses(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+class Unlockable(mmap.mmap):
+    """Memory that the system does not let the driver lock."""
+
+    def madvise(self, *args: int) -> None:
+        if args[0] == mmap.MADV_DONTFORK:
+            raise OSError(12, "Cannot allocate memory")
+
+
+@pytest.mark.parametrize(("by", "reason"), [("driver", "cudaErrorMemoryAllocation: out of memory"), ("system", "Cannot allocate memory")])
+def test_memory_that_cannot_be_locked(by: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("pinfeed.stores.pinned._cuda_runtime", lambda pin: Refusing() if pin else None)
+    if by == "system":
+        monkeypatch.setattr("pinfeed.blocks.mmap.mmap", Unlockable)
     store = PinnedStore.zeros((1000, 3), pin="auto")
     assert not store.page_locked
     assert store.array.shape == (1000, 3)
     assert not store.array.any()
-    assert "the driver refused to page-lock 12000 bytes (cudaErrorMemoryAllocation: out of memory; `ulimit -l` is" in caplog.text
+    assert re.search(rf"12000 bytes cannot be page-locked \(.*{reason}; `ulimit -l` is", caplog.text)
     assert "the rows are in ordinary memory" in caplog.text
-    with pytest.raises(errors.DeviceError, match="or give pin='auto' for ordinary memory"):
+    with pytest.raises(errors.DeviceError, match=rf"{reason}.* or give pin='auto' for ordinary memory"):
         PinnedStore.zeros((1000, 3), pin=True)
+
+
+class Locking:
+    """CuPy's runtime, where the driver locks what it is asked for."""
+
+    def __init__(self) -> None:
+        self.locked: dict[int, int] = {}
+
+    def hostRegister(self, address: int, nbytes: int, flags: int) -> None:
+        self.locked[address] = nbytes
+
+    def hostUnregister(self, address: int) -> None:
+        del self.locked[address]
+
+
+def test_copies_of_a_pinned_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A copy shares the rows and locks nothing; a deep copy has rows of its own, locked once."""
+    runtime = Locking()
+    monkeypatch.setattr("pinfeed.stores.pinned._cuda_runtime", lambda pin: runtime if pin else None)
+    store = PinnedStore(np.arange(3000.0).reshape(1000, 3))
+    assert len(runtime.locked) == 1
+    shared = copy.copy(store)
+    assert np.shares_memory(shared.array, store.array)
+    assert shared.page_locked
+    assert len(runtime.locked) == 1
+    shared.scatter(np.array([5]), np.full((1, 3), -1.0))
+    assert (store.array[5] == -1).all()
+    own = copy.deepcopy([store, store])
+    assert own[0] is own[1]
+    assert own[0].page_locked
+    assert len(runtime.locked) == 2
+    np.testing.assert_array_equal(own[0].array, store.array)
+    assert not np.shares_memory(own[0].array, store.array)
+    del store
+    unlock_freed()
+    assert len(runtime.locked) == 2, "the copy still uses the rows"
+    del shared, own
+    unlock_freed()
+    assert not runtime.locked
 
 
 def test_pinned_store_takes_exactly_what_it_needs() -> None:

@@ -145,6 +145,10 @@ class Device(Protocol):
     def share(self, tensor: Tensor, stream: Any) -> None:
         """Once ``tensor`` is freed, keep its memory until ``stream``, not the one it was made for, has done its work so far."""
 
+    def allocated_for(self, tensor: Tensor, stream: Any) -> bool:
+        """Whether the tensor's memory was allocated for work in ``stream``; False where the device cannot tell."""
+        ...
+
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
         """Shape, dtype and whether it is on this device, of a tensor; None for anything else."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import ctypes
 import functools
@@ -9,15 +10,16 @@ import itertools
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..blocks import REGISTER, Pool, page_locked
+from ..blocks import REGISTER, Bytes, Pool, page_locked, unlock_freed
 from ..config import ON_THEIR_WAY_BYTES
 from ..errors import DeviceError
 from ..rows import Rows
@@ -32,7 +34,7 @@ from .tuning import STAGED, Rates, Route, decide, measure, remembered
 _TYPICAL_ROWS = 4096
 _N_BLOCKS = 8
 _MAX_ROW_BYTES = 1 << 30  # the kernels count the words of a row in 32 bits
-_CLOCK_STEP_S = 10.0  # the time between two events is 24 bits of milliseconds: of 10 seconds, a microsecond
+_COMPARE_S = 10.0  # the time between two events is 24 bits of milliseconds: of 10 seconds, a microsecond
 
 
 class CudaEvent:
@@ -58,26 +60,90 @@ class CudaEvent:
         return self._clock.at_s(self.raw)
 
 
-class CudaClock:
-    """When events of one GPU were passed, by the host's clock: from the time between them and one of which that is known.
+@dataclass(frozen=True)
+class _Comparison:
+    """The clocks of a GPU and of the host, at one event.
 
-    Args:
-        stream: Nothing is under way in it.
+    Attributes:
+        event: Passed when they were compared.
+        host_s: Time of the host's clock then.
+        told_s: Time that ``CudaClock`` tells for the event.
+        rate: Seconds that ``CudaClock`` tells per second of the GPU's clock from there on.
     """
 
-    def __init__(self, stream: torch.cuda.Stream) -> None:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(stream)
-        event.synchronize()  # spins: nothing else would make the two clocks meet
-        self._known = event, time.perf_counter()
+    event: torch.cuda.Event
+    host_s: float
+    told_s: float
+    rate: float
+
+
+class CudaClock:
+    """Tells when events of one GPU were passed, by the host's clock.
+
+    The two clocks drift apart by some ten microseconds per second, so they are compared again now and then. An error that a comparison
+    finds is taken away over the time up to the next one: the time that is told never jumps, and spans do not overlap.
+
+    Args:
+        mark: Returns a timed event that has just been passed, and the time of ``time.perf_counter()`` then.
+    """
+
+    def __init__(self, mark: Callable[[], tuple[torch.cuda.Event, float]]) -> None:
+        self._mark = mark
+        event, now_s = mark()
+        self._last = _Comparison(event, now_s, now_s, 1.0)
 
     def at_s(self, event: torch.cuda.Event) -> float:
         """Seconds of ``time.perf_counter()``; the event is timed and done. In any thread."""
-        known, known_s = self._known
-        at_s = known_s + float(known.elapsed_time(event)) / 1e3
-        if at_s > known_s + _CLOCK_STEP_S:
-            self._known = event, at_s
-        return at_s
+        last = self._last
+        if _seconds(last.event, event) > _COMPARE_S:
+            self._last = last = self._compare(last)
+        return last.told_s + _seconds(last.event, event) * last.rate
+
+    def _compare(self, last: _Comparison) -> _Comparison:
+        event, host_s = self._mark()
+        elapsed_s = _seconds(last.event, event)
+        told_s = last.told_s + elapsed_s * last.rate
+        rate = (host_s - last.host_s) / elapsed_s + (host_s - told_s) / _COMPARE_S
+        return _Comparison(event, host_s, told_s, rate)
+
+
+def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+class Segments:
+    """The segments of memory that torch's allocator has reserved, and the stream that each belongs to.
+
+    torch gives freed memory back to the stream that it was allocated for, and tells which one that is in its snapshot alone. A snapshot
+    takes milliseconds, so one is taken only when an address is unknown, or segments have been given back to the driver since the last one.
+
+    Args:
+        snapshot: ``torch.cuda.memory_snapshot``.
+        n_freed: Returns the number of segments that were given back to the driver so far.
+    """
+
+    def __init__(self, snapshot: Callable[[], Sequence[Mapping[str, Any]]], n_freed: Callable[[], int]) -> None:
+        self._snapshot = snapshot
+        self._n_freed = n_freed
+        self._known: list[tuple[int, int, int]] = []
+        self._n_freed_then = -1
+
+    def stream_of(self, address: int) -> int | None:
+        """The handle of the stream that the memory at an address belongs to; None if torch's allocator has no such memory."""
+        n_freed = self._n_freed()
+        if n_freed == self._n_freed_then and (found := self._find(address)) is not None:
+            return found
+        self._n_freed_then = n_freed
+        segments = self._snapshot()
+        self._known = sorted((segment["address"], segment["total_size"], segment["stream"]) for segment in segments)
+        return self._find(address)
+
+    def _find(self, address: int) -> int | None:
+        i = bisect.bisect_right(self._known, address, key=operator.itemgetter(0)) - 1
+        if i < 0:
+            return None
+        start, nbytes, stream = self._known[i]
+        return stream if address < start + nbytes else None
 
 
 class CudaStream:
@@ -128,7 +194,7 @@ class CudaDevice:
             raise DeviceError(f"device='cuda:{index}' does not exist; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}")
         self.name = f"cuda:{index}"
         self._device, self._index = torch.device("cuda", index), index
-        self._staging = Pool(n_spare, lambda nbytes: page_locked(nbytes, self._lock, self._unlock))
+        self._staging = Pool(n_spare, self._page_locked)
         self.route = STAGED
         """How the rows of page-locked stores go: of all feeders on this device as the last one decided."""
         self._priority = priority
@@ -244,6 +310,11 @@ class CudaDevice:
         if getattr(tensor, "layout", None) is torch.strided and not tensor.is_nested:
             tensor.record_stream(stream.raw)
 
+    def allocated_for(self, tensor: torch.Tensor, stream: CudaStream) -> bool:
+        if self._segments is None:
+            return False
+        return self._segments.stream_of(tensor.data_ptr()) == stream.raw.cuda_stream
+
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None
@@ -258,9 +329,25 @@ class CudaDevice:
             torch.cuda.nvtx.range_pop()
 
     @functools.cached_property
+    def _segments(self) -> Segments | None:
+        """None where another allocator than torch's own is in use, which has no segments."""
+        if torch.cuda.get_allocator_backend() != "native":
+            return None
+        stats = functools.partial(torch.cuda.memory_stats_as_nested_dict, self._device)
+        return Segments(torch.cuda.memory_snapshot, lambda: int(stats()["num_device_free"]))
+
+    @functools.cached_property
     def clock(self) -> CudaClock:
         """Of this GPU."""
-        return CudaClock(torch.cuda.Stream(self._device))
+        stream = torch.cuda.Stream(self._device)
+
+        def mark() -> tuple[torch.cuda.Event, float]:
+            event = torch.cuda.Event(enable_timing=True)
+            event.record(stream)
+            event.synchronize()  # nothing else is in this stream, so it takes microseconds; spinning, for a thread that sleeps wakes late
+            return event, time.perf_counter()
+
+        return CudaClock(mark)
 
     def free_bytes(self) -> int:
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
@@ -268,6 +355,7 @@ class CudaDevice:
 
     def close(self) -> None:
         self._staging.close()
+        unlock_freed()
 
     def _move(
         self, launch: Callable[..., Iterator[None]], rows: Rows, tables: Sequence[tuple[Any, torch.Tensor]], stream: CudaStream
@@ -299,20 +387,31 @@ class CudaDevice:
         staged.numpy()[...] = rows
         return staged.to(self._device, non_blocking=True)
 
+    def _page_locked(self, nbytes: int) -> Bytes:
+        try:
+            return page_locked(nbytes, self._lock, self._unlock)
+        except DeviceError as error:
+            raise DeviceError(f"{error}; take a smaller batch or depth, or raise `ulimit -l`") from error
+
     def _lock(self, address: int, nbytes: int) -> None:
-        with torch.cuda.device(self._device):
-            runtime = torch.cuda.cudart()
-            code = runtime.cudaHostRegister(address, nbytes, REGISTER)
-        if code != runtime.cudaError.success:
-            self._forget_error()
-            raise DeviceError(
-                f"the driver refused to page-lock {nbytes} bytes for staging (CUDA error {int(code)}); "
-                "take a smaller batch or depth, or raise `ulimit -l`"
-            )
+        self._call("cudaHostRegister", address, nbytes, REGISTER)
 
     def _unlock(self, address: int) -> None:
-        with torch.cuda.device(self._device):  # else a thread that never used this GPU would make a context on another one
-            torch.cuda.cudart().cudaHostUnregister(address)
+        self._call("cudaHostUnregister", address)
+
+    def _call(self, name: str, *args: int) -> None:
+        """Call the CUDA runtime that torch has loaded, for this GPU.
+
+        Raises:
+            RuntimeError: The call failed.
+        """
+        # Without the guard, a thread that has not used this GPU makes a context on another one.
+        with torch.cuda.device(self._device):
+            runtime = torch.cuda.cudart()
+            code = getattr(runtime, name)(*args)
+        if code != runtime.cudaError.success:
+            self._forget_error()
+            raise RuntimeError(f"{name} failed with CUDA error {int(code)}")
 
     @staticmethod
     def _forget_error() -> None:

@@ -6,14 +6,13 @@ import functools
 import logging
 import math
 import os
-import resource
 from collections.abc import Callable
 from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 
-from ..blocks import REGISTER, Bytes, anonymous, locked_bytes, page_locked
+from ..blocks import REGISTER, Bytes, anonymous, page_locked
 from ..dtypes import dtype_of
 from ..errors import ArgumentError, ClosedError, DeviceError, MissingDependency, StoreError
 from ..rows import Rows
@@ -38,7 +37,7 @@ class PinnedStore(ArrayStore):
 
     Raises:
         MissingDependency: ``pin=True`` without CuPy or without a CUDA device.
-        DeviceError: ``pin=True``, and the driver refused to lock so much.
+        DeviceError: ``pin=True``, and the system or the driver refused to lock so much.
     """
 
     page_locked: bool
@@ -99,6 +98,18 @@ class PinnedStore(ArrayStore):
         rng = np.random.default_rng(seed)
         return cls.empty(shape, dtype, pin=pin)._fill(lambda size: rng.uniform(low, high, size))
 
+    def __copy__(self) -> PinnedStore:
+        """A store of the same rows in the same memory, as ``copy.copy`` of every other store in memory gives."""
+        copied = type(self).__new__(type(self))
+        copied.__dict__.update(self.__dict__)
+        return copied
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> PinnedStore:
+        """A store with memory of its own, page-locked as this one's."""
+        make, arguments = self.__reduce__()
+        copied: PinnedStore = make(*arguments)
+        return copied
+
     def __reduce__(self) -> tuple[Any, ...]:
         return functools.partial(type(self), pin="auto" if self.page_locked else False), (self._array,)
 
@@ -126,13 +137,10 @@ class PinnedStore(ArrayStore):
     def _locked(self, nbytes: int, runtime: Any, pin: Pin) -> Bytes:
         try:
             return page_locked(nbytes, lambda address, size: runtime.hostRegister(address, size, REGISTER), runtime.hostUnregister)
-        except runtime.CUDARuntimeError as error:
-            limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-            allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
-            why = f"the driver refused to page-lock {nbytes} bytes ({error}; `ulimit -l` is {allowed}, {locked_bytes()} bytes are locked)"
+        except DeviceError as error:
             if pin != "auto":
-                raise DeviceError(f"{why}; free memory, raise the limit, or give pin='auto' for ordinary memory") from error
-            logger.warning("%s; the rows are in ordinary memory, and are copied through page-locked buffers", why)
+                raise DeviceError(f"{error}; free memory, raise the limit, or give pin='auto' for ordinary memory") from error
+            logger.warning("%s; the rows are in ordinary memory, and are copied through page-locked buffers", error)
         self.page_locked = False
         return anonymous(nbytes)
 

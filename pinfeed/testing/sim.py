@@ -295,6 +295,9 @@ class SimDevice:
     def share(self, tensor: DeviceArray, stream: SimStream) -> None:
         tensor.memory.shared.add(stream)
 
+    def allocated_for(self, tensor: DeviceArray, stream: SimStream) -> bool:
+        return tensor.memory.stream is stream
+
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
         return (value.shape, value.dtype, True) if isinstance(value, DeviceArray) else None
 

@@ -9,7 +9,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from ...blocks import block_nbytes
+from ...blocks import block_nbytes, unlock_freed
 from ...devices.base import Device, Event
 from ...errors import DeviceError
 
@@ -81,6 +81,7 @@ class HostBlocks:
         self.nbytes -= sum(block.nbytes for block in self._free)
         self._free.clear()
         self.reap()
+        unlock_freed()
 
     def _room(self, size: int) -> bool:
         """Whether there is room for a new block, once free ones of other sizes have made way."""
