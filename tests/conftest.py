@@ -12,6 +12,9 @@ import torch
 
 from pinfeed.devices import tuning
 
+# cuBLAS reads it when it begins: with it, products and cuDNN's recurrent layers add up in one order, run after run.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
 
 @pytest.fixture(autouse=True, scope="session")
 def _rates_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
@@ -46,3 +49,17 @@ def nothing_left() -> Iterator[None]:
 def unhurried() -> None:
     """For tests that take longer than any other may."""
     faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.fixture(autouse=True)
+def gpu_works(request: pytest.FixtureRequest) -> Iterator[None]:
+    """End the process where a test has broken its CUDA context: every later test would fail for it. pytest-xdist starts another process."""
+    yield
+    if request.node.get_closest_marker("gpu") is None:
+        return
+    try:
+        torch.cuda.synchronize()
+    except RuntimeError as error:
+        if "PYTEST_XDIST_WORKER" in os.environ:
+            os._exit(1)
+        pytest.exit(f"the GPU failed in {request.node.nodeid}, and with it every test after it in this process: {error}", returncode=1)

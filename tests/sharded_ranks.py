@@ -1,9 +1,10 @@
 """Ranks as processes: what test_sharded_tables.py runs, ``python sharded_ranks.py DIRECTORY JOB...``; each rank saves what it has seen.
 
-A job is a number of ranks on the CPU, ``cuda`` for one on each GPU, or ``example``: examples/sharded_tables.py on two ranks, as under
-torchrun.
+A job is a number of ranks on the CPU, ``cuda-N`` for one on each of N GPUs, or ``example``: examples/sharded_tables.py on two ranks, as
+under torchrun.
 
-torch is loaded once, and the processes are forked, for loading it takes longer than all that they do.
+torch is loaded once, and the processes are forked, for loading it takes longer than all that they do. CUDA does not work in a process that
+was forked after the first call of it, the number of GPUs included, so the caller counts them.
 """
 
 import os
@@ -156,8 +157,8 @@ def joined_group(program: Callable[..., dict[str, Any]], backend: str) -> Callab
 def main(directory: Path, job: str) -> None:
     """Fork the ranks, and wait for them."""
     directory.mkdir()
-    if job == "cuda":
-        size, program = torch.cuda.device_count(), joined_group(rank_on_gpu, "cpu:gloo,cuda:nccl")
+    if job.startswith("cuda-"):
+        size, program = int(job.removeprefix("cuda-")), joined_group(rank_on_gpu, "cpu:gloo,cuda:nccl")
     elif job == "example":
         size, program = 2, example
     else:

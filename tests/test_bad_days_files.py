@@ -323,11 +323,15 @@ def test_a_simulated_device_without_memory(x: np.ndarray) -> None:
 @pytest.mark.gpu
 def test_no_memory_on_a_gpu(x: np.ndarray) -> None:
     table = np.zeros((1 << 15, 1 << 12), np.float32)  # 512 MiB
+    torch.cuda.empty_cache()
+    reserved, total = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
     with Feeder(table, batch_size=1 << 13, device="cuda") as feeder:
-        hold = torch.empty(max(0, torch.cuda.mem_get_info()[0] - (64 << 20)), dtype=torch.uint8, device="cuda")
-        with pytest.raises(torch.OutOfMemoryError):
-            list(feeder)
-        del hold
+        torch.cuda.set_per_process_memory_fraction((reserved + (64 << 20)) / total)  # a batch is 128 MiB
+        try:
+            with pytest.raises(torch.OutOfMemoryError):
+                list(feeder)
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
         assert sum(len(batch) for batch in feeder) == len(table)
 
 

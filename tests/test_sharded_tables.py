@@ -366,7 +366,10 @@ def test_pieces_are_those_of_the_whole(init: str, dtype: torch.dtype, monkeypatc
 def test_what_cannot_be_made() -> None:
     peers = RankThreads(4).peers[0]
     wrong: list[tuple[dict[str, Any], str]] = [
-        ({"init": "orthogonal"}, "init does nothing to a tensor without data"),
+        (
+            {"init": "orthogonal"},
+            "init does nothing to a tensor without data|init calls aten.new_empty.default",
+        ),  # depends on torch's version
         ({"init": "eye"}, "init calls aten.eye.*, which needs the whole table at once"),
         ({"init": lambda t: t.copy_(torch.zeros(9, 2, device="meta"))}, "init calls aten"),
         ({"init": lambda t: t.copy_(torch.zeros(9, 2)).numpy()}, "init failed on a tensor without data"),
@@ -832,8 +835,10 @@ def test_ranks_that_share_a_gpu(depth: int) -> None:
 
 @pytest.mark.gpu
 def test_a_rank_on_each_gpu(tmp_path: Path) -> None:
-    in_time(str(HERE / "sharded_ranks.py"), str(tmp_path), "cuda")
-    results = sorted((tmp_path / "cuda").glob("*.pt"))
+    job = f"cuda-{torch.cuda.device_count()}"
+    in_time(str(HERE / "sharded_ranks.py"), str(tmp_path), job)
+    results = sorted((tmp_path / job).glob("*.pt"))
+    assert len(results) == torch.cuda.device_count()
     whole = HostEmbedding.from_pretrained(sharded_ranks.whole_numbers(), freeze=False)
     sharded_ranks.exact(whole, [batch.flatten() for batch in sharded_ranks.batches_of(len(results))], depth=0)
     for path in results:
