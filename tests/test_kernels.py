@@ -1,12 +1,12 @@
 """The kernels that move rows, without a GPU: compiled as C++ and run thread by thread, and compiled for GPUs."""
 
 import ctypes
+import re
 import shutil
 import subprocess
 import sys
 import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -145,22 +145,41 @@ def test_the_widest_word_that_fits(table: int, packed: int, row_nbytes: int, wid
     assert Move(table, packed, row_nbytes).width == width
 
 
-@pytest.mark.parametrize("architecture", ["75", "90"])
-def test_it_compiles_for_gpus(architecture: str, tmp_path: Path) -> None:
-    nvcc = shutil.which("nvcc")
-    if nvcc is None:
-        pytest.skip("no nvcc")
-    (tmp_path / "kernels.cu").write_text(SOURCE)
-    command = [nvcc, f"-arch=sm_{architecture}", "-std=c++17", "-cubin", "-o", tmp_path / "kernels.cubin", tmp_path / "kernels.cu"]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
+def spilled(architecture: int, source: str = SOURCE) -> dict[str, int]:
+    """Bytes that each kernel spills from registers, by name, as NVRTC compiles it; that needs no GPU."""
+    nvrtc: Any = pytest.importorskip("cuda.bindings.nvrtc")
+
+    def checked(result: tuple[Any, ...]) -> Any:
+        assert result[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS, result
+        return result[1] if len(result) == 2 else result[1:]
+
+    try:
+        known = checked(nvrtc.nvrtcGetSupportedArchs())
+    except RuntimeError as error:
+        pytest.skip(f"no NVRTC library: {error}")
+    if architecture not in known:
+        pytest.skip(f"this NVRTC compiles for {known}")
+    program = checked(nvrtc.nvrtcCreateProgram(source.encode(), b"kernels.cu", 0, [], []))
+    options = [b"-std=c++17", b"--gpu-architecture=sm_%d" % architecture, b"--ptxas-options=-v"]
+    result = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
+    checked(nvrtc.nvrtcGetProgramLog(program, log))  # the binding writes into it
+    text = log.decode()
+    assert result[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS, text
+    assert checked(nvrtc.nvrtcGetCUBINSize(program)) > 0
+    checked(nvrtc.nvrtcDestroyProgram(program))
+    return {name: int(nbytes) for name, nbytes in re.findall(r"properties for (\w+)\n.*?(\d+) bytes spill stores", text)}
 
 
-@pytest.mark.parametrize("architecture", ["75", "90"])
-def test_it_compiles_when_it_is_needed(architecture: str) -> None:
-    nvrtc: Any = pytest.importorskip("cupy").cuda.nvrtc
-    program = nvrtc.createProgram(SOURCE, "kernels.cu", [], [])
-    nvrtc.compileProgram(program, ["-std=c++17", f"--gpu-architecture=sm_{architecture}"])
-    assert nvrtc.getCUBIN(program)
+@pytest.mark.parametrize("architecture", [75, 80, 90, 100])
+def test_they_compile_for_gpus_and_spill_no_register(architecture: int) -> None:
+    assert spilled(architecture) == {"gather_rows": 0, "scatter_rows": 0}
+
+
+def test_spilled_registers_are_noticed() -> None:
+    bounds = "__launch_bounds__(512)"
+    assert bounds in SOURCE
+    assert min(spilled(90, SOURCE.replace(bounds, "__launch_bounds__(1024, 2)")).values()) > 0  # 32 registers for a thread
 
 
 def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
