@@ -30,6 +30,9 @@ _FILL_BYTES = 16 << 20  # tables are filled piecewise: the peak is the table and
 class PinnedStore(ArrayStore):
     """Rows in memory that is page-locked through CuPy: exactly as much as they need, in whole pages. Forked processes do not inherit it.
 
+    ``copy.copy`` gives a store of the same memory, ``copy.deepcopy`` and pickle one of other memory. When the last array on the memory has
+    died, it is unlocked by the next call of pinfeed that takes page-locked memory, asks a loop for a batch, or closes a feeder.
+
     Args:
         source: A numpy array, a CPU tensor, a path of a .npy file or a Store; copied piece by piece.
         pin: True to page-lock, ``"auto"`` to do so where CUDA and CuPy are there and the driver agrees, and take ordinary memory elsewhere,
