@@ -128,19 +128,27 @@ _locked: set[tuple[int, int]] = set()
 
 @dataclass(frozen=True)
 class _Freed:
-    """A page-locked piece of memory that no array uses any more."""
+    """A page-locked piece of memory that no array uses any more.
+
+    Attributes:
+        unlock: Called with the address.
+        address: Where it begins.
+        nbytes: Its size.
+        memory: Its bytes, which keep the mapping alive until the piece is unlocked.
+        pid: The process that locked it.
+    """
 
     unlock: Callable[[int], object]
     address: int
     nbytes: int
     memory: Bytes
-    """Keeps the mapping alive until the piece is unlocked."""
     pid: int
-    """Process that locked it."""
 
 
 _freed: deque[_Freed] = deque()
-"""Filled by finalizers, which may run in any thread at any time; emptied by ``unlock_freed``. A deque is atomic without a lock."""
+"""Finalizers append to it, in any thread and at any time; ``unlock_freed`` empties it. A deque needs no lock for that."""
+_kept: list[_Freed] = []
+"""Memory that stays mapped for ever. The driver did not unlock it; or it is a hole in this forked process, which other arrays may fill."""
 
 
 def locked_bytes() -> int:
@@ -179,24 +187,37 @@ def unlock_freed() -> None:
 
     Finalizers leave this to the threads that call pinfeed. The garbage collector runs a finalizer in whatever thread it interrupts, and
     cudaHostUnregister in a thread that captures a CUDA graph invalidates the capture. The callers are those that take page-locked memory,
-    a loop that asks for its next batch, and whoever closes a device.
+    a loop that asks for its next batch, and whoever closes a feeder or a device. To unlock a large table takes time.
     """
     while True:
         try:
             freed = _freed.popleft()
         except IndexError:
             return
-        # A forked process has neither the memory nor the lock.
-        if freed.pid == os.getpid():
-            try:
-                freed.unlock(freed.address)
-            except RuntimeError as error:
-                logger.warning("%d bytes of page-locked memory could not be unlocked (%s)", freed.nbytes, error)
-        _locked.discard((freed.address, freed.nbytes))
+        try:
+            _unlock(freed)
+        except BaseException:
+            _freed.appendleft(freed)  # an interrupt: the next call does it
+            raise
 
 
+def _unlock(freed: _Freed) -> None:
+    piece = freed.address, freed.nbytes
+    if freed.pid != os.getpid():
+        _kept.append(freed)
+        _locked.discard(piece)
+        return
+    try:
+        freed.unlock(freed.address)
+    except RuntimeError as error:
+        logger.warning("%d bytes of page-locked memory could not be unlocked, and stay as they are (%s)", freed.nbytes, error)
+        _kept.append(freed)
+    else:
+        _locked.discard(piece)
+
+
+# At exit finalizers run in reverse order of creation, so this one runs after those of all page-locked memory.
 weakref.finalize(Pool, unlock_freed)
-"""At exit finalizers run in reverse order of creation, so this one runs after those of all page-locked memory."""
 
 
 def _lock_pages(nbytes: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]) -> Bytes:

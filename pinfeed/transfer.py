@@ -213,7 +213,7 @@ class Transfer:
             for _ in self.device.read(direct, self._read):
                 self.check_stop()
         finally:
-            slot.filled = self._read.record(timed=self._timed)  # after an error too: the next fill of this slot waits for what was queued
+            slot.filled = self._read.record(timed=self._timed)  # the next fill of this slot waits for what is queued, after an error too
         slot.ready_s = now = self.meter.now()
         slot.read_s = slot.draw_s + now - start
         if self._timeline is not None:
@@ -326,6 +326,7 @@ class Transfer:
     def close(self) -> None:
         """Free the staging memory."""
         self.slots, self._active, self._write_staging = [], [], {}
+        unlock_freed()
 
     def _end_lent(self, end: Event) -> None:
         """The loop has queued its work on the batches that it was lent."""

@@ -12,7 +12,7 @@ import torch
 
 from pinfeed.devices import tuning
 
-# cuBLAS reads it when it begins: with it, products and cuDNN's recurrent layers add up in one order, run after run.
+# With this setting products of cuBLAS, and recurrent layers of cuDNN, add up in one order, run after run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -55,7 +55,7 @@ def unhurried() -> None:
 def gpu_works(request: pytest.FixtureRequest) -> Iterator[None]:
     """End the process where a test has broken its CUDA context: every later test would fail for it. pytest-xdist starts another process."""
     yield
-    if request.node.get_closest_marker("gpu") is None:
+    if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_initialized():
         return
     try:
         torch.cuda.synchronize()

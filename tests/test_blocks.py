@@ -468,17 +468,41 @@ def test_a_loop_unlocks_what_was_freed_when_it_asks_for_a_batch() -> None:
         assert not driver.locked
 
 
-def test_memory_that_the_driver_does_not_unlock_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_the_driver_does_not_unlock_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Another array at its address would be copied from the pages that the driver knows."""
+
     def unlock(address: int) -> None:
         raise RuntimeError("cudaHostUnregister failed with CUDA error 900")
 
     unlock_freed()  # of earlier tests
+    monkeypatch.setattr(blocks, "_kept", [])
     before = locked_bytes()
     memory = page_locked(PAGE, lambda address, nbytes: None, unlock)
+    address = address_of(memory)
     del memory
     unlock_freed()
-    assert f"{PAGE} bytes of page-locked memory could not be unlocked (cudaHostUnregister failed with CUDA error 900)" in caplog.text
-    assert locked_bytes() == before
+    assert f"{PAGE} bytes of page-locked memory could not be unlocked, and stay as they are (cudaHostUnregister failed" in caplog.text
+    assert is_mapped(address)
+    assert locked_bytes() == before + PAGE
+    blocks._locked.discard((address, PAGE))
+
+
+def test_an_interrupt_loses_no_memory() -> None:
+    driver = Driver()
+
+    def unlock(address: int) -> None:
+        if not interrupted:
+            interrupted.append(address)
+            raise KeyboardInterrupt
+        driver.unlock(address)
+
+    interrupted: list[int] = []
+    memory = page_locked(PAGE, driver.lock, unlock)
+    del memory
+    with pytest.raises(KeyboardInterrupt):
+        unlock_freed()
+    unlock_freed()
+    assert not driver.locked
 
 
 def test_a_pool_of_locked_memory_locks_a_block_once() -> None:
@@ -498,7 +522,8 @@ def test_a_pool_of_locked_memory_locks_a_block_once() -> None:
 
 PROGRAM = """
 import os, sys
-from pinfeed.blocks import page_locked, unlock_freed
+import numpy as np
+from pinfeed.blocks import anonymous, page_locked, unlock_freed
 calls = []
 def unlock(address):
     os.write(1, b"unlocked ")
@@ -522,11 +547,15 @@ del other
 child = os.fork()
 if child == 0:
     os.write(1, f"{inherited()} ".encode())
+    # These fill the holes that the memory has left here.
+    arrays = [np.full(1 << 16, 3, np.uint8) for _ in range(200)]
+    blocks = [anonymous(1 << 16) for _ in range(200)]
+    del memory
     unlock_freed()
-    os._exit(0)
-os.waitpid(child, 0)
+    os._exit(0 if all((array == 3).all() for array in arrays) and not any(block.any() for block in blocks) else 1)
+os.write(1, f"{os.waitpid(child, 0)[1]} ".encode())
 """
-    assert run(rest).split() == ["True", "False", "unlocked", "unlocked"]
+    assert run(rest).split() == ["True", "False", "0", "unlocked", "unlocked"]
 
 
 def run(rest: str) -> str:

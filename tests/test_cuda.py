@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, PinnedStore, wrap_loader
 from pinfeed.blocks import unlock_freed
-from pinfeed.devices.cuda import CudaDevice
+from pinfeed.devices.cuda import CudaDevice, unlock_on
 from pinfeed.devices.tuning import Route
 from pinfeed.errors import DeviceError
 from pinfeed.memory import resident_bytes
@@ -204,7 +204,7 @@ def test_pinned_store_takes_exactly_what_it_needs_and_gives_it_back() -> None:
     gc.collect()
     unlock_freed()
     with pytest.raises(RuntimeError, match="cudaHostUnregister failed"):
-        CudaDevice()._unlock(address)  # it was unlocked already
+        unlock_on(torch.device("cuda"), address)  # it was unlocked already
     assert float(torch.zeros(1, device="cuda").add_(1)) == 1  # the failed call left no code behind that the next launch reports
 
 

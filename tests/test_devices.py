@@ -8,7 +8,7 @@ import torch
 
 from pinfeed import Feeder, errors
 from pinfeed.devices import resolve
-from pinfeed.devices.cuda import CudaClock, Segments
+from pinfeed.devices.cuda import CudaClock
 from pinfeed.devices.host import HostDevice
 from pinfeed.testing import SimDevice, favour, lazy
 from pinfeed.testing.suites import DeviceTests
@@ -99,58 +99,26 @@ class DriftingEvent:
         return other.at_ms - self.at_ms
 
 
+@pytest.mark.parametrize("gap_s", [0.1, 9.0, 15.0, 30.0, 300.0])
 @pytest.mark.parametrize("drift", [0.0, 1e-4, -1e-4])
-def test_the_clock_of_a_gpu_follows_that_of_the_host(drift: float) -> None:
-    """An hour: errors stay small, times never go back, and begin and end of a short span keep their distance."""
-    gpu, n_comparisons = DriftingGpu(drift), 0
+def test_the_clock_of_a_gpu_follows_that_of_the_host(drift: float, gap_s: float) -> None:
+    """Times never go back, short spans keep their length, and the error stays that of the two clocks since they were compared."""
+    gpu, n_marks = DriftingGpu(drift), 0
 
     def mark() -> Any:
-        nonlocal n_comparisons
-        n_comparisons += 1
-        return gpu.event(), gpu.now_s
+        nonlocal n_marks
+        n_marks += 1
+        return None if n_marks % 5 == 0 else (gpu.event(), gpu.now_s)  # a GPU that is busy
 
-    clock, last_s = CudaClock(mark), 0.0
-    for i in range(1, 36_001):
-        gpu.now_s = 100.0 + i / 10
+    clock, last_s = CudaClock(mark, (gpu.event(), gpu.now_s)), 0.0
+    n = max(20, round(600 / gap_s))
+    for i in range(1, n):
+        gpu.now_s = 100.0 + i * gap_s
         begin = gpu.event()
         gpu.now_s += 1e-4
         begin_s, end_s = clock.at_s(begin), clock.at_s(gpu.event())
-        assert abs(end_s - gpu.now_s) < (1.2e-3 if i < 300 else 1e-5)
+        assert abs(end_s - gpu.now_s) < (1.2e-4 * (10 + gap_s) if i * gap_s < 30 + 3 * gap_s else 1e-5)
         assert end_s - begin_s == pytest.approx(1e-4, abs=1e-6)
         assert last_s < begin_s
         last_s = end_s
-    assert 300 < n_comparisons < 400
-
-
-class Allocator:
-    """torch's allocator, as it describes its segments."""
-
-    def __init__(self) -> None:
-        self.segments: list[dict[str, int]] = []
-        self.n_freed = self.n_snapshots = 0
-
-    def snapshot(self) -> list[dict[str, int]]:
-        self.n_snapshots += 1
-        return self.segments
-
-    def allocate(self, address: int, nbytes: int, stream: int) -> None:
-        self.segments.append({"address": address, "total_size": nbytes, "stream": stream, "device": 0})
-
-    def free(self, address: int) -> None:
-        self.segments = [segment for segment in self.segments if segment["address"] != address]
-        self.n_freed += 1
-
-
-def test_the_stream_that_memory_belongs_to() -> None:
-    allocator = Allocator()
-    segments = Segments(allocator.snapshot, lambda: allocator.n_freed)
-    assert segments.stream_of(4096) is None
-    allocator.allocate(8192, 4096, stream=7)
-    allocator.allocate(4096, 4096, stream=0)
-    assert [segments.stream_of(address) for address in (4095, 4096, 8191, 8192, 12287, 12288)] == [None, 0, 0, 7, 7, None]
-    before = allocator.n_snapshots
-    assert [segments.stream_of(address) for address in (4096, 8192, 9000)] == [0, 7, 7]
-    assert allocator.n_snapshots == before, "known addresses need no snapshot"
-    allocator.free(8192)
-    allocator.allocate(8192, 4096, stream=9)
-    assert segments.stream_of(8192) == 9, "another stream has the address now"
+    assert gap_s > 1 or n_marks < n / 50

@@ -590,6 +590,35 @@ def test_the_peak_on_cuda() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("late", ["none", "compute", "write", "other"])
+def test_memory_of_another_stream_on_cuda(late: str) -> None:
+    """A tensor that another stream made is saved, dropped, and its memory is taken again by that stream while it is copied."""
+    x = torch.randn(1 << 20, device="cuda", requires_grad=True)
+    want = torch.autograd.grad((x * 2).sin().exp().sum(), x)[0]
+    other = torch.cuda.Stream()
+    with Offload("cuda", host_limit=MiB(128), threshold=0, window=1) as offload:
+        for _ in range(3):
+            streams = {"compute": torch.cuda.current_stream(), "write": offload._spill._write.raw, "other": other}
+            other.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(other):
+                y = x * 2
+            torch.cuda.current_stream().wait_stream(other)
+            if late != "none":
+                with torch.cuda.stream(streams[late]):
+                    torch.cuda._sleep(LATE)
+            with offload.step():
+                z = y.sin()
+                del y
+                z = z.exp()
+            with torch.cuda.stream(other):
+                again = [torch.full_like(x, 3.0) for _ in range(4)]
+            got = torch.autograd.grad(z.sum(), x)[0]
+            torch.cuda.current_stream().wait_stream(other)
+            assert torch.equal(got, want)
+            assert all(bool((tensor == 3).all()) for tensor in again)
+
+
+@pytest.mark.gpu
 def test_the_host_does_not_wait_on_cuda() -> None:
     x = torch.randn(1 << 20, device="cuda", requires_grad=True)
     with Offload("cuda", host_limit=MiB(128), window=MiB(8)) as offload:

@@ -391,7 +391,7 @@ def test_copies_of_a_pinned_store(monkeypatch: pytest.MonkeyPatch) -> None:
     unlock_freed()
     assert len(runtime.locked) == 2, "the copy still uses the rows"
     del shared, own
-    unlock_freed()
+    PinnedStore.unlock_freed()
     assert not runtime.locked
 
 

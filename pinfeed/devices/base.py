@@ -143,11 +143,7 @@ class Device(Protocol):
         """Queue the write of rows, each once, of stores it reaches."""
 
     def share(self, tensor: Tensor, stream: Any) -> None:
-        """Once ``tensor`` is freed, keep its memory until ``stream``, not the one it was made for, has done its work so far."""
-
-    def allocated_for(self, tensor: Tensor, stream: Any) -> bool:
-        """Whether the tensor's memory was allocated for work in ``stream``; False where the device cannot tell."""
-        ...
+        """Once ``tensor`` is freed, keep its memory until ``stream`` has done its work so far; nothing if it is that stream's."""
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
         """Shape, dtype and whether it is on this device, of a tensor; None for anything else."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 import ctypes
 import functools
@@ -10,7 +9,7 @@ import itertools
 import operator
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeGuard
@@ -34,7 +33,10 @@ from .tuning import STAGED, Rates, Route, decide, measure, remembered
 _TYPICAL_ROWS = 4096
 _N_BLOCKS = 8
 _MAX_ROW_BYTES = 1 << 30  # the kernels count the words of a row in 32 bits
-_COMPARE_S = 10.0  # the time between two events is 24 bits of milliseconds: of 10 seconds, a microsecond
+# torch gives the time between two events as a 32-bit float in milliseconds, which resolves a microsecond at 10 seconds.
+_COMPARE_S = 10.0
+_N_MARKS = 4
+_MARK_S = 1e-3
 
 
 class CudaEvent:
@@ -60,6 +62,10 @@ class CudaEvent:
         return self._clock.at_s(self.raw)
 
 
+Mark = tuple[torch.cuda.Event, float]
+"""A timed event that has been passed, and the time of ``time.perf_counter()`` then."""
+
+
 @dataclass(frozen=True)
 class _Comparison:
     """The clocks of a GPU and of the host, at one event.
@@ -68,13 +74,19 @@ class _Comparison:
         event: Passed when they were compared.
         host_s: Time of the host's clock then.
         told_s: Time that ``CudaClock`` tells for the event.
-        rate: Seconds that ``CudaClock`` tells per second of the GPU's clock from there on.
+        rate: Seconds of the host's clock per second of the GPU's.
     """
 
     event: torch.cuda.Event
     host_s: float
     told_s: float
     rate: float
+
+    def at_s(self, event: torch.cuda.Event) -> float:
+        """The time of another event: the error at this one is gone after ``_COMPARE_S``."""
+        elapsed_s = _seconds(self.event, event)
+        share = min(max(elapsed_s / _COMPARE_S, 0.0), 1.0)
+        return self.told_s + elapsed_s * self.rate + share * (self.host_s - self.told_s)
 
 
 class CudaClock:
@@ -84,66 +96,46 @@ class CudaClock:
     finds is taken away over the time up to the next one: the time that is told never jumps, and spans do not overlap.
 
     Args:
-        mark: Returns a timed event that has just been passed, and the time of ``time.perf_counter()`` then.
+        mark: Returns a mark, or None if the GPU does not give one at once.
+        first: The first mark.
     """
 
-    def __init__(self, mark: Callable[[], tuple[torch.cuda.Event, float]]) -> None:
+    def __init__(self, mark: Callable[[], Mark | None], first: Mark) -> None:
         self._mark = mark
-        event, now_s = mark()
+        event, now_s = first
         self._last = _Comparison(event, now_s, now_s, 1.0)
 
     def at_s(self, event: torch.cuda.Event) -> float:
         """Seconds of ``time.perf_counter()``; the event is timed and done. In any thread."""
         last = self._last
-        if _seconds(last.event, event) > _COMPARE_S:
-            self._last = last = self._compare(last)
-        return last.told_s + _seconds(last.event, event) * last.rate
-
-    def _compare(self, last: _Comparison) -> _Comparison:
-        event, host_s = self._mark()
-        elapsed_s = _seconds(last.event, event)
-        told_s = last.told_s + elapsed_s * last.rate
-        rate = (host_s - last.host_s) / elapsed_s + (host_s - told_s) / _COMPARE_S
-        return _Comparison(event, host_s, told_s, rate)
+        if _seconds(last.event, event) > _COMPARE_S and (mark := self._mark()) is not None:
+            now, host_s = mark
+            rate = (host_s - last.host_s) / _seconds(last.event, now)
+            self._last = last = _Comparison(now, host_s, last.at_s(now), rate)
+        return last.at_s(event)
 
 
 def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-class Segments:
-    """The segments of memory that torch's allocator has reserved, and the stream that each belongs to.
+def _marked(stream: torch.cuda.Stream) -> Mark | None:
+    """The mark that was taken in the shortest of some tries; a thread that was interrupted meanwhile reads the clock late.
 
-    torch gives freed memory back to the stream that it was allocated for, and tells which one that is in its snapshot alone. A snapshot
-    takes milliseconds, so one is taken only when an address is unknown, or segments have been given back to the driver since the last one.
-
-    Args:
-        snapshot: ``torch.cuda.memory_snapshot``.
-        n_freed: Returns the number of segments that were given back to the driver so far.
+    torch's streams are shared, so other work may be under way in this one: then it is not waited for.
     """
-
-    def __init__(self, snapshot: Callable[[], Sequence[Mapping[str, Any]]], n_freed: Callable[[], int]) -> None:
-        self._snapshot = snapshot
-        self._n_freed = n_freed
-        self._known: list[tuple[int, int, int]] = []
-        self._n_freed_then = -1
-
-    def stream_of(self, address: int) -> int | None:
-        """The handle of the stream that the memory at an address belongs to; None if torch's allocator has no such memory."""
-        n_freed = self._n_freed()
-        if n_freed == self._n_freed_then and (found := self._find(address)) is not None:
-            return found
-        self._n_freed_then = n_freed
-        segments = self._snapshot()
-        self._known = sorted((segment["address"], segment["total_size"], segment["stream"]) for segment in segments)
-        return self._find(address)
-
-    def _find(self, address: int) -> int | None:
-        i = bisect.bisect_right(self._known, address, key=operator.itemgetter(0)) - 1
-        if i < 0:
-            return None
-        start, nbytes, stream = self._known[i]
-        return stream if address < start + nbytes else None
+    tries = []
+    for _ in range(_N_MARKS):
+        event = torch.cuda.Event(enable_timing=True)
+        begin_s = time.perf_counter()
+        event.record(stream)
+        while not event.query():
+            if time.perf_counter() - begin_s > _MARK_S:
+                return None
+        now_s = time.perf_counter()
+        tries.append((now_s - begin_s, event, now_s))
+    _, event, now_s = min(tries, key=operator.itemgetter(0))
+    return event, now_s
 
 
 class CudaStream:
@@ -194,7 +186,7 @@ class CudaDevice:
             raise DeviceError(f"device='cuda:{index}' does not exist; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}")
         self.name = f"cuda:{index}"
         self._device, self._index = torch.device("cuda", index), index
-        self._staging = Pool(n_spare, self._page_locked)
+        self._staging = Pool(n_spare, functools.partial(_staging_memory, self._device))
         self.route = STAGED
         """How the rows of page-locked stores go: of all feeders on this device as the last one decided."""
         self._priority = priority
@@ -310,11 +302,6 @@ class CudaDevice:
         if getattr(tensor, "layout", None) is torch.strided and not tensor.is_nested:
             tensor.record_stream(stream.raw)
 
-    def allocated_for(self, tensor: torch.Tensor, stream: CudaStream) -> bool:
-        if self._segments is None:
-            return False
-        return self._segments.stream_of(tensor.data_ptr()) == stream.raw.cuda_stream
-
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None
@@ -329,25 +316,13 @@ class CudaDevice:
             torch.cuda.nvtx.range_pop()
 
     @functools.cached_property
-    def _segments(self) -> Segments | None:
-        """None where another allocator than torch's own is in use, which has no segments."""
-        if torch.cuda.get_allocator_backend() != "native":
-            return None
-        stats = functools.partial(torch.cuda.memory_stats_as_nested_dict, self._device)
-        return Segments(torch.cuda.memory_snapshot, lambda: int(stats()["num_device_free"]))
-
-    @functools.cached_property
     def clock(self) -> CudaClock:
         """Of this GPU."""
         stream = torch.cuda.Stream(self._device)
-
-        def mark() -> tuple[torch.cuda.Event, float]:
-            event = torch.cuda.Event(enable_timing=True)
-            event.record(stream)
-            event.synchronize()  # nothing else is in this stream, so it takes microseconds; spinning, for a thread that sleeps wakes late
-            return event, time.perf_counter()
-
-        return CudaClock(mark)
+        first = torch.cuda.Event(enable_timing=True)
+        first.record(stream)
+        first.synchronize()
+        return CudaClock(functools.partial(_marked, stream), (first, time.perf_counter()))
 
     def free_bytes(self) -> int:
         cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
@@ -387,37 +362,39 @@ class CudaDevice:
         staged.numpy()[...] = rows
         return staged.to(self._device, non_blocking=True)
 
-    def _page_locked(self, nbytes: int) -> Bytes:
-        try:
-            return page_locked(nbytes, self._lock, self._unlock)
-        except DeviceError as error:
-            raise DeviceError(f"{error}; take a smaller batch or depth, or raise `ulimit -l`") from error
 
-    def _lock(self, address: int, nbytes: int) -> None:
-        self._call("cudaHostRegister", address, nbytes, REGISTER)
+def _staging_memory(device: torch.device, nbytes: int) -> Bytes:
+    # What unlocks memory must not keep the CudaDevice alive, whose pool keeps the memory.
+    lock = functools.partial(_call_runtime, device, "cudaHostRegister")
+    try:
+        return page_locked(nbytes, lambda address, size: lock(address, size, REGISTER), functools.partial(unlock_on, device))
+    except DeviceError as error:
+        raise DeviceError(f"{error}; take a smaller batch or depth, or raise `ulimit -l`") from error
 
-    def _unlock(self, address: int) -> None:
-        self._call("cudaHostUnregister", address)
 
-    def _call(self, name: str, *args: int) -> None:
-        """Call the CUDA runtime that torch has loaded, for this GPU.
+def unlock_on(device: torch.device, address: int) -> None:
+    """Unlock page-locked memory.
 
-        Raises:
-            RuntimeError: The call failed.
-        """
-        # Without the guard, a thread that has not used this GPU makes a context on another one.
-        with torch.cuda.device(self._device):
-            runtime = torch.cuda.cudart()
-            code = getattr(runtime, name)(*args)
-        if code != runtime.cudaError.success:
-            self._forget_error()
-            raise RuntimeError(f"{name} failed with CUDA error {int(code)}")
+    Raises:
+        RuntimeError: The driver refuses; the next call of the runtime does not report it again.
+    """
+    _call_runtime(device, "cudaHostUnregister", address)
 
-    @staticmethod
-    def _forget_error() -> None:
-        """The runtime keeps the code of a failed call, and anybody's next kernel launch would report it; torch cannot clear it."""
-        with contextlib.suppress(OSError):  # a build that has it under another name
-            ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGetLastError()
+
+def _call_runtime(device: torch.device, name: str, *args: int) -> None:
+    # Without the guard, a thread that has not used this GPU makes a context on another one.
+    with torch.cuda.device(device):
+        runtime = torch.cuda.cudart()
+        code = getattr(runtime, name)(*args)
+    if code != runtime.cudaError.success:
+        _forget_error()
+        raise RuntimeError(f"{name} failed with CUDA error {int(code)}")
+
+
+def _forget_error() -> None:
+    """Clear the code of a failed call, which the runtime keeps and anybody's next kernel launch would report; torch cannot clear it."""
+    with contextlib.suppress(OSError):  # a build that has it under another name
+        ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGetLastError()
 
 
 def _is_plain(value: Any) -> bool:

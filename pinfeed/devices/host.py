@@ -134,9 +134,6 @@ class HostDevice:
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         """There is one stream."""
 
-    def allocated_for(self, tensor: torch.Tensor, stream: Any) -> bool:
-        return True
-
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
             return None

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
-from ..blocks import REGISTER, Bytes, anonymous, page_locked
+from ..blocks import REGISTER, Bytes, anonymous, page_locked, unlock_freed
 from ..dtypes import dtype_of
 from ..errors import ArgumentError, ClosedError, DeviceError, MissingDependency, StoreError
 from ..rows import Rows
@@ -31,7 +31,8 @@ class PinnedStore(ArrayStore):
     """Rows in memory that is page-locked through CuPy: exactly as much as they need, in whole pages. Forked processes do not inherit it.
 
     ``copy.copy`` gives a store of the same memory, ``copy.deepcopy`` and pickle one of other memory. When the last array on the memory has
-    died, it is unlocked by the next call of pinfeed that takes page-locked memory, asks a loop for a batch, or closes a feeder.
+    died, it is unlocked by the next call of pinfeed that takes page-locked memory, asks a loop for a batch, or closes a feeder; or by
+    ``PinnedStore.unlock_freed()``.
 
     Args:
         source: A numpy array, a CPU tensor, a path of a .npy file or a Store; copied piece by piece.
@@ -102,13 +103,13 @@ class PinnedStore(ArrayStore):
         return cls.empty(shape, dtype, pin=pin)._fill(lambda size: rng.uniform(low, high, size))
 
     def __copy__(self) -> PinnedStore:
-        """A store of the same rows in the same memory, as ``copy.copy`` of every other store in memory gives."""
+        """Return a store of the same rows in the same memory."""
         copied = type(self).__new__(type(self))
         copied.__dict__.update(self.__dict__)
         return copied
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PinnedStore:
-        """A store with memory of its own, page-locked as this one's."""
+        """Return a store of equal rows in other memory, which is page-locked if this one's is."""
         make, arguments = self.__reduce__()
         copied: PinnedStore = make(*arguments)
         return copied
@@ -123,6 +124,11 @@ class PinnedStore(ArrayStore):
     def scatter(self, rows: Rows, values: Array) -> None:
         self._require_memory()
         super().scatter(rows, values)
+
+    @staticmethod
+    def unlock_freed() -> None:
+        """Give the memory of stores that were dropped back to the system now. Do not call it while this thread captures a CUDA graph."""
+        unlock_freed()
 
     def _require_memory(self) -> None:
         if self.page_locked and self._pid != os.getpid():  # where the first touch would end the process

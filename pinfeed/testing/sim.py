@@ -293,10 +293,8 @@ class SimDevice:
             stream._enqueue(_writing(store, rows, stream._reach(array)))
 
     def share(self, tensor: DeviceArray, stream: SimStream) -> None:
-        tensor.memory.shared.add(stream)
-
-    def allocated_for(self, tensor: DeviceArray, stream: SimStream) -> bool:
-        return tensor.memory.stream is stream
+        if stream is not tensor.memory.stream:
+            tensor.memory.shared.add(stream)
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
         return (value.shape, value.dtype, True) if isinstance(value, DeviceArray) else None

@@ -322,14 +322,6 @@ class DeviceTests:
         np.testing.assert_array_equal(out, np.full(512, 1.0))
         np.testing.assert_array_equal(self.download(device, again, (512,), np.float64, home), np.full(512, 2.0))
 
-    def test_memory_belongs_to_the_stream_it_was_allocated_for(self, device: Device) -> None:
-        home, other = device.stream("home"), device.stream("other")
-        tensor, _staged = self.upload(device, np.arange(512.0), home)
-        assert device.allocated_for(tensor, home)
-        assert device.allocated_for(device.cut(tensor, 100, 200), home)
-        assert device.unified or not device.allocated_for(tensor, other)
-        home.record().sync()
-
     def test_a_worker_does_its_tasks_in_order_and_reports_errors(self, device: Device) -> None:
         worker = device.worker("pinfeed-test")
         done: list[int] = []

@@ -110,7 +110,8 @@ class Offload:
     kept for several backward passes, be differentiated again, or be dropped; blocks are free when the last saved tensor on them is.
 
     A saved tensor that is changed in place before the backward pass is an error, as it is without Offload: the change may come before the
-    copy is done. What torch does not count (``.data``, kernels of one's own) is not seen, and must leave alone what was saved.
+    copy is done. What torch does not count (``.data``, kernels of one's own) is not seen, and must leave alone what was saved. A saved
+    tensor that another stream reads without saving it needs ``record_stream``, as if the graph did not keep it.
 
     Args:
         device: Where the model is: ``"auto"``, ``"cuda"``, ``"cuda:1"``, ``"cpu"`` (for tests), or a Device.
@@ -212,6 +213,8 @@ class Offload:
         if id(owner) in staying or storages.nbytes(owner) < self._threshold or not (ranges := storages.ranges(tensor)):
             return _Kept(tensor)
         with self._lock, torch.no_grad():
+            # Without Offload the graph would keep this memory, whatever stream it was allocated for, until the backward pass is queued.
+            self.device.share(tensor, self.device.current_stream())
             piece = self._find(tensor, owner, ranges) or self._move(tensor, owner, ranges[0])
             self._n_tensors += piece.block is not None
             return _Handle(piece, geometry_of(tensor, piece.range))

@@ -2,8 +2,8 @@
 
 Rule 1: no call here blocks the host, but ``close``.
 Rule 2: device memory is taken and given back in the order of the stream that computes; so the allocator may hand it out again at once.
-        Memory that was allocated for another stream is shared with the stream that computes (``record_stream``), so the allocator hands
-        it out again only when that one has come to where the memory was let go of; the window does not bound how much is held until then.
+        Memory that was allocated for another stream is shared with the one that saves it (``Device.share``): the allocator then keeps it
+        until that stream has done the work that it was given before the memory was let go of. The window does not bound such memory.
 
              compute                     write                      read
     pack:    values computed
@@ -117,9 +117,6 @@ class Spill:
         if block is None:
             return False
         assert piece.memory is not None
-        if not self.device.allocated_for(piece.memory, piece.stream):
-            # The memory is let go of behind a wait of the compute stream for the copy. Its own stream knows neither, and may use it again.
-            self.device.share(piece.memory, piece.stream)
         self._write.wait(piece.stream.record())  # the values may not be computed yet
         if block.busy is not None:
             self._write.wait(block.busy)  # a copy back may still read the block
