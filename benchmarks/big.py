@@ -92,9 +92,9 @@ def errors(device: str) -> list[dict[str, str]]:
     return rows
 
 
-def peaks(device: str) -> list[dict[str, Any]]:
-    """MiB that a step of a chunk takes with gradients there, and that of a batch of 64 chunks; beside the batch itself, on the host."""
-    x, y = torch.randn(N, 3, 32, 32), torch.randint(10, (N,))
+def peaks(device: str, n: int = N) -> list[dict[str, Any]]:
+    """MiB that a step of a chunk takes with gradients there, and that of a batch of ``n``; beside the batch itself, on the host."""
+    x, y = torch.randn(n, 3, 32, 32), torch.randint(10, (n,))
 
     def make() -> nn.Module:
         torch.manual_seed(0)

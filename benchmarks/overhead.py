@@ -38,33 +38,49 @@ def gaps_us(batches: Iterable[Any], body: Callable[[Any], object] = lambda _: No
     return gaps
 
 
-def bare(depth: int) -> Iterator[None]:
+def bare(depth: int, n: int) -> Iterator[None]:
     """The least that a prefetching loop can do: one future per batch."""
     with ThreadPoolExecutor(1) as executor:
         futures = deque(executor.submit(lambda: None) for _ in range(depth))
-        for _ in range(N):
+        for _ in range(n):
             futures.append(executor.submit(lambda: None))
             yield futures.popleft().result()
 
 
-def measure(device: str) -> dict[str, dict[str, float]]:
-    array = np.zeros((N * 16, 4), np.float32)
+Ways = dict[str, Callable[[], dict[str, float]]]
+
+
+def ways(device: str, depth: int, n: int = N) -> Ways:
+    """What is measured at a depth, with ``n`` batches: calls that return percentiles in microseconds."""
+
+    def fed(source: Any, *, write: bool = False) -> dict[str, float]:
+        with Feeder(source, batch_size=16, depth=depth, device=device) as feeder:
+            if write:
+                return percentiles(gaps_us(feeder.batches(), lambda batch: batch.write_back(batch.data)))
+            return percentiles(gaps_us(feeder))
+
+    def wrapped() -> dict[str, float]:
+        with wrap_loader([(torch.zeros(1), torch.zeros(1))] * n, depth=depth, device=device) as loader:
+            return percentiles(gaps_us(loader))
+
+    array = np.zeros((n * 16, 4), np.float32)
     array.flags.writeable = False
-    results = {}
-    for depth in (0, 1, 2, 4):
-        if depth:
-            results[f"bare executor, depth {depth}"] = gaps_us(bare(depth))
-        for name, store in (("empty source", Nothing(array)), ("16 rows of 16 B", ArrayStore(array))):
-            with Feeder(store, batch_size=16, depth=depth, device=device) as feeder:
-                results[f"{name}, depth {depth}"] = gaps_us(feeder)
-        with Feeder((Nothing(array),) * 4, batch_size=16, depth=depth, device=device) as feeder:
-            results[f"four empty sources, depth {depth}"] = gaps_us(feeder)
-        with wrap_loader([(torch.zeros(1), torch.zeros(1))] * N, depth=depth, device=device) as loader:
-            results[f"wrap_loader, depth {depth}"] = gaps_us(loader)
-        table = ArrayStore(np.zeros((N * 16, 4), np.float32))
-        with Feeder(table, batch_size=16, depth=depth, device=device) as feeder:
-            results[f"with write_back, depth {depth}"] = gaps_us(feeder.batches(), lambda batch: batch.write_back(batch.data))
-    return {name: dict(zip(("p50", "p90"), np.percentile(gaps, [50, 90]).round(1).tolist(), strict=True)) for name, gaps in results.items()}
+    found: Ways = {"bare executor": lambda: percentiles(gaps_us(bare(depth, n)))} if depth else {}
+    return found | {
+        "empty source": lambda: fed(Nothing(array)),
+        "16 rows of 16 B": lambda: fed(ArrayStore(array)),
+        "four empty sources": lambda: fed((Nothing(array),) * 4),
+        "wrap_loader": wrapped,
+        "with write_back": lambda: fed(ArrayStore(np.zeros((n * 16, 4), np.float32)), write=True),
+    }
+
+
+def percentiles(gaps: list[float]) -> dict[str, float]:
+    return dict(zip(("p50", "p90"), np.percentile(gaps, [50, 90]).round(1).tolist(), strict=True))
+
+
+def measure(device: str) -> dict[str, dict[str, float]]:
+    return {f"{name}, depth {depth}": way() for depth in (0, 1, 2, 4) for name, way in ways(device, depth).items()}
 
 
 def main() -> None:

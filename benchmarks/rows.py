@@ -11,7 +11,6 @@ all of it can be hidden. "Hidden" is the share of the transfer (synchronous step
 from __future__ import annotations
 
 import argparse
-import gc
 import json
 import statistics
 import subprocess
@@ -25,8 +24,10 @@ import torch
 
 import pinfeed
 from benchmarks.environment import environment, save
+from benchmarks.memory import free
 from benchmarks.onerun import memory
 from benchmarks.rowsteps import Body, Cell, check, contestants, mapped, rows_there, step_s, wait
+from pinfeed.devices.kernels import External
 
 N_WARM, N_STEPS = 8, 200
 SPEEDTORCH_ROWS, SPEEDTORCH_DIM = 131_072, 128
@@ -42,10 +43,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--memory", action="store_true", help=argparse.SUPPRESS)  # in a process of its own
+    parser.add_argument("--memory", type=int, metavar="ROWS", help=argparse.SUPPRESS)  # in a process of its own
     arguments = parser.parse_args()
     if arguments.memory:
-        print(json.dumps(big_table(arguments.device)))
+        print(json.dumps(big_table(arguments.device, arguments.memory)))
         return
     print(environment())
     results = measure(arguments.device, quick=arguments.quick)
@@ -65,7 +66,7 @@ def measure(device: str, *, quick: bool) -> dict[str, Any]:
         cells.append(one_cell(cell, device, n_repeats, cap_s))
         print(_line(cells[-1]), flush=True)
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.rows", "--memory", "--device", device], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "benchmarks.rows", "--memory", str(BIG_ROWS), "--device", device], capture_output=True, text=True, check=True
     )
     return {"cells": cells, "SpeedTorch's table, ms": to_and_from(device), "memory": json.loads(run.stdout)}
 
@@ -80,15 +81,20 @@ def one_cell(cell: Cell, device: str, n_repeats: int, cap_s: float) -> dict[str,
         body, found = Body(cell, device, n_products), {name: [] for name in runs}
         for _ in range(n_repeats):
             for name, run in runs.items():
-                gc.collect()
+                free()
                 found[name].append(step_s(run, cell, body, ids, N_WARM, cap_s))
         return {name: round(statistics.median(times) * 1e3, 3) for name, times in found.items()}
 
     small = time_all(0)
-    transfer_s = max(1e-4, (small["synchronous"] - small["step alone"]) / 1e3)
+    n_products = as_long_as_the_transfer(small["synchronous"] - small["step alone"], cell, device)
+    return {"cell": str(cell), "small_ms": small, "large_ms": time_all(n_products)}
+
+
+def as_long_as_the_transfer(transfer_ms: float, cell: Cell, device: str) -> int:
+    """Matrix products that take as many milliseconds, at least 0.1."""
     body = Body(cell, device)
     per_product = best(lambda: [body.products(50), wait(body)]) / 50
-    return {"cell": str(cell), "small_ms": small, "large_ms": time_all(max(1, round(transfer_s / per_product)))}
+    return max(1, round(max(0.1, transfer_ms) / 1e3 / per_product))
 
 
 def hidden(ms: dict[str, float]) -> float:
@@ -135,7 +141,15 @@ def to_and_from(device: str) -> dict[str, float]:
             array[rows] = block
             torch.cuda.synchronize()
 
+        def uva_rows() -> None:
+            rows = ids.to(there)
+            block = torch.empty(shape, device=there)
+            with cupy.cuda.Stream.from_external(External(torch.cuda.current_stream().cuda_stream)):
+                array.take(cupy.asarray(rows), axis=0, out=cupy.asarray(block))
+                array[cupy.asarray(rows)] = cupy.asarray(block)
+
         ways["SpeedTorch's: CuPy indexes page-locked memory, everything is waited for"] = speedtorch_rows
+        ways["CuPy indexes page-locked memory in torch's stream"] = uva_rows
     found = {name: best(lambda way=way: [way(), wait_for(there)]) for name, way in ways.items()}
     n = 20
     for depth in (0, 2):
@@ -152,8 +166,11 @@ def to_and_from(device: str) -> dict[str, float]:
     return {name: round(seconds * 1e3, 3) for name, seconds in found.items()}
 
 
-def big_table(device: str) -> dict[str, Any]:
-    """Resident memory that a table of 5.12 GB takes: drawn, and trained for some batches. Code is loaded by a small one before."""
+def big_table(device: str, n_rows: int) -> dict[str, Any]:
+    """Resident memory that a table takes (5.12 GB with ``BIG_ROWS``): drawn, and trained for some batches.
+
+    Code is loaded by a small one before.
+    """
 
     def made_and_trained(n_rows: int) -> tuple[int, int]:
         table = pinfeed.HostEmbedding(n_rows, BIG_DIM, pin=device == "cuda", name="table")
@@ -168,10 +185,10 @@ def big_table(device: str) -> dict[str, Any]:
         return made, memory()["VmHWM"]
 
     made_and_trained(10_000)
-    before, nbytes = memory()["VmRSS"], 4 * BIG_ROWS * BIG_DIM
-    made, trained = made_and_trained(BIG_ROWS)
+    before, nbytes = memory()["VmRSS"], 4 * n_rows * BIG_DIM
+    made, trained = made_and_trained(n_rows)
     return {
-        "rows": [BIG_ROWS, BIG_DIM],
+        "rows": [n_rows, BIG_DIM],
         "table_gb": nbytes / 1e9,
         "made_over_table": round((made - before) / nbytes, 4),
         "trained_over_table": round((trained - before) / nbytes, 4),

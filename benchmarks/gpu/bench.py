@@ -1,0 +1,147 @@
+"""A device, tables whose rows are views of one memory, and ways to time what the device does."""
+
+from __future__ import annotations
+
+import copy
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu.recorder import Skipped
+from pinfeed import PinnedStore
+from pinfeed.access.base import StoreRows
+from pinfeed.devices import resolve
+from pinfeed.devices.tuning import Route
+from pinfeed.memory import free_host_bytes
+from pinfeed.sources import part_nbytes
+
+WORD = 8
+_SPARE_HOST_BYTES = 8 << 30
+_CYCLES_PER_S = 2.5e9  # a GPU has about two cycles in a nanosecond
+
+
+class Bench:
+    """A device and two of its streams.
+
+    Args:
+        name: ``cuda`` or ``cpu``.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.device: Any = resolve(name, n_spare=8)
+        self.cuda = not self.device.unified
+        self.read = self.device.stream("read")
+        self.write = self.device.stream("write")
+
+    def latency_s(self, work: Callable[[], object]) -> float:
+        """Seconds from a call until what it queued is done; the fastest of 5."""
+        times = []
+        for _ in range(6):
+            begin = time.perf_counter()
+            work()
+            self.read.record().sync()
+            self.write.record().sync()
+            times.append(time.perf_counter() - begin)
+        # The first call may load code.
+        return min(times[1:])
+
+    def queued_s(self, work: Callable[[], object], n: int = 4) -> float:
+        """Seconds of device time of one of ``n`` calls; the fastest of 5 repeats.
+
+        All calls are queued while the device sleeps, so that the host's time is not measured.
+        """
+
+        def all_of_them() -> None:
+            for _ in range(n):
+                work()
+
+        if not self.cuda:
+            return self.latency_s(all_of_them) / n
+        all_of_them()
+        wait(self.device.name)
+        begin = time.perf_counter()
+        all_of_them()
+        host_s = time.perf_counter() - begin
+        wait(self.device.name)
+        times = []
+        for _ in range(5):
+            start, *ends = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+            with torch.cuda.stream(self.read.raw):
+                torch.cuda._sleep(int(_CYCLES_PER_S * host_s))
+                start.record()
+            self.write.raw.wait_event(start)
+            all_of_them()
+            for end, stream in zip(ends, (self.read, self.write), strict=True):
+                end.record(stream.raw)
+                end.synchronize()
+            times.append(max(start.elapsed_time(end) for end in ends) / 1e3 / n)
+        return min(times)
+
+    def words(self, nbytes: int) -> PinnedStore:
+        """Host memory for tables: page-locked on a GPU, every word holds its own number."""
+        return words(nbytes, pin=self.cuda)
+
+    def room(self, sample: StoreRows) -> Any:
+        """Device memory for the rows of a sample."""
+        memory = self.device.empty(part_nbytes(sample), self.device.current_stream())
+        return self.device.tensor(memory, sample.shape, sample.dtype)
+
+    def use_blocks(self, n_blocks: int) -> None:
+        """Let the kernels that move rows have so many blocks from now on."""
+        if self.cuda:
+            self.device.route = Route(n_blocks, True, "")
+
+    def gather(self, sample: StoreRows, into: Any) -> None:
+        """Queue the rows of a sample on their way to the device."""
+        deque(self.device.read([(sample, into)], self.read), maxlen=0)
+
+    def scatter(self, sample: StoreRows, values: Any) -> None:
+        """Queue values on their way to the rows of a sample."""
+        self.device.write([(sample.store, values)], sample.rows, self.write)
+
+
+def words(nbytes: int, *, pin: bool) -> PinnedStore:
+    """A store of words, each of which holds its own number.
+
+    Raises:
+        Skipped: The machine has too little free memory for it.
+    """
+    free = free_host_bytes()
+    if nbytes + _SPARE_HOST_BYTES > free and pin:
+        raise Skipped(
+            f"a table of {nbytes / 1e9:.1f} GB needs {_SPARE_HOST_BYTES / 1e9:.1f} GB beside it; "
+            f"{free / 1e9:.1f} GB of host memory are free"
+        )
+    store = PinnedStore.empty((nbytes // WORD,), "int64", pin=pin)
+    torch.arange(store.n_rows, out=torch.from_numpy(store.array))
+    return store
+
+
+def as_rows(memory: PinnedStore, row_nbytes: int) -> PinnedStore:
+    """The same memory as rows of ``row_nbytes``, a multiple of 8."""
+    store = copy.copy(memory)
+    n_words = row_nbytes // WORD
+    whole = memory.n_rows // n_words * n_words
+    store._array = memory.array[:whole].reshape(-1, n_words)
+    return store
+
+
+def expected_rows(numbers: np.ndarray, row_nbytes: int) -> np.ndarray:
+    """What rows of such a table hold."""
+    n_words = row_nbytes // WORD
+    return numbers[:, None] * n_words + np.arange(n_words)
+
+
+def rate(nbytes: int, seconds: float) -> float:
+    """Throughput in GB/s."""
+    return round(nbytes / seconds / 1e9, 3)
+
+
+def wait(device: str) -> None:
+    """Wait until the device has nothing left to do."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()

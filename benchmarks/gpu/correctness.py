@@ -1,0 +1,148 @@
+"""The tests that need a GPU, in parallel and then the failed ones alone; and memcheck."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu import testlog
+from benchmarks.gpu.processes import ROOT, last_lines, run_program
+from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
+
+_PYTEST = (
+    sys.executable,
+    "-m",
+    "pytest",
+    "-q",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:benchmark",
+    "-p",
+    "benchmarks.gpu.testlog",
+)
+_OPTIONS = ("-o", "addopts=", "--strict-markers", "--continue-on-collection-errors")
+# A process ends with the CUDA context that a test has broken, and xdist starts another one.
+_RESTARTS = ("--max-worker-restart", "100")
+_PARALLEL_SHARE = 0.75
+_ALONE_S = 120.0
+_N_SLOWEST = 20
+_SANITIZED = ("tests/test_cuda.py", "-k", "rows_of_every_size")
+
+
+def tests(run: Run) -> list[Cell]:
+    """All tests in one cell, and one cell more for each test that failed."""
+    return [Cell({"run": "in parallel"}, functools.partial(_all_tests, run))]
+
+
+def _all_tests(run: Run) -> Fields:
+    if run.cuda:
+        # Other files may import packages that are not there.
+        files = sorted(
+            str(path.relative_to(ROOT))
+            for path in (ROOT / "tests").glob("test_*.py")
+            if "mark.gpu" in path.read_text()
+        )
+        markers = "gpu"
+    else:
+        files = ["tests/test_kernels.py", "tests/test_config.py"]
+        markers = "not gpu and not stress"
+    n_processes = max(2, min(6, len(os.sched_getaffinity(0)) // 3))
+    found = _pytest(
+        run.left_s() * _PARALLEL_SHARE, "-n", str(n_processes), *_RESTARTS, "-m", markers, *files
+    )
+    again = dict.fromkeys(
+        [*(failure["test"] for failure in found["failures"]), *found["unfinished"]]
+    )
+    run.recorder.add(
+        Cell({"run": "alone", "test": test}, functools.partial(_alone, run, markers, test))
+        for test in again
+    )
+    return {"files": files, "processes": n_processes, **found}
+
+
+def _alone(run: Run, markers: str, test: str) -> Fields:
+    found = _pytest(min(_ALONE_S, run.left_s()), "-p", "no:xdist", "-m", markers, test)
+    counts = found["counts"]
+    return {
+        "passes_alone": bool(counts.get("passed"))
+        and not counts.get("failed")
+        and not found["killed"],
+        **found,
+    }
+
+
+def _pytest(limit_s: float, *arguments: str) -> Fields:
+    """Run pytest, and read what its log has even if it was killed."""
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "tests.jsonl"
+        status, output = run_program(
+            (*_PYTEST, *_OPTIONS, *arguments), max(1.0, limit_s), **{testlog.VARIABLE: str(log)}
+        )
+        lines = log.read_text().splitlines() if log.exists() else []
+    # The last line may have been cut off.
+    reports = [json.loads(line) for line in lines if line.endswith("}")]
+    return {
+        "exit_status": status,
+        "killed": status is None,
+        **summary(reports),
+        "output": last_lines(output),
+    }
+
+
+def summary(lines: list[dict[str, Any]]) -> Fields:
+    """Counts, failures, tests that did not end, reasons of skips, and the slowest tests."""
+    reports = [line for line in lines if line["outcome"] != "started"]
+    ended = {report["test"] for report in reports}
+    failures = [report for report in reports if report["outcome"] == "failed"]
+    skipped = [report for report in reports if report["outcome"] == "skipped"]
+    slowest = sorted(reports, key=lambda report: -report["seconds"])[:_N_SLOWEST]
+    return {
+        "counts": dict(Counter(report["outcome"] for report in reports)),
+        "failures": failures,
+        "unfinished": [line["test"] for line in lines if line["test"] not in ended],
+        "skipped": [{"test": report["test"], "message": report["message"]} for report in skipped],
+        "slowest": [{"test": report["test"], "seconds": report["seconds"]} for report in slowest],
+    }
+
+
+def compute_sanitizer(run: Run) -> list[Cell]:
+    """memcheck on the kernels that move rows."""
+    return [Cell({"tool": "memcheck"}, functools.partial(_sanitized, run))]
+
+
+def _sanitized(run: Run) -> Fields:
+    run.require_cuda("compute-sanitizer")
+    name = "compute-sanitizer"
+    program = shutil.which(name) or shutil.which(f"/usr/local/cuda/bin/{name}")
+    if program is None:
+        raise Skipped(f"the program {name} is not there")
+    command = (
+        program,
+        "--tool",
+        "memcheck",
+        *_PYTEST,
+        *_OPTIONS,
+        "-p",
+        "no:xdist",
+        "-m",
+        "gpu",
+        *_SANITIZED,
+    )
+    status, output = run_program(command, max(1.0, run.left_s()))
+    errors = re.findall(r"ERROR SUMMARY: (\d+) error", output)
+    return {
+        "exit_status": status,
+        "killed": status is None,
+        "errors": int(errors[-1]) if errors else None,
+        "said": [line for line in output.splitlines() if line.startswith("=========")][:100],
+        "output": last_lines(output),
+    }

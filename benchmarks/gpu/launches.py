@@ -1,0 +1,42 @@
+"""Launches of the kernels that move rows, for a profiler: ``python -m benchmarks.gpu.launches``."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from benchmarks.gpu.bench import Bench, as_rows
+from pinfeed.access.base import StoreRows
+from pinfeed.sources import part_nbytes
+
+KERNELS = ("gather", "scatter")
+_ROW_BYTES = 512
+
+
+class Launches:
+    """Rows of a page-locked table, in random order.
+
+    Args:
+        device: ``cuda`` or ``cpu``.
+        nbytes: Size of the table.
+        n_rows: Rows of a batch.
+    """
+
+    def __init__(self, device: str, nbytes: int = 1 << 30, n_rows: int = 65_536) -> None:
+        self.bench = Bench(device)
+        store = as_rows(self.bench.words(nbytes), _ROW_BYTES)
+        self._sample = StoreRows(store, np.random.default_rng(0).permutation(store.n_rows)[:n_rows])
+        self._into = self.bench.room(self._sample)
+        self.nbytes = part_nbytes(self._sample)
+
+    def launch(self, n_blocks: int, n_times: int = 3) -> None:
+        """Gather and scatter, one after the other."""
+        self.bench.use_blocks(n_blocks)
+        for _ in range(n_times):
+            self.bench.gather(self._sample, self._into)
+            self.bench.read.record().sync()
+            self.bench.scatter(self._sample, self._into)
+            self.bench.write.record().sync()
+
+
+if __name__ == "__main__":
+    Launches("cuda").launch(8)

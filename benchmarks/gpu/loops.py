@@ -1,0 +1,199 @@
+"""Small batches, loaders, the cost of a batch, predicted memory, and what doctor says."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import BatchSampler, DataLoader, TensorDataset
+
+from benchmarks import budget, overhead
+from benchmarks.gpu.bench import wait
+from benchmarks.gpu.processes import last_lines, run_program
+from benchmarks.gpu.recorder import Cell, Fields, Run
+from benchmarks.zoo import ZOO
+from pinfeed import Feeder, PinnedStore, wrap_loader
+
+_ROWS, _DIM, _CHOSEN = 1000, 3, 6
+_BATCH, _FEATURES = 64, 3072
+
+
+def estimate(run: Run) -> list[Cell]:
+    """Predicted beside measured peaks of training steps."""
+    cells = []
+    for i in range(max(len(case.batch_sizes) for case in ZOO.values())):
+        # Every model comes once before any comes with another batch size.
+        for name, case in ZOO.items():
+            sizes = case.batch_sizes[::-1] if run.cuda else case.batch_sizes[:1]
+            if i < len(sizes):
+                measure = functools.partial(
+                    budget.predicted_and_measured, name, case, sizes[i], run.device
+                )
+                cells.append(Cell({"model": name, "batch": sizes[i]}, measure))
+    return cells
+
+
+def loops(run: Run) -> list[Cell]:
+    """Loops over small batches, over a DataLoader, and over sources that have nothing to do."""
+    n_small, n_loader, n_overhead = (300, 200, 3000) if run.cuda else (50, 20, 300)
+    small = small_batches(run.device, n_small)
+    cells = [
+        Cell(
+            {"what": f"{_CHOSEN} rows of {_DIM} float64, to and back", "by": name},
+            functools.partial(_median_us, way),
+        )
+        for name, way in small.items()
+    ]
+    loaders = functools.cache(lambda: Loaders(run, n_loader))
+    for name in ("DataLoader, .to(non_blocking)", "a side stream by hand", "wrap_loader"):
+        measure = functools.partial(lambda name: loaders().measure(name), name)
+        cells.append(Cell({"what": "a DataLoader's loop", "by": name}, measure))
+    for depth in (2, 0, 1, 4):
+        for name, way in overhead.ways(run.device, depth, n_overhead).items():
+            cells.append(
+                Cell({"what": "time between two batches, us", "by": name, "depth": depth}, way)
+            )
+    return cells
+
+
+def doctor(run: Run) -> list[Cell]:
+    """What the command says of this machine, and of rows of a table."""
+    rows = ("--rows", "2000000", "--row-bytes", "512")
+    return [
+        Cell(
+            {"command": " ".join(("pinfeed doctor --json", *options))},
+            functools.partial(_doctor, run, options),
+        )
+        for options in ((), rows)
+    ]
+
+
+def _doctor(run: Run, options: tuple[str, ...]) -> Fields:
+    command = (sys.executable, "-m", "pinfeed", "doctor", "--json", *options)
+    status, output = run_program(command, max(1.0, run.left_s()))
+    try:
+        # Lines of the progress may stand before the JSON and after it.
+        said, _ = json.JSONDecoder().raw_decode(output, output.index("{"))
+    except ValueError as error:
+        raise RuntimeError(
+            f"{' '.join(command)} printed no JSON, exit status {status}: {last_lines(output)}"
+        ) from error
+    return {"exit_status": status, "said": said}
+
+
+def small_batches(device: str, n: int) -> dict[str, Callable[[], list[float]]]:
+    """Ways to bring short rows to the device and back; each returns the seconds of every batch."""
+    values = np.random.default_rng(0).random((_ROWS, _DIM))
+    chosen = [np.random.default_rng(i).permutation(_ROWS)[:_CHOSEN] for i in range(n)]
+
+    def by_torch() -> list[float]:
+        table = torch.from_numpy(values.copy())
+        if device == "cuda":
+            table = table.pin_memory()
+        times = []
+        for numbers in chosen:
+            begin = time.perf_counter()
+            ids = torch.from_numpy(numbers)
+            table[ids] = (table[ids].to(device) + 0).cpu()
+            times.append(time.perf_counter() - begin)
+        return times
+
+    def by_feeder(depth: int) -> list[float]:
+        times = []
+        with Feeder(
+            PinnedStore(values, pin="auto"), rows=chosen, depth=depth, device=device
+        ) as feeder:
+            last = time.perf_counter()
+            for batch in feeder.batches():
+                batch.write_back(batch.data + 0)
+                now = time.perf_counter()
+                times.append(now - last)
+                last = now
+        return times
+
+    return {
+        "torch, page-locked table": by_torch,
+        "pinfeed, depth 0": lambda: by_feeder(0),
+        "pinfeed, depth 2": lambda: by_feeder(2),
+    }
+
+
+def _median_us(way: Callable[[], list[float]]) -> Fields:
+    return {"median_us": round(statistics.median(way()) * 1e6, 1)}
+
+
+class Loaders:
+    """A DataLoader whose batches go to the device in several ways, beside one matrix product."""
+
+    def __init__(self, run: Run, n: int) -> None:
+        self._run, self._device, self._n = run, run.device, n
+        data = TensorDataset(
+            torch.arange(n * _BATCH * _FEATURES, dtype=torch.float32).reshape(n * _BATCH, _FEATURES)
+        )
+        sampler = BatchSampler(range(len(data)), _BATCH, False)
+        self._loader = DataLoader(data, batch_size=None, sampler=sampler, pin_memory=run.cuda)
+        self._weight = torch.randn(_FEATURES, 4096 if run.cuda else 64, device=run.device)
+        self._ways = {
+            "DataLoader, .to(non_blocking)": self._by_hand,
+            "a side stream by hand": self._by_side_stream,
+            "wrap_loader": self._wrapped,
+        }
+        self._expected = self._sum(self._by_hand)
+
+    def measure(self, name: str) -> Fields:
+        """Compare the sum of all values, then time epochs."""
+        if name == "a side stream by hand":
+            self._run.require_cuda("a side stream")
+        make = self._ways[name]
+        found = self._sum(make)
+        if found != self._expected:
+            raise AssertionError(
+                f"'{name}' gives values whose sum is {found}, expected {self._expected}"
+            )
+        times = []
+        for _ in range(3):
+            wait(self._device)
+            begin = time.perf_counter()
+            for x in make():
+                x @ self._weight
+            wait(self._device)
+            times.append((time.perf_counter() - begin) / self._n)
+        return {"batch_ms": round(min(times) * 1e3, 4)}
+
+    def _sum(self, make: Callable[[], Iterator[torch.Tensor]]) -> float:
+        return float(sum(x.sum(dtype=torch.float64) for x in make()))
+
+    def _by_hand(self) -> Iterator[torch.Tensor]:
+        for (x,) in self._loader:
+            yield x.to(self._device, non_blocking=True)
+
+    def _wrapped(self) -> Iterator[torch.Tensor]:
+        with wrap_loader(self._loader, device=self._device) as batches:
+            for (x,) in batches:
+                yield x
+
+    @functools.cached_property
+    def _side(self) -> torch.cuda.Stream:
+        return torch.cuda.Stream()
+
+    def _by_side_stream(self) -> Iterator[torch.Tensor]:
+        """The next batch is copied in a side stream while the loop works on this one."""
+        later: tuple[torch.Tensor, Any] | None = None
+        for (x,) in itertools.chain(self._loader, [(None,)]):
+            arrived = later
+            if x is not None:
+                with torch.cuda.stream(self._side):
+                    later = x.to(self._device, non_blocking=True), self._side.record_event()
+            if arrived is not None:
+                batch, copied = arrived
+                torch.cuda.current_stream().wait_event(copied)
+                batch.record_stream(torch.cuda.current_stream())
+                yield batch

@@ -1,0 +1,191 @@
+"""What a call has measured, as pictures."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.processes import new_file
+
+Cells = list[dict[str, Any]]
+_COLORS = {"direct": "#2b6ca3", "staged": "#d1495b"}
+
+
+def draw(results: Sequence[Path], out: Path, prefix: str) -> list[Path]:
+    """Draw every picture that the results have data for; one that fails is reported."""
+    records = [json.loads(path.read_text()) for path in results]
+    cells = {record["part"]: record["cells"] for record in records}
+    environment = next((record["environment"] for record in records if "environment" in record), "")
+    pictures: dict[str, tuple[str, Callable[[Cells, Any], object]]] = {
+        "rows": ("rows", draw_rows),
+        "overlap": ("overlap", draw_overlap),
+        "tables": ("tables", draw_tables),
+    }
+    written = []
+    for part, (name, draw_it) in pictures.items():
+        try:
+            if path := _draw(cells.get(part, []), draw_it, out, f"{prefix}-{name}", environment):
+                written.append(path)
+        except Exception:
+            print(f"the picture of {name} was not drawn:", flush=True)
+            traceback.print_exc()
+    return written
+
+
+def _draw(
+    cells: Cells, draw_it: Callable[[Cells, Any], object], out: Path, stem: str, environment: str
+) -> Path | None:
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    import matplotlib.pyplot as plt
+
+    measured = [cell for cell in cells if "error" not in cell and "skipped" not in cell]
+    if not any(cell.get("what") != "ceilings" for cell in measured):
+        return None
+    figure = plt.figure(figsize=(15, 6), layout="constrained")
+    try:
+        draw_it(measured, figure)
+        figure.suptitle(environment, fontsize=8)
+        for axes in figure.axes:
+            axes.spines[["top", "right"]].set_visible(False)
+        path = new_file(out, stem, ".png")
+        figure.savefig(path, dpi=100)
+    finally:
+        plt.close(figure)
+    return path
+
+
+def draw_rows(cells: Cells, figure: Any) -> None:
+    """Throughput by row size of the largest batches, beside the ceilings."""
+    limits: dict[str, Any] = next((cell for cell in cells if cell["what"] == "ceilings"), {})
+    rows = [cell for cell in cells if cell["what"] == "rows"]
+    lines = sorted({(cell["table_gb"], cell["order"]) for cell in rows})
+    colors = {table_gb: f"C{i}" for i, table_gb in enumerate(sorted({line[0] for line in lines}))}
+    for axes, way in zip(figure.subplots(1, 2), ("gather", "scatter"), strict=True):
+        for table_gb, order in lines:
+            of_line = [
+                cell for cell in rows if (cell["table_gb"], cell["order"]) == (table_gb, order)
+            ]
+            points = _largest(of_line, f"{way}_gb_per_s")
+            style = "-" if order == "sorted" else ":"
+            label = f"{table_gb:g} GB, {order}"
+            axes.plot(
+                *zip(*points, strict=True), style, color=colors[table_gb], marker=".", label=label
+            )
+        for name, x, side in (("kernel", 0.01, "left"), ("copy engine", 0.99, "right")):
+            ceiling = limits.get(f"{way}_{name.replace(' ', '_')}")
+            if ceiling is None:
+                continue
+            axes.axhline(ceiling, color="black", linewidth=0.8)
+            place = {"xycoords": ("axes fraction", "data"), "va": "bottom", "ha": side}
+            axes.annotate(f"{name}, in sequence: {ceiling:.1f}", (x, ceiling), fontsize=8, **place)
+        axes.set_xscale("log", base=2)
+        axes.set_xlabel("bytes of a row")
+        axes.set_ylabel("GB/s")
+        # The ceilings are lines, which do not widen the axis by themselves.
+        most = [
+            *(rate for name, rate in limits.items() if name.startswith(way)),
+            axes.get_ylim()[1],
+        ]
+        axes.set_ylim(0, 1.06 * max(most))
+        title = f"{way}: rows of a page-locked table, in large batches"
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.legend(frameon=False, fontsize=8)
+
+
+def _largest(cells: Cells, field: str) -> list[tuple[int, float]]:
+    """Row sizes and the throughput of the batch of most rows."""
+    found: dict[int, float] = {}
+    for cell in sorted(cells, key=lambda cell: int(cell["count"])):
+        found[cell["row_nbytes"]] = cell[field]
+    return sorted(found.items())
+
+
+def draw_overlap(cells: Cells, figure: Any) -> None:
+    """How well transfers hide behind a step, and what products lose to transfers."""
+    left, right = figure.subplots(1, 2)
+    loops = [cell for cell in cells if cell["what"] == "products as the step"]
+    for route, write in sorted({(cell["route"], cell["write"]) for cell in loops}):
+        points = sorted(
+            (cell["compute_to_transfer"], cell["both_to_longer"])
+            for cell in loops
+            if (cell["route"], cell["write"]) == (route, write)
+        )
+        label = f"{route}, {'rows come and go' if write else 'rows come'}"
+        left.plot(
+            *zip(*points, strict=True),
+            "--" if write else "-",
+            color=_COLORS[route],
+            marker="o",
+            label=label,
+        )
+    for cell in cells:
+        if cell["what"] == "ResNet-18 as the step":
+            point = cell["compute_to_transfer"], cell["both_to_longer"]
+            left.plot(
+                *point,
+                "*",
+                color=_COLORS[cell["route"]],
+                markersize=12,
+                label=f"{cell['route']}, ResNet-18",
+            )
+    left.axhline(1, color="black", linewidth=0.8)
+    left.set_xscale("log", base=2)
+    left.set_xlabel("time of the step, in transfers")
+    left.set_title("time of both at once, to the longer of the two", loc="left", fontsize=10)
+    left.legend(frameon=False, fontsize=8)
+    beside = [cell for cell in cells if cell["what"] == "products beside a transfer"]
+    kernels = sorted(
+        (cell["n_blocks"], cell["beside_to_alone"])
+        for cell in beside
+        if cell["n_blocks"] is not None
+    )
+    if kernels:
+        right.plot(
+            *zip(*kernels, strict=True),
+            marker="o",
+            color=_COLORS["direct"],
+            label="rows by a kernel",
+        )
+    for cell in beside:
+        if cell["n_blocks"] is None:
+            right.axhline(
+                cell["beside_to_alone"], color=_COLORS["staged"], label="a block by the copy engine"
+            )
+    right.set_xscale("log", base=2)
+    right.set_xlabel("blocks of the kernel")
+    right.set_title(
+        "time of large products beside a transfer, to their time alone", loc="left", fontsize=10
+    )
+    if beside:
+        right.legend(frameon=False, fontsize=8)
+
+
+def draw_tables(cells: Cells, figure: Any) -> None:
+    """Milliseconds of a step of every contestant on every table, with a small and a large model."""
+    steps = [cell for cell in cells if cell["what"] == "step"]
+    names = list(dict.fromkeys(cell["contestant"] for cell in steps))
+    tables = list(dict.fromkeys(cell["table"] for cell in steps))
+    width = 0.8 / len(names)
+    for axes, model in zip(figure.subplots(1, 2), ("small", "large"), strict=True):
+        for number, name in enumerate(names):
+            of_name = [
+                cell for cell in steps if (cell["contestant"], cell["model"]) == (name, model)
+            ]
+            places = [tables.index(cell["table"]) + (number + 0.5) * width for cell in of_name]
+            values = [cell["step_ms"] for cell in of_name]
+            bars = axes.bar(places, values, width, label=name, color=f"C{number}")
+            axes.bar_label(bars, fmt="%.2f", fontsize=6, rotation=90, padding=2)
+        labels = [table.replace(", ", "\n") for table in tables]
+        axes.set_xticks([place + 0.4 for place in range(len(tables))], labels, fontsize=7)
+        axes.set_yscale("log")
+        axes.margins(y=0.15)
+        axes.set_ylabel("ms of a step")
+        title = f"rows of a host table, trained with Adam; {model} model"
+        axes.set_title(title, loc="left", fontsize=10)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize=8, frameon=False)

@@ -1,0 +1,235 @@
+"""Parts in processes of their own: an error, a hang or a lack of memory ends one part alone."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+LEAST_S = 12.0
+"""A shorter time would end before most parts have loaded their libraries."""
+_GRACE_S = 15.0
+_N_LINES = 60
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a call.
+
+    Args:
+        name: Its name on the command line and in the name of its file.
+        group: Name of the group it belongs to.
+        share: Its share of the time, in proportion to the shares of the other parts.
+        target: The function that returns its cells, written as ``module:function``.
+    """
+
+    name: str
+    group: str
+    share: float
+    target: str
+
+
+def run_parts(
+    parts: Sequence[Part],
+    *,
+    seconds: float,
+    out: Path,
+    device: str,
+    command: str,
+    prefix: str,
+    least_s: float = LEAST_S,
+) -> list[Path]:
+    """Run parts one after the other; time that a part leaves over goes to the later ones.
+
+    Args:
+        parts: What is run.
+        seconds: Time for all of them.
+        out: Folder of the results.
+        device: ``cuda`` or ``cpu``.
+        command: The command line, for the results.
+        prefix: Beginning of the names of the files.
+        least_s: What a part gets at least, as long as there is time.
+
+    Returns:
+        One JSON file of each part.
+    """
+    end_s = time.monotonic() + seconds
+    out.mkdir(parents=True, exist_ok=True)
+    written = []
+    for i, part in enumerate(parts):
+        left_s = end_s - time.monotonic()
+        share = part.share / sum(other.share for other in parts[i:])
+        limit_s = max(0.0, min(left_s, max(least_s, left_s * share)))
+        path = new_file(out, f"{prefix}-{part.name}", ".json")
+        header = {"part": part.name, "group": part.group, "device": device, "command": command}
+        print(f"=== {part.name}: up to {limit_s:.0f} s, {path}", flush=True)
+        run_part(part, path, header, limit_s, least_s)
+        written.append(path)
+    return written
+
+
+def run_part(
+    part: Part, path: Path, header: dict[str, Any], limit_s: float, least_s: float = 0.0
+) -> None:
+    """Run one part for up to ``limit_s`` seconds; its file says how it ended.
+
+    A part that has less than half of ``least_s`` is not started.
+    """
+    began = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
+    header = {
+        **header,
+        "began": began,
+        "limit_s": round(limit_s, 1),
+        "status": "not started",
+        "cells": [],
+    }
+    path.write_text(json.dumps(header, indent=1) + "\n")
+    if limit_s < max(1.0, least_s / 2):
+        print(f"{part.name} is not started: {limit_s:.1f} s are left", flush=True)
+        return
+    begin = time.monotonic()
+    exit_status, output = _run(part, path, str(header["device"]), limit_s)
+    record = json.loads(path.read_text())
+    if exit_status is None:
+        record["status"] = f"killed at its limit of {limit_s:.0f} s"
+    elif exit_status != 0:
+        record["status"] = f"crashed with exit status {exit_status}"
+    record |= {
+        "exit_status": exit_status,
+        "seconds": round(time.monotonic() - begin, 1),
+        "output": output,
+    }
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    print(
+        f"{part.name}: {record['status']}, {record['seconds']} s, {len(record['cells'])} cells",
+        flush=True,
+    )
+
+
+def _run(part: Part, path: Path, device: str, limit_s: float) -> tuple[int | None, list[str]]:
+    """Exit status, or None if the process was killed; and the last lines that it printed."""
+    limit = time.monotonic() + limit_s
+    deadline = limit - min(_GRACE_S, 0.2 * limit_s)
+    last: deque[str] = deque(maxlen=_N_LINES)
+    command = (
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.child",
+        part.target,
+        str(path),
+        device,
+        str(deadline),
+        str(limit),
+    )
+    # The files of a part that is killed go with its folder; so do routes that were measured.
+    with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, "TMPDIR": folder, "XDG_CACHE_HOME": folder},
+        )
+        reader = threading.Thread(target=_echo, args=(process.stdout, last), daemon=True)
+        reader.start()
+        exit_status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                exit_status = process.wait(timeout=max(0.0, limit - time.monotonic()))
+        finally:
+            end(process)
+        reader.join(timeout=5)
+    return exit_status, list(last)
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    """Kill a process that leads a session, and all that it has started."""
+    started: list[psutil.Process] = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        started = psutil.Process(process.pid).children(recursive=True)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    for child in started:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+    # A process that waits within the driver may not die at once.
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=10)
+
+
+def run_program(
+    command: Sequence[str], limit_s: float, **environment: str
+) -> tuple[int | None, str]:
+    """Run a program for up to ``limit_s`` seconds.
+
+    Returns:
+        Its exit status, or None if it was killed; and all that it printed.
+    """
+    with tempfile.TemporaryFile("w+", errors="replace") as output:
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            cwd=ROOT,
+            env={**os.environ, **environment},
+        )
+        exit_status = None
+        try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                exit_status = process.wait(timeout=limit_s)
+        finally:
+            end(process)
+        output.seek(0)
+        return exit_status, output.read()
+
+
+def machine() -> str:
+    """A short name of the GPU, found out in a process of its own: this one must not use the GPU."""
+    code = "from benchmarks.environment import machine; print(machine())"
+    status, output = run_program((sys.executable, "-c", code), 60.0)
+    return output.split()[-1] if status == 0 else "unknown"
+
+
+def last_lines(text: str, n: int = _N_LINES) -> list[str]:
+    """The end of what a program printed."""
+    return text.strip().splitlines()[-n:]
+
+
+def new_file(folder: Path, stem: str, suffix: str) -> Path:
+    """Create an empty file with the first number that no other file has."""
+    number = 1
+    while True:
+        path = folder / f"{stem}-{number}{suffix}"
+        try:
+            path.open("x").close()
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def _echo(lines: IO[str], last: deque[str]) -> None:
+    with lines:
+        for line in lines:
+            last.append(line.rstrip("\n"))
+            print(line, end="", flush=True)

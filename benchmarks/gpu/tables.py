@@ -1,0 +1,132 @@
+"""Rows of host tables, trained with Adam: the time of a step by pinfeed and in other ways."""
+
+from __future__ import annotations
+
+import functools
+import json
+import sys
+from dataclasses import dataclass, field
+
+import torch
+
+from benchmarks import rowsteps
+from benchmarks.gpu.processes import last_lines, run_program
+from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
+from benchmarks.rows import BIG_ROWS, N_WARM, as_long_as_the_transfer, to_and_from
+
+_STEP_ALONE = "step alone"
+_ONLY_ON_A_GPU = ("UVA gathers", "SpeedTorch's")
+
+
+@dataclass
+class Contest:
+    """One table that everybody trains, and the milliseconds of a step of a small model."""
+
+    cell: rowsteps.Cell
+    device: str
+    n_steps: int
+    cap_s: float
+    small_ms: dict[str, float] = field(default_factory=dict)
+
+    @functools.cached_property
+    def ids(self) -> list[torch.Tensor]:
+        return self.cell.batches(N_WARM + self.n_steps)
+
+    @functools.cached_property
+    def expected(self) -> torch.Tensor:
+        return rowsteps.losses(rowsteps.prefetched, self.cell, self.device)
+
+    def small(self, name: str) -> Fields:
+        """Compare the losses of some steps, then time steps of a model that takes little time."""
+        run = self._run(name)
+        losses = "none" if name == _STEP_ALONE else self._compared(name, run)
+        self.small_ms[name] = self._step_ms(run, 0)
+        return {"losses": losses, "step_ms": self.small_ms[name]}
+
+    def large(self, name: str) -> Fields:
+        """Time steps of a model that takes about as long as the transfer."""
+        return {
+            "step_ms": self._step_ms(self._run(name), self.n_products),
+            "n_products": self.n_products,
+        }
+
+    @functools.cached_property
+    def n_products(self) -> int:
+        missing = [name for name in ("synchronous", _STEP_ALONE) if name not in self.small_ms]
+        if missing:
+            raise Skipped(
+                "the size of a large model follows from steps that were not measured: "
+                + ", ".join(missing)
+            )
+        transfer_ms = self.small_ms["synchronous"] - self.small_ms[_STEP_ALONE]
+        return as_long_as_the_transfer(transfer_ms, self.cell, self.device)
+
+    def _run(self, name: str) -> rowsteps.Run:
+        if name == _STEP_ALONE:
+            return rowsteps.rows_there
+        found = rowsteps.contestants(self.device)
+        if name not in found:
+            raise Skipped(f"{name} needs CuPy and a GPU; the device is {self.device}")
+        return found[name]
+
+    def _compared(self, name: str, run: rowsteps.Run) -> str:
+        """Losses that differ are said beside the time, which they do not change."""
+        try:
+            rowsteps.compare(name, rowsteps.losses(run, self.cell, self.device), self.expected)
+        except AssertionError as error:
+            return f"different: {error}"
+        return "equal"
+
+    def _step_ms(self, run: rowsteps.Run, n_products: int) -> float:
+        body = rowsteps.Body(self.cell, self.device, n_products)
+        return round(rowsteps.step_s(run, self.cell, body, self.ids, N_WARM, self.cap_s) * 1e3, 4)
+
+
+def tables(run: Run) -> list[Cell]:
+    """Steps on tables of several kinds; SpeedTorch's own table; and the memory of a large one."""
+    if run.cuda:
+        contests = [
+            Contest(rowsteps.Cell(128, 32_768, 0.0), run.device, 150, 0.6),
+            Contest(rowsteps.Cell(128, 8192, 0.0), run.device, 200, 0.6),
+            Contest(rowsteps.Cell(128, 131_072, 0.0), run.device, 40, 0.6),
+            Contest(rowsteps.Cell(16, 8192, 0.5), run.device, 200, 0.6),
+            Contest(rowsteps.Cell(128, 8192, 0.0, 0.5), run.device, 200, 0.6),
+        ]
+    else:
+        contests = [Contest(rowsteps.Cell(16, 1024, 0.5, table_bytes=4 << 20), run.device, 50, 0.2)]
+    first, *others = [_cells(contest) for contest in contests]
+    single = [
+        Cell({"what": "SpeedTorch's table, to and from, ms"}, lambda: to_and_from(run.device)),
+        Cell({"what": "memory of a large table"}, lambda: _big_table(run)),
+    ]
+    return [*first, *single, *(cell for cells in others for cell in cells)]
+
+
+def _cells(contest: Contest) -> list[Cell]:
+    names = (_STEP_ALONE, "prefetch", "synchronous", *_ONLY_ON_A_GPU, "gather+copy", "whole table")
+    cells = []
+    for model, measure in (("small", contest.small), ("large", contest.large)):
+        for name in names:
+            key = {"what": "step", "table": str(contest.cell), "model": model, "contestant": name}
+            cells.append(Cell(key, functools.partial(measure, name)))
+    return cells
+
+
+def _big_table(run: Run) -> Fields:
+    n_rows = BIG_ROWS if run.cuda else BIG_ROWS // 20
+    command = (
+        sys.executable,
+        "-m",
+        "benchmarks.rows",
+        "--memory",
+        str(n_rows),
+        "--device",
+        run.device,
+    )
+    status, output = run_program(command, min(90.0, max(1.0, run.left_s())))
+    if status != 0:
+        raise RuntimeError(
+            f"{' '.join(command)} ended with exit status {status}: {last_lines(output)}"
+        )
+    found: Fields = json.loads(output.splitlines()[-1])
+    return found

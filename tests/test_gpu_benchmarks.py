@@ -1,0 +1,170 @@
+"""The benchmark command for GPUs keeps what was measured, whatever happens to a part."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.correctness import summary
+from benchmarks.gpu.processes import Part, new_file, run_part, run_parts
+from benchmarks.gpu.recorder import Cell, Recorder, Skipped
+
+MODULE = """
+import os
+import time
+
+from benchmarks.gpu.recorder import Cell
+
+
+def quick(run):
+    return [Cell({"n": 1}, lambda: {"found": 1})]
+
+
+def hanging(run):
+    return [*quick(run), Cell({"n": 2}, lambda: time.sleep(600)), Cell({"n": 3}, lambda: {})]
+
+
+def dying(run):
+    return [*quick(run), Cell({"n": 2}, lambda: os._exit(3)), Cell({"n": 3}, lambda: {})]
+"""
+
+
+def recorder(path: Path, seconds: float = 60.0, settle: Any = lambda: None) -> Recorder:
+    path.write_text("{}")
+    return Recorder(path, time.monotonic() + seconds, settle)
+
+
+def part(name: str, share: float = 1.0) -> Part:
+    return Part(name, "group", share, f"parts_of_a_test:{name}")
+
+
+@pytest.fixture
+def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of parts find the module above."""
+    (tmp_path / "parts_of_a_test.py").write_text(MODULE)
+    folders = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
+
+
+def test_every_cell_is_saved_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    seen = []
+
+    def measure() -> dict[str, Any]:
+        seen.append(json.loads(path.read_text()))
+        return {"found": len(seen)}
+
+    record = recorder(path)
+    record.add(Cell({"n": n}, measure) for n in range(3))
+    record.run()
+    assert [[cell["n"] for cell in state["cells"]] for state in seen] == [[], [0], [0, 1]]
+    assert [state["running"] for state in seen] == [{"n": 0}, {"n": 1}, {"n": 2}]
+    assert seen[0]["not_reached"] == [{"n": 1}, {"n": 2}]
+    saved = json.loads(path.read_text())
+    assert saved["status"] == "ended"
+    assert [cell["found"] for cell in saved["cells"]] == [1, 2, 3]
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_an_error_is_recorded_and_the_next_cell_runs(tmp_path: Path) -> None:
+    def skip() -> dict[str, Any]:
+        raise Skipped("there is no GPU")
+
+    record = recorder(tmp_path / "part.json")
+    record.add([Cell({"n": 0}, lambda: {"x": 1 // 0}), Cell({"n": 1}, skip), Cell({"n": 2}, dict)])
+    record.run()
+    failed, skipped, last = json.loads(record.path.read_text())["cells"]
+    assert failed["n"] == 0
+    assert failed["error"].startswith("ZeroDivisionError: ")
+    assert "1 // 0" in failed["traceback"]
+    assert skipped["skipped"] == "there is no GPU"
+    assert "error" not in last
+
+
+def test_a_lost_device_ends_the_part(tmp_path: Path) -> None:
+    def settle() -> None:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    record = recorder(tmp_path / "part.json", settle=settle)
+    record.add(Cell({"n": n}, dict) for n in range(2))
+    record.run()
+    saved = json.loads(record.path.read_text())
+    assert "illegal memory access" in saved["note"]
+    assert saved["not_reached"] == [{"n": 1}]
+
+
+def test_cells_beyond_the_deadline_are_listed(tmp_path: Path) -> None:
+    record = recorder(tmp_path / "part.json")
+
+    def late() -> dict[str, Any]:
+        record.deadline = time.monotonic()
+        return {}
+
+    record.add([Cell({"n": 0}, late), Cell({"n": 1}, dict), Cell({"n": 2}, dict)])
+    record.run()
+    saved = json.loads(record.path.read_text())
+    assert saved["status"] == "ended at its deadline"
+    assert [cell["n"] for cell in saved["cells"]] == [0]
+    assert saved["not_reached"] == [{"n": 1}, {"n": 2}]
+
+
+def test_files_are_never_overwritten(tmp_path: Path) -> None:
+    first = new_file(tmp_path, "gpu-rows", ".json")
+    first.write_text("kept")
+    second = new_file(tmp_path, "gpu-rows", ".json")
+    assert first.name == "gpu-rows-1.json"
+    assert second.name == "gpu-rows-2.json"
+    assert first.read_text() == "kept"
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_part_that_hangs_is_killed_and_its_cells_are_kept(tmp_path: Path) -> None:
+    path = tmp_path / "part.json"
+    run_part(part("hanging"), path, {"device": "cpu"}, limit_s=8.0)
+    saved = json.loads(path.read_text())
+    assert saved["status"] == "killed at its limit of 8 s"
+    assert [cell["n"] for cell in saved["cells"]] == [1]
+    assert saved["running"] == {"n": 2}
+    assert saved["not_reached"] == [{"n": 3}]
+    assert saved["exit_status"] is None
+    assert any("parts_of_a_test.py" in line for line in saved["output"]), "no traceback of the hang"
+
+
+@pytest.mark.usefixtures("parts")
+def test_a_part_that_dies_is_recorded_and_leaves_its_time_to_others(tmp_path: Path) -> None:
+    chosen = [part("dying"), part("quick", share=3.0)]
+    out = tmp_path / "out"
+    written = run_parts(chosen, seconds=120, out=out, device="cpu", command="a test", prefix="test", least_s=0)
+    dying, quick = (json.loads(path.read_text()) for path in written)
+    assert dying["status"] == "crashed with exit status 3"
+    assert [cell["n"] for cell in dying["cells"]] == [1]
+    assert dying["limit_s"] == pytest.approx(30, abs=1)
+    assert quick["status"] == "ended"
+    assert quick["cells"][0]["found"] == 1
+    assert quick["environment"].startswith("pinfeed")
+    # Without what the first part left over, 90 seconds would be its share.
+    assert 90 < quick["limit_s"] <= 120
+
+
+def test_a_part_without_time_is_not_started(tmp_path: Path) -> None:
+    written = run_parts([part("quick")], seconds=0, out=tmp_path, device="cpu", command="a test", prefix="test")
+    assert json.loads(written[0].read_text())["status"] == "not started"
+
+
+def test_the_summary_of_tests_names_failures() -> None:
+    reports: list[dict[str, Any]] = [
+        {"test": "a", "outcome": "started"},
+        {"test": "d", "outcome": "started"},
+        {"test": "a", "outcome": "passed", "seconds": 1.0},
+        {"test": "b", "outcome": "failed", "seconds": 2.0, "message": "no", "text": ["no"]},
+        {"test": "c", "outcome": "skipped", "seconds": 0.0, "message": "why", "text": []},
+    ]
+    found = summary(reports)
+    assert found["counts"] == {"passed": 1, "failed": 1, "skipped": 1}
+    assert found["failures"] == [reports[3]]
+    assert found["unfinished"] == ["d"]
+    assert found["skipped"] == [{"test": "c", "message": "why"}]
+    assert [row["test"] for row in found["slowest"]] == ["b", "a", "c"]
