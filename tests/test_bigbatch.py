@@ -126,7 +126,9 @@ def test_what_is_right_is_chosen(case: str, strategy: str) -> None:
 
 
 def test_what_would_be_wrong_is_refused() -> None:
-    with pytest.raises(errors.ArgumentError, match="1 normalizes over the batch, so that chunks do not give the gradients of 23"):
+    with pytest.raises(
+        errors.ArgumentError, match=r"chunks do not give the gradients of 23 samples \(accumulate, two_pass: 1 normalizes over the batch\)"
+    ):
         both("norm", "auto")
     model = mlp(nn.BatchNorm1d(50)).eval()
     with BigBatch(model, functional.cross_entropy, chunk_size=5) as big:  # statistics that stay as they are
@@ -231,7 +233,8 @@ def test_a_chunk_that_does_not_fit_is_cut(where: str, strategy: str, chunk_size:
     for one in (plain, model):
         one.last.weight.grad = torch.ones(7, 50)
     functional.cross_entropy(plain(X), IGNORED).backward()
-    with BigBatch(model, functional.cross_entropy, chunk_size=chunk_size, strategy=strategy) as big:
+    # The plain step of two samples, to compare with, does not fit where one sample is the most.
+    with BigBatch(model, functional.cross_entropy, chunk_size=chunk_size, strategy=strategy, prove=most > 1) as big:
         big.backward(X, IGNORED)
         first = big.n_halved
         assert (first > 0) == (min(chunk_size, 23) > most)
@@ -539,6 +542,7 @@ def test_outputs_that_want_no_gradient() -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:strategy='accumulate' does not give the gradients of the plain step. the loss fails")
 @pytest.mark.parametrize("where", ["source", "accumulate", "two_pass", "plain", "checkpoint", "offload"])
 def test_after_an_error_gradients_are_as_before(where: str) -> None:
     model = mlp()

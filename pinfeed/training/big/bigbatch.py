@@ -22,8 +22,9 @@ from ..memory.probe import is_out_of_memory
 from ..memory.shapes import moved
 from .check import Check, compared
 from .choice import STRATEGIES, Chosen, Predictor, Strategy, batch_norms, choose, predictor_of
-from .chunks import Cut, is_source, n_samples, pairs, part, samples_like, shapes_of, tensors
+from .chunks import Cut, is_source, n_samples, pairs, part, samples_like, shapes_of, shapes_of_samples, tensors
 from .losses import Count, Reduction, count_of, reduction_of
+from .proof import problem_of
 from .recompute import recomputed
 from .strategies import Accumulation, Pieces, Task, all_or_nothing, give_back, plain, two_pass
 
@@ -43,7 +44,8 @@ class BigBatch:
         ``"two_pass"``: the outputs of all chunks, the loss of them, and each chunk again, with the same random numbers: for any loss.
         ``"checkpoint"``: the whole batch; parts of the model are computed again in the backward pass.
         ``"offload"``: the whole batch; what is kept for the backward pass waits on the host.
-        ``"auto"``: decided at the first batch of each size, by what they take and whether they are right; ``chosen`` says why.
+        ``"auto"``: decided at the first batch of each size, by what they take and whether they are right; ``chosen`` says why. Chunks are
+            taken only where they give the gradients of the plain step on some of the first batch's samples (see ``prove``).
 
     Args:
         model: On the device, in the mode in which it is trained.
@@ -57,6 +59,10 @@ class BigBatch:
         modules: Others that have parameters, where the loss uses them.
         autocast: The dtype of autocast for forward passes and losses.
         scaler: A ``torch.amp.GradScaler``; unscale and step are the caller's.
+        prove: Compare ``"accumulate"``, ``"two_pass"`` and ``"checkpoint"`` with the plain step before they are used: at the first batch,
+            and again for another shape of samples and after ``train()`` or ``eval()``. At most five samples are computed, whole and in
+            chunks of two and one, on the gradients of the outputs and of the loss and on what the forward pass changes. ``"auto"`` takes
+            another strategy or refuses where they differ; of one that was named, a warning tells. False leaves that out.
 
     Raises:
         ArgumentError: What cannot be.
@@ -75,6 +81,7 @@ class BigBatch:
         modules: Sequence[nn.Module] = (),
         autocast: torch.dtype | None = None,
         scaler: Any = None,
+        prove: bool = True,
     ) -> None:
         _check_arguments(model, loss, chunk_size, strategy, reduction)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
@@ -84,6 +91,8 @@ class BigBatch:
         self._scale = (lambda found: found) if scaler is None else scaler.scale
         self._found: Reduction | None = reduction or reduction_of(loss)
         self._by_shape: dict[Any, Chosen] = {}
+        self._is_proving = prove
+        self._problems: dict[Any, str] = {}
         self._predictors: dict[Any, Predictor] = {}
         self._cut, self._is_closed = Cut(), False
         self._stream: LoaderFeeder | None = None
@@ -198,7 +207,9 @@ class BigBatch:
         give_back()
         randomness.restore(state)
         self.n_halved += 1
-        strategy: Strategy = "accumulate" if chosen.strategy == "plain" and self._found is not None else "two_pass"
+        strategy: Strategy = "two_pass"
+        if chosen.strategy == "plain":
+            strategy = self._right_chunks(inputs, targets)
         smaller = dataclasses.replace(chosen, strategy=strategy, chunk_size=-(-size // 2), why="more did not fit")
         self.chosen = self._by_shape[self._key(inputs, targets)] = smaller
         return self._compute(smaller, inputs, targets)
@@ -223,6 +234,8 @@ class BigBatch:
                 )
             if _SOURCE not in self._by_shape:
                 self._by_shape[_SOURCE] = self._as_told("accumulate", None, self._size("accumulate", None, *first))
+            if problem := self._problem_of("accumulate", *first):
+                self._report("accumulate", problem)
             self.chosen, task = self._by_shape[_SOURCE], self._task()
             pieces = self._cut_pieces(itertools.chain([first], coming), self.chosen.chunk_size)
             with all_or_nothing(task):
@@ -231,7 +244,8 @@ class BigBatch:
     def _cut_pieces(self, batches: Iterable[tuple[Any, Any]], size: int) -> Pieces:
         for inputs, targets in batches:
             for start in range(0, n_samples(inputs), size):
-                x, y = part(inputs, start, start + size), part(targets, start, start + size)
+                # Tensors are on the device already; numpy arrays are moved here.
+                x, y = (self._moved(part(batch, start, start + size)) for batch in (inputs, targets))
                 yield x, y, float(n_samples(x) if y is None else self._count(y))
 
     def _pieces(self, inputs: Any, targets: Any, size: int) -> Pieces:
@@ -252,15 +266,58 @@ class BigBatch:
         if key not in self._by_shape:
             if self._strategy == "auto":
                 predictor = None if self._config is None else self._predictor(inputs, targets)
-                self._by_shape[key] = choose(self._model, n, self._chunk_size, self._found is not None, predictor)
+                problem_of = functools.partial(self._problem_of, inputs=inputs, targets=targets)
+                self._by_shape[key] = choose(self._model, n, self._chunk_size, self._found is not None, predictor, problem_of)
             else:
                 size = self._size(self._strategy, n, inputs, targets)
-                self._by_shape[key] = self._as_told(self._strategy, n, size)  # type: ignore[arg-type]
+                self._by_shape[key] = chosen = self._as_told(self._strategy, n, size)  # type: ignore[arg-type]
+                if self._is_doubtful(chosen, n) and (problem := self._problem_of(chosen.strategy, inputs, targets)):
+                    self._report(chosen.strategy, problem)
         return self._by_shape[key]
 
+    def _is_doubtful(self, chosen: Chosen, n: int) -> bool:
+        """Whether a strategy that was named may compute something else than the plain step, and nothing has warned of that yet."""
+        if chosen.strategy == "checkpoint":
+            return True
+        return chosen.strategy in ("accumulate", "two_pass") and chosen.chunk_size < n and not batch_norms(self._model)
+
+    def _right_chunks(self, inputs: Any, targets: Any) -> Strategy:
+        """The strategy for a batch that was to be computed whole and does not fit."""
+        ways: tuple[Strategy, ...] = ("accumulate", "two_pass") if self._found is not None else ("two_pass",)
+        problems = {}
+        for strategy in ways:
+            problems[strategy] = problem = self._problem_of(strategy, inputs, targets)
+            if not problem:
+                return strategy
+        said = "; ".join(f"{strategy}: {problem}" for strategy, problem in problems.items())
+        raise ArgumentError(f"the whole batch does not fit, and chunks do not give its gradients ({said}); give strategy='offload'")
+
+    def _problem_of(self, strategy: Strategy, inputs: Any, targets: Any) -> str:
+        """In what a strategy differs from the plain step; found out once for a shape of samples and a mode."""
+        if not self._is_proving or n_samples(inputs) < 2:
+            return ""
+        modes = tuple(module.training for root in self._modules for module in root.modules())
+        key = strategy, shapes_of_samples(inputs, targets), modes
+        if key not in self._problems:
+            task = self._task()
+            if strategy == "accumulate" and task.reduction == "mean" and not task.terms(inputs, targets):
+                return ""  # every target is ignored: another batch will tell
+            self._problems[key] = problem_of(task, strategy, inputs, targets, self._dtype)
+        return self._problems[key]
+
+    def _report(self, strategy: Strategy, problem: str) -> None:
+        """Raise for a strategy that was chosen here, warn of one that was named."""
+        said = f"strategy={strategy!r} does not give the gradients of the plain step: {problem}"
+        if self._strategy == "auto":
+            raise ArgumentError(
+                f"{said}; batches that come one by one can only be added: give the whole batch as tensors, strategy='accumulate' if the "
+                "difference does not matter, or prove=False"
+            )
+        warnings.warn(f"{said}; take strategy='auto', or give prove=False if the difference does not matter", stacklevel=5)
+
     def _key(self, inputs: Any, targets: Any) -> Any:
-        """What a decision is made for: in another mode a model may normalize otherwise."""
-        return shapes_of(inputs, targets), *batch_norms(self._model)
+        """What a decision is made for: in another mode a model may compute otherwise."""
+        return shapes_of(inputs, targets), *(module.training for module in self._model.modules())
 
     def _size(self, strategy: str, n: int | None, inputs: Any, targets: Any) -> int:
         """Of a chunk."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -109,48 +110,73 @@ class Predictor:
             return None
 
 
-def choose(model: nn.Module, n: int, chunk_size: int | None, is_made_of_parts: bool, predictor: Predictor | None) -> Chosen:
+def choose(
+    model: nn.Module,
+    n: int,
+    chunk_size: int | None,
+    is_made_of_parts: bool,
+    predictor: Predictor | None,
+    problem_of: Callable[[Strategy], str],
+) -> Chosen:
     """The way for a batch of ``n``.
 
     Args:
         model: In the mode in which it is trained.
         n: Samples.
         chunk_size: At a time; None for the largest that fits.
-        is_made_of_parts: Whether the loss is known to be made of the losses of chunks.
+        is_made_of_parts: Whether the loss is said to be made of the losses of chunks.
         predictor: None where there is no limit.
+        problem_of: Says in what a strategy differs from the plain step; "" if in nothing.
 
     Raises:
-        ArgumentError: Nothing is known to be right for this model and loss, or there is neither a limit nor a chunk size.
+        ArgumentError: No strategy gives the gradients of the plain step, or there is neither a limit nor a chunk size.
         NotEnoughGPUMemory: Not even one sample fits.
     """
     if predictor is None and chunk_size is None:
         raise ArgumentError("neither chunk_size nor a config with a limit was given; give one of them")
     taken: dict[str, int | None] = {}
+    problems: dict[str, str] = {}
 
     def fits(name: Strategy) -> bool:
         found = taken[name] = None if predictor is None else predictor.bytes_of(name, n, n)
         return predictor is not None and found is not None and found <= predictor.limit
 
+    def is_right(name: Strategy) -> bool:
+        if problem := problem_of(name):
+            problems[name] = problem
+        return not problem
+
     if (chunk_size is not None and chunk_size >= n) or fits("plain"):
         return Chosen("plain", n, "the whole batch fits", taken)
     norms = batch_norms(model)
-    if not norms:
-        name: Strategy = "accumulate" if is_made_of_parts else "two_pass"
-        why = "the loss is made of the losses of chunks"
-        if not is_made_of_parts:
-            why = "the loss is computed of all outputs, for it is not known to be made of those of chunks (reduction= tells)"
-        size = chunk_size if chunk_size is not None or predictor is None else predictor.chunk_size(n, in_two_passes=name == "two_pass")
-        assert size is not None
-        taken[name] = None if predictor is None else predictor.bytes_of(name, n, size)
-        return Chosen(name, min(size, n), why, taken)
+    if norms:
+        problems["accumulate, two_pass"] = f"{norms[0]} normalizes over the batch"
+    else:
+        whole = "the loss is computed of all outputs, for it is not known to be made of those of chunks (reduction= tells)"
+        ways: list[tuple[Strategy, str]] = [("two_pass", whole)]
+        if is_made_of_parts:
+            ways.insert(0, ("accumulate", "the loss is made of the losses of chunks"))
+        for name, why in ways:
+            if is_right(name):
+                if problems:
+                    why = f"accumulate is wrong: {problems['accumulate']}"
+                size = chunk_size
+                if size is None and predictor is not None:
+                    size = predictor.chunk_size(n, in_two_passes=name == "two_pass")
+                assert size is not None
+                taken[name] = None if predictor is None else predictor.bytes_of(name, n, size)
+                return Chosen(name, min(size, n), why, taken)
+    why = "; ".join(dict.fromkeys(problems.values()))
     if fits("offload") and predictor is not None and predictor.offload.host_bytes <= predictor.host_limit:
-        return Chosen("offload", n, f"{norms[0]} sees the whole batch, and what is kept for the backward pass fits on the host", taken)
-    if can_be_recomputed(model) and fits("checkpoint"):
-        return Chosen("checkpoint", n, f"{norms[0]} sees the whole batch, and it fits if parts are computed again", taken)
+        return Chosen("offload", n, f"chunks are wrong ({why}), and what is kept for the backward pass fits on the host", taken)
+    if can_be_recomputed(model) and fits("checkpoint") and is_right("checkpoint"):
+        return Chosen("checkpoint", n, f"chunks are wrong ({why}), and the whole batch fits if parts are computed again", taken)
+    said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
     raise ArgumentError(
-        f"{norms[0]} normalizes over the batch, so that chunks do not give the gradients of {n} samples, and no strategy that sees all of "
-        "them is known to fit; give config= with larger limits, strategy='offload' or 'checkpoint', GroupNorm in its place, its eval() "
-        "mode, or strategy='accumulate' for statistics of chunks"
+        f"chunks do not give the gradients of {n} samples ({said}), and no strategy that sees all of them is known to fit; give config= "
+        "with larger limits, or strategy='offload' or 'checkpoint'; or change the model: GroupNorm in place of BatchNorm, eval() for "
+        "layers whose state changes, outputs with one row for each sample; or, if you know that the difference does not matter, name "
+        "strategy='accumulate' or 'two_pass', or give prove=False"
     )
 
 

@@ -34,6 +34,26 @@ def part(batch: Any, start: int, stop: int) -> Any:
     return rebuild(leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf for _, leaf in leaves)
 
 
+def some(batch: Any, rows: torch.Tensor) -> Any:
+    """The samples with these row indices; leaves without samples stay as they are."""
+    leaves, rebuild = flatten(batch)
+    has_rows = [isinstance(leaf, torch.Tensor) and leaf.ndim for _, leaf in leaves]
+    return rebuild(leaf[rows.to(leaf.device)] if has else leaf for (_, leaf), has in zip(leaves, has_rows, strict=True))
+
+
+def check_rows(outputs: Any, n: int) -> None:
+    """Check that every tensor among the outputs of ``n`` samples has one row for each of them.
+
+    Raises:
+        ArgumentError: One has not.
+    """
+    for path, leaf in flatten(outputs)[0]:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) != n:
+            raise ArgumentError(
+                f"output{path} of the model has shape {tuple(leaf.shape)} for {n} samples; chunks need outputs with one row for each sample"
+            )
+
+
 def joined(parts: list[Any]) -> Any:
     """Batches one after the other as one.
 
@@ -70,6 +90,11 @@ def shapes_of(*batches: Any) -> tuple[Any, ...]:
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
+def shapes_of_samples(*batches: Any) -> tuple[Any, ...]:
+    """Shapes without the number of samples, and dtypes, of all tensors."""
+    return tuple((shape[1:], dtype) for shape, dtype in shapes_of(*batches))
+
+
 def is_source(value: Any) -> bool:
     """Whether it gives batches, rather than being one."""
     return not isinstance(value, (torch.Tensor, np.ndarray, Mapping, tuple, list)) and hasattr(value, "__iter__")
@@ -84,7 +109,7 @@ def pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
     for batch in batches:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ArgumentError(f"a batch is a {type(batch).__name__}; expected a pair of inputs and targets")
-        yield batch[0], batch[1]
+        yield tensors(batch[0]), tensors(batch[1])
 
 
 class Cut:

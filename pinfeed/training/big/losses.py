@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -33,8 +33,17 @@ def reduction_of(loss: Any) -> Reduction | None:
         found = getattr(loss, "reduction", None) if type(loss).__module__ == nn.modules.loss.__name__ else None
     else:
         is_torchs = getattr(functional, getattr(loss, "__name__", ""), None) is loss
-        found = options.get("reduction", "mean") if is_torchs else None
+        found = _reduction_among(options) if is_torchs else None
     return {"mean": "mean", "batchmean": "mean", "sum": "sum"}.get(found)  # type: ignore[arg-type, return-value]
+
+
+def _reduction_among(options: Mapping[str, Any]) -> str:
+    """``reduction``, or what ``size_average`` and ``reduce`` say, as torch took it before there was that."""
+    if options.get("reduce") is None and options.get("size_average") is None:
+        return str(options.get("reduction", "mean"))
+    if options.get("reduce") is False:
+        return "none"
+    return "sum" if options.get("size_average") is False else "mean"
 
 
 def count_of(loss: Any) -> Count:
@@ -46,7 +55,7 @@ def count_of(loss: Any) -> Count:
     known, options = _unwrapped(loss)
     ignored = options.get("ignore_index", getattr(known, "ignore_index", _IGNORED))
     of_classes = known in _OF_CLASSES or isinstance(known, _OF_CLASSES[:2])
-    how = options.get("reduction", getattr(known, "reduction", "mean"))
+    how = getattr(known, "reduction", None) or _reduction_among(options)
     of_elements = how == "mean" and (known in _OF_ELEMENTS or type(known) in _OF_ELEMENTS)
     weight = options.get("weight", getattr(known, "weight", None)) if of_classes else None
 
@@ -55,12 +64,17 @@ def count_of(loss: Any) -> Count:
         first = leaves[0] if leaves else None
         if first is not None and of_elements:
             return first.numel()
-        if first is None or first.dtype is not torch.int64 or (reduction_of(loss) is not None and not of_classes):
+        if first is None or not _are_classes(first, of_classes) or (reduction_of(loss) is not None and not of_classes):
             return n_samples(targets) if leaves else 0
         taken = first != ignored
-        return taken.sum() if weight is None else (weight.to(first.device)[first.where(taken, 0)] * taken).sum()
+        return taken.sum() if weight is None else (weight.to(first.device)[first.where(taken, 0).long()] * taken).sum()
 
     return count
+
+
+def _are_classes(targets: torch.Tensor, of_classes: bool) -> bool:
+    """A loss of classes takes integers of any dtype; of a loss that is not known, int64 are taken for classes."""
+    return not targets.is_floating_point() if of_classes else targets.dtype is torch.int64
 
 
 def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:

@@ -17,7 +17,7 @@ from ...tree import flatten
 from .. import randomness
 from ..memory.estimate import call
 from ..memory.probe import is_out_of_memory
-from .chunks import joined, n_samples, part
+from .chunks import check_rows, joined, n_samples, part
 from .losses import Count, Reduction
 from .recompute import buffers_of, replayed_buffers
 
@@ -156,6 +156,7 @@ def two_pass(task: Task, pieces: Callable[[], Pieces], targets: Any) -> torch.Te
             states.append(randomness.capture())
             with task.context():
                 parts.append(call(task.model, inputs))
+            check_rows(parts[-1], n_samples(inputs))
     if not parts:
         raise ArgumentError("the batch is empty; expected at least one sample")
     outputs = joined(parts)

@@ -1,0 +1,278 @@
+"""Chunks are used only where they give the gradients of the plain step on the user's own model."""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+from torch.nn.utils import parametrizations
+from torch.nn.utils import spectral_norm as old_spectral_norm
+
+from pinfeed import BigBatch, errors
+
+N, CHUNK = 24, 8
+X = torch.randn(N, 6, generator=torch.Generator().manual_seed(0))
+Y = torch.randint(5, (N,), generator=torch.Generator().manual_seed(1))
+IGNORED = Y.clone()
+IGNORED[:9] = 0
+
+
+def net(*middle: nn.Module, last: int = 5) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), *middle, nn.Tanh(), nn.Linear(8, last))
+
+
+class Calls(nn.Module):
+    """A layer that calls a function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self._function = function
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._function(x)
+
+
+class Average(nn.Module):
+    """Divides by a moving average of what it has seen."""
+
+    def __init__(self, as_buffer: bool) -> None:
+        super().__init__()
+        if as_buffer:
+            self.register_buffer("seen", torch.ones(8))
+        else:
+            self.seen = torch.ones(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.seen = 0.9 * self.seen + 0.1 * x.detach().abs().mean(0)
+        return x / self.seen
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.n += 1
+        return x / self.n
+
+
+class TimeMajor(nn.Module):
+    """Outputs of shape (steps, samples, features), with as many steps as a chunk has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gru = nn.GRU(2, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.gru(x.reshape(-1, 3, 2).transpose(0, 1))[0]
+
+
+class Auxiliary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        outputs = self.inner(x)
+        return outputs, outputs.square().mean().reshape(1)
+
+
+class Pairs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        z = self.inner(x)
+        return z @ z.T
+
+
+def hooked() -> nn.Module:
+    model = net()
+    model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
+    return model
+
+
+def batch_norm(x: torch.Tensor) -> torch.Tensor:
+    return functional.batch_norm(x, None, None, training=True)
+
+
+def shuffled(x: torch.Tensor) -> torch.Tensor:
+    return x + 0.3 * x[torch.randperm(len(x))]
+
+
+def auxiliary_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    return functional.cross_entropy(outputs[0], targets) + outputs[1].sum()
+
+
+def square(outputs: torch.Tensor, _: Any) -> torch.Tensor:
+    return outputs.square().mean()
+
+
+cross_entropy = functional.cross_entropy
+WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
+    "an output of (n, n)": (Pairs, square, Y),
+    "time-major outputs": (TimeMajor, square, Y),
+    "an auxiliary output of (1,)": (Auxiliary, auxiliary_loss, Y),
+    "F.batch_norm": (lambda: net(Calls(batch_norm)), cross_entropy, Y),
+    "minus the mean": (lambda: net(Calls(lambda x: x - x.mean(0))), cross_entropy, Y),
+    "a little of the mean": (lambda: net(Calls(lambda x: x + 0.01 * x.mean(0))), cross_entropy, Y),
+    "softmax over samples": (lambda: net(Calls(lambda x: x.softmax(0))), cross_entropy, Y),
+    "shuffled samples": (lambda: net(Calls(shuffled)), cross_entropy, Y),
+    "the sample before": (lambda: net(Calls(lambda x: x + x.roll(1, 0))), cross_entropy, Y),
+    "spectral_norm": (lambda: net(parametrizations.spectral_norm(nn.Linear(8, 8))), cross_entropy, Y),
+    "old spectral_norm": (lambda: net(old_spectral_norm(nn.Linear(8, 8))), cross_entropy, Y),
+    "an average as a buffer": (lambda: net(Average(True)), cross_entropy, Y),
+    "an average as an attribute": (lambda: net(Average(False)), cross_entropy, Y),
+    "a number that counts": (lambda: net(Counts()), cross_entropy, Y),
+    "a hook of a parameter": (hooked, cross_entropy, Y),
+}
+RIGHT: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
+    "uint8 classes, one ignored": (net, nn.CrossEntropyLoss(ignore_index=0), IGNORED.byte(), "accumulate"),
+    "uint8 classes with weights": (net, nn.CrossEntropyLoss(weight=torch.arange(1.0, 6)), Y.byte(), "accumulate"),
+    "size_average=False": (
+        functools.partial(net, last=1),
+        functools.partial(functional.mse_loss, size_average=False),
+        X[:, :1],
+        "accumulate",
+    ),
+    "reduce=True": (functools.partial(net, last=1), functools.partial(functional.mse_loss, reduce=True), X[:, :1], "accumulate"),
+    "weights of samples": (
+        functools.partial(net, last=1),
+        nn.BCEWithLogitsLoss(weight=torch.rand(N, 1)),
+        (X[:, :1] > 0).float(),
+        "two_pass",
+    ),
+    "GroupNorm": (lambda: net(nn.GroupNorm(2, 8)), cross_entropy, Y, "accumulate"),
+    "dropout": (lambda: net(nn.Dropout(0.4)), cross_entropy, Y, "accumulate"),
+    "dropout, a loss of pairs": (lambda: net(nn.Dropout(0.4)), lambda o, y: (o @ o.T).logsumexp(1).mean(), Y, "two_pass"),
+    "a frozen layer": (lambda: net(nn.Linear(8, 8).requires_grad_(False)), cross_entropy, Y, "accumulate"),
+    "weight_norm": (lambda: net(parametrizations.weight_norm(nn.Linear(8, 8))), cross_entropy, Y, "accumulate"),
+}
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+
+
+def state_of(model: nn.Module) -> dict[str, Any]:
+    attributes = {f"{name}.{key}": value for name, m in model.named_modules() for key, value in vars(m).items() if not key.startswith("_")}
+    return {**copy.deepcopy(model.state_dict()), **copy.deepcopy(attributes)}
+
+
+def twice(make: Callable[[], nn.Module]) -> list[nn.Module]:
+    """Two equal models."""
+    torch.manual_seed(0)
+    model = make()
+    torch.manual_seed(0)
+    return [model, make()]
+
+
+def error_of(model: nn.Module, other: nn.Module) -> float:
+    want, got = gradients(model), gradients(other)
+    return float((want - got).norm() / want.norm())
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_what_chunks_would_change_is_refused(case: str) -> None:
+    make, loss, targets = WRONG[case]
+    model = make()
+    model.requires_grad_()
+    before = state_of(model)
+    generator = torch.get_rng_state()
+    with (
+        BigBatch(model, loss, chunk_size=CHUNK) as big,
+        pytest.raises(errors.ArgumentError, match="chunks do not give the gradients of 24 samples"),
+    ):
+        big.backward(X, targets)
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), generator)
+    after = state_of(model)
+    for name, value in before.items():
+        assert torch.equal(after[name], value) if isinstance(value, torch.Tensor) else after[name] == value, name
+
+
+@pytest.mark.parametrize("strategy", ["offload", "checkpoint"])
+@pytest.mark.parametrize("case", WRONG)
+def test_what_sees_the_whole_batch_is_right(case: str, strategy: str) -> None:
+    """It is warned of only where it computes something else."""
+    make, loss, targets = WRONG[case]
+    plain, model = twice(make)
+    torch.manual_seed(2)
+    loss(plain(X), targets).backward()
+    torch.manual_seed(2)
+    with BigBatch(model, loss, strategy=strategy) as big, warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        big.backward(X, targets)
+    assert error_of(plain, model) < 1e-6 or (said and strategy == "checkpoint")
+
+
+@pytest.mark.parametrize("strategy", ["accumulate", "two_pass"])
+@pytest.mark.parametrize("case", ["minus the mean", "a hook of a parameter", "an average as a buffer"])
+def test_a_strategy_that_was_named_is_warned_of(case: str, strategy: str) -> None:
+    make, loss, targets = WRONG[case]
+    with BigBatch(make(), loss, chunk_size=CHUNK, strategy=strategy) as big:
+        with pytest.warns(UserWarning, match=f"strategy='{strategy}' does not give the gradients of the plain step: "):
+            big.backward(X, targets)
+        big.backward(X, targets)  # it is said once
+    with BigBatch(make(), loss, chunk_size=CHUNK, strategy=strategy, prove=False) as big:
+        big.backward(X, targets)
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_what_chunks_do_not_change_is_computed_in_chunks(case: str) -> None:
+    make, loss, targets, strategy = RIGHT[case]
+    plain, model = twice(make)
+    torch.manual_seed(1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch deprecates size_average
+        loss(plain(X), targets).backward()
+        torch.manual_seed(1)
+        with BigBatch(model, loss, chunk_size=CHUNK) as big:
+            big.backward(X, targets)
+    assert big.chosen is not None
+    assert big.chosen.strategy == strategy
+    assert error_of(plain, model) < 1e-5
+
+
+def test_a_loss_that_is_no_mean_is_not_accumulated() -> None:
+    """The caller is mistaken about the reduction."""
+    plain, model = net(), net()
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs, targets, reduction="sum")
+
+    loss(plain(X), Y).backward()
+    with BigBatch(model, loss, chunk_size=CHUNK, reduction="mean") as big:
+        big.backward(X, Y)
+    assert big.chosen is not None
+    assert big.chosen.strategy == "two_pass"
+    assert "accumulate is wrong: the losses of chunks do not make that of the batch" in big.chosen.why
+    assert error_of(plain, model) < 1e-5
+
+
+def test_it_is_proved_again_in_another_mode() -> None:
+    model = net(Calls(lambda x: batch_norm(x) if model.training else x)).eval()
+    with BigBatch(model, cross_entropy, chunk_size=CHUNK) as big:
+        big.backward(X, Y)
+        model.train()
+        with pytest.raises(errors.ArgumentError, match="chunks do not give"):
+            big.backward(X, Y)
+
+
+def test_batches_that_come_one_by_one_are_proved() -> None:
+    model = net(Calls(lambda x: x - x.mean(0)))
+    with BigBatch(model, cross_entropy, chunk_size=CHUNK) as big, pytest.raises(errors.ArgumentError, match="can only be added"):
+        big.backward(iter([(X, Y)]))
+    with BigBatch(model, cross_entropy, chunk_size=CHUNK, prove=False) as big:
+        big.backward(iter([(X, Y)]))
+    with BigBatch(net(), cross_entropy, chunk_size=CHUNK) as big:
+        big.backward(iter([(X.numpy(), Y.numpy())]))
