@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
@@ -208,6 +209,7 @@ def test_memory_is_bounded() -> None:
     model = MyModel()
     for chunk_size, most in ((8, 0), (None, 10**9)):
         ib = infinitybatch.InfinityBatch(model, chunk_size=chunk_size, verbose=False)
+        ib.batch_(torch.randn(512, IN))  # the first batch is compared with the plain step
         saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = ib.batch_(torch.randn(512, IN))
@@ -393,6 +395,21 @@ def manager(model: nn.Module, **options: Any) -> Any:
     )
 
 
+@pytest.mark.parametrize(
+    "layer",
+    [lambda x: x - x.mean(0), lambda x: functional.batch_norm(x, None, None, training=True), lambda x: x + x.roll(1, 0)],
+    ids=["minus the mean", "F.batch_norm", "the sample before"],
+)
+def test_a_model_whose_samples_see_each_other_is_refused(layer: Any) -> None:
+    class Layer(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return layer(x)
+
+    with pytest.raises(pinfeed.ArgumentError, match="chunks do not give the gradients"):
+        manager(MyModel(Layer()), chunk_size=5).epoch()
+    manager(MyModel(Layer()), chunk_size=5, prove=False).epoch()
+
+
 def test_buffers_take_one_step_for_each_batch() -> None:
     class Counts(nn.Module):
         def __init__(self) -> None:
@@ -405,7 +422,8 @@ def test_buffers_take_one_step_for_each_batch() -> None:
 
     model = MyModel(Counts())
     ib = manager(model, chunk_size=5, strategy="two_pass")
-    ib.epoch()
+    with pytest.warns(UserWarning, match="strategy='two_pass' does not give the gradients of the plain step"):
+        ib.epoch()
     assert model[1].count == N
 
 

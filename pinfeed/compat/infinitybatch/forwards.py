@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import warnings
 from typing import Any
 
 import torch
@@ -13,9 +15,11 @@ from ...errors import ArgumentError, EstimateError
 from ...memory import free_host_bytes
 from ...training import randomness
 from ...training.big.choice import STRATEGIES, Chosen, batch_norms, choose, predictor_of
-from ...training.big.chunks import joined, n_samples, part, samples_like, shapes_of, tensors
+from ...training.big.chunks import check_rows, joined, n_samples, part, samples_like, shapes_of, tensors
 from ...training.big.offload import Offload
+from ...training.big.proof import Proofs
 from ...training.big.recompute import buffers_of, recomputed, replayed_buffers
+from ...training.big.strategies import Task
 from ...training.memory.estimate import call
 from ...training.memory.shapes import moved
 from ...tree import flatten
@@ -30,17 +34,19 @@ class Forwards:
         config: Limits.
         chunk_size: Samples at a time, in place of the largest that fits.
         strategy: As for BigBatch, but for ``"accumulate"``, which needs the loss.
+        prove: As for BigBatch.
 
     Raises:
         ArgumentError: What cannot be.
     """
 
-    def __init__(self, config: limits.Config | None, chunk_size: int | None, strategy: str) -> None:
+    def __init__(self, config: limits.Config | None, chunk_size: int | None, strategy: str, prove: bool = True) -> None:
         if strategy not in _POSSIBLE:
             raise ArgumentError(f"strategy={strategy!r}: expected {', '.join(map(repr, _POSSIBLE))}")
         if chunk_size is not None and (not hasattr(chunk_size, "__index__") or chunk_size < 1):
             raise ArgumentError(f"chunk_size={chunk_size!r}: expected a whole number, at least 1")
         self._config, self._chunk_size, self._strategy = config or limits.Config(), chunk_size, strategy
+        self._proofs = Proofs(prove)
         self._by_shape: dict[Any, Chosen] = {}
         self._plain: dict[Any, Chosen] = {}  # by the shape of a sample
         self._offload: Offload | None = None
@@ -51,6 +57,7 @@ class Forwards:
         """The model is elsewhere now: decide anew, and free what was for the old place."""
         self._by_shape.clear()
         self._plain.clear()
+        self._proofs.forget()
         if self._offload is not None:
             self._offload.close()
         self._offload = None
@@ -82,7 +89,7 @@ class Forwards:
         n = n_samples(inputs)
         if n == 0:
             raise ArgumentError("the batch is empty; expected at least one sample")
-        key = shapes_of(inputs), *batch_norms(model)
+        key = shapes_of(inputs), *(module.training for module in model.modules())
         if key not in self._by_shape:
             # What fits of many samples fits of fewer: the last batch of an epoch needs no prediction of its own.
             rest = samples_like(inputs).key, key[1:]
@@ -99,6 +106,12 @@ class Forwards:
             raise ArgumentError(
                 f"strategy='two_pass' computes chunks, and {norms[0]} normalizes over the batch; take 'offload' or 'checkpoint'"
             )
+        if self._strategy in ("two_pass", "checkpoint") and (problem := self._problem_of(model, inputs, self._strategy)):
+            warnings.warn(
+                f"strategy={self._strategy!r} does not give the gradients of the plain step: {problem}; take strategy='auto', or give "
+                "prove=False if the difference does not matter",
+                stacklevel=6,
+            )
         if self._strategy not in ("auto", "two_pass"):
             return Chosen(self._strategy, n, "it was asked for", nothing)  # type: ignore[arg-type]
         try:
@@ -106,12 +119,18 @@ class Forwards:
             if self._chunk_size is None:
                 predictor = predictor_of(model, self._config, device, inputs, optimizer=optimizer)
             if self._strategy == "auto":
-                return choose(model, n, self._chunk_size, is_made_of_parts=False, predictor=predictor)
+                problem_of = functools.partial(self._problem_of, model, inputs)
+                return choose(model, n, self._chunk_size, False, predictor, problem_of)
             size = min(n, self._chunk_size or predictor.chunk_size(n, in_two_passes=True))  # type: ignore[union-attr]  # there is one or the other
         except EstimateError as error:
             self.unpredicted = str(error)
             return Chosen("plain", n, "what it takes cannot be predicted", nothing)
         return Chosen("two_pass", size, "it was asked for", nothing)
+
+    def _problem_of(self, model: nn.Module, inputs: Any, strategy: str) -> str:
+        """In what the outputs of a strategy, or gradients through them, differ from those of the whole batch."""
+        outputs_only = Task(model, lambda outputs, _: outputs, (model,), "sum", lambda _: 1, contextlib.nullcontext, lambda loss: loss)
+        return self._proofs.problem_of(strategy, outputs_only, inputs)
 
 
 def _in_chunks(model: nn.Module, inputs: Any, size: int, device: torch.device, back: torch.device) -> Any:
@@ -138,7 +157,9 @@ class _Again:
         parts = []
         for chunk in self._chunks:
             self._states.append(randomness.capture())
-            parts.append(moved(call(self._model, moved(chunk, self._device)), self._back))
+            outputs = call(self._model, moved(chunk, self._device))
+            check_rows(outputs, n_samples(chunk))
+            parts.append(moved(outputs, self._back))
         leaves, self.rebuild = flatten(joined(parts))
         return [leaf for _, leaf in leaves]
 

@@ -39,16 +39,17 @@ class InfinityBatch:
         config: Limits of memory; None for what is free.
         chunk_size: Samples at a time, in place of what fits.
         strategy: As for ``pinfeed.BigBatch``, but for ``"accumulate"``.
+        prove: As for ``pinfeed.BigBatch``.
     """
 
     def __init__(
         self, model: nn.Module | None = None, optimizer: Any = None, criterion: Any = None, dataloader: Any = None,
         backward_device: torch.device | str | int | None = None, verbose: bool = True, *,
-        config: limits.Config | None = None, chunk_size: int | None = None, strategy: str = "auto",
+        config: limits.Config | None = None, chunk_size: int | None = None, strategy: str = "auto", prove: bool = True,
     ) -> None:  # fmt: skip
         if not torch.cuda.is_available():
             _warn("there is no CUDA device: batches are computed within the memory of the host", 3)
-        self._forwards = Forwards(config, chunk_size, strategy)
+        self._forwards = Forwards(config, chunk_size, strategy, prove)
         self._model: nn.Module | None = None
         self._optimizer: Any = None
         self._criterion: Any = None

@@ -21,10 +21,10 @@ from .. import randomness
 from ..memory.probe import is_out_of_memory
 from ..memory.shapes import moved
 from .check import Check, compared
-from .choice import STRATEGIES, Chosen, Predictor, Strategy, batch_norms, choose, predictor_of
-from .chunks import Cut, is_source, n_samples, pairs, part, samples_like, shapes_of, shapes_of_samples, tensors
+from .choice import STRATEGIES, Chosen, Predictor, Strategy, batch_norms, choose, chunk_strategies, predictor_of, said_of
+from .chunks import Cut, is_source, n_samples, pairs, part, samples_like, shapes_of, tensors
 from .losses import Count, Reduction, count_of, reduction_of
-from .proof import problem_of
+from .proof import Proofs
 from .recompute import recomputed
 from .strategies import Accumulation, Pieces, Task, all_or_nothing, give_back, plain, two_pass
 
@@ -91,8 +91,7 @@ class BigBatch:
         self._scale = (lambda found: found) if scaler is None else scaler.scale
         self._found: Reduction | None = reduction or reduction_of(loss)
         self._by_shape: dict[Any, Chosen] = {}
-        self._is_proving = prove
-        self._problems: dict[Any, str] = {}
+        self._proofs = Proofs(prove, autocast)
         self._predictors: dict[Any, Predictor] = {}
         self._cut, self._is_closed = Cut(), False
         self._stream: LoaderFeeder | None = None
@@ -283,27 +282,17 @@ class BigBatch:
 
     def _right_chunks(self, inputs: Any, targets: Any) -> Strategy:
         """The strategy for a batch that was to be computed whole and does not fit."""
-        ways: tuple[Strategy, ...] = ("accumulate", "two_pass") if self._found is not None else ("two_pass",)
-        problems = {}
-        for strategy in ways:
+        problems: dict[str, str] = {}
+        for strategy in chunk_strategies(self._found is not None):
             problems[strategy] = problem = self._problem_of(strategy, inputs, targets)
             if not problem:
                 return strategy
-        said = "; ".join(f"{strategy}: {problem}" for strategy, problem in problems.items())
-        raise ArgumentError(f"the whole batch does not fit, and chunks do not give its gradients ({said}); give strategy='offload'")
+        raise ArgumentError(
+            f"the whole batch does not fit, and chunks do not give its gradients ({said_of(problems)}); give strategy='offload'"
+        )
 
     def _problem_of(self, strategy: Strategy, inputs: Any, targets: Any) -> str:
-        """In what a strategy differs from the plain step; found out once for a shape of samples and a mode."""
-        if not self._is_proving or n_samples(inputs) < 2:
-            return ""
-        modes = tuple(module.training for root in self._modules for module in root.modules())
-        key = strategy, shapes_of_samples(inputs, targets), modes
-        if key not in self._problems:
-            task = self._task()
-            if strategy == "accumulate" and task.reduction == "mean" and not task.terms(inputs, targets):
-                return ""  # every target is ignored: another batch will tell
-            self._problems[key] = problem_of(task, strategy, inputs, targets, self._dtype)
-        return self._problems[key]
+        return self._proofs.problem_of(strategy, self._task(), inputs, targets)
 
     def _report(self, strategy: Strategy, problem: str) -> None:
         """Raise for a strategy that was chosen here, warn of one that was named."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -153,11 +153,9 @@ def choose(
         problems["accumulate, two_pass"] = f"{norms[0]} normalizes over the batch"
     else:
         whole = "the loss is computed of all outputs, for it is not known to be made of those of chunks (reduction= tells)"
-        ways: list[tuple[Strategy, str]] = [("two_pass", whole)]
-        if is_made_of_parts:
-            ways.insert(0, ("accumulate", "the loss is made of the losses of chunks"))
-        for name, why in ways:
+        for name in chunk_strategies(is_made_of_parts):
             if is_right(name):
+                why = "the loss is made of the losses of chunks" if name == "accumulate" else whole
                 if problems:
                     why = f"accumulate is wrong: {problems['accumulate']}"
                 size = chunk_size
@@ -166,18 +164,31 @@ def choose(
                 assert size is not None
                 taken[name] = None if predictor is None else predictor.bytes_of(name, n, size)
                 return Chosen(name, min(size, n), why, taken)
-    why = "; ".join(dict.fromkeys(problems.values()))
+    why = said_of(problems)
     if fits("offload") and predictor is not None and predictor.offload.host_bytes <= predictor.host_limit:
         return Chosen("offload", n, f"chunks are wrong ({why}), and what is kept for the backward pass fits on the host", taken)
     if can_be_recomputed(model) and fits("checkpoint") and is_right("checkpoint"):
         return Chosen("checkpoint", n, f"chunks are wrong ({why}), and the whole batch fits if parts are computed again", taken)
-    said = "; ".join(f"{name}: {problem}" for name, problem in problems.items())
+    why = said_of(problems)
     raise ArgumentError(
-        f"chunks do not give the gradients of {n} samples ({said}), and no strategy that sees all of them is known to fit; give config= "
+        f"chunks do not give the gradients of {n} samples ({why}), and no strategy that sees all of them is known to fit; give config= "
         "with larger limits, or strategy='offload' or 'checkpoint'; or change the model: GroupNorm in place of BatchNorm, eval() for "
         "layers whose state changes, outputs with one row for each sample; or, if you know that the difference does not matter, name "
         "strategy='accumulate' or 'two_pass', or give prove=False"
     )
+
+
+def chunk_strategies(is_made_of_parts: bool) -> tuple[Strategy, ...]:
+    """Strategies that compute chunks, the fastest first, for a loss that is said to be made of the losses of chunks or not."""
+    return ("accumulate", "two_pass") if is_made_of_parts else ("two_pass",)
+
+
+def said_of(problems: Mapping[str, str]) -> str:
+    """Problems of strategies as a clause; those that have the same one together."""
+    names: dict[str, list[str]] = {}
+    for name, problem in problems.items():
+        names.setdefault(problem, []).append(name)
+    return "; ".join(f"{', '.join(found)}: {problem}" for problem, found in names.items())
 
 
 def predictor_of(

@@ -13,58 +13,69 @@ An effect that only larger batches show is not seen: the loss of the 100 hardest
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
 
 from ...errors import ArgumentError
-from ...tree import Rebuild, flatten
+from ...tree import flatten
 from .. import randomness
 from ..memory.estimate import call
 from ..memory.probe import is_out_of_memory
 from ..memory.shapes import moved
-from .check import ROUNDING
-from .chunks import check_rows, joined, n_samples, part, some
-from .fixedrandom import FixedRandomness, UnknownRandomness
-from .modelstate import State, on_copies
-from .recompute import recomputed
+from .batchaxis import BatchAxisOperations
+from .chunks import n_samples, shapes_of_samples, some
+from .comparison import Comparison, Differs, Edges
+from .fixedrandom import UnknownRandomness
+from .modelstate import on_copies
 from .representative import representative_samples
 from .strategies import Task, give_back
 
-Context = Callable[[], AbstractContextManager[Any]]
-Edges = Sequence[tuple[int, int]]
-"""First and last row, exclusive, of each chunk."""
-
 _CHUNKS = {5: (2, 1, 2), 3: (2, 1), 2: (1, 1)}
 """Sizes of the chunks, by the number of samples that are compared."""
-_NEGLIGIBLE = 1e-3
-"""A parameter with a smaller share of the gradient's norm is compared with that share of it."""
+_PERHAPS_ROUNDING = 1e-2
+"""A smaller difference may be rounding that the model amplifies; float64 tells."""
 
 
-class _Differs(Exception):
-    """The comparison has found a difference; the message says which."""
+class Proofs:
+    """Finds out once, for each shape of samples and each mode of the model, whether a strategy is right.
 
-
-@dataclass
-class _Computed:
-    """Results of one forward and backward pass over all samples.
-
-    Attributes:
-        outputs: Leaves of the outputs, without gradients.
-        rebuild: Makes outputs of such leaves.
-        gradients: One for each parameter; None where the outputs do not depend on it.
-        state: State of the model afterwards.
+    Args:
+        is_on: False for ``prove=False``: then nothing is compared.
+        autocast: The dtype of autocast.
     """
 
-    outputs: list[Any]
-    rebuild: Rebuild
-    gradients: list[torch.Tensor | None]
-    state: State
+    def __init__(self, is_on: bool, autocast: torch.dtype | None = None) -> None:
+        self._is_on = is_on
+        self._autocast = autocast
+        self._problems: dict[Any, str] = {}
+
+    def forget(self) -> None:
+        """Compare anew from now on."""
+        self._problems.clear()
+
+    def problem_of(self, strategy: str, task: Task, inputs: Any, targets: Any = None) -> str:
+        """Say in what a strategy differs from the plain step; as ``problem_of``."""
+        if not self._is_on or n_samples(inputs) < 2:
+            return ""
+        modes = tuple(module.training for root in task.modules for module in root.modules())
+        key = strategy, shapes_of_samples(inputs, targets), modes
+        if key not in self._problems:
+            if strategy == "accumulate" and not has_terms(task, inputs, targets):
+                # Every target is ignored, so that another batch has to tell.
+                return ""
+            self._problems[key] = problem_of(task, strategy, inputs, targets, self._autocast)
+        return self._problems[key]
+
+
+def has_terms(task: Task, inputs: Any, targets: Any) -> bool:
+    """Whether the loss has something to take the mean of."""
+    return task.reduction != "mean" or bool(task.terms(inputs, targets))
 
 
 def problem_of(task: Task, strategy: str, inputs: Any, targets: Any, autocast: torch.dtype | None = None) -> str:
@@ -112,182 +123,48 @@ def _problem(task: Task, strategy: str, inputs: Any, targets: Any, autocast: tor
     x = moved(some(inputs, rows), device)
     y = None if targets is None else moved(some(targets, rows), device)
     edges = list(itertools.pairwise(itertools.accumulate(_CHUNKS[n], initial=0)))
-    comparison = _Comparison(task, x, y, edges)
     with randomness.replayed(randomness.capture()), _full_precision(device):
         try:
-            comparison.run(strategy, device, autocast)
-        except (_Differs, UnknownRandomness, ArgumentError) as difference:
-            return str(difference)
+            Comparison(task, x, y, edges).run(strategy, device, autocast)
+        except (Differs, UnknownRandomness, ArgumentError) as difference:
+            is_rounding = (
+                isinstance(difference, Differs)
+                and difference.error < _PERHAPS_ROUNDING
+                and _is_equal_in_float64(task, strategy, x, y, edges)
+            )
+            return "" if is_rounding else f"{difference}{_cause(task, x, n)}"
     return ""
 
 
-class _Comparison:
-    """Compares a strategy with the plain step on some samples.
+def _cause(task: Task, inputs: Any, n: int) -> str:
+    """Operations of the model that go over the samples, as a clause."""
+    found = BatchAxisOperations(n)
+    with contextlib.suppress(Exception), torch.no_grad(), on_copies(task.modules), found:
+        call(task.model, inputs)
+    return f" (its forward pass has operations over the samples: {', '.join(found.names)})" * bool(found.names)
 
-    Args:
-        task: The model and the loss.
-        inputs: The samples, on the device.
-        targets: Their targets, on the device; or None.
-        edges: Their chunks.
-    """
 
-    def __init__(self, task: Task, inputs: Any, targets: Any, edges: Edges) -> None:
-        self._task = task
-        self._inputs = inputs
-        self._targets = targets
-        self._edges = edges
-        self._whole: Edges = [(0, edges[-1][1])]
-        self._parameters = task.parameters
-        self._random = randomness.capture()
-        self._context: Context = contextlib.nullcontext
-        kinds = {p.dtype for p in self._parameters}
-        self._rounding = max((ROUNDING.get(kind, 1e-4) for kind in kinds), default=1e-4)
+def _is_equal_in_float64(task: Task, strategy: str, inputs: Any, targets: Any, edges: Edges) -> bool:
+    """Whether the strategy equals the plain step on a copy of the model in float64."""
+    try:
+        modules = [module.double() for module in copy.deepcopy(list(task.modules))]
+        loss = task.loss
+        if isinstance(loss, nn.Module):
+            loss = modules[list(task.modules).index(loss)]
+        wide = replace(task, model=modules[0], modules=modules, loss=loss)
+        x, y = _doubled(inputs), None if targets is None else _doubled(targets)
+        comparison = Comparison(wide, x, y, edges)
+        comparison.run(strategy, next(modules[0].parameters()).device, None)
+    except Exception:
+        # A model that cannot be copied, or does not run in float64, stays as it was found.
+        return False
+    return True
 
-    def run(self, strategy: str, device: torch.device, autocast: torch.dtype | None) -> None:
-        """Compare.
 
-        Raises:
-            _Differs: The strategy gives something else.
-        """
-        plain = self._plain(device, autocast)
-        if strategy == "checkpoint":
-            self._compare(plain, self._computed_again)
-            return
-        if self._has_drawn():
-            self._context = _both(self._context, FixedRandomness)
-            plain = self._compute(self._whole)
-        self._compare(plain, lambda into: self._compute(self._edges, into))
-        if strategy == "accumulate":
-            self._compare_losses(plain)
-
-    def _plain(self, device: torch.device, autocast: torch.dtype | None) -> _Computed:
-        """The plain step; without autocast, whose rounding hides differences, if that works."""
-        if autocast is None:
-            return self._compute(self._whole)
-        try:
-            return self._compute(self._whole)
-        except RuntimeError as error:
-            if is_out_of_memory(error):
-                raise
-        self._context = lambda: torch.autocast(device.type, autocast)
-        self._rounding = max(self._rounding, ROUNDING[autocast])
-        return self._compute(self._whole)
-
-    def _compute(self, edges: Edges, into: list[torch.Tensor | None] | None = None) -> _Computed:
-        """Outputs, gradients and state, chunk by chunk; ``into`` has the gradients taken away."""
-        randomness.restore(self._random)
-        total: list[torch.Tensor | None] = [None] * len(self._parameters) if into is None else into
-        sign = 1 if into is None else -1
-        parts = []
-        with on_copies(self._task.modules) as state, self._context():
-            for start, stop in edges:
-                outputs = call(self._task.model, part(self._inputs, start, stop))
-                check_rows(outputs, stop - start)
-                leaves, rebuild = flatten(outputs)
-                tensors = [leaf for _, leaf in leaves]
-                found = self._gradients(tensors, start, stop)
-                # One by one, so that no third set of gradients is kept.
-                for i, gradient in enumerate(found):
-                    total[i] = _sum(total[i], gradient, sign)
-                parts.append(rebuild(map(_detached, tensors)))
-            leaves, rebuild = flatten(joined(parts))
-            return _Computed([leaf for _, leaf in leaves], rebuild, total, state())
-
-    def _computed_again(self, into: list[torch.Tensor | None]) -> _Computed:
-        with recomputed(self._task.model):
-            return self._compute(self._whole, into)
-
-    def _gradients(self, outputs: Sequence[Any], start: int, stop: int) -> Sequence[torch.Tensor | None]:
-        """Gradients of the parameters for random gradients of the outputs of these samples."""
-        wanted = [
-            (leaf, _random_rows(i, leaf, start, stop))
-            for i, leaf in enumerate(outputs)
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
-        ]
-        if not wanted or not self._parameters:
-            return [None for _ in self._parameters]
-        leaves, cotangents = zip(*wanted, strict=True)
-        return torch.autograd.grad(leaves, self._parameters, cotangents, allow_unused=True)
-
-    def _has_drawn(self) -> bool:
-        """Whether torch's generators are elsewhere than at the beginning."""
-        now = randomness.capture()
-        if not torch.equal(now["torch"], self._random["torch"]):
-            return True
-        pairs = zip(now.get("cuda", []), self._random.get("cuda", []), strict=False)
-        return any(not torch.equal(one, other) for one, other in pairs)
-
-    def _compare(self, plain: _Computed, compute: Callable[[list[torch.Tensor | None]], _Computed]) -> None:
-        norms = [_norm(gradient) for gradient in plain.gradients]
-        try:
-            other = compute(plain.gradients)
-        except (RuntimeError, ValueError, IndexError) as error:
-            if is_out_of_memory(error):
-                raise
-            raise _Differs(f"the model fails on some of the samples ({_first_line(error)})") from None
-        for one, another in zip(plain.outputs, other.outputs, strict=True):
-            if (error := _error(one, another)) > self._rounding:
-                raise _Differs(f"an output of the model differs by {error:.2%}")
-        self._compare_states(plain.state, other.state)
-        self._compare_norms(norms, [_norm(difference) for difference in other.gradients])
-
-    def _compare_states(self, plain: State, other: State) -> None:
-        for name in dict.fromkeys((*plain, *other)):
-            if _error(plain.get(name), other.get(name)) > self._rounding:
-                raise _Differs(f"{name!r} of the model, which the forward pass changes, has other values afterwards")
-
-    def _compare_norms(self, norms: Sequence[float], differences: Sequence[float]) -> None:
-        least = _NEGLIGIBLE * math.hypot(*norms)
-        errors = {
-            name: difference / (max(norm, least) or 1.0) for name, norm, difference in zip(self._names(), norms, differences, strict=True)
-        }
-        wrong = {name: error for name, error in errors.items() if not error <= self._rounding}
-        if wrong:
-            worst = max(wrong, key=lambda name: wrong[name])
-            raise _Differs(f"gradients of {len(wrong)} of {len(errors)} parameters differ, that of {worst!r} by {wrong[worst]:.2%}")
-
-    def _compare_losses(self, plain: _Computed) -> None:
-        """Compare the loss of all samples, and its gradients, with those of the chunks."""
-        task = self._task
-        outputs = [_leaf(leaf) for leaf in plain.outputs]
-        parameters = [p for m in task.modules if m is not task.model for p in m.parameters()]
-        wanted = [t for t in (*outputs, *parameters) if getattr(t, "requires_grad", False)]
-
-        def loss(start: int, stop: int) -> torch.Tensor:
-            given = part(plain.rebuild(iter(outputs)), start, stop)
-            return task.loss(given, part(self._targets, start, stop))
-
-        def gradients(of: torch.Tensor) -> Sequence[torch.Tensor | None]:
-            return torch.autograd.grad(of, wanted, allow_unused=True, retain_graph=True)
-
-        with on_copies(task.modules), self._context():
-            try:
-                whole = loss(*self._whole[0])
-                terms = [self._terms(start, stop) for start, stop in self._edges]
-                total = sum(terms) if task.reduction == "mean" else 1.0
-                weights = terms if task.reduction == "mean" else [1.0 for _ in terms]
-                # A mean of no terms is not a number, and no part of the whole.
-                chunks = [loss(*edge) * (weight / total) for edge, weight in zip(self._edges, weights, strict=True) if weight]
-            except (RuntimeError, ValueError, IndexError) as error:
-                if is_out_of_memory(error):
-                    raise
-                raise _Differs(f"the loss fails on some of the samples ({_first_line(error)})") from None
-            if not chunks or not wanted:
-                return
-            made = torch.stack(chunks).sum()
-            if (error := _error(whole.detach(), made.detach())) > self._rounding:
-                raise _Differs(f"the losses of chunks do not make that of the batch: it differs by {error:.2%}")
-            for one, another in zip(gradients(whole), gradients(made), strict=True):
-                if (error := _error(one, another)) > self._rounding:
-                    raise _Differs(f"the losses of chunks do not make that of the batch: its gradients differ by {error:.2%}")
-
-    def _terms(self, start: int, stop: int) -> float:
-        return self._task.terms(part(self._inputs, start, stop), part(self._targets, start, stop))
-
-    def _names(self) -> list[str]:
-        named = (pair for module in self._task.modules for pair in module.named_parameters())
-        names = {id(p): name for name, p in named}
-        return [names[id(p)] for p in self._parameters]
+def _doubled(batch: Any) -> Any:
+    leaves, rebuild = flatten(batch)
+    is_float = [isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for _, leaf in leaves]
+    return rebuild(leaf.double() if floating else leaf for (_, leaf), floating in zip(leaves, is_float, strict=True))
 
 
 def _hooked_parameters(task: Task) -> str:
@@ -299,92 +176,13 @@ def _hooked_parameters(task: Task) -> str:
     return ""
 
 
-def _random_rows(i: int, leaf: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-    """Gradients of output ``i``, the same for a sample in whatever chunk it is."""
-    if not leaf.ndim:
-        return torch.ones_like(leaf)
-    generator = torch.Generator()
-    rows = []
-    for row in range(start, stop):
-        generator.manual_seed(1000 * i + row)
-        rows.append(torch.randn(leaf.shape[1:], generator=generator))
-    return torch.stack(rows).to(leaf.device, leaf.dtype)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
-
-
-def _detached(leaf: Any) -> Any:
-    return leaf.detach() if isinstance(leaf, torch.Tensor) else leaf
-
-
-def _leaf(value: Any) -> Any:
-    """An output as the beginning of a graph."""
-    if isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex()):
-        return value.detach().requires_grad_()
-    return value
-
-
-def _sum(one: torch.Tensor | None, other: torch.Tensor | None, sign: int) -> torch.Tensor | None:
-    if other is None:
-        return one
-    if one is None:
-        return other if sign > 0 else -other
-    return one.add(other, alpha=sign)
-
-
-def _norm(tensor: torch.Tensor | None) -> float:
-    if tensor is None or not tensor.numel():
-        return 0.0
-    values = tensor.coalesce().values() if tensor.is_sparse else tensor
-    return float(torch.linalg.vector_norm(values, dtype=_wide(values.dtype)))
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.complex128 if dtype.is_complex else torch.float64
-
-
-def _error(one: Any, other: Any) -> float:
-    """Norm of the difference relative to the larger norm; infinite if shapes or kinds differ.
-
-    Two values that are not finite, at the same places, are equal.
-    """
-    if one is None or other is None:
-        only = one if other is None else other
-        is_zero = isinstance(only, torch.Tensor) and not bool(only.any())
-        return 0.0 if only is None or is_zero else math.inf
-    if not isinstance(one, torch.Tensor) or not isinstance(other, torch.Tensor):
-        return 0.0 if one is other or bool(one == other) else math.inf
-    if one.shape != other.shape:
-        return math.inf
-    if not one.numel():
-        return 0.0
-    wide = _wide(one.dtype)
-    a, b = one.to(wide), other.to(wide)
-    same = (a == b) | (a.isnan() & b.isnan())
-    difference = torch.where(same, 0, a - b)
-    size = max(_norm(torch.where(same & ~a.isfinite(), 0, x)) for x in (a, b))
-    error = _norm(difference) / (size or 1.0)
-    return math.inf if math.isnan(error) else error
-
-
-def _both(one: Context, other: Context) -> Context:
-    @contextlib.contextmanager
-    def entered() -> Iterator[None]:
-        with one(), other():
-            yield
-
-    return entered
-
-
 @contextlib.contextmanager
 def _full_precision(device: torch.device) -> Iterator[None]:
     """Compute in float32 without TF32, whose rounding depends on the size of a batch."""
     if device.type != "cuda":
         yield
         return
-    settings = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = []
     # torch refuses these settings where the program has made newer ones; those stay as they are.
     with contextlib.suppress(RuntimeError):

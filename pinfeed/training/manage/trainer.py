@@ -53,6 +53,7 @@ class Trainer:
         config: Limits of memory, as for BigBatch.
         chunk_size: Samples at a time, in place of that.
         strategy: As for BigBatch.
+        prove: As for BigBatch.
         scheduler: One, or several; stepped after every epoch, ReduceLROnPlateau with its mean loss. Of batches: call it in a callback.
         clip_norm: The norm of all gradients together is brought down to this before a step.
         scaler: A ``torch.amp.GradScaler``.
@@ -75,6 +76,7 @@ class Trainer:
         config: limits.Config | None = None,
         chunk_size: int | None = None,
         strategy: str = "auto",
+        prove: bool = True,
         scheduler: Any = None,
         clip_norm: float | None = None,
         scaler: Any = None,
@@ -90,7 +92,9 @@ class Trainer:
             strategy = "plain"
         if device is not None and isinstance(model, nn.Module):
             model.to(torch.device(device))
-        self._big = BigBatch(model, loss, config=config, chunk_size=chunk_size, strategy=strategy, autocast=autocast, scaler=scaler)
+        self._big = BigBatch(
+            model, loss, config=config, chunk_size=chunk_size, strategy=strategy, autocast=autocast, scaler=scaler, prove=prove
+        )
         self.model, self._loss, self.loader = model, loss, loader
         _check_is_stepped(model, loss, self._updates.optimizers)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
