@@ -19,7 +19,9 @@ from torch.nn import functional
 from torch.profiler import ProfilerActivity, profile
 
 import pinfeed
+from benchmarks.budget import batch
 from benchmarks.environment import environment, save
+from benchmarks.zoo import ZOO
 from pinfeed.memory import resident_bytes
 
 STRATEGIES = ("accumulate", "two_pass", "checkpoint", "offload")
@@ -45,6 +47,8 @@ def measure(device: str) -> dict[str, Any]:
     print(tabulate(results["gradient error"], headers="keys"))
     results["peaks"] = peaks(device)
     print(tabulate(results["peaks"], headers="keys"))
+    results["cost of the proof"] = proof_costs(device)
+    print(tabulate(results["cost of the proof"], headers="keys"))
     run = subprocess.run([sys.executable, "-m", "benchmarks.big", "--flat", "--device", device], capture_output=True, text=True, check=True)
     results["host bytes after each of 3 epochs of 1,000 batches"] = [int(word) for word in run.stdout.split()]
     print(results["host bytes after each of 3 epochs of 1,000 batches"])
@@ -125,6 +129,40 @@ def peaks(device: str, n: int = N) -> list[dict[str, Any]]:
             }
         )
     return rows
+
+
+def proof_costs(device: str) -> list[dict[str, Any]]:
+    """Seconds of the comparison with the plain step, which happens once, beside those of one chunk."""
+    rows = []
+    for name, size in (("MLP", 256), ("GPT", 16), ("ResNet-18", 16)):
+        case = ZOO[name]
+        torch.manual_seed(0)
+        model = case.make().to(device)
+        x, y = batch(case, 2 * size)
+        x = torch.randn_like(x) if x.is_floating_point() else x
+        seconds = {}
+        for prove in (False, True):
+            with pinfeed.BigBatch(model if name != "ResNet-18" else model.eval(), case.loss, chunk_size=size, prove=prove) as big:
+                for i in range(3):
+                    begin = time.perf_counter()
+                    big.backward(x, y)
+                    wait(device)
+                    seconds[prove, i] = time.perf_counter() - begin
+        rows.append(
+            {
+                "model": name,
+                "chunk": size,
+                "chunk_s": round(seconds[False, 2] / 2, 4),
+                "proof_s": round(seconds[True, 0] - seconds[True, 2], 4),
+                "in chunks": round((seconds[True, 0] - seconds[True, 2]) / (seconds[False, 2] / 2), 2),
+            }
+        )
+    return rows
+
+
+def wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
 
 
 def plain(model: nn.Module, loss: Any, x: torch.Tensor, y: torch.Tensor) -> None:

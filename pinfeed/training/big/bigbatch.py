@@ -21,7 +21,7 @@ from .. import randomness
 from ..memory.probe import is_out_of_memory
 from ..memory.shapes import moved
 from .check import Check, compared
-from .choice import STRATEGIES, Chosen, Predictor, Strategy, batch_norms, choose, chunk_strategies, predictor_of, said_of
+from .choice import MOST_COMPARED, STRATEGIES, Chosen, Predictor, Strategy, batch_norms, choose, chunk_strategies, predictor_of, said_of
 from .chunks import Cut, is_source, n_samples, pairs, part, samples_like, shapes_of, tensors
 from .losses import Count, Reduction, count_of, reduction_of
 from .proof import Proofs
@@ -60,8 +60,8 @@ class BigBatch:
         autocast: The dtype of autocast for forward passes and losses.
         scaler: A ``torch.amp.GradScaler``; unscale and step are the caller's.
         prove: Compare ``"accumulate"``, ``"two_pass"`` and ``"checkpoint"`` with the plain step before they are used: at the first batch,
-            and again for another shape of samples and after ``train()`` or ``eval()``. At most five samples are computed, whole and in
-            chunks of two and one, on the gradients of the outputs and of the loss and on what the forward pass changes. ``"auto"`` takes
+            and again for another shape of samples and after ``train()`` or ``eval()``. Three samples are computed, whole and in chunks of
+            two and one, and the loss of six targets; outputs, gradients and what the forward pass changes are compared. ``"auto"`` takes
             another strategy or refuses where they differ; of one that was named, a warning tells. False leaves that out.
 
     Raises:
@@ -292,7 +292,11 @@ class BigBatch:
         )
 
     def _problem_of(self, strategy: Strategy, inputs: Any, targets: Any) -> str:
-        return self._proofs.problem_of(strategy, self._task(), inputs, targets)
+        def most() -> int:
+            is_limited = self._config is not None and self._chunk_size is None
+            return MOST_COMPARED if not is_limited else self._predictor(inputs, targets).n_compared(n_samples(inputs))
+
+        return self._proofs.problem_of(strategy, self._task(), inputs, targets, most)
 
     def _report(self, strategy: Strategy, problem: str) -> None:
         """Raise for a strategy that was chosen here, warn of one that was named."""

@@ -22,6 +22,8 @@ from .predict import OffloadStep, TwoPassStep, accumulate_step, checkpoint_step
 from .recompute import can_be_recomputed
 
 Strategy = Literal["plain", "accumulate", "two_pass", "checkpoint", "offload"]
+MOST_COMPARED = 3
+"""Samples on which a strategy is compared with the plain step."""
 STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoint", "offload")
 
 
@@ -87,10 +89,35 @@ class Predictor:
 
         found = largest_that_fits(need, self.limit, n)
         if not found:
-            on_gpu = self._estimator.device == "cuda"
-            error, name = (NotEnoughGPUMemory, "gpu_memory_limit") if on_gpu else (NotEnoughCPUMemory, "cpu_memory_limit")
+            error, name = self._not_enough()
             raise error(f"chunks of one sample need {human(need(1))} ({need(1)} bytes); {name} is {human(self.limit)} ({self.limit} bytes)")
         return found
+
+    def _not_enough(self) -> tuple[type[NotEnoughGPUMemory] | type[NotEnoughCPUMemory], str]:
+        if self._estimator.device == "cuda":
+            return NotEnoughGPUMemory, "gpu_memory_limit"
+        return NotEnoughCPUMemory, "cpu_memory_limit"
+
+    def n_compared(self, n: int) -> int:
+        """How many samples of a batch of ``n`` fit, whole, with one more set of gradients: so many can be compared with the plain step.
+
+        Raises:
+            NotEnoughGPUMemory: Not even two samples fit.
+            NotEnoughCPUMemory: Likewise, where training is on the CPU.
+        """
+        model = self._estimator.model
+        gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        most = min(n, MOST_COMPARED)
+        for size in range(most, 1, -1):
+            taken = self.bytes_of("plain", size, size)
+            if taken is None or taken + gradients <= self.limit:
+                return size
+        error, name = self._not_enough()
+        needed = human((taken or 0) + gradients)
+        raise error(
+            f"two samples, which are compared with the plain step, need {needed}; {name} is {human(self.limit)} ({self.limit} bytes); "
+            "raise the limit, or give prove=False"
+        )
 
     def bytes_of(self, strategy: Strategy, n: int, chunk_size: int) -> int | None:
         """What a strategy takes of the device; None if that cannot be predicted."""
@@ -154,14 +181,14 @@ def choose(
     else:
         whole = "the loss is computed of all outputs, for it is not known to be made of those of chunks (reduction= tells)"
         for name in chunk_strategies(is_made_of_parts):
+            size = chunk_size
+            if size is None and predictor is not None:
+                size = predictor.chunk_size(n, in_two_passes=name == "two_pass")
+            assert size is not None
             if is_right(name):
                 why = "the loss is made of the losses of chunks" if name == "accumulate" else whole
                 if problems:
                     why = f"accumulate is wrong: {problems['accumulate']}"
-                size = chunk_size
-                if size is None and predictor is not None:
-                    size = predictor.chunk_size(n, in_two_passes=name == "two_pass")
-                assert size is not None
                 taken[name] = None if predictor is None else predictor.bytes_of(name, n, size)
                 return Chosen(name, min(size, n), why, taken)
     why = said_of(problems)

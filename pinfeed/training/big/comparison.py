@@ -16,7 +16,7 @@ from .. import randomness
 from ..memory.estimate import call
 from ..memory.probe import is_out_of_memory
 from .check import ROUNDING
-from .chunks import check_rows, joined, part
+from .chunks import check_rows, joined, part, some
 from .fixedrandom import FixedRandomness
 from .modelstate import State, on_copies
 from .recompute import recomputed
@@ -60,20 +60,33 @@ class _Computed:
     state: State
 
 
+@dataclass(frozen=True)
+class LossBatch:
+    """Samples for which losses are compared.
+
+    Attributes:
+        inputs: The samples.
+        targets: Their targets, on the device; or None.
+        edges: Their chunks.
+    """
+
+    inputs: Any
+    targets: Any
+    edges: Edges
+
+
 class Comparison:
     """Compares a strategy with the plain step on some samples.
 
     Args:
         task: The model and the loss.
         inputs: The samples, on the device.
-        targets: Their targets, on the device; or None.
         edges: Their chunks.
     """
 
-    def __init__(self, task: Task, inputs: Any, targets: Any, edges: Edges) -> None:
+    def __init__(self, task: Task, inputs: Any, edges: Edges) -> None:
         self._task = task
         self._inputs = inputs
-        self._targets = targets
         self._edges = edges
         self._whole: Edges = [(0, edges[-1][1])]
         self._parameters = task.parameters
@@ -82,8 +95,14 @@ class Comparison:
         kinds = {p.dtype for p in self._parameters}
         self._rounding = max((ROUNDING.get(kind, 1e-4) for kind in kinds), default=1e-4)
 
-    def run(self, strategy: str, device: torch.device, autocast: torch.dtype | None) -> None:
+    def run(self, strategy: str, device: torch.device, autocast: torch.dtype | None, loss: LossBatch) -> None:
         """Compare.
+
+        Args:
+            strategy: ``"accumulate"``, ``"two_pass"`` or ``"checkpoint"``.
+            device: Where the samples are.
+            autocast: The dtype of autocast.
+            loss: For what targets losses are compared.
 
         Raises:
             Differs: The strategy gives something else.
@@ -97,7 +116,7 @@ class Comparison:
             plain = self._compute(self._whole)
         self._compare(plain, lambda into: self._compute(self._edges, into))
         if strategy == "accumulate":
-            self._compare_losses(plain)
+            self._compare_losses(plain, loss)
 
     def _plain(self, device: torch.device, autocast: torch.dtype | None) -> _Computed:
         """The plain step; without autocast, whose rounding hides differences, if that works."""
@@ -186,28 +205,30 @@ class Comparison:
             said = f"gradients of {len(wrong)} of {len(errors)} parameters differ, that of {worst!r} by {wrong[worst]:.2%}"
             raise Differs(said, wrong[worst])
 
-    def _compare_losses(self, plain: _Computed) -> None:
-        """Compare the loss of all samples, and its gradients, with those of the chunks."""
+    def _compare_losses(self, plain: _Computed, batch: LossBatch) -> None:
+        """Compare the loss of all targets, and its gradients, with those of the chunks; outputs are repeated where there are fewer."""
         task = self._task
-        outputs = [_leaf(leaf) for leaf in plain.outputs]
+        n = batch.edges[-1][1]
+        repeated = torch.arange(n) % self._whole[0][1]
+        outputs = [_leaf(leaf) for _, leaf in flatten(some(plain.rebuild(iter(plain.outputs)), repeated))[0]]
         parameters = [p for m in task.modules if m is not task.model for p in m.parameters()]
         wanted = [t for t in (*outputs, *parameters) if getattr(t, "requires_grad", False)]
 
         def loss(start: int, stop: int) -> torch.Tensor:
             given = part(plain.rebuild(iter(outputs)), start, stop)
-            return task.loss(given, part(self._targets, start, stop))
+            return task.loss(given, part(batch.targets, start, stop))
 
         def gradients(of: torch.Tensor) -> Sequence[torch.Tensor | None]:
             return torch.autograd.grad(of, wanted, allow_unused=True, retain_graph=True)
 
         with on_copies(task.modules), self._context():
             try:
-                whole = loss(*self._whole[0])
-                terms = [self._terms(start, stop) for start, stop in self._edges]
+                whole = loss(0, n)
+                terms = [task.terms(part(batch.inputs, *edge), part(batch.targets, *edge)) for edge in batch.edges]
                 total = sum(terms) if task.reduction == "mean" else 1.0
                 weights = terms if task.reduction == "mean" else [1.0 for _ in terms]
                 # A mean of no terms is not a number, and no part of the whole.
-                chunks = [loss(*edge) * (weight / total) for edge, weight in zip(self._edges, weights, strict=True) if weight]
+                chunks = [loss(*edge) * (weight / total) for edge, weight in zip(batch.edges, weights, strict=True) if weight]
             except (RuntimeError, ValueError, IndexError) as error:
                 if is_out_of_memory(error):
                     raise
@@ -225,9 +246,6 @@ class Comparison:
         if found > self._rounding:
             raise Differs(f"{said} by {found:.2%}", found)
 
-    def _terms(self, start: int, stop: int) -> float:
-        return self._task.terms(part(self._inputs, start, stop), part(self._targets, start, stop))
-
     def _names(self) -> list[str]:
         named = (pair for module in self._task.modules for pair in module.named_parameters())
         names = {id(p): name for name, p in named}
@@ -242,7 +260,7 @@ def _random_rows(i: int, leaf: torch.Tensor, start: int, stop: int) -> torch.Ten
     rows = []
     for row in range(start, stop):
         generator.manual_seed(1000 * i + row)
-        rows.append(torch.randn(leaf.shape[1:], generator=generator))
+        rows.append(torch.rand(leaf.shape[1:], generator=generator).sub_(0.5))
     return torch.stack(rows).to(leaf.device, leaf.dtype)
 
 
@@ -296,11 +314,15 @@ def _error(one: Any, other: Any) -> float:
     if not one.numel():
         return 0.0
     wide = _wide(one.dtype)
-    a, b = one.to(wide), other.to(wide)
-    same = (a == b) | (a.isnan() & b.isnan())
-    difference = torch.where(same, 0, a - b)
-    size = max(_norm(torch.where(same & ~a.isfinite(), 0, x)) for x in (a, b))
-    error = _norm(difference) / (size or 1.0)
+    if not one.dtype.is_floating_point and not one.dtype.is_complex:
+        one, other = one.to(wide), other.to(wide)
+    difference, size = _norm(one - other), max(_norm(one), _norm(other))
+    if not math.isfinite(difference) or not math.isfinite(size):
+        a, b = one.to(wide), other.to(wide)
+        same = (a == b) | (a.isnan() & b.isnan())
+        difference = _norm(torch.where(same, 0, a - b))
+        size = max(_norm(torch.where(same & ~a.isfinite(), 0, x)) for x in (a, b))
+    error = difference / (size or 1.0)
     return math.inf if math.isnan(error) else error
 
 

@@ -3,9 +3,10 @@
 Chunks give the gradients of the whole batch if two things hold. First, the model computes the
 outputs of each sample from that sample alone, and its state (buffers, attributes) ends as after
 the whole batch. Second, for ``accumulate``, the loss of the batch is the sum or mean of the losses
-of its chunks. Both are computed here, for a batch of up to five samples and for chunks of one and
-two of them. The gradients of the model are those for random gradients of the outputs, so the first
-comparison does not depend on the loss.
+of its chunks. Both are computed here: the model for a batch of three samples, and for chunks of two
+and one of them; the loss for six targets, and for chunks of three, one and two. The gradients of the
+model are those for random gradients of the outputs, so the first comparison does not depend on the
+loss.
 
 An effect that only larger batches show is not seen: the loss of the 100 hardest samples, say.
 """
@@ -15,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -29,15 +30,18 @@ from ..memory.estimate import call
 from ..memory.probe import is_out_of_memory
 from ..memory.shapes import moved
 from .batchaxis import BatchAxisOperations
+from .choice import MOST_COMPARED
 from .chunks import n_samples, shapes_of_samples, some
-from .comparison import Comparison, Differs, Edges
+from .comparison import Comparison, Differs, Edges, LossBatch
 from .fixedrandom import UnknownRandomness
 from .modelstate import on_copies
 from .representative import representative_samples
 from .strategies import Task, give_back
 
-_CHUNKS = {5: (2, 1, 2), 3: (2, 1), 2: (1, 1)}
+_CHUNKS = {6: (3, 1, 2), 5: (2, 1, 2), 4: (2, 1, 1), 3: (2, 1), 2: (1, 1)}
 """Sizes of the chunks, by the number of samples that are compared."""
+_SIZES = (3, 2)
+"""Numbers of samples that the model is tried with, until they fit."""
 _PERHAPS_ROUNDING = 1e-2
 """A smaller difference may be rounding that the model amplifies; float64 tells."""
 
@@ -59,8 +63,10 @@ class Proofs:
         """Compare anew from now on."""
         self._problems.clear()
 
-    def problem_of(self, strategy: str, task: Task, inputs: Any, targets: Any = None) -> str:
-        """Say in what a strategy differs from the plain step; as ``problem_of``."""
+    def problem_of(
+        self, strategy: str, task: Task, inputs: Any, targets: Any = None, most: Callable[[], int] = lambda: MOST_COMPARED
+    ) -> str:
+        """Say in what a strategy differs from the plain step; as ``problem_of``. ``most`` says how many samples fit."""
         if not self._is_on or n_samples(inputs) < 2:
             return ""
         modes = tuple(module.training for root in task.modules for module in root.modules())
@@ -69,7 +75,7 @@ class Proofs:
             if strategy == "accumulate" and not has_terms(task, inputs, targets):
                 # Every target is ignored, so that another batch has to tell.
                 return ""
-            self._problems[key] = problem_of(task, strategy, inputs, targets, self._autocast)
+            self._problems[key] = problem_of(task, strategy, inputs, targets, self._autocast, most())
         return self._problems[key]
 
 
@@ -78,7 +84,7 @@ def has_terms(task: Task, inputs: Any, targets: Any) -> bool:
     return task.reduction != "mean" or bool(task.terms(inputs, targets))
 
 
-def problem_of(task: Task, strategy: str, inputs: Any, targets: Any, autocast: torch.dtype | None = None) -> str:
+def problem_of(task: Task, strategy: str, inputs: Any, targets: Any, autocast: torch.dtype | None = None, most: int = MOST_COMPARED) -> str:
     """Say in what a strategy differs from the plain step on some samples of a batch.
 
     Parameters, gradients, buffers, attributes and random generators are as before afterwards.
@@ -89,6 +95,7 @@ def problem_of(task: Task, strategy: str, inputs: Any, targets: Any, autocast: t
         inputs: A batch of at least two samples.
         targets: Its targets, or None.
         autocast: The dtype of autocast. The comparison runs without it where the model can.
+        most: Samples to compare, at most.
 
     Returns:
         A clause without a full stop; "" if nothing differs.
@@ -97,7 +104,7 @@ def problem_of(task: Task, strategy: str, inputs: Any, targets: Any, autocast: t
         RuntimeError: The plain step itself fails on these samples; as torch.OutOfMemoryError if
             two samples do not fit on the device at once.
     """
-    fitting = [n for n in _CHUNKS if n <= n_samples(inputs)]
+    fitting = [n for n in _SIZES if n <= min(most, n_samples(inputs))]
     for n in fitting:
         try:
             return _problem(task, strategy, inputs, targets, autocast, n)
@@ -119,21 +126,29 @@ def _problem(task: Task, strategy: str, inputs: Any, targets: Any, autocast: tor
     if strategy != "checkpoint" and (hooked := _hooked_parameters(task)):
         return f"the hooks of {hooked} would run for each chunk and not once for the batch"
     device = next((p.device for p in task.parameters), torch.device("cpu"))
-    rows = representative_samples(inputs, targets, n)
-    x = moved(some(inputs, rows), device)
-    y = None if targets is None else moved(some(targets, rows), device)
-    edges = list(itertools.pairwise(itertools.accumulate(_CHUNKS[n], initial=0)))
+    x = moved(some(inputs, representative_samples(inputs, targets, n)), device)
+    loss = _loss_batch(inputs, targets, min(2 * n, n_samples(inputs)), device)
     with randomness.replayed(randomness.capture()), _full_precision(device):
         try:
-            Comparison(task, x, y, edges).run(strategy, device, autocast)
+            Comparison(task, x, _edges(n)).run(strategy, device, autocast, loss)
         except (Differs, UnknownRandomness, ArgumentError) as difference:
             is_rounding = (
                 isinstance(difference, Differs)
                 and difference.error < _PERHAPS_ROUNDING
-                and _is_equal_in_float64(task, strategy, x, y, edges)
+                and _is_equal_in_float64(task, strategy, x, _edges(n), loss)
             )
             return "" if is_rounding else f"{difference}{_cause(task, x, n)}"
     return ""
+
+
+def _edges(n: int) -> Edges:
+    return list(itertools.pairwise(itertools.accumulate(_CHUNKS[n], initial=0)))
+
+
+def _loss_batch(inputs: Any, targets: Any, n: int, device: torch.device) -> LossBatch:
+    rows = representative_samples(inputs, targets, n)
+    y = None if targets is None else moved(some(targets, rows), device)
+    return LossBatch(some(inputs, rows), y, _edges(n))
 
 
 def _cause(task: Task, inputs: Any, n: int) -> str:
@@ -144,7 +159,7 @@ def _cause(task: Task, inputs: Any, n: int) -> str:
     return f" (its forward pass has operations over the samples: {', '.join(found.names)})" * bool(found.names)
 
 
-def _is_equal_in_float64(task: Task, strategy: str, inputs: Any, targets: Any, edges: Edges) -> bool:
+def _is_equal_in_float64(task: Task, strategy: str, inputs: Any, edges: Edges, batch: LossBatch) -> bool:
     """Whether the strategy equals the plain step on a copy of the model in float64."""
     try:
         modules = [module.double() for module in copy.deepcopy(list(task.modules))]
@@ -152,9 +167,9 @@ def _is_equal_in_float64(task: Task, strategy: str, inputs: Any, targets: Any, e
         if isinstance(loss, nn.Module):
             loss = modules[list(task.modules).index(loss)]
         wide = replace(task, model=modules[0], modules=modules, loss=loss)
-        x, y = _doubled(inputs), None if targets is None else _doubled(targets)
-        comparison = Comparison(wide, x, y, edges)
-        comparison.run(strategy, next(modules[0].parameters()).device, None)
+        batch = replace(batch, targets=None if batch.targets is None else _doubled(batch.targets))
+        comparison = Comparison(wide, _doubled(inputs), edges)
+        comparison.run(strategy, next(modules[0].parameters()).device, None, batch)
     except Exception:
         # A model that cannot be copied, or does not run in float64, stays as it was found.
         return False
