@@ -596,3 +596,27 @@ def test_classes_in_place_of_what_they_make() -> None:
         given: dict[str, Any] = {"optimizer": torch.optim.Adam(network().parameters())} | arguments
         with pytest.raises(ArgumentError, match=r"got the class (Adam|StepLR); expected what it makes"):
             Trainer(network(), LOSS, given.pop("optimizer"), loader(), **given)
+
+
+def test_a_model_whose_samples_see_each_other_is_refused() -> None:
+    """Its gradients in chunks would be others; without ``chunk_size`` the plain step is right."""
+
+    class Centered(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x - x.mean(0)
+
+    def trainer(**options: Any) -> Trainer:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), Centered(), nn.Linear(8, 3))
+        data = TensorDataset(torch.randn(24, 4), torch.randint(3, (24,)))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Trainer(model, nn.CrossEntropyLoss(), optimizer, DataLoader(data, batch_size=24), **options)
+
+    with trainer(chunk_size=8) as wrong, pytest.raises(ArgumentError, match=r"operations over the samples: mean"):
+        wrong.epoch()
+    with trainer(chunk_size=24) as whole, trainer() as plain, trainer(chunk_size=8, prove=False) as unproved:
+        assert whole.epoch() == plain.epoch()
+        unproved.epoch()
+        for one, other in zip(whole.model.parameters(), plain.model.parameters(), strict=True):
+            assert torch.equal(one, other)
+        assert not torch.allclose(unproved.model[0].weight, plain.model[0].weight, rtol=1e-3)
