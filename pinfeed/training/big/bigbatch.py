@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,9 @@ from .. import randomness
 from ..memory.probe import is_out_of_memory
 from ..memory.shapes import moved
 from .check import Check, compared
-from .choice import MOST_COMPARED, STRATEGIES, Chosen, Predictor, Strategy, batch_norms, choose, chunk_strategies, predictor_of, said_of
-from .chunks import Cut, is_source, n_samples, pairs, part, samples_like, shapes_of, tensors
+from .choice import STRATEGIES, Chosen, Strategy, batch_norms
+from .chunks import Cut, is_source, n_samples, pairs, part, tensors
+from .decisions import SOURCE, Decisions
 from .losses import Count, Reduction, count_of, reduction_of
 from .proof import Proofs
 from .recompute import recomputed
@@ -30,8 +30,6 @@ from .strategies import Accumulation, Pieces, Task, all_or_nothing, give_back, p
 
 if TYPE_CHECKING:
     from .offload import Offload
-
-_SOURCE = object()  # stands for the shapes of all that sources give
 
 
 class BigBatch:
@@ -85,14 +83,15 @@ class BigBatch:
     ) -> None:
         _check_arguments(model, loss, chunk_size, strategy, reduction)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._config, self._chunk_size, self._strategy = config, chunk_size, strategy
-        self._modules = (model, *([loss] if isinstance(loss, nn.Module) else []), *modules)
-        self._model, self._loss, self._count, self._dtype = model, loss, count or count_of(loss), autocast
-        self._scale = (lambda found: found) if scaler is None else scaler.scale
-        self._found: Reduction | None = reduction or reduction_of(loss)
-        self._by_shape: dict[Any, Chosen] = {}
-        self._proofs = Proofs(prove, autocast)
-        self._predictors: dict[Any, Predictor] = {}
+        self._model, self._config, self._strategy = model, config, strategy
+        self._count, self._dtype = count or count_of(loss), autocast
+        found: Reduction | None = reduction or reduction_of(loss)
+        every = (model, *([loss] if isinstance(loss, nn.Module) else []), *modules)
+        scale = (lambda loss: loss) if scaler is None else scaler.scale
+        self._task = Task(model, loss, every, found or "sum", self._count, self._context, scale)
+        self._decisions = Decisions(
+            self._task, self._device, config, chunk_size, strategy, found is not None, Proofs(prove, autocast), autocast
+        )
         self._cut, self._is_closed = Cut(), False
         self._stream: LoaderFeeder | None = None
         self._offload: Offload | None = None
@@ -143,7 +142,7 @@ class BigBatch:
             raise ArgumentError(f"inputs have {n} samples and targets {n_samples(targets)}; expected equally many")
         if n == 0:
             raise ArgumentError("the batch is empty; expected at least one sample")
-        self.chosen = self._choose(inputs, targets)
+        self.chosen = self._decisions.of(inputs, targets)
         return self._compute(self.chosen, inputs, targets)
 
     def check(self, inputs: Any, targets: Any = None, *, chunk_size: int | None = None) -> Check:
@@ -160,19 +159,19 @@ class BigBatch:
         inputs, targets = tensors(inputs), tensors(targets)
         n, strategy = n_samples(inputs), self._strategy
         if strategy == "auto":
-            strategy = (self.chosen or self._choose(inputs, targets)).strategy
-        chosen = self._as_told(strategy, n, chunk_size or max(1, n // 3))  # type: ignore[arg-type]
-        whole, task = (self._moved(inputs), self._moved(targets)), self._task()
+            strategy = (self.chosen or self._decisions.of(inputs, targets)).strategy
+        chosen = self._decisions.as_told(strategy, n, chunk_size or max(1, n // 3))  # type: ignore[arg-type]
+        whole, task = (self._moved(inputs), self._moved(targets)), self._task
         return compared(task, strategy, lambda: plain(task, *whole), lambda: self._compute(chosen, inputs, targets))
 
     def _compute(self, chosen: Chosen, inputs: Any, targets: Any) -> torch.Tensor:
-        task, size = self._task(), chosen.chunk_size
+        task, size = self._task, chosen.chunk_size
         with all_or_nothing(task):
             if chosen.strategy == "accumulate":
                 total = float(n_samples(inputs) if targets is None else self._count(targets))
                 if task.reduction == "mean" and not total:  # a mean of nothing: as the plain step has it, whatever that is
                     return plain(task, self._moved(part(inputs, 0, size)), self._moved(part(targets, 0, size)))
-                return self._accumulated(task, self._pieces(inputs, targets, size), total, self._key(inputs, targets))
+                return self._accumulated(task, self._pieces(inputs, targets, size), total, self._decisions.key_of(inputs, targets))
             if chosen.strategy in ("plain", "two_pass"):
                 return self._again_if_it_does_not_fit(task, chosen, inputs, targets)
             with recomputed(self._model) if chosen.strategy == "checkpoint" else self._offloaded():
@@ -186,9 +185,7 @@ class BigBatch:
         finally:
             if accumulation.n_halved:  # the next batch is cut smaller at once
                 self.n_halved += accumulation.n_halved
-                chosen = self._by_shape.get(key)
-                if chosen is not None:
-                    self._by_shape[key] = dataclasses.replace(chosen, chunk_size=-(-chosen.chunk_size // 2))
+                self._decisions.halve(key)
 
     def _again_if_it_does_not_fit(self, task: Task, chosen: Chosen, inputs: Any, targets: Any) -> torch.Tensor:
         """The whole batch, or two passes; from the beginning in smaller chunks, as long as there is no memory."""
@@ -208,9 +205,9 @@ class BigBatch:
         self.n_halved += 1
         strategy: Strategy = "two_pass"
         if chosen.strategy == "plain":
-            strategy = self._right_chunks(inputs, targets)
+            strategy = self._decisions.right_chunks(inputs, targets)
         smaller = dataclasses.replace(chosen, strategy=strategy, chunk_size=-(-size // 2), why="more did not fit")
-        self.chosen = self._by_shape[self._key(inputs, targets)] = smaller
+        self.chosen = self._decisions.keep(self._decisions.key_of(inputs, targets), smaller)
         return self._compute(smaller, inputs, targets)
 
     def _of_source(self, source: Any) -> torch.Tensor:
@@ -226,19 +223,10 @@ class BigBatch:
             first = next(coming, None)
             if first is None:
                 raise ArgumentError("there is no batch; expected at least one")
-            if self._strategy == "auto" and (norms := batch_norms(self._model)):
-                raise ArgumentError(
-                    f"{norms[0]} normalizes over the batch, and batches that come one by one can only be added; give the whole batch as "
-                    "tensors, or strategy='accumulate' for statistics of chunks"
-                )
-            if _SOURCE not in self._by_shape:
-                self._by_shape[_SOURCE] = self._as_told("accumulate", None, self._size("accumulate", None, *first))
-            if problem := self._problem_of("accumulate", *first):
-                self._report("accumulate", problem)
-            self.chosen, task = self._by_shape[_SOURCE], self._task()
+            self.chosen, task = self._decisions.of_source(*first), self._task
             pieces = self._cut_pieces(itertools.chain([first], coming), self.chosen.chunk_size)
             with all_or_nothing(task):
-                return self._accumulated(task, pieces, None, _SOURCE)
+                return self._accumulated(task, pieces, None, SOURCE)
 
     def _cut_pieces(self, batches: Iterable[tuple[Any, Any]], size: int) -> Pieces:
         for inputs, targets in batches:
@@ -260,97 +248,6 @@ class BigBatch:
             chunks.close()
             self._cut.batch = None
 
-    def _choose(self, inputs: Any, targets: Any) -> Chosen:
-        key, n = self._key(inputs, targets), n_samples(inputs)
-        if key not in self._by_shape:
-            if self._strategy == "auto":
-                predictor = None if self._config is None else self._predictor(inputs, targets)
-                problem_of = functools.partial(self._problem_of, inputs=inputs, targets=targets)
-                self._by_shape[key] = choose(self._model, n, self._chunk_size, self._found is not None, predictor, problem_of)
-            else:
-                size = self._size(self._strategy, n, inputs, targets)
-                self._by_shape[key] = chosen = self._as_told(self._strategy, n, size)  # type: ignore[arg-type]
-                if self._is_doubtful(chosen, n) and (problem := self._problem_of(chosen.strategy, inputs, targets)):
-                    self._report(chosen.strategy, problem)
-        return self._by_shape[key]
-
-    def _is_doubtful(self, chosen: Chosen, n: int) -> bool:
-        """Whether a strategy that was named may compute something else than the plain step, and nothing has warned of that yet."""
-        if chosen.strategy == "checkpoint":
-            return True
-        return chosen.strategy in ("accumulate", "two_pass") and chosen.chunk_size < n and not batch_norms(self._model)
-
-    def _right_chunks(self, inputs: Any, targets: Any) -> Strategy:
-        """The strategy for a batch that was to be computed whole and does not fit."""
-        problems: dict[str, str] = {}
-        for strategy in chunk_strategies(self._found is not None):
-            problems[strategy] = problem = self._problem_of(strategy, inputs, targets)
-            if not problem:
-                return strategy
-        raise ArgumentError(
-            f"the whole batch does not fit, and chunks do not give its gradients ({said_of(problems)}); give strategy='offload'"
-        )
-
-    def _problem_of(self, strategy: Strategy, inputs: Any, targets: Any) -> str:
-        def most() -> int:
-            is_limited = self._config is not None and self._chunk_size is None
-            return MOST_COMPARED if not is_limited else self._predictor(inputs, targets).n_compared(n_samples(inputs))
-
-        return self._proofs.problem_of(strategy, self._task(), inputs, targets, most)
-
-    def _report(self, strategy: Strategy, problem: str) -> None:
-        """Raise for a strategy that was chosen here, warn of one that was named."""
-        said = f"strategy={strategy!r} does not give the gradients of the plain step: {problem}"
-        if self._strategy == "auto":
-            raise ArgumentError(
-                f"{said}; batches that come one by one can only be added: give the whole batch as tensors, strategy='accumulate' if the "
-                "difference does not matter, or prove=False"
-            )
-        warnings.warn(f"{said}; take strategy='auto', or give prove=False if the difference does not matter", stacklevel=5)
-
-    def _key(self, inputs: Any, targets: Any) -> Any:
-        """What a decision is made for: in another mode a model may compute otherwise."""
-        return shapes_of(inputs, targets), *(module.training for module in self._model.modules())
-
-    def _size(self, strategy: str, n: int | None, inputs: Any, targets: Any) -> int:
-        """Of a chunk."""
-        if strategy not in ("accumulate", "two_pass"):
-            return n or 1
-        if self._chunk_size is not None:
-            return self._chunk_size
-        if self._config is None:
-            raise ArgumentError("neither chunk_size nor a config with a limit was given; give one of them")
-        return self._predictor(inputs, targets).chunk_size(n, in_two_passes=strategy == "two_pass")
-
-    def _as_told(self, strategy: Strategy, n: int | None, chunk_size: int) -> Chosen:
-        """``n`` is None for a source, which tells its samples at its end."""
-        size = (n or 1) if strategy not in ("accumulate", "two_pass") else chunk_size if n is None else min(n, chunk_size)
-        if (n is None or size < n) and (norms := batch_norms(self._model)):
-            warnings.warn(
-                f"{norms[0]} normalizes over chunks of {size} samples, not over the whole batch: gradients and running statistics are "
-                "those of the chunks; 'offload' and 'checkpoint' see the whole batch",
-                stacklevel=4,
-            )
-        if strategy == "accumulate" and self._found is None:
-            raise ArgumentError(
-                "the loss is none of torch's, so it is not known how that of a batch is made of those of its chunks; give reduction='mean' "
-                "or 'sum' if it is made so (and count= if it is a mean of other things than samples or classes), or strategy='two_pass'"
-            )
-        why = "batches that come one by one can only be added" if n is None else "it was asked for"
-        return Chosen(strategy, size, why, {})
-
-    def _predictor(self, inputs: Any, targets: Any) -> Predictor:
-        key = samples_like(inputs).key, targets is not None and samples_like(targets).key, *batch_norms(self._model)
-        if key not in self._predictors:
-            assert self._config is not None
-            self._predictors[key] = predictor_of(
-                self._model, self._config, self._device, inputs, targets, loss=self._loss, autocast=self._dtype
-            )
-        return self._predictors[key]
-
-    def _task(self) -> Task:
-        return Task(self._model, self._loss, self._modules, self._found or "sum", self._count, self._context, self._scale)
-
     def _context(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
 
@@ -363,7 +260,7 @@ class BigBatch:
 
             limit = None if self._config is None else self._config.host_limit(free_host_bytes())
             self._offload = Offload(self._device, host_limit=limit)
-        return self._offload.step(*self._modules)
+        return self._offload.step(*self._task.modules)
 
 
 def _check_arguments(model: Any, loss: Any, chunk_size: int | None, strategy: str, reduction: str | None) -> None:
