@@ -7,12 +7,14 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
 from torch.nn.utils import spectral_norm as old_spectral_norm
+from torch.utils.checkpoint import checkpoint
 
 from pinfeed import BigBatch, errors
 
@@ -118,6 +120,123 @@ def square(outputs: torch.Tensor, _: Any) -> torch.Tensor:
     return outputs.square().mean()
 
 
+class Tells(nn.Module):
+    """A model that tells the loss more than its outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        self.auxiliary = y.softmax(1).mean(0).square().sum()
+        return y
+
+
+def told(make: Callable[[], nn.Module]) -> tuple[Callable[[], nn.Module], Any]:
+    """A loss that reads an attribute of the model made last."""
+    made: list[Any] = []
+
+    def remembered() -> nn.Module:
+        made.append(make())
+        return made[-1]
+
+    return remembered, lambda outputs, targets: functional.cross_entropy(outputs, targets) + made[-1].auxiliary
+
+
+class Momentum(nn.Module):
+    """A second network that follows the first one, as in MoCo (He et al., arXiv 1911.05722)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = net(), net()
+        self.second.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for p, q in zip(self.second.parameters(), self.first.parameters(), strict=True):
+            p.data.mul_(0.9).add_(q.data, alpha=0.1)
+        return self.first(x) + self.second(x)
+
+
+class Generated(nn.Module):
+    """Dropout by a generator of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = torch.Generator().manual_seed(3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rand(x.shape, generator=self.generator) > 0.5)
+
+
+class Bank(nn.Module):
+    """Begins to average with the first batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        now = x.detach().mean(0)
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return x
+
+
+class Encoder(nn.Module):
+    """In eval mode torch takes another way without gradients, which leaves zeros where there is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 1).eval()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        padding = torch.arange(6)[None] >= (x[:, :1] > 0) * 3 + 3
+        return self.encoder(x[:, :, None].expand(-1, -1, 8), src_key_padding_mask=padding)
+
+
+KEPT: list[Any] = []
+"""Nodes of autograd's that have hooks: torch keeps them only as long as they are used."""
+
+
+def clamped() -> nn.Module:
+    model = net()
+    weight = model[0].weight
+    node = weight.expand_as(weight).grad_fn.next_functions[0][0]
+    node.register_prehook(lambda gradients: (gradients[0].clamp(-0.001, 0.001),))
+    KEPT.append(node)
+    return model
+
+
+def sometimes(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(0) if torch.rand(()) < 0.3 else x
+
+
+def by_python(x: torch.Tensor) -> torch.Tensor:
+    return x - x.mean(0) if random.random() < 0.3 else x
+
+
+def pairs_of(outputs: torch.Tensor, _: Any) -> torch.Tensor:
+    return (outputs @ outputs.flatten(1).T if outputs.ndim == 2 else outputs.flatten(1)).logsumexp(1).mean()
+
+
+def narrow() -> nn.Module:
+    return net(Calls(lambda x: x - 0.03 * x.mean(0)), Narrow())
+
+
+class Narrow(nn.Module):
+    """Computes in bfloat16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8).bfloat16()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x.to(self.inner.weight.dtype)).to(x.dtype)
+
+
+tells, tells_loss = told(Tells)
 cross_entropy = functional.cross_entropy
 WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "an output of (n, n)": (Pairs, square, Y),
@@ -135,7 +254,43 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "an average as an attribute": (lambda: net(Average(False)), cross_entropy, Y),
     "a number that counts": (lambda: net(Counts()), cross_entropy, Y),
     "a hook of a parameter": (hooked, cross_entropy, Y),
+    "a hook behind a parameter": (clamped, cross_entropy, Y),
+    "a loss that reads the model": (tells, tells_loss, Y),
+    "a network that follows another": (Momentum, cross_entropy, Y),
+    "a branch by torch's numbers": (lambda: net(Calls(sometimes)), cross_entropy, Y),
+    "a branch by Python's numbers": (lambda: net(Calls(by_python)), cross_entropy, Y),
+    "sorted random numbers": (lambda: net(Calls(lambda x: x + 0.3 * x[torch.rand(len(x)).argsort()])), cross_entropy, Y),
+    "a generator of its own": (lambda: net(Generated()), pairs_of, Y),
+    "an average from the first batch on": (lambda: net(Bank()), cross_entropy, Y),
+    "an encoder in eval mode": (Encoder, pairs_of, Y),
+    "beside a bfloat16 layer": (narrow, cross_entropy, Y),
+    "beside a large offset": (lambda: net(Calls(lambda x: x - 0.1 * x.mean(0)), Calls(lambda x: x + 1e4 - 1e4)), square, Y),
 }
+
+
+class Packed(nn.Module):
+    """Needs samples in the order of their length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gru = nn.GRU(1, 4, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        lengths = torch.full((len(x),), 6)
+        packed = nn.utils.rnn.pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=True)
+        return self.gru(packed)[1][0]
+
+
+class Again(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = net()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return checkpoint(self.inner, x.detach().requires_grad_(), use_reentrant=True)
+
+
 RIGHT: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
     "uint8 classes, one ignored": (net, nn.CrossEntropyLoss(ignore_index=0), IGNORED.byte(), "accumulate"),
     "uint8 classes with weights": (net, nn.CrossEntropyLoss(weight=torch.arange(1.0, 6)), Y.byte(), "accumulate"),
@@ -155,6 +310,8 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
     "GroupNorm": (lambda: net(nn.GroupNorm(2, 8)), cross_entropy, Y, "accumulate"),
     "dropout": (lambda: net(nn.Dropout(0.4)), cross_entropy, Y, "accumulate"),
     "dropout, a loss of pairs": (lambda: net(nn.Dropout(0.4)), lambda o, y: (o @ o.T).logsumexp(1).mean(), Y, "two_pass"),
+    "sorted by length": (lambda: Packed(), lambda o, _: o.square().mean(), Y, "two_pass"),
+    "computed again": (lambda: Again(), cross_entropy, Y, "accumulate"),
     "a frozen layer": (lambda: net(nn.Linear(8, 8).requires_grad_(False)), cross_entropy, Y, "accumulate"),
     "weight_norm": (lambda: net(parametrizations.weight_norm(nn.Linear(8, 8))), cross_entropy, Y, "accumulate"),
 }
@@ -165,8 +322,14 @@ def gradients(model: nn.Module) -> torch.Tensor:
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
-    attributes = {f"{name}.{key}": value for name, m in model.named_modules() for key, value in vars(m).items() if not key.startswith("_")}
-    return {**copy.deepcopy(model.state_dict()), **copy.deepcopy(attributes)}
+    found = copy.deepcopy(dict(model.state_dict()))
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            if isinstance(value, torch.Generator):
+                found[f"{name}.{key}"] = value.get_state()
+            elif not key.startswith("_"):
+                found[f"{name}.{key}"] = copy.deepcopy(value)
+    return found
 
 
 def twice(make: Callable[[], nn.Module]) -> list[nn.Module]:
@@ -202,14 +365,16 @@ def test_what_chunks_would_change_is_refused(case: str) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["offload", "checkpoint"])
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize("case", [case for case in WRONG if case != "a loss that reads the model"])
 def test_what_sees_the_whole_batch_is_right(case: str, strategy: str) -> None:
     """It is warned of only where it computes something else."""
     make, loss, targets = WRONG[case]
     plain, model = twice(make)
     torch.manual_seed(2)
+    random.seed(2)
     loss(plain(X), targets).backward()
     torch.manual_seed(2)
+    random.seed(2)
     with BigBatch(model, loss, strategy=strategy) as big, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         big.backward(X, targets)
@@ -267,6 +432,86 @@ def test_it_is_proved_again_in_another_mode() -> None:
         model.train()
         with pytest.raises(errors.ArgumentError, match="chunks do not give"):
             big.backward(X, Y)
+
+
+def test_a_model_that_changes_its_inputs() -> None:
+    """Two passes change them twice."""
+
+    class Shifts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = net()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(x.sub_(0.5))
+
+    plain, model = Shifts(), Shifts()
+    cross_entropy(plain(X.clone()), Y).backward()
+    with BigBatch(model, cross_entropy, chunk_size=CHUNK) as big:
+        big.backward(X.clone(), Y)
+        assert error_of(plain, model) < 1e-5
+    with BigBatch(model, pairs_of, chunk_size=CHUNK) as big, pytest.raises(errors.ArgumentError, match="chunks do not give"):
+        big.backward(X.clone(), Y)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "said"),
+    [
+        ({"x": X, "lengths": [3] * N}, r"\['lengths'\] is a list with a value for each of 24 samples"),
+        ({"x": X, "names": np.array(["a"] * N)}, r"\['names'\] is an array of <U1; expected numbers"),
+        (X.to_sparse(), "sparse_coo tensor, which cannot be cut"),
+    ],
+)
+def test_inputs_that_cannot_be_cut(inputs: Any, said: str) -> None:
+    with BigBatch(net(), cross_entropy, chunk_size=CHUNK) as big, pytest.raises(errors.ArgumentError, match=said):
+        big.backward(inputs, Y)
+
+
+def test_the_weights_of_rare_classes_are_seen() -> None:
+    """The caller takes a mean weighed by class for a mean."""
+    targets = torch.arange(N) % 10
+    weight = torch.ones(10)
+    weight[5] = 30.0
+
+    def loss(outputs: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return functional.cross_entropy(outputs, y, weight=weight)
+
+    plain, model = twice(lambda: net(last=10))
+    loss(plain(X), targets).backward()
+    with BigBatch(model, loss, chunk_size=CHUNK, reduction="mean") as big:
+        big.backward(X, targets)
+    assert error_of(plain, model) < 1e-5
+    assert big.chosen is not None
+    assert big.chosen.strategy == "two_pass"
+
+
+@pytest.mark.parametrize("sizes", [[1] * N, [2] * 12, [12, 12]], ids=str)
+def test_batches_of_any_size_are_proved(sizes: list[int]) -> None:
+    model = net(Calls(lambda x: x - x.mean(0)))
+    batches = list(zip(X.split(sizes), Y.split(sizes), strict=True))
+    with BigBatch(model, cross_entropy, chunk_size=CHUNK) as big, pytest.raises(errors.ArgumentError, match="can only be added"):
+        big.backward(iter(batches))
+    plain, model = twice(net)
+    cross_entropy(plain(X), Y).backward()
+    with BigBatch(model, cross_entropy, chunk_size=CHUNK) as big:
+        big.backward(iter(batches))
+    assert error_of(plain, model) < 1e-5
+
+
+def test_a_later_batch_of_another_shape_is_proved() -> None:
+    model = net(Calls(lambda x: x - x.mean(0) if x.ndim == 3 else x))
+    batches = [(X, X[:, :5]), (X[:, None].expand(-1, 2, -1), X[:, None, :5].expand(-1, 2, -1))]
+    with BigBatch(model, nn.MSELoss(), chunk_size=CHUNK) as big, pytest.raises(errors.ArgumentError, match="can only be added"):
+        big.backward(iter(batches))
+    assert all(p.grad is None for p in model.parameters())
+
+
+def test_a_named_strategy_on_a_source_is_warned_of_once() -> None:
+    model = net(Calls(lambda x: x - x.mean(0)))
+    with BigBatch(model, cross_entropy, chunk_size=CHUNK, strategy="accumulate") as big:
+        with pytest.warns(UserWarning, match="does not give the gradients of the plain step"):
+            big.backward(iter([(X, Y)]))
+        big.backward(iter([(X, Y)]))
 
 
 def test_batches_that_come_one_by_one_are_proved() -> None:

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,7 +21,7 @@ from ..memory.probe import is_out_of_memory
 from ..memory.shapes import moved
 from .check import Check, compared
 from .choice import STRATEGIES, Chosen, Strategy, batch_norms
-from .chunks import Cut, is_source, n_samples, pairs, part, tensors
+from .chunks import Cut, is_source, joined, n_samples, pairs, part, refuse_lists, shapes_of_samples, tensors
 from .decisions import SOURCE, Decisions
 from .losses import Count, Reduction, count_of, reduction_of
 from .proof import Proofs
@@ -30,6 +30,10 @@ from .strategies import Accumulation, Pieces, Task, all_or_nothing, give_back, p
 
 if TYPE_CHECKING:
     from .offload import Offload
+
+
+_MOST_AHEAD = 8
+"""Batches of a source that are read before the first one is computed, to have samples to compare."""
 
 
 class BigBatch:
@@ -142,6 +146,7 @@ class BigBatch:
             raise ArgumentError(f"inputs have {n} samples and targets {n_samples(targets)}; expected equally many")
         if n == 0:
             raise ArgumentError("the batch is empty; expected at least one sample")
+        refuse_lists((inputs, targets), n, " (inputs, targets)")
         self.chosen = self._decisions.of(inputs, targets)
         return self._compute(self.chosen, inputs, targets)
 
@@ -220,16 +225,18 @@ class BigBatch:
             if not hasattr(source, "batches") and not isinstance(source, LoaderFeeder):
                 batches = stack.enter_context(wrap_loader(source, device=self._device, depth=1))
             coming = stack.enter_context(contextlib.closing(pairs(batches)))
-            first = next(coming, None)
-            if first is None:
+            first = list(itertools.islice(_until_comparable(coming, self._task), _MOST_AHEAD))
+            if not first:
                 raise ArgumentError("there is no batch; expected at least one")
-            self.chosen, task = self._decisions.of_source(*first), self._task
-            pieces = self._cut_pieces(itertools.chain([first], coming), self.chosen.chunk_size)
+            alike, task = _like_the_first(first), self._task
+            self.chosen = self._decisions.of_source(*alike, is_one_of_several=len(first) > 1 and n_samples(alike[0]) == 1)
+            pieces = self._cut_pieces(itertools.chain(first, coming), self.chosen.chunk_size)
             with all_or_nothing(task):
                 return self._accumulated(task, pieces, None, SOURCE)
 
     def _cut_pieces(self, batches: Iterable[tuple[Any, Any]], size: int) -> Pieces:
         for inputs, targets in batches:
+            self._decisions.check_part_of_source(inputs, targets)
             for start in range(0, n_samples(inputs), size):
                 # Tensors are on the device already; numpy arrays are moved here.
                 x, y = (self._moved(part(batch, start, start + size)) for batch in (inputs, targets))
@@ -261,6 +268,25 @@ class BigBatch:
             limit = None if self._config is None else self._config.host_limit(free_host_bytes())
             self._offload = Offload(self._device, host_limit=limit)
         return self._offload.step(*self._task.modules)
+
+
+def _until_comparable(batches: Iterable[tuple[Any, Any]], task: Task) -> Iterator[tuple[Any, Any]]:
+    """Batches up to the one with which there are samples to compare: two or more, with terms of the loss."""
+    n = terms = 0.0
+    for inputs, targets in batches:
+        yield inputs, targets
+        n += n_samples(inputs)
+        terms += task.terms(inputs, targets)
+        if n > 1 and terms:
+            return
+
+
+def _like_the_first(batches: list[tuple[Any, Any]]) -> tuple[Any, Any]:
+    """Those of some batches that can be joined, as one."""
+    shape = shapes_of_samples(*batches[0])
+    alike = [batch for batch in batches if shapes_of_samples(*batch) == shape]
+    inputs, targets = zip(*alike, strict=True)
+    return joined(list(inputs)), None if targets[0] is None else joined(list(targets))
 
 
 def _check_arguments(model: Any, loss: Any, chunk_size: int | None, strategy: str, reduction: str | None) -> None:

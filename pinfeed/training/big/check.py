@@ -13,8 +13,7 @@ from .. import randomness
 from .recompute import buffers_of, replayed_buffers
 from .strategies import Task
 
-ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Relative differences that the order of additions explains, by dtype."""
+_ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def compared(task: Task, strategy: str, plain: Callable[[], torch.Tensor], other
     gradient_error = _norm([_difference(a, b) for a, b in zip(want, got, strict=True)]) / (size or 1)
     loss_error = 0.0 if math.isnan(loss) and math.isnan(other_loss) else abs(loss - other_loss) / (abs(loss) or 1)
     buffer_error = max((_largest(a, b) for a, b in zip(want_buffers, got_buffers, strict=True) if a.numel()), default=0.0)
-    rounding = max((ROUNDING.get(p.dtype, 1e-4) for p in parameters), default=1e-4)
+    rounding = max((_ROUNDING.get(p.dtype, 1e-4) for p in parameters), default=1e-4)
     is_exact = all(error <= rounding for error in (gradient_error, loss_error, buffer_error))  # not so if one is not a number
     return Check(strategy, gradient_error, loss_error, buffer_error, is_exact)
 

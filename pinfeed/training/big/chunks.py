@@ -70,8 +70,17 @@ def joined(parts: list[Any]) -> Any:
 
 
 def tensors(batch: Any) -> Any:
-    """The batch with tensors in place of its numpy arrays, on their memory."""
+    """The batch with tensors in place of its numpy arrays, on their memory.
+
+    Raises:
+        ArgumentError: An array has a dtype that torch has not, or a tensor is sparse, which cannot be cut.
+    """
     leaves, rebuild = flatten(batch)
+    for path, leaf in leaves:
+        if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
+            raise ArgumentError(f"batch{path} is a {leaf.layout} tensor, which cannot be cut into samples; give a dense one")
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV":
+            raise ArgumentError(f"batch{path} is an array of {leaf.dtype}; expected numbers")
     return rebuild(to_torch(leaf) if isinstance(leaf, np.ndarray) else leaf for _, leaf in leaves)
 
 
@@ -88,6 +97,24 @@ def shapes_of(*batches: Any) -> tuple[Any, ...]:
     """Shapes and dtypes of all tensors: what a decision is made for."""
     leaves = (leaf for batch in batches for _, leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor))
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
+
+
+def refuse_lists(batch: Any, n: int, path: str = "") -> None:
+    """Check that no list or tuple in a batch has a value for each of its ``n`` samples: chunks would have all of them.
+
+    Raises:
+        ArgumentError: One has.
+    """
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            refuse_lists(value, n, f"{path}[{key!r}]")
+    elif isinstance(batch, (list, tuple)):
+        if len(batch) == n > 1 and not any(isinstance(leaf, torch.Tensor) for _, leaf in flatten(batch)[0]):
+            raise ArgumentError(
+                f"batch{path} is a {type(batch).__name__} with a value for each of {n} samples, which cannot be cut; give a tensor"
+            )
+        for i, value in enumerate(batch):
+            refuse_lists(value, n, f"{path}[{i}]")
 
 
 def shapes_of_samples(*batches: Any) -> tuple[Any, ...]:
@@ -109,7 +136,10 @@ def pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
     for batch in batches:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
             raise ArgumentError(f"a batch is a {type(batch).__name__}; expected a pair of inputs and targets")
-        yield tensors(batch[0]), tensors(batch[1])
+        inputs, targets = tensors(batch[0]), tensors(batch[1])
+        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for _, leaf in flatten((inputs, targets))[0]):
+            raise ArgumentError("a batch of a source has a tensor that requires grad; give the whole batch as tensors")
+        yield inputs, targets
 
 
 class Cut:

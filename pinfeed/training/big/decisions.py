@@ -23,7 +23,9 @@ from .choice import (
     said_of,
 )
 from .chunks import n_samples, samples_like, shapes_of
+from .comparison import PLAIN_FAILS
 from .proof import Proofs
+from .steps import ONE_BY_ONE
 from .strategies import Task
 
 SOURCE = object()
@@ -65,9 +67,15 @@ class Decisions:
         self._autocast = autocast
         self._by_shape: dict[Any, Chosen] = {}
         self._predictors: dict[Any, Predictor] = {}
+        self._is_reported = False
 
-    def of_source(self, inputs: Any, targets: Any) -> Chosen:
-        """How batches that come one by one are computed, of which this is the first.
+    def of_source(self, inputs: Any, targets: Any, *, is_one_of_several: bool) -> Chosen:
+        """How batches that come one by one are computed, of which these are the first.
+
+        Args:
+            inputs: Samples of the first batches that have one shape.
+            targets: Their targets.
+            is_one_of_several: Whether that is one sample, although there are more batches.
 
         Raises:
             ArgumentError: They cannot be added.
@@ -80,10 +88,22 @@ class Decisions:
         if SOURCE not in self._by_shape:
             size = self._size("accumulate", None, inputs, targets)
             self._by_shape[SOURCE] = self.as_told("accumulate", None, size)
-        problem = "" if batch_norms(self._task.model) else self._problem_of("accumulate", inputs, targets)
-        if problem:
-            self._report("accumulate", problem)
+            self._is_reported = bool(batch_norms(self._task.model))
+        if is_one_of_several and self._proofs.is_on and not self._is_reported:
+            self._report("accumulate", "no two samples of the first batches have one shape, so that nothing can be compared")
+            self._is_reported = True
+        self.check_part_of_source(inputs, targets)
         return self._by_shape[SOURCE]
+
+    def check_part_of_source(self, inputs: Any, targets: Any) -> None:
+        """Compare samples of a source with the plain step, where they have another shape than those before.
+
+        Raises:
+            ArgumentError: They cannot be added.
+        """
+        if not self._is_reported and (problem := self._problem_of(ONE_BY_ONE, inputs, targets)):
+            self._report("accumulate", problem)
+            self._is_reported = True
 
     def keep(self, key: Any, chosen: Chosen) -> Chosen:
         """Compute batches with this key so from now on."""
@@ -133,7 +153,7 @@ class Decisions:
             f"the whole batch does not fit, and chunks do not give its gradients ({said_of(problems)}); give strategy='offload'"
         )
 
-    def _problem_of(self, strategy: Strategy, inputs: Any, targets: Any) -> str:
+    def _problem_of(self, strategy: str, inputs: Any, targets: Any) -> str:
         def most() -> int:
             is_limited = self._config is not None and self._chunk_size is None
             return MOST_COMPARED if not is_limited else self._predictor(inputs, targets).n_compared(n_samples(inputs))
@@ -148,11 +168,14 @@ class Decisions:
                 f"{said}; batches that come one by one can only be added: give the whole batch as tensors, strategy='accumulate' if the "
                 "difference does not matter, or prove=False"
             )
+        if problem.startswith(PLAIN_FAILS):
+            # The step itself is about to say so.
+            return
         warnings.warn(f"{said}; take strategy='auto', or give prove=False if the difference does not matter", stacklevel=4)
 
     def key_of(self, inputs: Any, targets: Any) -> Any:
         """What a decision is made for: in another mode a model may compute otherwise."""
-        return shapes_of(inputs, targets), *(module.training for module in self._task.model.modules())
+        return shapes_of(inputs, targets), *(module.training for root in self._task.modules for module in root.modules())
 
     def _size(self, strategy: str, n: int | None, inputs: Any, targets: Any) -> int:
         """Of a chunk."""

@@ -14,8 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 Call = Callable[..., Any]
 
-_UNIFORM = 0.37
-_NORMAL = 0.5
 _KEEP = {"native_dropout": ("p", 0.0), "_fused_dropout": ("p", 1.0)}
 """Dropout in one kernel, and the argument with which it keeps every number."""
 
@@ -27,9 +25,16 @@ class UnknownRandomness(Exception):
 class FixedRandomness(TorchDispatchMode):
     """Within this context operations of torch draw fixed numbers; dropout keeps every number.
 
+    Args:
+        at: Where in the range of a distribution the numbers are, from 0 to 1.
+
     Raises:
         UnknownRandomness: An operation that is not known draws random numbers.
     """
+
+    def __init__(self, at: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._at = at
 
     def __torch_dispatch__(
         self,
@@ -41,10 +46,10 @@ class FixedRandomness(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        return _fixed(func, args, kwargs)
+        return _fixed(func, args, kwargs, self._at)
 
 
-def _fixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _fixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: float) -> Any:
     name = func._schema.name.split("::")[1]
     given = _arguments(func, args, kwargs)
     if name in _KEEP:
@@ -52,18 +57,22 @@ def _fixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return func(**given)
     if "dropout_p" in given:
         return func(**(given | {"dropout_p": 0.0}))
+    normal = 4 * at - 2
     if name.rstrip("_") == "bernoulli":
-        return _filled(func, args, kwargs, 1.0)
+        drawn = func(*args, **kwargs)
+        # One number decides a branch; several are a mask.
+        return drawn.fill_(1.0 if drawn.numel() > 1 else round(at))
     if name in ("rand", "rand_like"):
-        return _filled(func, args, kwargs, _UNIFORM)
+        return _falling(func(*args, **kwargs).fill_(at))
     if name in ("randn", "randn_like"):
-        return _filled(func, args, kwargs, _NORMAL)
+        return _falling(func(*args, **kwargs).fill_(normal))
     if name == "uniform_":
-        return args[0].fill_(given["from"] + _UNIFORM * (given["to"] - given["from"]))
+        return _falling(args[0].fill_(given["from"] + at * (given["to"] - given["from"])))
     if name == "normal_":
-        return args[0].fill_(given["mean"] + _NORMAL * given["std"])
+        return _falling(args[0].fill_(given["mean"] + normal * given["std"]))
     if name in ("randint", "randint_like"):
-        return _filled(func, args, kwargs, given.get("low", 0))
+        low = given.get("low", 0)
+        return func(*args, **kwargs).fill_(low + int(at * (given["high"] - low)))
     if name == "randperm":
         # A permutation that moves samples shows that they see each other.
         drawn = func(*args, **kwargs)
@@ -71,8 +80,11 @@ def _fixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     raise UnknownRandomness(f"{func} draws random numbers, which cannot be fixed for a comparison")
 
 
-def _filled(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], value: float) -> Any:
-    return func(*args, **kwargs).fill_(value)
+def _falling(drawn: torch.Tensor) -> torch.Tensor:
+    """A vector of random numbers may be sorted to shuffle samples: then they change places."""
+    if drawn.ndim == 1 and len(drawn) > 1:
+        drawn -= 1e-3 * torch.arange(len(drawn), dtype=drawn.dtype, device=drawn.device)
+    return drawn
 
 
 def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

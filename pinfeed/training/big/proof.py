@@ -4,9 +4,9 @@ Chunks give the gradients of the whole batch if two things hold. First, the mode
 outputs of each sample from that sample alone, and its state (buffers, attributes) ends as after
 the whole batch. Second, for ``accumulate``, the loss of the batch is the sum or mean of the losses
 of its chunks. Both are computed here: the model for a batch of three samples, and for chunks of two
-and one of them; the loss for six targets, and for chunks of three, one and two. The gradients of the
-model are those for random gradients of the outputs, so the first comparison does not depend on the
-loss.
+and one of them, and the loss for all targets. The gradients of the model are those for random
+gradients of the outputs, so the first comparison does not depend on the loss. Then a whole step is
+computed by the code that trains, with the user's loss.
 
 An effect that only larger batches show is not seen: the loss of the 100 hardest samples, say.
 """
@@ -32,18 +32,23 @@ from ..memory.shapes import moved
 from .batchaxis import BatchAxisOperations
 from .choice import MOST_COMPARED
 from .chunks import n_samples, shapes_of_samples, some
-from .comparison import Comparison, Differs, Edges, LossBatch
+from .comparison import Comparison
+from .differences import Differs
 from .fixedrandom import UnknownRandomness
-from .modelstate import on_copies
+from .modelstate import on_copies, on_other_parameters
 from .representative import representative_samples
-from .strategies import Task, give_back
+from .steps import ONE_BY_ONE, Samples
+from .strategies import Task, Touched, give_back
 
-_CHUNKS = {6: (3, 1, 2), 5: (2, 1, 2), 4: (2, 1, 1), 3: (2, 1), 2: (1, 1)}
-"""Sizes of the chunks, by the number of samples that are compared."""
+_CHUNKS = {4: (2, 1, 1), 3: (2, 1), 2: (1, 1)}
+"""Sizes of the chunks, by the number of samples that are compared; of more samples, a half, one, a fourth and the others."""
 _SIZES = (3, 2)
 """Numbers of samples that the model is tried with, until they fit."""
 _PERHAPS_ROUNDING = 1e-2
 """A smaller difference may be rounding that the model amplifies; float64 tells."""
+
+
+More = Callable[[int], Samples]
 
 
 class Proofs:
@@ -55,7 +60,7 @@ class Proofs:
     """
 
     def __init__(self, is_on: bool, autocast: torch.dtype | None = None) -> None:
-        self._is_on = is_on
+        self.is_on = is_on
         self._autocast = autocast
         self._problems: dict[Any, str] = {}
 
@@ -67,12 +72,12 @@ class Proofs:
         self, strategy: str, task: Task, inputs: Any, targets: Any = None, most: Callable[[], int] = lambda: MOST_COMPARED
     ) -> str:
         """Say in what a strategy differs from the plain step; as ``problem_of``. ``most`` says how many samples fit."""
-        if not self._is_on or n_samples(inputs) < 2:
+        if not self.is_on or n_samples(inputs) < 2:
             return ""
         modes = tuple(module.training for root in task.modules for module in root.modules())
         key = strategy, shapes_of_samples(inputs, targets), modes
         if key not in self._problems:
-            if strategy == "accumulate" and not has_terms(task, inputs, targets):
+            if strategy in ("accumulate", ONE_BY_ONE) and not has_terms(task, inputs, targets):
                 # Every target is ignored, so that another batch has to tell.
                 return ""
             self._problems[key] = problem_of(task, strategy, inputs, targets, self._autocast, most())
@@ -91,7 +96,7 @@ def problem_of(task: Task, strategy: str, inputs: Any, targets: Any, autocast: t
 
     Args:
         task: The model and the loss, on their device.
-        strategy: ``"accumulate"``, ``"two_pass"`` or ``"checkpoint"``.
+        strategy: ``"accumulate"``, ``ONE_BY_ONE``, ``"two_pass"`` or ``"checkpoint"``.
         inputs: A batch of at least two samples.
         targets: Its targets, or None.
         autocast: The dtype of autocast. The comparison runs without it where the model can.
@@ -125,68 +130,92 @@ def problem_of(task: Task, strategy: str, inputs: Any, targets: Any, autocast: t
 def _problem(task: Task, strategy: str, inputs: Any, targets: Any, autocast: torch.dtype | None, n: int) -> str:
     if strategy != "checkpoint" and (hooked := _hooked_parameters(task)):
         return f"the hooks of {hooked} would run for each chunk and not once for the batch"
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in task.parameters):
+        return "the first forward pass makes its parameters; call the model once before"
     device = next((p.device for p in task.parameters), torch.device("cpu"))
-    x = moved(some(inputs, representative_samples(inputs, targets, n)), device)
-    loss = _loss_batch(inputs, targets, min(2 * n, n_samples(inputs)), device)
-    with randomness.replayed(randomness.capture()), _full_precision(device):
-        try:
-            Comparison(task, x, _edges(n)).run(strategy, device, autocast, loss)
-        except (Differs, UnknownRandomness, ArgumentError) as difference:
-            is_rounding = (
-                isinstance(difference, Differs)
-                and difference.error < _PERHAPS_ROUNDING
-                and _is_equal_in_float64(task, strategy, x, _edges(n), loss)
-            )
-            return "" if is_rounding else f"{difference}{_cause(task, x, n)}"
-    return ""
+    if torch.is_autocast_enabled(device.type):
+        autocast = autocast or torch.get_autocast_dtype(device.type)
+    samples = _samples(inputs, targets, n, device)
+
+    def more(most: int) -> Samples:
+        return _samples(inputs, targets, min(most, n_samples(inputs)), device)
+
+    precisely = torch.autocast(device.type, enabled=False)
+    with randomness.replayed(randomness.capture()), _full_precision(device), precisely:
+        difference = _found(task, strategy, samples, more, autocast)
+        return "" if difference is None else f"{difference}{_cause(task, samples.inputs, n)}"
 
 
-def _edges(n: int) -> Edges:
-    return list(itertools.pairwise(itertools.accumulate(_CHUNKS[n], initial=0)))
+def _found(task: Task, strategy: str, samples: Samples, more: More, autocast: torch.dtype | None) -> Differs | None:
+    is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in task.parameters)
+    difference = None
+    if not is_narrow:
+        difference = _difference(task, strategy, samples, more, autocast)
+        if difference is None or difference.error > _PERHAPS_ROUNDING:
+            return difference
+    try:
+        return _difference_in_float64(task, strategy, samples, more)
+    except Exception:
+        # A model that cannot be copied, or does not run in float64, is compared as it is.
+        return _difference(task, strategy, samples, more, autocast) if is_narrow else difference
 
 
-def _loss_batch(inputs: Any, targets: Any, n: int, device: torch.device) -> LossBatch:
+def _difference(task: Task, strategy: str, samples: Samples, more: More, autocast: torch.dtype | None) -> Differs | None:
+    try:
+        Comparison(task, samples, more, autocast).run(strategy)
+    except Differs as difference:
+        return difference
+    except (UnknownRandomness, ArgumentError) as error:
+        return Differs(str(error))
+    return None
+
+
+def _difference_in_float64(task: Task, strategy: str, samples: Samples, more: More) -> Differs | None:
+    modules = [module.double() for module in copy.deepcopy(list(task.modules))]
+    loss = task.loss
+    if isinstance(loss, nn.Module):
+        loss = modules[list(task.modules).index(loss)]
+    wide = replace(task, model=modules[0], modules=modules, loss=loss)
+    try:
+        Comparison(wide, _doubled(samples), lambda most: _doubled(more(most)), None).run(strategy)
+    except Differs as difference:
+        return difference
+    return None
+
+
+def _doubled(samples: Samples) -> Samples:
+    def doubled(batch: Any) -> Any:
+        leaves, rebuild = flatten(batch)
+        is_float = [isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for _, leaf in leaves]
+        return rebuild(leaf.double() if floating else leaf for (_, leaf), floating in zip(leaves, is_float, strict=True))
+
+    targets = None if samples.targets is None else doubled(samples.targets)
+    return replace(samples, inputs=doubled(samples.inputs), targets=targets)
+
+
+def _samples(inputs: Any, targets: Any, n: int, device: torch.device) -> Samples:
     rows = representative_samples(inputs, targets, n)
+    x = moved(some(inputs, rows), device)
     y = None if targets is None else moved(some(targets, rows), device)
-    return LossBatch(some(inputs, rows), y, _edges(n))
+    sizes = _CHUNKS.get(n, (n // 2, 1, n // 4, n - n // 2 - 1 - n // 4))
+    return Samples(x, y, list(itertools.pairwise(itertools.accumulate(sizes, initial=0))))
 
 
 def _cause(task: Task, inputs: Any, n: int) -> str:
     """Operations of the model that go over the samples, as a clause."""
     found = BatchAxisOperations(n)
-    with contextlib.suppress(Exception), torch.no_grad(), on_copies(task.modules), found:
+    modules = task.modules
+    with contextlib.suppress(Exception), torch.no_grad(), on_copies(modules), on_other_parameters(modules), found:
         call(task.model, inputs)
     return f" (its forward pass has operations over the samples: {', '.join(found.names)})" * bool(found.names)
-
-
-def _is_equal_in_float64(task: Task, strategy: str, inputs: Any, edges: Edges, batch: LossBatch) -> bool:
-    """Whether the strategy equals the plain step on a copy of the model in float64."""
-    try:
-        modules = [module.double() for module in copy.deepcopy(list(task.modules))]
-        loss = task.loss
-        if isinstance(loss, nn.Module):
-            loss = modules[list(task.modules).index(loss)]
-        wide = replace(task, model=modules[0], modules=modules, loss=loss)
-        batch = replace(batch, targets=None if batch.targets is None else _doubled(batch.targets))
-        comparison = Comparison(wide, _doubled(inputs), edges)
-        comparison.run(strategy, next(modules[0].parameters()).device, None, batch)
-    except Exception:
-        # A model that cannot be copied, or does not run in float64, stays as it was found.
-        return False
-    return True
-
-
-def _doubled(batch: Any) -> Any:
-    leaves, rebuild = flatten(batch)
-    is_float = [isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for _, leaf in leaves]
-    return rebuild(leaf.double() if floating else leaf for (_, leaf), floating in zip(leaves, is_float, strict=True))
 
 
 def _hooked_parameters(task: Task) -> str:
     """The name of a parameter that has hooks, in quotes; "" if none has."""
     for module in task.modules:
         for name, p in module.named_parameters():
-            if p.requires_grad and (p._backward_hooks or p._post_accumulate_grad_hooks):
+            hooks = [hook for of in (p._backward_hooks, p._post_accumulate_grad_hooks) if of for hook in of.values()]
+            if p.requires_grad and any(not isinstance(hook, Touched) for hook in hooks):
                 return repr(name)
     return ""
 

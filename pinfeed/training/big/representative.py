@@ -10,6 +10,8 @@ import torch
 from ...tree import flatten
 from .chunks import n_samples
 
+_MOST_NUMBERS = 4096
+
 
 def representative_samples(inputs: Any, targets: Any, n: int) -> torch.Tensor:
     """Choose ``n`` samples of a batch: with rare, negative and extreme targets, short and long ones.
@@ -27,7 +29,9 @@ def representative_samples(inputs: Any, targets: Any, n: int) -> torch.Tensor:
         chosen.setdefault(int(score.argmax()))
         chosen.setdefault(int(score.argmin()))
     spread = torch.linspace(0, n_samples(inputs) - 1, n).round().long().tolist()
-    return torch.tensor(list(dict.fromkeys([*list(chosen)[:n], *spread, *range(n)]))[:n])
+    rows = list(dict.fromkeys([*list(chosen)[:n], *spread, *range(n)]))[:n]
+    # The order of the batch stays: a model may need samples sorted by their length.
+    return torch.tensor(sorted(rows))
 
 
 def _scores(inputs: Any, targets: Any) -> Iterator[torch.Tensor]:
@@ -47,5 +51,9 @@ def _scores(inputs: Any, targets: Any) -> Iterator[torch.Tensor]:
 
 def _rows(batch: Any) -> Iterator[torch.Tensor]:
     for _, leaf in flatten(batch)[0]:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf[0].numel() and not leaf.is_complex():
-            yield leaf.detach().reshape(len(leaf), -1)
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_complex():
+            continue
+        if leaf.ndim and leaf.numel():
+            rows = leaf.detach().reshape(len(leaf), -1)
+            # Large rows are looked at here and there, so that this takes neither long nor much memory.
+            yield rows[:, :: -(-rows.shape[1] // _MOST_NUMBERS)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Callable, Generator, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -70,6 +71,16 @@ def plain(task: Task, inputs: Any, targets: Any) -> torch.Tensor:
     return loss.detach()
 
 
+class Touched:
+    """A hook that remembers parameters whose gradients have been added to."""
+
+    def __init__(self) -> None:
+        self.parameters: set[nn.Parameter] = set()
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        self.parameters.add(parameter)
+
+
 class Accumulation:
     """Gradients of a batch as the sum of those of its pieces.
 
@@ -79,7 +90,7 @@ class Accumulation:
 
     def __init__(self, task: Task) -> None:
         self._task, self._parameters = task, task.parameters
-        self._touched: set[nn.Parameter] = set()
+        self._touched = Touched()
         self.n_halved = 0
 
     def run(self, pieces: Pieces, total: float | None) -> torch.Tensor:
@@ -94,16 +105,20 @@ class Accumulation:
         """
         if self._task.reduction == "sum" or total is not None:
             return self._sum(pieces, 1.0 if self._task.reduction == "sum" else total or 1.0)
-        loss = self._sum(pieces, 1.0)
-        n_terms = self._n_terms or 1.0
+        # Gradients are of the size of a mean from the first piece on: what clips or overflows does so as in the plain step.
+        first = next((piece for piece in pieces if piece[2]), None)
+        if first is None:
+            raise ArgumentError("every target of the batches is ignored; expected at least one that is not")
+        loss = self._sum(itertools.chain([first], pieces), first[2])
+        ratio = self._n_terms / first[2]
         for p in self._parameters:
             if p.grad is not None:
-                p.grad /= n_terms
-        return loss / n_terms
+                p.grad /= ratio
+        return loss / ratio
 
-    def _sum(self, pieces: Pieces, total: float) -> torch.Tensor:
+    def _sum(self, pieces: Iterable[tuple[Any, Any, float]], total: float) -> torch.Tensor:
         self._n_terms, loss = 0.0, None
-        hooks = [p.register_post_accumulate_grad_hook(self._touched.add) for p in self._parameters]
+        hooks = [p.register_post_accumulate_grad_hook(self._touched) for p in self._parameters]
         try:
             for inputs, targets, n_terms in pieces:
                 found = self._piece(inputs, targets, n_terms, total, None)
@@ -120,7 +135,7 @@ class Accumulation:
         """Gradients of a piece, of the parameters that are wanted; None for all."""
         if self._task.reduction == "mean" and not n_terms:  # a mean of nothing, which is not a number
             return torch.zeros((), device=self._parameters[0].device)
-        self._touched.clear()
+        self._touched.parameters.clear()
         state = randomness.capture()
         try:
             loss = self._task.forward(inputs, targets)
@@ -136,7 +151,7 @@ class Accumulation:
         give_back()
         randomness.restore(state)
         self.n_halved += 1
-        missing = [p for p in (self._parameters if wanted is None else wanted) if p not in self._touched]
+        missing = [p for p in (self._parameters if wanted is None else wanted) if p not in self._touched.parameters]
         n = n_samples(inputs)
         halves = [(part(inputs, a, b), part(targets, a, b)) for a, b in ((0, n // 2), (n // 2, n))]
         return torch.stack([self._piece(*half, self._task.terms(*half), total, missing) for half in halves]).sum()
