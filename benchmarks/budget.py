@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 import pinfeed
 from benchmarks.environment import environment, save
 from benchmarks.zoo import ZOO, Case
+from benchmarks.zoo_unseen import UNSEEN
 from pinfeed.memory import resident_bytes
 
 LIMIT = pinfeed.GiB(1)
@@ -31,21 +33,29 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--kept", help="train this model under a limit and say what it took, as JSON")
+    parser.add_argument("--unseen", action="store_true", help="measure the zoo that nothing was tuned on, peaks only")
     arguments = parser.parse_args()
     if arguments.kept:
         print(json.dumps(trained_under_a_limit(ZOO[arguments.kept])))
         return
     print(environment())
-    results = measure(arguments.device)
-    print(save("budget", results))
+    if arguments.unseen:
+        print(save("budget-unseen", {"peaks": peaks_of(UNSEEN, arguments.device)}))
+    else:
+        print(save("budget", measure(arguments.device)))
+
+
+def peaks_of(zoo: Mapping[str, Case], device: str) -> list[dict[str, Any]]:
+    """Predicted and measured peaks of each model, at each of its batch sizes."""
+    peaks = [predicted_and_measured(name, case, n, device) for name, case in zoo.items() for n in case.batch_sizes]
+    columns = ("model", "batch", "measured_mib", "ratio", "confidence", "seconds")
+    print(tabulate([[peak[column] for column in columns] for peak in peaks], headers=columns))
+    return peaks
 
 
 def measure(device: str) -> dict[str, Any]:
     """Everything, as plain values."""
-    peaks = [predicted_and_measured(name, case, n, device) for name, case in ZOO.items() for n in case.batch_sizes]
-    columns = ("model", "batch", "measured_mib", "ratio", "confidence", "seconds")
-    print(tabulate([[peak[column] for column in columns] for peak in peaks], headers=columns))
-    results: dict[str, Any] = {"peaks": peaks}
+    results: dict[str, Any] = {"peaks": peaks_of(ZOO, device)}
     if device == "cpu":
         results["kept"] = []
         for name in ZOO:
