@@ -1,5 +1,6 @@
 """The predicted peak of a training step, held against what the CPU's allocator is asked for."""
 
+import copy
 from typing import Any
 
 import pytest
@@ -55,6 +56,20 @@ class Attention(nn.Module):
         return self.head(self.layer(self.embedding(ids))).flatten(0, 1)
 
 
+class Copied(nn.Module):
+    """Its layers are copies of one that it drops, as in ``nn.TransformerEncoder``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Sequential(nn.Linear(256, 256), nn.ReLU())
+        self.layers = nn.ModuleList(copy.deepcopy(layer) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
 def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 500), nn.ReLU(), nn.Linear(500, 10))
 
@@ -71,6 +86,7 @@ CASES = {
     "norm": (lambda: nn.Sequential(nn.Linear(100, 400), nn.BatchNorm1d(400), nn.Tanh(), nn.Linear(400, 9)), (100,), "float32", (), "int64"),
     "dropout": (lambda: nn.Sequential(nn.Linear(100, 400), nn.Dropout(), nn.Linear(400, 9)), (100,), "float32", (), "int64"),
     "checkpoint": (Checkpointed, (256,), "float32", (), "int64"),
+    "copies of a layer": (Copied, (256,), "float32", (), "int64"),
     "attention": (Attention, (16,), "int64", (), "int64"),
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Literal, Protocol
 
@@ -199,7 +200,12 @@ class StepEstimator:
         from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to load
 
         cuda = self.device == "cuda"
-        with FakeTensorMode(allow_non_fake_inputs=True), tracker, as_on_cuda() if cuda else contextlib.nullcontext():
+        mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+        # A model that copies its layers copies the mode of their tensors; tensors of another mode would be counted at each use.
+        mode.__deepcopy__ = lambda _: mode
+        with mode, tracker, as_on_cuda() if cuda else contextlib.nullcontext(), warnings.catch_warnings():
+            # Such a copy asks for addresses, of which torch warns although it goes on.
+            warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             tracker.enter("parameters")
             model, loss, fakes = _without_data(self.model, self.loss)
             tracker.label(model.parameters(), "parameters")
