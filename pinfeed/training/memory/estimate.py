@@ -7,7 +7,7 @@ import copy
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -15,11 +15,11 @@ from torch import nn
 from ...errors import ArgumentError, EstimateError
 from ...tree import flatten
 from .allocator import CachingAllocator
-from .report import Confidence, Estimate, Layer, layers_of
+from .confidence import confidence_in
+from .recurrent import as_on_cpu
+from .report import Confidence, Estimate, Kind, Layer, layers_of
 from .shapes import Samples, samples_of
 from .tracking import Peak, Tracker, as_on_cuda, peak_of
-
-Kind = Literal["cuda", "cpu"]
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer state", "batch", "activations", "temporary")
 _N_STEPS = 2  # the optimizer's state comes with the first one's end
@@ -183,7 +183,7 @@ class StepEstimator:
         return self._known[batch_size, step]
 
     def _estimated(self, batch_size: int, step: Step) -> Estimate:
-        tracker, log = Tracker(), logging.getLogger("torch._subclasses.fake_tensor")
+        tracker, log = Tracker(is_cpu=self.device == "cpu"), logging.getLogger("torch._subclasses.fake_tensor")
         was_silent, log.disabled = log.disabled, True  # it prints the traceback of what is raised here
         try:
             layers, confidence, notes = self._follow(tracker, batch_size, step)
@@ -203,7 +203,7 @@ class StepEstimator:
         mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
         # A model that copies its layers copies the mode of their tensors; tensors of another mode would be counted at each use.
         mode.__deepcopy__ = lambda _: mode
-        with mode, tracker, as_on_cuda() if cuda else contextlib.nullcontext(), warnings.catch_warnings():
+        with mode, tracker, as_on_cuda() if cuda else as_on_cpu(), warnings.catch_warnings():
             # Such a copy asks for addresses, of which torch warns although it goes on.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             tracker.enter("parameters")
@@ -222,7 +222,7 @@ class StepEstimator:
                 optimizer.zero_grad()
                 del kept
             layers = layers_of(model)
-            confidence, notes = _confidence(model, tracker, self._dtype)
+            confidence, notes = confidence_in(model, tracker, self.device, self._dtype)
         return layers, confidence, notes
 
     def _refusal(self, error: Exception, batch_size: int, phase: str) -> str:
@@ -308,25 +308,6 @@ def _as_by_default(optimizer: Any) -> None:
 def _state_of(optimizer: Any) -> Iterator[torch.Tensor]:
     for state in optimizer.state.values():
         yield from (leaf for _, leaf in flatten(state)[0] if isinstance(leaf, torch.Tensor))
-
-
-def _confidence(model: nn.Module, tracker: Tracker, autocast: torch.dtype | None) -> tuple[Confidence, list[str]]:
-    notes, confidence = [], "exact"
-    kinds = {type(module).__name__ for module in model.modules() if isinstance(module, nn.modules.conv._ConvNd)}
-    if kinds:
-        confidence = "close"
-        notes.append(f"{', '.join(sorted(kinds))}: what a convolution takes while it runs is not seen; up to some percent more")
-    if autocast is not None:
-        confidence = "close"
-        notes.append("autocast: which operations run in which dtype was taken from the CPU's list")
-    recurrent = {type(module).__name__ for module in model.modules() if isinstance(module, nn.RNNBase)}
-    if recurrent:
-        confidence = "low"
-        notes.append(f"{', '.join(sorted(recurrent))}: its kernels keep more than is seen here; run probe()")
-    if tracker.foreign:
-        confidence = "low"
-        notes.append(f"{', '.join(sorted(tracker.foreign))}: what these operations take while they run is not seen; run probe()")
-    return confidence, notes  # type: ignore[return-value]
 
 
 def _sum(outputs: Any, targets: Any) -> torch.Tensor:

@@ -12,6 +12,7 @@ from torch import nn
 from ...config import human
 
 Confidence = Literal["exact", "close", "low"]
+Kind = Literal["cuda", "cpu"]
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,8 @@ class Estimate:
             ``"reserve"`` is what the allocator holds beyond that.
         phases: Most bytes of tensors at a time in the ``"forward"`` and ``"backward"`` pass and in the ``"optimizer"``.
         layers: Parameters, layer by layer.
-        confidence: ``"exact"``: all operations are known to take nothing else; ``"close"``: within some percent; ``"low"``: ask ``probe``.
+        confidence: ``"exact"``: every operation is known to take nothing else, so that it is within 2 %; ``"close"``: it was within 5 %
+            where it was measured, which was on the CPU; ``"low"``: ask ``probe``.
         notes: Why it is not exact, and what was assumed.
     """
 

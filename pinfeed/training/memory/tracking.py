@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,14 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from . import recurrent, workspace
 from .allocator import Event
 
 _KNOWN = frozenset({"aten", "prim", "prims", "profiler", "higher_order"})
-"""Namespaces of operations that take no memory but for their results, as far as anybody knows."""
+"""Namespaces of operations whose memory is their results, and on the CPU the workspace that is known of them."""
+
+_LIBRARIES = ("_fft_", "_linalg_", "linalg_", "_cdist", "_euclidean_dist", "_ctc_loss", "cholesky", "geqrf", "ormqr", "lu_")
+"""How the names of operations begin which take workspace of their libraries that is not known."""
 
 
 class Tracker(TorchDispatchMode):
@@ -26,11 +30,15 @@ class Tracker(TorchDispatchMode):
         events: What came and went.
         marks: Where in ``events`` the program began to do something else, and what.
         kinds: Of each number in ``events``.
-        foreign: Operations that are none of torch's own.
+        foreign: Operations that are none of torch's own, or whose workspace is not known.
+
+    Args:
+        is_cpu: Whether operations take the workspace that they take on the CPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_cpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._is_cpu = is_cpu
         self._phase = ""
         self.events: list[Event] = []
         self.marks: list[tuple[int, str]] = []
@@ -41,11 +49,17 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace not in _KNOWN:
+        if func.namespace not in _KNOWN or func.__name__.startswith(_LIBRARIES):
             self.foreign.add(str(func))
-        for tensor in tree_leaves(out):
-            if isinstance(tensor, torch.Tensor) and tensor.layout is torch.strided:
-                self._see(tensor.untyped_storage())
+        if self._is_cpu and func is torch.ops.aten.mkldnn_rnn_layer.default:
+            out = recurrent.with_workspace(args, out)
+        found = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+        n_seen = 0
+        for nbytes, n in workspace.stages_of(func, args, out) if self._is_cpu else ():
+            self._see_all(found[n_seen:n])
+            n_seen = n
+            self._pass(nbytes)
+        self._see_all(found[n_seen:])
         return out
 
     def enter(self, phase: str) -> None:
@@ -58,6 +72,17 @@ class Tracker(TorchDispatchMode):
         for tensor in tensors:
             if tensor is not None and (found := self._living.get(tensor.untyped_storage()._cdata)) is not None:
                 self.kinds[found[0]] = kind
+
+    def _see_all(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            self._see(tensor.untyped_storage())
+
+    def _pass(self, nbytes: int) -> None:
+        """Memory comes and goes at once."""
+        if nbytes:
+            self._n += 1
+            self.kinds[self._n] = "temporary"
+            self.events += [(self._n, nbytes), (self._n, -nbytes)]
 
     def _see(self, storage: Any) -> None:
         key, nbytes = storage._cdata, storage.nbytes()

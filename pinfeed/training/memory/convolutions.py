@@ -1,0 +1,148 @@
+"""What a convolution takes on the CPU while it runs: oneDNN's copies of its operands, or the columns of matrix kernels.
+
+oneDNN computes on copies whose channels are in blocks of a vector's length, so that each operand is there twice for a while. Which
+kernel does so was read from the allocations of single convolutions, over sizes of kernels, strides, dilations, groups and channels.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+Stage = tuple[int, int]
+"""Bytes that an operation takes for itself at some time, and how many of its results are there by then."""
+
+_FEW = 3
+"""The gradient of a weight reads so few channels where they are."""
+
+_CHUNK = 3 << 19
+"""A forward pass by matrices makes about so many bytes of columns at a time: what a core's cache holds."""
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """One convolution; a transposed one is seen as the gradient of a plain one, whose result ``y`` it reads.
+
+    Attributes:
+        x: The shape of the input.
+        w: The shape of the weight.
+        y: The shape of the result.
+        stride: One number for each dimension.
+        padding: One number for each dimension.
+        dilation: One number for each dimension.
+        groups: In how many groups the channels are.
+        itemsize: Bytes of an element.
+        n_threads: Threads that compute, each with columns of its own.
+        block: Channels in a block: floats in the longest vector of the CPU.
+    """
+
+    x: tuple[int, ...]
+    w: tuple[int, ...]
+    y: tuple[int, ...]
+    stride: tuple[int, ...]
+    padding: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+    itemsize: int
+    n_threads: int
+    block: int
+
+    @property
+    def plain(self) -> tuple[int, int, int]:
+        """Bytes of x, w and y as torch stores them."""
+        x, w, y = (math.prod(shape) * self.itemsize for shape in (self.x, self.w, self.y))
+        return x, w, y
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Channels of a group, in x and in y."""
+        return self.x[1] // self.groups, self.y[1] // self.groups
+
+    @property
+    def is_depthwise(self) -> bool:
+        return self.groups > 1 and self.channels == (1, 1)
+
+    @property
+    def is_dilated(self) -> bool:
+        return max(self.dilation) > 1
+
+    @property
+    def reaches(self) -> list[int]:
+        """How far the kernel reaches beyond its first place, in each dimension."""
+        return [d * (k - 1) for d, k in zip(self.dilation, self.w[2:], strict=True)]
+
+    @property
+    def columns(self) -> int:
+        """Bytes of the matrix whose columns are the places that the weight meets, of one sample, group and slice in depth."""
+        taps = math.prod(self.w[2:])
+        return taps * self.channels[0] * math.prod(self.y[2:][-2:]) * self.itemsize
+
+    def onward(self) -> list[Stage]:
+        """What is taken from x and w to y."""
+        far = 31 // (1 + min(4, -(-self.channels[1] // self.block)))
+        if not self._in_groups_of(4) or (not self.is_depthwise and max(self.padding) > far):
+            return self._by_matrices(min(self.columns, _CHUNK) * self.n_threads, self.plain[2], 0)
+        x, w, y = self._blocked(self.block)
+        copies = 2 if self.is_depthwise and len(self.w) == 5 else 1
+        if self.groups == 1 and self.x[1] < self.block and math.prod(self.w[2:]) > 1:
+            x, w = 0, self._narrow_weight
+        return [(x + w + y, 0), (copies * y, 1)]
+
+    def back(self, *, has_bias: bool = False) -> list[Stage]:
+        """What is taken from y and w to x, to which a transposed convolution may add a bias."""
+        is_strided = max(self.stride) > 1
+        beyond = max(reach - p for reach, p in zip(self.reaches, self.padding, strict=True))
+        far = beyond > (7 if len(self.w) == 3 else 16)
+        special = (is_strided and self.is_dilated) or (self.is_depthwise and (self.is_dilated or len(self.w) == 5))
+        if is_strided and not special and (self.groups == 1 or max(self.channels) >= 16):
+            # Strided kernels write channels last, from which torch makes two more copies.
+            x, w, y = self.plain
+            is_even = all(n % s == 0 for n, s in zip(self.x[2:], self.stride, strict=True))
+            return [(x + w + y + (0 if is_even else x), 0), (2 * x if self.x[1] > 1 else x, 1)]
+        if not self._in_groups_of(4) or special or far:
+            return self._by_matrices(self.columns * self.n_threads, self.plain[0], 0)
+        x, w, y = self._blocked(self.block)
+        # A kernel of blocks adds the bias afterwards, from memory of its own.
+        return [(x + w + y + (x if has_bias else 0), 0), (x, 1)]
+
+    def weight(self, n_before: int) -> list[Stage]:
+        """What is taken from x and y to w, after so many results are there."""
+        few = self.groups == 1 and _FEW < self.x[1] < self.block
+        wide = any(p > (reach + 1) // 2 or p > 16 for reach, p in zip(self.reaches, self.padding, strict=True))
+        special = few and (self.is_dilated or len(self.w) == 5)
+        special |= self.is_dilated and (max(self.stride) > 1 or len(self.w) == 5)
+        special |= self.is_depthwise and (max(self.w[2:]) > 3 or self.is_dilated or len(self.w) == 5)
+        if not self._in_groups_of(8) or special or wide:
+            return self._by_matrices(self.columns + 4 * self.plain[1], self.plain[1], n_before)
+        x, w, y = self._blocked(8 if few else self.block)
+        if self.groups == 1 and self.x[1] <= _FEW:
+            x, w = 0, self._narrow_weight
+        return [(x + w + y, n_before), (w, n_before + 1)]
+
+    @property
+    def _narrow_weight(self) -> int:
+        """Bytes of a weight in blocks of y's channels only."""
+        return self.plain[1] // self.y[1] * _padded(self.y[1], self.block)
+
+    def _in_groups_of(self, n: int) -> bool:
+        """Groups are convolved in blocks where so many channels, or a multiple of them, are in each."""
+        return self.groups == 1 or self.is_depthwise or all(found % n == 0 for found in self.channels)
+
+    def _by_matrices(self, columns: int, nbytes: int, n_before: int) -> list[Stage]:
+        return [(columns + nbytes, n_before), (nbytes, n_before + 1)]
+
+    def _blocked(self, block: int) -> tuple[int, int, int]:
+        """Bytes of x, w and y in blocks of channels."""
+        x, w, y = self.plain
+        if self.is_depthwise:
+            padded = _padded(self.groups, block)
+            return x // self.groups * padded, w // self.groups * padded, y // self.groups * padded
+        if self.groups > 1:
+            return x, w, y
+        n_in, n_out = self.channels
+        wide, tall = _padded(n_in, block), _padded(n_out, block)
+        return x // n_in * wide, w // (n_in * n_out) * wide * tall, y // n_out * tall
+
+
+def _padded(n: int, block: int) -> int:
+    return -(-n // block) * block

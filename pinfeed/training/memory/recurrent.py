@@ -1,0 +1,107 @@
+"""LSTMs on the CPU: oneDNN computes a layer at a time and keeps a workspace of it for the backward pass.
+
+On tensors without data torch decomposes them, which keeps other things; and the workspace is said to be empty. Its size was read from
+the allocations of single layers, as its parts are laid out in oneDNN's ``rnn_utils.cpp``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from .convolutions import Stage
+
+_LSTM = 2
+"""The number of LSTMs among the kinds of recurrent layers."""
+
+
+@contextlib.contextmanager
+def as_on_cpu() -> Iterator[None]:
+    """Have LSTMs on tensors without data run the operations that they run with data."""
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    decomposed = torch._VF.lstm
+
+    def lstm(x: Any, hx: Any, *rest: Any) -> Any:
+        is_plain = isinstance(x, FakeTensor) and isinstance(hx, (tuple, list)) and x.dtype == torch.float32
+        return _by_layers(x, hx, *rest) if is_plain and _has_no_projection(*rest[:4], rest[5]) else decomposed(x, hx, *rest)
+
+    torch._VF.lstm = lstm
+    try:
+        yield
+    finally:
+        torch._VF.lstm = decomposed
+
+
+def _has_no_projection(weights: Sequence[Any], has_biases: bool, n_layers: int, _: float, both_ways: bool) -> bool:
+    return len(weights) == (4 if has_biases else 2) * n_layers * (2 if both_ways else 1)
+
+
+def _by_layers(
+    x: torch.Tensor,
+    hx: Sequence[torch.Tensor],
+    weights: Sequence[torch.Tensor],
+    has_biases: bool,
+    n_layers: int,
+    dropout: float,
+    train: bool,
+    both_ways: bool,
+    batch_first: bool,
+) -> tuple[torch.Tensor, ...]:
+    """What ``mkldnn_rnn`` of torch's ``aten/src/ATen/native/mkldnn/RNN.cpp`` does."""
+    x = (x.transpose(0, 1) if batch_first else x).contiguous()
+    n_ways, n_each = 1 + both_ways, 4 if has_biases else 2
+    last: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for layer in range(n_layers):
+        outputs = []
+        for way in range(n_ways):
+            i = layer * n_ways + way
+            own = list(weights[i * n_each : (i + 1) * n_each])
+            own += [] if has_biases else [torch.zeros(len(own[0])), torch.zeros(len(own[0]))]
+            state = hx[0][i], hx[1][i]
+            how = way == 1, [], _LSTM, hx[0].shape[2], n_layers, has_biases, both_ways, False, train
+            y, h, c, _ = torch.ops.aten.mkldnn_rnn_layer(x, *own, *state, *how)
+            outputs.append(y)
+            last.append((h, c))
+        x = outputs[0] if n_ways == 1 else torch.cat(outputs, -1)
+        if dropout and train and layer < n_layers - 1:
+            x = torch.dropout(x, dropout, True)
+    h, c = (torch.stack(states) for states in zip(*last, strict=True))
+    return x.transpose(0, 1) if batch_first else x, h, c
+
+
+def with_workspace(args: Sequence[Any], out: Any) -> Any:
+    """The results of ``aten.mkldnn_rnn_layer``, with a workspace of the size that it has."""
+    x, hidden = args[0], args[10]
+    length, n, n_in = x.shape
+    wide, tall = _leading(max(n_in, hidden)), _leading(hidden)
+    floats = length * (_leading(4 * hidden) + tall) + (length + 1) * (6 * wide + 4 * tall)
+    return *out[:3], torch.empty(4 * n * floats, dtype=torch.uint8)
+
+
+def stages(args: Sequence[Any], _: Any) -> list[Stage]:
+    """The forward pass takes the weights in another layout, and the gates."""
+    return [(_weights(args) + _gates(args[0], args[10]), 4)]
+
+
+def stages_backward(args: Sequence[Any], _: Any) -> list[Stage]:
+    """The backward pass takes the weights and their gradients in other layouts, and the gates."""
+    return [(2 * _weights(args) + _gates(args[0], args[15]), 7)]
+
+
+def _weights(args: Sequence[Any]) -> int:
+    return 4 * sum(weight.numel() for weight in args[1:3])
+
+
+def _gates(x: torch.Tensor, hidden: int) -> int:
+    length, n, _ = x.shape
+    return 16 * length * n * hidden
+
+
+def _leading(n: int) -> int:
+    """Elements of a row, as oneDNN pads them."""
+    padded = -(-n // 16) * 16
+    return padded + 16 if padded % 256 == 0 else padded
