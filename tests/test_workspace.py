@@ -30,7 +30,9 @@ def measured(model: Any, shape: tuple[int, ...], loss: Any) -> int:
         made = model()
         optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
         for _ in range(2):
-            found = loss(made(torch.zeros(shape)), None)
+            inputs = torch.zeros(shape)
+            outputs = made(inputs)
+            found = loss(outputs, None)
             found.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -63,7 +65,7 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "1D": (lambda: nn.Conv1d(48, 48, 3, padding=1), (4, 48, 1000)),
     "3D": (lambda: nn.Conv3d(32, 32, 3, padding=1), (2, 32, 8, 16, 16)),
     "transposed": (lambda: nn.ConvTranspose2d(32, 32, 3, padding=1), (4, 32, 32, 32)),
-    "channels last": (lambda: nn.Sequential(nn.Conv2d(32, 32, 3, padding=1)).to(memory_format=torch.channels_last), (4, 32, 32, 32)),
+    "channels last": (lambda: nn.Sequential(ChannelsLast(), nn.Conv2d(32, 32, 3, padding=1)), (4, 32, 32, 32)),
     "batch norm": (lambda: nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)), (32, 16, 32, 32)),
     "widened": (lambda: nn.Sequential(nn.Conv2d(16, 16, 1), nn.Upsample(scale_factor=2)), (4, 16, 32, 32)),
     "LSTM": (lambda: First(nn.LSTM(64, 128, 2, batch_first=True)), (8, 40, 64)),
@@ -78,6 +80,11 @@ class First(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.inner(x)[0]
+
+
+class ChannelsLast(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(memory_format=torch.channels_last)
 
 
 @pytest.mark.parametrize("layer", LAYERS)

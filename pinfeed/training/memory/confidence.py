@@ -36,9 +36,11 @@ def _of_convolutions(names: str, device: Kind) -> tuple[Confidence, str]:
 
 
 def _of_recurrent(kinds: set[type], device: Kind, autocast: torch.dtype | None) -> list[tuple[Confidence, str]]:
-    if not kinds:
+    unsure = device == "cuda" or autocast is not None
+    names = ", ".join(sorted(kind.__name__ for kind in kinds if unsure or issubclass(kind, nn.LSTM)))
+    if not names:
+        # On the CPU other recurrent layers are made of operations that are seen.
         return []
-    names = ", ".join(sorted(kind.__name__ for kind in kinds))
-    if device == "cuda" or autocast is not None:
+    if unsure:
         return [("low", f"{names}: its kernels keep more than is seen here; run probe()")]
-    return [("close", f"{names}: what its layers keep follows oneDNN's layouts; measured 0.97 to 1.00 of what was taken")]
+    return [("close", f"{names}: what its layers keep follows oneDNN's layouts; measured within 3 %")]

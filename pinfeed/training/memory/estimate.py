@@ -76,10 +76,12 @@ class Run:
     Attributes:
         model: On fake tensors.
         tracker: Sees what it takes.
+        held: Outputs and loss of the step before, while they are alive.
     """
 
     def __init__(self, estimator: StepEstimator, model: nn.Module, loss: Any, tracker: Tracker) -> None:
         self._estimator, self.model, self._loss, self.tracker = estimator, model, loss, tracker
+        self.held: tuple[Any, ...] = ()
 
     def batch(self, n: int) -> tuple[Any, Any]:
         """Inputs and targets of so many samples."""
@@ -112,7 +114,10 @@ def plain_step(run: Run, batch_size: int) -> Any:
     """Forward, loss, backward."""
     inputs, targets = run.batch(batch_size)
     outputs = run.outputs(inputs)
+    run.held = run.held[1:]
     loss = run.loss(outputs, targets)
+    # The variables of a loop hold what they held until they are assigned again, in the next step.
+    run.held = (outputs, loss) if run.tracker.is_cpu else ()
     run.backward(loss)
     return inputs, targets, outputs, loss
 

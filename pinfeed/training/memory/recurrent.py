@@ -60,7 +60,8 @@ def _by_layers(
         for way in range(n_ways):
             i = layer * n_ways + way
             own = list(weights[i * n_each : (i + 1) * n_each])
-            own += [] if has_biases else [torch.zeros(len(own[0])), torch.zeros(len(own[0]))]
+            # Biases that are not there are zeros in the shape of the weights.
+            own += [] if has_biases else [torch.zeros_like(weight) for weight in own]
             state = hx[0][i], hx[1][i]
             how = way == 1, [], _LSTM, hx[0].shape[2], n_layers, has_biases, both_ways, False, train
             y, h, c, _ = torch.ops.aten.mkldnn_rnn_layer(x, *own, *state, *how)

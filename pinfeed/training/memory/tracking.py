@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from . import recurrent, workspace
+from . import workspace
 from .allocator import Event
 
 _KNOWN = frozenset({"aten", "prim", "prims", "profiler", "higher_order"})
@@ -21,6 +21,9 @@ _KNOWN = frozenset({"aten", "prim", "prims", "profiler", "higher_order"})
 
 _LIBRARIES = ("_fft_", "_linalg_", "linalg_", "_cdist", "_euclidean_dist", "_ctc_loss", "cholesky", "geqrf", "ormqr", "lu_")
 """How the names of operations begin which take workspace of their libraries that is not known."""
+
+_PLAIN = ("linalg_vector_norm", "linalg_cross")
+"""Exceptions from these."""
 
 
 class Tracker(TorchDispatchMode):
@@ -31,14 +34,12 @@ class Tracker(TorchDispatchMode):
         marks: Where in ``events`` the program began to do something else, and what.
         kinds: Of each number in ``events``.
         foreign: Operations that are none of torch's own, or whose workspace is not known.
-
-    Args:
         is_cpu: Whether operations take the workspace that they take on the CPU.
     """
 
     def __init__(self, *, is_cpu: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._is_cpu = is_cpu
+        self.is_cpu = is_cpu
         self._phase = ""
         self.events: list[Event] = []
         self.marks: list[tuple[int, str]] = []
@@ -49,13 +50,13 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace not in _KNOWN or func.__name__.startswith(_LIBRARIES):
+        if func.namespace not in _KNOWN or (func.__name__.startswith(_LIBRARIES) and not func.__name__.startswith(_PLAIN)):
             self.foreign.add(str(func))
-        if self._is_cpu and func is torch.ops.aten.mkldnn_rnn_layer.default:
-            out = recurrent.with_workspace(args, out)
+        if self.is_cpu:
+            out = workspace.results_of(func, args, out)
         found = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
         n_seen = 0
-        for nbytes, n in workspace.stages_of(func, args, out) if self._is_cpu else ():
+        for nbytes, n in workspace.stages_of(func, args, out) if self.is_cpu else ():
             self._see_all(found[n_seen:n])
             n_seen = n
             self._pass(nbytes)

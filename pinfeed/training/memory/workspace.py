@@ -18,6 +18,12 @@ _SMALL_IMAGE = 128
 """Images whose height and width come to so much are widened with channels last, on copies."""
 
 
+def results_of(func: Any, args: Sequence[Any], out: Any) -> Any:
+    """The results of an operation, with memory of the size that they have on the CPU."""
+    found = _RESULTS.get(func)
+    return found(args, out) if found is not None else out
+
+
 def stages_of(func: Any, args: Sequence[Any], out: Any) -> list[Stage]:
     """What an operation took that gave ``out``; nothing where it is not known to take any."""
     found = _STAGES.get(func)
@@ -86,7 +92,12 @@ def _upsampled(args: Sequence[Any], y: torch.Tensor) -> list[Stage]:
 def _loss(args: Sequence[Any], _: Any) -> list[Stage]:
     """A loss of each element, before it is reduced."""
     is_reduced = len(args) < 3 or args[2] != 0
-    return [(_nbytes(args[0]), 0)] if is_reduced else []
+    return [(_nbytes(args[0]), 1)] if is_reduced else []
+
+
+def _whole(args: Sequence[Any], out: Any) -> Any:
+    """A mean that is kept in the memory of the losses of each element, which come to a tensor of their own first."""
+    return out if len(args) > 2 and args[2] == 0 else torch.empty_like(args[0]).as_strided((), ())
 
 
 def _binary_loss(args: Sequence[Any], _: Any) -> list[Stage]:
@@ -103,9 +114,10 @@ def _attention(args: Sequence[Any], _: Any) -> list[Stage]:
 
 
 def _attention_backward(args: Sequence[Any], _: Any) -> list[Stage]:
-    """Scores of a tile and their gradients, in each thread."""
+    """Scores of a tile and their gradients, in each thread; and a gradient of which no row has all heads is copied."""
     rows, columns = _tile(*args[1:3])
-    return [(8 * rows * columns * torch.get_num_threads(), 3)]
+    copied = 0 if args[0].transpose(1, 2).is_contiguous() else _nbytes(args[0])
+    return [(8 * rows * columns * torch.get_num_threads() + copied, 3)]
 
 
 def _tile(query: torch.Tensor, key: torch.Tensor) -> tuple[int, int]:
@@ -134,4 +146,9 @@ _STAGES: dict[Any, Callable[[Sequence[Any], Any], list[Stage]]] = {
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
     aten.mkldnn_rnn_layer.default: recurrent.stages,
     aten.mkldnn_rnn_layer_backward.default: recurrent.stages_backward,
+}
+_RESULTS: dict[Any, Callable[[Sequence[Any], Any], Any]] = {
+    aten.mkldnn_rnn_layer.default: recurrent.with_workspace,
+    aten.mse_loss.default: _whole,
+    aten.smooth_l1_loss.default: _whole,
 }
