@@ -1,4 +1,4 @@
-"""A second zoo: architectures that nothing of the estimate was tuned on, which says how far its figures can be trusted."""
+"""A second zoo: architectures that nothing was tuned on, to say how far an estimate holds."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Bert(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder and a decoder; the first half of the words is the source, the second the target."""
+    """An encoder and a decoder; half of the words are the source, the others the target."""
 
     def __init__(self, n: int = 192) -> None:
         super().__init__()
@@ -56,7 +56,10 @@ class Translator(nn.Module):
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         source, target = self.words(ids).chunk(2, 1)
         mask = nn.Transformer.generate_square_subsequent_mask(target.shape[1], device=ids.device)
-        return self.head(self.inner(source, target, tgt_mask=mask, tgt_is_causal=True)).transpose(1, 2)
+        return self.head(self.inner(source, target, tgt_mask=mask, tgt_is_causal=True)).transpose(
+            1,
+            2,
+        )
 
 
 class Mixer(nn.Module):
@@ -81,7 +84,7 @@ class Mixer(nn.Module):
 
 
 class Swin(nn.Module):
-    """Attention in windows of 6 x 6, which are shifted in every other block, with a learned bias."""
+    """Attention in windows of 6 x 6, shifted in every other block, with a learned bias."""
 
     def __init__(self, n: int = 96, n_blocks: int = 4) -> None:
         super().__init__()
@@ -90,7 +93,11 @@ class Swin(nn.Module):
         self.out = nn.ModuleList(nn.Linear(n, n) for _ in range(n_blocks))
         self.bias = nn.ParameterList(torch.zeros(3, 36, 36) for _ in range(n_blocks))
         self.norms = nn.ModuleList(nn.LayerNorm(n) for _ in range(2 * n_blocks))
-        self.wide = nn.ModuleList(nn.Sequential(nn.Linear(n, 4 * n), nn.GELU(), nn.Linear(4 * n, n)) for _ in range(n_blocks))
+
+        def wide() -> nn.Module:
+            return nn.Sequential(nn.Linear(n, 4 * n), nn.GELU(), nn.Linear(4 * n, n))
+
+        self.wide = nn.ModuleList(wide() for _ in range(n_blocks))
         self.head = nn.Linear(n, 100)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -115,7 +122,14 @@ class Swin(nn.Module):
 class Recurrent(nn.Module):
     """A language model of one recurrent layer or more."""
 
-    def __init__(self, kind: type[nn.RNNBase], n: int, n_layers: int, *, both_ways: bool = False) -> None:
+    def __init__(
+        self,
+        kind: type[nn.RNNBase],
+        n: int,
+        n_layers: int,
+        *,
+        both_ways: bool = False,
+    ) -> None:
         super().__init__()
         self.words = nn.Embedding(_N_WORDS, n)
         self.inner = kind(n, n, n_layers, batch_first=True, bidirectional=both_ways)
@@ -140,7 +154,13 @@ class WaveNet(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.stem(x)
         skipped = torch.zeros((), device=x.device)
-        for d, gate, residual, skip in zip(self.dilations, self.gates, self.residuals, self.skips, strict=True):
+        for d, gate, residual, skip in zip(
+            self.dilations,
+            self.gates,
+            self.residuals,
+            self.skips,
+            strict=True,
+        ):
             inner, opened = gate(functional.pad(x, (d, 0))).chunk(2, 1)
             y = inner.tanh() * opened.sigmoid()
             skipped = skipped + skip(y)
@@ -187,8 +207,21 @@ class Contrastive(nn.Module):
         super().__init__()
         widths = (3, 32, 64, 128)
         pairs = itertools.pairwise(widths)
-        stages = [layer for a, b in pairs for layer in (nn.Conv2d(a, b, 3, 2, 1, bias=False), nn.BatchNorm2d(b), nn.LeakyReLU(0.1))]
-        self.body = nn.Sequential(*stages, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 64))
+        stages = [
+            layer
+            for a, b in pairs
+            for layer in (
+                nn.Conv2d(a, b, 3, 2, 1, bias=False),
+                nn.BatchNorm2d(b),
+                nn.LeakyReLU(0.1),
+            )
+        ]
+        self.body = nn.Sequential(
+            *stages,
+            nn.AdaptiveAvgPool2d(1),
+            nn.Flatten(),
+            nn.Linear(128, 64),
+        )
 
     def forward(self, views: torch.Tensor) -> torch.Tensor:
         one, other = (functional.normalize(self.body(view), dim=1) for view in views.unbind(1))
@@ -213,7 +246,15 @@ _WORDS = ((128,), "int64", (128,), "int64", functional.cross_entropy)
 _BINARY = ((1,), "float32", functional.binary_cross_entropy_with_logits)
 _IMAGE = (3, 96, 96)
 UNSEEN: dict[str, Case] = {
-    "U-Net, transposed": Case(TransposedUNet, _IMAGE, "float32", (96, 96), "int64", functional.cross_entropy, (2, 8)),
+    "U-Net, transposed": Case(
+        TransposedUNet,
+        _IMAGE,
+        "float32",
+        (96, 96),
+        "int64",
+        functional.cross_entropy,
+        (2, 8),
+    ),
     "GAN": Case(GAN, (3, 64, 64), "float32", (1,), "float32", _gan_loss, (8, 32)),
     "VAE": Case(VAE, (3, 64, 64), "float32", (3, 64, 64), "float32", _vae_loss, (8, 64)),
     "ConvNeXt": Case(ConvNeXt, _IMAGE, "float32", *_CLASS, (2, 8)),
@@ -222,17 +263,49 @@ UNSEEN: dict[str, Case] = {
     "DenseNet": Case(densenet, (3, 64, 64), "float32", *_CLASS, (4, 16)),
     "VGG": Case(vgg, (3, 64, 64), "float32", *_CLASS, (4, 32)),
     "ResNeXt": Case(resnext, _IMAGE, "float32", *_CLASS, (2, 16)),
-    "segmentation": Case(Segmentation, _IMAGE, "float32", (96, 96), "int64", functional.cross_entropy, (2, 8)),
-    "super-resolution": Case(superresolution, (3, 48, 48), "float32", (3, 96, 96), "float32", functional.l1_loss, (2, 16)),
+    "segmentation": Case(
+        Segmentation,
+        _IMAGE,
+        "float32",
+        (96, 96),
+        "int64",
+        functional.cross_entropy,
+        (2, 8),
+    ),
+    "super-resolution": Case(
+        superresolution,
+        (3, 48, 48),
+        "float32",
+        (3, 96, 96),
+        "float32",
+        functional.l1_loss,
+        (2, 16),
+    ),
     "3D CNN": Case(convnet_3d, (3, 8, 48, 48), "float32", *_CLASS, (1, 8)),
     "ViT": Case(vit, _IMAGE, "float32", *_CLASS, (4, 32)),
     "Swin": Case(Swin, _IMAGE, "float32", *_CLASS, (4, 16)),
     "MLP-Mixer": Case(Mixer, _IMAGE, "float32", *_CLASS, (4, 32)),
     "BERT": Case(Bert, *_WORDS, (2, 16)),
-    "encoder-decoder": Case(Translator, (128,), "int64", (64,), "int64", functional.cross_entropy, (2, 16)),
+    "encoder-decoder": Case(
+        Translator,
+        (128,),
+        "int64",
+        (64,),
+        "int64",
+        functional.cross_entropy,
+        (2, 16),
+    ),
     "LSTM, language": Case(lambda: Recurrent(nn.LSTM, 256, 2), *_WORDS, (4, 32)),
     "GRU, both ways": Case(lambda: Recurrent(nn.GRU, 192, 1, both_ways=True), *_WORDS, (4, 32)),
-    "WaveNet": Case(WaveNet, (1, 2048), "float32", (2048,), "int64", functional.cross_entropy, (2, 8)),
+    "WaveNet": Case(
+        WaveNet,
+        (1, 2048),
+        "float32",
+        (2048,),
+        "int64",
+        functional.cross_entropy,
+        (2, 8),
+    ),
     "recommender": Case(Recommender, (8, 20), "int64", *_BINARY, (64, 4096)),
     "graph": Case(GraphConvolution, (256, 64), "float32", *_CLASS, (8, 64)),
     "contrastive": Case(Contrastive, (2, *_IMAGE), "float32", *_CLASS, (8, 32)),

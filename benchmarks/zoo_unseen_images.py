@@ -1,4 +1,4 @@
-"""Networks of images for the second zoo: what their convolutions have beyond those of the first one."""
+"""Networks of images for the second zoo, with other convolutions than those of the first one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch.nn import functional
 
 def pair(n_in: int, n_out: int) -> nn.Module:
     halves = ((n_in, n_out), (n_out, n_out))
-    return nn.Sequential(*(x for a, b in halves for x in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))))
+    return nn.Sequential(
+        *(x for a, b in halves for x in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))),
+    )
 
 
 class TransposedUNet(nn.Module):
@@ -19,7 +21,9 @@ class TransposedUNet(nn.Module):
 
     def __init__(self, n: int = 24) -> None:
         super().__init__()
-        self.down = nn.ModuleList([pair(3, n), pair(n, 2 * n), pair(2 * n, 4 * n), pair(4 * n, 8 * n)])
+        self.down = nn.ModuleList(
+            [pair(3, n), pair(n, 2 * n), pair(2 * n, 4 * n), pair(4 * n, 8 * n)],
+        )
         widths = (8 * n, 4 * n, 2 * n, n)
         steps = list(itertools.pairwise(widths))
         self.widen = nn.ModuleList(nn.ConvTranspose2d(a, b, 2, 2) for a, b in steps)
@@ -52,8 +56,17 @@ class GAN(nn.Module):
                 nn.ReLU(True),
             )
         ]
-        first = [nn.ConvTranspose2d(100, 8 * n, 4, bias=False), nn.BatchNorm2d(8 * n), nn.ReLU(True)]
-        self.generator = nn.Sequential(*first, *ups, nn.ConvTranspose2d(n, 3, 4, 2, 1, bias=False), nn.Tanh())
+        first = [
+            nn.ConvTranspose2d(100, 8 * n, 4, bias=False),
+            nn.BatchNorm2d(8 * n),
+            nn.ReLU(True),
+        ]
+        self.generator = nn.Sequential(
+            *first,
+            *ups,
+            nn.ConvTranspose2d(n, 3, 4, 2, 1, bias=False),
+            nn.Tanh(),
+        )
         downs = [
             layer
             for a, b in ((1, 2), (2, 4), (4, 8))
@@ -77,7 +90,8 @@ class VAE(nn.Module):
         super().__init__()
         widths = (3, n, 2 * n, 4 * n)
         self.encoder = nn.Sequential(
-            *(x for a, b in itertools.pairwise(widths) for x in (nn.Conv2d(a, b, 3, 2, 1), nn.ReLU())), nn.Flatten()
+            *(x for a, b in itertools.pairwise(widths) for x in (nn.Conv2d(a, b, 3, 2, 1), nn.ReLU())),
+            nn.Flatten(),
         )
         self.both = nn.Linear(4 * n * 64, 128)
         self.widen = nn.Linear(64, 4 * n * 64)
@@ -127,13 +141,27 @@ class ConvNeXt(nn.Module):
 class Inverted(nn.Module):
     """A block of MobileNetV2, or of EfficientNet where channels are weighed."""
 
-    def __init__(self, n_in: int, n_out: int, stride: int, size: int, kind: type[nn.Module], weighed: bool) -> None:
+    def __init__(
+        self,
+        n_in: int,
+        n_out: int,
+        stride: int,
+        size: int,
+        kind: type[nn.Module],
+        weighed: bool,
+    ) -> None:
         super().__init__()
         n = 4 * n_in
         self.widen = nn.Sequential(nn.Conv2d(n_in, n, 1, bias=False), nn.BatchNorm2d(n), kind())
         across = nn.Conv2d(n, n, size, stride, size // 2, groups=n, bias=False)
         self.across = nn.Sequential(across, nn.BatchNorm2d(n), kind())
-        small = (nn.AdaptiveAvgPool2d(1), nn.Conv2d(n, n_in // 4, 1), kind(), nn.Conv2d(n_in // 4, n, 1), nn.Sigmoid())
+        small = (
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(n, n_in // 4, 1),
+            kind(),
+            nn.Conv2d(n_in // 4, n, 1),
+            nn.Sigmoid(),
+        )
         self.weigh = nn.Sequential(*small) if weighed else None
         self.narrow = nn.Sequential(nn.Conv2d(n, n_out, 1, bias=False), nn.BatchNorm2d(n_out))
         self.is_residual = stride == 1 and n_in == n_out
@@ -183,18 +211,33 @@ def densenet(n: int = 16) -> nn.Module:
     for _ in range(3):
         layers += [Dense(width + i * n, n) for i in range(4)]
         width = width + 4 * n
-        layers += [nn.BatchNorm2d(width), nn.ReLU(), nn.Conv2d(width, width // 2, 1, bias=False), nn.AvgPool2d(2)]
+        layers += [
+            nn.BatchNorm2d(width),
+            nn.ReLU(),
+            nn.Conv2d(width, width // 2, 1, bias=False),
+            nn.AvgPool2d(2),
+        ]
         width = width // 2
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 100))
 
 
 def vgg() -> nn.Module:
     layers: list[nn.Module] = []
-    for n_layers, (a, b) in zip((1, 1, 2, 2), itertools.pairwise((3, 64, 128, 256, 512)), strict=True):
+    for n_layers, (a, b) in zip(
+        (1, 1, 2, 2),
+        itertools.pairwise((3, 64, 128, 256, 512)),
+        strict=True,
+    ):
         for i in range(n_layers):
             layers += [nn.Conv2d(b if i else a, b, 3, padding=1), nn.ReLU(inplace=True)]
         layers.append(nn.MaxPool2d(2))
-    head = (nn.Flatten(), nn.Linear(512 * 16, 1024), nn.ReLU(True), nn.Dropout(), nn.Linear(1024, 100))
+    head = (
+        nn.Flatten(),
+        nn.Linear(512 * 16, 1024),
+        nn.ReLU(True),
+        nn.Dropout(),
+        nn.Linear(1024, 100),
+    )
     return nn.Sequential(*layers, *head)
 
 
@@ -203,7 +246,10 @@ class Grouped(nn.Module):
 
     def __init__(self, n_in: int, n: int, stride: int) -> None:
         super().__init__()
-        parts = (nn.Conv2d(n_in, n, 1, bias=False), nn.Conv2d(n, n, 3, stride, 1, groups=8, bias=False))
+        parts = (
+            nn.Conv2d(n_in, n, 1, bias=False),
+            nn.Conv2d(n, n, 3, stride, 1, groups=8, bias=False),
+        )
         body = [layer for conv in parts for layer in (conv, nn.BatchNorm2d(n), nn.ReLU(inplace=True))]
         self.body = nn.Sequential(*body, nn.Conv2d(n, 2 * n, 1, bias=False), nn.BatchNorm2d(2 * n))
         same = n_in == 2 * n and stride == 1
@@ -214,7 +260,12 @@ class Grouped(nn.Module):
 
 
 def resnext() -> nn.Module:
-    stem = [nn.Conv2d(3, 32, 7, 2, 3, bias=False), nn.BatchNorm2d(32), nn.ReLU(), nn.MaxPool2d(3, 2, 1)]
+    stem = [
+        nn.Conv2d(3, 32, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(32),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+    ]
     body = [Grouped(32, 64, 1), Grouped(128, 64, 1), Grouped(128, 128, 2), Grouped(256, 128, 1)]
     return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(256, 100))
 
@@ -225,7 +276,9 @@ class Segmentation(nn.Module):
     def __init__(self, n: int = 32) -> None:
         super().__init__()
         stem = ((3, n, 2), (n, 2 * n, 2), (2 * n, 2 * n, 1))
-        self.stem = nn.Sequential(*(x for a, b, s in stem for x in (nn.Conv2d(a, b, 3, s, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU())))
+        self.stem = nn.Sequential(
+            *(x for a, b, s in stem for x in (nn.Conv2d(a, b, 3, s, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU())),
+        )
         self.sides = nn.ModuleList(nn.Conv2d(2 * n, n, 3, padding=d, dilation=d) for d in (1, 3, 6))
         self.head = nn.Conv2d(3 * n, 21, 1)
 
@@ -238,7 +291,11 @@ class Segmentation(nn.Module):
 class Residual(nn.Module):
     def __init__(self, n: int) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv2d(n, n, 3, padding=1), nn.PReLU(), nn.Conv2d(n, n, 3, padding=1))
+        self.body = nn.Sequential(
+            nn.Conv2d(n, n, 3, padding=1),
+            nn.PReLU(),
+            nn.Conv2d(n, n, 3, padding=1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.body(x)
@@ -246,7 +303,12 @@ class Residual(nn.Module):
 
 def superresolution(n: int = 48) -> nn.Module:
     blocks = [Residual(n) for _ in range(4)]
-    return nn.Sequential(nn.Conv2d(3, n, 5, padding=2), *blocks, nn.Conv2d(n, 12, 3, padding=1), nn.PixelShuffle(2))
+    return nn.Sequential(
+        nn.Conv2d(3, n, 5, padding=2),
+        *blocks,
+        nn.Conv2d(n, 12, 3, padding=1),
+        nn.PixelShuffle(2),
+    )
 
 
 def convnet_3d() -> nn.Module:

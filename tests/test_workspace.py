@@ -1,4 +1,4 @@
-"""What operations take on the CPU beside their results: predicted, and what the allocator is asked for."""
+"""What operations take on the CPU beside their results: predicted, and asked of the allocator."""
 
 from typing import Any
 
@@ -11,7 +11,8 @@ from pinfeed.training.memory.estimate import StepEstimator
 from pinfeed.training.memory.shapes import samples_of
 
 pytestmark = pytest.mark.skipif(
-    "AVX" not in torch.backends.cpu.get_cpu_capability(), reason="oneDNN's layouts are those of CPUs with AVX2 or AVX-512"
+    "AVX" not in torch.backends.cpu.get_cpu_capability(),
+    reason="oneDNN's layouts are those of CPUs with AVX2 or AVX-512",
 )
 
 
@@ -37,7 +38,10 @@ def measured(model: Any, shape: tuple[int, ...], loss: Any) -> int:
             optimizer.step()
             optimizer.zero_grad()
     now = most = 0
-    for event in sorted((e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+    for event in sorted(
+        (e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"),
+        key=lambda e: e.start_ns(),
+    ):
         now += event.nbytes()
         most = max(most, now)
     return most
@@ -46,7 +50,13 @@ def measured(model: Any, shape: tuple[int, ...], loss: Any) -> int:
 def ratio(model: Any, shape: tuple[int, ...], loss: Any) -> tuple[float, str]:
     """Predicted by measured bytes, and the confidence."""
     parts = samples_of(shape[1:], "float32", "input"), None
-    estimate = StepEstimator(model, *parts, loss=loss, optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1), device="cpu").at(shape[0])
+    estimate = StepEstimator(
+        model,
+        *parts,
+        loss=loss,
+        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
+        device="cpu",
+    ).at(shape[0])
     return estimate.allocated_bytes / measured(model, shape, loss), estimate.confidence
 
 
@@ -65,11 +75,23 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
     "1D": (lambda: nn.Conv1d(48, 48, 3, padding=1), (4, 48, 1000)),
     "3D": (lambda: nn.Conv3d(32, 32, 3, padding=1), (2, 32, 8, 16, 16)),
     "transposed": (lambda: nn.ConvTranspose2d(32, 32, 3, padding=1), (4, 32, 32, 32)),
-    "channels last": (lambda: nn.Sequential(ChannelsLast(), nn.Conv2d(32, 32, 3, padding=1)), (4, 32, 32, 32)),
-    "batch norm": (lambda: nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)), (32, 16, 32, 32)),
-    "widened": (lambda: nn.Sequential(nn.Conv2d(16, 16, 1), nn.Upsample(scale_factor=2)), (4, 16, 32, 32)),
+    "channels last": (
+        lambda: nn.Sequential(ChannelsLast(), nn.Conv2d(32, 32, 3, padding=1)),
+        (4, 32, 32, 32),
+    ),
+    "batch norm": (
+        lambda: nn.Sequential(nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16)),
+        (32, 16, 32, 32),
+    ),
+    "widened": (
+        lambda: nn.Sequential(nn.Conv2d(16, 16, 1), nn.Upsample(scale_factor=2)),
+        (4, 16, 32, 32),
+    ),
     "LSTM": (lambda: First(nn.LSTM(64, 128, 2, batch_first=True)), (8, 40, 64)),
-    "LSTM, both ways": (lambda: First(nn.LSTM(64, 64, bidirectional=True, bias=False)), (40, 8, 64)),
+    "LSTM, both ways": (
+        lambda: First(nn.LSTM(64, 64, bidirectional=True, bias=False)),
+        (40, 8, 64),
+    ),
 }
 
 
@@ -94,10 +116,17 @@ def test_layers_take_what_was_predicted(layer: str) -> None:
     assert confidence == "close"
 
 
-@pytest.mark.skipif("AVX512" not in torch.backends.cpu.get_cpu_capability(), reason="the kernel is one of AVX-512")
+@pytest.mark.skipif(
+    "AVX512" not in torch.backends.cpu.get_cpu_capability(),
+    reason="the kernel is one of AVX-512",
+)
 @pytest.mark.parametrize("kernel", [2, 4])
 def test_a_strided_transposed_convolution_makes_three_results(kernel: int) -> None:
-    found, _ = ratio(lambda: nn.ConvTranspose2d(32, 32, kernel, 2, kernel // 2 - 1), (8, 32, 32, 32), mean_square)
+    found, _ = ratio(
+        lambda: nn.ConvTranspose2d(32, 32, kernel, 2, kernel // 2 - 1),
+        (8, 32, 32, 32),
+        mean_square,
+    )
     assert 0.95 <= found <= 1.05
 
 
@@ -107,8 +136,13 @@ def test_a_strided_transposed_convolution_makes_three_results(kernel: int) -> No
         lambda y, _: nn.functional.mse_loss(y, torch.zeros_like(y)),
         lambda y, _: nn.functional.binary_cross_entropy_with_logits(y, torch.zeros_like(y)),
         lambda y, _: y.logsumexp(1).sum(),
-        lambda y, _: nn.functional.scaled_dot_product_attention(*(y.unflatten(1, (2, 25, 10)),) * 3, dropout_p=0.1).sum(),
-        lambda y, _: nn.functional.scaled_dot_product_attention(*(y.unflatten(1, (2, 25, 10)),) * 3).sum(),
+        lambda y, _: nn.functional.scaled_dot_product_attention(
+            *(y.unflatten(1, (2, 25, 10)),) * 3,
+            dropout_p=0.1,
+        ).sum(),
+        lambda y, _: nn.functional.scaled_dot_product_attention(
+            *(y.unflatten(1, (2, 25, 10)),) * 3,
+        ).sum(),
     ],
     ids=["squares", "binary", "logsumexp", "attention with dropout", "attention"],
 )
@@ -119,5 +153,9 @@ def test_losses_take_what_was_predicted(loss: Any) -> None:
 
 
 def test_libraries_take_what_is_not_known() -> None:
-    _, confidence = ratio(lambda: nn.Linear(8, 8), (8, 8), lambda y, _: torch.fft.rfft(y).abs().sum())
+    _, confidence = ratio(
+        lambda: nn.Linear(8, 8),
+        (8, 8),
+        lambda y, _: torch.fft.rfft(y).abs().sum(),
+    )
     assert confidence == "low"

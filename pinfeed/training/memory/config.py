@@ -17,8 +17,9 @@ from ...devices import resolve
 from ...errors import ArgumentError, DeviceError, EstimateError
 from ...memory import free_host_bytes
 from .budget import Budget, refusal
-from .estimate import Kind, StepEstimator, bytes_there
+from .estimate import StepEstimator, bytes_there
 from .probe import measured
+from .report import Kind
 from .shapes import Samples, samples_of
 from .sizing import largest_that_fits
 

@@ -1,7 +1,8 @@
-"""What a convolution takes on the CPU while it runs: oneDNN's copies of its operands, or the columns of matrix kernels.
+"""What a convolution takes on the CPU while it runs: copies of its operands, or columns.
 
-oneDNN computes on copies whose channels are in blocks of a vector's length, so that each operand is there twice for a while. Which
-kernel does so was read from the allocations of single convolutions, over sizes of kernels, strides, dilations, groups and channels.
+oneDNN computes on copies whose channels are in blocks of a vector's length, so that each operand is
+there twice for a while. Which kernel does so was read from the allocations of single convolutions,
+over sizes of kernels, strides, dilations, groups and channels.
 """
 
 from __future__ import annotations
@@ -10,18 +11,18 @@ import math
 from dataclasses import dataclass
 
 Stage = tuple[int, int]
-"""Bytes that an operation takes for itself at some time, and how many of its results are there by then."""
+"""Bytes that an operation takes for itself at a time, and how many results are there then."""
 
 _FEW = 3
 """The gradient of a weight reads so few channels where they are."""
 
 _CHUNK = 3 << 19
-"""A forward pass by matrices makes about so many bytes of columns at a time: what a core's cache holds."""
+"""Forward passes by matrices make so many bytes of columns at a time, as a core's cache holds."""
 
 
 @dataclass(frozen=True)
 class Convolution:
-    """One convolution; a transposed one is seen as the gradient of a plain one, whose result ``y`` it reads.
+    """A convolution; a transposed one is the gradient of a plain one, whose result ``y`` it reads.
 
     Attributes:
         x: The shape of the input.
@@ -73,7 +74,7 @@ class Convolution:
 
     @property
     def columns(self) -> int:
-        """Bytes of the matrix whose columns are the places that the weight meets, of one sample, group and slice in depth."""
+        """Bytes of the places that the weight meets, of one sample, group and slice in depth."""
         taps = math.prod(self.w[2:])
         return taps * self.channels[0] * math.prod(self.y[2:][-2:]) * self.itemsize
 
@@ -89,16 +90,19 @@ class Convolution:
         return [(x + w + y, 0), (copies * y, 1)]
 
     def back(self, *, has_bias: bool = False) -> list[Stage]:
-        """What is taken from y and w to x, to which a transposed convolution may add a bias."""
+        """What is taken from y and w to x; a transposed convolution may add a bias to it."""
         is_strided = max(self.stride) > 1
         beyond = max(reach - p for reach, p in zip(self.reaches, self.padding, strict=True))
         far = beyond > (7 if len(self.w) == 3 else 16)
-        special = (is_strided and self.is_dilated) or (self.is_depthwise and (self.is_dilated or len(self.w) == 5))
-        if is_strided and not special and (self.groups == 1 or max(self.channels) >= 16):
+        special = is_strided and self.is_dilated
+        special |= self.is_depthwise and (self.is_dilated or len(self.w) == 5)
+        is_wide = self.groups == 1 or max(self.channels) >= 16
+        if is_strided and is_wide and not special:
             # Strided kernels write channels last, from which torch makes two more copies.
             x, w, y = self.plain
             is_even = all(n % s == 0 for n, s in zip(self.x[2:], self.stride, strict=True))
-            return [(x + w + y + (0 if is_even else x), 0), (2 * x if self.x[1] > 1 else x, 1)]
+            n_copies = 2 if self.x[1] > 1 else 1
+            return [(x + w + y + (0 if is_even else x), 0), (n_copies * x, 1)]
         if not self._in_groups_of(4) or special or far:
             return self._by_matrices(self.columns * self.n_threads, self.plain[0], 0)
         x, w, y = self._blocked(self.block)
@@ -108,10 +112,12 @@ class Convolution:
     def weight(self, n_before: int) -> list[Stage]:
         """What is taken from x and y to w, after so many results are there."""
         few = self.groups == 1 and _FEW < self.x[1] < self.block
-        wide = any(p > (reach + 1) // 2 or p > 16 for reach, p in zip(self.reaches, self.padding, strict=True))
+        most = [min(16, (reach + 1) // 2) for reach in self.reaches]
+        wide = any(p > bound for p, bound in zip(self.padding, most, strict=True))
         special = few and (self.is_dilated or len(self.w) == 5)
         special |= self.is_dilated and (max(self.stride) > 1 or len(self.w) == 5)
-        special |= self.is_depthwise and (max(self.w[2:]) > 3 or self.is_dilated or len(self.w) == 5)
+        is_large = max(self.w[2:]) > 3 or self.is_dilated or len(self.w) == 5
+        special |= self.is_depthwise and is_large
         if not self._in_groups_of(8) or special or wide:
             return self._by_matrices(self.columns + 4 * self.plain[1], self.plain[1], n_before)
         x, w, y = self._blocked(8 if few else self.block)
@@ -125,8 +131,9 @@ class Convolution:
         return self.plain[1] // self.y[1] * _padded(self.y[1], self.block)
 
     def _in_groups_of(self, n: int) -> bool:
-        """Groups are convolved in blocks where so many channels, or a multiple of them, are in each."""
-        return self.groups == 1 or self.is_depthwise or all(found % n == 0 for found in self.channels)
+        """Groups are convolved in blocks where each has a multiple of so many channels."""
+        fits = all(found % n == 0 for found in self.channels)
+        return self.groups == 1 or self.is_depthwise or fits
 
     def _by_matrices(self, columns: int, nbytes: int, n_before: int) -> list[Stage]:
         return [(columns + nbytes, n_before), (nbytes, n_before + 1)]

@@ -206,7 +206,8 @@ class StepEstimator:
 
         cuda = self.device == "cuda"
         mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
-        # A model that copies its layers copies the mode of their tensors; tensors of another mode would be counted at each use.
+        # A model that copies its layers copies the mode of their tensors with them. Tensors of
+        # another mode would be counted anew at each use.
         mode.__deepcopy__ = lambda _: mode
         with mode, tracker, as_on_cuda() if cuda else as_on_cpu(), warnings.catch_warnings():
             # Such a copy asks for addresses, of which torch warns although it goes on.

@@ -1,7 +1,8 @@
-"""LSTMs on the CPU: oneDNN computes a layer at a time and keeps a workspace of it for the backward pass.
+"""LSTMs on the CPU: oneDNN computes a layer at a time and keeps a workspace for the backward pass.
 
-On tensors without data torch decomposes them, which keeps other things; and the workspace is said to be empty. Its size was read from
-the allocations of single layers, as its parts are laid out in oneDNN's ``rnn_utils.cpp``.
+On tensors without data torch decomposes them, which keeps other things; and it says that the
+workspace is empty. Its size was read from the allocations of single layers; its parts are those
+that oneDNN lays out in ``rnn_utils.cpp``.
 """
 
 from __future__ import annotations
@@ -26,17 +27,26 @@ def as_on_cpu() -> Iterator[None]:
     decomposed = torch._VF.lstm
 
     def lstm(x: Any, hx: Any, *rest: Any) -> Any:
-        is_plain = isinstance(x, FakeTensor) and isinstance(hx, (tuple, list)) and x.dtype == torch.float32
-        return _by_layers(x, hx, *rest) if is_plain and _has_no_projection(*rest[:4], rest[5]) else decomposed(x, hx, *rest)
+        # A packed sequence has its batch sizes, a tensor, in the place of the states.
+        is_packed = isinstance(hx, torch.Tensor)
+        is_plain = isinstance(x, FakeTensor) and x.dtype == torch.float32 and not is_packed
+        if is_plain and _has_no_projection(rest[0], rest[1], rest[2], rest[5]):
+            return _by_layers(x, hx, *rest)
+        return decomposed(x, hx, *rest)
 
-    torch._VF.lstm = lstm
+    torch._VF.lstm = lstm  # type: ignore[assignment]
     try:
         yield
     finally:
         torch._VF.lstm = decomposed
 
 
-def _has_no_projection(weights: Sequence[Any], has_biases: bool, n_layers: int, _: float, both_ways: bool) -> bool:
+def _has_no_projection(
+    weights: Sequence[Any],
+    has_biases: bool,
+    n_layers: int,
+    both_ways: bool,
+) -> bool:
     return len(weights) == (4 if has_biases else 2) * n_layers * (2 if both_ways else 1)
 
 
@@ -63,7 +73,8 @@ def _by_layers(
             # Biases that are not there are zeros in the shape of the weights.
             own += [] if has_biases else [torch.zeros_like(weight) for weight in own]
             state = hx[0][i], hx[1][i]
-            how = way == 1, [], _LSTM, hx[0].shape[2], n_layers, has_biases, both_ways, False, train
+            size = hx[0].shape[2]
+            how: Any = way == 1, [], _LSTM, size, n_layers, has_biases, both_ways, False, train
             y, h, c, _ = torch.ops.aten.mkldnn_rnn_layer(x, *own, *state, *how)
             outputs.append(y)
             last.append((h, c))
@@ -89,12 +100,12 @@ def stages(args: Sequence[Any], _: Any) -> list[Stage]:
 
 
 def stages_backward(args: Sequence[Any], _: Any) -> list[Stage]:
-    """The backward pass takes the weights and their gradients in other layouts, and the gates."""
+    """The backward pass takes weights and their gradients in other layouts, and the gates."""
     return [(2 * _weights(args) + _gates(args[0], args[15]), 7)]
 
 
 def _weights(args: Sequence[Any]) -> int:
-    return 4 * sum(weight.numel() for weight in args[1:3])
+    return 4 * sum(int(weight.numel()) for weight in args[1:3])
 
 
 def _gates(x: torch.Tensor, hidden: int) -> int:

@@ -46,8 +46,9 @@ class Estimate:
             ``"reserve"`` is what the allocator holds beyond that.
         phases: Most bytes of tensors at a time in the ``"forward"`` and ``"backward"`` pass and in the ``"optimizer"``.
         layers: Parameters, layer by layer.
-        confidence: ``"exact"``: every operation is known to take nothing else, so that it is within 2 %; ``"close"``: it was within 5 %
-            where it was measured, which was on the CPU; ``"low"``: ask ``probe``.
+        confidence: ``"exact"``: every operation is known to take nothing else: within 2 %.
+            ``"close"``: within 5 % on the CPU; on a GPU, without the workspace of convolutions.
+            ``"low"``: ask ``probe``.
         notes: Why it is not exact, and what was assumed.
     """
 

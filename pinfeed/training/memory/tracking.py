@@ -17,9 +17,20 @@ from . import workspace
 from .allocator import Event
 
 _KNOWN = frozenset({"aten", "prim", "prims", "profiler", "higher_order"})
-"""Namespaces of operations whose memory is their results, and on the CPU the workspace that is known of them."""
+"""Namespaces of operations that take their results, and on the CPU the workspace that is known."""
 
-_LIBRARIES = ("_fft_", "_linalg_", "linalg_", "_cdist", "_euclidean_dist", "_ctc_loss", "cholesky", "geqrf", "ormqr", "lu_")
+_LIBRARIES = (
+    "_cdist",
+    "_ctc_loss",
+    "_euclidean_dist",
+    "_fft_",
+    "_linalg_",
+    "cholesky",
+    "geqrf",
+    "linalg_",
+    "lu_",
+    "ormqr",
+)
 """How the names of operations begin which take workspace of their libraries that is not known."""
 
 _PLAIN = ("linalg_vector_norm", "linalg_cross")
@@ -50,11 +61,14 @@ class Tracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        if func.namespace not in _KNOWN or (func.__name__.startswith(_LIBRARIES) and not func.__name__.startswith(_PLAIN)):
+        name = func.__name__
+        is_of_library = name.startswith(_LIBRARIES) and not name.startswith(_PLAIN)
+        if func.namespace not in _KNOWN or is_of_library:
             self.foreign.add(str(func))
         if self.is_cpu:
             out = workspace.results_of(func, args, out)
-        found = [leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided]
+        leaves = (leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        found = [leaf for leaf in leaves if leaf.layout is torch.strided]
         n_seen = 0
         for nbytes, n in workspace.stages_of(func, args, out) if self.is_cpu else ():
             self._see_all(found[n_seen:n])

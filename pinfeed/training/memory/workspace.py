@@ -41,14 +41,29 @@ def _convolution_backward(args: Sequence[Any], _out: Any) -> list[Stage]:
 
 
 def _convolved(
-    x: torch.Tensor, w: torch.Tensor, y: torch.Tensor, how: Sequence[Any], mask: Sequence[bool] | None, *, has_bias: bool
+    x: torch.Tensor,
+    w: torch.Tensor,
+    y: torch.Tensor,
+    how: Sequence[Any],
+    mask: Sequence[bool] | None,
+    *,
+    has_bias: bool,
 ) -> list[Stage]:
     stride, padding, dilation, transposed, _, groups = how
     first, last = (y, x) if transposed else (x, y)
-    each = [tuple(value) if len(value) > 1 else tuple(value) * (x.dim() - 2) for value in (stride, padding, dilation)]
-    block = 16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8
-    shapes = (tuple(first.shape), tuple(w.shape), tuple(last.shape))
-    one = Convolution(*shapes, *each, groups, x.element_size(), torch.get_num_threads(), block)  # type: ignore[arg-type]
+    n = x.dim() - 2
+    one = Convolution(
+        x=tuple(first.shape),
+        w=tuple(w.shape),
+        y=tuple(last.shape),
+        stride=_each(stride, n),
+        padding=_each(padding, n),
+        dilation=_each(dilation, n),
+        groups=groups,
+        itemsize=x.element_size(),
+        n_threads=torch.get_num_threads(),
+        block=16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8,
+    )
     backend = _backend(x, w, how)
     if "Slow" in backend:
         return _columns(backend, one, mask)
@@ -63,8 +78,13 @@ def _convolved(
     return [*ends, *(one.weight(int(mask[0])) if mask[1] else [])]
 
 
+def _each(value: Sequence[int], n: int) -> tuple[int, ...]:
+    """One number for each dimension, where one may stand for all."""
+    return tuple(value) if len(value) == n else tuple(value) * n
+
+
 def _columns(backend: str, one: Convolution, mask: Sequence[bool] | None) -> list[Stage]:
-    """torch's own kernels make the columns of all samples at a time, or of each in turn."""
+    """The kernels of torch make the columns of all samples at a time, or of each in turn."""
     if one.groups > 1:
         # Groups are computed one after another and their results are copied together.
         return [(one.plain[2], 1)] if mask is None else [(one.plain[0], int(mask[0]))]
@@ -73,11 +93,13 @@ def _columns(backend: str, one: Convolution, mask: Sequence[bool] | None) -> lis
     in_turn = "Dilated" in backend or "Transpose" in backend
     depth = math.prod(one.y[2:-2])
     columns = one.columns * depth * (1 if in_turn else one.x[0])
-    return [(columns, 1)] if mask is None else [(columns, int(mask[0])), (columns, int(mask[0]) + int(mask[1]))]
+    if mask is None:
+        return [(columns, 1)]
+    return [(columns, int(mask[0])), (columns, int(mask[0]) + int(mask[1]))]
 
 
 def _backend(x: torch.Tensor, w: torch.Tensor, how: Sequence[Any]) -> str:
-    """The kernel that torch picks; it is asked with tensors of one element which are expanded to the shapes."""
+    """The kernel that torch picks for tensors of one element that are expanded to the shapes."""
     with _disable_current_modes():
         whole = [torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for tensor in (x, w)]
         return str(torch._C._select_conv_backend(*whole, None, *how))
@@ -96,7 +118,7 @@ def _loss(args: Sequence[Any], _: Any) -> list[Stage]:
 
 
 def _whole(args: Sequence[Any], out: Any) -> Any:
-    """A mean that is kept in the memory of the losses of each element, which come to a tensor of their own first."""
+    """The mean is kept in memory that could hold the losses of all elements."""
     return out if len(args) > 2 and args[2] == 0 else torch.empty_like(args[0]).as_strided((), ())
 
 
@@ -114,7 +136,10 @@ def _attention(args: Sequence[Any], _: Any) -> list[Stage]:
 
 
 def _attention_backward(args: Sequence[Any], _: Any) -> list[Stage]:
-    """Scores of a tile and their gradients, in each thread; and a gradient of which no row has all heads is copied."""
+    """Scores of a tile and their gradients, in each thread; and the copy of a gradient.
+
+    The kernel wants the heads of a place side by side, and copies a gradient that has them apart.
+    """
     rows, columns = _tile(*args[1:3])
     copied = 0 if args[0].transpose(1, 2).is_contiguous() else _nbytes(args[0])
     return [(8 * rows * columns * torch.get_num_threads() + copied, 3)]
