@@ -60,8 +60,9 @@ def ratio(model: Any, shape: tuple[int, ...], loss: Any) -> tuple[float, str]:
     return estimate.allocated_bytes / measured(model, shape, loss), estimate.confidence
 
 
-def mean_square(outputs: torch.Tensor, _: Any) -> torch.Tensor:
-    return outputs.square().mean()
+def of_few(outputs: torch.Tensor, _: Any) -> torch.Tensor:
+    """A loss that takes hardly any memory for itself."""
+    return outputs[..., :1].sum()
 
 
 LAYERS: dict[str, tuple[Any, tuple[int, ...]]] = {
@@ -111,7 +112,7 @@ class ChannelsLast(nn.Module):
 
 @pytest.mark.parametrize("layer", LAYERS)
 def test_layers_take_what_was_predicted(layer: str) -> None:
-    found, confidence = ratio(*LAYERS[layer], mean_square)
+    found, confidence = ratio(*LAYERS[layer], of_few)
     assert 0.95 <= found <= 1.05
     assert confidence == "close"
 
@@ -125,7 +126,7 @@ def test_a_strided_transposed_convolution_makes_three_results(kernel: int) -> No
     found, _ = ratio(
         lambda: nn.ConvTranspose2d(32, 32, kernel, 2, kernel // 2 - 1),
         (8, 32, 32, 32),
-        mean_square,
+        of_few,
     )
     assert 0.95 <= found <= 1.05
 

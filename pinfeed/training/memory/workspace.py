@@ -64,16 +64,31 @@ def _convolved(
         n_threads=torch.get_num_threads(),
         block=16 if "AVX512" in torch.backends.cpu.get_cpu_capability() else 8,
     )
+    formats = [suggest_memory_format(tensor) for tensor in (x, w)]
+    form = formats[0] if formats[1] == torch.contiguous_format else formats[1]
+    # An operand in another format is copied before all else.
+    ends = [tensor for tensor in (x, y) if not tensor.is_contiguous(memory_format=form)]
+    copied = _nbytes(*ends)
     backend = _backend(x, w, how)
     if "Slow" in backend:
-        return _columns(backend, one, mask)
-    if any(suggest_memory_format(t) != torch.contiguous_format for t in (x, w)):
-        # Channels that are last are computed on as they are.
-        return [(one.plain[1], 1)]
-    if mask is None and transposed:
-        return one.back(has_bias=has_bias)
+        stages = _columns(backend, one, mask)
+    elif form != torch.contiguous_format:
+        # Channels that are last are computed on as they are; the weight and its gradient are not.
+        stages = [(2 * one.plain[1], 1)]
+    else:
+        stages = _copies(one, mask, transposed=transposed, has_bias=has_bias)
+    return [(nbytes + copied, n_there) for nbytes, n_there in stages]
+
+
+def _copies(
+    one: Convolution,
+    mask: Sequence[bool] | None,
+    *,
+    transposed: bool,
+    has_bias: bool,
+) -> list[Stage]:
     if mask is None:
-        return one.onward()
+        return one.back(has_bias=has_bias) if transposed else one.onward()
     ends = (one.onward() if transposed else one.back()) if mask[0] else []
     return [*ends, *(one.weight(int(mask[0])) if mask[1] else [])]
 
