@@ -63,7 +63,7 @@ class BigBatch:
         scaler: A ``torch.amp.GradScaler``; unscale and step are the caller's.
         prove: Compare ``"accumulate"``, ``"two_pass"`` and ``"checkpoint"`` with the plain step before they are used: at the first batch,
             and again for another shape of samples and after ``train()`` or ``eval()``. Three samples are computed, whole and in chunks of
-            two and one, and the loss of six targets; outputs, gradients and what the forward pass changes are compared. ``"auto"`` takes
+            two and one; outputs, gradients, the loss and what the forward pass changes are compared. ``"auto"`` takes
             another strategy or refuses where they differ; of one that was named, a warning tells. False leaves that out.
 
     Raises:
