@@ -23,7 +23,7 @@ from .report import Kind
 from .shapes import Samples, samples_of
 from .sizing import largest_that_fits
 
-_CLOSE = 0.06  # what the layouts of convolutions and LSTMs do not tell
+_CLOSE = 0.06  # margin for workspace that the model of oneDNN's layouts misses
 _HEAP = 0.08  # what malloc keeps of memory that was freed, with ``enforce(malloc=True)``
 _MAX_PROBES = 8
 _M_MMAP_THRESHOLD = -3  # mallopt(3)

@@ -11,10 +11,10 @@ import math
 from dataclasses import dataclass
 
 Stage = tuple[int, int]
-"""Bytes that an operation takes for itself at a time, and how many results are there then."""
+"""Bytes that an operation holds for itself, and how many of its results exist at that time."""
 
 _FEW = 3
-"""The gradient of a weight reads so few channels where they are."""
+"""Up to so many input channels, the gradient of the weight reads them without a copy."""
 
 _CHUNK = 3 << 19
 """Forward passes by matrices make so many bytes of columns at a time, as a core's cache holds."""
@@ -79,7 +79,7 @@ class Convolution:
         return taps * self.channels[0] * math.prod(self.y[2:][-2:]) * self.itemsize
 
     def onward(self) -> list[Stage]:
-        """What is taken from x and w to y."""
+        """Stages of computing y from x and w."""
         far = 31 // (1 + min(4, -(-self.channels[1] // self.block)))
         if not self._in_groups_of(4) or (not self.is_depthwise and max(self.padding) > far):
             return self._by_matrices(min(self.columns, _CHUNK) * self.n_threads, self.plain[2], 0)
@@ -90,7 +90,7 @@ class Convolution:
         return [(x + w + y, 0), (copies * y, 1)]
 
     def back(self, *, has_bias: bool = False) -> list[Stage]:
-        """What is taken from y and w to x; a transposed convolution may add a bias to it."""
+        """Stages of computing x from y and w; a transposed convolution may add a bias to it."""
         is_strided = max(self.stride) > 1
         beyond = max(reach - p for reach, p in zip(self.reaches, self.padding, strict=True))
         far = beyond > (7 if len(self.w) == 3 else 16)
@@ -110,7 +110,7 @@ class Convolution:
         return [(x + w + y + (x if has_bias else 0), 0), (x, 1)]
 
     def weight(self, n_before: int) -> list[Stage]:
-        """What is taken from x and y to w, after so many results are there."""
+        """Stages of computing w from x and y, when ``n_before`` results exist already."""
         few = self.groups == 1 and _FEW < self.x[1] < self.block
         most = [min(16, (reach + 1) // 2) for reach in self.reaches]
         wide = any(p > bound for p, bound in zip(self.padding, most, strict=True))
@@ -118,6 +118,9 @@ class Convolution:
         special |= self.is_dilated and (max(self.stride) > 1 or len(self.w) == 5)
         is_large = max(self.w[2:]) > 3 or self.is_dilated or len(self.w) == 5
         special |= self.is_depthwise and is_large
+        # The kernel of AVX2 computes neither dilated weights nor padded volumes.
+        is_volume = len(self.w) == 5 and max(self.padding) > 0
+        special |= self.block == 8 and not self.is_depthwise and (self.is_dilated or is_volume)
         if not self._in_groups_of(8) or special or wide:
             return self._by_matrices(self.columns + 4 * self.plain[1], self.plain[1], n_before)
         x, w, y = self._blocked(8 if few else self.block)

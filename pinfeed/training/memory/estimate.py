@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
@@ -22,6 +23,8 @@ from .shapes import Samples, samples_of
 from .tracking import Peak, Tracker, as_on_cuda, peak_of
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer state", "batch", "activations", "temporary")
+_ONE_AT_A_TIME = threading.RLock()
+"""Held while functions of torch are replaced, for the whole process."""
 _N_STEPS = 2  # the optimizer's state comes with the first one's end
 _ROUND = {"cuda": 512, "cpu": 64}
 _WORKSPACE_BYTES = 32 << 20  # of cuBLAS, which torch's allocator gives; on Hopper (pytorch 175344), less elsewhere
@@ -40,7 +43,7 @@ def estimate(
     device: Kind = "cuda",
     autocast: torch.dtype | None = None,
 ) -> Estimate:
-    """Predict the peak of a training step, on tensors without data: in a second or some, without a GPU, and without its memory.
+    """Predict the peak of a training step, on tensors without data: in some seconds, without a GPU, and without its memory.
 
     Args:
         model: A torch module, which stays as it is; or what makes one when it is called: a class, a function.
@@ -209,7 +212,8 @@ class StepEstimator:
         # A model that copies its layers copies the mode of their tensors with them. Tensors of
         # another mode would be counted anew at each use.
         mode.__deepcopy__ = lambda _: mode
-        with mode, tracker, as_on_cuda() if cuda else as_on_cpu(), warnings.catch_warnings():
+        as_there = as_on_cuda if cuda else as_on_cpu
+        with _ONE_AT_A_TIME, mode, tracker, as_there(), warnings.catch_warnings():
             # Such a copy asks for addresses, of which torch warns although it goes on.
             warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
             tracker.enter("parameters")

@@ -1,7 +1,7 @@
 """LSTMs on the CPU: oneDNN computes a layer at a time and keeps a workspace for the backward pass.
 
-On tensors without data torch decomposes them, which keeps other things; and it says that the
-workspace is empty. Its size was read from the allocations of single layers; its parts are those
+On tensors without data torch decomposes them. The decomposition keeps other tensors, and the
+operation itself reports an empty workspace there. Its size was read from the allocations of single layers; its parts are those
 that oneDNN lays out in ``rnn_utils.cpp``.
 """
 
@@ -16,7 +16,7 @@ import torch
 from .convolutions import Stage
 
 _LSTM = 2
-"""The number of LSTMs among the kinds of recurrent layers."""
+"""The number by which torch identifies an LSTM among its kinds of recurrent layers."""
 
 
 @contextlib.contextmanager
@@ -30,7 +30,8 @@ def as_on_cpu() -> Iterator[None]:
         # A packed sequence has its batch sizes, a tensor, in the place of the states.
         is_packed = isinstance(hx, torch.Tensor)
         is_plain = isinstance(x, FakeTensor) and x.dtype == torch.float32 and not is_packed
-        if is_plain and _has_no_projection(rest[0], rest[1], rest[2], rest[5]):
+        has_onednn = torch.backends.mkldnn.is_available() and torch.backends.mkldnn.enabled
+        if has_onednn and is_plain and _has_no_projection(rest[0], rest[1], rest[2], rest[5]):
             return _by_layers(x, hx, *rest)
         return decomposed(x, hx, *rest)
 
@@ -87,6 +88,8 @@ def _by_layers(
 
 def with_workspace(args: Sequence[Any], out: Any) -> Any:
     """The results of ``aten.mkldnn_rnn_layer``, with a workspace of the size that it has."""
+    if not torch.is_grad_enabled():
+        return out
     x, hidden = args[0], args[10]
     length, n, n_in = x.shape
     wide, tall = _leading(max(n_in, hidden)), _leading(hidden)

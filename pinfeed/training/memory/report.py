@@ -46,7 +46,7 @@ class Estimate:
             ``"reserve"`` is what the allocator holds beyond that.
         phases: Most bytes of tensors at a time in the ``"forward"`` and ``"backward"`` pass and in the ``"optimizer"``.
         layers: Parameters, layer by layer.
-        confidence: ``"exact"``: every operation is known to take nothing else: within 2 %.
+        confidence: ``"exact"``: no operation is known to take anything else.
             ``"close"``: within 5 % on the CPU; on a GPU, without the workspace of convolutions.
             ``"low"``: ask ``probe``.
         notes: Why it is not exact, and what was assumed.

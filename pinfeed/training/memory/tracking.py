@@ -31,10 +31,10 @@ _LIBRARIES = (
     "lu_",
     "ormqr",
 )
-"""How the names of operations begin which take workspace of their libraries that is not known."""
+"""Prefixes of operations whose libraries take an unknown amount of workspace."""
 
 _PLAIN = ("linalg_vector_norm", "linalg_cross")
-"""Exceptions from these."""
+"""Operations that match these prefixes but take no workspace."""
 
 
 class Tracker(TorchDispatchMode):

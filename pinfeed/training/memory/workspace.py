@@ -13,20 +13,19 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import recurrent
 from .convolutions import Convolution, Stage
 
-aten = torch.ops.aten
 _SMALL_IMAGE = 128
-"""Images whose height and width come to so much are widened with channels last, on copies."""
+"""If height plus width is at most this, upsampling works on channels-last copies."""
 
 
 def results_of(func: Any, args: Sequence[Any], out: Any) -> Any:
     """The results of an operation, with memory of the size that they have on the CPU."""
-    found = _RESULTS.get(func)
+    found = _RESULTS.get(str(func))
     return found(args, out) if found is not None else out
 
 
 def stages_of(func: Any, args: Sequence[Any], out: Any) -> list[Stage]:
-    """What an operation took that gave ``out``; nothing where it is not known to take any."""
-    found = _STAGES.get(func)
+    """The stages of the operation that returned ``out``; empty if it is not known to take any."""
+    found = _STAGES.get(str(func))
     return found(args, out) if found is not None else []
 
 
@@ -134,12 +133,18 @@ def _loss(args: Sequence[Any], _: Any) -> list[Stage]:
 
 def _whole(args: Sequence[Any], out: Any) -> Any:
     """The mean is kept in memory that could hold the losses of all elements."""
-    return out if len(args) > 2 and args[2] == 0 else torch.empty_like(args[0]).as_strided((), ())
+    return torch.empty_like(args[0]).as_strided((), ()) if out.dim() == 0 else out
 
 
 def _binary_loss(args: Sequence[Any], _: Any) -> list[Stage]:
     """Two losses of each element, of which one is reduced."""
     return [(2 * _nbytes(args[0]), 0)]
+
+
+def _group_norm_backward(args: Sequence[Any], _: Any) -> list[Stage]:
+    """Two sums of each channel of each sample."""
+    _, x, _, _, _, n, n_channels = args[:7]
+    return [(2 * n * n_channels * x.element_size(), 3)]
 
 
 def _attention(args: Sequence[Any], _: Any) -> list[Stage]:
@@ -169,26 +174,28 @@ def _nbytes(*tensors: torch.Tensor) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-_STAGES: dict[Any, Callable[[Sequence[Any], Any], list[Stage]]] = {
-    aten.convolution.default: _convolution,
-    aten.convolution_backward.default: _convolution_backward,
-    aten.native_batch_norm_backward.default: lambda args, _: [(_nbytes(args[1]), 1)],
-    aten.upsample_nearest2d.default: _upsampled,
-    aten.upsample_bilinear2d.default: _upsampled,
-    aten.mse_loss.default: _loss,
-    aten.smooth_l1_loss.default: _loss,
-    aten.huber_loss.default: _loss,
-    aten.binary_cross_entropy_with_logits.default: _binary_loss,
-    aten.logsumexp.default: lambda args, _: [(_nbytes(args[0]), 0)],
+_STAGES: dict[str, Callable[[Sequence[Any], Any], list[Stage]]] = {
+    "aten.convolution.default": _convolution,
+    "aten.convolution_backward.default": _convolution_backward,
+    "aten.native_group_norm_backward.default": _group_norm_backward,
+    "aten.native_batch_norm_backward.default": lambda args, _: [(_nbytes(args[1]), 1)],
+    "aten.upsample_nearest2d.default": _upsampled,
+    "aten.upsample_bilinear2d.default": _upsampled,
+    "aten.mse_loss.default": _loss,
+    "aten.smooth_l1_loss.default": _loss,
+    "aten.huber_loss.default": _loss,
+    "aten.binary_cross_entropy_with_logits.default": _binary_loss,
+    "aten.logsumexp.default": lambda args, _: [(_nbytes(args[0]), 0)],
     # Rows that are masked as a whole are found with a mask of bytes.
-    aten._safe_softmax.default: lambda args, _: [(args[0].numel(), 1)],
-    aten._scaled_dot_product_flash_attention_for_cpu.default: _attention,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: _attention_backward,
-    aten.mkldnn_rnn_layer.default: recurrent.stages,
-    aten.mkldnn_rnn_layer_backward.default: recurrent.stages_backward,
+    "aten._safe_softmax.default": lambda args, _: [(args[0].numel(), 1)],
+    "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
+    "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_backward,
+    "aten.mkldnn_rnn_layer.default": recurrent.stages,
+    "aten.mkldnn_rnn_layer_backward.default": recurrent.stages_backward,
 }
-_RESULTS: dict[Any, Callable[[Sequence[Any], Any], Any]] = {
-    aten.mkldnn_rnn_layer.default: recurrent.with_workspace,
-    aten.mse_loss.default: _whole,
-    aten.smooth_l1_loss.default: _whole,
+_RESULTS: dict[str, Callable[[Sequence[Any], Any], Any]] = {
+    "aten.mkldnn_rnn_layer.default": recurrent.with_workspace,
+    "aten.binary_cross_entropy.default": _whole,
+    "aten.mse_loss.default": _whole,
+    "aten.smooth_l1_loss.default": _whole,
 }
