@@ -23,7 +23,8 @@ def environment() -> str:
     gpu = f", {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if torch.cuda.is_available() else ", no GPU"
     return (
         f"pinfeed {pinfeed.__version__}, Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, "
-        f"{len(os.sched_getaffinity(0))} cores of {cpu[1] if cpu else platform.machine()}, Linux {platform.release().split('-')[0]}{gpu}"
+        f"{len(os.sched_getaffinity(0))} cores of {cpu[1] if cpu else platform.machine()} "
+        f"({torch.backends.cpu.get_cpu_capability()}, {torch.get_num_threads()} threads), Linux {platform.release().split('-')[0]}{gpu}"
     )
 
 

@@ -1,4 +1,4 @@
-"""A second zoo: architectures that nothing was tuned on, to say how far an estimate holds."""
+"""A second zoo: architectures in which the first one's layers meet others, measured beside it."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from benchmarks.zoo import Case
-from benchmarks.zoo_unseen_images import (
+from benchmarks.second_zoo_images import (
     GAN,
     VAE,
     ConvNeXt,
@@ -24,6 +23,7 @@ from benchmarks.zoo_unseen_images import (
     vgg,
     vit,
 )
+from benchmarks.zoo import Case
 
 _N_WORDS = 2000
 
@@ -245,7 +245,7 @@ _CLASS = ((), "int64", functional.cross_entropy)
 _WORDS = ((128,), "int64", (128,), "int64", functional.cross_entropy)
 _BINARY = ((1,), "float32", functional.binary_cross_entropy_with_logits)
 _IMAGE = (3, 96, 96)
-UNSEEN: dict[str, Case] = {
+SECOND_ZOO: dict[str, Case] = {
     "U-Net, transposed": Case(
         TransposedUNet,
         _IMAGE,
