@@ -51,7 +51,7 @@ Ways = dict[str, Callable[[], dict[str, float]]]
 
 
 def ways(device: str, depth: int, n: int = N) -> Ways:
-    """What is measured at a depth, with ``n`` batches: calls that return percentiles in microseconds."""
+    """Return the measurements at a depth, with ``n`` batches: calls that return percentiles in microseconds."""
 
     def fed(source: Any, *, write: bool = False) -> dict[str, float]:
         with Feeder(source, batch_size=16, depth=depth, device=device) as feeder:

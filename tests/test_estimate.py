@@ -57,7 +57,7 @@ class Attention(nn.Module):
 
 
 class Copied(nn.Module):
-    """Its layers are copies of one that it drops, as in ``nn.TransformerEncoder``."""
+    """A model whose layers are copies of one that it drops, as in ``nn.TransformerEncoder``."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -298,7 +298,7 @@ def ahead(device: SimTorchDevice) -> None:
 
 
 def foreign(device: SimTorchDevice) -> None:
-    """What is saved was allocated for another stream than the one that saves it, and that stream goes on meanwhile."""
+    """A saved tensor was allocated for another stream than the one that saves it, and that stream goes on."""
     torch.manual_seed(0)
     values = torch.randn(64)
     with device.factories(), SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload:

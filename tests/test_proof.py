@@ -17,6 +17,7 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from pinfeed import BigBatch, errors
+from pinfeed.training.big.batchaxis import BatchAxisOperations
 
 N, CHUNK = 24, 8
 X = torch.randn(N, 6, generator=torch.Generator().manual_seed(0))
@@ -692,3 +693,20 @@ def test_no_random_model_is_wrong_in_silence(first: int) -> None:
 def test_no_model_of_many_is_wrong_in_silence(first: int) -> None:
     for seed in range(first, first + 200):
         outcome_of(seed)
+
+
+@pytest.mark.parametrize(
+    ("compute", "names"),
+    [
+        (lambda x: x.sort(), []),
+        (lambda x: x.sort(dim=0), ["sort"]),
+        (lambda x: x.softmax(1), []),
+        (lambda x: x.sum((0, 1)), ["sum"]),
+        (lambda x: x @ x.T, ["mm"]),
+    ],
+    ids=["last axis by default", "first axis", "named axis", "both axes", "pairs"],
+)
+def test_operations_over_the_samples_are_named(compute: Any, names: list[str]) -> None:
+    with BatchAxisOperations(3) as found:
+        compute(torch.ones(3, 5))
+    assert found.names == names

@@ -599,7 +599,7 @@ def test_classes_in_place_of_what_they_make() -> None:
 
 
 def test_a_model_whose_samples_see_each_other_is_refused() -> None:
-    """Its gradients in chunks would be others; without ``chunk_size`` the plain step is right."""
+    """Chunks would give other gradients of the model; without ``chunk_size`` the plain step is right."""
 
     class Centered(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

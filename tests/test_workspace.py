@@ -1,4 +1,4 @@
-"""What operations take on the CPU beside their results: predicted, and asked of the allocator."""
+"""Workspace of operations on the CPU: predicted, and measured by the allocator's requests."""
 
 import os
 from pathlib import Path
@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 
 from pinfeed.training.memory.confidence import _VARIABLES
 from pinfeed.training.memory.convolutions import Convolution
 from pinfeed.training.memory.estimate import StepEstimator
 from pinfeed.training.memory.report import Estimate
 from pinfeed.training.memory.shapes import samples_of
+from tests.test_estimate import measured
 
 
 def why_not_measured() -> str:
@@ -42,26 +42,8 @@ def one_thread() -> Any:
     torch.set_num_threads(n)
 
 
-def measured(model: Any, shape: tuple[int, ...], loss: Any) -> int:
-    """Most bytes at a time of two steps."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        made = model()
-        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
-        for _ in range(2):
-            inputs = torch.zeros(shape)
-            outputs = made(inputs)
-            found = loss(outputs, None)
-            found.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-    now = most = 0
-    for event in sorted(
-        (e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"),
-        key=lambda e: e.start_ns(),
-    ):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1)
 
 
 def estimated(model: Any, shape: tuple[int, ...], loss: Any) -> Estimate:
@@ -70,7 +52,7 @@ def estimated(model: Any, shape: tuple[int, ...], loss: Any) -> Estimate:
         model,
         *parts,
         loss=loss,
-        optimizer=lambda ps: torch.optim.SGD(ps, lr=0.1),
+        optimizer=sgd,
         device="cpu",
     ).at(shape[0])
 
@@ -78,7 +60,8 @@ def estimated(model: Any, shape: tuple[int, ...], loss: Any) -> Estimate:
 def ratio(model: Any, shape: tuple[int, ...], loss: Any) -> tuple[float, str]:
     """Predicted by measured bytes, and the confidence."""
     estimate = estimated(model, shape, loss)
-    return estimate.allocated_bytes / measured(model, shape, loss), estimate.confidence
+    taken = measured(model, torch.zeros(shape), torch.zeros(0), loss, sgd)
+    return estimate.allocated_bytes / taken, estimate.confidence
 
 
 def of_few(outputs: torch.Tensor, _: Any) -> torch.Tensor:

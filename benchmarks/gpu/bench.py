@@ -131,7 +131,7 @@ def as_rows(memory: PinnedStore, row_nbytes: int) -> PinnedStore:
 
 
 def expected_rows(numbers: np.ndarray, row_nbytes: int) -> np.ndarray:
-    """What rows of such a table hold."""
+    """Return the rows that such a table holds at these row indices."""
     n_words = row_nbytes // WORD
     return numbers[:, None] * n_words + np.arange(n_words)
 

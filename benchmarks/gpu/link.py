@@ -1,4 +1,4 @@
-"""What the link between host and device can do, and what a feeder's loop reaches."""
+"""Throughput of the link between host and device, and of a feeder's loop."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Ceilings:
         )
 
     def few(self) -> dict[str, float]:
-        """What row throughputs are compared with, in GB/s; and how many blocks are enough."""
+        """Measure the ceilings of row throughput in GB/s, and the blocks that reach them."""
         reached = {n_blocks: self.kernel(n_blocks, "to the device") for n_blocks in _FEW_BLOCKS}
         best = max(reached.values())
         n_blocks = min(n for n, found in reached.items() if found >= _ENOUGH * best)

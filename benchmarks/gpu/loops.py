@@ -65,7 +65,7 @@ def loops(run: Run) -> list[Cell]:
 
 
 def doctor(run: Run) -> list[Cell]:
-    """What the command says of this machine, and of rows of a table."""
+    """Run the command, which describes this machine and measures rows of a table."""
     rows = ("--rows", "2000000", "--row-bytes", "512")
     return [
         Cell(

@@ -1,4 +1,4 @@
-"""How well transfers hide behind a step, and what the step loses to them."""
+"""Overlap of transfers with a step: the share that is hidden, and the slowdown of the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a call has measured, as pictures."""
+"""Pictures of the measurements of one call."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def _largest(cells: Cells, field: str) -> list[tuple[int, float]]:
 
 
 def draw_overlap(cells: Cells, figure: Any) -> None:
-    """How well transfers hide behind a step, and what products lose to transfers."""
+    """Draw the share of transfers that is hidden, and the slowdown of matrix products."""
     left, right = figure.subplots(1, 2)
     loops = [cell for cell in cells if cell["what"] == "products as the step"]
     for route, write in sorted({(cell["route"], cell["write"]) for cell in loops}):

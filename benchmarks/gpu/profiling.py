@@ -63,7 +63,7 @@ def profile(run: Run) -> list[Cell]:
 
 
 def _attributes(run: Run) -> Fields:
-    """What the compiler gave each kernel; local memory beyond zero is spilled registers."""
+    """Return the resources of each compiled kernel; local memory holds spilled registers."""
     run.require_cuda("a compiled kernel")
     kernels: Any = Launches(run.device, nbytes=1 << 20, n_rows=16).bench.device.kernels
     return {name: dict(getattr(kernels, f"_{name}").attributes) for name in KERNELS}

@@ -104,7 +104,7 @@ class Recorder:
 
 @dataclass(frozen=True)
 class Run:
-    """What a part is given.
+    """Arguments of a part.
 
     Args:
         device: ``cuda``; or ``cpu``, where small sizes show that the code runs.

@@ -28,7 +28,7 @@ _N_BLOCKS = 8  # if the ceilings could not be measured
 
 @dataclass
 class Sweep:
-    """What the cells have in common: the device, the ceilings, and one table at a time."""
+    """State that the cells share: the device, the ceilings, and one table at a time."""
 
     device: str
     limits: dict[str, float] = field(default_factory=dict)

@@ -364,7 +364,7 @@ class CudaDevice:
 
 
 def _staging_memory(device: torch.device, nbytes: int) -> Bytes:
-    # What unlocks memory must not keep the CudaDevice alive, whose pool keeps the memory.
+    # The unlock function must not keep the CudaDevice alive, because its pool keeps the memory.
     lock = functools.partial(_call_runtime, device, "cudaHostRegister")
     try:
         return page_locked(nbytes, lambda address, size: lock(address, size, REGISTER), functools.partial(unlock_on, device))

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .fixedrandom import arguments_of
+
 _NORMALIZE = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 
 
@@ -44,14 +46,13 @@ class BatchAxisOperations(TorchDispatchMode):
         first = args[0] if args else None
         if not isinstance(first, torch.Tensor) or not first.ndim or len(first) != self._n:
             return False
-        given = {slot.name: value for slot, value in zip(func._schema.arguments, args, strict=False)} | kwargs
+        given = arguments_of(func, args, kwargs)
         if name in _NORMALIZE:
             return bool(given.get("training", given.get("train", True)))
         if name == "mm":
             # The product of a batch and its transpose has a number for each pair of samples.
             return bool(args[1].shape[1] == self._n)
-        slots = {slot.name for slot in func._schema.arguments}
-        if not slots & {"dim", "dims"} or func.is_view:
+        if not given.keys() & {"dim", "dims"} or func.is_view:
             return False
         dims = given.get("dim", given.get("dims"))
         dims = dims if isinstance(dims, (list, tuple)) else [dims]

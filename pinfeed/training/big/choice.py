@@ -99,7 +99,7 @@ class Predictor:
         return NotEnoughCPUMemory, "cpu_memory_limit"
 
     def n_compared(self, n: int) -> int:
-        """How many samples of a batch of ``n`` fit, whole, with one more set of gradients: so many can be compared with the plain step.
+        """Return the number of samples that can be compared: they fit whole, with one more set of gradients.
 
         Raises:
             NotEnoughGPUMemory: Not even two samples fit.

@@ -46,9 +46,9 @@ class _Computed:
 _LOSS_BYTES = 16 << 20
 """Bytes of outputs for which losses are compared."""
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Relative differences that rounding explains, by dtype; larger ones are looked at again in float64."""
+"""Relative differences that rounding explains, by dtype. Larger ones are computed again in float64."""
 PLAIN_FAILS = "the plain step fails"
-"""A problem that begins so is not the strategy's."""
+"""The beginning of a problem that the plain step has as well."""
 
 
 class Comparison:
@@ -207,7 +207,7 @@ class Comparison:
         nbytes = sum(leaf.nbytes for leaf in plain.outputs if isinstance(leaf, torch.Tensor))
         batch = self._more(max(2 * n_computed, _LOSS_BYTES // max(1, nbytes // n_computed)))
         n = batch.edges[-1][1]
-        repeated = torch.arange(n) % self._whole[0][1]
+        repeated = torch.arange(n) % n_computed
         outputs = [_leaf(leaf) for _, leaf in flatten(some(plain.rebuild(iter(plain.outputs)), repeated))[0]]
         parameters = [p for m in task.modules if m is not task.model for p in m.parameters()]
         wanted = [t for t in (*outputs, *parameters) if getattr(t, "requires_grad", False)]

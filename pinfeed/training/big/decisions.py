@@ -70,7 +70,7 @@ class Decisions:
         self._is_reported = False
 
     def of_source(self, inputs: Any, targets: Any, *, is_one_of_several: bool) -> Chosen:
-        """How batches that come one by one are computed, of which these are the first.
+        """Decide how the batches of a source are computed, from the first of them.
 
         Args:
             inputs: Samples of the first batches that have one shape.
@@ -116,7 +116,7 @@ class Decisions:
             self.keep(key, dataclasses.replace(chosen, chunk_size=-(-chosen.chunk_size // 2)))
 
     def of(self, inputs: Any, targets: Any) -> Chosen:
-        """How a batch is computed.
+        """Decide how a batch is computed.
 
         Raises:
             ArgumentError: No strategy is right for this model and loss.
@@ -174,11 +174,11 @@ class Decisions:
         warnings.warn(f"{said}; take strategy='auto', or give prove=False if the difference does not matter", stacklevel=4)
 
     def key_of(self, inputs: Any, targets: Any) -> Any:
-        """What a decision is made for: in another mode a model may compute otherwise."""
-        return shapes_of(inputs, targets), *(module.training for root in self._task.modules for module in root.modules())
+        """Return the key of a decision: shapes, and modes, in which a model may compute otherwise."""
+        return shapes_of(inputs, targets), self._task.modes
 
     def _size(self, strategy: str, n: int | None, inputs: Any, targets: Any) -> int:
-        """Of a chunk."""
+        """Return the number of samples in a chunk."""
         if strategy not in ("accumulate", "two_pass"):
             return n or 1
         if self._chunk_size is not None:

@@ -51,7 +51,7 @@ class FixedRandomness(TorchDispatchMode):
 
 def _fixed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], at: float) -> Any:
     name = func._schema.name.split("::")[1]
-    given = _arguments(func, args, kwargs)
+    given = arguments_of(func, args, kwargs)
     if name in _KEEP:
         given |= dict([_KEEP[name]])
         return func(**given)
@@ -87,8 +87,8 @@ def _falling(drawn: torch.Tensor) -> torch.Tensor:
     return drawn
 
 
-def _arguments(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """All arguments by name, those that were left out with their defaults."""
+def arguments_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return all arguments of an operation by name, with the defaults of those that were left out."""
     given = dict(kwargs)
     for i, slot in enumerate(func._schema.arguments):
         if i < len(args):

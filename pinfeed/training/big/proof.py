@@ -41,18 +41,17 @@ from .steps import ONE_BY_ONE, Samples
 from .strategies import Task, Touched, give_back
 
 _CHUNKS = {4: (2, 1, 1), 3: (2, 1), 2: (1, 1)}
-"""Sizes of the chunks, by the number of samples that are compared; of more samples, a half, one, a fourth and the others."""
+"""Sizes of the chunks, by the number of samples that are compared. More samples are cut into a half, one, a fourth and the rest."""
 _SIZES = (3, 2)
 """Numbers of samples that the model is tried with, until they fit."""
 _PERHAPS_ROUNDING = 1e-2
 """A smaller difference may be rounding that the model amplifies; float64 tells."""
 
-
 More = Callable[[int], Samples]
 
 
 class Proofs:
-    """Finds out once, for each shape of samples and each mode of the model, whether a strategy is right.
+    """Cache of comparisons: one for each strategy, shape of samples and mode of the model.
 
     Args:
         is_on: False for ``prove=False``: then nothing is compared.
@@ -74,8 +73,7 @@ class Proofs:
         """Say in what a strategy differs from the plain step; as ``problem_of``. ``most`` says how many samples fit."""
         if not self.is_on or n_samples(inputs) < 2:
             return ""
-        modes = tuple(module.training for root in task.modules for module in root.modules())
-        key = strategy, shapes_of_samples(inputs, targets), modes
+        key = strategy, shapes_of_samples(inputs, targets), task.modes
         if key not in self._problems:
             if strategy in ("accumulate", ONE_BY_ONE) and not has_terms(task, inputs, targets):
                 # Every target is ignored, so that another batch has to tell.

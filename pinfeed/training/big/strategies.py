@@ -54,6 +54,11 @@ class Task:
         found = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
         return list(found.values())
 
+    @property
+    def modes(self) -> tuple[bool, ...]:
+        """Whether each module is in training mode."""
+        return tuple(module.training for root in self.modules for module in root.modules())
+
     def forward(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The loss."""
         with self.context():

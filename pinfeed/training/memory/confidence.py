@@ -1,4 +1,4 @@
-"""How far an estimate can be trusted, judged by the layers and operations of the model."""
+"""Confidence in an estimate, judged by the layers and operations of the model."""
 
 from __future__ import annotations
 

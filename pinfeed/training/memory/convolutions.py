@@ -1,4 +1,4 @@
-"""What a convolution takes on the CPU while it runs: copies of its operands, or columns.
+"""Memory of a convolution on the CPU while it runs: copies of its operands, or columns.
 
 oneDNN computes on copies whose channels are in blocks of a vector's length, so that each operand is
 there twice for a while. Which kernel does so was read from the allocations of single convolutions,
@@ -69,7 +69,7 @@ class Convolution:
 
     @property
     def reaches(self) -> list[int]:
-        """How far the kernel reaches beyond its first place, in each dimension."""
+        """Distance from the first element of the kernel to the last one, in each dimension."""
         return [d * (k - 1) for d, k in zip(self.dilation, self.w[2:], strict=True)]
 
     @property

@@ -62,7 +62,7 @@ def _by_layers(
     both_ways: bool,
     batch_first: bool,
 ) -> tuple[torch.Tensor, ...]:
-    """What ``mkldnn_rnn`` of torch's ``aten/src/ATen/native/mkldnn/RNN.cpp`` does."""
+    """Do as ``mkldnn_rnn`` does in torch's ``aten/src/ATen/native/mkldnn/RNN.cpp``."""
     x = (x.transpose(0, 1) if batch_first else x).contiguous()
     n_ways, n_each = 1 + both_ways, 4 if has_biases else 2
     last: list[tuple[torch.Tensor, torch.Tensor]] = []

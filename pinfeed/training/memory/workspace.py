@@ -1,4 +1,4 @@
-"""What an operation of torch takes on the CPU beside its results, while it runs."""
+"""Workspace of torch's operations on the CPU: memory beside their results, while they run."""
 
 from __future__ import annotations
 
