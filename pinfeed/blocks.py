@@ -14,7 +14,6 @@ import resource
 import weakref
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import DeviceError
+from .threads import ThreadPool
 
 logger = logging.getLogger("pinfeed")
 
@@ -250,6 +250,6 @@ def _touch(memory: Bytes) -> None:
     if len(pieces) == 1:
         pieces[0].fill(0)
         return
-    with ThreadPoolExecutor(min(len(pieces), len(os.sched_getaffinity(0)))) as threads:
+    with ThreadPool(min(len(pieces), len(os.sched_getaffinity(0))), "pinfeed-touch") as threads:
         for _ in threads.map(lambda piece: piece.fill(0), pieces):
             pass

@@ -1,7 +1,7 @@
-"""One loop over a source: readers and a writer, a deque of futures, order, errors, closing.
+"""One loop over a source: readers and a writer, a deque of calls, order, errors, closing.
 
-Prefetching is a deque of futures, so order, back-pressure, the end of the data and errors with their tracebacks are those of
-``Future``. The generator's frame owns both workers: whatever ends the loop, its ``finally`` joins them.
+Prefetching is a deque of calls that readers make, so order, back-pressure, the end of the data and errors with their tracebacks are
+those of a call. The generator's frame owns both workers: whatever ends the loop, its ``finally`` joins them.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
+from types import NoneType
 from typing import Any, cast
 
 from .devices.base import Tensor
 from .errors import ClosedError, WorkerError, WriteBackError
 from .landings import Landings
 from .sources import Draw, Load
+from .threads import Call, Pending, Workers
 from .transfer import Cancelled, Landing, Slot, Transfer
 
 
 class Inline:
-    """An executor that runs its tasks at once, in the caller's thread: depth 0."""
+    """Workers that make each call at once, in the caller's thread: depth 0."""
 
-    def submit(self, fn: Callable[..., Any], *args: Any) -> Future[Any]:
-        futures: list[Future[Any]] = [Future()]
-        try:
-            futures[0].set_result(fn(*args))
-        except Exception as error:  # KeyboardInterrupt is the caller's own here and goes straight up
-            futures[0].set_exception(error)
-        return futures.pop()  # an error's traceback keeps this frame, which must not keep the future, which keeps the error
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Call[Any]:
+        calls = [Call(fn, *args)]
+        calls[0].run()
+        if not isinstance(calls[0].exception(), (Exception, NoneType)):
+            calls.pop().result()  # KeyboardInterrupt is the caller's own here and goes straight up
+        return calls.pop()  # an error's traceback keeps this frame, which must not keep the call, which keeps the error
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
         """Nothing is under way."""
@@ -127,7 +127,7 @@ class Epoch:
         self._transfer, self._meter, self._first, self._pace = transfer, transfer.meter, first, pace
         self._timeline = transfer.meter.timeline
         self._step = self._named if self._timeline is not None and not device.unified else _unnamed  # for a profiler of the device's
-        self._writer: Executor | Inline | None = None if depth else Inline()  # made when something is written
+        self._writer: Workers | None = None if depth else Inline()  # made when something is written
         self._workers: set[int] = set()  # threads that have done a task
         self.landings = Landings(
             self._land,
@@ -144,7 +144,7 @@ class Epoch:
         )  # close(), the garbage collector and the loop may end it
         self._loads: Generator[Draw, None, None] | None = None
         # The last step: an interrupt behind it would leave threads to the garbage collector.
-        self._reader: Executor | Inline = device.worker("pinfeed-read", pace.n_readers) if depth else Inline()
+        self._reader: Workers = device.worker("pinfeed-read", pace.n_readers) if depth else Inline()
 
     def loans(self, loads: Generator[Draw, None, None]) -> Iterator[Loan]:
         """Lend the batches in order. One that cannot be filled raises its error in its turn; a failed write-back, as soon as it is known.
@@ -157,7 +157,7 @@ class Epoch:
         loan: Loan | None = None
         number, consumer, unified, step = self._first, threading.get_ident(), transfer.device.unified, self._step
 
-        def submit(slot: Slot) -> Future[Slot | None]:
+        def submit(slot: Slot) -> Pending[Slot | None]:
             transfer.reserve(slot)
             turn = next(turns)
             return self._reader.submit(self._task, step, "read", self._number(turn), self._fill, slot, loads, turn)
@@ -259,15 +259,15 @@ class Epoch:
         """Of the first batch of a turn."""
         return self._first + turn * self._pace.n_together
 
-    def _land(self, landing: Landing) -> Future[None]:
+    def _land(self, landing: Landing) -> Pending[None]:
         self.require_not_forked()
         if self._writer is None:
             self._writer = self._transfer.device.worker("pinfeed-write")
         start, idle = self._meter.now(), landing.write.values.ready.is_done()
-        future = self._writer.submit(self._task, self._step, "write", landing.batch, self._transfer.land, landing)
+        call = self._writer.submit(self._task, self._step, "write", landing.batch, self._transfer.land, landing)
         if not self._pace.depth:  # it has landed, and the loop has waited
             self._meter.landed(landing.batch, start, idle=idle)
-        return future
+        return call
 
     def _named(self, lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:
         """Call ``fn`` under a name that a profiler of the device's shows."""
@@ -275,7 +275,7 @@ class Epoch:
             try:
                 return fn(*args)
             finally:
-                del fn, args  # an error's traceback keeps this frame, which must not keep the future, which keeps the error
+                del fn, args  # an error's traceback keeps this frame, which must not keep the call, which keeps the error
 
     def _task(self, fn: Callable[..., Any], *args: Any) -> Any:
         self._workers.add(threading.get_ident())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 
 from .seeing.meter import Meter
+from .threads import Pending
 from .transfer import Landing
 
 
@@ -20,9 +20,9 @@ class Landings:
         meter: Counts how long it does.
     """
 
-    def __init__(self, land: Callable[[Landing], Future[None]], limit: int, may_wait: Callable[[], bool], meter: Meter) -> None:
+    def __init__(self, land: Callable[[Landing], Pending[None]], limit: int, may_wait: Callable[[], bool], meter: Meter) -> None:
         self._land, self._limit, self._may_wait, self._meter = land, limit, may_wait, meter
-        self._futures: deque[Future[None]] = deque()
+        self._futures: deque[Pending[None]] = deque()
         self._failed = False
         self.failure: BaseException | None = None
         """The first error of a write-back, until it is raised; those of later ones only follow from it."""

@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor
 from typing import Any, Literal
 
 import numpy as np
@@ -26,6 +25,7 @@ from .seeing.stats import FeederStats
 from .seeing.timeline import Timeline
 from .shares import SharedBatches, loop_over, share_of
 from .sources import Draw, Load
+from .threads import Workers
 
 
 def wrap_readers(
@@ -208,12 +208,12 @@ class ReaderSource:
     Args:
         readers: What reads each part of a batch.
         batches: Which identities, in which order.
-        worker: Makes an executor of so many threads, given its name.
+        worker: Makes so many threads, given what they are called.
         n_threads: Identities read at the same time; one is read in the thread that asks.
     """
 
     def __init__(
-        self, readers: Sequence[Reader], batches: OrderBatches | SharedBatches, worker: Callable[[str, int], Executor], n_threads: int
+        self, readers: Sequence[Reader], batches: OrderBatches | SharedBatches, worker: Callable[[str, int], Workers], n_threads: int
     ) -> None:
         self._readers, self._batches, self._worker, self._n_threads = readers, batches, worker, n_threads
 

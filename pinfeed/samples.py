@@ -8,7 +8,6 @@ import reprlib
 import sys
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -22,6 +21,7 @@ from .errors import ArgumentError, StoreError
 from .loader import HostLeaf
 from .rows import Rows
 from .sources import Load
+from .threads import Pending, Workers
 from .tree import Rebuild, flatten
 
 T = TypeVar("T")
@@ -46,11 +46,11 @@ class Each(Protocol):
 class Ahead:
     """``Each`` on ``n_threads`` threads. Only so many items are begun and not taken: for memory, and a loop that ends waits for them."""
 
-    pool: Executor
+    pool: Workers
     n_threads: int
 
     def __call__(self, fn: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]:
-        begun: deque[Future[R]] = deque()  # where the loop ends before they do, it joins the pool before anybody else has their memory
+        begun: deque[Pending[R]] = deque()  # where the loop ends before they do, it joins the pool before anybody else has their memory
         for item in items:
             begun.append(self.pool.submit(fn, item))
             if len(begun) == self.n_threads:

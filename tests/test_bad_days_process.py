@@ -367,3 +367,72 @@ def test_the_interpreter_ends_amid_loops(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
     np.testing.assert_array_equal(np.load(tmp_path / "x.npy")[:, 0], [7, 7] + [0] * 98)
+
+
+OUTLIVED = """
+import sys, threading, time
+from concurrent.futures import ThreadPoolExecutor, thread
+import numpy as np, torch
+from torch.utils.data import DataLoader
+from pinfeed import ArrayStore, Feeder, HostEmbedding, train_rows, wrap_loader, wrap_readers
+
+N = 50
+table = np.zeros((10 * N, 2))
+changed = ArrayStore(table.copy())
+
+def read(i):
+    yield np.full(2, i)
+
+def write_back():
+    for batch in Feeder(changed, batch_size=10, device="cpu").batches():
+        batch.write_back(batch.data + 1)
+        yield batch
+
+LOOPS = {
+    "a feeder": lambda: Feeder(table, batch_size=10, device="cpu"),
+    "a file": lambda: Feeder(sys.argv[1], batch_size=10, device="cpu"),
+    "write-backs": write_back,
+    "a loader": lambda: wrap_loader(DataLoader(range(N), batch_size=1), device="cpu"),
+    "rows of a table": lambda: train_rows([torch.arange(9) + i for i in range(N)], {HostEmbedding(99, 2): lambda ids: ids}, device="cpu"),
+    "functions": lambda: wrap_readers(
+        range(N), range(N), read_input=read, get_output=read, batch_size=1, n_readers=2, device="cpu"
+    ),
+}
+
+def run(name):
+    n = 0
+    for i in range(2):
+        for _ in LOOPS[name]():
+            n += 1
+            while n == 3 and not thread._shutdown:  # until the main thread has ended
+                time.sleep(0.001)
+    print(name, n, flush=True)
+
+for name in LOOPS:
+    threading.Thread(target=run, args=(name,)).start()
+ThreadPoolExecutor(1).submit(run, "a feeder")
+"""
+
+
+def test_loops_in_threads_outlive_the_main_thread(tmp_path: Path) -> None:
+    """As Python lets threads do that are no daemons: each loop gives all its batches, and so does one that begins then."""
+    np.save(tmp_path / "x.npy", np.zeros((500, 2)))
+    command = [sys.executable, "-W", "error", "-c", OUTLIVED, str(tmp_path / "x.npy")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    loops = ["a feeder", "a feeder", "a file", "a loader", "functions", "rows of a table", "write-backs"]
+    assert sorted(done.stdout.splitlines()) == [f"{name} 100" for name in loops]
+
+
+def test_a_loop_in_a_thread_outlives_the_main_thread_of_a_child() -> None:
+    counts = multiprocessing.get_context("fork").SimpleQueue()
+
+    def run() -> None:
+        threading.main_thread().join()
+        counts.put(sum(1 for _ in Feeder(np.zeros((N, 2)), batch_size=SIZE, device="cpu")))
+
+    process = multiprocessing.get_context("fork").Process(target=lambda: threading.Thread(target=run).start())
+    process.start()
+    process.join(LIMIT_S)
+    assert process.exitcode == 0
+    assert counts.get() == N // SIZE

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 from ..config import Item
 from ..rows import Rows, Windows
 from ..stores.sharded import AnyShardedStore
+from ..threads import ThreadPool
 from .ahead import Ahead, Runs
 from .base import Serve, StoreRows
 from .files import whole_file
@@ -32,7 +32,7 @@ class Advised:
     @contextlib.contextmanager
     def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
         self._stopping = False
-        with ThreadPoolExecutor(1, thread_name_prefix="pinfeed-advise") as adviser:
+        with ThreadPool(1, "pinfeed-advise") as adviser:
             ahead = None
             if windows is None:
                 adviser.submit(self._tell_all)

@@ -8,7 +8,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from ..config import Item
 from ..rows import Rows, Windows
 from ..stores.array import ArrayStore
 from ..stores.sharded import AnyShardedStore
+from ..threads import ThreadPool
 from .base import IN_MEMORY, Serve, StoreRows
 from .files import AS_FAST
 
@@ -67,7 +67,7 @@ class Resident:
         self._pending, self._in_order, self._stopping = self._order(windows, start, stop), windows is not None, False
         self._begun_s, self._n_brought = time.monotonic(), 0
         self._n_gathers, self._idle_s, self._ended_s = 0, 0.0, self._begun_s
-        with ThreadPoolExecutor(1, thread_name_prefix="pinfeed-bring") as thread:
+        with ThreadPool(1, "pinfeed-bring") as thread:
             thread.submit(self._bring)
             try:
                 yield self._part

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -16,6 +15,7 @@ from ..config import window_item
 from ..rows import Rows, Windows
 from ..stores.array import ArrayStore
 from ..stores.sharded import AnyShardedStore
+from ..threads import Pending, ThreadPool
 from .ahead import Ahead, Runs
 from .base import Serve, StoreRows
 from .files import AS_FAST, whole_file
@@ -40,7 +40,7 @@ class Windowed:
     @contextlib.contextmanager
     def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
         assert windows is not None
-        with ThreadPoolExecutor(_N_THREADS, thread_name_prefix="pinfeed-window") as threads:
+        with ThreadPool(_N_THREADS, "pinfeed-window") as threads:
             ahead = Ahead(windows, start, stop, lambda runs: _Window(self._store, runs, self._pool.take(self._nbytes), threads))
             try:
                 yield lambda position, n: functools.partial(_WindowRows, self._store, ahead.take(position, n))
@@ -60,7 +60,7 @@ class Windowed:
 class _Window:
     """Rows of some runs, being read."""
 
-    def __init__(self, store: AnyShardedStore, runs: Runs, memory: npt.NDArray[np.uint8], threads: ThreadPoolExecutor) -> None:
+    def __init__(self, store: AnyShardedStore, runs: Runs, memory: npt.NDArray[np.uint8], threads: ThreadPool) -> None:
         self.row_shape, self.dtype = store.row_shape, store.dtype
         self._starts, stops = np.array(list(runs), np.int64).T
         ends = np.cumsum(stops - self._starts)
@@ -68,7 +68,7 @@ class _Window:
         n_rows = int(ends[-1])
         array: npt.NDArray[Any] = memory[: n_rows * store.row_nbytes].view(store.dtype).reshape(n_rows, *store.row_shape)
         self._rows = ArrayStore(array)
-        self._reading: Sequence[Future[None]] = [
+        self._reading: Sequence[Pending[None]] = [
             threads.submit(store.gather, np.arange(start, stop), array[end - (stop - start) : end])
             for start, stop, end in zip(self._starts.tolist(), stops.tolist(), ends.tolist(), strict=True)
         ]

@@ -7,7 +7,6 @@ Rule 2: an Event is recorded once. ``Stream.record`` gives a new one; there is n
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -16,6 +15,7 @@ import numpy.typing as npt
 
 from ..rows import Rows
 from ..stores.base import Store
+from ..threads import Workers
 
 Array = npt.NDArray[Any]
 Tensor = Any
@@ -85,8 +85,8 @@ class Device(Protocol):
         """The stream in which the calling thread's work runs."""
         ...
 
-    def worker(self, name: str, n_threads: int = 1) -> Executor:
-        """An executor that may use this device. Its tasks begin in the order in which they were submitted."""
+    def worker(self, name: str, n_threads: int = 1) -> Workers:
+        """Threads that may use this device. Their calls begin in the order in which they were submitted."""
         ...
 
     def empty(self, nbytes: int, stream: Any) -> Buffer:

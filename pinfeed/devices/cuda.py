@@ -10,7 +10,6 @@ import operator
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeGuard
 
@@ -25,8 +24,8 @@ from ..rows import Rows
 from ..stores.base import Store, row_nbytes
 from ..stores.pinned import PinnedStore
 from ..tensors import NUMPY, TORCH, to_torch
+from ..threads import ThreadPool
 from .base import Array, Part
-from .host import started
 from .kernels import Move, RowKernels
 from .tuning import STAGED, Rates, Route, decide, measure, remembered
 
@@ -200,9 +199,8 @@ class CudaDevice:
     def current_stream(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self._device), self)
 
-    def worker(self, name: str, n_threads: int = 1) -> Executor:
-        pool = ThreadPoolExecutor(n_threads, thread_name_prefix=name, initializer=torch.cuda.set_device, initargs=(self._device,))
-        return started(pool, n_threads)
+    def worker(self, name: str, n_threads: int = 1) -> ThreadPool:
+        return ThreadPool(n_threads, name, functools.partial(torch.cuda.set_device, self._device))
 
     def empty(self, nbytes: int, stream: CudaStream) -> torch.Tensor:
         with torch.cuda.stream(stream.raw):

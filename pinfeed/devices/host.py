@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -19,20 +17,8 @@ from ..rows import Rows
 from ..stores.array import put_rows
 from ..stores.base import Store
 from ..tensors import NUMPY, memory_of, to_numpy, to_torch
+from ..threads import ThreadPool
 from .base import Array, Part
-
-
-def started(pool: ThreadPoolExecutor, n_threads: int) -> ThreadPoolExecutor:
-    """The pool, with all its threads: one whose start a Ctrl-C interrupts is not known to it, and never joined; now it has no work yet."""
-    together = threading.Barrier(n_threads)
-    try:
-        for future in [pool.submit(together.wait) for _ in range(n_threads)]:
-            future.result()
-    except BaseException:
-        together.abort()
-        pool.shutdown(wait=False)
-        raise
-    return pool
 
 
 class HostEvent:
@@ -88,8 +74,8 @@ class HostDevice:
     def current_stream(self) -> HostStream:
         return self._stream
 
-    def worker(self, name: str, n_threads: int = 1) -> Executor:
-        return started(ThreadPoolExecutor(n_threads, thread_name_prefix=name), n_threads)
+    def worker(self, name: str, n_threads: int = 1) -> ThreadPool:
+        return ThreadPool(n_threads, name)
 
     def empty(self, nbytes: int, stream: Any) -> Bytes:
         return self._pool.take(nbytes)

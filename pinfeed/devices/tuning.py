@@ -12,7 +12,6 @@ import pathlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -23,6 +22,7 @@ from ..rows import Rows
 from ..stores.array import ArrayStore
 from ..stores.base import row_nbytes
 from ..stores.pinned import PinnedStore
+from ..threads import ThreadPool
 
 BLOCKS = (4, 8, 16, 32)
 """Blocks of the kernels that are tried."""
@@ -104,7 +104,7 @@ def measure(device: Any, stores: Sequence[ArrayStore], n_rows: int) -> Rates:
         stores: Page-locked.
         n_rows: Rows of a batch.
     """
-    with ThreadPoolExecutor(_N_READERS) as readers:
+    with ThreadPool(_N_READERS, "pinfeed-tuning") as readers:
         trial = _Trial(device, stores, n_rows)
         staged = trial.rate(functools.partial(trial.stage, readers))
         direct = {}
@@ -145,7 +145,7 @@ class _Trial:
             times.append(time.perf_counter() - begin)
         return self._gb / min(times[1:])
 
-    def stage(self, readers: Executor, batch: Sequence[Sample]) -> None:
+    def stage(self, readers: ThreadPool, batch: Sequence[Sample]) -> None:
         """As a loop does it: several threads gather, and what they have is on its way meanwhile."""
         for sample, host, into in zip(batch, self._host, self._into, strict=True):
             n = max(1, min(4 * _N_READERS, nbytes_of(sample) // _PIECE_BYTES))

@@ -7,7 +7,6 @@ import os
 import re
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -16,6 +15,7 @@ import numpy.typing as npt
 from ..dtypes import dtype_of
 from ..errors import ArgumentError, ClosedError, FileMissing, MissingDependency, StoreError
 from ..rows import Rows
+from ..threads import ThreadPool
 from .base import Array, run_of
 from .extent import Extent
 from .npy import header_of
@@ -129,7 +129,7 @@ class RemoteStore(ShardedStore[NoReturn]):  # no shard is ever open: each reques
         # the first one alone: it opens the session that the others share
         found = dict(answers_of(different[:1], lambda files: [header(file) for file in files], self._attempts))
         if different[1:]:
-            with ThreadPoolExecutor(min(_HEADERS_AT_ONCE, len(different) - 1), thread_name_prefix="pinfeed-remote") as pool:
+            with ThreadPool(min(_HEADERS_AT_ONCE, len(different) - 1), "pinfeed-remote") as pool:
                 found |= answers_of(different[1:], lambda files: list(pool.map(header, files)), self._attempts)
         return [found[file] for file in self._files]
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import mmap
 import os
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
 
 from ..errors import FileMissing, ReadError
 from ..rows import Rows
+from ..threads import ThreadPool
 from . import aio
 from .extent import Extent
 from .pagecache import PageCache
@@ -93,7 +93,7 @@ class Shard:
         if n_threads < 2:
             self._read_all(rows[missing], out, positions[missing])
             return
-        with ThreadPoolExecutor(n_threads, thread_name_prefix="pinfeed-disk") as disk:
+        with ThreadPool(n_threads, "pinfeed-disk") as disk:
             parts = np.array_split(missing, n_threads)
             for future in [disk.submit(self._read_all, rows[part], out, positions[part]) for part in parts]:
                 future.result()

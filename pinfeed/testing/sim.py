@@ -16,7 +16,7 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ import numpy.typing as npt
 from ..devices.base import Part
 from ..rows import Rows
 from ..stores.base import Store
+from ..threads import Call
 
 Array = npt.NDArray[Any]
 Choose = Callable[[Sequence[str]], "str | None"]
@@ -133,61 +134,51 @@ class SimStream:
         self._work.popleft()[0]()
 
 
-class SimFuture(Future[Any]):
-    """A future whose task runs when the adversary says so, or when its result is asked for."""
+class SimCall(Call[Any]):
+    """A call that is made when the adversary says so, or when its result is asked for."""
 
-    def __init__(self, worker: SimWorker) -> None:
-        super().__init__()
+    def __init__(self, worker: SimWorker, fn: Callable[..., Any], *args: Any) -> None:
+        super().__init__(fn, *args)
         self._worker = worker
-
-    def result(self, timeout: float | None = None) -> Any:
-        self._run()
-        return super().result(timeout)
-
-    def exception(self, timeout: float | None = None) -> BaseException | None:
-        self._run()
-        return super().exception(timeout)
 
     def done(self) -> bool:
         self._worker._device._turn()
         return super().done()
 
-    def _run(self) -> None:
+    def _wait(self) -> None:
         while not super().done():
             self._worker._advance()
 
 
 class SimWorker:
-    """An executor, simulated: with several threads, a task may run while another one calls the device."""
+    """Threads, simulated: with several of them, a call may be made while another one calls the device."""
 
     def __init__(self, device: SimDevice, n_threads: int) -> None:
         self._device, self._n_idle = device, n_threads
-        self._tasks: deque[tuple[SimFuture, Callable[..., Any], tuple[Any, ...]]] = deque()
+        self._calls: deque[SimCall] = deque()
 
-    def submit(self, fn: Callable[..., Any], *args: Any) -> SimFuture:
-        future = SimFuture(self)
-        self._tasks.append((future, fn, args))
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> SimCall:
+        call = SimCall(self, fn, *args)
+        self._calls.append(call)
         self._device._turn()
-        return future
+        return call
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        while self._tasks:
+        while self._calls:
             if cancel_futures:
-                self._tasks.popleft()[0].cancel()
+                self._calls.popleft().fail(CancelledError())
             else:
                 self._advance()
 
     @property
     def _ready(self) -> bool:
-        return bool(self._tasks) and self._n_idle > 0
+        return bool(self._calls) and self._n_idle > 0
 
     def _advance(self) -> None:
-        future, fn, args = self._tasks.popleft()
+        call = self._calls.popleft()
         self._n_idle -= 1
         try:
-            future.set_result(fn(*args))
-        except BaseException as error:
-            future.set_exception(error)
+            call.run()
         finally:
             self._n_idle += 1
 

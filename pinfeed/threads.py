@@ -1,0 +1,243 @@
+"""ThreadPool: threads that work for a loop until it ends, even where the main thread has ended before.
+
+The pools of ``concurrent.futures`` take no more work once the main thread has ended, which would cut off a loop that runs in
+another thread. Here, threads work on until every thread of the program's own has ended; then they end by themselves.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import queue
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError
+from typing import Any, Generic, Protocol, TypeVar
+
+from .errors import ClosedError
+
+T = TypeVar("T")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+_ENDING = "the loop's threads have ended, as all of the program's own have; end a loop before the program ends"
+
+
+class Pending(Protocol[R_co]):
+    """The result of a call that another thread makes; ``concurrent.futures.Future`` is one."""
+
+    def done(self) -> bool: ...
+    def result(self) -> R_co: ...
+    def exception(self) -> BaseException | None: ...
+
+
+class Workers(Protocol):
+    """Threads that make calls, begun in the order in which they were submitted; ``concurrent.futures.Executor`` is one."""
+
+    def submit(self, fn: Callable[..., R], /, *args: Any) -> Pending[R]: ...
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
+
+
+class Call(Generic[R]):
+    """A function, its arguments, and what it returned or raised once ``run`` has been called.
+
+    A thread waits for it in one call into C, which an interrupt ends without harm. The condition that a ``Future`` waits with is
+    Python code, and an interrupt within it may leave its lock held.
+    """
+
+    def __init__(self, fn: Callable[..., R], *args: Any) -> None:
+        self._fn: Callable[[], R] | None = functools.partial(fn, *args)
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._done = False
+        self._value: R
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Call the function."""
+        fn, self._fn = self._fn, None
+        assert fn is not None
+        try:
+            self._value = fn()
+        except BaseException as error:
+            self.fail(error)
+            # The error's traceback keeps this frame, which must keep neither the error nor the arguments.
+            del fn, self
+        else:
+            self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """Let ``error`` be what the function raised; it is not called."""
+        self._fn, self._error = None, error
+        self._end()
+
+    def done(self) -> bool:
+        """Whether the function has returned or raised."""
+        return self._done
+
+    def exception(self) -> BaseException | None:
+        """What the function raised, if anything, once it has ended."""
+        self._wait()
+        return self._error
+
+    def result(self) -> R:
+        """What the function returned, once it has.
+
+        Raises:
+            Exception: What it raised.
+        """
+        self._wait()
+        if self._error is None:
+            return self._value
+        try:
+            raise self._error
+        finally:
+            # The error's traceback keeps this frame, which must not keep the error.
+            del self
+
+    def _wait(self) -> None:
+        if not self._done:
+            with self._running:
+                pass
+
+    def _end(self) -> None:
+        self._done = True
+        self._running.release()
+
+
+class ThreadPool:
+    """Threads that make calls, begun in the order in which they were submitted.
+
+    Args:
+        n_threads: Number of threads; all are started at once.
+        name: What their names begin with.
+        prepare: What each of them calls before anything else.
+    """
+
+    def __init__(self, n_threads: int, name: str, prepare: Callable[[], object] = lambda: None) -> None:
+        self._calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
+        # The threads hold the queue and not the pool: one that is dropped, as by an interrupt that hits whoever makes it, ends them.
+        self._stop = weakref.finalize(self, _stop, self._calls, n_threads)
+        self._stop.atexit = False
+        self._threads = [_Thread(target=_work, args=(self._calls, prepare), name=f"{name}_{i}") for i in range(n_threads)]
+        _exit.pools[id(self)] = self
+        try:
+            if _exit.is_over:
+                raise ClosedError(_ENDING)
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            self._stop()
+            raise
+
+    def __enter__(self) -> ThreadPool:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.shutdown()
+
+    def submit(self, fn: Callable[..., R], /, *args: Any) -> Call[R]:
+        """Let a thread call ``fn(*args)``.
+
+        Raises:
+            ClosedError: If the pool is shut down: by its owner, or because the program ends.
+        """
+        if not self._stop.alive:
+            raise ClosedError(_ENDING)
+        call = Call(fn, *args)
+        self._calls.put(call)
+        return call
+
+    def map(self, fn: Callable[[T], R], items: Iterable[T]) -> Iterator[R]:
+        """The results for all items, in their order; all are submitted at once."""
+        calls = deque(self.submit(fn, item) for item in items)
+        while calls:
+            yield calls.popleft().result()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Let the threads end when they have made the calls that were submitted. Idempotent.
+
+        Args:
+            wait: Return when they have ended.
+            cancel_futures: Leave out the calls that have not begun.
+        """
+        while cancel_futures and self._stop.alive:
+            try:
+                call = self._calls.get_nowait()
+            except queue.Empty:
+                break
+            if call is not None:
+                call.fail(CancelledError())
+        self._stop()
+        if wait:
+            for thread in self._threads:
+                thread.join()
+
+
+class _Thread(threading.Thread):
+    """A thread that a pool started."""
+
+
+def _work(calls: queue.SimpleQueue[Call[Any] | None], prepare: Callable[[], object]) -> None:
+    failure: BaseException | None = None
+    try:
+        prepare()
+    except BaseException as error:
+        failure = error
+    while (call := calls.get()) is not None:
+        if failure is None:
+            call.run()
+        else:
+            call.fail(failure)
+        # Not kept while the thread waits for the next one.
+        del call
+
+
+def _stop(calls: queue.SimpleQueue[Call[Any] | None], n_threads: int) -> None:
+    for _ in range(n_threads):
+        calls.put(None)
+
+
+class _Exit:
+    """Ends the threads of all pools once no thread of the program's own is left that could need them.
+
+    Python waits at the end for all threads that are no daemons, and those of a pool wait for calls: somebody has to tell them that none
+    will come.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Begin anew, without pools: in a forked process, where their threads are not."""
+        self.pools: weakref.WeakValueDictionary[int, ThreadPool] = weakref.WeakValueDictionary()
+        self.is_over = False
+
+    def main_thread_ends(self) -> None:
+        """Go on in a thread: Python has not begun to wait for the others, and some of them may only end by what it does next."""
+        threading.Thread(target=self._wait_and_end, name="pinfeed-exit").start()
+
+    def _wait_and_end(self) -> None:
+        while others := [thread for thread in threading.enumerate() if self._is_own(thread)]:
+            for thread in others:
+                thread.join()
+        # First: a daemon may make a pool now.
+        self.is_over = True
+        for pool in self.pools.valuerefs():
+            if (found := pool()) is not None:
+                found.shutdown(wait=False)
+
+    @staticmethod
+    def _is_own(thread: threading.Thread) -> bool:
+        """Whether a thread of the program's own is one that Python waits for."""
+        others = (threading.main_thread(), threading.current_thread())
+        return not isinstance(thread, _Thread) and not thread.daemon and thread not in others
+
+
+_exit = _Exit()
+os.register_at_fork(after_in_child=_exit.reset)
+# Python has no public way to be told in time; concurrent.futures uses this one, in every version since 3.9.
+threading._register_atexit(_exit.main_thread_ends)  # type: ignore[attr-defined]
