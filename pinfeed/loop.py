@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, NoReturn, TypeVar, cast
 
+from .abandoned import is_abandoned
 from .devices.base import Device
 from .epoch import Epoch, Loan, Pace
 from .errors import ArgumentError, ClosedError, CopyError
@@ -115,7 +116,7 @@ class Loop:
         with self._beginning:
             self._require_open()
             if self._is_running():
-                raise ClosedError("a loop over this feeder is running; end it (or close() its iterator) first, or make a second feeder")
+                self._leave_abandoned()
             if self._last is not None:
                 self._last.require_not_forked()
                 self._last.end()  # unless an interrupt has ended the wait for its readers, they are done
@@ -233,6 +234,21 @@ class Loop:
     def _is_running(self) -> bool:
         generator = self._running() if self._running is not None else None
         return generator is not None and generator.gi_frame is not None
+
+    def _leave_abandoned(self) -> None:
+        """End the epoch that runs, if nobody can go on with it.
+
+        Raises:
+            ClosedError: If somebody can.
+        """
+        assert self._running is not None
+        if not is_abandoned(self._running):
+            raise ClosedError(
+                "a loop over this feeder is running: somebody keeps its iterator; close() the iterator, or the feeder, or make a second "
+                "feeder; iterate pinfeed.restartable(feeder) where a framework, or a notebook, keeps it"
+            )
+        if (generator := self._running()) is not None:
+            generator.close()
 
     def _require_open(self) -> None:
         if self._closed:

@@ -108,6 +108,10 @@ class Call(Generic[R]):
         self._running.release()
 
 
+_Calls = queue.SimpleQueue["Call[Any] | weakref.ref[ThreadPool] | None"]
+"""What threads are to do; anything else than a call ends them."""
+
+
 class ThreadPool:
     """Threads that make calls, begun in the order in which they were submitted.
 
@@ -118,19 +122,25 @@ class ThreadPool:
     """
 
     def __init__(self, n_threads: int, name: str, prepare: Callable[[], object] = lambda: None) -> None:
-        self._calls: queue.SimpleQueue[Call[Any] | None] = queue.SimpleQueue()
-        # The threads hold the queue and not the pool: one that is dropped, as by an interrupt that hits whoever makes it, ends them.
-        self._stop = weakref.finalize(self, _stop, self._calls, n_threads)
-        self._stop.atexit = False
-        self._threads = [_Thread(target=_work, args=(self._calls, prepare), name=f"{name}_{i}") for i in range(n_threads)]
-        _exit.pools[id(self)] = self
+        self._calls: _Calls = queue.SimpleQueue()
+        self._is_over = False
+        # The threads hold the queue and not the pool. One that is dropped, as by an interrupt that hits whoever makes it, ends them: its
+        # reference is what its queue is given then, by one call in C, which no interrupt can cut in two.
+        self._reference = weakref.ref(self, self._calls.put)
+        _exit.pools.add(self._reference)
+        # A call is waited for safely; an interrupt within Thread.join makes Python 3.11 take a thread for ended that is not.
+        self._working = [Call(_work, self._calls, prepare) for _ in range(n_threads)]
+        self._threads = [_Thread(target=working.run, name=f"{name}_{i}") for i, working in enumerate(self._working)]
         try:
             if _exit.is_over:
                 raise ClosedError(_ENDING)
             for thread in self._threads:
                 thread.start()
-        except BaseException:
-            self._stop()
+        except BaseException as error:
+            self._calls.put(None)
+            # Two interrupts within Thread.start, one upon the other, make it fail with an error of its lock's.
+            if isinstance(error.__context__, KeyboardInterrupt):
+                raise error.__context__ from None
             raise
 
     def __enter__(self) -> ThreadPool:
@@ -145,7 +155,7 @@ class ThreadPool:
         Raises:
             ClosedError: If the pool is shut down: by its owner, or because the program ends.
         """
-        if not self._stop.alive:
+        if self._is_over:
             raise ClosedError(_ENDING)
         call = Call(fn, *args)
         self._calls.put(call)
@@ -164,41 +174,43 @@ class ThreadPool:
             wait: Return when they have ended.
             cancel_futures: Leave out the calls that have not begun.
         """
-        while cancel_futures and self._stop.alive:
+        while cancel_futures and not self._is_over:
             try:
                 call = self._calls.get_nowait()
             except queue.Empty:
                 break
-            if call is not None:
+            if isinstance(call, Call):
                 call.fail(CancelledError())
-        self._stop()
+        self._is_over = True
+        self._calls.put(None)
         if wait:
-            for thread in self._threads:
+            for working, thread in zip(self._working, self._threads, strict=True):
+                working.exception()
                 thread.join()
+        _exit.pools.discard(self._reference)
 
 
 class _Thread(threading.Thread):
     """A thread that a pool started."""
 
 
-def _work(calls: queue.SimpleQueue[Call[Any] | None], prepare: Callable[[], object]) -> None:
+def _work(calls: _Calls, prepare: Callable[[], object]) -> None:
     failure: BaseException | None = None
     try:
         prepare()
     except BaseException as error:
         failure = error
-    while (call := calls.get()) is not None:
+    while isinstance(call := calls.get(), Call):
         if failure is None:
             call.run()
         else:
             call.fail(failure)
         # Not kept while the thread waits for the next one.
         del call
-
-
-def _stop(calls: queue.SimpleQueue[Call[Any] | None], n_threads: int) -> None:
-    for _ in range(n_threads):
-        calls.put(None)
+    # For the other threads of the pool.
+    calls.put(call)
+    if call is not None:
+        _exit.pools.discard(call)
 
 
 class _Exit:
@@ -213,7 +225,7 @@ class _Exit:
 
     def reset(self) -> None:
         """Begin anew, without pools: in a forked process, where their threads are not."""
-        self.pools: weakref.WeakValueDictionary[int, ThreadPool] = weakref.WeakValueDictionary()
+        self.pools: set[weakref.ref[ThreadPool]] = set()
         self.is_over = False
 
     def main_thread_ends(self) -> None:
@@ -226,7 +238,7 @@ class _Exit:
                 thread.join()
         # First: a daemon may make a pool now.
         self.is_over = True
-        for pool in self.pools.valuerefs():
+        for pool in self.pools.copy():
             if (found := pool()) is not None:
                 found.shutdown(wait=False)
 

@@ -3,6 +3,7 @@
 Children are forked from this process wherever that is what happens to a user's, too: they need not import torch again.
 """
 
+import contextlib
 import gc
 import multiprocessing
 import os
@@ -24,7 +25,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from pinfeed import ArrayStore, Feeder, MmapStore, checkpoint, errors
+from pinfeed import ArrayStore, Feeder, HostEmbedding, MmapStore, RowOptimizer, checkpoint, errors, train_rows
 from pinfeed.stores import sharded
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
@@ -32,11 +33,11 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 N, SIZE, LIMIT_S = 2000, 10, 30
 
 
-def forked(run: Callable[[], object]) -> int:
+def forked(run: Callable[[], object], limit_s: int = LIMIT_S) -> int:
     """The pid of a child that runs a function, and ends with 0 if that returns; one that hangs is ended, too."""
     pid = os.fork()
     if pid == 0:
-        signal.alarm(LIMIT_S)
+        signal.alarm(limit_s)
         try:
             run()
             os._exit(0)
@@ -164,6 +165,47 @@ def test_ctrl_c_while_the_first_one_waits_for_a_reader() -> None:
         assert not threads_left()
 
     assert status(forked(run)) == 0
+
+
+def train_after_interrupts(moments: list[tuple[float, float]]) -> None:
+    """Interrupt a loop over rows of a table four times, so soon one after the other that some hit its end; the next one has to train."""
+    table = HostEmbedding(9, 2, init="zeros")
+    optimizer = RowOptimizer(torch.optim.SGD, [table], lr=1.0)
+    loop = train_rows([torch.tensor([i % 9]) for i in range(200)], {table: lambda ids: ids}, optimizer=optimizer, device="cpu")
+    left = 0
+
+    def press(*_: Any) -> None:
+        nonlocal left
+        left -= 1
+        if left < 1:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        raise KeyboardInterrupt
+
+    def train() -> None:
+        optimizer.zero_grad()
+        for ids in loop:
+            table(ids).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    sys.unraisablehook = lambda _: None  # of interrupts that hit a finalizer
+    signal.signal(signal.SIGALRM, press)
+    for first, gap in moments:
+        left = 4
+        signal.setitimer(signal.ITIMER_REAL, first, gap)
+        while left > 0:
+            with contextlib.suppress(KeyboardInterrupt):
+                train()
+        before = table.read(range(9))
+        train()
+        assert (table.read(range(9)) < before).all()
+
+
+@pytest.mark.parametrize("n", [10, pytest.param(300, marks=pytest.mark.stress)])
+def test_interrupts_faster_than_a_loop_over_rows_ends(n: int) -> None:
+    rng = random.Random(3)
+    moments = [(rng.uniform(0.001, 0.02), rng.choice([0.0001, 0.0005, 0.002])) for _ in range(n)]
+    assert status(forked(lambda: train_after_interrupts(moments), limit_s=10 * LIMIT_S)) == 0
 
 
 # ---- kill -9 ---------------------------------------------------------------------------------------------------------

@@ -124,6 +124,29 @@ def interrupted(*args: Any) -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.parametrize("next_loop", ["the same", "another", "none"])
+def test_interrupts_while_a_loop_ends_leave_its_tables_free(next_loop: str) -> None:
+    """The second one hits what gives the rows back. What was written back until then has landed."""
+    table, other = table_of_zeros(), table_of_zeros()
+    optimizer = sgd(table)
+    loop = train_rows(ids_of([0], [1]), {table: same, other: same}, optimizer=optimizer, device="cpu")
+    batches = iter(loop)
+    step(table, optimizer, next(batches))
+    release, optimizer.release = optimizer.release, interrupted
+    with pytest.raises(KeyboardInterrupt):
+        batches.throw(KeyboardInterrupt)
+    optimizer.release = release
+    if next_loop != "none":
+        # It takes one of the two tables before the dead loop is noticed by the other one.
+        tables = {other: same, table: same}
+        again = loop if next_loop == "the same" else train_rows(ids_of([0], [1]), tables, optimizer=optimizer, device="cpu")
+        for batch in again:
+            step(table, optimizer, batch)
+    table.require_idle()
+    other.require_idle()
+    assert table.read([0, 1]).tolist() == ([[-1, -1], [0, 0]] if next_loop == "none" else [[-2, -2], [-1, -1]])
+
+
 @pytest.mark.parametrize("depth", [1, 2])
 def test_rows_are_not_read_in_another_thread(depth: int) -> None:
     table = table_of_zeros()

@@ -6,7 +6,6 @@ import contextlib
 import inspect
 import operator
 import os
-import weakref
 from collections.abc import Callable, Sequence
 from typing import IO, Any, Protocol
 
@@ -33,8 +32,16 @@ _PIECE_BYTES = 16 << 20  # tables are copied in pieces of this size
 class Lender(Protocol):
     """A loop that lends a table's rows."""
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        ...
+
     def land(self) -> None:
         """Bring every change so far into the stores. In the loop's thread."""
+
+    def let_go(self) -> None:
+        """Give the tables back, if the loop has ended and interrupts kept it from doing so, or if nobody can go on with it."""
 
 
 class Block:
@@ -155,7 +162,7 @@ class HostEmbedding(nn.Module):
         fill = _initialiser(init)
         shape, self.overwrite, self.trainable = (self._n_own_rows(), self.embedding_dim), overwrite, True
         self._block: Block | None = None
-        self._lender: weakref.ref[Lender] | None = None
+        self._lender: Lender | None = None
         self._store, self._owned = self._opened(store, shape, dtype, pin)
         if (init is not None and not self._owned) or (self._owned and init not in ("zeros", "zeros_")):  # new memory and files are zeros
             try:
@@ -260,8 +267,8 @@ class HostEmbedding(nn.Module):
             Exception: That of a write-back that failed, as it was.
             ClosedError: The loop runs in another thread.
         """
-        if (lender := self._lender) is not None and (loop := lender()) is not None:
-            loop.land()
+        if (lender := self._running()) is not None:
+            lender.land()
 
     def require_idle(self) -> None:
         """Check that no loop lends rows of the table.
@@ -269,6 +276,8 @@ class HostEmbedding(nn.Module):
         Raises:
             ClosedError: One does.
         """
+        if self._lender is not None:
+            self._lender.let_go()
         if self._lender is not None:
             raise ClosedError(
                 f"a loop over rows of {self.name} is running; end it first: leave its body, or close() what train_rows returned"
@@ -356,10 +365,16 @@ class HostEmbedding(nn.Module):
     def _take(self, lender: Lender) -> None:
         """A loop begins to lend rows; no other one does until ``_release``."""
         self.require_idle()
-        self._lender = weakref.ref(lender)
+        self._lender = lender
 
     def _release(self) -> None:
         self._lender = self._block = None
+
+    def _running(self) -> Lender | None:
+        """The loop that lends rows of the table now."""
+        if self._lender is not None and not self._lender.is_running:
+            self._lender.let_go()
+        return self._lender
 
     def _looked_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
         """Positions, rows, and the position of the padding."""

@@ -7,7 +7,7 @@ import functools
 import os
 import pathlib
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -137,11 +137,11 @@ class RowOptimizer(torch.optim.Optimizer):
             state.unapplied = False
             if gradient is not None and state.layout.sparse and not gradient.is_sparse:
                 state.weight.grad = sparse_rows(gradient)
-        self._substitute({state.lent: state.weight for state in self.tables.values()})
+        self._put([state.weight for state in self.tables.values()])
         try:
             self.inner.step()
         finally:
-            self._substitute({state.weight: state.lent for state in self.tables.values()})
+            self._put([state.lent for state in self.tables.values()])
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -213,22 +213,23 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         lent = weight if lent is None else lent
         self._switch(table, weight, lent, rows)
-        group = next(group for group in self.param_groups if any(parameter is lent for parameter in group["params"]))
+        group = next(group for group in self.param_groups if any(parameter is self.tables[table].lent for parameter in group["params"]))
         on_device = group.get("capturable") or group.get("fused")
         own = self.inner.state.get(weight, {})
         for key, value in own.items():
             if isinstance(value, torch.Tensor) and value.device != weight.device and (value.ndim or on_device):
                 own[key] = value.to(weight.device)  # of a checkpoint, or of a loop on another device; numbers are on the CPU by custom
 
-    def _substitute(self, parameters: Mapping[nn.Parameter, nn.Parameter]) -> None:
-        """Put other parameters into the groups."""
+    def _put(self, parameters: Sequence[nn.Parameter]) -> None:
+        """Put these parameters, one for each table, into the groups: the groups have the tables in their order."""
+        left = iter(parameters)
         for group in self.param_groups:
-            group["params"] = [parameters.get(parameter, parameter) for parameter in group["params"]]
+            group["params"] = [next(left) for _ in group["params"]]
 
     def _switch(self, table: HostEmbedding, weight: nn.Parameter, lent: nn.Parameter, rows: list[torch.Tensor]) -> None:
+        """Work on other rows. An interrupt leaves the old ones or the new ones, and what the table as a whole has, for the next call."""
         state = self.tables[table]
-        self._substitute({state.lent: lent})
-        own = self.inner.state.pop(state.weight, {})
+        own = self.inner.state.get(state.weight, {})
         keys = {row.key for row in state.layout.rows}
         kept = {key: value for key, value in own.items() if key not in keys}
         for row, tensor in zip(state.layout.rows, rows, strict=True):
@@ -238,6 +239,10 @@ class RowOptimizer(torch.optim.Optimizer):
             self.inner.state[weight] = kept
         state.left_behind |= state.unapplied
         state.weight, state.lent, state.stepped, state.unapplied = weight, lent, False, False
+        self._put([other.lent for other in self.tables.values()])
+        current = {id(other.weight) for other in self.tables.values()}
+        for gone in [parameter for parameter in self.inner.state if id(parameter) not in current]:
+            del self.inner.state[gone]
         if lent.requires_grad:
             lent.register_post_accumulate_grad_hook(functools.partial(_note_gradient, weakref.ref(state)))
 

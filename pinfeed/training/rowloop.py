@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import torch
 
+from ..abandoned import is_abandoned
 from ..config import check_depth, check_route
 from ..epoch import Loan, Pace
 from ..errors import ArgumentError, ClosedError
@@ -197,13 +198,40 @@ class RowLoop(LoaderFeeder):
             self._write_back(self._loan, copied=True, check=True)
         self._loop.land()
 
+    @property
+    def is_running(self) -> bool:
+        """Whether a loop runs: it has been begun, and neither been left nor come to its end."""
+        generator = self._outer() if self._outer is not None else None
+        return generator is not None and generator.gi_frame is not None
+
+    def let_go(self) -> None:
+        """Give the tables back, if the loop has ended and interrupts kept it from doing so, or if nobody can go on with it.
+
+        Raises:
+            Exception: That of a write-back that failed, as it was.
+        """
+        if self.is_running and not self._is_abandoned():
+            return
+        self._close_running()
+        for lent in self._tables:
+            if lent.table._lender is self:
+                lent.end()
+        self._forget()
+        self._loop.land()
+
     def close(self) -> None:
         """End a loop that runs, and land its changes. The loader, tables and optimizers stay as they are. Idempotent."""
-        generator = self._outer() if self._outer is not None else None
         with contextlib.ExitStack() as stack:
             stack.callback(super().close)
-            if generator is not None and not generator.gi_running:
-                generator.close()
+            self._close_running()
+
+    def _is_abandoned(self) -> bool:
+        return self._outer is not None and is_abandoned(self._outer)
+
+    def _close_running(self) -> None:
+        generator = self._outer() if self._outer is not None else None
+        if generator is not None and not generator.gi_running:
+            generator.close()
 
     def _begin(self) -> None:
         if self._loop.start:

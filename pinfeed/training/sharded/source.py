@@ -83,9 +83,11 @@ class ShardedSource(RowsOfTables):
         try:
             yield
         finally:
-            if threading.get_ident() == thread:
-                self._ahead.leave(Word.LEFT, "it was left")
-            peers.looping = False
+            try:
+                if threading.get_ident() == thread:
+                    self._ahead.leave(Word.LEFT, "it was left")
+            finally:
+                peers.looping = False
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
