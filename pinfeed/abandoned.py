@@ -16,7 +16,7 @@ _KEPT_FOR_OTHERS = (GeneratorType, FunctionType, CellType, dict, tuple)
 
 
 def is_abandoned(iterator: weakref.ref[Any]) -> bool:
-    """Whether all that holds an iterator are frames that have ended, or objects that only they hold, such as ``tqdm(iterator)``.
+    """Whether nothing holds an iterator but frames that have ended, and objects that only they hold, such as ``tqdm(iterator)``.
 
     It looks at all objects of the process, which takes some tenths of a second: ask before an error, not in a loop.
     """
@@ -26,9 +26,9 @@ def is_abandoned(iterator: weakref.ref[Any]) -> bool:
     gc.collect()
     alone = object()
     n_here = sys.getrefcount(alone)
-    todo, known = [iterator()], set()
+    todo, known = [one for one in [iterator()] if one is not None], set()
     while todo:
-        held = todo.pop()
+        held, holder = todo.pop(), None
         holders = gc.get_referrers(held)
         n_found = 0
         for holder in holders:

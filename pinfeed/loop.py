@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -74,12 +75,12 @@ class Loop:
     @property
     def epoch(self) -> int:
         """Number of the epoch that runs, or of the next one."""
-        return self._epoch if self._fresh or self._is_running() else self._epoch + 1
+        return self._epoch if self._is_running() else self._next()[0]
 
     @property
     def start(self) -> int:
         """The batch with which the next run begins."""
-        return self._batch if self._fresh else 0
+        return self._next()[1]
 
     @property
     def is_at_rest(self) -> bool:
@@ -122,20 +123,22 @@ class Loop:
                 self._last.end()  # unless an interrupt has ended the wait for its readers, they are done
             self._raise_failure()
             begin()
-            generator = cast("GeneratorType[T, None, None]", self._run(lend, pace or self._pace))
+            generator = cast("GeneratorType[T, None, None]", self._run(lend, pace or self._pace, begin))
             self._running = weakref.ref(generator)
             return generator
 
     def set_epoch(self, number: int) -> None:
-        """Let the next run be epoch ``number``, from its beginning."""
+        """Let the next run be epoch ``number``: from where a state was loaded, if that is in this epoch, and else from its beginning."""
         self._require_idle("set_epoch()")
         if not hasattr(number, "__index__") or number < 0:
             raise ArgumentError(f"set_epoch({number!r}): expected a whole number, 0 or more")
-        self._epoch, self._batch, self._checksum, self._fresh = number, 0, 0, True
+        if not (self._fresh and number == self._epoch):
+            self._begin_at(number)
 
     def state(self) -> dict[str, Any]:
         """Where the loop is: batches that were prefetched and not lent count for nothing."""
-        return {"epoch": self._epoch, "batch": self._batch, "checksum": self._checksum, "source": dict(self.source.fingerprint)}
+        epoch, batch, checksum = self._next() if self._fresh else (self._epoch, self._batch, self._checksum)
+        return {"epoch": epoch, "batch": batch, "checksum": checksum, "source": dict(self.source.fingerprint)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Let the next run go on where ``state`` was taken.
@@ -157,6 +160,8 @@ class Loop:
             raise ArgumentError(f"the state is of another feeder: {'; '.join(differing)}; make the feeder as it was made then")
         if min(numbers) < 0 or numbers[1] > self._most():
             raise ArgumentError(f"a state of epoch {numbers[0]}, batch {numbers[1]}; an epoch has {self._most()} batches")
+        if self._is_whole(numbers[1]):
+            numbers = [numbers[0] + 1, 0, 0]
         self._epoch, self._batch, self._checksum = numbers
         self._fresh = True
 
@@ -190,14 +195,12 @@ class Loop:
         self._transfer.close()
         self._raise_failure()
 
-    def _run(self, lend: Callable[[Loan], T], pace: Pace) -> Iterator[T]:
-        if not self._fresh:
-            self._epoch, self._batch, self._checksum = self._epoch + 1, 0, 0
-        self._fresh = False
+    def _run(self, lend: Callable[[Loan], T], pace: Pace, begin: Callable[[], object]) -> Iterator[T]:
+        (self._epoch, self._batch, self._checksum), self._fresh = self._next(), False
         self._last = Epoch(self._transfer, self._batch, pace)
         loads = self.source.epoch(self._epoch, self._batch, self._checksum, pace.n_together)
         bar = self._bar() if self._progress else None
-        meter, watch = self._meter, self._watch
+        meter, watch, start = self._meter, self._watch, self._batch
         watch.begin()
         try:
             for loan in self._last.loans(loads):
@@ -215,7 +218,12 @@ class Loop:
             watch.end()
             if bar is not None:
                 bar.close()
+        left = self._batch > start
         self._epoch, self._batch, self._checksum, self._fresh = self._epoch + 1, 0, 0, True
+        if start and not left and math.isinf(self._most()):
+            # The epoch was whole when its state was taken, which nobody could know before.
+            begin()
+            yield from self._run(lend, pace, begin)
 
     def _bar(self) -> Any:
         from .seeing.progress import Bar
@@ -223,6 +231,25 @@ class Loop:
         most = self._most()
         total = None if math.isinf(most) else most
         return Bar(total=total, initial=self._batch, unit="batch", desc=f"epoch {self._epoch}", totals=self._meter.totals)
+
+    def _next(self) -> tuple[int, int, int]:
+        """Epoch, batch and checksum with which the next run begins."""
+        return (self._epoch, self._batch, self._checksum) if self._fresh else (self._epoch + 1, 0, 0)
+
+    def _begin_at(self, epoch: int) -> None:
+        """Let the next run be an epoch, from its beginning."""
+        if self._fresh and self._batch:
+            logger.warning(
+                "epoch %d begins at its first batch: the position that was loaded, batch %d of epoch %d, is dropped",
+                epoch,
+                self._batch,
+                self._epoch,
+            )
+        self._epoch, self._batch, self._checksum, self._fresh = operator.index(epoch), 0, 0, True
+
+    def _is_whole(self, n_batches: int) -> bool:
+        """Whether an epoch has no more than so many batches, as far as that is known."""
+        return n_batches > 0 and n_batches == self._most()
 
     def _most(self) -> float:
         """Batches of an epoch, as far as that is known."""

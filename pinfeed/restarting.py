@@ -11,8 +11,7 @@ def restartable(feeder: Any) -> Restartable:
     """``feeder``, iterated by a framework: a new loop ends the one before, which a feeder itself refuses.
 
     Lightning and others keep the iterator of an epoch while they make that of the next, and do not ask it for the end. Everything else is
-    the feeder's own; each loop is its next epoch. Where it can be resumed, so can this, with a difference: when the last batch
-    has been lent, the epoch counts as done, and the state is the beginning of the next.
+    the feeder's own; each loop is its next epoch. Where it can be resumed, so can this.
 
     Args:
         feeder: A Feeder, or what ``wrap_loader`` or ``wrap_readers`` returned. It stays the caller's.
@@ -51,17 +50,6 @@ class Restartable:
 
 class StatefulRestartable(Restartable):
     """One that can be resumed."""
-
-    def state_dict(self) -> Any:
-        """Where the loop is: the feeder's state, or the beginning of the next epoch when all batches of this one were lent."""
-        state = self._feeder.state_dict()
-        if not state.keys() >= {"epoch", "batch", "checksum"}:  # a loader's own
-            return state
-        try:
-            is_over = state["batch"] >= len(self._feeder)  # with ranks="join", others may have one more
-        except TypeError:  # nobody knows how many there are: then whoever iterates it has to ask for the end
-            return state
-        return state | {"epoch": state["epoch"] + 1, "batch": 0, "checksum": 0} if is_over else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next loop go on where ``state`` was taken. A loop that runs is ended."""

@@ -182,6 +182,23 @@ class SharedBatches:
         Raises:
             ArgumentError: It is no such state.
         """
+        world_size, done, n = self._read(batch, theirs)
+        if batch == n:
+            return len(self), ()
+        if world_size == self._share.world_size or self._share.ranks.split_batches or batch == 0:
+            return batch, done
+        return 0, (*done, (world_size, batch * self.batch_size))
+
+    def is_whole(self, batch: int, theirs: Mapping[str, Any]) -> bool:
+        """Whether no rank has anything left of an epoch after ``batch`` batches of ranks whose state is ``theirs``.
+
+        Raises:
+            ArgumentError: If it is no such state.
+        """
+        return 0 < batch == self._read(batch, theirs)[2]
+
+    def _read(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Done, int]:
+        """Of a state: the ranks, what had been done before them, and the batches that each of them has, at most."""
         try:
             world_size, done = int(theirs["world_size"]), tuple((int(a), int(n)) for a, n in theirs["done"])
         except (KeyError, TypeError, ValueError) as error:
@@ -191,11 +208,7 @@ class SharedBatches:
         n = self._most(world_size, done)
         if not 0 <= batch <= n:
             raise ArgumentError(f"a state of batch {batch}; {world_size} ranks have {n} batches of what they were given in that epoch")
-        if batch == n:
-            return len(self), ()
-        if world_size == self._share.world_size or self._share.ranks.split_batches or batch == 0:
-            return batch, done
-        return 0, (*done, (world_size, batch * self.batch_size))
+        return world_size, done, n
 
     def _most(self, world_size: int, done: Done = ()) -> int:
         """Batches of a rank, at most."""
@@ -215,9 +228,9 @@ class SharedLoop(Loop):
         super().__init__(*args, **options)
         self._batches = batches
 
-    def set_epoch(self, number: int) -> None:
-        super().set_epoch(number)
-        self._batches.begin(number, ())
+    def _begin_at(self, epoch: int) -> None:
+        super()._begin_at(epoch)
+        self._batches.begin(epoch, ())
 
     def state(self) -> dict[str, Any]:
         state = super().state()
@@ -225,13 +238,18 @@ class SharedLoop(Loop):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         try:
-            batch, source, theirs = int(state["batch"]), dict(state["source"]), state["ranks"]
+            epoch, batch, source, theirs = int(state["epoch"]), int(state["batch"]), dict(state["source"]), state["ranks"]
         except (KeyError, TypeError, ValueError) as error:
             raise ArgumentError(f"not a state of a feeder with ranks= ({error!r}); expected what state_dict() returned") from None
         ours = source == dict(self.source.fingerprint)
         here, done = self._batches.resumed(batch, theirs) if ours else (batch, ())
-        super().load_state({**state, "batch": here})  # which refuses that of another source
+        if ours and self._batches.is_whole(batch, theirs):
+            epoch, here = epoch + 1, 0
+        super().load_state({**state, "epoch": epoch, "batch": here})  # which refuses that of another source
         self._batches.begin(self.epoch, done)
+
+    def _is_whole(self, n_batches: int) -> bool:
+        return False  # others may have one more: that is told by the state
 
 
 def loop_over(batches: RowBatches) -> Callable[..., Loop]:

@@ -6,6 +6,7 @@ import json
 import threading
 import weakref
 from collections import namedtuple
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -426,7 +427,7 @@ def feeder_of(x: np.ndarray, kind: str, depth: int = 3) -> Feeder:
 
 @pytest.mark.parametrize("kind", ["shuffled", "blocks", "sampler", "batches"])
 def test_resume_anywhere(x: np.ndarray, kind: str) -> None:
-    """From any batch of any epoch the rest is the same, with prefetching ahead; also at the last batch, and after the loop."""
+    """From any batch of any epoch the rest is the same, with prefetching ahead; at the last batch, that is the next epoch."""
     states, all_rows = [], []
     with feeder_of(x, kind) as feeder:
         states.append((0, 0, feeder.state_dict()))
@@ -440,11 +441,59 @@ def test_resume_anywhere(x: np.ndarray, kind: str) -> None:
     for epoch, position, state in states:
         if epoch < 3 and (position % 4 == 0 or position >= len(all_rows[epoch]) - 1):
             with feeder_of(x, kind, depth=epoch) as feeder:
+                if position == len(all_rows[epoch]):
+                    epoch, position = epoch + 1, 0
+                if epoch == 3:
+                    continue
                 feeder.load_state_dict(json.loads(json.dumps(state)))
                 assert feeder.epoch == epoch
                 assert numbers(feeder) == all_rows[epoch][position:]
                 if epoch < 2:
                     assert numbers(feeder) == all_rows[epoch + 1]
+
+
+def test_an_epoch_without_a_length_that_was_whole_is_not_begun_again(x: np.ndarray) -> None:
+    """Nobody knows that before the sampler ends: then the loop goes on with the next epoch."""
+
+    class Unsized:
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(20))
+
+    with Feeder(x, rows=Unsized(), batch_size=7) as feeder:
+        states = [feeder.state_dict() for _ in feeder]
+    with Feeder(x, rows=Unsized(), batch_size=7) as feeder:
+        feeder.load_state_dict(states[-1])
+        assert numbers(feeder) == [list(range(7)), list(range(7, 14)), list(range(14, 20))]
+        assert feeder.epoch == 2
+        feeder.load_state_dict(states[-2])
+        assert numbers(feeder) == [list(range(14, 20))]
+        assert feeder.epoch == 1
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "blocks", "sampler", "batches"])
+def test_set_epoch_keeps_a_position_in_that_epoch(x: np.ndarray, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """As the loop of a program that goes on does: ``for epoch in range(feeder.epoch, n): feeder.set_epoch(epoch)``."""
+    with feeder_of(x, kind) as feeder:
+        want = [numbers(feeder) for _ in range(3)]
+        feeder.set_epoch(1)
+        for i, _ in enumerate(feeder):
+            state = feeder.state_dict()
+            if i == 3:
+                break
+    with feeder_of(x, kind) as feeder:
+        feeder.load_state_dict(state)
+        got = []
+        for epoch in range(feeder.epoch, 3):
+            feeder.set_epoch(epoch)
+            got.append(numbers(feeder))
+        assert got == [want[1][4:], want[2]]
+        assert not caplog.records
+        feeder.load_state_dict(state)
+        feeder.set_epoch(2)
+        assert "the position that was loaded, batch 4 of epoch 1, is dropped" in caplog.text
+        assert numbers(feeder) == want[2]
+        feeder.set_epoch(2)
+        assert numbers(feeder) == want[2], "of an epoch that was run, from its beginning"
 
 
 def test_resume_twice_in_one_epoch(x: np.ndarray) -> None:
@@ -652,7 +701,9 @@ def test_a_state_counts_batches_and_not_groups(batch_size: int) -> None:
                     break
         with Feeder(array, batch_size=batch_size, shuffle=True) as feeder:
             feeder.load_state_dict(state)
-            assert [x.tolist() for x in feeder] == whole[stop:]
+            assert feeder.epoch == (stop >= len(whole))
+            rest = [x.tolist() for x in feeder]
+            assert rest == whole[stop:] if stop < len(whole) else len(rest) == len(whole)
 
 
 def test_the_plan_says_why_rows_go_as_they_do() -> None:

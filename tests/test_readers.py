@@ -147,7 +147,8 @@ def test_the_batches_of_the_synchronous_loop(
     if state is not None:
         with wrapped(n, **arguments) as feeder:
             feeder.load_state_dict(state)
-            assert labels(feeder) == wanted[resume:]
+            wanted = wanted[resume:] or synchronous(n, count, n_together, order, 2, drop_last)
+            assert labels(feeder) == wanted
 
 
 SCHEDULES = [lazy, favour(*STREAMS), favour(*SLOTS), favour("read", "pinfeed-read"), favour("compute"), *(randomly(i) for i in range(8))]

@@ -125,6 +125,7 @@ class RowLoop(LoaderFeeder):
         self._thread: int | None = None  # the loop's, while one runs
         self._random: dict[str, Any] = {}  # as the epoch began
         self._told: int | None = None  # the epoch of the last set_epoch
+        self._whole: Mapping[str, Any] | None = None  # a state that was loaded, taken when all batches of its epoch had been lent
         self._outer: weakref.ref[GeneratorType[Any, None, None]] | None = None
 
     def __iter__(self) -> Iterator[Any]:
@@ -159,12 +160,16 @@ class RowLoop(LoaderFeeder):
         """Let the next loop be epoch ``number``, and tell the loader's sampler and dataset, as ``wrap_loader`` does."""
         super().set_epoch(number)
         self._told = number
+        if self._whole is not None and number != self._whole["epoch"] + 1:
+            self._whole = None
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loop is, as plain values and tensors: in the loop's body, the batch of that body counts as done.
 
         The rows are not in it: ``pinfeed.checkpoint`` saves them beside it.
         """
+        if self._whole is not None:
+            return dict(self._whole)
         return {**self._loop.state(), "told": self._told, "random": self._random}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -181,6 +186,7 @@ class RowLoop(LoaderFeeder):
             self.set_epoch(state["told"])
         self._loop.load_state(state)
         self._random = dict(state["random"])
+        self._whole = dict(state) if state["batch"] and not self._loop.start else None
 
     def land(self) -> None:
         """Bring every change so far, those of the batch that is lent as well, into the stores.
@@ -234,6 +240,10 @@ class RowLoop(LoaderFeeder):
             generator.close()
 
     def _begin(self) -> None:
+        if self._whole is not None:
+            # Whatever the loader draws from is where that epoch leaves it.
+            self._go_on(self._whole["batch"])
+            self._whole = None
         if self._loop.start:
             self._go_on(self._loop.start)
         else:
