@@ -756,6 +756,44 @@ def test_files_hold_the_rows() -> None:
     assert "mine0.memmapexp_avg.cpy.npy" in os.listdir()
 
 
+def test_modelfactory_takes_the_diskname_of_the_first_readmes() -> None:
+    embedding = nn.Embedding(4, DIM)
+    weights = SpeedTorch.ModelFactory(embedding, total_classes=N, embed_dimension=DIM, diskname="words", datatype="float32", CPUPinn=False)
+    weights.uniformDistributionInit(-1, 1)
+    saved = np.load("words0.memmap.cpy.npy")
+    assert saved.shape == (N, DIM)
+    weights.beforeForwardPass(np.arange(4))
+    np.testing.assert_array_equal(embedding.weight.detach().numpy(), saved[:4])
+    embedding.weight.data.fill_(2)
+    weights.afterOptimizerStep(np.arange(4))
+    weights.close()
+    assert (np.load("words0.memmap.cpy.npy")[:4] == 2).all()
+
+
+@pytest.mark.parametrize("rest", [("words",), ("words", "float32"), ("words", "float32", True)])
+def test_a_diskname_in_the_place_of_the_datatype_is_refused(rest: tuple[Any, ...]) -> None:
+    with pytest.raises(errors.StoreError, match=r"datatype='words' is not a dtype; .*passed by keyword, as diskname="):
+        SpeedTorch.ModelFactory(nn.Embedding(4, DIM), N, DIM, *rest)
+    assert not os.listdir()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_name_that_is_no_dtype_is_refused(name: str) -> None:
+    with pytest.raises(errors.StoreError, match=r"datatype='float23' is not a dtype; expected one of bfloat16, bool"):
+        getattr(SpeedTorch, name)(nn.Embedding(4, DIM), N, DIM, datatype="float23")
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_pytorchoptimizerfactory_takes_cpupinn(pinned: bool) -> None:
+    model = Model(4)
+    states = SpeedTorch.PytorchOptimizerFactory(
+        torch.optim.Adagrad(model.inner.words.parameters()), N, DIM, model, "inner.words", dtype="float32", CPUPinn=pinned
+    )
+    assert (states.deviceType, states.pinType) == (("cpu", True) if pinned else ("cuda", False))
+    states.optInit()
+    assert states.getNumpyVersion()["sum"].shape == (N, DIM)
+
+
 def test_rows_of_files_are_not_in_memory() -> None:
     rows = 1 << 20
     weights = SpeedTorch.ModelFactoryMM(nn.Embedding(2, 64), rows, 64)
@@ -850,8 +888,6 @@ def test_gadget_indexes_as_numpy_does(name: str, indexes: Any) -> None:
 def test_gadget_of_files(name: str) -> None:
     np.save("data.npy", ARRAY)
     gadget = getattr(SpeedTorch, name)("data.npy", CPUPinn=True)
-    with pytest.raises(errors.ClosedError, match=r"gadgetInit\(\)"):
-        gadget.getData(0)
     gadget.gadgetInit()
     gadget.insertData(torch.full((4, 3), -1.0), 2)
     assert (np.load("data.npy")[2] == -1).all() == (name == "DataGadgetMM")  # written through, or a copy
@@ -866,6 +902,34 @@ def test_gadget_of_files(name: str) -> None:
         assert (other.getData(2) == -1).all()
     with pytest.raises(errors.FileMissing):
         getattr(SpeedTorch, name)("absent.npy").gadgetInit()
+
+
+@pytest.mark.parametrize("name", ["DataGadget", "DataGadgetMM"])
+def test_gadget_runs_as_documented_without_gadgetinit(name: str) -> None:
+    make = getattr(SpeedTorch, name)
+    np.save("data.npy", ARRAY)
+    np.testing.assert_array_equal(make("data.npy", CPUPinn=False).getData([6, 0]).cpu().numpy(), ARRAY[[6, 0]])
+    np.testing.assert_array_equal(make("data.npy").getNumpyVersion(), ARRAY)
+    gadget = make("data.npy")
+    gadget.insertData(torch.full((4, 3), -1.0), 2)
+    np.testing.assert_array_equal(gadget.getNumpyVersion(), np.concatenate([ARRAY[:2], -np.ones((1, 4, 3)), ARRAY[3:]]))
+    make("data.npy").saveCupy("copy")
+    np.testing.assert_array_equal(np.load("copy.npy"), np.load("data.npy"))
+    other = make("absent.npy")
+    with pytest.raises(errors.FileMissing, match=r"absent\.npy"):
+        other.getData(0)
+    other.loadCupy("copy.npy")
+    np.testing.assert_array_equal(other.getData(0).cpu().numpy(), ARRAY[0])
+
+
+def test_gadget_reads_its_file_again_only_at_gadgetinit() -> None:
+    np.save("data.npy", ARRAY)
+    gadget = SpeedTorch.DataGadget("data.npy")
+    gadget.insertData(-1.0, 0)
+    np.save("data.npy", ARRAY + 1)
+    assert (gadget.getData(0) == -1).all()
+    gadget.gadgetInit()
+    np.testing.assert_array_equal(gadget.getNumpyVersion(), ARRAY + 1)
 
 
 def test_gadget_takes_files_of_any_order() -> None:

@@ -20,6 +20,8 @@ from .tables import FileName, OneTable, copy_rows, existing, making
 class DataGadget(OneTable):
     """Rows of a .npy file in memory, to be taken to the GPU and back.
 
+    The rows are loaded by ``gadgetInit()``, or by the first method that needs them.
+
     Args:
         fileName: The file, in C or Fortran order, or several as a pattern; or an array, a CPU tensor or a Store.
         CPUPinn: Whether to page-lock the rows.
@@ -31,11 +33,11 @@ class DataGadget(OneTable):
         self.fileName, self.CPUPinn = fileName, CPUPinn
 
     def gadgetInit(self) -> None:
-        """Load the rows.
+        """Load the rows now. The methods that need rows call this themselves if it was not called.
 
         Raises:
-            FileMissing: There is no such file.
-            StoreError: Not a .npy file, or not rows that torch can have.
+            FileMissing: If there is no such file.
+            StoreError: If it is not a .npy file, or its rows have a dtype that torch does not have.
         """
         self._take(self.fileName)
 
@@ -80,6 +82,12 @@ class DataGadget(OneTable):
             StoreError: As for ``gadgetInit``.
         """
         self._take(existing(loadFileName, ".npy"))
+
+    def _all(self) -> dict[str, Table]:
+        # Most READMEs call getData right after the constructor.
+        if self._tables is None:
+            self.gadgetInit()
+        return super()._all()
 
     def _load(self, store: Store) -> None:
         self._take(store)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..dtypes import BFLOAT16, dtype_of
+from ..dtypes import BFLOAT16, DTYPES, dtype_of
 from ..errors import ArgumentError, StoreError
 from ..rows import Rows
 from ..stores import ArrayStore, MmapStore, PinnedStore, Store
@@ -184,10 +184,13 @@ def as_dtype(value: Any) -> np.dtype[Any]:
     """The numpy dtype that a name, a numpy dtype or a torch dtype spells.
 
     Raises:
-        StoreError: numpy and torch do not both have it.
+        StoreError: If it is not a dtype, or not one that both numpy and torch have.
     """
     if not isinstance(value, torch.dtype):
-        return dtype_of(value, "datatype")
+        try:
+            return dtype_of(value, "datatype")
+        except TypeError:
+            raise StoreError(f"datatype={value!r} is not a dtype; expected one of {', '.join(sorted(DTYPES))}") from None
     if value not in NUMPY:
         raise StoreError(f"datatype {value}: expected one of {', '.join(map(str, NUMPY))}")
     return NUMPY[value]

@@ -24,7 +24,9 @@ What is different, because it gave wrong results or did not run:
 - Batches may differ in size: a gradient of another size is dropped. Rows that were not lent cannot be brought back.
 - Tables of optimizers can be saved and loaded, with their number of steps: ``saveCupy`` makes a .npz of them. Files are there whole, or as
   they were.
-- ``MM`` tables are files (``<diskname><N>.memmap.cpy.npy``), whose rows are read and written where they are, not held in memory.
+- ``MM`` tables are files (``<diskname><N>.memmap.cpy.npy``), whose rows are read and written where they are, not held in memory. So is the
+  table of a ``ModelFactory`` that is given ``diskname``.
+- A DataGadget loads its file when it is first used; ``gadgetInit()`` loads it at once, and reads the file again if it was loaded before.
 - A dtype may be a name, a numpy dtype or a torch dtype. The table has it; the weight keeps its own.
 - Random numbers come from torch's generator, of the GPU for a table that is there: ``torch.manual_seed`` repeats them.
 - Errors are raised, not printed. No call waits for the whole device, and CuPy's allocator is left alone.
@@ -44,8 +46,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..errors import StoreError
 from .gadget import DataGadget, DataGadgetMM
-from .places import Place, on_device, on_disk
+from .places import Place, as_dtype, on_device, on_disk
 from .states import StateTables
 from .tables import CountTable
 from .weights import WeightTable
@@ -76,13 +79,29 @@ def _on_gpu_unless(CPUPinn: bool) -> Place:
 
 
 class ModelFactory(WeightTable):
-    """A table of embeddings on the GPU, if there is one, or with ``CPUPinn`` in page-locked memory."""
+    """A table of embeddings on the GPU, if there is one, or with ``CPUPinn`` in page-locked memory.
+
+    With ``diskname``, which the first READMEs document, the table is in a file, as that of
+    ``ModelFactoryMM``.
+
+    Raises:
+        StoreError: If ``datatype`` is not a dtype; the name of a file is passed as ``diskname=``.
+    """
 
     def __init__(
-        self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32", CPUPinn: bool = False
-    ) -> None:
-        super().__init__(model_variable, total_classes, embed_dimension, datatype, _on_gpu_unless(CPUPinn))
+        self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32", CPUPinn: bool = False,
+        diskname: str | None = None,
+    ) -> None:  # fmt: skip
+        try:
+            as_dtype(datatype)
+        except StoreError as error:
+            # The first READMEs have diskname where datatype is now.
+            raise StoreError(f"{error}; the name of a file is passed by keyword, as diskname=") from None
+        place = _on_gpu_unless(CPUPinn) if diskname is None else on_disk(diskname)
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, place)
         self.CPUPinn = CPUPinn
+        if diskname is not None:
+            self.diskname = diskname
 
 
 class OptimizerFactory(StateTables):
@@ -152,14 +171,19 @@ class PytorchModelFactory(WeightTable):
 
 
 class PytorchOptimizerFactory(StateTables):
-    """Tables of the row-wise state of an optimizer on the GPU, if there is one, or in memory, page-locked if ``pinType``."""
+    """Tables of the row-wise state of an optimizer on the GPU, if there is one, or in memory, page-locked if ``pinType``.
+
+    ``CPUPinn=True``, which one of the READMEs documents, means ``deviceType="cpu", pinType=True``.
+    """
 
     def __init__(
         self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
-        dtype: Any = "float32", deviceType: str = "cuda", pinType: bool = False,
+        dtype: Any = "float32", deviceType: str = "cuda", pinType: bool = False, CPUPinn: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, on_device(deviceType, pinType))
-        self.deviceType, self.pinType = deviceType, pinType
+        self.deviceType = "cpu" if CPUPinn else deviceType
+        self.pinType = CPUPinn or pinType
+        place = on_device(self.deviceType, self.pinType)
+        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, place)
 
 
 class PytorchCOM(CountTable):
