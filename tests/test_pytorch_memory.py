@@ -1,5 +1,6 @@
 """The documented API of "Pytorch Utilities": its README's programs, its numbers, and memory that stays flat."""
 
+import dataclasses
 import gc
 import threading
 import weakref
@@ -16,6 +17,7 @@ from pinfeed.compat.pytorch_memory import (
     Config,
     Feeder,
     GiB,
+    InspectNetwork,
     KiB,
     MiB,
     NotEnoughGPURam,
@@ -127,6 +129,20 @@ def test_the_programs_of_the_readme(make: Callable[..., Any]) -> None:
         seen.append(means)
     assert [len(means) for means in seen] == [4] * 3
     assert seen[0] != seen[1] != seen[2]  # the variations vary
+
+
+def test_the_names_of_the_first_readmes() -> None:
+    inspector = InspectNetwork(Net(), (1, 3, 64, 64))
+    assert inspector.get_parameter_count() == get_parameter_count(Net) == 2528
+    assert inspector.get_intermediate_variable_count() == get_variable_count(Net, (1, 3, 64, 64))
+    shapes: dict[str, Any] = {"total_sample_count": 8, "input_shape": (3, 64, 64), "output_shape": (256,)}
+    config = Config(cpu_memory_limit=GiB(2), gpu_memory_limit=GiB(1.5), network=Net(), **shapes)
+    assert config.parameter_count == 2528
+    assert dataclasses.replace(config, total_sample_count=4).parameter_count == 2528
+    with pytest.raises(errors.ArgumentError, match="model_class and network are two names of one argument"):
+        Config(cpu_memory_limit=GiB(2), gpu_memory_limit=GiB(1.5), network=Net(), model_class=Net, **shapes)
+    with pytest.raises(errors.ArgumentError, match="model_class=None: expected a torch module"):
+        Config(cpu_memory_limit=GiB(2), gpu_memory_limit=GiB(1.5), **shapes)
 
 
 def test_the_numbers_of_the_readme() -> None:

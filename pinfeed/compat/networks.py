@@ -211,6 +211,31 @@ def get_variable_count(model_class: Any, input_shape: Any) -> int:
     return _n_variables(_as_given(checked(model_class), input_shape))
 
 
+class InspectNetwork:
+    """The counts of a network, as the first READMEs ask for them.
+
+    Args:
+        network: The network, or a class or a function without arguments that makes one.
+        input_shape: Shape of an input, with or without the dimension of the batch.
+
+    Raises:
+        ArgumentError: If ``network`` is not a module and makes none.
+        EstimateError: If the network does not take such an input.
+    """
+
+    def __init__(self, network: Any, input_shape: Any) -> None:
+        self._n_parameters = get_parameter_count(network)
+        self._n_variables = get_variable_count(network, input_shape)
+
+    def get_parameter_count(self) -> int:
+        """Return the number of elements of all parameters, each counted once."""
+        return self._n_parameters
+
+    def get_intermediate_variable_count(self) -> int:
+        """Return what ``get_variable_count`` counts."""
+        return self._n_variables
+
+
 def summary_of_network(model_class: Any, input_shape: Any) -> list[dict[str, Any]]:
     """The layers of a network in the order in which they give their outputs, each as a dictionary; containers are layers too.
 

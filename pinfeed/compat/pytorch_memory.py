@@ -27,6 +27,7 @@ What is different, because it gave wrong results or did not run:
   as if all of these were on the GPU and on the host. If not even one identity fits, that is an error, also for ``cpu_memory_limit``.
 - ``model_class`` may be a module, or a function that makes one. It may give several outputs, and take integers. ``input_shape`` is that of
   a sample, or of a batch of one: a leading 1 is the batch's, if the network takes it so. A dtype may be a name, numpy's or torch's.
+  The first READMEs call it ``network``, and count with ``InspectNetwork``; both work.
 - ``total_sample_count`` (identities) decides what Config counts; what is read is what the lists have.
 - A Config does not change: make another one.
 """
@@ -35,7 +36,7 @@ from __future__ import annotations
 
 from ..errors import NotEnoughGPUMemory as NotEnoughGPURam
 from .epochs import Epoch, Feeder, generate_epoch, multiply_epochs
-from .networks import get_parameter_count, get_variable_count, summary_of_network
+from .networks import InspectNetwork, get_parameter_count, get_variable_count, summary_of_network
 from .sizes import Config, GiB, KiB, MiB, round_to
 
 __all__ = [
@@ -43,6 +44,7 @@ __all__ = [
     "Epoch",
     "Feeder",
     "GiB",
+    "InspectNetwork",
     "KiB",
     "MiB",
     "NotEnoughGPURam",

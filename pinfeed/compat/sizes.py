@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
@@ -61,6 +61,7 @@ class Config:
         depth: Batches read ahead of the loop; 0 is the synchronous loop.
         loss: Called with the network's outputs and the output samples, for the estimate; None for the sum of the outputs.
         optimizer: A torch optimizer's class, a function called with parameters, or an optimizer of the network; None for AdamW.
+        network: The name that ``model_class`` has in the first READMEs.
 
     Raises:
         ArgumentError: A limit, size, shape, dtype or model that cannot be.
@@ -73,8 +74,8 @@ class Config:
     gpu_memory_limit: int
     input_shape: Any
     output_shape: Any
-    model_class: Any
-    total_sample_count: int
+    model_class: Any = None
+    total_sample_count: int = 0
     input_dtype: Any = np.float64
     output_dtype: Any = np.float64
     one_read_count: int = 1
@@ -82,8 +83,13 @@ class Config:
     depth: int = field(default=DEFAULT_DEPTH, kw_only=True)
     loss: Callable[[Any, Any], torch.Tensor] | None = field(default=None, kw_only=True)
     optimizer: Any = field(default=None, kw_only=True)
+    network: InitVar[Any] = field(default=None, kw_only=True)
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, network: Any) -> None:
+        if network is not None:
+            if self.model_class is not None:
+                raise ArgumentError("model_class and network are two names of one argument; pass one of them")
+            object.__setattr__(self, "model_class", network)
         for name in ("cpu_memory_limit", "gpu_memory_limit"):
             if not isinstance(value := getattr(self, name), (int, float, np.number)) or not 1 <= value < math.inf:
                 raise ArgumentError(f"{name}={value!r}: expected bytes, as GiB(1.5)")
