@@ -1,7 +1,50 @@
-"""On the site, code that the tests leave out (``python no-run``) looks like what they run."""
+"""Hooks of the guide's build: code that the tests leave out, and pages that fetch nothing."""
 
+import re
+from pathlib import Path
 from typing import Any
+
+# A browser loads these by itself, unlike the address of a link in <a>, which a reader follows.
+_TAGS = r"audio|embed|iframe|img|link|object|script|source|track|video"
+_ADDRESS = r"((?:https?:)?//[^\"'\s>)]+)"
+_IN_TAG = re.compile(
+    rf"<(?:{_TAGS})\b[^>]*?[\s\"'](?:data|href|src|srcset)=[\"']?{_ADDRESS}", re.IGNORECASE
+)
+_IN_STYLE = re.compile(rf"(?:url\(|@import)\s*[\"']?{_ADDRESS}", re.IGNORECASE)
+# The theme's script loads Mermaid from unpkg.com if a page has an element of this class.
+_MERMAID = re.compile(r"<\w+\s[^>]*class=[\"']?[^\"'>]*\bmermaid\b")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Show code that the tests leave out (``python no-run``) in the way of code that they run."""
     return markdown.replace("```python no-run\n", "```python\n")
+
+
+def on_post_build(config: Any, **_: Any) -> None:
+    """Check what was built.
+
+    Raises:
+        PluginError: If a page would fetch something from the network, or if the rule in
+            ``style.css`` for the copy button no longer fits the theme.
+    """
+    from mkdocs.exceptions import PluginError
+
+    site = Path(config.site_dir)
+    for path in sorted([*site.rglob("*.html"), *site.rglob("*.css")]):
+        if found := fetched(path.read_text()):
+            raise PluginError(
+                f"{path.relative_to(site)} fetches {', '.join(found)}; expected nothing from the "
+                "network; keep a copy in docs/vendor/"
+            )
+    scripts = [path.read_text() for path in site.glob("assets/javascripts/bundle.*.js")]
+    if not any("data-md-copying" in script for script in scripts):
+        raise PluginError(
+            "the theme's script does not set data-md-copying; expected it while the copy button "
+            "reads a block; change the rule for console blocks in docs/style.css"
+        )
+
+
+def fetched(text: str) -> list[str]:
+    """Return the addresses on the network that a page, or a style sheet, makes a browser load."""
+    found = _IN_TAG.findall(text) + _IN_STYLE.findall(text)
+    return [*found, "https://unpkg.com/mermaid"] if _MERMAID.search(text) else found

@@ -1,9 +1,14 @@
-"""The code of the README, of CONTRIBUTING and of the guide runs; the map and the reference leave nothing out; links lead somewhere."""
+"""The code of the README, of CONTRIBUTING and of the guide runs; the map and the reference leave nothing out; links lead somewhere.
 
+The guide fetches nothing from the network; its build checks the same of every page that it makes.
+"""
+
+import importlib.util
 import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -66,3 +71,66 @@ def test_every_public_name_is_in_the_reference() -> None:
     shown |= set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
     missing = [name for name in pinfeed.__all__ if not {f"pinfeed.{name}", f"pinfeed.errors.{name}"} & shown]
     assert not missing, f"docs/reference shows no {', '.join(missing)}"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_commands_can_be_copied(name: str) -> None:
+    """Commands alone have no prompt. With it stand commands and their output; the guide's copy button leaves both out."""
+    text = NAMES[name].read_text()
+    for block in re.findall(r"^```console\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        commands = [line.startswith("$ ") for line in block.splitlines()]
+        assert commands[0], f"{name} has a console block that does not begin with a command:\n{block}"
+        assert not all(commands), f"{name} has a console block without output; make it a bash block without prompts:\n{block}"
+    for block in re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
+        assert not re.search(r"^\$ ", block, re.MULTILINE), f"{name} has prompts in a bash block:\n{block}"
+
+
+FETCHED = {
+    '<script src="https://unpkg.com/iframe-worker/shim"></script>': ["https://unpkg.com/iframe-worker/shim"],
+    '<link rel="stylesheet" href="//fonts.example.org/a.css">': ["//fonts.example.org/a.css"],
+    "<img alt=x src=http://example.org/x.png>": ["http://example.org/x.png"],
+    '@import "https://example.org/a.css"; a { background: url(//example.org/b.png) }': ["https://example.org/a.css", "//example.org/b.png"],
+    '<pre class="mermaid"><code>': ["https://unpkg.com/mermaid"],
+    '<a href="https://example.org">x</a> <script src="vendor/a.js"></script> <code>url(x) // https://example.org</code>': [],
+}
+
+
+def hooks() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("hooks", ROOT / "docs/hooks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("text", FETCHED)
+def test_what_a_page_fetches_is_found(text: str) -> None:
+    assert hooks().fetched(text) == FETCHED[text]
+
+
+def test_the_guide_is_configured_to_fetch_nothing() -> None:
+    config = (ROOT / "mkdocs.yml").read_text()
+    # The offline plugin adds the shim of its search from unpkg.com, unless a file of that name is listed.
+    assert re.search(r"^  - offline\b", config, re.MULTILINE)
+    assert re.search(r"^  font: false$", config, re.MULTILINE)
+    listed = re.findall(r"(?:polyfills|extra_css|extra_javascript): \[(.*)\]", config)
+    files = [name.strip() for names in listed for name in names.split(",")]
+    assert any("iframe-worker" in name for name in files)
+    for name in files:
+        assert (ROOT / "docs" / name).is_file(), f"mkdocs.yml lists {name}, which is not in docs/"
+    assert not re.search(r"https?://", config)
+
+
+def test_files_of_others_have_their_licence() -> None:
+    for path in (ROOT / "docs/vendor").iterdir():
+        assert "Permission is hereby granted, free of charge" in path.read_text(), f"{path.name} lacks its licence"
+        assert path.name in (ROOT / "CONTRIBUTING.md").read_text(), f"CONTRIBUTING does not say where {path.name} is from"
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("docs/")])
+def test_pages_fetch_nothing(name: str) -> None:
+    text = re.sub(r"^( *)```.*?^\1```$", "", NAMES[name].read_text(), flags=re.DOTALL | re.MULTILINE)
+    assert not hooks().fetched(text), f"{name} fetches from the network"
+    assert not re.search(r"!\[[^]]*\]\((?:https?:)?//", text), f"{name} has a picture from the network"
+    assert "```mermaid" not in NAMES[name].read_text(), f"{name} has a Mermaid diagram, which the theme draws with a script from unpkg.com"
