@@ -1,7 +1,7 @@
 """Ranks as processes: what test_sharded_tables.py runs, ``python sharded_ranks.py DIRECTORY JOB...``; each rank saves what it has seen.
 
-A job is a number of ranks on the CPU, ``cuda-N`` for one on each of N GPUs, or ``example``: examples/sharded_tables.py on two ranks, as
-under torchrun.
+A job is a number of ranks on the CPU, ``cuda-N`` for one on each of N GPUs, ``example``: examples/sharded_tables.py on two ranks, as
+under torchrun, or ``absent``: two ranks of which one hangs.
 
 torch is loaded once, and the processes are forked, for loading it takes longer than all that they do. CUDA does not work in a process that
 was forked after the first call of it, the number of GPUs included, so the caller counts them.
@@ -14,6 +14,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,21 @@ def example(rank: int, size: int, directory: Path) -> dict[str, Any]:
     return {}
 
 
+def absent(rank: int, size: int, directory: Path) -> dict[str, Any]:
+    """Rank 1 takes no part in a read, nor in making a table, of groups that wait for two seconds."""
+    for_reads, for_tables = (distributed.new_group(timeout=timedelta(seconds=2)) for _ in range(2))
+    table = pinfeed.ShardedEmbedding(N, DIM, process_group=for_reads)
+    if rank == 1:
+        (directory / "heard").read_bytes()  # returns when rank 0 has its errors
+        return {}
+    seen = {
+        "read": error_of(lambda: table.read([0])),
+        "made": error_of(lambda: pinfeed.ShardedEmbedding(N, DIM, process_group=for_tables)),
+    }
+    (directory / "heard").write_bytes(b"")
+    return seen
+
+
 def joined_group(program: Callable[..., dict[str, Any]], backend: str) -> Callable[..., dict[str, Any]]:
     def run(rank: int, size: int, directory: Path) -> dict[str, Any]:
         distributed.init_process_group(backend, init_method=f"file://{directory}/group", rank=rank, world_size=size)
@@ -161,6 +177,9 @@ def main(directory: Path, job: str) -> None:
         size, program = int(job.removeprefix("cuda-")), joined_group(rank_on_gpu, "cpu:gloo,cuda:nccl")
     elif job == "example":
         size, program = 2, example
+    elif job == "absent":
+        os.mkfifo(directory / "heard")
+        size, program = 2, joined_group(absent, "gloo")
     else:
         size, program = int(job), joined_group(rank_program, "gloo")
     with socket.create_server(("127.0.0.1", 0)) as server:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -772,9 +773,28 @@ def test_groups_go_with_the_one_that_they_were_made_beside(monkeypatch: pytest.M
     assert len(set(n_open[1:])) == 1, "threads of groups that are gone"
 
 
+def test_groups_wait_as_long_as_the_one_that_they_were_made_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lines, "_peers", {})
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=100))
+    try:
+        ShardedEmbedding(N, 2)
+        ShardedEmbedding(N, 2, process_group=distributed.new_group([0], timeout=timedelta(seconds=7)))
+        ShardedEmbedding(N, 2, process_group=distributed.new_group([0]))
+        made = [group for _, groups in lines._peers.values() for group in groups]
+        timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made]
+    finally:
+        distributed.destroy_process_group()
+        lines._peers.clear()
+    assert timeouts == [100, 100, 7, 7, 1800, 1800]
+
+
 def test_processes(tmp_path: Path) -> None:
-    """2 and 4 of them over gloo, with DistributedDataParallel for the dense part; and the example."""
-    out = in_time(str(HERE / "sharded_ranks.py"), str(tmp_path), "2", "4", "example")
+    """2 and 4 of them over gloo, with DistributedDataParallel for the dense part; the example; and a rank that hangs."""
+    out = in_time(str(HERE / "sharded_ranks.py"), str(tmp_path), "2", "4", "example", "absent")
+    lonely = torch.load(tmp_path / "absent" / "0.pt")
+    assert "RankError('rank 0 of 2 lost the others while they exchanged words: " in lonely["read"]
+    assert "RankError('rank 0 of 2 made a sharded table, and not all others did so within the timeout" in lonely["made"]
+    assert "(0:00:02)" in lonely["made"]
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\d\.\d+), \d+ steps/s", out)]
     assert len(losses) == 2
     assert losses[1] < losses[0]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import distributed
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, RankError
 from .meeting import Line, Meeting
 
 
@@ -54,8 +55,11 @@ are made."""
 def peers_of(process_group: Any) -> Peers:
     """The peers of a process group, None for the default one; all ranks ask for the first time together.
 
+    Exchanges wait for another rank as long as those of the process group do.
+
     Raises:
-        ArgumentError: torch.distributed is not initialised, or this process is not in the group.
+        ArgumentError: If torch.distributed is not initialised, or this process is not in the group.
+        RankError: If another rank did not ask within the group's timeout.
     """
     if isinstance(process_group, Peers):
         return process_group
@@ -73,9 +77,33 @@ def peers_of(process_group: Any) -> Peers:
                 distributed.destroy_process_group(made)
     if group not in _peers:
         ranks = distributed.get_process_group_ranks(group)
-        loop, ahead = (distributed.new_group(ranks, backend="gloo", use_local_synchronization=True) for _ in range(2))
+        loop, ahead = (_beside(group, ranks) for _ in range(2))
         _peers[group] = Peers(GroupLine(loop, group), GroupLine(ahead, None)), (loop, ahead)
     return _peers[group][0]
+
+
+def _beside(group: Any, ranks: list[int]) -> Any:
+    """A group of gloo of the same ranks as another one, and with its timeout."""
+    timeout = _timeout_of(group)
+    try:
+        return distributed.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+    except RuntimeError as error:
+        raise RankError(
+            f"rank {distributed.get_rank(group)} of {len(ranks)} made a sharded table, and not all others did so within the "
+            f"timeout of their process group ({timeout or 'the default one'}); expected all ranks to make it: {error}"
+        ) from error
+
+
+def _timeout_of(group: Any) -> timedelta | None:
+    """How long an exchange of a group waits for a rank; None, torch's default, for a backend that does not tell.
+
+    torch has no public function for this. Groups that were made for several devices have one timeout for all of them.
+    """
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if isinstance(found := getattr(options, "_timeout", None), timedelta):
+            return found
+    return None
 
 
 def _is_registered(group: Any) -> bool:

@@ -37,7 +37,8 @@ class ShardedEmbedding(HostEmbedding):
     Args:
         num_embeddings: Rows of the whole table.
         embedding_dim: Numbers in a row.
-        process_group: The ranks; None for all of the job. The first table of a group makes two groups of gloo beside it.
+        process_group: The ranks; None for all of the job. The first table of a group makes two groups of gloo beside it, with the
+            timeout of this group.
         gradients: A row's gradient is the ``"mean"`` over ranks, as in ``DistributedDataParallel``: right where each rank's loss is a mean
             over a batch of equal length. Or their ``"sum"``, for losses that are sums.
         store: Where this rank's rows are: a Store of this many, a path that gets the rank into its name (``users.npy`` is
@@ -48,6 +49,7 @@ class ShardedEmbedding(HostEmbedding):
     Raises:
         ArgumentError: No ranks, more ranks than rows, an option that a rank cannot do alone, or an ``init`` that needs the whole table.
         StoreError: As for ``HostEmbedding``.
+        RankError: If another rank did not make the table within the timeout of the process group.
     """
 
     def __init__(
