@@ -57,9 +57,9 @@ def huge(nbytes: int) -> Bytes:
 def _mapping(nbytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(-1, block_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
+    except (OSError, OverflowError) as error:  # OverflowError: more bytes than an address can tell
         raise MemoryError(
-            f"the system has no {nbytes} bytes for rows ({error.strerror}); ask for smaller batches or free memory"
+            f"the system has no {nbytes} bytes for rows ({getattr(error, 'strerror', error)}); ask for smaller batches or free memory"
         ) from error
 
 

@@ -174,6 +174,17 @@ def test_a_disk_that_is_full(small_disk: Path) -> None:
         assert not found[n:].any(), "no later write has overtaken it"
 
 
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_file_that_is_larger_than_the_file_system_allows(tmp_path: Path, path: Path, x: np.ndarray, overwrite: bool) -> None:
+    with (
+        file_limit(50_000),
+        pytest.raises(errors.StoreError, match=r"\.npy: shape \(5000, 4\) of float32 takes 80,000 bytes, which the file"),
+    ):
+        MmapStore.create(path if overwrite else tmp_path / "new.npy", (5000, 4), overwrite=overwrite)
+    assert os.listdir(tmp_path) == ["x.npy"]
+    np.testing.assert_array_equal(np.load(path), x)
+
+
 def test_no_room_for_a_file(tmp_path: Path, x: np.ndarray) -> None:
     refused_save(tmp_path, lambda: file_limit(50_000))
     (tmp_path / "full.json").symlink_to("/dev/full")

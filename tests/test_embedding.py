@@ -99,9 +99,14 @@ def test_initialisers_are_those_of_torch(init: Any) -> None:
 
 
 def test_bad_sizes_and_initialisers(tmp_path: Path) -> None:
-    for wrong in [(0, 4), (4, 0), (-1, 4), (2.5, 4), ("4", 4)]:
-        with pytest.raises(errors.ArgumentError, match="expected a whole number, at least 1"):
+    for wrong in [(0, 4), (4, 0), (-1, 4), (2.5, 4), ("4", 4), (True, 4), (2**63, 4), (4, 2**70)]:
+        with pytest.raises(errors.ArgumentError, match="expected a whole number, at least 1 and at most"):
             HostEmbedding(*wrong)
+    for store in (None, tmp_path / "t.npy"):
+        with pytest.raises(
+            errors.StoreError, match=r"big: shape \(4611686018427387904, 8\) of float32 takes 147,573,952,589,676,412,928 bytes"
+        ):
+            HostEmbedding(2**62, 8, store=store, name="big")
     for init in ("no_such", "constant", 3):
         with pytest.raises(errors.ArgumentError, match=f"init={init!r}.*function"):
             HostEmbedding(4, 4, init=init, store=tmp_path / "t.npy")

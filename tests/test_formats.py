@@ -86,6 +86,8 @@ def raw(tmp_path: Path, nbytes: int, **how: Any) -> MmapStore:
 def test_raw_finds_out_how_many_rows_there_are(tmp_path: Path) -> None:
     with raw(tmp_path, 26, shape=(-1, 3), dtype="bfloat16", offset=2) as store:
         assert (store.n_rows, store.row_shape, store.dtype) == (4, (3,), BFLOAT16)
+    with raw(tmp_path, 26, shape=[-1, np.int64(3)], dtype="i2", offset=np.int64(2)) as store:
+        assert (store.n_rows, store.row_shape) == (4, (3,))
     with raw(tmp_path, 24, shape=(2, 3), dtype="<i2") as store:  # what is left over is somebody else's
         assert store.n_rows == 2
 
@@ -103,6 +105,15 @@ def test_raw_finds_out_how_many_rows_there_are(tmp_path: Path) -> None:
         (24, {"shape": (-2, 3), "dtype": "i2"}, "expected"),
         (24, {"shape": (2, -1), "dtype": "i2"}, "expected"),
         (24, {"shape": (2, 2), "dtype": "i2", "offset": -4}, "offset=-4"),
+        (24, {"shape": (2, 0), "dtype": "i2"}, "rows of no bytes"),
+        (24, {"shape": (1.5, 2), "dtype": "i2"}, r"shape=\(1.5, 2\); expected .*, whole numbers"),
+        (24, {"shape": (True, 2), "dtype": "i2"}, "expected .*, whole numbers"),
+        (24, {"shape": (2, np.True_), "dtype": "i2"}, "expected .*, whole numbers"),
+        (24, {"shape": ("2", 2), "dtype": "i2"}, "expected .*, whole numbers"),
+        (24, {"shape": "22", "dtype": "i2"}, "shape='22'; expected .*, whole numbers"),
+        (24, {"shape": 12, "dtype": "i2"}, "shape=12; expected .*, whole numbers"),
+        (24, {"shape": (2, 2), "dtype": "i2", "offset": 1.5}, "offset=1.5; expected a whole number of bytes"),
+        (24, {"shape": (2, 2), "dtype": "i2", "offset": True}, "offset=True; expected a whole number of bytes"),
         (24, {"shape": (0, 3), "dtype": "i2"}, "no rows"),
         (0, {"shape": (-1, 3), "dtype": "i2"}, "no rows"),
         (24, {"shape": (3,), "dtype": "O"}, "never unpickled"),

@@ -6,6 +6,7 @@ import mmap
 import os
 import re
 import resource
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 from pinfeed import ArrayStore, Feeder, MmapStore, PinnedStore, errors
-from pinfeed.blocks import unlock_freed
+from pinfeed.blocks import anonymous, unlock_freed
 from pinfeed.memory import resident_bytes
 from pinfeed.stores import aio, shard
 from pinfeed.testing.suites import StoreTests, sample
@@ -432,6 +433,64 @@ def test_pinned_store_refuses() -> None:
         PinnedStore.normal((3, 3), "int32", pin=False)
     with pytest.raises(errors.StoreError, match="no torch counterpart"):
         PinnedStore.zeros((3,), "S3", pin=False)
+
+
+WRONG_SHAPES = {
+    (): "expected .*, whole numbers",
+    (0, 3): "has no rows",
+    (-1, 3): "has no rows",
+    (3, -1): "has no rows",
+    (1.5, 2): r"shape=\(1.5, 2\); expected .*, whole numbers",
+    (True, 2): "expected .*, whole numbers",
+    ("3", 2): "expected .*, whole numbers",
+    "32": "shape='32'; expected .*, whole numbers",
+    5: "shape=5; expected .*, whole numbers",
+    (2**62, 4): r"shape \(4611686018427387904, 4\) of float32 takes 73,786,976,294,838,206,464 bytes; expected at most 9,223,372,036,854",
+    (2**61,): "takes 9,223,372,036,854,775,808 bytes",
+    (2**61 - 1,): "takes 9,223,372,036,854,775,804 bytes",
+    (2**70, 0): "expected at most",
+}
+
+
+@pytest.mark.parametrize("shape", WRONG_SHAPES, ids=str)
+def test_shapes_of_which_no_store_can_be_made(shape: Any, tmp_path: Path) -> None:
+    """Nothing is made, and a file that is there stays."""
+    np.save(tmp_path / "old.npy", np.ones((3, 2), np.float32))
+    makers: dict[str, Callable[[], object]] = {
+        "PinnedStore": lambda: PinnedStore.empty(shape, pin=False),
+        "new.npy": lambda: MmapStore.create(tmp_path / "new.npy", shape),
+        "old.npy": lambda: MmapStore.create(tmp_path / "old.npy", shape, overwrite=True),
+    }
+    for name, make in makers.items():
+        with pytest.raises(errors.StoreError, match=f"{name}: .*{WRONG_SHAPES[shape]}"):
+            make()
+    assert os.listdir(tmp_path) == ["old.npy"]
+    assert (np.load(tmp_path / "old.npy") == 1).all()
+
+
+def test_rows_of_no_bytes_are_made_in_memory_only(tmp_path: Path) -> None:
+    assert PinnedStore.empty((3, 0), pin=False).row_shape == (0,)
+    with pytest.raises(errors.StoreError, match=r"shape \(3, 0\) has rows of no bytes"):
+        MmapStore.create(tmp_path / "x.npy", (3, 0))
+    assert not os.listdir(tmp_path)
+
+
+def test_more_memory_than_an_address_can_tell() -> None:
+    with pytest.raises(MemoryError, match=f"the system has no {2**63} bytes for rows"):
+        anonymous(2**63)
+
+
+def test_a_file_that_is_overwritten_is_replaced_when_the_new_one_is_whole(tmp_path: Path) -> None:
+    """An open file goes on as it was; a link stays one."""
+    np.save(tmp_path / "old.npy", np.ones((3, 2), np.float32))
+    (tmp_path / "link.npy").symlink_to(tmp_path / "old.npy")
+    with MmapStore(tmp_path / "old.npy") as before:
+        before.gather(np.arange(1), np.empty((1, 2), np.float32))  # opens it
+        MmapStore.create(tmp_path / "link.npy", (4, 2), overwrite=True).close()
+        assert gathered(before, [2]).tolist() == [[1, 1]]
+    assert np.load(tmp_path / "old.npy").tolist() == [[0, 0]] * 4
+    assert (tmp_path / "link.npy").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["link.npy", "old.npy"]
 
 
 def test_a_store_of_ones_own(tmp_path: Path) -> None:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import math
+import mmap
+import operator
+import sys
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import StoreError
 from ..rows import Rows
 
 Array = npt.NDArray[Any]
@@ -52,6 +56,38 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Free what the store holds. Idempotent."""
+
+
+def whole_numbers(shape: Any, name: str) -> tuple[int, ...]:
+    """Return ``shape`` as a tuple of int, each of any size and sign.
+
+    Raises:
+        StoreError: If it is no tuple or list, is empty, or has something in it that is not a whole number.
+    """
+    try:
+        if not isinstance(shape, (tuple, list)) or not shape or any(isinstance(n, (bool, np.bool_)) for n in shape):
+            raise TypeError
+        return tuple(map(operator.index, shape))
+    except TypeError:
+        raise StoreError(f"{name}: shape={shape!r}; expected (n_rows, ...), whole numbers with at least one row") from None
+
+
+def shape_to_make(shape: Any, dtype: np.dtype[Any], name: str) -> tuple[int, ...]:
+    """Return ``shape`` as a tuple of int, if a store of this shape and dtype can be made as far as can be said before it is.
+
+    Raises:
+        StoreError: If it is not (n_rows, *row_shape) with at least one row, or has more bytes than an address can tell.
+    """
+    sizes = whole_numbers(shape, name)
+    if sizes[0] < 1 or min(sizes) < 0:
+        raise StoreError(f"{name}: shape {sizes} has no rows; expected (n_rows, ...) with at least one row")
+    # Memory and files are made in whole pages, and a file has a header.
+    most = sys.maxsize - 2 * mmap.PAGESIZE
+    # Axes of length zero do not count: numpy refuses such an array, too, if the others are too long.
+    nbytes = math.prod(filter(None, sizes)) * dtype.itemsize
+    if nbytes > most:
+        raise StoreError(f"{name}: shape {sizes} of {dtype} takes {nbytes:,} bytes; expected at most {most:,}; make fewer or smaller rows")
+    return sizes
 
 
 def row_nbytes(store: Store) -> int:

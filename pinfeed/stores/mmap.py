@@ -25,7 +25,7 @@ from ..errors import ArgumentError, FileMissing, StoreError, WriteBackError
 from ..memory import free_host_bytes
 from ..rows import Rows
 from . import aio
-from .base import Array
+from .base import Array, shape_to_make, whole_numbers
 from .extent import Extent, require_regular
 from .npy import create, read_header
 from .remote import has_protocol
@@ -76,7 +76,7 @@ class MmapStore(ShardedStore[Shard]):
 
         Args:
             path: As above.
-            shape: (n_rows, *row_shape) of each file; with n_rows -1, as many rows as the file has.
+            shape: (n_rows, *row_shape) of each file, whole numbers, at least 1; with n_rows -1, as many rows as the file has.
             dtype: Of the items; ``">f4"`` for the other byte order.
             offset: Bytes before the first row.
             mode: As above.
@@ -84,10 +84,11 @@ class MmapStore(ShardedStore[Shard]):
 
         Raises:
             FileMissing: As above.
-            StoreError: Truncated, no rows, bytes left over with n_rows -1, or a dtype that torch has not.
+            StoreError: Truncated, no rows, another shape or offset than said above, bytes left over with n_rows -1, or a dtype that
+                torch has not.
         """
         store = cls.__new__(cls)
-        store._begin([_raw_extent(p, tuple(shape), dtype, offset) for p in _paths(path)], mode, keep_cache)
+        store._begin([_raw_extent(p, shape, dtype, offset) for p in _paths(path)], mode, keep_cache)
         return store
 
     @classmethod
@@ -116,12 +117,14 @@ class MmapStore(ShardedStore[Shard]):
         """A new .npy file of zeros, shape (n_rows, *row_shape), open for writing; it takes room on the disk as it is written.
 
         Raises:
-            StoreError: It is there already, and ``overwrite`` is False, or it has no rows.
+            StoreError: If the file is there already, and ``overwrite`` is False; or if the shape has no rows, rows of no bytes,
+                something else than whole numbers, or more bytes than a file can have. No file is made then, or replaced.
         """
-        if not shape or min(shape) < 1:
-            raise StoreError(f"{path}: shape {shape} has no rows; expected (n_rows, ...) with at least one row")
-        items = dtype_of(dtype, "dtype")
-        create(_local(path), tuple(shape), items, overwrite=overwrite)
+        items, name = dtype_of(dtype, "dtype"), _local(path)
+        sizes = shape_to_make(shape, items, name)
+        if min(sizes) < 1:
+            raise StoreError(f"{name}: shape {sizes} has rows of no bytes; expected at least 1 in each place")
+        create(name, sizes, items, overwrite=overwrite)
         return cls(path, mode="r+", dtype=items)
 
     @contextlib.contextmanager
@@ -257,23 +260,25 @@ class MmapStore(ShardedStore[Shard]):
                 del self._dirty[number]
 
 
-def _raw_extent(path: str, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int) -> Extent:
+def _raw_extent(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: int) -> Extent:
     items = DTYPES[dtype] if isinstance(dtype, str) and dtype in DTYPES else np.dtype(dtype)
     size = _size(path)
-    if not shape or min(shape[1:], default=0) < 0 or shape[0] < -1 or offset < 0:
+    n_rows, *row_shape = whole_numbers(shape, path)
+    if type(offset) is bool or not hasattr(offset, "__index__"):
+        raise StoreError(f"{path}: offset={offset!r}; expected a whole number of bytes")
+    if n_rows < -1 or min(row_shape, default=0) < 0 or offset < 0:
         raise StoreError(f"{path}: shape={shape}, offset={offset}; expected (n_rows, ...), or (-1, ...) for as many as there are")
-    row_nbytes = items.itemsize * math.prod(shape[1:])
-    n_rows = shape[0]
+    row_nbytes = items.itemsize * math.prod(row_shape)
+    if not row_nbytes:
+        raise StoreError(f"{path}: shape={shape} of {items} has rows of no bytes; expected at least 1 in each place")
     if n_rows == -1:
-        if not row_nbytes:
-            raise StoreError(f"{path}: shape={shape} has rows of no bytes, of which a file has any number; give the number of rows")
         n_rows, rest = divmod(max(0, size - offset), row_nbytes)
         if rest:
             raise StoreError(
                 f"{path}: {size} bytes less offset={offset} are {n_rows} rows of {row_nbytes} bytes and {rest} bytes more; "
                 "give the shape, dtype and offset that the file was written with, or the number of rows"
             )
-    return Extent(path, items, n_rows, shape[1:], offset).check(size)
+    return Extent(path, items, n_rows, tuple(row_shape), int(offset)).check(size)
 
 
 def _size(path: str) -> int:

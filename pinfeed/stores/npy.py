@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import errno
 import math
 import os
 from dataclasses import dataclass
@@ -68,16 +69,32 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> Extent:
 def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite: bool) -> None:
     """Make a .npy file of zeros: a hole, which takes no room on the disk until it is written.
 
+    A file that is overwritten is replaced when the new one is whole.
+
     Raises:
-        StoreError: It is there already, and is not to be overwritten.
+        StoreError: If the file is there already, and is not to be overwritten, or if the file system refuses one of this size.
     """
     fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
+    target, nbytes = os.path.realpath(path), math.prod(shape) * dtype.itemsize
+    made = f"{target}.{os.getpid()}.writing" if overwrite else path
     try:
-        with open(path, "wb" if overwrite else "xb") as file:
-            np.lib.format.write_array_header_2_0(file, fields)
-            file.truncate(file.tell() + math.prod(shape) * dtype.itemsize)
+        file = open(made, "xb")  # noqa: SIM115  # closed below, before it is renamed or removed
     except FileExistsError:
-        raise StoreError(f"{path} is there already; open it (MmapStore, from_pretrained), remove it, or give overwrite=True") from None
+        raise StoreError(f"{made} is there already; open it (MmapStore, from_pretrained), remove it, or give overwrite=True") from None
+    try:
+        with file:
+            np.lib.format.write_array_header_2_0(file, fields)
+            file.truncate(file.tell() + nbytes)
+        if overwrite:
+            os.replace(made, target)
+    except BaseException as error:
+        os.remove(made)
+        if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.EINVAL):
+            raise StoreError(
+                f"{path}: shape {shape} of {dtype} takes {nbytes:,} bytes, which the file system refuses for one file "
+                f"({error.strerror}); expected fewer or smaller rows, or a file system for larger files"
+            ) from error
+        raise
 
 
 def strange(path: str, start: bytes) -> str:

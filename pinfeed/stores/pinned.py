@@ -17,7 +17,7 @@ from ..dtypes import dtype_of
 from ..errors import ArgumentError, ClosedError, DeviceError, MissingDependency, StoreError
 from ..rows import Rows
 from .array import ArrayStore
-from .base import Array, Store
+from .base import Array, Store, shape_to_make
 from .mmap import MmapStore
 
 logger = logging.getLogger("pinfeed")
@@ -62,9 +62,16 @@ class PinnedStore(ArrayStore):
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True) -> PinnedStore:
-        """Rows of any contents, ``shape`` (n_rows, *row_shape); the system gives zeros."""
+        """Rows of any contents, ``shape`` (n_rows, *row_shape); the system gives zeros.
+
+        Raises:
+            StoreError: If the shape has no rows, or something else than whole numbers, or more bytes than an address can tell.
+            MemoryError: If the system does not have so much memory.
+            MissingDependency: As for the class.
+            DeviceError: As for the class.
+        """
         store = cls.__new__(cls)
-        store._allocate(tuple(shape), dtype_of(dtype, "PinnedStore"), pin)
+        store._allocate(shape, dtype_of(dtype, "PinnedStore"), pin)
         return store
 
     @classmethod
@@ -135,8 +142,7 @@ class PinnedStore(ArrayStore):
             raise ClosedError("a forked process does not inherit page-locked memory; read the rows before the fork, or hand over a copy")
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], pin: Pin) -> None:
-        if not shape or shape[0] < 1 or min(shape) < 0:
-            raise StoreError(f"PinnedStore: shape {shape} has no rows; expected (n_rows, ...) with at least one row")
+        shape = shape_to_make(shape, dtype, "PinnedStore")
         nbytes = math.prod(shape) * dtype.itemsize
         runtime = _cuda_runtime(pin)
         self.page_locked, self._pid = runtime is not None, os.getpid()

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import operator
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import IO, Any, Protocol
 
@@ -19,6 +20,7 @@ from ..batches import check_rows
 from ..errors import ArgumentError, ClosedError, RowIndexError, StoreError
 from ..rows import Rows
 from ..stores import ArrayStore, MmapStore, PinnedStore, Store
+from ..stores.base import shape_to_make
 from ..stores.pinned import Pin
 from ..tensors import NUMPY, TORCH, to_torch
 from .rowfile import Gathered, write_rows
@@ -135,7 +137,8 @@ class HostEmbedding(nn.Module):
 
     Raises:
         ArgumentError: Sizes or an initialiser that cannot be.
-        StoreError: A store of another shape, a dtype that is not floating point, or a file that is there already.
+        StoreError: A store of another shape, a dtype that is not floating point, a file that is there already, or more bytes than
+            memory or a file can have.
     """
 
     def __init__(
@@ -403,6 +406,8 @@ class HostEmbedding(nn.Module):
         wanted = NUMPY.get(dtype or torch.get_default_dtype())
         if wanted is None or not TORCH[wanted].is_floating_point:
             raise StoreError(f"{self.name}: dtype={dtype}; expected a floating point dtype")
+        if store is None or isinstance(store, (str, os.PathLike)):
+            shape_to_make(shape, wanted, self.name)
         if store is None:
             return PinnedStore.empty(shape, wanted, pin=pin), True
         if isinstance(store, (str, os.PathLike)):
@@ -488,11 +493,11 @@ def _position(rows: Rows, row: int) -> int | None:
 
 def _size(value: Any, name: str) -> int:
     try:
-        number = operator.index(value)
+        number = 0 if isinstance(value, bool) else operator.index(value)
     except TypeError:
         number = 0
-    if number < 1:
-        raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")
+    if not 1 <= number <= sys.maxsize:
+        raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1 and at most {sys.maxsize}")
     return number
 
 
