@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import errno
+import io
 import math
 import os
 from dataclasses import dataclass
@@ -121,13 +122,13 @@ def parse_header(path: str, file: IO[bytes]) -> Header:
     """What the header of an open file says.
 
     Raises:
-        StoreError: It is not a .npy file, or its header is damaged.
+        StoreError: If it is not a .npy file, or if its header is one that numpy refuses.
     """
     start = file.read(12)
     length = _header_length(path, start)
     begin = 10 if start[6] == 1 else 12
     file.seek(begin)
-    return Header(start[6], *_parse(path, file.read(length), length), begin + length)
+    return Header(start[6], *_parse(path, start[6], file.read(length), length), begin + length)
 
 
 def _header_length(path: str, start: bytes) -> int:
@@ -141,24 +142,36 @@ def _header_length(path: str, start: bytes) -> int:
     return length
 
 
-def _parse(path: str, text: bytes, length: int) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
+def _parse(path: str, version: int, text: bytes, length: int) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
     try:
         if len(text) < length:
             raise ValueError(f"{len(text)} of {length} bytes are there")
-        fields = ast.literal_eval(text.decode("utf-8").strip())
-        dtype = np.lib.format.descr_to_dtype(fields["descr"])
-        shape, fortran = fields["shape"], fields["fortran_order"]
+        if version == 3:
+            shape, fortran, dtype = _fields(ast.literal_eval(text.decode("utf-8")))
+        else:
+            # numpy has a function for these two; versions 1 and 2 differ in how they tell the length.
+            told = io.BytesIO(len(text).to_bytes(4, "little") + text)
+            shape, fortran, dtype = np.lib.format.read_array_header_2_0(told, _MAX_HEADER)
         if not isinstance(shape, tuple) or len(shape) > _MAX_AXES or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
             raise ValueError(f"shape {shape!r}")
     except Exception as error:  # whatever ast and numpy make of bytes that can be anything
         raise StoreError(f"{path}: the .npy header is damaged ({type(error).__name__}: {error!s:.200}); save the array again") from None
-    return dtype, shape, bool(fortran)
+    return dtype, shape, fortran
+
+
+def _fields(found: Any) -> tuple[Any, bool, np.dtype[Any]]:
+    """Shape, order and dtype, as numpy takes them from the text of a header."""
+    if not isinstance(found, dict) or set(found) != {"descr", "fortran_order", "shape"}:
+        raise ValueError(f"{found!r:.100} is no dict of descr, fortran_order and shape alone")
+    if not isinstance(found["fortran_order"], bool):
+        raise TypeError(f"fortran_order {found['fortran_order']!r}")
+    return found["shape"], found["fortran_order"], np.lib.format.descr_to_dtype(found["descr"])
 
 
 def _chosen(path: str, saved: np.dtype[Any], wanted: np.dtype[Any] | None) -> np.dtype[Any]:
     """The dtype of the items: what was saved, unless the caller knows better."""
     if wanted is None:
-        if saved.kind == "V" and saved.names is None:
+        if saved.kind == "V" and saved.names is None and saved.subdtype is None:
             raise StoreError(
                 f'{path}: dtype {saved} says nothing of its items; if they are bfloat16, say so: MmapStore(path, dtype="bfloat16")'
             )
