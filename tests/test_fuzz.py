@@ -414,7 +414,7 @@ def refused_or_resumed(root: Path, whole: Path, change: Callable[[Path], object]
     before = run.values
     try:
         checkpoint.resume(root, **run.parts)
-    except errors.PinfeedError as error:
+    except errors.CheckpointError as error:
         if "does not take over its state" not in str(error):  # that of the object itself, half of which it may have taken
             assert run.values == before, "refused, and changed all the same"
 
@@ -531,6 +531,34 @@ HOSTILE: dict[str, Callable[[Path], Any]] = {
     "depth": lambda path: path.write_text("[" * 100_000),
     "size": lambda path: os.truncate(path, 1 << 40),
 }
+
+
+FORGED: dict[str, bytes] = {
+    "nothing": b"",
+    "no .npy file": b"PK\x03\x04",
+    "a damaged header": npy_file("{'descr': '<f4', 'fortran_order': 1, 'shape': (20, 3)}", 1, 240),
+    "fewer rows than told": npy_file("{'descr': '<f4', 'fortran_order': False, 'shape': (2000, 3)}", 1, 0),
+    "another shape": npy_file("{'descr': '<f4', 'fortran_order': False, 'shape': (20, 4)}", 1, 240),
+    "another order": npy_file("{'descr': '<f4', 'fortran_order': True, 'shape': (20, 3)}", 1, 240),
+    "another dtype": npy_file("{'descr': '<f8', 'fortran_order': False, 'shape': (20, 3)}", 1, 240),
+    "the other byte order": npy_file("{'descr': '>f4', 'fortran_order': False, 'shape': (20, 3)}", 1, 240),
+    "objects": npy_file("{'descr': '|O', 'fortran_order': False, 'shape': (20, 3)}", 1, 240),
+    "a single number": npy_file("{'descr': '<f4', 'fortran_order': False, 'shape': ()}", 1, 240),
+}
+
+
+@pytest.mark.parametrize("how", FORGED)
+@pytest.mark.parametrize("name", ["table.npy", "model.pt", "random.pt"])
+def test_a_forged_file_of_a_checkpoint(scratch: Path, whole: Path, name: str, how: str) -> None:
+    """The manifest says that it is right."""
+    root, run = scratch / "run", Run()
+    shutil.rmtree(root, ignore_errors=True)
+    forge(Path(shutil.copytree(whole, root / whole.name)), name, FORGED[how])
+    before = run.values
+    with pytest.raises(errors.CheckpointError, match=name.replace(".", r"\.")) as refusal:
+        checkpoint.resume(root, **run.parts)
+    assert refusal.value.__cause__ is not None or "expected (20, 3), float32" in str(refusal.value)
+    assert run.values == before
 
 
 def _linked_outside(path: Path) -> None:

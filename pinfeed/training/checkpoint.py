@@ -270,7 +270,7 @@ def _load(path: pathlib.Path) -> Any:
         with open_plain(path) as file:
             return torch.load(file, weights_only=True, map_location="cpu")
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded: {error}") from None
+        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
 
 
 def _load_random(path: pathlib.Path) -> Any:
@@ -280,7 +280,7 @@ def _load_random(path: pathlib.Path) -> Any:
         with randomness.replayed(state):
             pass
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged: no generators go on from it ({error!r})") from None
+        raise CheckpointError(f"{path} is damaged: no generators go on from it ({error!r})") from error
     return state
 
 

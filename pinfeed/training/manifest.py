@@ -71,7 +71,7 @@ def read(directory: pathlib.Path) -> dict[str, Any]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
             f"{path} is damaged: {error!r:.200}; remove {directory} to go back to the save before, if there is one"
-        ) from None
+        ) from error
     return body
 
 
@@ -85,7 +85,7 @@ def check_file(path: pathlib.Path, expected: Mapping[str, Any]) -> None:
         size = os.stat(path).st_size
         found = checksums(str(path)) if size == expected["bytes"] else []
     except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
-        raise CheckpointError(f"{path} cannot be read: {error}") from None
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if size != expected["bytes"]:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes, expected {expected['bytes']}")
     if found != expected["crc32"]:

@@ -12,8 +12,9 @@ from typing import IO, Protocol
 import numpy as np
 
 from ..access.base import Gatherable
-from ..errors import CheckpointError
+from ..errors import CheckpointError, StoreError
 from ..stores import Store
+from ..stores.extent import Extent
 from ..stores.npy import read_header
 
 PIECE_BYTES = 16 << 20
@@ -41,24 +42,35 @@ def check_rows_file(path: str, store: Store) -> None:
     """Check that a file has the rows of a store, as its header says.
 
     Raises:
-        CheckpointError: It has not.
+        CheckpointError: If it is no .npy file that holds them.
     """
-    header = read_header(path, store.dtype)
+    header = _header(path, store)
     found, expected = (header.n_rows, *header.row_shape), (store.n_rows, *store.row_shape)
     if (found, header.dtype) != (expected, store.dtype):
         raise CheckpointError(f"{path} has shape {found}, {header.dtype}; expected {expected}, {store.dtype}, as the table now is")
 
 
 def read_rows(path: str, store: Store) -> None:
-    """Bring all rows of a file into a store."""
+    """Bring all rows of a file into a store.
+
+    Raises:
+        CheckpointError: If the file does not hold them any more.
+    """
     with open_plain(path) as file:
-        file.seek(read_header(path, store.dtype).offset)
+        file.seek(_header(path, store).offset)
         for start, values in _pieces(store):
             view = values.reshape(-1).view(np.uint8).data
             if file.readinto(view) != len(view):
                 raise CheckpointError(f"{path} ended while it was read")
             store.scatter(np.arange(start, start + len(values)), values)
     store.flush()
+
+
+def _header(path: str, store: Store) -> Extent:
+    try:
+        return read_header(path, store.dtype)
+    except StoreError as error:  # its message begins with the path
+        raise CheckpointError(f"{error}; this file of a checkpoint is damaged, or was not written by pinfeed") from error
 
 
 def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
