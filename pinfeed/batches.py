@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from .errors import ArgumentError, RowIndexError, WorkerError
+from .errors import ArgumentError, RowIndexError, WorkerError, described
 from .rows import At, Order, Rows, Windows, windows
 
 _RUN_ROWS = 1 << 14  # an order is asked for so many rows at once: small batches share numpy's cost per call, large ones need no more memory
@@ -309,7 +309,7 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
     try:
         array = np.asarray(rows)
     except (TypeError, ValueError) as error:
-        raise RowIndexError(f"{name}: {error}; expected a 1-d array of integer row numbers (mask: np.flatnonzero)") from None
+        raise RowIndexError(f"{name}: {described(error)}; expected a 1-d array of integer row numbers (mask: np.flatnonzero)") from None
     if array.shape == (0,):
         return np.empty(0, np.int64)  # numpy takes an empty list for floats
     if array.ndim != 1 or array.dtype.kind not in "iu":

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .errors import DeviceError
 from .threads import ThreadPool
+from .errors import DeviceError, described
 
 logger = logging.getLogger("pinfeed")
 
@@ -178,7 +178,7 @@ def page_locked(nbytes: int, lock: Callable[[int, int], object], unlock: Callabl
         limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         allowed = "unlimited" if limit == resource.RLIM_INFINITY else f"{limit} bytes"
         raise DeviceError(
-            f"{nbytes} bytes cannot be page-locked ({error}; `ulimit -l` is {allowed}, {locked_bytes()} bytes are locked)"
+            f"{nbytes} bytes cannot be page-locked ({described(error)}; `ulimit -l` is {allowed}, {locked_bytes()} bytes are locked)"
         ) from error
 
 

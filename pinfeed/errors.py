@@ -26,6 +26,12 @@ In brackets what each is besides, so that ``except`` clauses that are there alre
 from __future__ import annotations
 
 
+def described(error: BaseException) -> str:
+    """Return the type of an exception with its message: ``KeyError: 'lr'``, or ``MemoryError`` where the message is empty."""
+    message = str(error).strip()
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
 class PinfeedError(Exception):
     """Base of every error that pinfeed raises on its own account."""
 

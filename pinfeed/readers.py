@@ -16,7 +16,7 @@ from .config import check_depth
 from .devices import resolve
 from .dtypes import dtype_of
 from .epoch import Loan, Pace
-from .errors import ArgumentError, StoreError
+from .errors import ArgumentError, StoreError, described
 from .loop import no_copy
 from .ranks import Ranks
 from .rows import Rows, sequential, shuffled
@@ -288,4 +288,6 @@ def _dtype(dtype: Any, name: str) -> np.dtype[Any] | None:
     try:
         return NUMPY[dtype] if isinstance(dtype, torch.dtype) else dtype_of(dtype, name)
     except (KeyError, TypeError, StoreError) as error:
-        raise ArgumentError(f"{name}={dtype!r} is no dtype of samples ({error}); expected a dtype that numpy and torch have") from None
+        raise ArgumentError(
+            f"{name}={dtype!r} is no dtype of samples ({described(error)}); expected a dtype that numpy and torch have"
+        ) from None

@@ -411,7 +411,9 @@ def test_pages_are_there_before_they_are_locked(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("small_pieces")
 def test_a_refused_lock_leaves_nothing_locked(refuse: int) -> None:
     driver = Driver(refuse)
-    message = rf"{6 * PAGE} bytes cannot be page-locked \(the driver refuses {2 * PAGE} bytes; `ulimit -l` is .* bytes are locked\)"
+    message = (
+        rf"{6 * PAGE} bytes cannot be page-locked \(RuntimeError: the driver refuses {2 * PAGE} bytes; `ulimit -l` is .* bytes are locked\)"
+    )
     with pytest.raises(DeviceError, match=message):
         page_locked(6 * PAGE, driver.lock, driver.unlock)
     assert driver.locked == {}

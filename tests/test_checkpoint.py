@@ -161,9 +161,23 @@ def test_a_state_that_is_refused_leaves_the_rows_as_they_are(tmp_path: pathlib.P
     table = HostEmbedding(4, 2, init="ones", name="table")
     checkpoint.save(tmp_path, table=table, model=torch.nn.Linear(2, 2))
     table.reset_parameters("zeros")
-    with pytest.raises(CheckpointError, match="model does not take over its state: Error"):
+    with pytest.raises(CheckpointError, match="model does not take over its state: RuntimeError: Error"):
         checkpoint.resume(tmp_path, table=table, model=torch.nn.Linear(3, 2))
     assert table.read(range(4)).tolist() == [[0, 0]] * 4
+
+
+def test_the_cause_is_told_where_an_object_refuses_its_state(tmp_path: pathlib.Path) -> None:
+    class Refusing(Unsafe):
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: Any) -> None:
+            raise MemoryError
+
+    checkpoint.save(tmp_path, mine=Refusing())
+    with pytest.raises(CheckpointError, match=r"mine does not take over its state: MemoryError$") as refusal:
+        checkpoint.resume(tmp_path, mine=Refusing())
+    assert isinstance(refusal.value.__cause__, MemoryError)
 
 
 def sign(directory: pathlib.Path, change: Callable[[dict[str, Any]], object]) -> None:

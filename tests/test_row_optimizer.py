@@ -136,6 +136,27 @@ def test_optimizers_that_cannot_train_rows() -> None:
             RowOptimizer(kind, [table], **options)
 
 
+@pytest.mark.parametrize(
+    ("error", "expected", "message"),
+    [
+        (RuntimeError(), errors.ArgumentError, r"Failing cannot train rows: a step on a small table failed \(RuntimeError\); expected"),
+        (KeyError("x"), errors.ArgumentError, r"a step on a small table failed \(KeyError: 'x'\)"),
+        (MemoryError(), MemoryError, r"the system has no memory to try Failing on a small table \(MemoryError\)"),
+    ],
+    ids=repr,
+)
+def test_the_cause_is_told_where_an_optimizer_fails(error: Exception, expected: type[Exception], message: str) -> None:
+    """Some errors have no text: Python's own of memory has none."""
+
+    class Failing(SGD):
+        def step(self, closure: Any = None) -> Any:
+            raise error
+
+    with pytest.raises(expected, match=message) as refusal:
+        RowOptimizer(Failing, [HostEmbedding(3, 2)], lr=1)
+    assert refusal.value.__cause__ is error
+
+
 def test_tables_that_cannot_be_trained(tmp_path: Path) -> None:
     table, frozen = HostEmbedding(N, DIM, name="users"), HostEmbedding(N, DIM, name="old").requires_grad_(False)
     np.save(tmp_path / "words.npy", np.zeros((N, DIM), np.float32))

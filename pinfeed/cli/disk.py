@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config import human
+from ..errors import described
 from .cache import PIECE_BYTES, cached_share, drop
 from .ceilings import random_rate, sequential_rate
 from .report import saying
@@ -63,13 +64,13 @@ def look_at_disk(path: str | None, start: int, row_nbytes: int, directory: str |
             with saying(f"reading {path}"):
                 return _measured(path, path, start, row_nbytes), ""
     except OSError as error:
-        return None, f"the disk could not be measured: {error}"
+        return None, f"the disk could not be measured: {described(error)}"
     folder = os.path.abspath(directory or (os.path.dirname(path) if path else ""))
     try:
         with saying(f"writing and reading a scratch file in {folder}"), _scratch(folder) as scratch:
             return _measured(scratch, f"a scratch file in {folder}", 0, row_nbytes), ""
     except OSError as error:
-        why = error.strerror or error
+        why = error.strerror or described(error)
         return None, f"the disk could not be measured: no scratch file in {folder} ({why}); --dir names a folder that can be written"
 
 

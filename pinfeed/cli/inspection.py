@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from ..config import human
-from ..errors import PinfeedError
+from ..errors import PinfeedError, described
 from ..stores import MmapStore
 from ..stores.npy import Header, parse_header, read_header, strange
 from ..stores.remote import has_protocol
@@ -87,7 +87,7 @@ def look(path: str) -> Found:
     except PinfeedError as error:
         found.damage.append(str(error))
     except OSError as error:
-        found.damage.append(f"{path} cannot be read: {error.strerror or error}")
+        found.damage.append(f"{path} cannot be read: {error.strerror or described(error)}")
     return found
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..errors import RowIndexError, StoreError, WriteBackError
+from ..errors import RowIndexError, StoreError, WriteBackError, described
 from ..stores import ArrayStore, MmapStore, PinnedStore, Store
 from ..tensors import TORCH, memory_of
 from .places import HostTable, Table, on_disk, staging
@@ -72,7 +72,7 @@ class DataGadget(OneTable):
             array[index] = np.asarray(_for_numpy(dataObject), dtype=array.dtype)
         except (IndexError, OverflowError, TypeError, ValueError) as error:
             expected = self._picked(index).shape  # unless the indexes are to blame
-            raise WriteBackError(f"insertData: {error}; expected values of shape {expected} for {array.dtype}") from None
+            raise WriteBackError(f"insertData: {described(error)}; expected values of shape {expected} for {array.dtype}") from None
 
     def loadCupy(self, loadFileName: FileName) -> None:
         """Go on with another .npy file, of any shape.
@@ -107,7 +107,7 @@ class DataGadget(OneTable):
         try:
             return np.asarray(array[index])
         except (IndexError, TypeError, ValueError) as error:
-            raise RowIndexError(f"indexes: {error}; expected what numpy takes for an array of shape {array.shape}") from None
+            raise RowIndexError(f"indexes: {described(error)}; expected what numpy takes for an array of shape {array.shape}") from None
 
 
 class DataGadgetMM(DataGadget):

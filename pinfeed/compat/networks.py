@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from ..errors import ArgumentError, EstimateError
+from ..errors import ArgumentError, EstimateError, described
 from ..training.memory.estimate import Run, StepEstimator, call
 from ..training.memory.report import layers_of
 from ..training.memory.shapes import Samples, samples_of
@@ -142,7 +142,7 @@ def checked(model_class: Any) -> Any:
         inspect.signature(model_class).bind()
     except TypeError as error:
         raise ArgumentError(
-            f"model_class={name} cannot be called without arguments ({error}); give a module that you have made, or a function: "
+            f"model_class={name} cannot be called without arguments ({described(error)}); give a module that you have made, or a function: "
             f"lambda: {name}(...)"
         ) from None
     except ValueError:  # it has no signature

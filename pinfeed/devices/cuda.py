@@ -19,7 +19,7 @@ import torch
 
 from ..blocks import REGISTER, Bytes, Pool, page_locked, unlock_freed
 from ..config import ON_THEIR_WAY_BYTES
-from ..errors import DeviceError
+from ..errors import DeviceError, described
 from ..rows import Rows
 from ..stores.base import Store, row_nbytes
 from ..stores.pinned import PinnedStore
@@ -254,13 +254,14 @@ class CudaDevice:
             _ = self.kernels  # what is wrong with them is known now, not in a reader
         except Exception as error:  # of CuPy: it is not there, it has no compiler for this GPU, the driver is too old
             if wanted == "direct":
-                raise DeviceError(f"route='direct': the kernels do not run on {self.name} ({error}); leave route out") from error
-            return f"page-locked rows are staged: the kernels do not run ({error})"
+                raise DeviceError(f"route='direct': the kernels do not run on {self.name} ({described(error)}); leave route out") from error
+            return f"page-locked rows are staged: the kernels do not run ({described(error)})"
         try:
             rates = self._rates(reached, n_rows or _TYPICAL_ROWS)
         except (DeviceError, RuntimeError) as error:  # there is no memory to try it with
             self.route = Route(_N_BLOCKS, True, "") if wanted == "direct" else STAGED
-            return f"page-locked rows are {'read by the GPU' if wanted else 'staged'}: what is faster could not be measured ({error})"
+            how = "read by the GPU" if wanted else "staged"
+            return f"page-locked rows are {how}: what is faster could not be measured ({described(error)})"
         self.route = decide(rates, wanted)
         return self.route.why
 

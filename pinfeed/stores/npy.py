@@ -13,7 +13,7 @@ from typing import IO, Any
 import numpy as np
 
 from ..dtypes import check_dtype
-from ..errors import FileMissing, StoreError
+from ..errors import FileMissing, StoreError, described
 from .extent import Extent, require_regular
 
 _KINDS = {
@@ -155,7 +155,7 @@ def _parse(path: str, version: int, text: bytes, length: int) -> tuple[np.dtype[
         if not isinstance(shape, tuple) or len(shape) > _MAX_AXES or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
             raise ValueError(f"shape {shape!r}")
     except Exception as error:  # whatever ast and numpy make of bytes that can be anything
-        raise StoreError(f"{path}: the .npy header is damaged ({type(error).__name__}: {error!s:.200}); save the array again") from None
+        raise StoreError(f"{path}: the .npy header is damaged ({described(error):.250}); save the array again") from None
     return dtype, shape, fortran
 
 

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..dtypes import dtype_of
-from ..errors import ArgumentError, ClosedError, FileMissing, MissingDependency, StoreError
+from ..errors import ArgumentError, ClosedError, FileMissing, MissingDependency, StoreError, described
 from ..rows import Rows
 from ..threads import ThreadPool
 from .base import Array, run_of
@@ -187,6 +187,6 @@ def _file(url: str, options: dict[str, Any]) -> RemoteFile:
     except ImportError as error:
         raise MissingDependency(f"{url}: {error}") from error
     except FileNotFoundError as error:
-        raise FileMissing(f"{url}: no such file ({error})") from None  # an archive that is to be looked into
+        raise FileMissing(f"{url}: no such file ({described(error)})") from None  # an archive that is to be looked into
     except ValueError as error:
         raise ArgumentError(f"{url}: {error}; expected a URL that fsspec knows, such as 's3://bucket/x.npy'") from error

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import BFLOAT16
-from ..errors import FileMissing, MissingDependency, StoreError
+from ..errors import FileMissing, MissingDependency, StoreError, described
 from .extent import Extent, require_regular
 
 _DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
@@ -60,7 +60,7 @@ def read_extent(path: str, name: str) -> Extent:
         if extent.end != end:
             raise ValueError(f"{name!r} ends at byte {end}, expected {extent.end}")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise StoreError(f"{path} was written anew while its header was read; open it again ({error})") from None
+        raise StoreError(f"{path} was written anew while its header was read; open it again ({described(error)})") from None
     return extent.check(os.path.getsize(path))
 
 

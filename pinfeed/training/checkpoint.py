@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..errors import ArgumentError, CheckpointError
+from ..errors import ArgumentError, CheckpointError, described
 from ..stores import Store
 from . import manifest, randomness
 from .embedding import HostEmbedding
@@ -125,7 +125,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
         try:
             entries[name].load(state)
         except Exception as error:
-            raise CheckpointError(f"{directory}: {name} does not take over its state: {error}") from error
+            raise CheckpointError(f"{directory}: {name} does not take over its state: {described(error)}") from error
     for entry in entries.values():
         for store_name, store in entry.stores.items():
             read_rows(str(directory / store_name), store)
@@ -262,7 +262,7 @@ def _check_loadable(path: pathlib.Path) -> None:
     try:
         torch.load(path, weights_only=True, mmap=True, map_location="cpu")
     except Exception as error:
-        raise ArgumentError(f"{path.stem}: its state_dict has something besides tensors and plain values ({error})") from None
+        raise ArgumentError(f"{path.stem}: its state_dict has something besides tensors and plain values ({described(error)})") from error
 
 
 def _load(path: pathlib.Path) -> Any:
@@ -270,7 +270,7 @@ def _load(path: pathlib.Path) -> Any:
         with open_plain(path) as file:
             return torch.load(file, weights_only=True, map_location="cpu")
     except Exception as error:
-        raise CheckpointError(f"{path} cannot be loaded: {error}") from error
+        raise CheckpointError(f"{path} cannot be loaded: {described(error)}") from error
 
 
 def _load_random(path: pathlib.Path) -> Any:
@@ -280,7 +280,7 @@ def _load_random(path: pathlib.Path) -> Any:
         with randomness.replayed(state):
             pass
     except Exception as error:
-        raise CheckpointError(f"{path} is damaged: no generators go on from it ({error!r})") from error
+        raise CheckpointError(f"{path} is damaged: no generators go on from it ({described(error)})") from error
     return state
 
 

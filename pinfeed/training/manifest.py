@@ -10,7 +10,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import IO, Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, described
 from .rowfile import checksums, open_plain
 
 NAME = "manifest.json"
@@ -70,7 +70,7 @@ def read(directory: pathlib.Path) -> dict[str, Any]:
                 raise ValueError("a value is not in it")
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(
-            f"{path} is damaged: {error!r:.200}; remove {directory} to go back to the save before, if there is one"
+            f"{path} is damaged: {described(error):.200}; remove {directory} to go back to the save before, if there is one"
         ) from error
     return body
 
@@ -85,7 +85,7 @@ def check_file(path: pathlib.Path, expected: Mapping[str, Any]) -> None:
         size = os.stat(path).st_size
         found = checksums(str(path)) if size == expected["bytes"] else []
     except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
-        raise CheckpointError(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {described(error)}") from error
     if size != expected["bytes"]:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes, expected {expected['bytes']}")
     if found != expected["crc32"]:

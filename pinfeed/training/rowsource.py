@@ -15,7 +15,7 @@ from torch import nn
 from ..access.base import StoreRows
 from ..batches import check_rows
 from ..devices.base import Tensor
-from ..errors import RowIndexError, StoreError
+from ..errors import RowIndexError, StoreError, described
 from ..loader import HostLeaf, LoaderSource, load_of
 from ..rows import Rows
 from ..sources import Draw, Load, RowGroup
@@ -214,7 +214,7 @@ def _flat(ids: Any, name: str) -> np.ndarray[Any, Any]:
     try:
         array = to_numpy(ids, name) if isinstance(ids, torch.Tensor) else np.asarray(ids)
     except (StoreError, ValueError, TypeError) as error:
-        raise RowIndexError(f"{name}: ids of the batch: {error}") from None
+        raise RowIndexError(f"{name}: ids of the batch: {described(error)}") from None
     if array.size and array.dtype.kind not in "iu":
         hint = " (of a mask: ids[mask])" if array.dtype == bool else ""
         raise RowIndexError(f"{name}: ids of the batch are {array.dtype}; expected integers{hint}")

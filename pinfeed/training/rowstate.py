@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..errors import ArgumentError
+from ..errors import ArgumentError, described
 from ..tensors import NUMPY
 
 _LENGTHS = (3, 5)
@@ -76,7 +76,8 @@ def discover(
     """What ``optimizer_class([{"params": params, **group}], **options)`` keeps for a parameter of shape (n, dim).
 
     Raises:
-        ArgumentError: It cannot be run step by step, or keeps something that is neither row-wise nor one for the table.
+        ArgumentError: If it cannot be run step by step, or keeps something that is neither row-wise nor one for the table.
+        MemoryError: If the system does not have the memory to try it.
     """
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
     tried = functools.partial(_tried, optimizer_class, options, group or {})
@@ -86,13 +87,17 @@ def discover(
     try:
         sparse = False
         short, born = tried(zeros, sparse)
+    except MemoryError as error:
+        raise MemoryError(
+            f"the system has no memory to try {name} on a small table ({described(error)}); free memory, or raise the limit of the process"
+        ) from error
     except Exception as dense_error:
         sparse = True
         try:
             short, born = tried(zeros, sparse)
         except Exception:
             raise ArgumentError(
-                f"{name} cannot train rows: a step on a small table failed ({dense_error}); "
+                f"{name} cannot train rows: a step on a small table failed ({described(dense_error)}); "
                 "expected an optimizer whose step() needs gradients alone, and options that it takes"
             ) from dense_error
     long, _ = tried(more, sparse)

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...errors import described
 from .modelstate import Recorded, State
 from .strategies import Task
 
@@ -97,7 +98,7 @@ def _value(state: Any) -> Any:
 
 def first_line(error: Exception) -> str:
     """Return the first line of an error's message, or its type."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return (str(error).strip() or described(error)).splitlines()[0]
 
 
 def names_of(task: Task) -> list[str]:

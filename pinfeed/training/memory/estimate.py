@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ...errors import ArgumentError, EstimateError
+from ...errors import ArgumentError, EstimateError, described
 from ...tree import flatten
 from .allocator import CachingAllocator
 from .confidence import confidence_in
@@ -236,11 +236,11 @@ class StepEstimator:
         return layers, confidence, notes
 
     def _refusal(self, error: Exception, batch_size: int, phase: str) -> str:
-        first = (str(error).strip().splitlines() or [""])[0]
+        first = described(error).splitlines()[0]
         targets = "" if self.targets is None else f", targets {self.targets.described(batch_size)}"
         return (
             f"the step cannot be predicted: on tensors without data, inputs {self.inputs.described(batch_size)}{targets}, its {phase} "
-            f"raised {type(error).__name__}: {first}; check input_shape, output_shape, their dtypes, the loss and the optimizer; where one "
+            f"raised {first}; check input_shape, output_shape, their dtypes, the loss and the optimizer; where one "
             "looks at values (item(), if tensor, masks, sparse gradients, closures), run probe()"
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ...errors import ArgumentError
+from ...errors import ArgumentError, described
 
 Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """A function of torch's, its arguments by position and by name."""
@@ -64,7 +64,7 @@ def _recorded(fill: Callable[[torch.Tensor], Any], shape: tuple[int, int], dtype
         with torch.no_grad(), _Recording() as recording:
             fill(whole)
     except Exception as error:
-        raise ArgumentError(f"init failed on a tensor without data ({error}); {_EXPECTED}") from error
+        raise ArgumentError(f"init failed on a tensor without data ({described(error)}); {_EXPECTED}") from error
     calls: list[Call] = recording.calls
     if wrong := [func for func, args, kwargs in calls if not _is_by_number(func, args, kwargs, whole)]:
         raise ArgumentError(f"init calls {wrong[0]}, which needs the whole table at once; {_EXPECTED}")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import distributed
 
-from ...errors import ArgumentError, RankError
+from ...errors import ArgumentError, RankError, described
 from .meeting import Line, Meeting
 
 
@@ -90,7 +90,7 @@ def _beside(group: Any, ranks: list[int]) -> Any:
     except RuntimeError as error:
         raise RankError(
             f"rank {distributed.get_rank(group)} of {len(ranks)} made a sharded table, and not all others did so within the "
-            f"timeout of their process group ({timeout or 'the default one'}); expected all ranks to make it: {error}"
+            f"timeout of their process group ({timeout or 'the default one'}); expected all ranks to make it: {described(error)}"
         ) from error
 
 

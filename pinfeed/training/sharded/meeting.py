@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...errors import RankError
+from ...errors import RankError, described
 
 Numbers = npt.NDArray[np.int64]
 
@@ -222,7 +222,7 @@ class Meeting:
             return self._line.all_to_all(sent, n_sent, n_received)
         except RuntimeError as error:
             self.end()
-            raise RankError(f"rank {self.rank} of {self.size} lost the others while they exchanged {what}: {error}") from error
+            raise RankError(f"rank {self.rank} of {self.size} lost the others while they exchanged {what}: {described(error)}") from error
         except BaseException:
             self.end()  # an interrupt, before or after the exchange: nobody knows which, and what is said now could be taken for rows
             raise
