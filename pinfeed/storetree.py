@@ -15,6 +15,7 @@ from .devices.base import Device, Tensor
 from .dtypes import check_dtype
 from .errors import StoreError, WriteBackError
 from .stores import ArrayStore, ArrowStore, MmapStore, RemoteStore, Store
+from .stores.array import SHARED
 from .stores.arrow import columns_of, is_column
 from .stores.mmap import store_of_memmap
 from .stores.remote import has_protocol
@@ -118,6 +119,8 @@ def aliases(names: Sequence[str], stores: Sequence[Store]) -> str:
 
 
 def _check_one(value: Any, name: str, store: Store, shape: tuple[int, ...], device: Device) -> None:
+    if isinstance(store, ArrayStore) and store.array.flags.writeable and not store.writable:
+        raise WriteBackError(f"write_back to {name}: rows of an array {SHARED}")
     if not store.writable:
         raise WriteBackError(
             f'write_back to {name}, which is read-only; open a file with MmapStore(path, mode="r+"), or give a writable array'

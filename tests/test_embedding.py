@@ -145,6 +145,12 @@ def test_a_store_that_is_given() -> None:
     for shape, dtype in [((N, 9), None), ((N + 1, DIM), None), ((N, DIM), torch.float64)]:
         with pytest.raises(errors.StoreError, match="a store of"):
             HostEmbedding(*shape, store=ArrayStore(array), dtype=dtype)
+    for shared in (torch.ones(1, DIM).expand(N, DIM), np.broadcast_to(np.float32(1), (N, DIM))):
+        with pytest.raises(errors.StoreError, match="init cannot fill a read-only ArrayStore as a whole"):
+            HostEmbedding(N, DIM, store=ArrayStore(shared), init="zeros")
+        with pytest.raises(errors.ArgumentError, match=r"in a read-only store .* an array with memory for each element"):
+            SGD([HostEmbedding.from_pretrained(shared, freeze=False)])
+        assert (np.asarray(shared) == 1).all()
     with pytest.raises(errors.StoreError, match="floating point"):
         HostEmbedding(N, DIM, store=ArrayStore(array.astype(np.int64)))
 

@@ -13,11 +13,14 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from pinfeed import ArrayStore, Feeder, MmapStore, PinnedStore, errors
 from pinfeed.blocks import anonymous, unlock_freed
 from pinfeed.memory import resident_bytes
 from pinfeed.stores import aio, shard
+from pinfeed.stores.array import shares_itself
 from pinfeed.testing.suites import StoreTests, sample
 
 
@@ -466,6 +469,70 @@ def test_shapes_of_which_no_store_can_be_made(shape: Any, tmp_path: Path) -> Non
             make()
     assert os.listdir(tmp_path) == ["old.npy"]
     assert (np.load(tmp_path / "old.npy") == 1).all()
+
+
+BASE = np.arange(60, dtype=np.float32)
+APART = {
+    "whole": BASE.reshape(6, 10),
+    "every other row": BASE.reshape(6, 10)[::2],
+    "every other number": BASE.reshape(6, 10)[:, 1::2],
+    "backwards": BASE.reshape(6, 10)[::-1, ::-1],
+    "axes exchanged": BASE.reshape(3, 4, 5).transpose(1, 0, 2),
+    "one row": np.lib.stride_tricks.as_strided(BASE, (1, 5), (0, 4)),
+    "no columns": BASE.reshape(6, 10)[:, :0],
+    "a field": np.zeros((4, 2), [("a", "f4"), ("b", "f8")])["b"],
+}
+SHARING = {
+    "windows": np.lib.stride_tricks.as_strided(BASE, (20, 4), (8, 4)),
+    "a row again and again": np.lib.stride_tricks.as_strided(BASE, (6, 10), (0, 4)),
+    "a number again and again": np.lib.stride_tricks.as_strided(BASE, (6, 10), (4, 0)),
+    "half an element": np.lib.stride_tricks.as_strided(BASE, (6,), (2,)),
+    "backwards": np.lib.stride_tricks.as_strided(BASE[40:], (6, 4), (-8, -4)),
+    "expand": torch.ones(1, 4).expand(6, 4),
+    "expand a number": torch.ones(6, 1).expand(6, 4),
+    "as_strided": torch.arange(60.0).as_strided((20, 4), (2, 1)),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_arrays_with_memory_for_each_element_can_be_written(name: str) -> None:
+    array = APART[name].copy(order="K")
+    store = ArrayStore(APART[name])
+    assert store.writable
+    store.scatter(np.arange(len(array)), array)
+    np.testing.assert_array_equal(store.array, array)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("name", SHARING)
+def test_arrays_that_share_memory_with_themselves_are_read_and_not_written(name: str, depth: int) -> None:
+    source = SHARING[name]
+    before = np.array(source.tolist(), np.float32)
+    store = ArrayStore(source)
+    assert not store.writable
+    with pytest.raises(errors.WriteBackError, match="several elements are the same memory"):
+        store.scatter(np.arange(2), np.zeros((2, *store.row_shape), np.float32))
+    with Feeder(source, batch_size=4, depth=depth) as feeder:
+        np.testing.assert_array_equal(torch.cat(list(feeder)).numpy(force=True), before)
+        with pytest.raises(errors.WriteBackError, match=r"write_back to source: .* several elements are the same memory, .* give a copy"):
+            for batch in feeder.batches():
+                batch.write_back(batch.data)
+    np.testing.assert_array_equal(source, before)
+    np.testing.assert_array_equal(PinnedStore(source, pin=False).array, before)
+
+
+@given(
+    shape=st.lists(st.integers(0, 4), min_size=1, max_size=3),
+    strides=st.lists(st.integers(-9, 9), min_size=3, max_size=3),
+)
+@settings(deadline=None, max_examples=300)
+def test_no_array_that_shares_memory_with_itself_is_written(shape: list[int], strides: list[int]) -> None:
+    numbers = np.arange(200, dtype=np.uint8)
+    array = np.lib.stride_tricks.as_strided(numbers[100:], shape, strides[: len(shape)])
+    if len(np.unique(array)) < array.size:
+        assert shares_itself(array)
+    elif array.flags.c_contiguous or array.flags.f_contiguous:
+        assert not shares_itself(array)
 
 
 def test_rows_of_no_bytes_are_made_in_memory_only(tmp_path: Path) -> None:

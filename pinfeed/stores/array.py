@@ -8,13 +8,15 @@ from typing import Any
 import numpy as np
 
 from ..dtypes import check_dtype
-from ..errors import StoreError
+from ..errors import StoreError, WriteBackError
 from ..rows import Rows
 from .base import Array, run_of
 
 
 class ArrayStore:
     """Rows of a numpy array or of a CPU tensor, shared, not copied: what is written back is seen in the array.
+
+    An array of which several elements are the same memory (``expand``, ``as_strided``) can only be read.
 
     Args:
         array: Shape (n_rows, *row_shape), at least one row.
@@ -25,6 +27,7 @@ class ArrayStore:
     """
 
     resident_bytes = 0
+    _shares_itself = False
 
     def __init__(self, array: Any, *, name: str = "array") -> None:
         if not isinstance(array, np.ndarray):
@@ -44,6 +47,7 @@ class ArrayStore:
                 f"{name}: Fortran order, in which a row is scattered over memory; make rows contiguous with np.ascontiguousarray"
             )
         self._array: Array = array
+        self._shares_itself = shares_itself(array)
 
     @property
     def array(self) -> Array:
@@ -64,7 +68,7 @@ class ArrayStore:
 
     @property
     def writable(self) -> bool:
-        return bool(self._array.flags.writeable)
+        return bool(self._array.flags.writeable) and not self._shares_itself
 
     def gather(self, rows: Rows, out: Array) -> None:
         if (run := run_of(rows)) is not None:
@@ -76,6 +80,13 @@ class ArrayStore:
             np.copyto(out, self._array[rows])
 
     def scatter(self, rows: Rows, values: Array) -> None:
+        """Store rows in the array.
+
+        Raises:
+            WriteBackError: If several elements of the array are the same memory.
+        """
+        if self._shares_itself:
+            raise WriteBackError(f"rows of an array {SHARED}")
         put_rows(self._array, rows, values)
 
     def flush(self) -> None:
@@ -83,6 +94,29 @@ class ArrayStore:
 
     def close(self) -> None:
         """The array is the caller's."""
+
+
+SHARED = (
+    "of which several elements are the same memory, as expand() and as_strided() make them, cannot be written, because one row would "
+    "overwrite another; expected an array with memory for each element: give a copy"
+)
+"""What errors say of an array that shares memory with itself."""
+
+
+def shares_itself(array: Array) -> bool:
+    """Return whether several elements of an array may be the same memory.
+
+    The check is by strides alone. An unusual array, of which elements lie between others of several axes, is taken for one that does.
+    """
+    if not array.size:
+        return False
+    # Bytes from the first to the last element, axis after axis; a step along the next axis has to leave these.
+    extent = array.itemsize
+    for stride, n in sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1):
+        if stride < extent:
+            return True
+        extent += (n - 1) * stride
+    return False
 
 
 def put_rows(target: Array, rows: Rows, values: Array) -> None:

@@ -355,12 +355,15 @@ class HostEmbedding(nn.Module):
         """Fill the whole table at once, where it is: initialisers look at its shape, and draw it in one go."""
         store = self._store
         with torch.no_grad(), contextlib.ExitStack() as stack:
-            if isinstance(store, ArrayStore):
+            if isinstance(store, ArrayStore) and store.writable:
                 array = store.array
             elif isinstance(store, MmapStore) and store.writable:
                 array = stack.enter_context(store.mapped())
             else:
-                raise StoreError(f"{self.name}: init cannot fill a {type(store).__name__} as a whole; fill it before, and leave init out")
+                raise StoreError(
+                    f"{self.name}: init cannot fill {'a' if store.writable else 'a read-only'} {type(store).__name__} as a whole; "
+                    "fill it before, and leave init out"
+                )
             fill(to_torch(array))
         if self.padding_idx is not None:
             store.scatter(np.array([self.padding_idx]), np.zeros((1, self.embedding_dim), store.dtype))

@@ -323,7 +323,8 @@ def _check_table(table: Any) -> None:
         why = (
             "frozen; expected one that can be trained: from_pretrained(..., freeze=False), or requires_grad_()"
             if not table.trainable
-            else f"in a read-only store ({table.store!r}); expected one that can be written: a file opened with mode='r+'"
+            else f"in a read-only store ({table.store!r}); expected one that can be written: a file opened with mode='r+', "
+            "or an array with memory for each element"
         )
         raise ArgumentError(f"{table.name} is {why}")
 
