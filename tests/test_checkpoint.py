@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
 from pinfeed import HostEmbedding, RowOptimizer, checkpoint, train_rows
+from pinfeed.dtypes import BFLOAT16
 from pinfeed.errors import ArgumentError, CheckpointError, ClosedError
 
 N, DIM, SAMPLES, SIZE = 40, 6, 60, 7
@@ -155,6 +156,83 @@ def test_names_that_are_no_files(tmp_path: pathlib.Path, name: str) -> None:
 def test_values_that_would_come_back_as_others(tmp_path: pathlib.Path, value: object) -> None:
     with pytest.raises(ArgumentError, match="keys that are str"):
         checkpoint.save(tmp_path / "c", value=value)
+
+
+TENSORS = {
+    "a number": torch.tensor(3),
+    "bfloat16": torch.arange(6.0).to(torch.bfloat16).view(2, 3),
+    "part": torch.arange(1000.0)[10:12],
+    "transposed": torch.arange(6).view(2, 3).T,
+    "expanded": torch.ones(1, 3).expand(2, 3),
+    "parameter": nn.Parameter(torch.ones(2)),
+    "not a number": torch.tensor([float("nan"), -0.0]),
+    "empty": torch.empty(0, 3),
+    "conjugated": torch.tensor([1 + 2j]).conj(),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+@pytest.mark.parametrize("given", [False, True])
+def test_tensors_are_saved_exactly(tmp_path: pathlib.Path, name: str, given: bool) -> None:
+    tensor = TENSORS[name]
+    directory = checkpoint.save(tmp_path, step=tensor, n=3, model=nn.Linear(2, 2))
+    assert (directory / "step.pt").stat().st_size < 4000, "the part that it is"
+    other = {"step": torch.zeros(9)} if given else {}
+    found = checkpoint.resume(tmp_path, model=nn.Linear(2, 2), **other)
+    assert {name: type(value) for name, value in found.items()} == {"step": torch.Tensor, "n": int}
+    assert found["step"].dtype == tensor.dtype
+    torch.testing.assert_close(found["step"], tensor.detach(), rtol=0, atol=0, equal_nan=True)
+    assert all((value == 0).all() for value in other.values()), "what is given is not changed"
+    assert checkpoint.check(tmp_path)["objects"]["step"] == "tensor"
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.array(2.5), np.arange(12.0).reshape(3, 4)[::-1, ::2], np.ones(3, BFLOAT16), np.array([True, False]), np.arange(3, dtype="u2")],
+    ids=str,
+)
+def test_arrays_are_saved_exactly(tmp_path: pathlib.Path, array: np.ndarray) -> None:
+    checkpoint.save(tmp_path, x=array)
+    found = checkpoint.resume(tmp_path, x=array)["x"]
+    assert (type(found), found.dtype, found.shape) == (np.ndarray, array.dtype, array.shape)
+    assert found.tobytes() == array.tobytes()
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.ones(2).to_sparse(),
+        torch.ones(2, device="meta"),
+        [torch.ones(2)],
+        np.array(["a"]),
+        np.ones(2, ">f4"),
+        np.int64(3),
+        np.ma.masked_array([1]),
+    ],
+    ids=repr,
+)
+def test_tensors_and_arrays_that_cannot_be_saved(tmp_path: pathlib.Path, value: Any) -> None:
+    with pytest.raises(ArgumentError, match=r"x: a .* cannot be saved; expected .* dense tensors and arrays of numbers"):
+        checkpoint.save(tmp_path / "c", x=value)
+    assert not (tmp_path / "c").exists()
+
+
+def test_a_tensor_of_a_checkpoint_that_is_damaged(tmp_path: pathlib.Path) -> None:
+    table = HostEmbedding(4, 2, init="ones", name="table")
+    directory = checkpoint.save(tmp_path, table=table, x=torch.ones(3))
+    table.reset_parameters("zeros")
+    sign(directory, lambda body: body["files"].pop("x.pt"))
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged: x.pt is not in it"):
+        checkpoint.resume(tmp_path, table=table)
+    torch.save({"no": "tensor"}, directory / "x.pt")
+    sign(directory, lambda body: body["files"].update({"x.pt": of_file(directory / "x.pt")}))
+    with pytest.raises(CheckpointError, match=r"x.pt is damaged: it has a dict, expected a dense tensor"):
+        checkpoint.resume(tmp_path, table=table)
+    assert table.read(range(4)).tolist() == [[0, 0]] * 4
+
+
+def of_file(path: pathlib.Path) -> dict[str, Any]:
+    return {"bytes": path.stat().st_size, "crc32": [zlib.crc32(path.read_bytes())]}
 
 
 def test_a_state_that_is_refused_leaves_the_rows_as_they_are(tmp_path: pathlib.Path) -> None:

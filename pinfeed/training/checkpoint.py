@@ -19,10 +19,13 @@ import shutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
+from torch import nn
 
-from ..errors import ArgumentError, CheckpointError, described
+from ..errors import ArgumentError, CheckpointError, StoreError, described
 from ..stores import Store
+from ..tensors import TORCH, to_numpy, to_torch
 from . import manifest, randomness
 from .embedding import HostEmbedding
 from .optimizer import RowOptimizer
@@ -35,6 +38,8 @@ Path = str | os.PathLike[str]
 
 _ASIDE, _GONE = ".writing-", ".removing-"
 _PLAIN = (type(None), bool, int, float, str)
+_RETURNED = ("value", "tensor", "array")
+"""Kinds of objects that resume returns; all others take over what was saved."""
 
 
 def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
@@ -48,7 +53,8 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
         path: A directory, made if it is not there. One process at a time saves there.
         keep: Complete saves that stay, this one included.
         objects: By any names: tables (``HostEmbedding``), ``RowOptimizer`` s, what ``train_rows`` or ``Feeder`` returned, Stores, modules,
-            optimizers, schedulers and everything else with ``state_dict`` and ``load_state_dict``; and plain values.
+            optimizers, schedulers and everything else with ``state_dict`` and ``load_state_dict``; tensors and numpy arrays, each of which
+            is copied first; and plain values.
 
     Raises:
         ArgumentError: Something that cannot be saved.
@@ -101,7 +107,9 @@ def _save(path: pathlib.Path, place: Alone, keep: int, objects: Mapping[str, Any
 
 
 def resume(path: Path, **objects: Any) -> dict[str, Any]:
-    """Let everything go on from the last complete save; returns the plain values that were saved, by name.
+    """Let everything go on from the last complete save; returns the plain values, tensors and arrays that were saved, by name.
+
+    A tensor is returned on the CPU, wherever it was. No tensor or array that is given is changed.
 
     All files are read and checked first; nothing is changed unless all of them are good. Then objects take over their states, and last of
     all tables and stores their rows. No code of a checkpoint is ever run. Where a table is sharded, all ranks resume at once, and as many
@@ -109,7 +117,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
 
     Args:
         path: As given to ``save``.
-        objects: As given to ``save``, by the same names, made as they were made then; plain values may be left out.
+        objects: As given to ``save``, by the same names, made as they were made then; plain values, tensors and arrays may be left out.
 
     Raises:
         CheckpointError: There is none, a file is damaged or missing, or it is of other objects; or an object refuses its state.
@@ -119,6 +127,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
     with place.telling():
         directory, body, entries = _checked(pathlib.Path(path), place, objects)
         states = {name: _load(directory / entry.file) for name, entry in entries.items() if entry.state is not None}
+        values = {name: _value(directory, name, saved) for name, saved in body["objects"].items() if saved["kind"] in _RETURNED}
         random = _load_random(directory / "random.pt")
         place.wait(Word.RESUME)
     for name, state in states.items():
@@ -130,7 +139,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
         for store_name, store in entry.stores.items():
             read_rows(str(directory / store_name), store)
     randomness.restore(random)
-    return {name: entry["value"] for name, entry in body["objects"].items() if entry["kind"] == "value"}
+    return values
 
 
 def _checked(path: pathlib.Path, place: Alone, objects: Mapping[str, Any]) -> tuple[pathlib.Path, dict[str, Any], dict[str, _Entry]]:
@@ -138,8 +147,9 @@ def _checked(path: pathlib.Path, place: Alone, objects: Mapping[str, Any]) -> tu
     directory = _newest(path, place)
     body = manifest.read(directory)
     saved = body["objects"]
-    entries = {name: _entry(name, value) for name, value in objects.items() if not _is_plain(value)}
-    wanted = {name for name, entry in saved.items() if entry["kind"] != "value"}
+    given = {name: _entry(name, value) for name, value in objects.items()}
+    entries = {name: entry for name, entry in given.items() if entry.saved["kind"] not in _RETURNED}
+    wanted = {name for name, entry in saved.items() if entry["kind"] not in _RETURNED}
     if set(entries) != wanted:
         raise CheckpointError(
             f"{directory} has {', '.join(sorted(wanted)) or 'nothing'}; resume was given {', '.join(sorted(entries)) or 'nothing'}"
@@ -151,7 +161,8 @@ def _checked(path: pathlib.Path, place: Alone, objects: Mapping[str, Any]) -> tu
         table.require_idle()
     for name, file in body["files"].items():
         manifest.check_file(directory / name, file)
-    needed = ["random.pt", *(file for entry in entries.values() for file in entry.files)]
+    returned = (f"{name}.pt" for name, entry in saved.items() if entry["kind"] in ("tensor", "array"))
+    needed = ["random.pt", *(file for entry in entries.values() for file in entry.files), *returned]
     if missing := [file for file in needed if file not in body["files"]]:
         raise CheckpointError(f"{directory / manifest.NAME} is damaged: {missing[0]} is not in it")
     for entry in entries.values():
@@ -187,10 +198,18 @@ def check(path: Path) -> dict[str, Any]:
 class _Entry:
     """How one object is saved: its kind, as plain values, the stores whose rows are its, and its state."""
 
-    def __init__(self, name: str, kind: str, stores: Mapping[str, Store], target: Any = None, **more: Any) -> None:
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        stores: Mapping[str, Store],
+        target: Any = None,
+        state: Callable[[], Any] | None = None,
+        **more: Any,
+    ) -> None:
         self.saved = {"kind": kind, "stores": list(stores), **more}
         self.stores, self.file, self._target = stores, f"{name}.pt", target
-        self.state: Callable[[], Any] | None = None if target is None else target.state_dict
+        self.state = state if target is None else target.state_dict
 
     @property
     def files(self) -> list[str]:
@@ -224,9 +243,15 @@ def _entry(name: str, value: Any) -> _Entry:
         return _Entry(name, "state", {}, value)
     if _is_plain(value):
         return _Entry(name, "value", {}, value=value)
+    if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta:
+        # Of a view, torch would save all of the memory that it is a part of.
+        return _Entry(name, "tensor", {}, state=lambda: value.detach().cpu().clone(memory_format=torch.contiguous_format))
+    if type(value) is np.ndarray and value.dtype in TORCH and value.dtype.isnative:
+        return _Entry(name, "array", {}, state=lambda: to_torch(np.array(value, order="C")))
     raise ArgumentError(
-        f"{name}: a {type(value).__name__} cannot be saved; expected tables, Stores, objects with state_dict and load_state_dict, or plain "
-        "values: None, bool, int, float, str, and lists and dicts (with keys that are str) of these"
+        f"{name}: a {type(value).__name__} cannot be saved; expected tables, Stores, objects with state_dict and load_state_dict, dense "
+        "tensors and arrays of numbers (each by a name of its own), or plain values: None, bool, int, float, str, and lists and dicts "
+        "(with keys that are str) of these; of a number of numpy's give item()"
     )
 
 
@@ -271,6 +296,22 @@ def _load(path: pathlib.Path) -> Any:
             return torch.load(file, weights_only=True, map_location="cpu")
     except Exception as error:
         raise CheckpointError(f"{path} cannot be loaded: {described(error)}") from error
+
+
+def _value(directory: pathlib.Path, name: str, saved: Mapping[str, Any]) -> Any:
+    """What resume returns for an object, given how it was saved."""
+    if saved["kind"] == "value":
+        return saved["value"]
+    path = directory / f"{name}.pt"
+    tensor = _load(path)
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+        raise CheckpointError(f"{path} is damaged: it has a {type(tensor).__name__}, expected a dense tensor")
+    if saved["kind"] == "tensor":
+        return tensor
+    try:
+        return to_numpy(tensor, name)
+    except StoreError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
 
 
 def _load_random(path: pathlib.Path) -> Any:
