@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import pinfeed
 from pinfeed import HostEmbedding, RowOptimizer, checkpoint, train_rows
 from pinfeed.dtypes import BFLOAT16
-from pinfeed.errors import ArgumentError, CheckpointError, ClosedError
+from pinfeed.errors import ArgumentError, CheckpointError, ClosedError, StoreError
 
 N, DIM, SAMPLES, SIZE = 40, 6, 60, 7
 
@@ -32,7 +32,7 @@ class Training:
         ids, y = torch.randint(0, N, (SAMPLES, 3)), torch.randn(SAMPLES)
         own = torch.Generator().manual_seed(3) if generator else None
         self.loader = DataLoader(TensorDataset(ids, y), batch_size=SIZE, shuffle=True, generator=own, num_workers=workers)
-        self.table = HostEmbedding(N, DIM, name="words", store=None if path is None else path / "words.npy", overwrite=True)
+        self.table = HostEmbedding(N, DIM, name="words", store=None if path is None else path / "words.npy")
         self.rows = RowOptimizer(torch.optim.Adam, [self.table], lr=0.05, amsgrad=True)
         self.model = nn.Sequential(nn.Dropout(0.3), nn.Linear(DIM, 1))
         self.dense = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
@@ -118,6 +118,7 @@ def test_worker_processes(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_table_in_a_file_goes_back_to_where_it_was_saved(tmp_path: pathlib.Path) -> None:
+    """The program that resumes is the one that began: it makes the same table, with the same path."""
     whole = Training().run(2)
     saved = Training(path=tmp_path).run(1, save_at=4, path=tmp_path / "checkpoint")  # goes on training the file after the save
     resumed = Training(path=tmp_path)
@@ -126,6 +127,39 @@ def test_a_table_in_a_file_goes_back_to_where_it_was_saved(tmp_path: pathlib.Pat
     for training in (saved, resumed):
         training.table.close()
         training.rows.close()
+
+
+def test_files_of_a_run_that_is_not_resumed_are_neither_used_nor_changed(tmp_path: pathlib.Path) -> None:
+    before = Training(path=tmp_path).run(1)
+    checkpoint.save(tmp_path / "checkpoint", **before.parts)
+    before.table.close()
+    before.rows.close()
+    contents = {path.name: path.read_bytes() for path in tmp_path.glob("*.npy")}
+    assert len(contents) == 4
+    again = Training(path=tmp_path)
+    told = r"words\.npy was there already when words was made, .*; expected checkpoint\.resume .* overwrite=True to begin anew"
+    uses: list[Callable[[], object]] = [
+        lambda: again.run(1),
+        lambda: again.table.read([0]),
+        lambda: again.table.eval()(torch.tensor([0])),
+        lambda: again.table.export(tmp_path / "export"),
+        lambda: again.table.to_embedding(),
+        lambda: again.table.reset_parameters("ones"),
+        lambda: checkpoint.save(tmp_path / "checkpoint", **again.parts),
+    ]
+    for use in uses:
+        with pytest.raises(StoreError, match=told):
+            use()
+    with pytest.raises(CheckpointError, match="no complete checkpoint"):
+        checkpoint.resume(tmp_path / "nowhere", **again.parts)
+    with pytest.raises(StoreError, match=told):
+        again.run(1)
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.npy")} == contents
+    assert sorted(os.listdir(tmp_path / "checkpoint")) == ["00000001"]
+    checkpoint.resume(tmp_path / "checkpoint", **again.parts)
+    assert_equal(again.run(2), Training().run(2))
+    again.table.close()
+    again.rows.close()
 
 
 def test_only_the_last_saves_are_kept(tmp_path: pathlib.Path) -> None:

@@ -131,9 +131,19 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     want = np.zeros((N, DIM), np.float32)
     want[[3, 7]] -= np.float32(0.1)
     np.testing.assert_array_equal(np.load(path), want)
-    with pytest.raises(errors.StoreError, match=r"users\.npy"):
-        HostEmbedding(N, DIM, store=path)
+    for other in (HostEmbedding, lambda *shape, **more: HostEmbedding(*shape, dtype=torch.bfloat16, **more)):
+        with pytest.raises(
+            errors.StoreError, match=r"users\.npy is there already, and is no \.npy file of shape .*; expected another path"
+        ):
+            other(N, 3 if other is HostEmbedding else DIM, store=path)
+    found = HostEmbedding(N, DIM, store=path)
+    with pytest.raises(errors.StoreError, match=r"users\.npy was there already .* overwrite=True to begin anew, HostEmbedding.from_pre"):
+        found.read([0])
+    found.close()
     np.testing.assert_array_equal(np.load(path), want)
+    again = HostEmbedding.from_pretrained(path)
+    assert again.read([3]).tolist() == want[[3]].tolist()
+    again.close()
     HostEmbedding(N, 3, store=str(path), overwrite=True, init="ones").close()
     np.testing.assert_array_equal(np.load(path), np.ones((N, 3), np.float32))
 

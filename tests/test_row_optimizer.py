@@ -489,8 +489,18 @@ def test_state_of_a_file_is_beside_it(tmp_path: Path) -> None:
     assert np.load(tmp_path / "users.exp_avg.npy").any(1).nonzero()[0].tolist() == seen
     (tmp_path / "users.exp_avg.npy").unlink()
     other = HostEmbedding(N, DIM, store=tmp_path / "items.npy")
-    with pytest.raises(errors.StoreError, match=r"users\.exp_avg_sq\.npy"):
+    content = (tmp_path / "users.exp_avg_sq.npy").read_bytes()
+    again = RowOptimizer(Adam, [other, table])
+    with pytest.raises(errors.StoreError, match=r"users\.exp_avg_sq\.npy was there already when the optimizer was made"):
+        next(iter(train_rows(batches(), {table: itself}, optimizer=again)))
+    again.close()
+    assert (tmp_path / "users.exp_avg_sq.npy").read_bytes() == content
+    for name in ("items.exp_avg", "items.exp_avg_sq", "users.exp_avg", "users.exp_avg_sq"):
+        (tmp_path / f"{name}.npy").unlink()
+    np.save(tmp_path / "users.exp_avg_sq.npy", np.ones(3))
+    with pytest.raises(errors.StoreError, match=r"users\.exp_avg_sq\.npy is there already, and is no \.npy file of shape"):
         RowOptimizer(Adam, [other, table])
+    assert np.load(tmp_path / "users.exp_avg_sq.npy").tolist() == [1, 1, 1]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["items.npy", "users.exp_avg_sq.npy", "users.npy"]
     other.close()
     table.close()
@@ -517,8 +527,8 @@ def test_mistakes_are_told_apart(tmp_path: Path) -> None:
     with pytest.raises(errors.ArgumentError, match=r"table: ids at 'usr' of a batch that has keys 'user'; expected the key of its ids"):
         list(train_rows([{"user": torch.arange(3)}], {table: "usr"}, device="cpu"))
     RowOptimizer(torch.optim.Adam, [table]).close()
-    with pytest.raises(
-        errors.StoreError, match=r"state 'exp_avg' of table: .*table.exp_avg.npy is there already; give the table overwrite=True"
-    ):
-        RowOptimizer(torch.optim.Adam, [table])
+    found = RowOptimizer(torch.optim.Adam, [table])
+    with pytest.raises(errors.StoreError, match=r"state 'exp_avg' of table: .*table.exp_avg.npy; .* or give the table overwrite=True"):
+        iter(train_rows([torch.arange(3)], {table: itself}, optimizer=found))
+    found.close()
     table.close()

@@ -651,23 +651,26 @@ def test_rows_are_not_read_by_a_reader() -> None:
 
 
 # ---- checkpoints -----------------------------------------------------------------------------------------------------------
-def saved(ranks: RankThreads, rank: int, path: Path, stop: int, *, going_on: bool = False, keep: int = 1) -> torch.Tensor:
+def saved(
+    ranks: RankThreads, rank: int, path: Path, stop: int, *, going_on: bool = False, keep: int = 1, store: Path | None = None
+) -> torch.Tensor:
     """Train up to batch ``stop``, save in its body, and leave; the whole table."""
-    table = ShardedEmbedding(N, 2, process_group=ranks.peers[rank], init="ones", name="table")
+    table = ShardedEmbedding(N, 2, process_group=ranks.peers[rank], init="ones", name="table", store=store)
     optimizer = RowOptimizer(ADAM, [table], lr=0.1)
     loop = train_rows([batch[rank] for batch in BATCHES], {table: lambda ids: ids}, optimizer=optimizer, device="cpu")
     things = {"table": table, "optimizer": optimizer, "loop": loop}
-    if going_on:
-        checkpoint.resume(path, **things)
-    with contextlib.closing(loop):
-        for ids in loop:
-            table(ids).pow(2).sum().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            if loop.state_dict()["batch"] == stop:
-                checkpoint.save(path, keep=keep, **things)
-                break
-    return table.read(range(N))
+    with contextlib.closing(table), contextlib.closing(optimizer):
+        if going_on:
+            checkpoint.resume(path, **things)
+        with contextlib.closing(loop):
+            for ids in loop:
+                table(ids).pow(2).sum().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                if loop.state_dict()["batch"] == stop:
+                    checkpoint.save(path, keep=keep, **things)
+                    break
+        return table.read(range(N))
 
 
 def test_a_run_goes_on_where_all_ranks_were(tmp_path: Path) -> None:
@@ -681,6 +684,31 @@ def test_a_run_goes_on_where_all_ranks_were(tmp_path: Path) -> None:
     assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("parts/*/*")) == [
         f"parts/{rank}-of-2/00000002" for rank in (0, 1)
     ]
+
+
+def test_a_table_in_files_of_the_ranks_is_resumed_by_the_program_that_began(tmp_path: Path) -> None:
+    ranks, store = RankThreads(2), tmp_path / "users.npy"
+    want = ranks.run(lambda rank: saved(ranks, rank, tmp_path / "whole", 6))
+    ranks.run(lambda rank: saved(ranks, rank, tmp_path / "parts", 2, store=store))
+    for path in tmp_path.glob("users.1-of-2.*"):
+        path.unlink()  # rank 1 has lost its files
+    first, second = ranks.run(lambda rank: saved(ranks, rank, tmp_path / "parts", 6, store=store))
+    assert isinstance(first, StoreError)
+    assert "users.0-of-2.npy was there already when table was made" in str(first)
+    assert isinstance(second, RankError)
+    assert "rank 0: failed (StoreError" in str(second)
+    got = ranks.run(lambda rank: saved(ranks, rank, tmp_path / "parts", 6, going_on=True, store=store))
+    assert torch.equal(got[0], want[0])
+
+
+def test_a_file_that_was_there_is_not_filled_from_a_whole_table(tmp_path: Path) -> None:
+    ranks, store = RankThreads(1), tmp_path / "users.npy"
+    for value in (1, 2):
+        whole = torch.full((N, 2), float(value))
+        table = ShardedEmbedding.from_pretrained(whole, process_group=ranks.peers[0], store=store)
+        assert table.awaits_resume == (value == 2)
+        table.close()
+    assert (np.load(tmp_path / "users.0-of-1.npy") == 1).all()
 
 
 def test_a_save_that_one_rank_has_not(tmp_path: Path) -> None:

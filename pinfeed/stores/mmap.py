@@ -27,7 +27,7 @@ from ..rows import Rows
 from . import aio
 from .base import Array, shape_to_make, whole_numbers
 from .extent import Extent, require_regular
-from .npy import create, read_header
+from .npy import create, holds, read_header
 from .remote import has_protocol
 from .shard import Shard, inode_of
 from .sharded import ShardedStore, bytes_of
@@ -258,6 +258,21 @@ class MmapStore(ShardedStore[Shard]):
         with self._lock:
             if self._dirty.get(number) == count:  # else it was written again meanwhile
                 del self._dirty[number]
+
+
+def open_created(path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> MmapStore:
+    """Open for writing a file that ``MmapStore.create`` made with this shape and dtype.
+
+    Raises:
+        StoreError: If the file is another one, or is truncated.
+    """
+    items, name = dtype_of(dtype, "dtype"), _local(path)
+    if not holds(name, shape, items):
+        raise StoreError(
+            f"{name} is there already, and is no .npy file of shape {shape}, {items}; expected another path, or overwrite=True to "
+            "replace the file"
+        )
+    return MmapStore(name, mode="r+", dtype=items)
 
 
 def _raw_extent(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: int) -> Extent:

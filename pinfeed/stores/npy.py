@@ -98,6 +98,18 @@ def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite
         raise
 
 
+def holds(path: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> bool:
+    """Return whether a file begins as ``create`` makes one of this shape and dtype."""
+    try:
+        require_regular(path)
+        with open(path, "rb") as file:
+            header = parse_header(path, file)
+    except (StoreError, OSError):
+        return False
+    descr = np.lib.format.dtype_to_descr
+    return (header.shape, header.fortran, descr(header.dtype)) == (shape, False, descr(dtype))
+
+
 def strange(path: str, start: bytes) -> str:
     """What a file may be that begins so, if it is none of .npy, and what to do with it."""
     if not start:

@@ -58,6 +58,7 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
 
     Raises:
         ArgumentError: Something that cannot be saved.
+        StoreError: If a table or its optimizer's state is in a file that was there already, and was not resumed.
         OSError: What the file system says; the save before this one is as it was.
     """
     if keep < 1:
@@ -75,6 +76,9 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
 
 def _save(path: pathlib.Path, place: Alone, keep: int, objects: Mapping[str, Any]) -> pathlib.Path:
     entries = {name: _entry(name, value) for name, value in objects.items()}
+    for value in objects.values():
+        if isinstance(value, (HostEmbedding, RowOptimizer)):
+            value.require_resumed()
     root = place.part(path)
     root.mkdir(parents=True, exist_ok=True)
     for parent in {path.parent, root.parent}:
@@ -138,6 +142,9 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
     for entry in entries.values():
         for store_name, store in entry.stores.items():
             read_rows(str(directory / store_name), store)
+    for value in objects.values():
+        if isinstance(value, (HostEmbedding, RowOptimizer)):
+            value.awaits_resume = False
     randomness.restore(random)
     return values
 

@@ -21,6 +21,7 @@ from ..errors import ArgumentError, ClosedError, RowIndexError, StoreError
 from ..rows import Rows
 from ..stores import ArrayStore, MmapStore, PinnedStore, Store
 from ..stores.base import shape_to_make
+from ..stores.mmap import open_created
 from ..stores.pinned import Pin
 from ..tensors import NUMPY, TORCH, to_torch
 from .rowfile import Gathered, write_rows
@@ -130,15 +131,17 @@ class HostEmbedding(nn.Module):
             that is given as it is, and is ``"normal"`` for others.
         dtype: Of the table; torch's default if None.
         store: Where the rows are: a path of a .npy file that is created, or a Store of shape (num_embeddings, embedding_dim); None for
-            memory.
+            memory. A file of the same shape and dtype that is there already stays as it is, and can be used when ``checkpoint.resume`` has
+            replaced its rows: so a run is resumed by the program that began it.
         pin: For memory: as in ``PinnedStore``.
-        overwrite: Whether a file that is there may be replaced.
+        overwrite: Whether a file that is there is replaced by a new one at once.
         name: What errors and checkpoints call it.
 
     Raises:
         ArgumentError: Sizes or an initialiser that cannot be.
-        StoreError: A store of another shape, a dtype that is not floating point, a file that is there already, or more bytes than
-            memory or a file can have.
+        StoreError: A store of another shape, a dtype that is not floating point, another file that is there already, or more bytes
+            than memory or a file can have. If the rows of a file that was there already are used before ``checkpoint.resume`` has
+            replaced them.
     """
 
     def __init__(
@@ -166,8 +169,11 @@ class HostEmbedding(nn.Module):
         shape, self.overwrite, self.trainable = (self._n_own_rows(), self.embedding_dim), overwrite, True
         self._block: Block | None = None
         self._lender: Lender | None = None
+        self.awaits_resume = False
+        """Whether the rows are those of a file that was there already, and ``checkpoint.resume`` has not replaced them yet."""
         self._store, self._owned = self._opened(store, shape, dtype, pin)
-        if (init is not None and not self._owned) or (self._owned and init not in ("zeros", "zeros_")):  # new memory and files are zeros
+        is_to_fill = init not in ("zeros", "zeros_") if self._owned else init is not None  # new memory and files are zeros
+        if is_to_fill and not self.awaits_resume:
             try:
                 self._fill(fill)
             except BaseException:
@@ -257,9 +263,11 @@ class HostEmbedding(nn.Module):
         Raises:
             RowIndexError: An id is out of range.
             ClosedError: A loop in another thread has rows of the table under way.
+            StoreError: If the table is in a file that was there already, and was not resumed.
         """
         array = np.asarray(ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids)
         rows = check_rows(array.reshape(-1), self.num_embeddings, self.name)
+        self.require_resumed()
         self.land()
         return to_torch(self._gathered(rows)).view(*array.shape, self.embedding_dim)
 
@@ -286,13 +294,29 @@ class HostEmbedding(nn.Module):
                 f"a loop over rows of {self.name} is running; end it first: leave its body, or close() what train_rows returned"
             )
 
+    def require_resumed(self) -> None:
+        """Check that the rows are those of this run.
+
+        Raises:
+            StoreError: If they are in a file that was there before the table, and ``checkpoint.resume`` has not replaced them.
+        """
+        if self.awaits_resume and isinstance(self._store, MmapStore):
+            path = self._store.paths[0]
+            raise StoreError(
+                f"{path} was there already when {self.name} was made, and is as it was; expected checkpoint.resume with this table "
+                "before it is used, which replaces the rows; or give "
+                f"overwrite=True to begin anew, HostEmbedding.from_pretrained({path!r}, freeze=False) to train the rows that are there, or "
+                "another path"
+            )
+
     def export(self, path: Path) -> None:
         """Save the table as a .npy file, as ``numpy.save`` would, piece by piece; the file is there whole, or as it was.
 
         Raises:
             OSError: What the file system says.
-            StoreError: It is the table's own file, which has the rows when a loop has ended.
+            StoreError: It is the table's own file, which has the rows when a loop has ended; or this file was not resumed.
         """
+        self.require_resumed()
         self.land()
         if isinstance(self._store, MmapStore) and os.path.exists(path) and any(os.path.samefile(path, own) for own in self._store.paths):
             raise StoreError(f"export to {os.fspath(path)!r}, which is {self.name}'s own file and has its rows; expected another path")
@@ -325,8 +349,10 @@ class HostEmbedding(nn.Module):
 
         Raises:
             ClosedError: A loop lends its rows.
+            StoreError: If the table is in a file that was there already, and was not resumed.
         """
         self.require_idle()
+        self.require_resumed()
         self._fill(_initialiser(init))
 
     def close(self) -> None:
@@ -414,6 +440,9 @@ class HostEmbedding(nn.Module):
         if store is None:
             return PinnedStore.empty(shape, wanted, pin=pin), True
         if isinstance(store, (str, os.PathLike)):
+            self.awaits_resume = os.path.lexists(store) and not self.overwrite
+            if self.awaits_resume:
+                return open_created(store, shape, wanted), True
             return MmapStore.create(store, shape, wanted, overwrite=self.overwrite), True
         if (store.n_rows, *store.row_shape) != shape:
             raise StoreError(f"{self.name}: a store of shape {(store.n_rows, *store.row_shape)}; expected {shape}")

@@ -16,6 +16,7 @@ from torch import nn
 
 from ..errors import ArgumentError, StoreError
 from ..stores import MmapStore, PinnedStore, Store
+from ..stores.mmap import open_created
 from ..tensors import NUMPY, TORCH
 from .embedding import HostEmbedding, pieces
 from .rowstate import RowState, StateLayout, discover, sparse_rows
@@ -72,12 +73,13 @@ class RowOptimizer(torch.optim.Optimizer):
         optimizer_class: A class of ``torch.optim``, or one like these.
         tables: ``HostEmbedding`` s, or parameter groups: ``[{"params": [users], "lr": 0.1}, {"params": [items]}]``.
         state: Where row-wise state is kept: a function of table, key, shape and dtype. By default beside the table: in the same kind of
-            memory, or for ``users.npy`` in ``users.exp_avg.npy`` and so on.
+            memory, or for ``users.npy`` in ``users.exp_avg.npy`` and so on. As for tables, such a file that is there already stays as it
+            is, and can be used when ``checkpoint.resume`` has replaced what is in it.
         options: Of ``optimizer_class``.
 
     Raises:
         ArgumentError: No tables, frozen ones, one that is there twice, or an optimizer that cannot train rows.
-        StoreError: A store of another shape or dtype, or a file that is there already.
+        StoreError: A store of another shape or dtype, or another file that is there already.
     """
 
     def __init__(
@@ -92,13 +94,16 @@ class RowOptimizer(torch.optim.Optimizer):
         for table in (table for group in groups for table in group["params"]):
             _check_table(table)
         found = {table: discover(optimizer_class, options, *_kind(table), _own(group)) for group in groups for table in group["params"]}
+        self._found: list[str] = []
         with contextlib.ExitStack() as undo:
-            stores = {table: _stores(table, layout, state or _beside, undo) for table, layout in found.items()}
+            stores = {table: _stores(table, layout, state or _beside, undo, self._found) for table, layout in found.items()}
             self.tables = {table: TableState(table, layout, stores[table]) for table, layout in found.items()}
             self.inner: torch.optim.Optimizer = optimizer_class(
                 [{**group, "params": [self.tables[table].weight for table in group["params"]]} for group in groups], **options
             )
             undo.pop_all()
+        self.awaits_resume = bool(self._found)
+        """Whether state is in files that were there already, and ``checkpoint.resume`` has not replaced it yet."""
         super().__init__([nn.Parameter(torch.empty(0, device="cpu"))], self.inner.defaults)
         self.param_groups, self.state = self.inner.param_groups, self.inner.state
 
@@ -149,6 +154,19 @@ class RowOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
         for state in self.tables.values():
             state.unapplied = state.left_behind = False
+
+    def require_resumed(self) -> None:
+        """Check that the row-wise state is that of this run.
+
+        Raises:
+            StoreError: If some is in files that were there before the optimizer, and ``checkpoint.resume`` has not replaced it.
+        """
+        if self.awaits_resume:
+            raise StoreError(
+                f"{'; '.join(self._found)} was there already when the optimizer was made, and is as it was; expected checkpoint.resume "
+                "with this optimizer before it is used, which replaces the state; or give the table overwrite=True to begin anew, remove "
+                "the file, or give state=a function that opens it: MmapStore(..., mode='r+')"
+            )
 
     def parameters(self) -> list[nn.Parameter]:
         """The rows of the batch that is lent, table by table: for gradient clipping, and the like."""
@@ -337,11 +355,25 @@ def _kind(table: HostEmbedding) -> tuple[int, torch.dtype]:
     return table.embedding_dim, TORCH[np.dtype(table.store.dtype)]
 
 
-def _stores(table: HostEmbedding, layout: StateLayout, make: StateStore, undo: contextlib.ExitStack) -> list[Store]:
-    """A store for each row-wise state, with what a row begins with; ``undo`` removes the files that were made."""
-    stores = []
+def _stores(table: HostEmbedding, layout: StateLayout, make: StateStore, undo: contextlib.ExitStack, found: list[str]) -> list[Store]:
+    """A store for each row-wise state, with what a row begins with.
+
+    Args:
+        table: The table.
+        layout: What there is.
+        make: Makes a store.
+        undo: Removes the files that were made.
+        found: Descriptions of the files that were there already are added; they stay as they are.
+    """
+    stores: list[Store] = []
     for row in layout.rows:
         shape = (table.store.n_rows, *row.row_shape)
+        path = _path_beside(table, row.key) if make is _beside else None
+        if path is not None and os.path.lexists(path) and not table.overwrite:
+            stores.append(open_created(path, shape, row.dtype))
+            undo.callback(stores[-1].close)
+            found.append(f"state {row.key!r} of {table.name}: {path}")
+            continue
         store = make(table, row.key, shape, row.dtype)
         if make is _beside:
             undo.callback(_remove, store)
@@ -377,14 +409,15 @@ def _begin(store: Store, row: RowState, weights: Store) -> None:
 
 def _beside(table: HostEmbedding, key: str, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Store:
     """A store of zeros of the kind that the table's is."""
-    store = table.store
-    if isinstance(store, MmapStore):
-        path = pathlib.Path(store.paths[0])
-        beside = path.with_name(f"{path.stem}.{key}.npy")
-        if beside.exists() and not table.overwrite:
-            raise StoreError(
-                f"state {key!r} of {table.name}: {beside} is there already; give the table overwrite=True to begin anew (what a checkpoint "
-                "has is brought by resume), or state=a function that opens it: MmapStore(..., mode='r+')"
-            )
+    store, beside = table.store, _path_beside(table, key)
+    if beside is not None:
         return MmapStore.create(beside, shape, dtype, overwrite=table.overwrite)
     return PinnedStore.zeros(shape, dtype, pin=isinstance(store, PinnedStore) and store.page_locked)
+
+
+def _path_beside(table: HostEmbedding, key: str) -> pathlib.Path | None:
+    """The file for state of a table that is in a file; None for one that is in memory."""
+    if not isinstance(table.store, MmapStore):
+        return None
+    path = pathlib.Path(table.store.paths[0])
+    return path.with_name(f"{path.stem}.{key}.npy")

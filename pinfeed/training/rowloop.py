@@ -133,7 +133,11 @@ class RowLoop(LoaderFeeder):
 
         Raises:
             ClosedError: This is closed, or another loop over it or over one of its tables runs.
+            StoreError: If a table or its optimizer's state is in a file that was there already, and was not resumed.
         """
+        with self._rows.telling():
+            for lent in self._tables:
+                lent.require_resumed()
         for lent in self._tables:
             lent.table.require_idle()  # and again when it begins: two may be made before either does
         loans = cast("Generator[Loan, None, None]", self._loop.run(lambda loan: loan, begin=self._begin))
@@ -327,6 +331,12 @@ class _Lent:
         state = optimizer.tables[table] if optimizer is not None else None
         self.names = ["weight", *([row.key for row in state.layout.rows] if state is not None else [])]
         self.stores = [table.store, *(state.stores if state is not None else [])]
+
+    def require_resumed(self) -> None:
+        """Check that the rows and their state are those of this run."""
+        self.table.require_resumed()
+        if self.optimizer is not None:
+            self.optimizer.require_resumed()
 
     def begin(self, loop: RowLoop) -> None:
         """The loop begins; no other one may lend the table's rows now."""

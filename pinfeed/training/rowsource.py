@@ -127,6 +127,10 @@ class RowsOfTables(LoaderSource):
         """Since this was made."""
         return Exchanged()
 
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        """Consumer. Around what may fail before a loop begins."""
+        return contextlib.nullcontext()
+
     def taken(self) -> contextlib.AbstractContextManager[None]:
         """Consumer. Around a loop and its readers."""
         return contextlib.nullcontext()

@@ -74,6 +74,9 @@ class ShardedSource(RowsOfTables):
         sent = self._peers.loop.sent + self._peers.ahead.sent - self._sent
         return Exchanged(sent["ids"], sent["rows"], sent["late rows"], sent["gradients"], sent["words"] + sent["marks"])
 
+    def telling(self) -> contextlib.AbstractContextManager[None]:
+        return self._peers.loop.telling()
+
     @contextlib.contextmanager
     def taken(self) -> Iterator[None]:
         peers, thread = self._peers, threading.get_ident()

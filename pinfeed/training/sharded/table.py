@@ -93,7 +93,8 @@ class ShardedEmbedding(HostEmbedding):
                 raise StoreError(f"embeddings of shape {(whole.n_rows, *whole.row_shape)}; expected (num_embeddings, embedding_dim)")
             dtype = TORCH[np.dtype(whole.dtype)]
             table = cls(whole.n_rows, whole.row_shape[0], init="zeros", dtype=dtype, name=name, **options)
-            for start, stop in pieces(whole):
+            # A file that was there already gets its rows from a checkpoint.
+            for start, stop in [] if table.awaits_resume else pieces(whole):
                 rows = table.owners.own(table.peers.rank, start, stop)
                 values = np.empty((len(rows), *whole.row_shape), whole.dtype)
                 whole.gather(rows, values)
@@ -131,6 +132,7 @@ class ShardedEmbedding(HostEmbedding):
         """
         self.land()
         with self.peers.loop.telling():
+            self.require_resumed()
             if self.peers.rank == 0:
                 super().export(path)
             else:
