@@ -47,11 +47,26 @@ def human(nbytes: float) -> str:
     """Bytes as people read them: ``1.5 GiB``."""
     if nbytes < 0:
         return f"-{human(-nbytes)}"
-    for unit in ("B", "KiB", "MiB"):
-        if nbytes < 1024:
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.1f} {unit}"
+    if round(nbytes) < 1024:
+        return f"{nbytes:.0f} B"
+    for unit in ("KiB", "MiB", "GiB", "TiB"):
         nbytes /= 1024
-    return f"{nbytes:.1f} GiB"
+        # The number as it is printed decides: 1023.96 MiB would read "1024.0 MiB".
+        if round(nbytes, 1) < 1024:
+            return f"{nbytes:.1f} {unit}"
+    return f"{nbytes / 1024:,.1f} PiB"
+
+
+def human_rate(bytes_per_s: float) -> str:
+    """Bytes per second as people read them, with three digits: ``1.25 GB/s``, which is 1.25e9 bytes per second."""
+    number, unit = bytes_per_s, "B/s"
+    for larger in ("KB/s", "MB/s", "GB/s"):
+        if round(number) < 1000:
+            break
+        number, unit = number / 1000, larger
+    if unit == "B/s" or number >= 99.95:
+        return f"{number:,.0f} {unit}"
+    return f"{number:.1f} {unit}" if number >= 9.995 else f"{number:.2f} {unit}"
 
 
 @dataclass(frozen=True)

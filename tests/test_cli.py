@@ -19,7 +19,7 @@ from click.testing import CliRunner, Result
 import pinfeed
 from pinfeed import Config, Feeder, GiB, KiB, MiB, MmapStore, rows
 from pinfeed.cli import bench, ceilings, disk, options
-from pinfeed.cli.advice import Ceilings, Data, advise
+from pinfeed.cli.advice import Ceilings, Data, advise, spelled
 from pinfeed.cli.cache import cached_share, drop, read_through
 from pinfeed.cli.command import main, reporting
 from pinfeed.cli.inspection import look
@@ -614,6 +614,14 @@ def test_whether_it_helps(nbytes: int, gpu: str, helps: str, said: str) -> None:
     advice = advise(data, RATES, free_host=GiB(500), gpu=gpu, free_gpu=GiB(100) if gpu else 0)
     assert advice.helps == helps
     assert said in " ".join(advice.why)
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [(12_345.6, "12,346 ms"), (9.96, "10 ms"), (9.94, "9.9 ms"), (0.01234, "0.012 ms"), (0.0000123, "less than 0.001 ms")],
+)
+def test_milliseconds_as_people_read_them(ms: float, text: str) -> None:
+    assert spelled(ms) == text
 
 
 def test_times_of_a_batch() -> None:

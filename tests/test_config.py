@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pinfeed import Config, GiB, KiB, MiB
-from pinfeed.config import Demand, Plan, check_depth, human, plan_items
+from pinfeed.config import Demand, Plan, check_depth, human, human_rate, plan_items
 from pinfeed.errors import ArgumentError, BudgetError
 
 FREE = GiB(1000)  # more than any limit here
@@ -292,11 +292,42 @@ def test_units() -> None:
         (1536, "1.5 KiB"),
         (MiB(1), "1.0 MiB"),
         (GiB(1.5), "1.5 GiB"),
-        (GiB(5000), "5000.0 GiB"),
+        (GiB(5000), "4.9 TiB"),
+        (GiB(3814.7), "3.7 TiB"),
+        (GiB(3 << 20), "3.0 PiB"),
+        (GiB(5000 << 20), "5,000.0 PiB"),
+        (MiB(1) - 1, "1.0 MiB"),
+        (MiB(1023.96), "1.0 GiB"),
+        (MiB(1023.94), "1023.9 MiB"),
+        (GiB(1) - 1, "1.0 GiB"),
+        (1023.7, "1.0 KiB"),
+        (-MiB(1023.96), "-1.0 GiB"),
     ],
 )
 def test_bytes_as_people_read_them(nbytes: int, text: str) -> None:
     assert human(nbytes) == text
+
+
+@pytest.mark.parametrize(
+    ("bytes_per_s", "text"),
+    [
+        (0, "0 B/s"),
+        (999.4, "999 B/s"),
+        (999.6, "1.00 KB/s"),
+        (4_100, "4.10 KB/s"),
+        (850_000, "850 KB/s"),
+        (999_499_000, "999 MB/s"),
+        (999_600_000, "1.00 GB/s"),
+        (2.4e6, "2.40 MB/s"),
+        (1.25e9, "1.25 GB/s"),
+        (9.996e9, "10.0 GB/s"),
+        (33e9, "33.0 GB/s"),
+        (99.96e9, "100 GB/s"),
+        (4_800e9, "4,800 GB/s"),
+    ],
+)
+def test_rates_as_people_read_them(bytes_per_s: float, text: str) -> None:
+    assert human_rate(bytes_per_s) == text
 
 
 def test_a_plan_in_words() -> None:

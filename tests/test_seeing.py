@@ -563,6 +563,11 @@ def test_a_loop_that_starves_is_warned_of_once(waits: list[float], works_s: floa
     assert all("feed it" in record.getMessage() for record in caplog.records)
 
 
+def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
+    found = Totals(batches=1, rows=8, bytes=8, seconds=50.0, wait_s=40.0, starved_s=40.0, read_s=12.3456, depth=2)
+    assert "(8 B) takes 12,346 ms to read" in explanation(found, lambda share: "")
+
+
 def test_short_loops_are_judged_together(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
     meter = Meter(now=clock)
@@ -645,9 +650,9 @@ def test_a_bar_shows_rates_of_late() -> None:
     counted = Totals(batches=4, rows=40_000, bytes=3 * 10**9, seconds=5.0, wait_s=1.5, starved_s=1.5)
     assert bar.format_dict["postfix"] == "13k rows/s, 1.00 GB/s, waited 50%"
     counted = Totals(batches=8, rows=41_000, bytes=3 * 10**9, seconds=6.0, wait_s=1.5, starved_s=1.5)
-    assert bar.format_dict["postfix"] == "1,000 rows/s, 0.00 GB/s, waited 0%"
+    assert bar.format_dict["postfix"] == "1,000 rows/s, 0 B/s, waited 0%"
     counted = Totals(batches=9, rows=42_000, bytes=3 * 10**9, seconds=6.5, wait_s=2.0, starved_s=2.0)
-    assert bar.format_dict["postfix"] == "1,000 rows/s, 0.00 GB/s, waited 0%"  # so little time tells nothing
+    assert bar.format_dict["postfix"] == "1,000 rows/s, 0 B/s, waited 0%"  # so little time tells nothing
     bar.close()
 
 

@@ -81,7 +81,9 @@ def advise(data: Data, ceilings: Ceilings, *, free_host: int, gpu: str, free_gpu
 
 def spelled(ms: float) -> str:
     """Milliseconds in words."""
-    return f"{ms:,.0f} ms" if ms >= 10 else f"{ms:.2g} ms"
+    if ms >= 9.95:
+        return f"{ms:,.0f} ms"
+    return f"{ms:.2g} ms" if ms >= 0.001 else "less than 0.001 ms"
 
 
 def _on_the_gpu(size: str, free_gpu: int) -> str:

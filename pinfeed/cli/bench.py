@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from ..batches import OrderBatches
-from ..config import human
+from ..config import human, human_rate
 from ..devices import resolve
 from ..errors import ArgumentError
 from ..feeder import Feeder
@@ -250,13 +250,13 @@ def _report(trial: Trial, order_name: str, ceilings: dict[str, float], timings: 
         "contestants": [_values(timing, timings[0]) for timing in timings],
     }
     head = f"batches of {size:,} rows ({human(size * store.row_nbytes)}), {order_name}, on {trial.device}"
-    columns = ("rows/s", "1st epoch", "later", "GB/s", "of best", "x")
+    columns = ("rows/s", "1st epoch", "later", "rate", "best", "x")
     shown = table([_columns(timing, timings[0], best) for timing in timings], columns, "lrrrrr")
     failures = [f"{timing.name}: {timing.problem}" for timing in timings if timing.problem and timing.equal]
-    reached = ", ".join(f"{what} {rate:.2f} GB/s" for what, rate in ceilings.items())
+    reached = ", ".join(f"{what} {human_rate(1e9 * rate)}" for what, rate in ceilings.items())
     parts = {
         wrapped(described(store), rest="  "): "\n".join(wrapped(text, "  ", "  ") for text in (head, trial.page_cache)),
-        shown: "\n".join(map(wrapped, (f"x: how many times as fast pinfeed is; best: {reached}", *failures))),
+        shown: "\n".join(map(wrapped, (f"x: how many times as fast pinfeed is; best: the share of {reached}", *failures))),
     }
     findings = tuple(f"{timing.name}: {timing.problem}" for timing in timings if not timing.equal)
     return Report(values, f"{sections(parts)}\n\n{wrapped(_verdict(timings))}".rstrip(), findings)
@@ -278,7 +278,7 @@ def _columns(timing: Timing, ours: Timing, best: float) -> tuple[str, ...]:
         return timing.name, "failed", "", "", "", ""
     rates = (f"{rate.rows_per_s:,.0f}" if rate else "" for rate in (timing.first, timing.later))
     ratio = _ratio(timing, ours)
-    reached = f"{timing.rate.gb_per_s:.2f}", f"{timing.rate.gb_per_s / best:.0%}"
+    reached = human_rate(1e9 * timing.rate.gb_per_s), f"{timing.rate.gb_per_s / best:.0%}"
     return timing.name, *rates, *reached, "" if ratio is None else f"{ratio:.2f}"
 
 

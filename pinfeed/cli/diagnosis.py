@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..config import human
+from ..config import human, human_rate
 from .advice import Advice, Ceilings, Data, spelled
 from .disk import Disk
 from .machine import Gpu, Host, Package, install_line, limit_values
@@ -107,13 +107,14 @@ class Diagnosis:
         return facts(pairs)
 
     def _rates(self) -> str:
-        rows = [("copy in memory", f"{self.ceilings.memory:.1f}")]
+        rows = [("copy in memory", human_rate(1e9 * self.ceilings.memory))]
         if self.disk is not None:
-            rows.append(("disk, in sequence", f"{self.disk.sequential:.2f}"))
+            rows.append(("disk, in sequence", human_rate(1e9 * self.disk.sequential)))
             if self.disk.random is not None:
-                rows.append((f"disk, rows of {human(self.disk.row_nbytes)} at random", f"{self.disk.random:.2f}"))
-        rows += [(_WAYS[way], f"{rate:.1f}") for way, rate in self.link.items()]
-        return f"{table(rows, ('', 'GB/s'), 'lr')}\n{wrapped(str(self.disk) if self.disk else self.disk_problem)}"
+                name = f"disk, rows of {human(self.disk.row_nbytes)} at random"
+                rows.append((name, human_rate(1e9 * self.disk.random)))
+        rows += [(_WAYS[way], human_rate(1e9 * rate)) for way, rate in self.link.items()]
+        return f"{table(rows, ('', 'rate'), 'lr')}\n{wrapped(str(self.disk) if self.disk else self.disk_problem)}"
 
     def _packages(self) -> str:
         missing = [package for package in self.packages if not package.here]

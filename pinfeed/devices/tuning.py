@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..config import human_rate
 from ..rows import Rows
 from ..stores.array import ArrayStore
 from ..stores.base import row_nbytes
@@ -70,7 +71,8 @@ STAGED = Route(0, True, "")
 def decide(rates: Rates, wanted: str | None) -> Route:
     """The fastest way; or, if that is ``wanted``, the best of the direct ones."""
     n_blocks = _fewest(rates.direct)
-    said = f"{rates.direct[n_blocks]:.1f} GB/s by {n_blocks} blocks of a kernel, {rates.staged:.1f} GB/s gathered by the CPU and copied"
+    direct, staged = human_rate(1e9 * rates.direct[n_blocks]), human_rate(1e9 * rates.staged)
+    said = f"{direct} by {n_blocks} blocks of a kernel, {staged} gathered by the CPU and copied"
     if wanted is None and rates.direct[n_blocks] < rates.staged:
         return Route(0, True, f"page-locked rows are staged: {said}")
     duplex = rates.both >= rates.in_turn

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..config import human
+from ..config import human, human_rate
 from ..errors import MissingDependency
 from .spans import THREADS, Lane, Span, clipped, extent, starved, tracks
 from .stats import WORTH_A_WORD, Totals
@@ -212,7 +212,8 @@ def _explain(figure: Any, axes: Any, spans: Sequence[Span], stretch: Sequence[Sp
     title = title[0].upper() + title[1:]
     colour = _SIGNAL if found.starved >= WORTH_A_WORD else _INK
     axes.set_title(title, loc="left", fontsize=15, fontweight="bold", color=colour, pad=30)
-    facts = f"{which}{size}; {found.depth} ahead; {found.rows_per_s:,.0f} rows/s, {found.gb_per_s:.2f} GB/s"
+    rates = f"{found.rows_per_s:,.0f} rows/s, {human_rate(1e9 * found.gb_per_s)}"
+    facts = f"{which}{size}; {found.depth} ahead; {rates}"
     axes.annotate(facts, (0, 1), (0, 10), xycoords="axes fraction", textcoords="offset points", color=_FAINT, fontsize=10)
     there, words, quiet = {span.lane for span in stretch}, dict(_WORDS), found.watched == "device"
     handles = [Patch(color=_QUIET if lane == "wait" and quiet else _COLOURS[lane], label=words[lane]) for lane in words if lane in there]

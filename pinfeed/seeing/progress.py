@@ -7,6 +7,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
+from ..config import human_rate
 from .stats import Totals
 
 _LATELY_S = 1.0
@@ -30,9 +31,8 @@ class Bar(tqdm):  # type: ignore[type-arg]  # at runtime it takes none
         totals = self._totals()
         lately = totals - self._since
         if lately.seconds >= _LATELY_S or not self._said:
-            self._said = (
-                f"{_short(lately.rows_per_s)} rows/s, {lately.gb_per_s:.2f} GB/s, waited {lately.starved:.0%}" if lately.batches else ""
-            )
+            rates = f"{_short(lately.rows_per_s)} rows/s, {human_rate(1e9 * lately.gb_per_s)}"
+            self._said = f"{rates}, waited {lately.starved:.0%}" if lately.batches else ""
         if lately.seconds >= _LATELY_S:
             self._since = totals
         return {**super().format_dict, "postfix": self._said}

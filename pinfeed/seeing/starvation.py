@@ -102,4 +102,5 @@ def explanation(totals: Totals, remedy: Callable[[float], str]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{seconds * 1e3:.3g} ms"
+    ms = seconds * 1e3
+    return f"{ms:.3g} ms" if ms < 999.5 else f"{ms:,.0f} ms"

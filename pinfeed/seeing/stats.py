@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeVar
 
 from ..blocks import locked_bytes
-from ..config import human
+from ..config import human, human_rate
 from ..memory import resident_bytes
 
 Bottleneck = Literal["computing", "reading", "copying", "writing", "unevenness", "start", "loop", "depth"]
@@ -172,10 +172,8 @@ class Totals:
         return dataclasses.replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _COUNTED})
 
     def __str__(self) -> str:
-        return (
-            f"{self.batches} batches, {self.rows} rows in {self.seconds:.2f} s: {self.rows_per_s:,.0f} rows/s, {self.gb_per_s:.2f} GB/s; "
-            f"{self.verdict}"
-        )
+        rates = f"{self.rows_per_s:,.0f} rows/s, {human_rate(1e9 * self.gb_per_s)}"
+        return f"{self.batches} batches, {self.rows} rows in {self.seconds:.2f} s: {rates}; {self.verdict}"
 
 
 _COUNTED = [field.name for field in dataclasses.fields(Totals) if field.name not in ("depth", "n_readers", "asynchronous", "watched")]
