@@ -1,6 +1,13 @@
 """pinfeed: rows of host memory or of files, on the device a batch ahead, under a memory budget that holds."""
 
+import sys
 from typing import TYPE_CHECKING, Any
+
+# Before the other imports: some of them fail elsewhere, with errors that do not say why.
+if sys.platform != "linux":
+    raise ImportError(
+        f"pinfeed runs on Linux, and this is {sys.platform}; on Windows, use it within WSL 2, else in a container or on a server"
+    )
 
 from . import errors, rows
 from .config import GiB, KiB, MiB, Plan

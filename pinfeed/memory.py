@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import NamedTuple
 import psutil
 
 PROC, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+_STATUS = "/proc/self/status"
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
@@ -37,16 +39,38 @@ def host_limits(*, proc: Path = PROC, root: Path = ROOT) -> list[Limit]:
     """Every limit that there is, the machine's memory first; some are larger than that.
 
     The page cache counts as free: in the machine's figure by psutil, in a control group's by its ``inactive_file``. A group is bound by
-    every group above it, so the process's own path is walked up to the root; versions 1 and 2 are understood.
+    every group above it, so the process's own path is walked up to the root; versions 1 and 2 are understood. Without ``/proc`` control
+    groups are not found, and the page cache of the machine does not count as free.
     """
-    machine = psutil.virtual_memory()
-    limits = [Limit("machine", machine.total, machine.available), *_group_limits(proc, root)]
+    limits = [_machine(), *_group_limits(proc, root)]
     for name, which in (("RLIMIT_AS", resource.RLIMIT_AS), ("RLIMIT_DATA", resource.RLIMIT_DATA)):
         soft = resource.getrlimit(which)[0]
         if soft != resource.RLIM_INFINITY:
-            used = psutil.Process().memory_info()
-            limits.append(Limit(name, soft, soft - (used.vms if which == resource.RLIMIT_AS else used.data)))
+            limits.append(Limit(name, soft, soft - _used(which)))
     return limits
+
+
+def _machine() -> Limit:
+    try:
+        machine = psutil.virtual_memory()
+    except (OSError, psutil.Error):  # without /proc, sysinfo(2) still tells
+        total, free = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+        return Limit("machine", total, free)
+    return Limit("machine", machine.total, machine.available)
+
+
+def _used(which: int) -> int:
+    """Bytes of this process that count against a limit of its address space or of its data; without ``/proc``, the least that it can be."""
+    try:
+        used = psutil.Process().memory_info()
+    except (OSError, psutil.Error):
+        return _peak_bytes()
+    return int(used.vms if which == resource.RLIMIT_AS else used.data)
+
+
+def _peak_bytes() -> int:
+    """The most memory that this process has had resident, as getrusage(2) tells, which needs no ``/proc``."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def lock_limit() -> int | None:
@@ -113,11 +137,17 @@ def _groups(controller: str, proc: Path, root: Path) -> Iterator[tuple[Path, int
             directory = directory.parent
 
 
-def resident_bytes() -> dict[str, int]:
-    """Resident memory of this process in bytes, by kind.
+def resident_bytes() -> dict[str, int | None]:
+    """Resident memory of this process in bytes, by kind; None for a kind that the system does not tell.
 
-    ``anonymous``, ``file`` (mapped from files), ``shared`` (what CUDA allocates page-locked, too), and the ``peak`` of their sum.
+    ``anonymous``, ``file`` (mapped from files), ``shared`` (shared with other processes, such as the workers of a DataLoader; the kernel
+    counts what CUDA allocates page-locked as shared, too), and the ``peak`` of their sum. Without ``/proc`` only the peak is known.
     """
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    try:
+        with open(_STATUS) as file:
+            fields = dict(line.split(":", 1) for line in file if ":" in line)
+    except OSError:
+        fields = {}
     names = {"anonymous": "RssAnon", "file": "RssFile", "shared": "RssShmem", "peak": "VmHWM"}
-    return {name: int(fields[field].split()[0]) * 1024 for name, field in names.items()}
+    found = {name: int(fields[field].split()[0]) * 1024 if field in fields else None for name, field in names.items()}
+    return found if found["peak"] is not None else {**found, "peak": _peak_bytes()}

@@ -1,5 +1,6 @@
 """What is free on the host: machine, control groups of both versions, limits of the process."""
 
+import re
 import resource
 import subprocess
 import sys
@@ -8,10 +9,12 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from pinfeed import Feeder, MiB
-from pinfeed.blocks import anonymous
+from pinfeed.blocks import anonymous, locked_bytes
 from pinfeed.memory import core_quota, free_host_bytes, host_limits, lock_limit, resident_bytes
+from pinfeed.seeing.stats import ProcessMemory
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
@@ -204,6 +207,124 @@ print(free_host_bytes())
     if unbound > 1 << 33:  # so that it is this limit that counts
         assert abs(taken - (1 << 26)) < 1 << 22
         assert abs(wrong) < 1 << 22
+
+
+HIDDEN = """
+import builtins, io, os
+really_open = io.open
+
+def hidden_open(file, *args, **kwargs):
+    if isinstance(file, (str, os.PathLike)) and os.fspath(file).startswith("/proc"):
+        raise FileNotFoundError(2, "No such file or directory", os.fspath(file))
+    return really_open(file, *args, **kwargs)
+
+builtins.open = io.open = hidden_open
+import numpy as np, torch
+from pinfeed import Config, Feeder, MemoryMonitor, MiB
+from pinfeed.errors import EstimateError
+from pinfeed.memory import free_host_bytes, resident_bytes
+from pinfeed.training.manage.recorder import Recorder
+"""
+"""What a program in a container sees that hides ``/proc``."""
+
+
+def without_proc(program: str, *arguments: str) -> str:
+    """What a program prints where there is no ``/proc``."""
+    done = subprocess.run([sys.executable, "-c", HIDDEN + program, *arguments], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout + done.stderr
+
+
+def test_statistics_without_proc_say_what_is_unknown() -> None:
+    said = without_proc("""
+with Feeder(np.zeros((100, 4), "f4"), batch_size=10, device="cpu") as feeder:
+    list(feeder)
+    print(feeder.stats)
+    found = feeder.stats.as_dict()
+print(feeder.stats.memory.anonymous, found["memory_anonymous_bytes"], found["memory_peak_bytes"] > 1e6)
+monitor = MemoryMonitor()
+monitor.snapshot("here")
+print(monitor)
+""")
+    assert "memory: anonymous unknown, file unknown, shared unknown, pinned 0 B, peak " in said
+    assert "None nan True" in said
+    assert "here" in said
+
+
+def test_files_and_limits_without_proc(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((100, 4), np.float32))
+    said = without_proc(
+        """
+import resource, sys
+with Feeder(sys.argv[1], config=Config(preferred_batch_size=10), device="cpu") as feeder:
+    print(len(list(feeder)), "batches of a file")
+with Feeder(np.load(sys.argv[1], mmap_mode="r"), batch_size=20, device="cpu") as feeder:
+    print(len(list(feeder)), "batches of a map")
+unbound = free_host_bytes()
+resource.setrlimit(resource.RLIMIT_DATA, (1 << 28, resource.RLIM_INFINITY))
+print(0 < unbound, 0 <= free_host_bytes() < 1 << 28)
+""",
+        str(tmp_path / "x.npy"),
+    )
+    assert "10 batches of a file" in said
+    assert "5 batches of a map" in said
+    assert "x.npy: which file the memory map is of cannot be read" in said
+    assert "give the path in place of the map" in said
+    assert "True True" in said
+
+
+def test_what_a_step_takes_cannot_be_measured_without_proc(tmp_path: Path) -> None:
+    said = without_proc(
+        """
+import sys
+config = Config(cpu_memory_limit=MiB(100), device="cpu", model=torch.nn.Linear(3, 3), input_shape=(3,), preferred_batch_size=10)
+try:
+    config.probe()
+except EstimateError as error:
+    print(error)
+recorder = Recorder(torch.device("cpu"))
+recorder.begin()
+recorder.add(torch.tensor(1.0), 8)
+recorder.end()
+print(recorder.summary().host_bytes)
+recorder.history.draw(sys.argv[1])
+""",
+        str(tmp_path / "history.svg"),
+    )
+    assert (tmp_path / "history.svg").exists()
+    assert "when /proc/self/clear_refs is written" in said
+    assert "take the estimate as it is (config.budget)" in said
+    assert said.endswith("None\n")
+
+
+@pytest.mark.parametrize("missing", ["RssAnon", "VmHWM"])
+def test_kinds_that_the_kernel_does_not_tell(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = Path("/proc/self/status").read_text().splitlines(keepends=True)
+    (tmp_path / "status").write_text("".join(line for line in lines if not line.startswith(f"{missing}:")))
+    monkeypatch.setattr("pinfeed.memory._STATUS", str(tmp_path / "status"))
+    found = resident_bytes()
+    assert (found["anonymous"] is None) == (missing == "RssAnon")
+    assert all(isinstance(found[kind], int) for kind in ("file", "shared", "peak"))
+
+
+@pytest.mark.parametrize("platform", ["darwin", "win32"])
+def test_other_systems_are_refused_at_import(platform: str) -> None:
+    program = f"import sys; sys.platform = {platform!r}; import pinfeed"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert f"ImportError: pinfeed runs on Linux, and this is {platform}" in done.stderr
+
+
+def test_memory_of_worker_processes_is_not_called_page_locked() -> None:
+    before = ProcessMemory.now()
+    held = torch.zeros(MiB(32), dtype=torch.uint8).share_memory_()  # as a worker process hands a batch over
+    held.fill_(1)
+    now = ProcessMemory.now()
+    assert now.shared is not None
+    assert before.shared is not None
+    assert now.shared - before.shared > MiB(31)
+    assert now.pinned == before.pinned == locked_bytes()
+    assert re.search(r"shared \d+\.\d MiB, pinned \d", str(now))
 
 
 def test_resident_memory_is_told_by_kind(tmp_path: Path) -> None:

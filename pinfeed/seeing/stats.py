@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -37,25 +38,30 @@ T = TypeVar("T", bound="Totals")
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Resident memory of the process, the feeder's and everybody else's, in bytes."""
+    """Resident memory of the process, pinfeed's and that of all other code, in bytes. None for what the system does not tell."""
 
-    anonymous: int
-    """Not mapped from a file, nor page-locked."""
-    file: int
+    anonymous: int | None
+    """Neither mapped from a file, nor shared, nor page-locked by pinfeed."""
+    file: int | None
     """Mapped from files: libraries, and memory maps as far as they were touched. pinfeed maps no data."""
+    shared: int | None
+    """Shared memory: the batches that the worker processes of a DataLoader hand over, above all. The kernel also counts as shared what
+    CUDA allocates page-locked (torch's ``pin_memory``)."""
     pinned: int
-    """Page-locked by pinfeed; and shared memory, as which the kernel counts what CUDA allocates page-locked."""
-    peak: int
+    """Page-locked by pinfeed."""
+    peak: int | None
     """The most that the sum has been since the process began."""
 
     @classmethod
     def now(cls) -> ProcessMemory:
-        """As it is."""
+        """Measure it."""
         found, locked = resident_bytes(), locked_bytes()
-        return cls(found["anonymous"] - locked, found["file"], found["shared"] + locked, found["peak"])
+        anonymous = None if found["anonymous"] is None else max(0, found["anonymous"] - locked)
+        return cls(anonymous, found["file"], found["shared"], locked, found["peak"])
 
     def __str__(self) -> str:
-        return f"anonymous {human(self.anonymous)}, file {human(self.file)}, pinned {human(self.pinned)}, peak {human(self.peak)}"
+        found = dataclasses.asdict(self).items()
+        return ", ".join(f"{name} {'unknown' if nbytes is None else human(nbytes)}" for name, nbytes in found)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,7 +179,8 @@ class Totals:
 
     def __str__(self) -> str:
         rates = f"{self.rows_per_s:,.0f} rows/s, {human_rate(1e9 * self.gb_per_s)}"
-        return f"{self.batches} batches, {self.rows} rows in {self.seconds:.2f} s: {rates}; {self.verdict}"
+        seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
+        return f"{self.batches} batches, {self.rows} rows in {seconds}: {rates}; {self.verdict}"
 
 
 _COUNTED = [field.name for field in dataclasses.fields(Totals) if field.name not in ("depth", "n_readers", "asynchronous", "watched")]
@@ -187,8 +194,9 @@ class FeederStats(Totals):
     """When this was asked for."""
 
     def as_dict(self) -> dict[str, float]:
-        """Flat numbers, their units in their names, for a logger."""
-        return {**super().as_dict(), **{f"memory_{name}_bytes": value for name, value in dataclasses.asdict(self.memory).items()}}
+        """Flat numbers, their units in their names, for a logger; not a number (nan) for memory that the system does not tell."""
+        memory = {name: math.nan if nbytes is None else nbytes for name, nbytes in dataclasses.asdict(self.memory).items()}
+        return {**super().as_dict(), **{f"memory_{name}_bytes": nbytes for name, nbytes in memory.items()}}
 
     def __str__(self) -> str:
         return f"{super().__str__()}; memory: {self.memory}"

@@ -9,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import functools
 import glob
+import logging
 import math
 import mmap
 import os
-import pathlib
 import stat
 from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar
@@ -31,6 +31,8 @@ from .npy import create, holds, read_header
 from .remote import has_protocol
 from .shard import Shard, inode_of
 from .sharded import ShardedStore, bytes_of
+
+logger = logging.getLogger("pinfeed")
 
 Path = str | os.PathLike[str]
 
@@ -320,18 +322,32 @@ def store_of_memmap(array: np.memmap[Any, Any]) -> MmapStore | None:
         return None
     if (header.offset, header.dtype, header.n_rows, *header.row_shape) != (array.offset, array.dtype, *array.shape):
         return None
-    if os.stat(header.path).st_ino != _mapped_inode(array.ctypes.data):
-        return None  # another file has taken its name since
-    return MmapStore(header.path, mode=array.mode)
+    try:
+        inode = _mapped_inode(array.ctypes.data)
+    except OSError as error:
+        logger.warning(
+            "%s: which file the memory map is of cannot be read (%s); the map is served as the array that it is, and what is touched of "
+            "it stays resident; give the path in place of the map",
+            header.path,
+            error,
+        )
+        return None
+    # Another file may have taken its name since.
+    return MmapStore(header.path, mode=array.mode) if os.stat(header.path).st_ino == inode else None
 
 
 def _mapped_inode(address: int) -> int:
-    """The inode of the file that is mapped at an address, as proc(5) tells."""
-    for line in pathlib.Path("/proc/self/maps").read_text().splitlines():
-        span, _, _, _, inode, *_ = line.split()
-        start, stop = (int(bound, 16) for bound in span.split("-"))
-        if start <= address < stop:
-            return int(inode)
+    """The inode of the file that is mapped at an address, as proc(5) tells.
+
+    Raises:
+        OSError: There is no ``/proc`` to read.
+    """
+    with open("/proc/self/maps") as file:
+        for line in file:
+            span, _, _, _, inode, *_ = line.split()
+            start, stop = (int(bound, 16) for bound in span.split("-"))
+            if start <= address < stop:
+                return int(inode)
     return 0
 
 

@@ -28,7 +28,7 @@ class Row:
         seconds: From the one before, or the beginning of the epoch, to its end on the host: what the device still computes is not in it.
         allocated_bytes: What torch's tensors took on the device at its end; None on the CPU.
         peak_bytes: The most that they took until then, since torch's peak was last reset; None on the CPU.
-        host_bytes: Resident memory of the process at its end.
+        host_bytes: Resident memory of the process at its end; None where the system does not tell it.
         metrics: Of an evaluation.
     """
 
@@ -40,7 +40,7 @@ class Row:
     seconds: float
     allocated_bytes: int | None
     peak_bytes: int | None
-    host_bytes: int
+    host_bytes: int | None
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -134,9 +134,10 @@ class History:
             if points:
                 axes.plot(*zip(*points, strict=True), label=label, linewidth=1)
         axes.set_ylabel("GiB")
-        axes.set_ylim(0, 1.15 * axes.dataLim.y1)
         axes.set_xlabel("epoch")
-        axes.legend()
+        if axes.lines:
+            axes.set_ylim(0, 1.15 * axes.dataLim.y1)
+            axes.legend()
 
     def _places(self) -> list[float]:
         """Where each row is on an axis of epochs: batches within theirs, an epoch's mean in its middle."""

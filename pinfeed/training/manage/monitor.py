@@ -18,7 +18,7 @@ from . import records
 
 @dataclass(frozen=True)
 class Snapshot:
-    """Memory at one moment, in bytes. What is said of the device is None where there is no GPU.
+    """Memory at one moment, in bytes. The device's is None where there is no GPU, the process's where the system does not tell it.
 
     Attributes:
         label: As it was given.
@@ -27,9 +27,10 @@ class Snapshot:
         split: Of that, free parts of blocks of which other parts are taken: they cannot be given back to the device.
         free: What any process may still take.
         total: Of the device.
-        anonymous: Of the process: resident memory that is neither mapped from a file nor page-locked.
+        anonymous: Of the process: resident memory that is neither mapped from a file, nor shared, nor page-locked by pinfeed.
         file: Mapped from files.
-        pinned: Page-locked by pinfeed, and shared memory, as which the kernel counts what CUDA allocates page-locked.
+        shared: Shared memory: batches of a DataLoader's worker processes, and what CUDA allocates page-locked.
+        pinned: Page-locked by pinfeed.
         peak: The most that resident memory has been since the process began.
     """
 
@@ -39,10 +40,11 @@ class Snapshot:
     split: int | None
     free: int | None
     total: int | None
-    anonymous: int
-    file: int
+    anonymous: int | None
+    file: int | None
+    shared: int | None
     pinned: int
-    peak: int
+    peak: int | None
 
 
 class MemoryMonitor:
@@ -69,8 +71,7 @@ class MemoryMonitor:
 
     def snapshot(self, label: str = "") -> Snapshot:
         """Take one."""
-        host = ProcessMemory.now()
-        found = Snapshot(str(label), *self._of_device(), host.anonymous, host.file, host.pinned, host.peak)
+        found = Snapshot(str(label), *self._of_device(), **vars(ProcessMemory.now()))
         self.snapshots.append(found)
         return found
 

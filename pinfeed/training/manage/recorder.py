@@ -21,17 +21,18 @@ class Memory(TypedDict):
 
     allocated_bytes: int | None
     peak_bytes: int | None
-    host_bytes: int
+    host_bytes: int | None
 
 
 def taken(device: torch.device) -> Memory:
     """Memory as it is. Does not wait for the device."""
     host = resident_bytes()
+    kinds = [nbytes for name in ("anonymous", "file", "shared") if (nbytes := host[name]) is not None]
     on_gpu = device.type == "cuda"
     return {
         "allocated_bytes": torch.cuda.memory_allocated(device) if on_gpu else None,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        "host_bytes": host["anonymous"] + host["file"] + host["shared"],
+        "host_bytes": sum(kinds) if len(kinds) == 3 else None,
     }
 
 

@@ -133,6 +133,7 @@ class Config(limits.Config):
 
         Raises:
             DeviceError: There is no such device here.
+            EstimateError: On the CPU, ``/proc/self/clear_refs`` cannot be written, so the growth of the process cannot be measured.
             NotEnoughGPUMemory: Not even the samples of one read fit on the device.
             NotEnoughCPUMemory: … on the host.
         """

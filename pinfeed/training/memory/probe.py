@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...errors import EstimateError
 from ...memory import resident_bytes
 from .. import randomness
 from .estimate import StepEstimator, call, tensors_of
@@ -80,9 +81,15 @@ def _peak(device: torch.device) -> Iterator[Callable[[], int]]:
     else:
         with contextlib.suppress(OSError, AttributeError):  # another C library
             ctypes.CDLL(None).malloc_trim(0)  # what the heap has kept of freed memory would not be seen to be taken again
-        pathlib.Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
-        before = resident_bytes()["peak"]
-        yield lambda: resident_bytes()["peak"] - before
+        try:
+            pathlib.Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
+        except OSError as error:
+            raise EstimateError(
+                f"probe() on the CPU measures the peak of this process, which begins anew when /proc/self/clear_refs is written ({error}); "
+                "run it where /proc can be written, or take the estimate as it is (config.budget)"
+            ) from None
+        before = resident_bytes()["peak"] or 0
+        yield lambda: (resident_bytes()["peak"] or 0) - before
 
 
 def _copy(model: Any, loss: Any, device: torch.device) -> tuple[nn.Module, Any, dict[int, torch.Tensor]]:
