@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import matplotlib.image
 import numpy as np
 import pytest
 import torch
@@ -22,6 +23,7 @@ from pinfeed.devices.host import HostDevice
 from pinfeed.forwarding import WriteLog
 from pinfeed.landings import Landings
 from pinfeed.loader import LoaderSource
+from pinfeed.seeing import picture
 from pinfeed.seeing.meter import Meter
 from pinfeed.seeing.progress import Bar
 from pinfeed.seeing.spans import LANES, Span, middle, ready, starved, totals, tracks
@@ -322,6 +324,53 @@ def test_a_whole_run_can_be_drawn(tmp_path: Path) -> None:
         timeline.save(tmp_path / "t.png", first_s=1, last_s=1)
     with pytest.raises(errors.ArgumentError, match="more than 0 seconds"):
         timeline.save(tmp_path / "t.png", first_s=0)
+
+
+def short_spans(n: int) -> list[Span]:
+    """A loop that computes for 10 ms a batch, in which everything else takes some microseconds."""
+    spans = []
+    for batch in range(n):
+        begin = batch * 0.01
+        spans += [
+            Span("wait", batch, begin, begin + 1e-6),
+            Span("lend", batch, begin + 1e-6, begin + 1e-5, rows=100, bytes=1000),
+            Span("read", batch, begin + 2e-3, begin + 2.01e-3),
+            Span("copy", batch, begin + 4e-3, begin + 4.002e-3),
+            Span("write", batch, begin + 6e-3, begin + 6.005e-3),
+            Span("land", batch, begin + 7e-3, begin + 7.005e-3),
+            Span("compute", batch, begin + 1e-5, begin + 1e-2),
+        ]
+    return sorted(spans, key=lambda span: span.start_s)
+
+
+def lines_of(path: Path, lane: str) -> int:
+    """Vertical lines, at least 20 pixels high, in one of the two shades of a lane."""
+    image = 255 * matplotlib.image.imread(path)[:, :, :3]
+    found = np.zeros(image.shape[1], bool)
+    for batch in (0, 1):
+        shade = np.array([int(picture._colour(Span(lane, batch, 0, 1), False)[i : i + 2], 16) for i in (1, 3, 5)])
+        alike = np.abs(image - shade).max(2) < 40
+        found |= np.lib.stride_tricks.sliding_window_view(alike, 20, axis=0).all(-1).any(0)
+    return int((np.diff(found.astype(int)) == 1).sum())
+
+
+@pytest.mark.parametrize("lane", ["read", "copy", "land", "write"])
+def test_spans_shorter_than_a_pixel_are_seen(lane: str, tmp_path: Path) -> None:
+    # One such lane at a time: their colours are alike.
+    spans = [span for span in short_spans(30) if span.lane in ("wait", "lend", "compute", lane)]
+    found = totals(spans, 0.0, 0.3, depth=2, n_readers=1)
+    picture.draw(spans, 0.0, 0.3, found, str(tmp_path / "t.png"))
+    # The frame of the batch that is followed may hide its line.
+    assert lines_of(tmp_path / "t.png", lane) in (29, 30)
+
+
+def test_what_takes_hardly_any_of_a_moment_is_seen(tmp_path: Path) -> None:
+    spans = short_spans(4000)
+    picture.draw(spans, 0.0, 40.0, totals(spans, 0.0, 40.0, depth=2, n_readers=1), str(tmp_path / "t.png"))
+    image = 255 * matplotlib.image.imread(tmp_path / "t.png")[:, :, :3]
+    for lane in ("read", "copy", "write"):
+        shade = np.array([int(picture._COLOURS[lane][i : i + 2], 16) for i in (1, 3, 5)])
+        assert ((np.abs(image - shade).max(2) < 60).sum(1) > 1000).any(), lane
 
 
 def test_a_stretch_from_the_middle_is_of_one_loop() -> None:

@@ -38,6 +38,8 @@ _SIGNAL, _BAND, _QUIET, _INK, _FAINT = _COLOURS["wait"], "#fbe3e6", "#d9d9d9", "
 _WIDTH_IN, _ROW_IN, _TRACK_IN, _GAP_IN, _DPI = 13.0, 0.6, 0.36, 0.32, 100
 _N_BINS = 400
 _LEAST_BARS_IN = 0.02  # narrower ones cannot be told apart: then it is drawn how much of each moment they take
+_NARROWEST_IN = 0.0125  # a bit more than a pixel: anything narrower would not be seen
+_EDGED_IN = 0.04
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,12 @@ def draw(spans: Sequence[Span], start_s: float, end_s: float, found: Totals, pat
     axes, *below = figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)[:, 0]
     gaps = [((start - start_s) * unit, (end - start) * unit) for start, end in starved(stretch)]
     axes.broken_barh(gaps, (-0.12, rows[-1].bottom + 0.24), facecolors=_BAND, linewidth=0, zorder=0)
-    fine = float(np.median([bar.width for bar in bars if bar.span.lane in ("read", "compute", "device")] or [0.0]))
-    is_fine = fine / unit / (end_s - start_s) * _WIDTH_IN > _LEAST_BARS_IN
-    (_draw_bars if is_fine else _draw_shares)(axes, bars, found.watched == "device")
+    per_in = (end_s - start_s) * unit / _WIDTH_IN
+    is_fine = max(_usual_width(bars, lane) for lane in ("read", "compute", "device")) > _LEAST_BARS_IN * per_in
+    if is_fine:
+        _draw_bars(axes, bars, found.watched == "device", per_in)
+    else:
+        _draw_shares(axes, bars, found.watched == "device")
     if found.watched == "device":
         axes.broken_barh(gaps, next(row for row in rows if row.name == "device").box(0), facecolors=_SIGNAL, linewidth=0, zorder=2)
     axes.set_xlim(0, (end_s - start_s) * unit)
@@ -132,6 +137,12 @@ def _placed(spans: Sequence[Span], start_s: float, unit: float) -> tuple[list[_R
     return rows, bars
 
 
+def _usual_width(bars: Sequence[_Bar], lane: Lane) -> float:
+    """Median of the widths of a lane's bars; 0 without bars."""
+    widths = [bar.width for bar in bars if bar.span.lane == lane]
+    return float(np.median(widths)) if widths else 0.0
+
+
 def _colour(span: Span, by_device: bool) -> str:
     """Neighbouring batches differ in shade. Where the device is seen to wait, it is no matter whether the loop does."""
     if span.lane == "wait" and by_device:
@@ -142,15 +153,25 @@ def _colour(span: Span, by_device: bool) -> str:
     return "#" + "".join(f"{255 - round(0.7 * (255 - int(colour[i : i + 2], 16))):02x}" for i in (1, 3, 5))
 
 
-def _draw_bars(axes: Any, bars: Sequence[_Bar], by_device: bool) -> None:
-    """A bar for each span."""
-    alike: dict[tuple[str, _Row, int, bool], list[tuple[float, float]]] = {}
+def _draw_bars(axes: Any, bars: Sequence[_Bar], by_device: bool, per_in: float) -> None:
+    """A bar for each span, wide enough to be seen; of narrow ones in one place the longest lies on top, and all of them on the others.
+
+    Args:
+        axes: Where to draw.
+        bars: The spans.
+        by_device: Whether it is the device whose waiting is shown.
+        per_in: Length of an inch, in the axis's unit.
+    """
+    alike: dict[tuple[str, _Row, int, float], list[tuple[float, float]]] = {}
     for bar in bars:
-        key = _colour(bar.span, by_device), bar.row, bar.track, bar.span.lane == "land"
-        alike.setdefault(key, []).append((bar.start, bar.width))
-    for (colour, row, track, on_top), of_one in alike.items():
-        edge = 0.0 if row.name == "loop" else 0.7  # there, much is narrow
-        axes.broken_barh(of_one, row.box(track), facecolors=colour, edgecolors="white", linewidth=edge, zorder=3 if on_top else 2)
+        of_edged = bar.width / (_EDGED_IN * per_in)
+        layer = 2.0 if of_edged >= 1 else 2.5 + int(10 * of_edged) / 100
+        key = _colour(bar.span, by_device), bar.row, bar.track, 3.0 if bar.span.lane == "land" else layer
+        alike.setdefault(key, []).append((bar.start, max(bar.width, _NARROWEST_IN * per_in)))
+    for (colour, row, track, layer), of_one in alike.items():
+        # An edge would cover a narrow bar; and in the loop, much is narrow.
+        edge = 0.7 if layer == 2.0 and row.name != "loop" else 0.0
+        axes.broken_barh(of_one, row.box(track), facecolors=colour, edgecolors="white", linewidth=edge, zorder=layer)
 
 
 def _draw_shares(axes: Any, bars: Sequence[_Bar], by_device: bool) -> None:
@@ -164,7 +185,9 @@ def _draw_shares(axes: Any, bars: Sequence[_Bar], by_device: bool) -> None:
         (top, height), filled = row.box(track), np.zeros(_N_BINS)
         for of_one in lanes.values():
             share = _covered([(bar.start, bar.start + bar.width) for bar in of_one], edges) / np.diff(edges)
-            low, filled = filled, filled + share
+            # What takes hardly any of a moment is a line all the same.
+            share = np.where(share > 0, np.maximum(share, _NARROWEST_IN / height), 0.0)
+            low, filled = filled, np.minimum(filled + share, 1.0)
             colour = _colour(of_one[0].span._replace(batch=1, n_batches=1), by_device)
             axes.stairs(top + height * (1 - filled), edges, baseline=top + height * (1 - low), fill=True, color=colour, zorder=2)
 
