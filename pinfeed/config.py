@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,6 +20,8 @@ _DEVICE_BLOCK = 512  # torch's caching allocator rounds to this
 _ROW_NUMBER = 8
 ON_THEIR_WAY_BYTES = 8 << 20
 """Most that the device copies at once of the rows that two batches share."""
+MOST_ROWS, MOST_BYTES = 1 << 16, 64 << 20
+"""Rows and bytes of a batch at most, where nobody prefers a size: larger ones were not measured to move more rows per second."""
 _ORDER = 3 << 20  # the most that an order of rows.py takes: three tables of 512 KiB, and arrays for a run of 16384 rows
 
 
@@ -169,7 +172,8 @@ class Config:
             torchrun starts on a machine share it.
         gpu_memory_limit: Device memory that it may take for batches, in bytes; None likewise. Where batches live in host memory there is
             no such limit.
-        preferred_batch_size: Rows per batch at most; the largest batch that fits is taken up to this.
+        preferred_batch_size: Rows per batch at most; the largest batch that fits is taken up to this. None is 65,536 rows or 64 MiB,
+            whichever is less: larger batches take more memory and move no more rows per second.
         depth: Batches prefetched ahead of the loop; 0 is the synchronous loop. None is 2, or more where batches are small.
         headroom: Share of the free memory that is left alone where a limit is None.
 
@@ -196,7 +200,7 @@ class Config:
             raise ArgumentError(f"headroom={self.headroom}: expected a share in [0, 1)")
 
     def plan(self, demand: Demand, *, free_host_bytes: int, free_device_bytes: int) -> Plan:
-        """The plan with the largest batch that fits.
+        """The plan with the largest batch that fits, up to the preferred one or the usual bound.
 
         Raises:
             NotEnoughCPUMemory: Not even one row fits in every slot, on the host.
@@ -213,11 +217,16 @@ class Config:
             plan = plan_of(batch_size)
             return plan.host_bytes > cpu or (gpu is not None and plan.device_bytes > gpu)
 
-        largest = min(demand.n_rows, self.preferred_batch_size or demand.n_rows)
+        usual = max(1, min(MOST_ROWS, MOST_BYTES // max(1, sum(demand.row_nbytes))))
+        largest = min(demand.n_rows, self.preferred_batch_size or usual)
         fitting = bisect.bisect_left(range(1, largest + 1), True, key=excess)  # memory grows with the batch
         if fitting == 0:
             self._refuse(plan_of(1), cpu, gpu)
-        return plan_of(fitting)
+        plan = plan_of(fitting)
+        if self.preferred_batch_size is None and fitting == usual < demand.n_rows:
+            bound = f"{usual:,} rows a batch, as larger ones move no more rows per second; preferred_batch_size takes more"
+            plan = dataclasses.replace(plan, notes=(bound,))
+        return plan
 
     def for_feeder(self) -> Config:
         """What of it is a feeder's."""

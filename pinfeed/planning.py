@@ -58,14 +58,18 @@ def make_plan(
         limit = free // 2
     else:
         limit = config.host_limit(free)
-        plan = _fitted(dataclasses.replace(config, depth=pace.depth), demand, free, window_sizes(stores, rows), device)
+        # Whole batches have their size already: no usual bound cuts them.
+        preferred = config.preferred_batch_size or largest
+        plan = _fitted(
+            dataclasses.replace(config, depth=pace.depth, preferred_batch_size=preferred), demand, free, window_sizes(stores, rows), device
+        )
         if largest is not None and plan.batch_size < largest:
             raise BudgetError(
                 f"rows gives batches of up to {largest} rows; the limits of config hold {plan.batch_size}: {plan}\n"
                 "give smaller batches, or raise the limits"
             )
     choice = choose(stores, rows, (pace.depth + 1 + pace.n_together) * plan.batch_size, limit - plan.host_bytes)
-    return dataclasses.replace(plan, items=plan.items + choice.items, notes=(*[why] * bool(why), *choice.notes)), choice
+    return dataclasses.replace(plan, items=plan.items + choice.items, notes=(*[why] * bool(why), *choice.notes, *plan.notes)), choice
 
 
 def choose_pace(stores: Sequence[Store], batch_size: int | None, config: Config | None, depth: int | None) -> Pace:

@@ -95,6 +95,14 @@ def test_sizes_that_are_preferred(one_read_count: int, preferred: int | None, to
     assert config.batch_size == batch_size
 
 
+def test_a_small_model_has_a_batch_that_training_wants() -> None:
+    arguments: dict[str, Any] = {"cpu_memory_limit": GiB(1), "gpu_memory_limit": GiB(1), "model": nn.Linear(2, 2), "input_shape": (2,)}
+    assert Config(**arguments).batch_size == 1 << 16
+    assert Config(one_read_count=3, **arguments).batch_size == 65_535
+    assert Config(preferred_batch_size=100_000, **arguments).batch_size == 100_000
+    assert Config(one_read_count=100_000, **arguments).batch_size == 100_000
+
+
 def test_counts() -> None:
     config = Config(gpu_memory_limit=GiB(1), one_read_count=2, preferred_batch_size=16, total_sample_count=2050, depth=3, **MODEL)
     assert (config.batch_size, config.batch_count, config.sample_count_in_memory) == (16, 256, 5 * 16)

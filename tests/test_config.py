@@ -67,7 +67,7 @@ def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(load: Demand, cpu:
     if plan is None:
         assert excess(1)
         return
-    largest = min(load.n_rows, preferred or load.n_rows)
+    largest = min(load.n_rows, preferred or max(1, min(1 << 16, MiB(64) // max(1, sum(load.row_nbytes)))))
     assert 1 <= plan.batch_size <= largest
     assert plan.host_bytes <= cpu
     assert plan.device_bytes == 0 if load.unified else plan.device_bytes <= gpu
@@ -149,8 +149,8 @@ def test_every_batch_that_is_there_at_a_time_is_planned(load: Demand, batch_size
 
 
 def test_a_read_only_load_has_no_write_backs() -> None:
-    read_only = plan_of(load_of(), GiB(1), GiB(1))
-    writable = plan_of(load_of(writable=(True,)), GiB(1), GiB(1))
+    read_only = plan_of(load_of(), MiB(64), MiB(64))
+    writable = plan_of(load_of(writable=(True,)), MiB(64), MiB(64))
     assert writable.batch_size < read_only.batch_size
     assert not any("write-back" in item.what for item in read_only.items)
 
@@ -171,6 +171,25 @@ def test_the_batch_is_bounded_by_what_is_preferred_and_what_there_is() -> None:
     assert plan_of(load_of(), GiB(1), GiB(1), preferred=77).batch_size == 77
     assert plan_of(load_of(n_rows=50), GiB(1), GiB(1), preferred=77).batch_size == 50
     assert plan_of(load_of(n_rows=50), GiB(1), GiB(1)).batch_size == 50
+
+
+@pytest.mark.parametrize(
+    ("row_nbytes", "batch_size"),
+    [((4,), 65_536), ((1000, 24), 65_536), ((2048,), 32_768), ((MiB(40), 8), 1), ((MiB(100),), 1), ((0,), 65_536)],
+)
+def test_without_a_preferred_size_a_batch_is_bounded(row_nbytes: tuple[int, ...], batch_size: int) -> None:
+    load = load_of(row_nbytes=row_nbytes, writable=(False,) * len(row_nbytes))
+    plan = plan_of(load, GiB(900), GiB(900))
+    assert plan.batch_size == batch_size
+    assert plan.notes == (f"{batch_size:,} rows a batch, as larger ones move no more rows per second; preferred_batch_size takes more",)
+    more = plan_of(load, GiB(900), GiB(900), preferred=100_000)
+    assert (more.batch_size, more.notes) == (100_000 if sum(row_nbytes) < MiB(1) else more.batch_size, ())
+    assert more.batch_size > batch_size
+
+
+def test_a_bound_that_does_not_decide_is_not_spoken_of() -> None:
+    assert plan_of(load_of(n_rows=65_536), GiB(1), GiB(1)).notes == ()
+    assert plan_of(load_of(), MiB(16), MiB(16)).notes == ()
 
 
 def test_memory_of_the_host_is_one_limit_where_batches_live_there() -> None:

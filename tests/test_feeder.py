@@ -564,6 +564,16 @@ def test_the_plan_sizes_the_batch(tmp_path: Path) -> None:
         Feeder(tmp_path / "x.npy", config=Config(cpu_memory_limit=1024))
 
 
+def test_the_bound_of_a_batch_is_said_and_leaves_whole_batches_alone() -> None:
+    config = Config(cpu_memory_limit=MiB(64))
+    x = np.zeros((100_000, 1), np.float32)
+    with Feeder(x, config=config, device="cpu") as feeder:
+        assert feeder.plan.batch_size == 1 << 16
+        assert "65,536 rows a batch, as larger ones move no more rows per second; preferred_batch_size takes more" in str(feeder.plan)
+    with Feeder(x, config=config, rows=[np.arange(90_000)], device="cpu") as feeder:
+        assert [len(batch) for batch in feeder] == [90_000]
+
+
 def test_depth_goes_before_that_of_the_config(x: np.ndarray) -> None:
     config = Config(cpu_memory_limit=MiB(10), depth=4)
     with Feeder(x, config=config) as feeder:

@@ -100,8 +100,8 @@ def plan(**options: Any) -> Report:
 
     The batch size, where every byte goes, and how the rows are read.
 
-    With limits and no --batch-size, the batch is the largest that fits. --device cuda
-    plans for a GPU where there is none, too.
+    With limits and no --batch-size, the batch is the largest that fits, up to 65,536 rows
+    or 64 MiB. --device cuda plans for a GPU where there is none, too.
     """
     from . import plan
 

@@ -39,7 +39,8 @@ class Config(limits.Config):
             starts on a machine share it. Where training is on the CPU, the step is in it.
         gpu_memory_limit: Device memory that may be taken, in bytes; None likewise. With a model, its training step is in it; without one,
             it is for batches.
-        preferred_batch_size: Samples per batch at most, but those of one read; the largest batch that fits is taken up to this.
+        preferred_batch_size: Samples per batch at most, but those of one read; the largest batch that fits is taken up to this. None is
+            65,536; and without a model, 64 MiB of rows, where that is less.
         depth: Batches prefetched ahead of the loop; 0 is the synchronous loop. None is 2, or more where batches are small.
         headroom: Share of the free memory that is left alone where a limit is None.
         total_sample_count: Reads of an epoch, of ``one_read_count`` samples each.
@@ -261,6 +262,9 @@ class Config(limits.Config):
         preferred = None if self.preferred_batch_size is None else max(1, self.preferred_batch_size // self.one_read_count)
         bounds = [bound for bound in (preferred, self.total_sample_count) if bound is not None]
         found = largest_that_fits(need, 1.0, min(bounds, default=None))
+        if preferred is None:
+            # A small model on a large machine would have a batch that no training wants.
+            found = min(found, max(1, limits.MOST_ROWS // self.one_read_count))
         return at(found) if found else None
 
     def _at(self, batch_size: int, seen: float | None) -> Budget:
