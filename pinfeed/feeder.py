@@ -67,8 +67,9 @@ class Feeder:
 
     Args:
         source: A path of a .npy file (or a pattern of shards), a numpy array, a CPU tensor, an Arrow column, a Store, or tuples, lists and
-            dicts of these with equally many rows. What is yielded has the same structure. (A list of shards is ``MmapStore([...])``.) An
-            Arrow table and a Hugging Face dataset are dicts of their columns.
+            dicts of these with equally many rows. What is yielded has the same structure: several paths in a tuple or a list are sources
+            side by side, such as inputs and labels. Several files that are shards of one source are a pattern or ``MmapStore([...])``.
+            An Arrow table and a Hugging Face dataset are dicts of their columns.
         batch_size: Rows per batch. Give this or ``config``; neither where ``rows`` gives whole batches.
         config: Memory limits from which the batch size follows.
         rows: Which rows in which order: an order of ``pinfeed.rows``, a torch Sampler or BatchSampler, or any iterable of row numbers or

@@ -5,8 +5,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import logging
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,10 @@ from .stores.array import SHARED
 from .stores.arrow import columns_of, is_column
 from .stores.mmap import store_of_memmap
 from .stores.remote import has_protocol
+from .stores.sharded import AnyShardedStore
 from .tree import flatten
+
+logger = logging.getLogger("pinfeed")
 
 _MAX_WORK = 1 << 16  # numpy solves an equation to find whether strided arrays overlap; beyond this they count as overlapping
 
@@ -44,17 +48,18 @@ class StoreTree:
         try:
             for (_, leaf), name in zip(leaves, self.names, strict=True):
                 self.stores.append(self._open(leaf, name))
+            of_paths = [store for (_, leaf), store in zip(leaves, self.stores, strict=True) if isinstance(leaf, (str, os.PathLike))]
             self.n_rows = self.stores[0].n_rows
             if any(store.n_rows != self.n_rows for store in self.stores):
                 counts = ", ".join(f"{name} has {store.n_rows}" for name, store in zip(self.names, self.stores, strict=True))
                 raise StoreError(
                     f"sources have unequal numbers of rows: {counts}; expected equally many, one row each for a sample"
-                    + (
-                        "; shards of one source are a pattern, 'x-*.npy', or MmapStore([...])"
-                        if _are_paths(leaf for _, leaf in leaves)
-                        else ""
-                    )
+                    + (f"; shards of one source are a pattern, 'x-*.npy', or {type(of_paths[0]).__name__}([...])" if of_paths[1:] else "")
                 )
+            given_as_path = set(map(id, of_paths))
+            for group in _lists(self.rebuild(iter(self.stores))):
+                if given_as_path.issuperset(map(id, group)):
+                    _note_what_may_be_shards(group)
         except BaseException:
             self.close()
             raise
@@ -153,6 +158,35 @@ def _overlap(one: Store, other: Store) -> bool:
     return one is other
 
 
+def _lists(value: Any) -> Iterator[list[Any]]:
+    """The lists in a structure, at any depth, that have several leaves and nothing else."""
+    if isinstance(value, list) and len(value) > 1 and all(isinstance(child, Store) for child in value):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for child in value.values() if isinstance(value, Mapping) else value:
+            yield from _lists(child)
+
+
+def _note_what_may_be_shards(stores: Sequence[AnyShardedStore]) -> None:
+    """Warn of a list of files that are alike: it gives a batch of each, side by side, where one of all may have been meant."""
+    if len({(store.row_shape, store.dtype) for store in stores}) == 1 and all(len(store.paths) == 1 for store in stores):
+        _warn_of_pairs(type(stores[0]).__name__, tuple(store.paths[0] for store in stores))
+
+
+@functools.cache
+def _warn_of_pairs(store: str, paths: tuple[str, ...]) -> None:
+    shown = ", ".join(map(repr, paths if len(paths) < 4 else (*paths[:2], ...))).replace("Ellipsis", "...")
+    logger.warning(
+        "source=[%s] is a list of %d files with equally many rows of one shape and dtype, and each batch is a list of %d tensors, one of "
+        "each file; if the files are shards of one source, give %s([...]) or a pattern; if they belong side by side, give a tuple, of "
+        "which there is no warning",
+        shown,
+        len(paths),
+        len(paths),
+        store,
+    )
+
+
 def _with_columns(source: Any) -> Any:
     """``source``, with a dict of its columns in the place of each table and each dataset."""
     leaves, rebuild = flatten(source)
@@ -162,10 +196,6 @@ def _with_columns(source: Any) -> Any:
         if any(columns is not None for columns in found)
         else source
     )
-
-
-def _are_paths(leaves: Iterable[Any]) -> bool:
-    return all(isinstance(leaf, (str, os.PathLike)) for leaf in leaves)
 
 
 def _name(path: str) -> str:

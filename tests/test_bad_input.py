@@ -392,6 +392,41 @@ def test_paths_of_shards_are_no_parallel_sources(tmp_path: Path) -> None:
         Feeder([str(tmp_path / "1.npy"), str(tmp_path / "2.npy")], batch_size=1)
 
 
+def test_a_list_of_files_that_are_alike_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    files = [str(tmp_path / f"part-{i}.npy") for i in range(4)]
+    for file in files:
+        np.save(file, np.zeros((5, 2)))
+    for source in (files[:2], files[:2], {"x": (files, np.zeros(5))}):
+        with Feeder(source, batch_size=5, device="cpu") as feeder:
+            list(feeder)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 2
+    assert said[0] == (
+        f"source=[{files[0]!r}, {files[1]!r}] is a list of 2 files with equally many rows of one shape and dtype, and each batch is a list "
+        "of 2 tensors, one of each file; if the files are shards of one source, give MmapStore([...]) or a pattern; if they belong side by "
+        "side, give a tuple, of which there is no warning"
+    )
+    assert said[1].startswith(f"source=[{files[0]!r}, {files[1]!r}, ...] is a list of 4 files")
+
+
+def test_sources_side_by_side_are_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, dtype in (("a-0", "f4"), ("a-1", "f4"), ("b-0", "f4"), ("b-1", "f4"), ("c-0", "i4")):
+        np.save(tmp_path / f"{name}.npy", np.zeros((5, 2), dtype))
+    at = {path.stem: str(path) for path in tmp_path.iterdir()}
+    with MmapStore(at["a-0"]) as one, MmapStore(at["a-1"]) as other:
+        for source in (
+            (at["a-0"], at["a-1"]),
+            [at["a-0"], at["c-0"]],
+            [at["a-0"], np.zeros((5, 2), "f4")],
+            [str(tmp_path / "a-*.npy"), str(tmp_path / "b-*.npy")],
+            {"x": at["a-0"], "y": at["a-1"]},
+            [one, other],
+        ):
+            with Feeder(source, batch_size=5, device="cpu") as feeder:
+                list(feeder)
+    assert not [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
 def test_a_path_is_no_loader() -> None:
     with pytest.raises(errors.ArgumentError, match=r"a file is streamed by pinfeed\.Feeder\(path"):
         wrap_loader("x.npy")

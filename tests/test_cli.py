@@ -357,9 +357,43 @@ def test_plan_is_the_feeders(arguments: list[str], feeder: dict[str, Any], devic
 def test_plan_in_words() -> None:
     result = run("plan", "s-0.npy", "s-1.npy", "--shuffle", "--device", "cpu")
     assert result.exit_code == 0
-    for said in ("s-0.npy and 1 more: 500 rows of shape (3, 8), float32, 46.9 KiB", "shuffled", "the order of the rows", "rows were taken"):
+    for said in (
+        "s-0.npy and 1 more shard: 500 rows of shape (3, 8), float32, 46.9 KiB",
+        "shuffled",
+        "the order of the rows",
+        "rows were taken",
+    ):
         assert said in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_plan_of_sources_side_by_side() -> None:
+    """Inputs, in shards, and labels: the plan is that of a feeder over a tuple."""
+    np.save("y.npy", np.arange(500))
+    with MmapStore(["s-0.npy", "s-1.npy"]) as store, Feeder((store, "y.npy"), batch_size=32, device="cpu") as expected:
+        found = values("plan", "s-0.npy", "s-1.npy", "--with", "y.npy", "--batch-size", "32", "--device", "cpu")
+        assert found["plan"] == json.loads(json_of(plan_values(expected.plan)))
+    assert [(source["rows"], source["dtype"]) for source in (found["source"], *found["with"])] == [(500, "float32"), (500, "int64")]
+    assert values("plan", "x.npy")["with"] == []
+    shown = run("plan", "x.npy", "--with", "s-*.npy", "--with", "y.npy").stdout
+    assert shown.startswith("x.npy: 500 rows")
+    assert "\nwith s-0.npy and 1 more shard: 500 rows" in shown
+    assert "\nwith y.npy: 500 rows of shape (), int64" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_sources_side_by_side_have_equally_many_rows() -> None:
+    for command in ("plan", "bench"):
+        result = run(command, "x.npy", "--with", "s-0.npy")
+        assert result.exit_code == 3
+        assert "unequal numbers of rows: x.npy has 500, s-0.npy has 300; expected equally many" in result.stderr
+
+
+def test_labels_among_the_shards_are_told_apart() -> None:
+    np.save("y.npy", np.arange(500))
+    result = run("plan", "x.npy", "y.npy")
+    assert result.exit_code == 3
+    assert "give what goes with them, such as labels, as --with FILE" in result.stderr
 
 
 @no_gpu
@@ -406,6 +440,22 @@ def test_bench(quick: list[str]) -> None:
     assert found["contestants"][0]["pinfeed_ratio"] == 1
 
 
+def test_bench_of_sources_side_by_side(quick: list[str]) -> None:
+    np.save("y.npy", np.arange(500))
+    found = values("bench", "x.npy", "--with", "y.npy", "--shuffle", "--batch-size", "32", "--workers", "0,1", *quick)
+    assert found["with"][0]["dtype"] == "int64"
+    for timing in found["contestants"]:
+        assert timing["problem"] == ""
+        later = timing["later_epochs"]
+        assert later["row_nbytes"] == 3 * 8 * 4 + 8
+        assert later["gb_per_s"] == pytest.approx(later["rows_per_s"] * 104 / 1e9)
+    with MmapStore("x.npy") as x, MmapStore("y.npy") as y:
+        trial = bench.Trial([x, y], rows.shuffled(1), 32, "cpu", 0.01)
+        np.save("z.npy", np.arange(500)[::-1])
+        trial.sources = [["x.npy"], ["z.npy"]]  # what is compared with
+        assert [timing.equal for timing in trial.timings([])] == [False]
+
+
 def test_bench_cold_in_words(quick: list[str]) -> None:
     result = run("bench", "x.npy", "--cold", "--workers", "0", *quick)
     assert result.exit_code == 0, result.output
@@ -419,12 +469,12 @@ def test_everybody_has_the_same_rows(block_rows: int | None) -> None:
     """The rows that others are given are those of the feeder, epoch by epoch; a difference is found."""
     order, _ = options.order_of(block_rows is None, block_rows, 5)
     with MmapStore(["s-0.npy", "s-1.npy"]) as store:
-        trial = bench.Trial(store, order, 32, "cpu", 0.01)
-        with trial._feeder() as epochs, bench.loader_epochs(trial.paths, trial.batches, "cpu", n_workers=0, by_row=True) as others:
+        trial = bench.Trial([store], order, 32, "cpu", 0.01)
+        with trial._feeder() as epochs, bench.loader_epochs(trial.sources, trial.batches, "cpu", n_workers=0, by_row=True) as others:
             for epoch in (0, 1):
                 assert torch.equal(torch.cat(list(epochs(epoch))), torch.cat(list(others(epoch))))
         assert all(timing.equal for timing in trial.timings([]))
-        trial.paths = ["s-1.npy", "s-0.npy"]
+        trial.sources = [["s-1.npy", "s-0.npy"]]
         timings = list(trial.timings([]))
     assert [timing.equal for timing in timings] == [False]
     report = bench._report(trial, "shuffled", {"copy in memory": 1.0}, timings)

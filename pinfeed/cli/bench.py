@@ -23,10 +23,11 @@ from ..errors import ArgumentError
 from ..feeder import Feeder
 from ..memory import free_host_bytes
 from ..stores import MmapStore
+from ..stores.sharded import AnyShardedStore
 from .cache import cached_share, drop, read_through
 from .ceilings import link_rates, memory_rate, sequential_rate
-from .options import described, open_rows, order_of, usual_batch, values_of
-from .peers import Rows, loader_epochs
+from .options import all_described, open_sources, order_of, row_nbytes_of, source_of, sources_values, usual_batch
+from .peers import Rows, loader_epochs, parts_of
 from .report import Report, saying, sections, table, wrapped
 
 _WARM_S = 10.0  # in which a file is brought into the page cache, or else it is timed cold
@@ -34,8 +35,8 @@ _CHECKED = 4  # batches that are compared
 _FIRST = 4  # times as long as others may the first epoch take
 _COPIED_BYTES = 256 << 20
 
-Epochs = Callable[[int], Iterable[torch.Tensor]]
-"""Batches of an epoch, by its number."""
+Epochs = Callable[[int], Iterable[Any]]
+"""Batches of an epoch, by its number: a tensor each, or several of several sources."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ class Timing:
 def bench(
     files: Sequence[str],
     *,
+    others: Sequence[str],
     batch_size: int | None,
     shuffle: bool,
     block_rows: int | None,
@@ -101,12 +103,13 @@ def bench(
 ) -> Report:
     """Time them: the first epoch for up to ``4 * seconds``, later ones for ``seconds``; a finding, if a batch is not what it should be."""
     order, order_name = order_of(shuffle, block_rows, seed)
-    with contextlib.closing(open_rows(files)) as store:
-        if not isinstance(store, MmapStore):
-            raise ArgumentError(f"{store.paths[0]} is elsewhere; numpy.load, which is timed as well, reads local files")
-        if not store.row_nbytes:
-            raise ArgumentError(f"{store.paths[0]}: rows of no bytes; there is nothing to time")
-        trial = Trial(store, order, batch_size or usual_batch(store.row_nbytes), device, seconds)
+    with open_sources(files, others) as stores:
+        for store in stores:
+            if not isinstance(store, MmapStore):
+                raise ArgumentError(f"{store.paths[0]} is elsewhere; numpy.load, which is timed as well, reads local files")
+            if not store.row_nbytes:
+                raise ArgumentError(f"{store.paths[0]}: rows of no bytes; there is nothing to time")
+        trial = Trial(stores, order, batch_size or usual_batch(row_nbytes_of(stores)), device, seconds)
         trial.prepare(warm)
         ceilings = trial.ceilings()
         timings = list(trial.timings(workers))
@@ -117,21 +120,28 @@ class Trial:
     """Contestants on the same batches, one after the other.
 
     Args:
-        store: The rows.
-        order: Their order.
+        stores: The sources, of equally many rows.
+        order: The order of the rows.
         batch_size: Rows of a batch.
         device: Where the batches go.
         seconds: For the later epochs of each contestant; the first one may take some times as long.
     """
 
-    def __init__(self, store: MmapStore, order: Any, batch_size: int, device: str, seconds: float) -> None:
-        self.store, self.order, self.batch_size, self.seconds = store, order, min(batch_size, store.n_rows), seconds
+    def __init__(self, stores: Sequence[AnyShardedStore], order: Any, batch_size: int, device: str, seconds: float) -> None:
+        self.stores, self.order, self.seconds = stores, order, seconds
+        self.n_rows, self.row_nbytes = stores[0].n_rows, row_nbytes_of(stores)
+        self.batch_size = min(batch_size, self.n_rows)
         with contextlib.closing(resolve(device, n_spare=0)) as found:
             self.device = found.name
-        self.paths = store.paths
+        self.sources = [store.paths for store in stores]
         self.left: float | None = 0.0  # share of the files that could not be dropped from the page cache; None where nobody knows
-        self.batches = OrderBatches(order, store.n_rows, self.batch_size, False)
+        self.batches = OrderBatches(order, self.n_rows, self.batch_size, False)
         self.warm = True
+
+    @property
+    def paths(self) -> list[str]:
+        """The files of all sources."""
+        return list(itertools.chain.from_iterable(self.sources))
 
     def prepare(self, warm: bool | None) -> None:
         """Bring the files into the page cache, or decide that each contestant begins without.
@@ -139,7 +149,7 @@ class Trial:
         Raises:
             ArgumentError: They are to be there, and do not fit.
         """
-        nbytes, free = self.store.n_rows * self.store.row_nbytes, free_host_bytes()
+        nbytes, free = self.n_rows * self.row_nbytes, free_host_bytes()
         if warm and nbytes > free // 2:
             raise ArgumentError(f"--warm: the files have {human(nbytes)}; {human(free)} of memory are free, half of which they may take")
         self.warm = nbytes <= free // 2 if warm is None else warm
@@ -176,7 +186,7 @@ class Trial:
             yield self._timed("pinfeed", self._feeder)
         for by_row, n_workers in itertools.product((False, True), workers):
             name = f"DataLoader, {'rows' if by_row else 'batches'}, {n_workers} workers"
-            make = functools.partial(loader_epochs, self.paths, self.batches, self.device, n_workers=n_workers, by_row=by_row)
+            make = functools.partial(loader_epochs, self.sources, self.batches, self.device, n_workers=n_workers, by_row=by_row)
             with saying(f"timing {name}"):
                 try:
                     yield self._timed(name, make)
@@ -185,9 +195,9 @@ class Trial:
 
     @contextlib.contextmanager
     def _feeder(self) -> Iterator[Epochs]:
-        with Feeder(self.store, batch_size=self.batch_size, rows=self.order, device=self.device) as feeder:
+        with Feeder(source_of(self.stores), batch_size=self.batch_size, rows=self.order, device=self.device) as feeder:
 
-            def epochs(number: int) -> Iterable[torch.Tensor]:
+            def epochs(number: int) -> Iterable[Any]:
                 feeder.set_epoch(number)
                 return feeder
 
@@ -210,26 +220,30 @@ class Trial:
 
     def _gives_the_rows(self, make: Callable[[], AbstractContextManager[Epochs]]) -> bool:
         """Whether its first batches are those that numpy reads. Nothing stays mapped: pages that are could not be dropped."""
-        rows = Rows(self.paths)
+        expected = [Rows(paths) for paths in self.sources]
         with make() as epochs:
-            pairs = zip(itertools.islice(self.batches.epoch(0), _CHECKED), epochs(0), strict=False)
-            return all(_is_equal(batch.cpu().numpy(), rows.gather(draw().rows)) for draw, batch in pairs)
+            for draw, batch in zip(itertools.islice(self.batches.epoch(0), _CHECKED), epochs(0), strict=False):
+                rows = draw().rows
+                for part, source in zip(parts_of(batch), expected, strict=True):
+                    if not _is_equal(part.cpu().numpy(), source.gather(rows)):
+                        return False
+        return True
 
     def _drop(self) -> None:
         drop(self.paths)
         left = cached_share(self.paths)
         self.left = None if left is None or self.left is None else max(left, self.left)
 
-    def _rate(self, batches: Iterable[torch.Tensor], begin: float, seconds: float) -> Rate:
+    def _rate(self, batches: Iterable[Any], begin: float, seconds: float) -> Rate:
         n_rows, complete = 0, True
         for batch in batches:
-            n_rows += len(batch)
+            n_rows += len(parts_of(batch)[0])
             if time.perf_counter() - begin > seconds:
                 complete = False
                 break
         if self.device != "cpu":
             torch.cuda.synchronize(self.device)
-        return Rate(n_rows, time.perf_counter() - begin, self.store.row_nbytes, complete)
+        return Rate(n_rows, time.perf_counter() - begin, self.row_nbytes, complete)
 
 
 def _is_equal(one: np.ndarray, other: np.ndarray) -> bool:
@@ -238,9 +252,9 @@ def _is_equal(one: np.ndarray, other: np.ndarray) -> bool:
 
 
 def _report(trial: Trial, order_name: str, ceilings: dict[str, float], timings: Sequence[Timing]) -> Report:
-    store, size, best = trial.store, trial.batch_size, min(ceilings.values())
+    size, best = trial.batch_size, min(ceilings.values())
     values = {
-        "source": values_of(store),
+        **sources_values(trial.stores),
         "batch_size": size,
         "order": order_name,
         "device": trial.device,
@@ -249,13 +263,13 @@ def _report(trial: Trial, order_name: str, ceilings: dict[str, float], timings: 
         "ceilings_gb_per_s": ceilings,
         "contestants": [_values(timing, timings[0]) for timing in timings],
     }
-    head = f"batches of {size:,} rows ({human(size * store.row_nbytes)}), {order_name}, on {trial.device}"
+    head = f"batches of {size:,} rows ({human(size * trial.row_nbytes)}), {order_name}, on {trial.device}"
     columns = ("rows/s", "1st epoch", "later", "rate", "best", "x")
     shown = table([_columns(timing, timings[0], best) for timing in timings], columns, "lrrrrr")
     failures = [f"{timing.name}: {timing.problem}" for timing in timings if timing.problem and timing.equal]
     reached = ", ".join(f"{what} {human_rate(1e9 * rate)}" for what, rate in ceilings.items())
     parts = {
-        wrapped(described(store), rest="  "): "\n".join(wrapped(text, "  ", "  ") for text in (head, trial.page_cache)),
+        all_described(trial.stores): "\n".join(wrapped(text, "  ", "  ") for text in (head, trial.page_cache)),
         shown: "\n".join(map(wrapped, (f"x: how many times as fast pinfeed is; best: the share of {reached}", *failures))),
     }
     findings = tuple(f"{timing.name}: {timing.problem}" for timing in timings if not timing.equal)

@@ -11,7 +11,7 @@ import click
 
 from .. import __version__
 from ..errors import PinfeedError
-from .options import counts, order_options, size
+from .options import counts, order_options, size, with_option
 from .report import Report, json_of, wrapped
 
 FINDING, FAILED, INTERRUPTED = 1, 3, 130
@@ -24,7 +24,8 @@ def main() -> None:
     """Look at a machine, at files, and at what pinfeed would do with them.
 
     FILE is a .npy file, a quoted pattern of shards ("features-*.npy"), or several
-    files, which are shards of one source. Sizes are written 2GiB, 512MiB, 1.5e9.
+    files, which are shards of one source. Inputs and their labels are two sources:
+    plan images.npy --with labels.npy. Sizes are written 2GiB, 512MiB, 1.5e9.
 
     Exit status: 0 fine; 1 something was found (a damaged file, a plan that does not
     fit); 2 wrong usage; 3 it could not be done; 130 interrupted.
@@ -89,6 +90,7 @@ def doctor(**options: Any) -> Report:
 
 @main.command(short_help="Print the plan that a Feeder over files would have.")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@with_option
 @order_options
 @click.option("--gpu-limit", type=size, metavar="SIZE", help="GPU memory that batches may take (Config's gpu_memory_limit).")
 @click.option("--cpu-limit", type=size, metavar="SIZE", help="Host memory that the feeder may take (Config's cpu_memory_limit).")
@@ -110,6 +112,7 @@ def plan(**options: Any) -> Report:
 
 @main.command(short_help="Time files of yours beside a plain DataLoader.")
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@with_option
 @order_options
 @click.option(
     "--seconds",

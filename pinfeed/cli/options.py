@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import math
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from ..config import human
+from ..errors import StoreError
+from .report import wrapped
 
 if TYPE_CHECKING:
     from ..stores.sharded import AnyShardedStore
@@ -64,6 +67,12 @@ def order_of(shuffle: bool, block_rows: int | None, seed: int) -> tuple[Any, str
     return (shuffled(seed), "shuffled") if shuffle else (sequential(), "in sequence")
 
 
+def with_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Sources side by side, as ``Feeder`` takes them in a tuple."""
+    words = "Another source, whose rows go with those of FILE, as labels with images: a file or a quoted pattern. May be repeated."
+    return click.option("--with", "others", multiple=True, metavar="FILE", help=words)(command)
+
+
 def expanded(files: Sequence[str]) -> list[str]:
     """Files, with those of each pattern in its place; a pattern that none matches stays."""
     names = []
@@ -84,7 +93,40 @@ def open_rows(files: Sequence[str]) -> AnyShardedStore:
 
     names = expanded(files)
     opened = RemoteStore if has_protocol(names[0]) else MmapStore
-    return opened(names[0] if len(names) == 1 else names)  # a pattern that none matches is told apart there
+    try:
+        return opened(names[0] if len(names) == 1 else names)  # a pattern that none matches is told apart there
+    except StoreError as error:
+        if "shards do not match" not in str(error):
+            raise
+        raise StoreError(
+            f"{error}; several files are shards of one source: give what goes with them, such as labels, as --with FILE"
+        ) from None
+
+
+@contextlib.contextmanager
+def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[AnyShardedStore]]:
+    """The rows of files, and of each other source beside them, until the context ends.
+
+    Raises:
+        PinfeedError: As ``open_rows`` does.
+        StoreError: The sources have unequal numbers of rows.
+    """
+    with contextlib.ExitStack() as stack:
+        stores = [stack.enter_context(contextlib.closing(open_rows(names))) for names in (files, *([other] for other in others))]
+        if any(store.n_rows != stores[0].n_rows for store in stores):
+            counts = ", ".join(f"{_files_of(store)} has {store.n_rows:,}" for store in stores)
+            raise StoreError(f"sources have unequal numbers of rows: {counts}; expected equally many, as a sample has one row of each")
+        yield stores
+
+
+def source_of(stores: Sequence[AnyShardedStore]) -> Any:
+    """What a ``Feeder`` is given: the one store, or a tuple of several."""
+    return stores[0] if len(stores) == 1 else tuple(stores)
+
+
+def row_nbytes_of(stores: Sequence[AnyShardedStore]) -> int:
+    """Bytes of one row of all sources together."""
+    return sum(store.row_nbytes for store in stores)
 
 
 def usual_batch(row_nbytes: int) -> int:
@@ -94,8 +136,23 @@ def usual_batch(row_nbytes: int) -> int:
 
 def described(store: AnyShardedStore) -> str:
     """A source in words."""
-    files = store.paths[0] if len(store.paths) == 1 else f"{store.paths[0]} and {len(store.paths) - 1} more"
-    return f"{files}: {store.n_rows:,} rows of shape {store.row_shape}, {store.dtype}, {human(store.n_rows * store.row_nbytes)}"
+    size = human(store.n_rows * store.row_nbytes)
+    return f"{_files_of(store)}: {store.n_rows:,} rows of shape {store.row_shape}, {store.dtype}, {size}"
+
+
+def all_described(stores: Sequence[AnyShardedStore]) -> str:
+    """Sources in words, a paragraph each."""
+    return "\n".join(wrapped(described(store), "with " if i else "", "  ") for i, store in enumerate(stores))
+
+
+def _files_of(store: AnyShardedStore) -> str:
+    n_more = len(store.paths) - 1
+    return f"{store.paths[0]} and {n_more} more shard{'s' * (n_more > 1)}" if n_more else store.paths[0]
+
+
+def sources_values(stores: Sequence[AnyShardedStore]) -> dict[str, Any]:
+    """Sources for scripts: the first one, and those beside it."""
+    return {"source": values_of(stores[0]), "with": [values_of(store) for store in stores[1:]]}
 
 
 def values_of(store: AnyShardedStore) -> dict[str, Any]:

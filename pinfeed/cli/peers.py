@@ -49,6 +49,28 @@ class Rows(Dataset[torch.Tensor]):
         return out
 
 
+class _Together(Dataset[tuple[torch.Tensor, ...]]):
+    """Rows of several sources, as a tuple."""
+
+    def __init__(self, sources: Sequence[Rows]) -> None:
+        self._sources = sources
+
+    def __len__(self) -> int:
+        return len(self._sources[0])
+
+    def __getitem__(self, rows: Any) -> tuple[torch.Tensor, ...]:
+        return tuple(source[rows] for source in self._sources)
+
+
+def _dataset(sources: Sequence[Sequence[str]]) -> Dataset[Any]:
+    return Rows(sources[0]) if len(sources) == 1 else _Together([Rows(paths) for paths in sources])
+
+
+def parts_of(batch: Any) -> Sequence[torch.Tensor]:
+    """The tensors of a batch: one, or one of each source."""
+    return batch if isinstance(batch, (tuple, list)) else (batch,)
+
+
 class _Numbers:
     """A sampler: the row numbers of each batch of an epoch, drawn when they are asked for."""
 
@@ -66,12 +88,12 @@ class _Numbers:
 
 @contextlib.contextmanager
 def loader_epochs(
-    paths: Sequence[str], batches: RowBatches, device: str, *, n_workers: int, by_row: bool
-) -> Iterator[Callable[[int], Iterable[torch.Tensor]]]:
+    sources: Sequence[Sequence[str]], batches: RowBatches, device: str, *, n_workers: int, by_row: bool
+) -> Iterator[Callable[[int], Iterable[Any]]]:
     """A DataLoader's epochs on the device, by their number; its workers stay from epoch to epoch, and end with the context.
 
     Args:
-        paths: The files.
+        sources: The files of each source.
         batches: Which rows.
         device: As torch writes it.
         n_workers: Worker processes.
@@ -82,12 +104,16 @@ def loader_epochs(
     if n_workers:
         how |= {"num_workers": n_workers, "persistent_workers": True, "prefetch_factor": 4}
     on_gpu = device != "cpu"
-    loaders = [DataLoader(Rows(paths), pin_memory=on_gpu, **how)]
+    loaders = [DataLoader(_dataset(sources), pin_memory=on_gpu, **how)]
 
-    def epoch(number: int) -> Iterator[torch.Tensor]:
+    def epoch(number: int) -> Iterator[Any]:
         numbers.epoch = number
         for batch in loaders[0]:
-            yield batch.to(device, non_blocking=True) if on_gpu else batch
+            if on_gpu:
+                moved = [part.to(device, non_blocking=True) for part in parts_of(batch)]
+                yield moved if len(moved) > 1 else moved[0]
+            else:
+                yield batch
 
     try:
         yield epoch

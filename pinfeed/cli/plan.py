@@ -9,7 +9,7 @@ from typing import Any
 from ..config import Config, Plan, human
 from ..errors import BudgetError
 from ..feeder import Feeder
-from .options import described, open_rows, order_of, usual_batch, values_of
+from .options import all_described, open_sources, order_of, row_nbytes_of, source_of, sources_values, usual_batch
 from .report import Report, facts, sections, table, wrapped
 
 _PLACES = {"host": "host", "pinned": "host, page-locked", "device": "device"}
@@ -18,6 +18,7 @@ _PLACES = {"host": "host", "pinned": "host, page-locked", "device": "device"}
 def plan(
     files: Sequence[str],
     *,
+    others: Sequence[str],
     batch_size: int | None,
     shuffle: bool,
     block_rows: int | None,
@@ -30,12 +31,11 @@ def plan(
     """The plan that a feeder over these files would have; a finding, if it does not fit, or not with the batch that was wanted."""
     order, order_name = order_of(shuffle, block_rows, seed)
     target, remarks = _device(device)
-    store = open_rows(files)
-    try:
-        values = {"source": values_of(store), "order": order_name, "device": None, "plan": None, "remarks": remarks}
-        head = wrapped(described(store), rest="  ")
+    with open_sources(files, others) as stores:
+        values = {**sources_values(stores), "order": order_name, "device": None, "plan": None, "remarks": remarks}
+        head = all_described(stores)
         if cpu_limit is None and gpu_limit is None:
-            size = batch_size or usual_batch(store.row_nbytes)
+            size = batch_size or usual_batch(row_nbytes_of(stores))
             if batch_size is None:
                 remarks.append(f"Neither --batch-size nor a limit was given: {size:,} rows were taken for a batch.")
             arguments: dict[str, Any] = {"batch_size": size}
@@ -43,20 +43,18 @@ def plan(
             config = Config(cpu_memory_limit=cpu_limit, gpu_memory_limit=gpu_limit, preferred_batch_size=batch_size)
             arguments = {"config": config}
         try:
-            with Feeder(store, rows=order, depth=depth, device=target, **arguments) as feeder:
+            with Feeder(source_of(stores), rows=order, depth=depth, device=target, **arguments) as feeder:
                 made, name = feeder.plan, feeder.device
         except BudgetError as error:
             return Report(values, head, (f"it does not fit: {error}",))
         if gpu_limit is not None and not made.device_bytes:
             remarks.append(f"Batches live in host memory ({name}): --gpu-limit was not needed. --device cuda plans for a GPU.")
         findings: tuple[str, ...] = ()
-        if batch_size is not None and made.batch_size < min(batch_size, store.n_rows):
+        if batch_size is not None and made.batch_size < min(batch_size, stores[0].n_rows):
             findings = (f"batches of {batch_size:,} rows were wanted; the limits hold {made.batch_size:,}",)
         values |= {"device": name, "plan": plan_values(made)}
         parts = {head: _text(made, order_name, name), "Remarks": "\n".join(wrapped(f"- {remark}", rest="  ") for remark in remarks)}
         return Report(values, sections(parts), findings)
-    finally:
-        store.close()
 
 
 def _device(name: str) -> tuple[Any, list[str]]:
