@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Sequence
+import functools
+import html
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -70,6 +72,19 @@ def human_rate(bytes_per_s: float) -> str:
     if unit == "B/s" or number >= 99.95:
         return f"{number:,.0f} {unit}"
     return f"{number:.1f} {unit}" if number >= 9.995 else f"{number:.2f} {unit}"
+
+
+def safe_repr(describe: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Make a ``__repr__`` of a method, one that never raises: an object that is half made or broken shows the name of its class."""
+
+    @functools.wraps(describe)
+    def shown(self: Any) -> str:
+        try:
+            return describe(self)
+        except Exception:
+            return f"<{type(self).__name__}>"
+
+    return shown
 
 
 @dataclass(frozen=True)
@@ -161,6 +176,25 @@ class Plan:
             lines.append(f"device: {human(self.device_bytes)}{of(self.gpu_memory_limit)}")
         lines += [f"  {item.place}: {item.count} x {human(item.nbytes)} {item.what}" for item in self.items]
         return "\n".join([*lines, *self.notes])
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: a table of every use of memory, and the totals with their limits."""
+        from tabulate import tabulate
+
+        names = {"host": "host", "pinned": "host, page-locked", "device": "device"}
+        rows = [(item.what, names[item.place], f"{item.count} × {human(item.nbytes)}", human(item.total)) for item in self.items]
+        totals = [
+            ("in all", "host", self.host_bytes, self.cpu_memory_limit),
+            ("in all", "device", self.device_bytes, self.gpu_memory_limit),
+        ]
+        rows += [
+            (what, place, "", human(nbytes) + (f" of {human(limit)}" if limit is not None else ""))
+            for what, place, nbytes, limit in totals
+            if nbytes or place == "host"
+        ]
+        table = tabulate(rows, headers=("use", "place", "count × size", "total"), tablefmt="html", disable_numparse=True)
+        said = [str(self).splitlines()[0], *self.notes]
+        return table + "".join(f"<p>{html.escape(line)}</p>" for line in said)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from .batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
-from .config import DEFAULT_DEPTH, Config, Plan, check_depth, check_route, n_held
+from .config import DEFAULT_DEPTH, Config, Plan, check_depth, check_route, n_held, safe_repr
 from .devices import resolve
 from .devices.base import Device
 from .epoch import Loan, Pace
@@ -19,7 +20,7 @@ from .ranks import Ranks
 from .rows import Order, Rows, sequential, shuffled
 from .seeing.stats import FeederStats
 from .seeing.timeline import Timeline
-from .shares import SharedBatches, loop_over, share_of
+from .shares import SharedBatches, loop_over, note_workers, share_of
 from .sources import RowSource
 from .stores.base import row_nbytes
 from .storetree import StoreTree
@@ -41,6 +42,10 @@ class Batch:
         self._loan, self._stores, self._device = loan, stores, device
         self.rows: Rows = loan.groups[0].rows
         self.data = loan.take()
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return f"<Batch of {len(self.rows):,} rows>"
 
     def write_back(self, values: Any) -> None:
         """Store ``values`` as the rows of this batch, in the background; every write has landed when the loop ends.
@@ -119,6 +124,7 @@ class Feeder:
             rows = shuffled(seed) if shuffle else sequential()
         share = share_of(ranks, rows, drop_last, batch_size, config)
         config = config and config.for_feeder()
+        self._begin = functools.partial(note_workers, ranks, rows)
         if share is not None:
             rows, batch_size, config = share.rows(), batch_size and share.batch_size, share.config(config)
         self._stores = StoreTree(source)
@@ -156,6 +162,11 @@ class Feeder:
 
     __reduce__ = no_copy
 
+    @safe_repr
+    def __repr__(self) -> str:
+        size = f"{self._plan.batch_size:,} rows" if self._plan.batch_size else "any size"
+        return f"<Feeder: {self._stores}; batches of {size} on {self.device}, {self._loop}>"
+
     def __enter__(self) -> Feeder:
         return self
 
@@ -181,7 +192,7 @@ class Feeder:
         Raises:
             ClosedError: The feeder is closed, or another loop over it runs.
         """
-        return self._loop.run(Loan.take)
+        return self._loop.run(Loan.take, begin=self._begin)
 
     def batches(self) -> Iterator[Batch]:
         """The next epoch, as ``Batch`` objects: with row numbers, and with ``write_back``.
@@ -191,7 +202,7 @@ class Feeder:
         """
         stores, device = self._stores, self._device
         pace = self._write_pace if any(store.writable for store in stores.stores) else None
-        return self._loop.run(lambda loan: Batch(loan, stores, device), pace)
+        return self._loop.run(lambda loan: Batch(loan, stores, device), pace, self._begin)
 
     @property
     def device(self) -> str:

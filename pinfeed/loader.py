@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .config import check_depth
+from .config import check_depth, safe_repr
 from .devices import resolve
 from .epoch import Loan, Pace, guarded
 from .errors import ArgumentError, WorkerError
@@ -83,6 +83,12 @@ class LoaderFeeder:
         self._loop = Loop(source, found, pace=pace, capacity=(), progress=progress, timeline=timeline)
 
     __reduce__ = no_copy
+
+    @safe_repr
+    def __repr__(self) -> str:
+        size = getattr(self._loader, "batch_size", None)
+        batches = f"batches of {size:,}" if isinstance(size, int) else "its batches"
+        return f"<{type(self).__name__}: a {type(self._loader).__name__}, {batches} on {self.device}, {self._loop}>"
 
     def __enter__(self) -> LoaderFeeder:
         return self

@@ -87,6 +87,10 @@ class Loop:
         """Whether no epoch runs, and none was left before its end."""
         return self._fresh
 
+    def __str__(self) -> str:
+        """How far ahead it runs, and whether it still can: the end of what the ``repr`` of a feeder says."""
+        return f"{self._pace.depth} ahead{', closed' if self._closed else ''}"
+
     @property
     def stats(self) -> FeederStats:
         return self._meter.stats()

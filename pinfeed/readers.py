@@ -12,7 +12,7 @@ from typing import Any, Literal
 import numpy as np
 
 from .batches import OrderBatches
-from .config import check_depth
+from .config import check_depth, safe_repr
 from .devices import resolve
 from .dtypes import dtype_of
 from .epoch import Loan, Pace
@@ -23,7 +23,7 @@ from .rows import Rows, sequential, shuffled
 from .samples import Ahead, Apply, Each, Reader, load_of
 from .seeing.stats import FeederStats
 from .seeing.timeline import Timeline
-from .shares import SharedBatches, loop_over, share_of
+from .shares import SharedBatches, loop_over, note_workers, share_of
 from .sources import Draw, Load
 from .threads import Workers
 
@@ -114,7 +114,9 @@ def wrap_readers(
     batches: OrderBatches | SharedBatches = OrderBatches(order, len(inputs), batch_size // one_read_count, drop_last)
     if share is not None:
         batches = SharedBatches(dataclasses.replace(share, size=share.size // one_read_count), len(inputs))
-    return ReaderFeeder(readers, batches, n_readers, device=device, depth=check_depth(depth), progress=progress, timeline=timeline)
+    begin = functools.partial(note_workers, ranks, order)
+    depth = check_depth(depth)
+    return ReaderFeeder(readers, batches, n_readers, begin, device=device, depth=depth, progress=progress, timeline=timeline)
 
 
 class ReaderFeeder:
@@ -125,6 +127,7 @@ class ReaderFeeder:
         readers: Sequence[Reader],
         batches: OrderBatches | SharedBatches,
         n_readers: int,
+        begin: Callable[[], object],
         *,
         device: Any,
         depth: int,
@@ -133,10 +136,17 @@ class ReaderFeeder:
     ) -> None:
         found = resolve(device, n_spare=len(readers) * (depth + 2))
         self._device, self._owned_device = found, None if found is device else found
+        self._begin = begin
         source = ReaderSource(readers, batches, found.worker, min(n_readers, batches.batch_size) if depth else 1)
         self._loop = loop_over(batches)(source, found, pace=Pace(depth), capacity=(), progress=progress, timeline=timeline)
 
     __reduce__ = no_copy
+
+    @safe_repr
+    def __repr__(self) -> str:
+        found = self._loop.source.fingerprint
+        size = f"{found['batch_size']:,} samples"
+        return f"<ReaderFeeder: {found['identities']:,} identities; batches of {size} on {self.device}, {self._loop}>"
 
     def __enter__(self) -> ReaderFeeder:
         return self
@@ -156,7 +166,7 @@ class ReaderFeeder:
         Raises:
             ClosedError: This is closed, or another loop over it runs.
         """
-        return self._loop.run(Loan.take)
+        return self._loop.run(Loan.take, begin=self._begin)
 
     @property
     def device(self) -> str:

@@ -6,6 +6,8 @@ import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from .config import safe_repr
+
 
 def restartable(feeder: Any) -> Restartable:
     """``feeder``, iterated by a framework: a new loop ends the one before, which a feeder itself refuses.
@@ -25,6 +27,10 @@ class Restartable:
     def __init__(self, feeder: Any) -> None:
         self._feeder = feeder
         self._running: weakref.ref[Any] | None = None  # the caller's reference alone keeps a loop going
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return f"restartable({self._feeder!r})"
 
     def __len__(self) -> int:
         return len(self._feeder)

@@ -10,6 +10,7 @@ import numpy as np
 from torch.utils.data import Dataset
 
 from .batches import check_rows
+from .config import safe_repr
 from .rows import Rows
 from .storetree import StoreTree
 from .tensors import to_torch
@@ -32,6 +33,10 @@ class RowDataset(Dataset[Any]):
     def __init__(self, source: Any) -> None:
         self._source = source
         self._open()
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return f"<RowDataset: {self._tree}>"
 
     def __enter__(self) -> RowDataset:
         return self

@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 import operator
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -255,6 +256,34 @@ class SharedLoop(Loop):
 def loop_over(batches: RowBatches) -> Callable[..., Loop]:
     """What makes the loop of a source with these batches."""
     return functools.partial(SharedLoop, batches=batches) if isinstance(batches, SharedBatches) else Loop
+
+
+def note_workers(ranks: Ranks | str | None, order: Any) -> None:
+    """Warn, once, where several worker processes of a DataLoader each loop over all rows. In the worker process, when a loop begins.
+
+    Args:
+        ranks: As the user gave it. ``"all"`` says that it is meant so; explicit ranks may be those of the workers.
+        order: Which rows, as the user says; what is no order of all rows may be a worker's own.
+    """
+    data = sys.modules.get("torch.utils.data")  # a worker process has loaded it
+    info = data.get_worker_info() if data is not None else None
+    if info is None or info.num_workers < 2 or info.id != 0:
+        return
+    is_meant = ranks == "all" or (isinstance(ranks, Ranks) and ranks.rank is not None)
+    if not is_meant and isinstance(order, (Sequential, Shuffled, BlockShuffled)):
+        _warn_of_workers(info.num_workers)
+
+
+@functools.cache
+def _warn_of_workers(num_workers: int) -> None:
+    logger.warning(
+        "each of the %d worker processes of a DataLoader loops over all rows of its feeder: if these are the same rows, each comes %d "
+        "times; give each worker its part, ranks=pinfeed.Ranks('join', rank=info.id, world_size=info.num_workers) with "
+        "info = torch.utils.data.get_worker_info(), or loop over the feeder in the main process, where it reads ahead in threads; "
+        "ranks='all' says that it is meant so",
+        num_workers,
+        num_workers,
+    )
 
 
 def _note_that_all_have_all() -> None:

@@ -25,6 +25,7 @@ from .tree import flatten
 
 logger = logging.getLogger("pinfeed")
 
+_SHOWN = 4  # stores that are named in one line
 _MAX_WORK = 1 << 16  # numpy solves an equation to find whether strided arrays overlap; beyond this they count as overlapping
 
 
@@ -63,6 +64,11 @@ class StoreTree:
         except BaseException:
             self.close()
             raise
+
+    def __str__(self) -> str:
+        stores = [f"{name} {store.row_shape} {store.dtype}" for name, store in zip(self.names, self.stores, strict=True)]
+        more = f", and {len(stores) - _SHOWN} more" if len(stores) > _SHOWN else ""
+        return f"{self.n_rows:,} rows of {', '.join(stores[:_SHOWN])}{more}"
 
     def close(self) -> None:
         """Close the stores that were opened here, all of them, and raise the first error."""

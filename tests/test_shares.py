@@ -2,9 +2,10 @@
 
 import itertools
 import json
+import logging
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,7 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import SequentialSampler
+from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get_worker_info
 
 from pinfeed import Config, Feeder, MiB, MmapStore, Ranks, rows, wrap_readers
 from pinfeed.access import choose
@@ -408,3 +409,58 @@ def test_the_environment_says_who_this_is(environment: dict[str, str], found: An
 def test_each_process_of_a_machine_takes_a_gpu(local_rank: str | None, n_devices: int, current: int, index: int) -> None:
     """Its own; that which was set before; the only one that it sees."""
     assert cuda_index(local_rank, n_devices, current) == index
+
+
+# ---- worker processes of a DataLoader --------------------------------------------------------------------------------
+
+
+class Looping(IterableDataset[Any]):
+    """Loops over a feeder that it makes where it is iterated, and writes down what pinfeed logs there."""
+
+    def __init__(self, log: Path, make: Callable[[int, int], Any]) -> None:
+        self._log, self._make = log, make
+
+    def __iter__(self) -> Iterator[int]:
+        logger, info = logging.getLogger("pinfeed"), get_worker_info()
+        logger.addHandler(logging.FileHandler(self._log, delay=True))
+        with self._make(*((0, 1) if info is None else (info.id, info.num_workers))) as feeder:
+            for _ in range(2):
+                for batch in feeder:
+                    yield from batch[0].tolist() if isinstance(batch, (tuple, list)) else batch.tolist()
+
+
+def read_by(**arguments: Any) -> Callable[[int, int], Any]:
+    reading: dict[str, Any] = {"read_input": lambda i: [i], "get_output": lambda i: [i], "batch_size": 2, "device": "cpu"}
+    return lambda rank, world_size: wrap_readers(range(6), range(6), **reading, **arguments)
+
+
+def fed_by(**arguments: Any) -> Callable[[int, int], Any]:
+    return lambda rank, world_size: Feeder(np.arange(6), batch_size=2, device="cpu", **arguments)
+
+
+WORKERS: dict[str, tuple[Callable[[int, int], Any], int, bool]] = {
+    "all rows": (fed_by(), 2, True),
+    "all rows shuffled": (fed_by(shuffle=True), 2, True),
+    "ranks of the job": (fed_by(ranks="pad"), 2, True),
+    "identities": (read_by(), 2, True),
+    "one worker": (fed_by(), 1, False),
+    "meant so": (fed_by(ranks="all"), 2, False),
+    "identities meant so": (read_by(ranks="all"), 2, False),
+    "a part each": (lambda i, n: fed_by(rows=rows.per_rank(rows.sequential(), rank=i, world_size=n))(i, n), 2, False),
+    "ranks of the workers": (lambda i, n: fed_by(ranks=Ranks(rank=i, world_size=n))(i, n), 2, False),
+    "numbers of one's own": (lambda i, n: fed_by(rows=range(i, 6, n))(i, n), 2, False),
+    "no workers": (fed_by(), 0, False),
+}
+
+
+@pytest.mark.parametrize("case", WORKERS)
+def test_workers_that_each_have_all_rows_are_warned_of_once(case: str, tmp_path: Path) -> None:
+    make, n_workers, is_warned = WORKERS[case]
+    loader = DataLoader(Looping(tmp_path / "log", make), batch_size=None, num_workers=n_workers)
+    n_times = Counter(loader)
+    is_repeated = is_warned or "meant so" in case
+    assert set(n_times.values()) == {2 * (2 if is_repeated else 1)}, "of two epochs"
+    said = (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
+    assert len(said) == is_warned
+    assert all("each of the 2 worker processes of a DataLoader loops over all rows" in line for line in said)
+    assert all("each comes 2 times; give each worker its part" in line for line in said)

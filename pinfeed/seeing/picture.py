@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -75,7 +75,7 @@ class _Bar:
     width: float
 
 
-def draw(spans: Sequence[Span], start_s: float, end_s: float, found: Totals, path: str) -> None:
+def draw(spans: Sequence[Span], start_s: float, end_s: float, found: Totals, path: str | IO[bytes]) -> None:
     """Draw what happened between two moments, and how much the loop waited in the whole run.
 
     Args:
@@ -83,7 +83,7 @@ def draw(spans: Sequence[Span], start_s: float, end_s: float, found: Totals, pat
         start_s: Of the stretch, on the clock of the spans.
         end_s: Of the stretch.
         found: What was counted in the stretch.
-        path: Of the picture; its ending says of which kind.
+        path: Path of the picture, whose ending says of which kind it is; or an open file, for a PNG.
 
     Raises:
         MissingDependency: There is no matplotlib.
@@ -120,7 +120,7 @@ def draw(spans: Sequence[Span], start_s: float, end_s: float, found: Totals, pat
     figure.draw_without_rendering()  # it is known now how wide the axes are
     if is_fine:
         _number(axes, bars)
-    figure.savefig(path)
+    figure.savefig(path, format=None if isinstance(path, str) else "png")
 
 
 def _placed(spans: Sequence[Span], start_s: float, unit: float) -> tuple[list[_Row], list[_Bar]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import math
 from dataclasses import dataclass
 from typing import Literal, TypeVar
@@ -200,3 +201,19 @@ class FeederStats(Totals):
 
     def __str__(self) -> str:
         return f"{super().__str__()}; memory: {self.memory}"
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: the verdict, and a table of the numbers behind it."""
+        from tabulate import tabulate
+
+        memory = dataclasses.asdict(self.memory)
+        rows = [
+            ("batches", f"{self.batches:,}, {self.late:,} of them late"),
+            ("rows", f"{self.rows:,}, {self.rows_per_s:,.0f} a second"),
+            ("bytes", f"{human(self.bytes)}, {human_rate(1e9 * self.gb_per_s)}"),
+            ("seconds within loops", f"{self.seconds:.3f}"),
+            (f"the {self.watched} waited", f"{self.starved:.0%}"),
+            ("readers were busy", f"{self.readers_busy:.0%} of {self.n_readers} thread{'s' * (self.n_readers != 1)}"),
+            *((f"memory, {name}", "unknown" if nbytes is None else human(nbytes)) for name, nbytes in memory.items()),
+        ]
+        return f"<p>{html.escape(self.verdict)}</p>{tabulate(rows, tablefmt='html', disable_numparse=True)}"

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import threading
 from collections import deque
 
+from ..config import safe_repr
 from ..devices.base import Event
-from ..errors import ArgumentError
+from ..errors import ArgumentError, MissingDependency
 from . import picture
 from .spans import Lane, Span, extent, middle, totals
 from .trace import trace
@@ -32,6 +34,23 @@ class Timeline:
         self._settling = threading.Lock()  # whoever reads it may be another thread than the loop's: each pending pair is taken once
         self._loop, self._zero_s = -1, 0.0
         self._depth, self._n_readers = 0, 1
+
+    @safe_repr
+    def __repr__(self) -> str:
+        n_loops = self._loop + 1
+        return f"<Timeline: {len(self._taken):,} spans of {n_loops:,} loop{'s' * (n_loops != 1)}>"
+
+    def _repr_png_(self) -> bytes | None:
+        """What a notebook shows: the picture; None without spans, or without matplotlib."""
+        spans, file = self.spans, io.BytesIO()
+        start, end = middle(spans, PICTURED_BATCHES) if spans else (0.0, 0.0)
+        if not start < end:
+            return None
+        try:
+            picture.draw(spans, start, end, totals(spans, start, end, depth=self._depth, n_readers=self._n_readers), file)
+        except MissingDependency:
+            return None
+        return file.getvalue()
 
     @property
     def spans(self) -> list[Span]:

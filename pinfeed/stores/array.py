@@ -7,10 +7,11 @@ from typing import Any
 
 import numpy as np
 
+from ..config import safe_repr
 from ..dtypes import check_dtype
 from ..errors import StoreError, WriteBackError
 from ..rows import Rows
-from .base import Array, run_of
+from .base import Array, in_words, run_of
 
 
 class ArrayStore:
@@ -48,6 +49,10 @@ class ArrayStore:
             )
         self._array: Array = array
         self._shares_itself = shares_itself(array)
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {in_words(self)}{'' if self.writable else ', read-only'}>"
 
     @property
     def array(self) -> Array:

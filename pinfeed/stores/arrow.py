@@ -10,9 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from ..batches import check_rows
+from ..config import safe_repr
 from ..errors import MissingDependency, StoreError
 from ..rows import Rows
-from .base import Array, run_of
+from .base import Array, in_words, run_of
 
 _CHECKED = 1 << 20  # lengths that are compared at a time
 _COLLECTED = 1 << 20  # bytes of rows that are brought together from several chunks at a time
@@ -66,6 +67,10 @@ class ArrowStore:
         counts = [chunk.shape[0] for chunk in self._chunks]
         self._n_stored, self._starts = sum(counts), np.cumsum([0, *counts[:-1]])
         self._indices = None if indices is None else ArrowStore(indices, name=f"{name}: its indices")
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._name}: {in_words(self)}>"
 
     @property
     def n_rows(self) -> int:

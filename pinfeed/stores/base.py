@@ -95,6 +95,11 @@ def row_nbytes(store: Store) -> int:
     return math.prod(store.row_shape) * store.dtype.itemsize
 
 
+def in_words(store: Store) -> str:
+    """The number, the shape and the dtype of the rows."""
+    return f"{store.n_rows:,} rows of shape {store.row_shape}, {store.dtype}"
+
+
 def run_of(rows: Rows) -> slice | None:
     """The rows as a slice, if they are consecutive and ascending."""
     n = len(rows)

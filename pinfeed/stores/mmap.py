@@ -20,6 +20,7 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from ..config import safe_repr
 from ..dtypes import DTYPES, dtype_of
 from ..errors import ArgumentError, FileMissing, StoreError, WriteBackError
 from ..memory import free_host_bytes
@@ -162,6 +163,7 @@ class MmapStore(ShardedStore[Shard]):
         self._contexts = aio.Contexts()
         self._inodes = [inode_of(os.stat(extent.path)) for extent in self._extents]
 
+    @safe_repr
     def __repr__(self) -> str:
         return f"MmapStore({self.paths[0] if len(self.paths) == 1 else self.paths!r}, mode={self._mode!r})"
 

@@ -13,11 +13,12 @@ import numpy as np
 import numpy.typing as npt
 
 from ..blocks import REGISTER, Bytes, anonymous, page_locked, unlock_freed
+from ..config import safe_repr
 from ..dtypes import dtype_of
 from ..errors import ArgumentError, ClosedError, DeviceError, MissingDependency, StoreError
 from ..rows import Rows
 from .array import ArrayStore
-from .base import Array, Store, shape_to_make
+from .base import Array, Store, in_words, shape_to_make
 from .mmap import MmapStore
 
 logger = logging.getLogger("pinfeed")
@@ -108,6 +109,10 @@ class PinnedStore(ArrayStore):
         """Rows of numbers evenly distributed over [low, high), the same for the same seed."""
         rng = np.random.default_rng(seed)
         return cls.empty(shape, dtype, pin=pin)._fill(lambda size: rng.uniform(low, high, size))
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__}: {in_words(self)}, in {'page-locked' if self.page_locked else 'ordinary'} memory>"
 
     def __copy__(self) -> PinnedStore:
         """Return a store of the same rows in the same memory."""

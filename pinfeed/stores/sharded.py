@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from ..config import safe_repr
 from ..dtypes import check_dtype
 from ..errors import ClosedError, CopyError, StoreError
 from ..rows import Rows
@@ -88,6 +89,7 @@ class ShardedStore(Generic[S]):
         vars(self).update(state)
         self._begin_here()
 
+    @safe_repr
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.paths[0] if len(self.paths) == 1 else self.paths!r})"
 

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from ..abandoned import is_abandoned
-from ..config import check_depth, check_route
+from ..config import check_depth, check_route, safe_repr
 from ..epoch import Loan, Pace
 from ..errors import ArgumentError, ClosedError
 from ..loader import LoaderFeeder
@@ -127,6 +127,12 @@ class RowLoop(LoaderFeeder):
         self._told: int | None = None  # the epoch of the last set_epoch
         self._whole: Mapping[str, Any] | None = None  # a state that was loaded, taken when all batches of its epoch had been lent
         self._outer: weakref.ref[GeneratorType[Any, None, None]] | None = None
+
+    @safe_repr
+    def __repr__(self) -> str:
+        tables = [f"{lent.table.name} ({lent.table.num_embeddings:,}, {lent.table.embedding_dim})" for lent in self._tables]
+        loader = type(self._loader).__name__
+        return f"<RowLoop: a {loader}, with rows of {', '.join(tables)}; batches on {self.device}, {self._loop}>"
 
     def __iter__(self) -> Iterator[Any]:
         """The loader's next epoch, on the device, with the rows of the tables.
