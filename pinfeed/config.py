@@ -1,4 +1,4 @@
-"""Config -> Plan: from memory limits to a batch size. Arithmetic only."""
+"""MemoryLimits -> Plan: from memory limits to a batch size. Arithmetic only."""
 
 from __future__ import annotations
 
@@ -198,8 +198,10 @@ class Plan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config:
-    """Memory limits, and how a feeder should use them.
+class MemoryLimits:
+    """Memory limits, and how a feeder should use them: the part of ``pinfeed.Config`` that needs no torch.
+
+    Users make a ``pinfeed.Config``, which is a ``MemoryLimits`` and takes a model as well.
 
     Args:
         cpu_memory_limit: Host memory that the feeder may take, in bytes; None for what is free, less ``headroom``; the processes that
@@ -262,7 +264,7 @@ class Config:
             plan = dataclasses.replace(plan, notes=(bound,))
         return plan
 
-    def for_feeder(self) -> Config:
+    def for_feeder(self) -> MemoryLimits:
         """What of it is a feeder's."""
         return self
 

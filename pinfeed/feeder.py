@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from .batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
-from .config import DEFAULT_DEPTH, Config, Plan, check_depth, check_route, n_held, safe_repr
+from .config import DEFAULT_DEPTH, MemoryLimits, Plan, check_depth, check_route, n_held, safe_repr
 from .devices import resolve
 from .devices.base import Device
 from .epoch import Loan, Pace
@@ -106,7 +106,7 @@ class Feeder:
         source: Any,
         *,
         batch_size: int | None = None,
-        config: Config | None = None,
+        config: MemoryLimits | None = None,
         rows: Order | Iterable[Any] | None = None,
         shuffle: bool = False,
         seed: int = 0,
@@ -272,11 +272,11 @@ class Feeder:
             stack.callback(self._loop.close)
 
 
-def _check_arguments(batch_size: int | None, config: Config | None, rows: Any, shuffle: Any, depth: int | None) -> None:
+def _check_arguments(batch_size: int | None, config: MemoryLimits | None, rows: Any, shuffle: Any, depth: int | None) -> None:
     """Raise ArgumentError unless the arguments can be together."""
     if batch_size is not None and config is not None:
         raise ArgumentError("both batch_size and config were given; give one of them (Config has preferred_batch_size)")
-    if config is not None and not isinstance(config, Config):
+    if config is not None and not isinstance(config, MemoryLimits):
         raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
     if batch_size is not None and (not _is_integer(batch_size) or batch_size < 1):
         raise ArgumentError(f"batch_size={batch_size!r}: expected a whole number, at least 1")

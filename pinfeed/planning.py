@@ -9,7 +9,7 @@ from typing import Any
 
 from .access import Choice, choose, window_sizes
 from .batches import largest_batch
-from .config import DEFAULT_DEPTH, Config, Demand, Plan, plan_items, window_item
+from .config import DEFAULT_DEPTH, Demand, MemoryLimits, Plan, plan_items, window_item
 from .devices.base import Device
 from .epoch import Pace
 from .errors import BudgetError
@@ -27,7 +27,7 @@ def make_plan(
     stores: Sequence[Store],
     rows: Order | Iterable[Any],
     batch_size: int | None,
-    config: Config | None,
+    config: MemoryLimits | None,
     pace: Pace,
     device: Device,
     route: str | None,
@@ -72,7 +72,7 @@ def make_plan(
     return dataclasses.replace(plan, items=plan.items + choice.items, notes=(*[why] * bool(why), *choice.notes, *plan.notes)), choice
 
 
-def choose_pace(stores: Sequence[Store], batch_size: int | None, config: Config | None, depth: int | None) -> Pace:
+def choose_pace(stores: Sequence[Store], batch_size: int | None, config: MemoryLimits | None, depth: int | None) -> Pace:
     """As far ahead as asked for; or else 2 batches, or four slots of small ones. As many readers as there are cores, where that helps."""
     if config is not None:
         depth, batch_size = config.depth if depth is None else depth, config.preferred_batch_size
@@ -87,7 +87,7 @@ def choose_pace(stores: Sequence[Store], batch_size: int | None, config: Config 
     return dataclasses.replace(pace, n_readers=1 if is_small else min(pace.n_slots, len(os.sched_getaffinity(0)), _MAX_READERS))
 
 
-def _fitted(config: Config, demand: Demand, free: int, windows: tuple[tuple[int, int], ...], device: Device) -> Plan:
+def _fitted(config: MemoryLimits, demand: Demand, free: int, windows: tuple[tuple[int, int], ...], device: Device) -> Plan:
     """The plan with the largest batch that fits, beside the windows of the order if these leave half of the limit."""
     there = 0 if config.gpu_memory_limit is not None or device.unified else device.free_bytes()
     least = sum(window_item(*sizes, n_batch_rows=1).total for sizes in windows)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from .batches import Draw, OrderBatches, RowBatches
-from .config import Config, Plan
+from .config import MemoryLimits, Plan
 from .dealing import Done, Uneven
 from .errors import ArgumentError, BudgetError
 from .loop import Loop
@@ -23,7 +23,7 @@ from .rows import BlockShuffled, Order, PerRank, Sequential, Shuffled, Windows
 logger = logging.getLogger("pinfeed")
 
 
-def share_of(ranks: Ranks | str | None, order: Any, drop_last: bool, batch_size: int | None, config: Config | None) -> Share | None:
+def share_of(ranks: Ranks | str | None, order: Any, drop_last: bool, batch_size: int | None, config: MemoryLimits | None) -> Share | None:
     """This process's share, as a user's argument says; None if it has all rows.
 
     Args:
@@ -96,7 +96,7 @@ class Share:
         """Rows of this rank's batches."""
         return self.size // self.world_size if self.ranks.split_batches else self.size
 
-    def config(self, config: Config | None) -> Config | None:
+    def config(self, config: MemoryLimits | None) -> MemoryLimits | None:
         """``config`` for this rank's batches; it may have found that smaller ones fit."""
         if config is None:
             return None

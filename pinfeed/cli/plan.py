@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..config import Config, Plan, human
+from ..config import MemoryLimits, Plan, human
 from ..errors import BudgetError
 from ..feeder import Feeder
 from .options import all_described, open_sources, order_of, row_nbytes_of, source_of, sources_values, usual_batch
@@ -40,7 +40,7 @@ def plan(
                 remarks.append(f"Neither --batch-size nor a limit was given: {size:,} rows were taken for a batch.")
             arguments: dict[str, Any] = {"batch_size": size}
         else:
-            config = Config(cpu_memory_limit=cpu_limit, gpu_memory_limit=gpu_limit, preferred_batch_size=batch_size)
+            config = MemoryLimits(cpu_memory_limit=cpu_limit, gpu_memory_limit=gpu_limit, preferred_batch_size=batch_size)
             arguments = {"config": config}
         try:
             with Feeder(source_of(stores), rows=order, depth=depth, device=target, **arguments) as feeder:

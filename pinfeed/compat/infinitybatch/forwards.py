@@ -40,12 +40,12 @@ class Forwards:
         ArgumentError: What cannot be.
     """
 
-    def __init__(self, config: limits.Config | None, chunk_size: int | None, strategy: str, prove: bool = True) -> None:
+    def __init__(self, config: limits.MemoryLimits | None, chunk_size: int | None, strategy: str, prove: bool = True) -> None:
         if strategy not in _POSSIBLE:
             raise ArgumentError(f"strategy={strategy!r}: expected {', '.join(map(repr, _POSSIBLE))}")
         if chunk_size is not None and (not hasattr(chunk_size, "__index__") or chunk_size < 1):
             raise ArgumentError(f"chunk_size={chunk_size!r}: expected a whole number, at least 1")
-        self._config, self._chunk_size, self._strategy = config or limits.Config(), chunk_size, strategy
+        self._config, self._chunk_size, self._strategy = config or limits.MemoryLimits(), chunk_size, strategy
         self._proofs = Proofs(prove)
         self._by_shape: dict[Any, Chosen] = {}
         self._plain: dict[Any, Chosen] = {}  # by the shape of a sample

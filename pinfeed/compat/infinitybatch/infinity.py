@@ -45,7 +45,7 @@ class InfinityBatch:
     def __init__(
         self, model: nn.Module | None = None, optimizer: Any = None, criterion: Any = None, dataloader: Any = None,
         backward_device: torch.device | str | int | None = None, verbose: bool = True, *,
-        config: limits.Config | None = None, chunk_size: int | None = None, strategy: str = "auto", prove: bool = True,
+        config: limits.MemoryLimits | None = None, chunk_size: int | None = None, strategy: str = "auto", prove: bool = True,
     ) -> None:  # fmt: skip
         if not torch.cuda.is_available():
             _warn("there is no CUDA device: batches are computed within the memory of the host", 3)

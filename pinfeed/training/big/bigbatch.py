@@ -75,7 +75,7 @@ class BigBatch:
         model: nn.Module,
         loss: Callable[[Any, Any], torch.Tensor],
         *,
-        config: limits.Config | None = None,
+        config: limits.MemoryLimits | None = None,
         chunk_size: int | None = None,
         strategy: str = "auto",
         reduction: Reduction | None = None,

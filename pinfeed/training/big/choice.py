@@ -11,7 +11,7 @@ from tabulate import tabulate
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ...config import Config, human
+from ...config import MemoryLimits, human
 from ...devices import resolve
 from ...errors import ArgumentError, EstimateError, NotEnoughCPUMemory, NotEnoughGPUMemory
 from ...memory import free_host_bytes
@@ -220,7 +220,7 @@ def said_of(problems: Mapping[str, str]) -> str:
 
 def predictor_of(
     model: nn.Module,
-    config: Config,
+    config: MemoryLimits,
     device: torch.device,
     inputs: Any,
     targets: Any = None,

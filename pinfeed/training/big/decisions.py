@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...config import Config
+from ...config import MemoryLimits
 from ...errors import ArgumentError
 from .choice import (
     MOST_COMPARED,
@@ -50,7 +50,7 @@ class Decisions:
         self,
         task: Task,
         device: torch.device,
-        config: Config | None,
+        config: MemoryLimits | None,
         chunk_size: int | None,
         strategy: str,
         is_made_of_parts: bool,

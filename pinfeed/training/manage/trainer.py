@@ -73,7 +73,7 @@ class Trainer:
         optimizer: Any,
         loader: Any,
         *,
-        config: limits.Config | None = None,
+        config: limits.MemoryLimits | None = None,
         chunk_size: int | None = None,
         strategy: str = "auto",
         prove: bool = True,

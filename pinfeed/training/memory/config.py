@@ -31,7 +31,7 @@ _MALLOC_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Config(limits.Config):
+class Config(limits.MemoryLimits):
     """Memory limits, and how they are used. With a model, ``batch_size`` is the largest that its training step and a feeder fit in.
 
     Args:
@@ -166,13 +166,13 @@ class Config(limits.Config):
             raise refusal(self._at(tried, seen), tried)
         return dataclasses.replace(self, preferred_batch_size=ran.batch_size, seen=ran.seen)
 
-    def for_feeder(self) -> limits.Config:
+    def for_feeder(self) -> limits.MemoryLimits:
         """What is left for the feeder, with the batch as it was decided."""
         if self._model is None:
             return self
         budget = self.budget
         cpu, gpu = budget.cpu_memory_limit, budget.gpu_memory_limit
-        return limits.Config(
+        return limits.MemoryLimits(
             cpu_memory_limit=cpu - (budget.step_bytes if gpu is None else 0),
             gpu_memory_limit=None if gpu is None else gpu - budget.step_bytes,
             preferred_batch_size=budget.batch_size,
