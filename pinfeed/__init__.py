@@ -136,3 +136,8 @@ def __getattr__(name: str) -> Any:
     if name in _WITH_TORCH:
         return getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, those that are loaded when they are asked for among them, and the module's own attributes."""
+    return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -117,6 +117,11 @@ class LoaderFeeder:
             raise AttributeError(name)
         return getattr(self._loader, name)
 
+    def __dir__(self) -> list[str]:
+        """Its own names, and those that it asks the loader for."""
+        asked = {name for name in dir(self._loader) if not name.startswith("_")} - {"state_dict", "load_state_dict"}
+        return sorted({*super().__dir__(), *asked})
+
     @property
     def device(self) -> str:
         """Name of the device, as torch writes it."""

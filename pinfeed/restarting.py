@@ -47,6 +47,9 @@ class Restartable:
             raise AttributeError(name)
         return getattr(self._feeder, name)
 
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *(name for name in dir(self._feeder) if not name.startswith("_"))})
+
     def end(self) -> None:
         """End a loop that runs, as ``break`` does."""
         batches = self._running() if self._running is not None else None

@@ -23,6 +23,10 @@ def __getattr__(name: str) -> Any:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
 def resolve(device: Any, *, n_spare: int) -> Device:
     """The device of that name.
 

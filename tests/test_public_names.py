@@ -1,0 +1,75 @@
+"""The public names: each one is one thing, wherever an editor imports it from, and ``dir`` and ``import *`` find all of them."""
+
+import importlib
+import inspect
+import pkgutil
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from torch.utils.data import DataLoader, TensorDataset
+
+import pinfeed
+from pinfeed import ArrayStore, Config, Feeder, devices, restartable, wrap_loader
+
+
+def run(program: str) -> str:
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+
+
+def test_a_public_name_is_one_thing() -> None:
+    """An editor that imports a name by itself takes it from any module that has it. ``compat`` has the names of other systems."""
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(pinfeed.__path__, "pinfeed.")
+        if not found.name.startswith(("pinfeed.compat.", "pinfeed.__main__"))
+    ]
+    assert len(modules) > 100
+    others = [
+        f"{module.__name__}.{name}"
+        for module in modules
+        for name in pinfeed.__all__
+        if (found := vars(module).get(name)) is not None
+        and (inspect.isclass(found) or inspect.isfunction(found))
+        and found.__module__.startswith("pinfeed.")
+        and found is not getattr(pinfeed, name)
+    ]
+    assert others == []
+
+
+def test_the_config_of_the_arithmetic_has_a_name_of_its_own() -> None:
+    assert not hasattr(importlib.import_module("pinfeed.config"), "Config")
+    assert isinstance(Config(), importlib.import_module("pinfeed.config").MemoryLimits)
+    with Feeder(np.zeros((4, 2)), config=Config(preferred_batch_size=2).for_feeder()) as feeder:
+        assert len(feeder) == 2
+
+
+def test_dir_has_the_public_names_and_loads_nothing() -> None:
+    program = "import sys, pinfeed; print(*dir(pinfeed)); print('torch' in sys.modules)"
+    names, torch_is_loaded = run(program).splitlines()
+    assert {name for name in names.split() if not name.startswith("__")} == set(pinfeed.__all__)
+    assert {"__version__", "__doc__", "__file__"} < set(names.split())
+    assert torch_is_loaded == "False"
+
+
+def test_a_star_import_has_the_public_names() -> None:
+    program = "from pinfeed import *; print(*sorted(name for name in dir() if not name.startswith('__')))"
+    assert run(program).split() == sorted(pinfeed.__all__)
+
+
+def test_dir_of_devices_has_those_that_load_torch() -> None:
+    assert set(devices.__all__) <= set(dir(devices))
+
+
+def test_dir_of_a_wrapped_loader_has_what_it_asks_the_loader_for() -> None:
+    with wrap_loader(DataLoader(TensorDataset(), batch_size=2)) as feeder:
+        assert {"stats", "batch_sampler", "num_workers"} <= set(dir(feeder))
+        assert "state_dict" not in dir(feeder)
+        assert all(hasattr(feeder, name) for name in dir(feeder) if name != "timeline")
+
+
+@pytest.mark.parametrize("name", ["plan", "stats", "state_dict", "end"])
+def test_dir_of_a_restartable_has_what_the_feeder_has(name: str) -> None:
+    with Feeder(ArrayStore(np.zeros((4, 2))), batch_size=2) as feeder:
+        assert name in dir(restartable(feeder))
