@@ -10,9 +10,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from .arguments import whole_number
 from .errors import ArgumentError, BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
 
 DEFAULT_DEPTH = 2
+MAX_DEPTH = 1024
+"""Most batches that a feeder prefetches. Each takes memory of its own, and each write-back is compared with the rows of all of them.
+
+A prefetched batch hides a stall as long as a training step, so a few are enough. More than some hundred hide nothing that fewer do not.
+"""
 
 Place = Literal["host", "pinned", "device"]
 Route = Literal["staged", "direct"]
@@ -226,14 +232,13 @@ class MemoryLimits:
     def __post_init__(self) -> None:
         for name in ("cpu_memory_limit", "gpu_memory_limit", "preferred_batch_size"):
             value = getattr(self, name)
-            if value is not None and (not hasattr(value, "__index__") or value < 1):
-                raise ArgumentError(
-                    f"{name}={value!r}: expected a whole number, at least 1 (bytes: pinfeed.GiB(1), pinfeed.MiB(256)), or None"
-                )
+            if value is not None:
+                note = ", or None" if name == "preferred_batch_size" else " (bytes: pinfeed.GiB(1), pinfeed.MiB(256)), or None"
+                object.__setattr__(self, name, whole_number(value, name, note=note))
         if self.depth is not None:
-            check_depth(self.depth)
-        if not 0 <= self.headroom < 1:
-            raise ArgumentError(f"headroom={self.headroom}: expected a share in [0, 1)")
+            object.__setattr__(self, "depth", check_depth(self.depth))
+        if not hasattr(self.headroom, "__float__") or not 0 <= self.headroom < 1:
+            raise ArgumentError(f"headroom={self.headroom!r}: expected a share in [0, 1)")
 
     def plan(self, demand: Demand, *, free_host_bytes: int, free_device_bytes: int) -> Plan:
         """The plan with the largest batch that fits, up to the preferred one or the usual bound.
@@ -351,10 +356,13 @@ def n_held(depth: int) -> int:
 
 
 def check_depth(depth: int) -> int:
-    """``depth``; ArgumentError unless it is a number of batches."""
-    if not hasattr(depth, "__index__") or depth < 0:
-        raise ArgumentError(f"depth={depth!r}: expected a whole number, 0 (the synchronous loop) or more")
-    return int(depth)
+    """``depth``, as an int.
+
+    Raises:
+        ArgumentError: It is not a whole number from 0 to ``MAX_DEPTH``.
+    """
+    note = " (0 is the synchronous loop); each batch ahead takes memory of its own, and 2 to 32 are enough"
+    return whole_number(depth, "depth", least=0, most=MAX_DEPTH, note=note)
 
 
 def check_route(route: str | None) -> str | None:

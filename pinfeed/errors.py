@@ -4,6 +4,7 @@ In brackets what each is besides, so that ``except`` clauses that are there alre
 
     PinfeedError
     ├── ArgumentError      (ValueError)         an argument that cannot be
+    │   └── UnknownArgument (TypeError)         an argument that does not exist
     ├── BudgetError        (ValueError)         a memory limit that cannot hold one row a slot
     │   ├── NotEnoughCPUMemory                  … on the host
     │   └── NotEnoughGPUMemory                  … on the device
@@ -38,6 +39,10 @@ class PinfeedError(Exception):
 
 class ArgumentError(PinfeedError, ValueError):
     """An argument, or a combination of arguments, that cannot be."""
+
+
+class UnknownArgument(ArgumentError, TypeError):
+    """An argument that a function does not have. The message names the one that does the same."""
 
 
 class BudgetError(PinfeedError, ValueError):

@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
+from .arguments import check_flag, check_seed, explain_arguments, whole_number
 from .batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
 from .config import DEFAULT_DEPTH, MemoryLimits, Plan, check_depth, check_route, n_held, safe_repr
 from .devices import resolve
@@ -26,6 +27,24 @@ from .stores.base import row_nbytes
 from .storetree import StoreTree
 
 logger = logging.getLogger("pinfeed")
+
+_NO_WORKERS = "there are no worker processes, because reader threads read the rows; leave it out"
+_OF_CONFIG = "limits are given together: config=pinfeed.Config({name}=...)"
+HINTS = {
+    **dict.fromkeys(("num_workers", "workers", "n_workers", "n_readers"), "pinfeed runs as many reader threads as help; leave it out"),
+    **dict.fromkeys(("persistent_workers", "worker_init_fn", "multiprocessing_context", "timeout"), _NO_WORKERS),
+    **dict.fromkeys(("pin_memory", "pin_memory_device"), "batches go through page-locked memory where that is faster; leave it out"),
+    **dict.fromkeys(("sampler", "batch_sampler", "order"), "give it as rows="),
+    **dict.fromkeys(("prefetch_factor", "prefetch", "buffer_size"), "the batches that are prefetched are depth="),
+    **dict.fromkeys(("dataset", "data", "path", "x"), "the source comes first, without a name"),
+    **{name: _OF_CONFIG.format(name=name) for name in ("gpu_memory_limit", "cpu_memory_limit", "preferred_batch_size", "headroom")},
+    "generator": "give shuffle=True and seed=generator.initial_seed()",
+    "in_order": "batches always come in order; leave it out",
+    "collate_fn": "rows are batched as they are stored; change the batch in the loop, or give pinfeed.wrap_loader(DataLoader(...))",
+    "transform": "apply it to the batch in the loop, on the device; or give pinfeed.wrap_loader(DataLoader(...))",
+    "dtype": "batches have the dtype of the source; convert them in the loop",
+}
+"""What to give instead, by the names that DataLoader and others have for it."""
 
 
 class Batch:
@@ -80,13 +99,13 @@ class Feeder:
         rows: Which rows in which order: an order of ``pinfeed.rows``, a torch Sampler or BatchSampler, or any iterable of row numbers or
             of whole batches of row numbers.
         shuffle: Short for ``rows=pinfeed.rows.shuffled(seed)``.
-        seed: Of the shuffle.
+        seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch).
         drop_last: Leave out a last batch that is not full.
         ranks: How the processes of a job (torchrun's, say) share an epoch. ``"pad"``: the first rows come again where rows do not divide;
             ``"drop"``: the rest is left out; ``"join"``: every row comes once, and some ranks have one more; or ``Ranks``. ``"all"``, or
             None: every process has all rows.
         depth: Batches prefetched ahead of the loop, in place of ``config.depth``; 0 is the synchronous loop. None is 2, or more where
-            batches are small.
+            batches are small; at most 1,024, because each batch takes memory of its own.
         device: ``"auto"`` (CUDA where there is one), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a ``torch.device`` or a Device.
         route: On a GPU, how rows of page-locked stores get there: ``"direct"``, a kernel reads them where they are; ``"staged"``, they are
             gathered by the CPU and copied; None for what is measured to be faster (``plan`` tells).
@@ -94,13 +113,15 @@ class Feeder:
         timeline: Record what takes time in every batch; on a GPU, name it for a profiler too.
 
     Raises:
-        ArgumentError: Arguments that cannot be together.
+        ArgumentError: An argument is invalid, two arguments conflict, or ``seed`` is given without ``shuffle``.
+        UnknownArgument: There is no such argument. The message names the one that does the same.
         StoreError: A source that cannot be served, or sources of unequal length.
         RowIndexError: Row numbers out of range.
         BudgetError: The limits of ``config`` cannot hold one row per slot.
         DeviceError: There is no such device.
     """
 
+    @explain_arguments(HINTS)
     def __init__(
         self,
         source: Any,
@@ -118,7 +139,9 @@ class Feeder:
         progress: bool = False,
         timeline: bool = False,
     ) -> None:
-        _check_arguments(batch_size, config, rows, shuffle, depth)
+        batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
+        depth = None if depth is None else check_depth(depth)
+        _check_arguments(batch_size, config, rows, shuffle, seed, drop_last)
         check_route(route)
         if rows is None:
             rows = shuffled(seed) if shuffle else sequential()
@@ -272,16 +295,15 @@ class Feeder:
             stack.callback(self._loop.close)
 
 
-def _check_arguments(batch_size: int | None, config: MemoryLimits | None, rows: Any, shuffle: Any, depth: int | None) -> None:
+def _check_arguments(batch_size: int | None, config: MemoryLimits | None, rows: Any, shuffle: Any, seed: Any, drop_last: Any) -> None:
     """Raise ArgumentError unless the arguments can be together."""
     if batch_size is not None and config is not None:
         raise ArgumentError("both batch_size and config were given; give one of them (Config has preferred_batch_size)")
     if config is not None and not isinstance(config, MemoryLimits):
         raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
-    if batch_size is not None and (not _is_integer(batch_size) or batch_size < 1):
-        raise ArgumentError(f"batch_size={batch_size!r}: expected a whole number, at least 1")
-    if shuffle not in (True, False):
-        raise ArgumentError(f"shuffle={shuffle!r}: expected True or False")
+    for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
+        check_flag(flag, name)
+    check_seed(seed)
     if rows is not None and (isinstance(rows, (str, bytes)) or not isinstance(rows, (Order, Iterable))):
         call = f"; call it: rows=pinfeed.rows.{getattr(rows, '__name__', 'shuffled')}(...)" if callable(rows) else ""
         raise ArgumentError(f"rows={rows!r}: expected an order of pinfeed.rows, a sampler, or an iterable of row numbers{call}")
@@ -291,8 +313,6 @@ def _check_arguments(batch_size: int | None, config: MemoryLimits | None, rows: 
         raise ArgumentError("both rows and shuffle=True were given; rows says the order already (rows=pinfeed.rows.shuffled(seed))")
     if batch_size is not None and rows is not None and not isinstance(rows, Order) and largest_batch(rows) is not None:
         raise ArgumentError("rows gives whole batches and batch_size was given as well; leave batch_size out")
-    if depth is not None:
-        check_depth(depth)
 
 
 def _batches(rows: Order | Iterable[Any], n_rows: int, batch_size: int | None, drop_last: bool) -> RowBatches:
@@ -300,7 +320,3 @@ def _batches(rows: Order | Iterable[Any], n_rows: int, batch_size: int | None, d
         return SamplerBatches(rows, n_rows, batch_size, drop_last)
     assert batch_size is not None
     return OrderBatches(rows, n_rows, batch_size, drop_last)
-
-
-def _is_integer(value: object) -> bool:
-    return hasattr(value, "__index__") and not isinstance(value, bool)

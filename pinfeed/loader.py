@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from .arguments import explain_arguments
 from .config import check_depth, safe_repr
 from .devices import resolve
 from .epoch import Loan, Pace, guarded
@@ -24,7 +25,21 @@ from .sources import Draw, Load
 from .stores.base import Store
 from .tree import flatten
 
+_OF_ITS_BATCHES = ("batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last", "generator", "in_order")
+_OF_ITS_WORKERS = ("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "persistent_workers")
+HINTS = {
+    **{name: f"give it to the DataLoader: DataLoader(dataset, {name}=...)" for name in (*_OF_ITS_BATCHES, *_OF_ITS_WORKERS)},
+    **dict.fromkeys(("pin_memory", "pin_memory_device"), "tensors go through page-locked memory where there is a GPU; leave it out"),
+    "prefetch_factor": "give it to the DataLoader, for its worker processes; the batches that are ready on the device are depth=",
+    "seed": "the DataLoader draws the order: give it generator=torch.Generator().manual_seed(seed)",
+    "rows": "the DataLoader has the order: give it sampler= or batch_sampler=",
+    "ranks": "the DataLoader has the order: give it sampler=DistributedSampler(dataset)",
+    "transform": "give it to the dataset, or apply it to the batch in the loop",
+}
+"""What to give instead, by the names that DataLoader and Feeder have for it."""
 
+
+@explain_arguments(HINTS)
 def wrap_loader(loader: Any, *, device: Any = "auto", depth: int = 2, progress: bool = False, timeline: bool = False) -> LoaderFeeder:
     """The same batches as ``loader`` gives, on the device, ``depth`` batches ahead.
 
@@ -48,13 +63,14 @@ def wrap_loader(loader: Any, *, device: Any = "auto", depth: int = 2, progress: 
         loader: A ``torch.utils.data.DataLoader``, or any iterable of batches that can be iterated again for the next epoch. Each batch has
             memory of its own: one that is filled again for the next batch would change while it is waiting to be lent.
         device: As for ``Feeder``.
-        depth: Batches ahead of the loop; 0 is the loader itself, moved.
+        depth: Batches ahead of the loop, at most 1,024; 0 is the loader itself, moved.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch.
 
     Raises:
         DeviceError: There is no such device.
-        ArgumentError: ``depth`` is negative, or ``loader`` cannot be iterated.
+        ArgumentError: ``depth`` is not a whole number from 0 to 1,024, or ``loader`` cannot be iterated.
+        UnknownArgument: There is no such argument. The message says where it goes instead.
     """
     knows = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
     feeder, source = (StatefulLoaderFeeder, StatefulSource) if knows else (LoaderFeeder, LoaderSource)

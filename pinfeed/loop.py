@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +11,7 @@ from types import GeneratorType
 from typing import Any, NoReturn, TypeVar, cast
 
 from .abandoned import is_abandoned
+from .arguments import whole_number
 from .devices.base import Device
 from .epoch import Epoch, Loan, Pace
 from .errors import ArgumentError, ClosedError, CopyError
@@ -134,8 +134,7 @@ class Loop:
     def set_epoch(self, number: int) -> None:
         """Let the next run be epoch ``number``: from where a state was loaded, if that is in this epoch, and else from its beginning."""
         self._require_idle("set_epoch()")
-        if not hasattr(number, "__index__") or number < 0:
-            raise ArgumentError(f"set_epoch({number!r}): expected a whole number, 0 or more")
+        number = whole_number(number, "epoch", least=0)
         if not (self._fresh and number == self._epoch):
             self._begin_at(number)
 
@@ -249,7 +248,7 @@ class Loop:
                 self._batch,
                 self._epoch,
             )
-        self._epoch, self._batch, self._checksum, self._fresh = operator.index(epoch), 0, 0, True
+        self._epoch, self._batch, self._checksum, self._fresh = epoch, 0, 0, True
 
     def _is_whole(self, n_batches: int) -> bool:
         """Whether an epoch has no more than so many batches, as far as that is known."""

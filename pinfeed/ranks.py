@@ -7,6 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import get_args
 
+from .arguments import check_flag, check_rank
 from .dealing import Uneven
 from .errors import ArgumentError
 
@@ -45,6 +46,7 @@ class Ranks:
     def __post_init__(self) -> None:
         if self.uneven not in get_args(Uneven):
             raise ArgumentError(f"ranks={self.uneven!r}: expected 'pad', 'drop', 'join', 'all', a pinfeed.Ranks or None")
+        check_flag(self.split_batches, "split_batches")
         if (self.rank is None) != (self.world_size is None):
             raise ArgumentError(f"Ranks(rank={self.rank}, world_size={self.world_size}): give both, or neither for those of the job")
         if self.rank is not None and self.world_size is not None:
@@ -71,10 +73,3 @@ def world() -> tuple[int, int]:
     except ValueError:
         raise ArgumentError(f"{text}; expected whole numbers, as torchrun sets them") from None
     return check_rank(rank, world_size, text)
-
-
-def check_rank(rank: int, world_size: int, text: str) -> tuple[int, int]:
-    """Both; ArgumentError, of what ``text`` says, unless they are numbers and the rank is one of the world."""
-    if not (hasattr(rank, "__index__") and hasattr(world_size, "__index__") and 0 <= rank < world_size):
-        raise ArgumentError(f"{text}: expected 0 <= rank < world_size")
-    return rank, world_size

@@ -11,12 +11,14 @@ from typing import Any, Literal
 
 import numpy as np
 
+from .arguments import check_flag, check_seed, explain_arguments, whole_number
 from .batches import OrderBatches
 from .config import check_depth, safe_repr
 from .devices import resolve
 from .dtypes import dtype_of
 from .epoch import Loan, Pace
 from .errors import ArgumentError, StoreError, described
+from .feeder import HINTS
 from .loop import no_copy
 from .ranks import Ranks
 from .rows import Rows, sequential, shuffled
@@ -27,7 +29,19 @@ from .shares import SharedBatches, loop_over, note_workers, share_of
 from .sources import Draw, Load
 from .threads import Workers
 
+_MAX_READERS = 1024
+"""Most identities that are read at the same time. Each is read in a thread of its own."""
+_HINTS = {
+    **HINTS,
+    **dict.fromkeys(("num_workers", "workers", "n_workers"), "the threads that read are n_readers="),
+    **dict.fromkeys(("sampler", "batch_sampler", "rows", "order"), "give inputs and outputs in the order that is wanted, or shuffle=True"),
+    "collate_fn": "give apply_on_input_batch= and apply_on_output_batch=",
+    "transform": "apply it in read_input, or in apply_on_input_batch=",
+    "dtype": "give input_dtype= and output_dtype=",
+}
 
+
+@explain_arguments(_HINTS)
 def wrap_readers(
     inputs: Sequence[Any],
     outputs: Sequence[Any],
@@ -79,24 +93,27 @@ def wrap_readers(
             dtype that they have.
         output_dtype: The same for output samples.
         shuffle: Identities come in another order in every epoch; ``pinfeed.rows.shuffled(seed)``.
-        seed: Of the shuffle.
+        seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch).
         drop_last: Leave out a last batch that is not full.
         ranks: How the processes of a job share the identities, as for ``Feeder``.
-        n_readers: Identities of a batch that are read at the same time, each in a thread. More than one ask for functions that may be
-            called so. In the synchronous loop, ``depth=0``, there are no threads.
-        depth: Batches ahead of the loop; 0 is the synchronous loop.
+        n_readers: Identities of a batch that are read at the same time, each in a thread; at most 1,024. More than one ask for functions
+            that may be called so. In the synchronous loop, ``depth=0``, there are no threads.
+        depth: Batches ahead of the loop, at most 1,024; 0 is the synchronous loop.
         device: As for ``Feeder``.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch.
 
     Raises:
-        ArgumentError: Arguments that cannot be, or not together.
+        ArgumentError: An argument is invalid, two arguments conflict, or ``seed`` is given without ``shuffle``.
+        UnknownArgument: There is no such argument. The message names the one that does the same.
         DeviceError: There is no such device.
     """
     _check_identities(inputs, outputs)
-    for name, value in (("batch_size", batch_size), ("one_read_count", one_read_count), ("n_readers", n_readers)):
-        if not hasattr(value, "__index__") or isinstance(value, bool) or value < 1:
-            raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")
+    batch_size, one_read_count = whole_number(batch_size, "batch_size"), whole_number(one_read_count, "one_read_count")
+    n_readers = whole_number(n_readers, "n_readers", most=_MAX_READERS, note="; each is a thread")
+    for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
+        check_flag(flag, name)
+    check_seed(seed)
     order = shuffled(seed) if shuffle else sequential()
     share = share_of(ranks, order, drop_last, batch_size, None)
     if share is not None:

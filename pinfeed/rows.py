@@ -7,7 +7,6 @@ Orders know the number of rows only when they are bound: ``Feeder(x, rows=block_
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -15,6 +14,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
+from .arguments import check_flag, check_rank, check_seed, whole_number
 from .dealing import Deal, Done, Piece, Uneven, positions_of
 from .errors import ArgumentError
 from .permutations import keys_of, permutation
@@ -42,8 +42,12 @@ def sequential() -> Order:
 
 
 def shuffled(seed: int = 0) -> Order:
-    """All rows in random order, another one in every epoch; the same for the same seed and epoch, on every machine and version."""
-    return Shuffled(operator.index(seed))
+    """All rows in random order, another one in every epoch; the same for the same seed and epoch, on every machine and version.
+
+    Raises:
+        ArgumentError: ``seed`` is no whole number.
+    """
+    return Shuffled(check_seed(seed))
 
 
 def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -> Order:
@@ -53,12 +57,9 @@ def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -
     Where blocks begin is drawn anew in every epoch. The rows of one block come less than one window apart.
 
     Raises:
-        ArgumentError: ``block_rows`` or ``window_blocks`` below 1.
+        ArgumentError: ``seed`` is no whole number, or ``block_rows`` or ``window_blocks`` is none of at least 1.
     """
-    for name, value in (("block_rows", block_rows), ("window_blocks", window_blocks)):
-        if value < 1:
-            raise ArgumentError(f"{name}={value}: expected at least 1")
-    return BlockShuffled(*map(operator.index, (seed, block_rows, window_blocks)))
+    return BlockShuffled(check_seed(seed), whole_number(block_rows, "block_rows"), whole_number(window_blocks, "window_blocks"))
 
 
 def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = False) -> Order:
@@ -69,12 +70,14 @@ def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = Fals
     ``drop_last`` the rest is left out.
 
     Raises:
-        ArgumentError: ``rank`` is not in [0, world_size).
+        ArgumentError: ``rank`` is not a whole number in [0, world_size), or ``order`` is not an order.
     """
-    if not 0 <= rank < world_size:
-        raise ArgumentError(f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size")
+    if not isinstance(order, Order):
+        raise ArgumentError(f"order={order!r}: expected an order of pinfeed.rows, as shuffled(seed=1)")
+    check_flag(drop_last, "drop_last")
+    rank, world_size = check_rank(rank, world_size, f"rank={rank!r}, world_size={world_size!r}")
     hand = None if isinstance(order, BlockShuffled) else 1
-    return PerRank(order, operator.index(rank), operator.index(world_size), "drop" if drop_last else "pad", hand)
+    return PerRank(order, rank, world_size, "drop" if drop_last else "pad", hand)
 
 
 @dataclass(frozen=True)

@@ -274,7 +274,7 @@ def test_the_headroom_is_a_share(headroom: float) -> None:
 
 
 def test_the_depth_is_a_number_of_batches() -> None:
-    with pytest.raises(ArgumentError, match=r"depth=-1: expected a whole number, 0 \(the synchronous loop\) or more"):
+    with pytest.raises(ArgumentError, match=r"depth=-1: expected a whole number, from 0 to 1,024 \(0 is the synchronous loop\)"):
         Config(depth=-1)
     with pytest.raises(ArgumentError, match="depth=-2"):
         check_depth(-2)

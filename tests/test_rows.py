@@ -252,16 +252,16 @@ def test_orders_are_the_same_in_every_version(order: Order, n: int, epoch: int, 
 
 @pytest.mark.parametrize("block_rows", [0, -1])
 def test_blocks_have_rows(block_rows: int) -> None:
-    with pytest.raises(ArgumentError, match=f"block_rows={block_rows}: expected at least 1"):
+    with pytest.raises(ArgumentError, match=f"block_rows={block_rows}: expected a whole number, at least 1"):
         block_shuffled(block_rows=block_rows)
-    with pytest.raises(ArgumentError, match=f"window_blocks={block_rows}: expected at least 1"):
+    with pytest.raises(ArgumentError, match=f"window_blocks={block_rows}: expected a whole number, at least 1"):
         block_shuffled(block_rows=1, window_blocks=block_rows)
 
 
 def test_seeds_and_blocks_are_integers() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(ArgumentError, match=r"seed=1\.5"):
         shuffled(1.5)  # type: ignore[arg-type]
-    with pytest.raises(TypeError):
+    with pytest.raises(ArgumentError, match=r"block_rows=4\.0"):
         block_shuffled(1, block_rows=4.0)  # type: ignore[arg-type]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..arguments import whole_number
 from ..config import DEFAULT_DEPTH, Demand, Item, check_depth, human, plan_items
 from ..errors import ArgumentError, NotEnoughCPUMemory
 from ..training.memory import config as training
@@ -94,8 +95,7 @@ class Config:
             if not isinstance(value := getattr(self, name), (int, float, np.number)) or not 1 <= value < math.inf:
                 raise ArgumentError(f"{name}={value!r}: expected bytes, as GiB(1.5)")
         for name in ("total_sample_count", "one_read_count"):
-            if not hasattr(value := getattr(self, name), "__index__") or value < 1:
-                raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")
+            whole_number(getattr(self, name), name)
         check_depth(self.depth)
         _ = self.budget  # what cannot be is refused now
 

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import numpy.typing as npt
 
+from ..arguments import whole_number
 from ..dtypes import dtype_of
 from ..errors import ArgumentError, ClosedError, FileMissing, MissingDependency, StoreError, described
 from ..rows import Rows
@@ -61,9 +62,7 @@ class RemoteStore(ShardedStore[NoReturn]):  # no shard is ever open: each reques
         storage_options: Mapping[str, Any] | None = None,
         attempts: int = 5,
     ) -> None:
-        if attempts < 1:
-            raise ArgumentError(f"attempts={attempts}: expected at least 1")
-        self._attempts = attempts
+        self._attempts = whole_number(attempts, "attempts")
         wanted = None if dtype is None else dtype_of(dtype, "dtype")
         self._files = self._find(path, dict(storage_options or {}))
         super().__init__(self._headers(wanted))

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ..arguments import whole_number
 from ..errors import ArgumentError, CheckpointError, StoreError, described
 from ..stores import Store
 from ..tensors import TORCH, to_numpy, to_torch
@@ -61,8 +62,7 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
         StoreError: If a table or its optimizer's state is in a file that was there already, and was not resumed.
         OSError: What the file system says; the save before this one is as it was.
     """
-    if keep < 1:
-        raise ArgumentError(f"keep={keep}: expected at least 1")
+    whole_number(keep, "keep")
     for value in objects.values():
         for changing in _tables(value) if isinstance(value, RowOptimizer) else [value]:
             if hasattr(changing, "land"):  # a table, or a loop: what was written back may be under way

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import operator
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -16,6 +15,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ..arguments import whole_number
 from ..batches import check_rows
 from ..errors import ArgumentError, ClosedError, RowIndexError, StoreError
 from ..rows import Rows
@@ -161,7 +161,8 @@ class HostEmbedding(nn.Module):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self.num_embeddings, self.embedding_dim = _size(num_embeddings, "num_embeddings"), _size(embedding_dim, "embedding_dim")
+        self.num_embeddings = whole_number(num_embeddings, "num_embeddings")
+        self.embedding_dim = whole_number(embedding_dim, "embedding_dim")
         self.name = name or f"{type(self).__name__}({num_embeddings}, {embedding_dim})"
         self.padding_idx = self._checked_padding(padding_idx)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
@@ -521,16 +522,6 @@ def _position(rows: Rows, row: int) -> int | None:
     """Where in ascending rows one is; None if it is not."""
     at = int(np.searchsorted(rows, row))
     return at if at < len(rows) and rows[at] == row else None
-
-
-def _size(value: Any, name: str) -> int:
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = 0
-    if not 1 <= number <= sys.maxsize:
-        raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1 and at most {sys.maxsize}")
-    return number
 
 
 def _initialiser(init: Init | None) -> Callable[[torch.Tensor], Any]:

@@ -14,10 +14,11 @@ from typing import Any, cast
 import torch
 
 from ..abandoned import is_abandoned
+from ..arguments import explain_arguments
 from ..config import check_depth, check_route, safe_repr
 from ..epoch import Loan, Pace
 from ..errors import ArgumentError, ClosedError
-from ..loader import LoaderFeeder
+from ..loader import HINTS, LoaderFeeder
 from ..storetree import aliases
 from . import randomness
 from .embedding import Block, HostEmbedding
@@ -32,6 +33,7 @@ _MAX_READERS = 4  # and half of the cores: the loop and the writer have work of 
 logger = logging.getLogger("pinfeed")
 
 
+@explain_arguments(HINTS)
 def train_rows(
     loader: Any,
     tables: Mapping[HostEmbedding, Any],
@@ -66,7 +68,7 @@ def train_rows(
             a tensor or array of any shape, or several of these in a tuple, list or dict. Or the key of the batch under which they are.
             It is called in a background thread, one batch at a time, in order.
         optimizer: The ``RowOptimizer`` s that will step in the loop; their state travels along.
-        depth: Batches ahead of the loop; 0 is the synchronous loop.
+        depth: Batches ahead of the loop, at most 1,024; 0 is the synchronous loop.
         device: As for ``Feeder``.
         route: As for ``Feeder``.
         verify: Keep a copy of every row that was lent, run the synchronous loop on it beside this one, and raise VerificationError at
@@ -77,6 +79,7 @@ def train_rows(
     Raises:
         ArgumentError: No tables, tables that share rows, some that are sharded and some that are not, or an optimizer that is no
             RowOptimizer.
+        UnknownArgument: There is no such argument. The message says where it goes instead.
         DeviceError: There is no such device.
     """
     return RowLoop(loader, tables, optimizer, depth=depth, device=device, route=route, verify=verify, progress=progress, timeline=timeline)
@@ -98,6 +101,7 @@ class RowLoop(LoaderFeeder):
         progress: bool,
         timeline: bool,
     ) -> None:
+        depth = check_depth(depth)
         optimizers = _check(tables, optimizer)
         self._tables = [_Lent(table, optimizers.get(table)) for table in tables]
         specs = [
@@ -107,7 +111,7 @@ class RowLoop(LoaderFeeder):
         every = {f"{lent.table.name}.{name}": store for lent in self._tables for name, store in zip(lent.names, lent.stores, strict=True)}
         if shared := aliases(list(every), list(every.values())):
             raise ArgumentError(f"{shared} have rows in common; give tables that are one as one HostEmbedding, looked up several times")
-        pace = Pace(check_depth(depth), n_readers=max(1, min(depth + 1, len(os.sched_getaffinity(0)) // 2, _MAX_READERS)))
+        pace = Pace(depth, n_readers=max(1, min(depth + 1, len(os.sched_getaffinity(0)) // 2, _MAX_READERS)))
         self._rows = _source(loader, self._tables, specs, pace, verify)
         super().__init__(
             self._rows,

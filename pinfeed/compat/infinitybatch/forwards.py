@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ... import config as limits
+from ...arguments import whole_number
 from ...errors import ArgumentError, EstimateError
 from ...memory import free_host_bytes
 from ...training import randomness
@@ -43,8 +44,8 @@ class Forwards:
     def __init__(self, config: limits.MemoryLimits | None, chunk_size: int | None, strategy: str, prove: bool = True) -> None:
         if strategy not in _POSSIBLE:
             raise ArgumentError(f"strategy={strategy!r}: expected {', '.join(map(repr, _POSSIBLE))}")
-        if chunk_size is not None and (not hasattr(chunk_size, "__index__") or chunk_size < 1):
-            raise ArgumentError(f"chunk_size={chunk_size!r}: expected a whole number, at least 1")
+        if chunk_size is not None:
+            whole_number(chunk_size, "chunk_size")
         self._config, self._chunk_size, self._strategy = config or limits.MemoryLimits(), chunk_size, strategy
         self._proofs = Proofs(prove)
         self._by_shape: dict[Any, Chosen] = {}

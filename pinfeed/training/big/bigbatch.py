@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from ... import config as limits
+from ...arguments import whole_number
 from ...errors import ArgumentError, ClosedError
 from ...loader import LoaderFeeder, wrap_loader
 from ...memory import free_host_bytes
@@ -294,8 +295,8 @@ def _check_arguments(model: Any, loss: Any, chunk_size: int | None, strategy: st
         raise ArgumentError(f"model={model!r}: expected a torch module")
     if not callable(loss):
         raise ArgumentError(f"loss={loss!r}: expected a function of outputs and targets")
-    if chunk_size is not None and (not hasattr(chunk_size, "__index__") or chunk_size < 1):
-        raise ArgumentError(f"chunk_size={chunk_size!r}: expected a whole number, at least 1")
+    if chunk_size is not None:
+        whole_number(chunk_size, "chunk_size")
     if strategy != "auto" and strategy not in STRATEGIES:
         raise ArgumentError(f"strategy={strategy!r}: expected 'auto', {', '.join(map(repr, STRATEGIES))}")
     if reduction not in (None, "mean", "sum"):

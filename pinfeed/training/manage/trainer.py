@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ... import config as limits
+from ...arguments import whole_number
 from ...errors import ArgumentError, ClosedError
 from ...feeder import Feeder
 from ...loader import LoaderFeeder, wrap_loader
@@ -141,8 +142,7 @@ class Trainer:
         Raises:
             ArgumentError: ``n_epochs`` is no whole number, or the loader gives no batch.
         """
-        if not hasattr(n_epochs, "__index__") or n_epochs < 0:
-            raise ArgumentError(f"n_epochs={n_epochs!r}: expected a whole number, at least 0")
+        n_epochs = whole_number(n_epochs, "n_epochs", least=0)
         self._is_training, self._is_stopped = True, False
         try:
             self._callbacks("on_train_begin", self)

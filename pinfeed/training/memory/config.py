@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ... import config as limits
+from ...arguments import whole_number
 from ...config import DEFAULT_DEPTH, Demand, GiB, Plan, n_batches, plan_items
 from ...devices import resolve
 from ...errors import ArgumentError, DeviceError, EstimateError
@@ -83,8 +84,8 @@ class Config(limits.MemoryLimits):
         super().__post_init__()
         for name in ("total_sample_count", "one_read_count"):
             value = getattr(self, name)
-            if not (value is None and name == "total_sample_count") and (not hasattr(value, "__index__") or value < 1):
-                raise ArgumentError(f"{name}={value!r}: expected a whole number, at least 1")
+            if not (value is None and name == "total_sample_count"):
+                object.__setattr__(self, name, whole_number(value, name))
         if self.model is not None and self.model_class is not None:
             raise ArgumentError("both model and model_class were given; give one of them")
         if self._model is not None:

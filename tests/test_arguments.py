@@ -1,0 +1,259 @@
+"""Arguments that a new user types: numbers that are none, seeds that shuffle nothing, and the words of other libraries."""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from pinfeed import ArgumentError, Config, Feeder, HostEmbedding, Ranks, RemoteStore, errors, rows, train_rows, wrap_loader, wrap_readers
+from pinfeed.config import MAX_DEPTH
+
+NO_NUMBERS: list[Any] = [None, True, 1.0, "1", np.array([1, 2]), torch.tensor(1.5)]
+
+
+def fed(**arguments: Any) -> Feeder:
+    return Feeder(np.zeros((8, 2)), **{"batch_size": 2, "device": "cpu", **arguments})
+
+
+def loader() -> DataLoader[Any]:
+    return DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
+
+
+def wrapped(**arguments: Any) -> Any:
+    return wrap_loader(loader(), device="cpu", **arguments)
+
+
+def read(**arguments: Any) -> Any:
+    functions = {"read_input": lambda i: [i], "get_output": lambda i: [i]}
+    return wrap_readers(range(4), range(4), **{**functions, "batch_size": 2, "device": "cpu", **arguments})  # type: ignore[arg-type]
+
+
+def trained(**arguments: Any) -> Any:
+    return train_rows(loader(), {HostEmbedding(4, 2): lambda batch: batch}, device="cpu", **arguments)
+
+
+# ---- whole numbers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [fed, wrapped, read, trained, Config], ids=lambda make: make.__name__)
+def test_a_depth_that_takes_memory_for_nothing_is_refused(make: Callable[..., Any]) -> None:
+    message = "depth=1000000: expected a whole number, from 0 to 1,024 (0 is the synchronous loop); each batch ahead takes memory"
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        make(depth=10**6)
+    with pytest.raises(ArgumentError, match=f"depth={MAX_DEPTH + 1}: "):
+        make(depth=MAX_DEPTH + 1)
+
+
+def test_the_largest_depth_feeds_the_same_batches() -> None:
+    x = np.arange(16).reshape(8, 2)
+    with Feeder(x, batch_size=2, depth=MAX_DEPTH, device="cpu") as feeder:
+        np.testing.assert_array_equal(torch.cat(list(feeder)).numpy(), x)
+
+
+@pytest.mark.parametrize("value", NO_NUMBERS[1:], ids=repr)
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (fed, "batch_size"),
+        (fed, "depth"),
+        (wrapped, "depth"),
+        (read, "depth"),
+        (read, "batch_size"),
+        (read, "n_readers"),
+        (read, "one_read_count"),
+        (Config, "preferred_batch_size"),
+        (Config, "depth"),
+        (Config, "gpu_memory_limit"),
+        (Config, "one_read_count"),
+        (lambda **arguments: rows.block_shuffled(**{"block_rows": 2, **arguments}), "block_rows"),
+        (lambda **arguments: rows.block_shuffled(**{"block_rows": 2, **arguments}), "window_blocks"),
+        (lambda **arguments: RemoteStore("memory://x.npy", **arguments), "attempts"),
+    ],
+)
+def test_what_is_counted_is_a_whole_number(make: Callable[..., Any], name: str, value: Any) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(f"{name}={value!r}: expected a whole number")):
+        make(**{name: value})
+
+
+def test_block_rows_of_none_is_no_number() -> None:
+    with pytest.raises(ArgumentError, match="block_rows=None: expected a whole number, at least 1"):
+        rows.block_shuffled(block_rows=None)  # type: ignore[arg-type]
+
+
+def test_readers_beyond_counting_are_refused() -> None:
+    with pytest.raises(ArgumentError, match="n_readers=1000000: expected a whole number, from 1 to 1,024; each is a thread"):
+        read(n_readers=10**6)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"batch_size": 10**30},
+        {"batch_size": None, "config": Config(preferred_batch_size=10**30)},
+        {"batch_size": 8, "rows": rows.block_shuffled(10**40, block_rows=10**30, window_blocks=10**30)},
+    ],
+)
+def test_sizes_beyond_the_rows_mean_all_of_them(arguments: dict[str, Any]) -> None:
+    with fed(**arguments) as feeder:
+        assert [len(batch) for batch in feeder] == [8]
+
+
+def test_numbers_of_other_libraries_are_whole_numbers() -> None:
+    config = Config(preferred_batch_size=np.uint8(4), depth=np.uint8(1))  # type: ignore[arg-type]
+    assert (type(config.preferred_batch_size), type(config.depth)) == (int, int)
+    with (
+        fed(batch_size=np.int64(4), depth=np.uint8(1), shuffle=True, seed=torch.tensor(3)) as feeder,
+        fed(batch_size=4, shuffle=True, seed=3) as same,
+    ):
+        assert [batch.tolist() for batch in feeder] == [batch.tolist() for batch in same]
+
+
+@pytest.mark.parametrize("headroom", ["a", None, -0.1, 1])
+def test_headroom_is_a_share(headroom: Any) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(f"headroom={headroom!r}: expected a share in [0, 1)")):
+        Config(headroom=headroom)
+
+
+# ---- seeds -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", NO_NUMBERS, ids=repr)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda seed: fed(shuffle=True, seed=seed),
+        lambda seed: fed(shuffle=False, seed=seed),
+        lambda seed: read(shuffle=True, seed=seed),
+        rows.shuffled,
+        lambda seed: rows.block_shuffled(seed, block_rows=2),
+    ],
+)
+def test_a_seed_is_a_whole_number(make: Callable[[Any], Any], seed: Any) -> None:
+    message = f"seed={seed!r}: expected a whole number; for another order in every run, give seed=random.randrange(2**32)"
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        make(seed)
+
+
+@pytest.mark.parametrize("arguments", [{"seed": 1}, {"seed": 0}])
+@pytest.mark.parametrize("make", [fed, read])
+def test_a_seed_that_shuffles_nothing_is_refused(make: Callable[..., Any], arguments: dict[str, Any]) -> None:
+    message = f"seed={arguments['seed']} was given and shuffle was not; expected shuffle=True, which alone uses the seed"
+    with pytest.raises(ArgumentError, match=re.escape(message)):
+        make(**arguments)
+    make(shuffle=False, **arguments).close()
+    make(shuffle=True, **arguments).close()
+
+
+def test_a_seed_beside_an_order_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=re.escape("leave seed out (an order has its own: rows=pinfeed.rows.shuffled(seed=1))")):
+        fed(rows=rows.sequential(), seed=1)
+
+
+# ---- ranks and flags -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("rank", "world_size"), [("0", 2), (0, "2"), (0, 2.0), (True, 2), (-1, 2), (2, 2), (0, 0), (0, -1)])
+def test_ranks_are_whole_numbers(rank: Any, world_size: Any) -> None:
+    message = f"rank={rank!r}, world_size={world_size!r}"
+    with pytest.raises(ArgumentError, match=re.escape(f"{message}: expected 0 <= rank < world_size, both whole numbers")):
+        rows.per_rank(rows.shuffled(), rank=rank, world_size=world_size)
+    with pytest.raises(ArgumentError, match=re.escape(f"Ranks({message}): expected 0 <= rank < world_size, both whole numbers")):
+        Ranks(rank=rank, world_size=world_size)
+
+
+def test_the_share_of_what_is_no_order_is_refused() -> None:
+    with pytest.raises(ArgumentError, match=re.escape("order=[1, 2]: expected an order of pinfeed.rows")):
+        rows.per_rank([1, 2], rank=0, world_size=2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [
+        (fed, "shuffle"),
+        (fed, "drop_last"),
+        (read, "shuffle"),
+        (read, "drop_last"),
+        (Ranks, "split_batches"),
+        (lambda drop_last: rows.per_rank(rows.shuffled(), rank=0, world_size=2, drop_last=drop_last), "drop_last"),
+    ],
+)
+def test_a_word_is_neither_true_nor_false(make: Callable[..., Any], name: str) -> None:
+    with pytest.raises(ArgumentError, match=f"{name}='False': expected True or False"):
+        make(**{name: "False"})
+
+
+# ---- words of other libraries ----------------------------------------------------------------------------------------
+
+OF_DATA_LOADER = [name for name in inspect.signature(DataLoader).parameters if name != "dataset"]
+
+
+@pytest.mark.parametrize("make", [fed, wrapped, read, trained], ids=lambda make: make.__name__)
+def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> None:
+    """With a hint, not with a list or a guess."""
+    own = inspect.signature({fed: Feeder, wrapped: wrap_loader, read: wrap_readers, trained: train_rows}[make]).parameters
+    for name in OF_DATA_LOADER:
+        if name in own:
+            continue
+        with pytest.raises(errors.UnknownArgument, match=f"has no argument '{name}'; ") as caught:
+            make(**{name: 4})
+        assert not re.search("expected one of|did you mean", str(caught.value)), name
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (fed, {"sampler": [1]}, "Feeder has no argument 'sampler'; give it as rows="),
+        (fed, {"num_workers": 4}, "Feeder has no argument 'num_workers'; pinfeed runs as many reader threads as help; leave it out"),
+        (fed, {"gpu_memory_limit": 1}, "config=pinfeed.Config(gpu_memory_limit=...)"),
+        (fed, {"batchsize": 8}, "Feeder has no argument 'batchsize'; did you mean 'batch_size'?"),
+        (fed, {"Shuffle": True}, "did you mean 'shuffle'?"),
+        (fed, {"colour": 1}, "Feeder has no argument 'colour'; expected one of source, batch_size, config, rows, "),
+        (
+            wrapped,
+            {"num_workers": 4},
+            "'num_workers'; give it to the DataLoader: DataLoader(dataset, num_workers=",
+        ),
+        (wrapped, {"seed": 4}, "generator=torch.Generator().manual_seed(seed)"),
+        (wrapped, {"dept": 4}, "did you mean 'depth'?"),
+        (read, {"num_workers": 4}, "wrap_readers has no argument 'num_workers'; the threads that read are n_readers="),
+        (trained, {"optimiser": None}, "train_rows has no argument 'optimiser'; did you mean 'optimizer'?"),
+    ],
+)
+def test_a_word_gets_what_to_give_instead(make: Callable[..., Any], arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(errors.UnknownArgument, match=re.escape(message)) as caught:
+        make(**arguments)
+    assert isinstance(caught.value, TypeError), "as it is without pinfeed"
+
+
+def test_all_words_are_explained_at_once() -> None:
+    with pytest.raises(errors.UnknownArgument) as caught:
+        fed(num_workers=4, pin_memory=True)
+    assert [line.split(";")[0] for line in str(caught.value).splitlines()] == [
+        "Feeder has no argument 'num_workers'",
+        "Feeder has no argument 'pin_memory'",
+    ]
+
+
+def test_a_batch_size_without_its_name() -> None:
+    message = "Feeder got 2 arguments without a name; expected source alone; give the others by name: Feeder(source, batch_size=...)"
+    with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
+        Feeder(np.zeros(8), 4)  # type: ignore[misc]
+    with pytest.raises(errors.UnknownArgument, match=re.escape("give the others by name: wrap_loader(loader, device=...)")):
+        wrap_loader(loader(), "cpu")  # type: ignore[misc]
+
+
+def test_a_source_that_is_missing_is_pythons_own_error() -> None:
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'source'"):
+        Feeder(batch_size=2)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("function", [Feeder, wrap_loader, wrap_readers, train_rows])
+def test_signatures_name_every_argument(function: Callable[..., Any]) -> None:
+    parameters = inspect.signature(function).parameters.values()
+    assert len(parameters) > 4
+    assert all(one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.annotation is not one.empty for one in parameters)
