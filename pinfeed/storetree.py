@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -82,21 +82,38 @@ class StoreTree:
         Raises:
             WriteBackError: They cannot.
         """
+        if values is None:
+            raise WriteBackError(f"write_back of None; expected {self._expected(n, device)}; rows that stay as they are need no write_back")
         given = {_name(path): value for path, value in flatten(values)[0]}
-        if values is None or set(given) != set(self.names):
+        if set(given) != set(self.names):
             raise WriteBackError(
-                f"write_back of {', '.join(given)}; expected the structure of the source: {', '.join(self.names)} "
-                "(None for what stays as it is)"
+                f"write_back of a {type(values).__name__}{self._differences(given)}; expected {self._expected(n, device)}"
+                + (", in the structure of the source (None for what stays as it is)" if self.names != ["source"] else "")
             )
         tensors = [given[name] for name in self.names]
         for value, name, store in zip(tensors, self.names, self.stores, strict=True):
             if value is not None:
-                _check_one(value, name, store, (n, *store.row_shape), device)
+                _check_one(value, name, store, n, device)
         if self._aliases:
             raise WriteBackError(
                 f"{self._aliases} have rows in common; a write to one of them would not be seen in the other: give the rows once"
             )
         return tensors
+
+    def _expected(self, n: int, device: Device) -> str:
+        """The tensors that a write to ``n`` rows takes, in words."""
+        tensors = [_tensor_of(store, n, device) for store in self.stores]
+        if self.names == ["source"]:
+            return tensors[0]
+        return " and ".join(f"{tensor} for {name}" for tensor, name in zip(tensors, self.names, strict=True))
+
+    def _differences(self, given: Mapping[str, Any]) -> str:
+        """What is missing in ``given``, and what the source does not have, in words; nothing where neither is a structure."""
+        missing = [name.removeprefix("source") for name in self.names if name not in given]
+        unknown = [name.removeprefix("source") for name in given if name not in self.names]
+        without = f" without {', '.join(missing)}" if any(missing) else ""
+        beyond = f" with {', '.join(unknown)}, which the source does not have" if any(unknown) and self.names != ["source"] else ""
+        return " and".join(part for part in (without, beyond) if part)
 
     @functools.cached_property
     def _aliases(self) -> str:
@@ -129,7 +146,7 @@ def aliases(names: Sequence[str], stores: Sequence[Store]) -> str:
     return ""
 
 
-def _check_one(value: Any, name: str, store: Store, shape: tuple[int, ...], device: Device) -> None:
+def _check_one(value: Any, name: str, store: Store, n: int, device: Device) -> None:
     if isinstance(store, ArrayStore) and store.array.flags.writeable and not store.writable:
         raise WriteBackError(f"write_back to {name}: rows of an array {SHARED}")
     if not store.writable:
@@ -138,11 +155,13 @@ def _check_one(value: Any, name: str, store: Store, shape: tuple[int, ...], devi
         )
     found = device.describe(value)
     if found is None:
-        raise WriteBackError(f"write_back of {name}: got {type(value).__name__}; expected a dense tensor on {device.name}")
+        layout = f" of layout {value.layout}" if hasattr(value, "layout") else ""
+        todo = f"; give torch.as_tensor(array, device={device.name!r})" if isinstance(value, np.ndarray) else ""
+        raise WriteBackError(f"write_back of {name}: got {type(value).__name__}{layout}; expected {_tensor_of(store, n, device)}{todo}")
     wrong = [
         f"{what} {got}, expected {want}"
         for what, got, want in (
-            ("shape", found[0], shape),
+            ("shape", found[0], (n, *store.row_shape)),
             ("dtype (convert with .to())", found[1] or getattr(value, "dtype", None), store.dtype),
         )
         if got != want
@@ -151,6 +170,11 @@ def _check_one(value: Any, name: str, store: Store, shape: tuple[int, ...], devi
         wrong.append(f"device {getattr(value, 'device', None)}, expected {device.name}")
     if wrong:
         raise WriteBackError(f"write_back of {name}: {'; '.join(wrong)}; nothing was written")
+
+
+def _tensor_of(store: Store, n: int, device: Device) -> str:
+    """A tensor that can be written to ``n`` rows, in words."""
+    return f"a dense tensor of shape {(n, *store.row_shape)} and dtype {store.dtype} on {device.name}"
 
 
 def _overlap(one: Store, other: Store) -> bool:

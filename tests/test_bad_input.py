@@ -105,9 +105,22 @@ def first(feeder: Feeder) -> Any:
         (torch.zeros(2, 3), r"shape \(2, 3\), expected \(4, 3\)"),
         (torch.zeros(4, 3, dtype=torch.float64), r"dtype \(convert with \.to\(\)\) float64, expected float32"),
         (torch.zeros(4, 3, device="meta"), "device meta, expected cpu"),
-        (np.zeros((4, 3), np.float32), "got ndarray; expected a dense tensor"),
-        ((torch.zeros(4, 3),), "expected the structure of the source"),
-        (None, "expected the structure"),
+        (
+            np.zeros((4, 3), np.float32),
+            r"got ndarray; expected .* dtype float32 on cpu; give torch\.as_tensor\(array, device='cpu'\)",
+        ),
+        (torch.eye(4, 3).to_sparse(), r"got Tensor of layout torch\.sparse_coo; expected a dense tensor of shape \(4, 3\)"),
+        (
+            torch.nested.as_nested_tensor([torch.zeros(3)] * 4, layout=torch.jagged),
+            "got NestedTensor of layout torch.jagged; expected a dense",
+        ),
+        (5, r"write_back of source: got int; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu"),
+        ((torch.zeros(4, 3),), r"write_back of a tuple; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu$"),
+        ({"x": torch.zeros(4, 3)}, r"write_back of a dict; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu$"),
+        (
+            None,
+            r"write_back of None; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu; rows that stay as they are need no",
+        ),
     ],
     ids=str,
 )
@@ -121,6 +134,35 @@ def test_values_that_do_not_fit(x: np.ndarray, values: Any, message: str) -> Non
         batch.write_back(batch.data)  # nothing had been written: it still can be
         del loop
     np.testing.assert_array_equal(x, kept)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"x": None}, r"write_back of a dict without \['y'\]; expected a dense tensor of shape \(4, 3\) .* for source\['x'\] and"),
+        ({"x": None, "z": None}, r"a dict without \['y'\] and with \['z'\], which the source does not have; expected"),
+        ((None, None), r"a tuple without \['x'\], \['y'\] and with \[0\], \[1\], which the source does not have; expected"),
+        (torch.zeros(4, 3), r"write_back of a Tensor without \['x'\], \['y'\]; expected"),
+        (None, r"write_back of None; expected .*float32 on cpu for source\['x'\] and a dense tensor of shape \(4,\) and dtype int64"),
+        ({"x": None, "y": torch.zeros(4)}, r"source\['y'\]: dtype \(convert with \.to\(\)\) float32, expected int64"),
+    ],
+    ids=str,
+)
+def test_values_of_another_structure(x: np.ndarray, values: Any, message: str) -> None:
+    with Feeder({"x": x, "y": np.zeros(100, np.int64)}, batch_size=4, device="cpu") as feeder:
+        batch = next(loop := feeder.batches())
+        with pytest.raises(errors.WriteBackError, match=message):
+            batch.write_back(values)
+        batch.write_back({"x": batch.data["x"] + 1, "y": None})  # nothing had been written: it still can be
+        del loop
+    assert x[3, 2] == 12
+
+
+def test_a_list_is_written_in_the_place_of_a_tuple(x: np.ndarray) -> None:
+    with Feeder((x, np.zeros(100)), batch_size=50, device="cpu") as feeder:
+        for batch in feeder.batches():
+            batch.write_back([batch.data[0] + 1, None])
+    assert x[99, 2] == 300
 
 
 def test_write_back_to_a_read_only_store(x: np.ndarray, tmp_path: Path) -> None:

@@ -302,7 +302,7 @@ class CudaDevice:
             tensor.record_stream(stream.raw)
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
             return None
         return tuple(value.shape), NUMPY.get(value.dtype), value.device == self._device
 
