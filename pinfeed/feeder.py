@@ -15,7 +15,7 @@ from .devices import resolve
 from .devices.base import Device
 from .epoch import Loan, Pace
 from .errors import ArgumentError
-from .loop import no_copy
+from .loop import no_copy, no_items
 from .planning import choose_pace, make_plan
 from .ranks import Ranks
 from .rows import Order, Rows, sequential, shuffled
@@ -88,6 +88,14 @@ class Feeder:
 
     The batches, and what is in the stores after the loop, are those of the loop that gathers, computes and writes in turn (``depth=0``),
     bit for bit. A batch belongs to the caller: kept, it stays valid and unchanged.
+
+        with pinfeed.Feeder("x.npy", batch_size=256, shuffle=True) as feeder:
+            first = next(iter(feeder))  # a look at one batch
+            for epoch in range(10):
+                for batch in feeder:
+                    ...
+
+    A feeder is the loader: it needs no DataLoader around it. For rows by number there is ``RowDataset``.
 
     Args:
         source: A path of a .npy file (or a pattern of shards), a numpy array, a CPU tensor, an Arrow column, a Store, or tuples, lists and
@@ -184,6 +192,7 @@ class Feeder:
         logger.info("%s", self._plan)
 
     __reduce__ = no_copy
+    __getitems__ = no_items
 
     @safe_repr
     def __repr__(self) -> str:

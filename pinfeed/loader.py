@@ -18,7 +18,7 @@ from .config import check_depth, safe_repr
 from .devices import resolve
 from .epoch import Loan, Pace, guarded
 from .errors import ArgumentError, WorkerError
-from .loop import Loop, no_copy
+from .loop import Loop, no_copy, no_items
 from .seeing.stats import FeederStats
 from .seeing.timeline import Timeline
 from .sources import Draw, Load
@@ -99,6 +99,7 @@ class LoaderFeeder:
         self._loop = Loop(source, found, pace=pace, capacity=(), progress=progress, timeline=timeline)
 
     __reduce__ = no_copy
+    __getitems__ = no_items
 
     @safe_repr
     def __repr__(self) -> str:
@@ -113,7 +114,18 @@ class LoaderFeeder:
         self.close()
 
     def __len__(self) -> int:
-        return len(self._loader)
+        """Batches in an epoch, as the loader says.
+
+        Raises:
+            TypeError: The loader does not know.
+        """
+        try:
+            return len(self._loader)
+        except TypeError as error:
+            raise TypeError(
+                f"loader={type(self._loader).__name__}: its len() fails ({error}), so the number of batches is not known; "
+                "count them in the loop"
+            ) from error
 
     def __iter__(self) -> Iterator[Any]:
         """The loader's next epoch, on the device.

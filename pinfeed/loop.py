@@ -39,6 +39,20 @@ def no_copy(feeder: object) -> NoReturn:
     )
 
 
+def no_items(feeder: object, rows: object) -> NoReturn:
+    """Refuse the samples that a ``torch.utils.data.DataLoader`` asks a data set for; every feeder's ``__getitems__``.
+
+    No feeder has ``__getitem__``: numpy would take it for a sequence, and iterate an epoch where one stands in a list.
+
+    Raises:
+        TypeError: Always.
+    """
+    raise TypeError(
+        f"a DataLoader asked a {type(feeder).__name__} for samples; expected a loop over the feeder itself, `for batch in feeder`, which "
+        "is batched and prefetched as it is; where a DataLoader is wanted, give it pinfeed.RowDataset(source)"
+    )
+
+
 class Loop:
     """Runs epochs over a source, each in a generator that owns its threads.
 

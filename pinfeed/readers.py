@@ -19,7 +19,7 @@ from .dtypes import dtype_of
 from .epoch import Loan, Pace
 from .errors import ArgumentError, StoreError, described
 from .feeder import HINTS
-from .loop import no_copy
+from .loop import no_copy, no_items
 from .ranks import Ranks
 from .rows import Rows, sequential, shuffled
 from .samples import Ahead, Apply, Each, Reader, load_of
@@ -158,6 +158,7 @@ class ReaderFeeder:
         self._loop = loop_over(batches)(source, found, pace=Pace(depth), capacity=(), progress=progress, timeline=timeline)
 
     __reduce__ = no_copy
+    __getitems__ = no_items
 
     @safe_repr
     def __repr__(self) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .config import safe_repr
+from .loop import no_items
 
 
 def restartable(feeder: Any) -> Restartable:
@@ -27,6 +28,8 @@ class Restartable:
     def __init__(self, feeder: Any) -> None:
         self._feeder = feeder
         self._running: weakref.ref[Any] | None = None  # the caller's reference alone keeps a loop going
+
+    __getitems__ = no_items
 
     @safe_repr
     def __repr__(self) -> str:
