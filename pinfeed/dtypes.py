@@ -43,11 +43,13 @@ def check_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
     if dtype.names is None and dtype.name in DTYPES:
         return DTYPES[dtype.name]
     if dtype.hasobject:
-        todo = "Python objects are never unpickled; save plain numbers"
+        todo = "Python objects are never unpickled; give plain numbers, np.stack(list(array)) where each object is a row"
     elif dtype.names:
         todo = "a structured dtype: save each field as an array of its own and give a dict of them"
     elif dtype.kind in "mM":
         todo = 'dates: convert with .view("int64")'
+    elif dtype.kind in "SUT":
+        todo = "text: number it, np.unique(array, return_inverse=True)[1]"
     else:
         todo = "convert with .astype()"
     raise StoreError(f"{name}: dtype {dtype} has no torch counterpart ({todo}); expected one of {', '.join(sorted(DTYPES))}")

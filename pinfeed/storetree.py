@@ -15,6 +15,7 @@ import numpy as np
 from .devices.base import Device, Tensor
 from .dtypes import check_dtype
 from .errors import StoreError, WriteBackError
+from .hints import is_array_like
 from .stores import ArrayStore, ArrowStore, MmapStore, RemoteStore, Store
 from .stores.array import SHARED
 from .stores.arrow import columns_of, is_column
@@ -26,6 +27,8 @@ from .tree import flatten
 logger = logging.getLogger("pinfeed")
 
 _SHOWN = 4  # stores that are named in one line
+_MANY = 16
+"""A list of more arrays than this, and than each has rows, is a list of rows."""
 _MAX_WORK = 1 << 16  # numpy solves an equation to find whether strided arrays overlap; beyond this they count as overlapping
 
 
@@ -40,7 +43,7 @@ class StoreTree:
     """
 
     def __init__(self, source: Any) -> None:
-        leaves, self.rebuild = flatten(_with_columns(source))
+        leaves, self.rebuild = flatten(_with_columns(source), is_leaf=_is_store_or_array)
         if not leaves:
             raise StoreError(f"source={source!r} has no arrays in it; expected at least one path, array, tensor or Store")
         self.names = [_name(path) for path, _ in leaves]
@@ -57,6 +60,7 @@ class StoreTree:
                     f"sources have unequal numbers of rows: {counts}; expected equally many, one row each for a sample"
                     + (f"; shards of one source are a pattern, 'x-*.npy', or {type(of_paths[0]).__name__}([...])" if of_paths[1:] else "")
                 )
+            self._require_columns(source)
             given_as_path = set(map(id, of_paths))
             for group in _lists(self.rebuild(iter(self.stores))):
                 if given_as_path.issuperset(map(id, group)):
@@ -100,6 +104,15 @@ class StoreTree:
             )
         return tensors
 
+    def _require_columns(self, source: Any) -> None:
+        """Refuse a list of rows, each of which would be a source of its own."""
+        n, kinds = len(self.stores), {(store.row_shape, store.dtype) for store in self.stores}
+        if isinstance(source, list) and n > max(_MANY, self.n_rows) and len(kinds) == 1:
+            raise StoreError(
+                f"source is a list of {n} arrays of shape {(self.n_rows, *self.stores[0].row_shape)}, which are {n} sources of "
+                f"{self.n_rows} rows; expected one array; give np.stack(source) where each array is a row (or a tuple of {n} sources)"
+            )
+
     def _expected(self, n: int, device: Device) -> str:
         """The tensors that a write to ``n`` rows takes, in words."""
         tensors = [_tensor_of(store, n, device) for store in self.stores]
@@ -120,7 +133,7 @@ class StoreTree:
         return aliases(self.names, self.stores)
 
     def _open(self, leaf: Any, name: str) -> Store:
-        if isinstance(leaf, Store):
+        if isinstance(leaf, Store) and not isinstance(leaf, type):
             if leaf.n_rows < 1:
                 raise StoreError(f"{name}: {type(leaf).__name__} has n_rows={leaf.n_rows}; expected at least one row")
             if check_dtype(np.dtype(leaf.dtype), name) != leaf.dtype:
@@ -219,13 +232,18 @@ def _warn_of_pairs(store: str, paths: tuple[str, ...]) -> None:
 
 def _with_columns(source: Any) -> Any:
     """``source``, with a dict of its columns in the place of each table and each dataset."""
-    leaves, rebuild = flatten(source)
+    leaves, rebuild = flatten(source, is_leaf=_is_store_or_array)
     found = [columns_of(leaf, _name(path)) for path, leaf in leaves]
     return (
         rebuild(leaf if columns is None else columns for columns, (_, leaf) in zip(found, leaves, strict=True))
         if any(columns is not None for columns in found)
         else source
     )
+
+
+def _is_store_or_array(value: Any) -> bool:
+    """Whether a dataclass is a source as a whole: a Store, or an array of another library (Zarr's), whose fields are its own affair."""
+    return isinstance(value, Store) or is_array_like(value)
 
 
 def _name(path: str) -> str:

@@ -8,6 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from . import hints
 from .dtypes import BFLOAT16, DTYPES
 from .errors import StoreError
 
@@ -30,13 +31,19 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
     """
     if not isinstance(value, torch.Tensor):
         raise StoreError(
-            f"{name}: got {type(value).__name__}; expected a path, a numpy array, a CPU tensor or a Store "
-            "(of a DataFrame: .to_numpy(); of numbers in a list: np.asarray(list); for a DataLoader: pinfeed.wrap_loader)"
+            f"{name}: got {type(value).__name__}; expected a path, a numpy array, a CPU tensor, an Arrow table or a Store; "
+            f"{hints.of_object(value)}"
         )
+    if value.is_meta:
+        raise StoreError(f"{name}: a meta tensor, which has a shape and no data; expected one on the CPU (materialise it first)")
+    if value.is_nested:
+        raise StoreError(f"{name}: a nested tensor, whose rows differ in length; pad them: tensor.to_padded_tensor(0)")
     if value.device.type != "cpu":
         raise StoreError(f"{name}: the tensor is on {value.device} already; expected one on the CPU (index it directly, or give .cpu())")
     if value.layout is not torch.strided or value.dtype not in NUMPY:
-        raise StoreError(f"{name}: got a {value.layout} tensor of {value.dtype}; expected a dense one of {', '.join(sorted(DTYPES))}")
+        todo = "" if value.layout is torch.strided else "; give tensor.to_dense() where that fits into memory"
+        todo = "; give tensor.dequantize()" if value.is_quantized else todo
+        raise StoreError(f"{name}: got a {value.layout} tensor of {value.dtype}; expected a dense one of {', '.join(sorted(DTYPES))}{todo}")
     if value.is_conj() or value.is_neg():
         raise StoreError(f"{name}: a lazily conjugated or negated tensor; give .resolve_conj().resolve_neg()")
     return memory_of(value.detach())

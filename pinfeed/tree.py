@@ -10,17 +10,18 @@ from typing import Any
 Rebuild = Callable[[Iterator[Any]], Any]
 
 
-def flatten(value: Any, path: str = "") -> tuple[list[tuple[str, Any]], Rebuild]:
+def flatten(value: Any, path: str = "", *, is_leaf: Callable[[Any], bool] = lambda value: False) -> tuple[list[tuple[str, Any]], Rebuild]:
     """The leaves of ``value``, each with its path (``"[0]['x'].y"``), and a function that builds the structure from new leaves.
 
-    An object with a ``to`` method of its own is a leaf: it knows better how it moves to a device.
+    An object with a ``to`` method of its own is a leaf: it knows better how it moves to a device. So is a dataclass for which ``is_leaf``
+    is true.
     """
-    children = _children(value)
+    children = None if dataclasses.is_dataclass(value) and is_leaf(value) else _children(value)
     if children is None:
         return [(path, value)], next
     leaves, parts = [], []
     for name, child in children:
-        found, rebuild = flatten(child, path + name)
+        found, rebuild = flatten(child, path + name, is_leaf=is_leaf)
         leaves += found
         parts.append(rebuild)
     make = _maker(value)

@@ -14,22 +14,9 @@ import numpy as np
 
 from ..dtypes import check_dtype
 from ..errors import FileMissing, StoreError, described
+from ..hints import of_file
 from .extent import Extent, require_regular
 
-_KINDS = {
-    b"PK\x03\x04": (
-        "a zip archive",
-        "of a .npz save each array alone, np.save(name, np.load(path)[name]); of torch.save, np.save(name, tensor.numpy())",
-    ),
-    b"\x80": ("a pickle", "load it where you trust it, and save plain arrays with np.save"),
-    b"\x89HDF": ("an HDF5 file", "save each dataset with np.save"),
-    b"PAR1": ("a Parquet file", "save its columns with np.save"),
-    b"\x1f\x8b": ("compressed with gzip", "decompress it"),
-    b"(\xb5/\xfd": ("compressed with zstd", "decompress it"),
-    b"\xff\xd8\xff": ("a JPEG image", "read it with wrap_readers, or save decoded images with np.save"),
-    b"\x89PNG": ("a PNG image", "read it with wrap_readers, or save decoded images with np.save"),
-}
-"""What files begin with, and what to do with those."""
 _MAX_AXES = 64  # numpy's own limit
 _MAX_HEADER = 1 << 16  # what version 1 can say; a longer one lists the fields of a structured dtype, or is no header
 
@@ -64,7 +51,9 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> Extent:
     except FileNotFoundError:
         raise FileMissing(f"{path}: no such file (looked in {os.getcwd()}); expected a .npy file, as numpy.save writes it") from None
     except IsADirectoryError:
-        raise StoreError(f"{path} is a directory; expected a .npy file, or a pattern such as {path}/*.npy") from None
+        found = of_file(os.path.normpath(path))
+        kind = f" (it looks like {found[0]}: {found[1]})" if found else ""
+        raise StoreError(f"{path} is a directory{kind}; expected a .npy file, or a pattern such as {path}/*.npy") from None
 
 
 def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite: bool) -> None:
@@ -114,9 +103,8 @@ def strange(path: str, start: bytes) -> str:
     """What a file may be that begins so, if it is none of .npy, and what to do with it."""
     if not start:
         return f"{path} is empty (0 bytes): what wrote it was stopped, or the disk was full; write it again"
-    for magic, (what, todo) in _KINDS.items():
-        if start.startswith(magic):
-            return f"{path} is not a .npy file; it looks like {what}: {todo}"
+    if found := of_file(path, start):
+        return f"{path} is not a .npy file; it looks like {found[0]}: {found[1]}"
     return f"{path} is not a .npy file (it starts with {start[:6]!r}); expected one that numpy.save wrote, or see MmapStore.raw"
 
 
