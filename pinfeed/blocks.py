@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .threads import ThreadPool
 from .errors import DeviceError, described
+from .threads import ThreadPool
 
 logger = logging.getLogger("pinfeed")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-import sys
 from collections.abc import Callable, Sequence
 from typing import IO, Any, Protocol
 
