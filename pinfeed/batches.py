@@ -153,6 +153,10 @@ class _Drawn:
         return Group(self._rows, self._batches)
 
 
+class _Told(int):
+    """An epoch that a sampler was told here. Any other object that the sampler has in its place, even if it is equal, its owner has set."""
+
+
 class SamplerBatches:
     """Batches of a user's sampler, batch sampler, array or list.
 
@@ -161,7 +165,7 @@ class SamplerBatches:
 
     Args:
         rows: Iterable of integers or of integer sequences; ``set_epoch(number)`` of it, or of its ``sampler``, is called
-            before each epoch.
+            before each epoch. Its attribute ``epoch``, if it has one, tells whether its owner has called it meanwhile.
         n_rows: Rows that there are.
         batch_size: Rows per batch, and the most that a batch given by ``rows`` may have; None for batches of any size.
         drop_last: Leave out a last batch that is not full.
@@ -175,6 +179,9 @@ class SamplerBatches:
         self._rows, self._n_rows, self._batch_size, self._drop_last = rows, n_rows, batch_size, drop_last
         self._name = f"rows={type(rows).__name__}"
         self.gives_batches = batch_size is None or largest_batch(rows) is not None
+        samplers: list[Any] = [rows, getattr(rows, "sampler", None)]  # a BatchSampler asks its sampler
+        self._samplers = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
+        self._told: list[Any] = [0] * len(self._samplers)
         if isinstance(rows, (np.ndarray, Sequence)):  # refuse what can be refused before anything runs
             if not _is_single(rows) and len(rows) == 0:
                 raise ArgumentError("rows is empty: expected row numbers, or batches of row numbers")
@@ -187,6 +194,23 @@ class SamplerBatches:
     @property
     def fingerprint(self) -> dict[str, Any]:
         return {"order": self._name, "n_rows": self._n_rows, "batch_size": self._batch_size, "drop_last": self._drop_last}
+
+    def tell(self, epoch: int) -> None:
+        """Set the sampler to an epoch."""
+        number = _Told(epoch)
+        for sampler in self._samplers:
+            sampler.set_epoch(number)
+        self._told = [getattr(sampler, "epoch", None) for sampler in self._samplers]
+
+    @property
+    def chosen_epoch(self) -> int | None:
+        """The epoch that the sampler's owner has set it to since ``tell``, or since it was made; None if there is none, or nobody knows."""
+        for sampler, told in zip(self._samplers, self._told, strict=True):
+            epoch: Any = getattr(sampler, "epoch", None)
+            is_number = hasattr(epoch, "__index__") and not isinstance(epoch, bool)
+            if is_number and epoch is not told and (isinstance(told, _Told) or epoch != told):
+                return int(epoch)
+        return None
 
     def __len__(self) -> int:
         try:
@@ -220,9 +244,7 @@ class SamplerBatches:
             yield _Drawn(group)
 
     def _batches(self, number: int, start: int, checksum: int) -> Iterator[tuple[Rows, int]]:
-        for sampler in (self._rows, getattr(self._rows, "sampler", None)):  # a BatchSampler asks its sampler
-            if sampler is not None and hasattr(sampler, "set_epoch"):
-                sampler.set_epoch(number)
+        self.tell(number)
         total = count = 0
         for rows in self._cut():
             if count == start and total != checksum:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 from .arguments import check_flag, check_seed, explain_arguments, whole_number
@@ -57,10 +57,10 @@ class Batch:
 
     __slots__ = ("_device", "_loan", "_stores", "data", "rows")
 
-    def __init__(self, loan: Loan, stores: StoreTree, device: Device) -> None:
+    def __init__(self, loan: Loan, data: Any, stores: StoreTree, device: Device) -> None:
         self._loan, self._stores, self._device = loan, stores, device
         self.rows: Rows = loan.groups[0].rows
-        self.data = loan.take()
+        self.data = data
 
     @safe_repr
     def __repr__(self) -> str:
@@ -87,7 +87,8 @@ class Feeder:
     """Iterate rows of host memory or of files as batches on a device, a few batches ahead.
 
     The batches, and what is in the stores after the loop, are those of the loop that gathers, computes and writes in turn (``depth=0``),
-    bit for bit. A batch belongs to the caller: kept, it stays valid and unchanged.
+    bit for bit: as long as rows change by ``write_back`` alone while a loop runs, for a batch that is prefetched does not see what the
+    loop's body does to an array or a file. A batch belongs to the caller: kept, it stays valid and unchanged.
 
         with pinfeed.Feeder("x.npy", batch_size=256, shuffle=True) as feeder:
             first = next(iter(feeder))  # a look at one batch
@@ -117,6 +118,8 @@ class Feeder:
         device: ``"auto"`` (CUDA where there is one), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a ``torch.device`` or a Device.
         route: On a GPU, how rows of page-locked stores get there: ``"direct"``, a kernel reads them where they are; ``"staged"``, they are
             gathered by the CPU and copied; None for what is measured to be faster (``plan`` tells).
+        verify: Compare each batch with its rows as they are in the stores when it is lent, and raise VerificationError where they differ,
+            because something else than ``write_back`` has changed them. Every row is read twice, and write-backs are waited for.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch; on a GPU, name it for a profiler too.
 
@@ -144,6 +147,7 @@ class Feeder:
         depth: int | None = None,
         device: Any = "auto",
         route: str | None = None,
+        verify: bool = False,
         progress: bool = False,
         timeline: bool = False,
     ) -> None:
@@ -151,6 +155,8 @@ class Feeder:
         depth = None if depth is None else check_depth(depth)
         _check_arguments(batch_size, config, rows, shuffle, seed, drop_last)
         check_route(route)
+        check_flag(verify, "verify")
+        self._take: Callable[[Loan], Any] = self._take_verified if verify else Loan.take
         if rows is None:
             rows = shuffled(seed) if shuffle else sequential()
         share = share_of(ranks, rows, drop_last, batch_size, config)
@@ -224,7 +230,7 @@ class Feeder:
         Raises:
             ClosedError: The feeder is closed, or another loop over it runs.
         """
-        return self._loop.run(Loan.take, begin=self._begin)
+        return self._loop.run(self._take, begin=self._begin)
 
     def batches(self) -> Iterator[Batch]:
         """The next epoch, as ``Batch`` objects: with row numbers, and with ``write_back``.
@@ -232,9 +238,9 @@ class Feeder:
         Raises:
             ClosedError: The feeder is closed, or another loop over it runs.
         """
-        stores, device = self._stores, self._device
+        take, stores, device = self._take, self._stores, self._device
         pace = self._write_pace if any(store.writable for store in stores.stores) else None
-        return self._loop.run(lambda loan: Batch(loan, stores, device), pace, self._begin)
+        return self._loop.run(lambda loan: Batch(loan, take(loan), stores, device), pace, self._begin)
 
     @property
     def device(self) -> str:
@@ -302,6 +308,12 @@ class Feeder:
             for access in self._choice.accesses:
                 stack.callback(access.close)
             stack.callback(self._loop.close)
+
+    def _take_verified(self, loan: Loan) -> Any:
+        data = loan.take()
+        self._loop.land()
+        self._stores.require_equal(data, loan.groups[0].rows, loan.number)
+        return data
 
 
 def _check_arguments(batch_size: int | None, config: MemoryLimits | None, rows: Any, shuffle: Any, seed: Any, drop_last: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any, NoReturn, TypeVar, cast
 
 from .abandoned import is_abandoned
 from .arguments import whole_number
+from .batches import SamplerBatches
 from .devices.base import Device
 from .epoch import Epoch, Loan, Pace
 from .errors import ArgumentError, ClosedError, CopyError
@@ -213,7 +214,10 @@ class Loop:
         self._raise_failure()
 
     def _run(self, lend: Callable[[Loan], T], pace: Pace, begin: Callable[[], object]) -> Iterator[T]:
-        (self._epoch, self._batch, self._checksum), self._fresh = self._next(), False
+        position = self._next()
+        if self._fresh and position[0] != self._epoch:
+            self._warn_if_dropped(position[0])
+        (self._epoch, self._batch, self._checksum), self._fresh = position, False
         self._last = Epoch(self._transfer, self._batch, pace)
         loads = self.source.epoch(self._epoch, self._batch, self._checksum, pace.n_together)
         bar = self._bar() if self._progress else None
@@ -255,14 +259,19 @@ class Loop:
 
     def _begin_at(self, epoch: int) -> None:
         """Let the next run be an epoch, from its beginning."""
-        if self._fresh and self._batch:
+        if self._fresh:
+            self._warn_if_dropped(epoch)
+        self._epoch, self._batch, self._checksum, self._fresh = epoch, 0, 0, True
+
+    def _warn_if_dropped(self, epoch: int) -> None:
+        """Say so if a position was loaded that the next run, which is another epoch, does not go on from."""
+        if self._batch:
             logger.warning(
                 "epoch %d begins at its first batch: the position that was loaded, batch %d of epoch %d, is dropped",
                 epoch,
                 self._batch,
                 self._epoch,
             )
-        self._epoch, self._batch, self._checksum, self._fresh = epoch, 0, 0, True
 
     def _is_whole(self, n_batches: int) -> bool:
         """Whether an epoch has no more than so many batches, as far as that is known."""
@@ -306,3 +315,24 @@ class Loop:
     def _raise_failure(self) -> None:
         if self._last is not None:
             self._last.landings.check()
+
+
+class SamplerLoop(Loop):
+    """The epochs of a sampler, which is at the epoch of the loop; an epoch that its owner sets it to is the loop's next."""
+
+    def __init__(self, *args: Any, batches: SamplerBatches, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._batches = batches
+
+    def set_epoch(self, number: int) -> None:
+        super().set_epoch(number)
+        self._batches.tell(self._epoch)
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        super().load_state(state)
+        self._batches.tell(self._epoch)
+
+    def _next(self) -> tuple[int, int, int]:
+        epoch, batch, checksum = super()._next()
+        chosen = self._batches.chosen_epoch
+        return (epoch, batch, checksum) if chosen is None or chosen == epoch else (chosen, 0, 0)

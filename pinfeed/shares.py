@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from .batches import Draw, OrderBatches, RowBatches
+from .batches import Draw, OrderBatches, RowBatches, SamplerBatches
 from .config import MemoryLimits, Plan
 from .dealing import Done, Uneven
 from .errors import ArgumentError, BudgetError
-from .loop import Loop
+from .loop import Loop, SamplerLoop
 from .ranks import Ranks, world
 from .rows import BlockShuffled, Order, PerRank, Sequential, Shuffled, Windows
 
@@ -255,7 +255,9 @@ class SharedLoop(Loop):
 
 def loop_over(batches: RowBatches) -> Callable[..., Loop]:
     """What makes the loop of a source with these batches."""
-    return functools.partial(SharedLoop, batches=batches) if isinstance(batches, SharedBatches) else Loop
+    if isinstance(batches, SharedBatches):
+        return functools.partial(SharedLoop, batches=batches)
+    return functools.partial(SamplerLoop, batches=batches) if isinstance(batches, SamplerBatches) else Loop
 
 
 def note_workers(ranks: Ranks | str | None, order: Any) -> None:

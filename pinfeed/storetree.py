@@ -14,8 +14,9 @@ import numpy as np
 
 from .devices.base import Device, Tensor
 from .dtypes import check_dtype
-from .errors import StoreError, WriteBackError
+from .errors import StoreError, VerificationError, WriteBackError
 from .hints import is_array_like
+from .rows import Rows
 from .stores import ArrayStore, ArrowStore, MmapStore, RemoteStore, Store
 from .stores.array import SHARED
 from .stores.arrow import columns_of, is_column
@@ -103,6 +104,31 @@ class StoreTree:
                 f"{self._aliases} have rows in common; a write to one of them would not be seen in the other: give the rows once"
             )
         return tensors
+
+    def require_equal(self, data: Any, rows: Rows, batch: int) -> None:
+        """Compare a batch that is lent with its rows as they are in the stores.
+
+        Args:
+            data: Tensors in the structure of the source.
+            rows: Their row numbers.
+            batch: Number of the batch in its epoch.
+
+        Raises:
+            VerificationError: If a row differs.
+        """
+        from .tensors import bytes_by_row, to_numpy
+
+        for (_, tensor), name, store in zip(flatten(data)[0], self.names, self.stores, strict=True):
+            there = np.empty((len(rows), *store.row_shape), store.dtype)
+            store.gather(rows, there)
+            lent = to_numpy(tensor.detach().cpu().contiguous(), name)
+            wrong = np.flatnonzero((bytes_by_row(lent) != bytes_by_row(there)).any(axis=1))
+            if len(wrong):
+                raise VerificationError(
+                    f"batch {batch}: row {rows[wrong[0]]} of {name} is not what the store has now, nor are {len(wrong) - 1} more of "
+                    f"{len(rows)} rows; it was changed while the batch was prefetched: while a loop runs, change rows by write_back only, "
+                    "or give depth=0"
+                )
 
     def _require_columns(self, source: Any) -> None:
         """Refuse a list of rows, each of which would be a source of its own."""

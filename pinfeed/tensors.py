@@ -56,3 +56,8 @@ def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
         return bits.view(BFLOAT16)
     array: npt.NDArray[Any] = tensor.numpy()
     return array
+
+
+def bytes_by_row(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Return the bytes of each row of an array, shape (n_rows, bytes of a row): equal where rows are equal bit for bit."""
+    return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8) if array.size else np.empty((len(array), 0), np.uint8)

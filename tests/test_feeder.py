@@ -159,12 +159,75 @@ def test_samplers_of_torch(x: np.ndarray) -> None:
     with Feeder(x, rows=sampler, batch_size=16) as feeder:
         assert len(feeder) == 7
         assert list(itertools.chain(*numbers(feeder))) == want
-    shared = DistributedSampler(x, num_replicas=3, rank=1, seed=5)  # type: ignore[arg-type]
+    shared, same = (DistributedSampler(x, num_replicas=3, rank=1, seed=5) for _ in range(2))  # type: ignore[arg-type]
     with Feeder(x, rows=shared, batch_size=16) as feeder:
         for epoch in range(2):
-            got = list(itertools.chain(*numbers(feeder)))
+            same.set_epoch(epoch)
+            assert list(itertools.chain(*numbers(feeder))) == list(same)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_the_epoch_that_a_samplers_owner_has_set(x: np.ndarray, in_batches: bool, depth: int) -> None:
+    """It is the loop's, as it is with a DataLoader; the epochs after it follow. Setting it to the same one again counts as well."""
+    shared, same = (DistributedSampler(x, num_replicas=2, rank=0, seed=5) for _ in range(2))  # type: ignore[arg-type]
+    rows: dict[str, Any] = {"rows": BatchSampler(shared, 16, drop_last=False)} if in_batches else {"rows": shared, "batch_size": 16}
+
+    def order(epoch: int) -> list[int]:
+        same.set_epoch(epoch)
+        return list(same)
+
+    def loop() -> list[int]:
+        return list(itertools.chain(*numbers(feeder)))
+
+    with Feeder(x, **rows, depth=depth) as feeder:
+        shared.set_epoch(5)
+        assert feeder.epoch == 5
+        assert [loop() for _ in range(2)] == [order(5), order(6)]
+        for epoch in (0, 0, 7, 7, 8):
             shared.set_epoch(epoch)
-            assert got == list(shared)
+            assert (feeder.epoch, loop()) == (epoch, order(epoch))
+        shared.set_epoch(1)
+        feeder.set_epoch(2)
+        assert (feeder.epoch, loop()) == (2, order(2)), "what was called last"
+        assert (feeder.epoch, loop()) == (3, order(3))
+        for _ in feeder:
+            shared.set_epoch(9)  # which does not change the order of this epoch
+            state = feeder.state_dict()
+            break
+        assert (state["epoch"], feeder.epoch) == (4, 9)
+
+
+def test_a_sampler_that_is_resumed_as_its_owner_does(x: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
+    def make() -> tuple[Any, Feeder]:
+        sampler = DistributedSampler(x, num_replicas=2, rank=0, seed=5)  # type: ignore[arg-type]
+        return sampler, Feeder(x, rows=sampler, batch_size=16)
+
+    sampler, feeder = make()
+    with feeder:
+        want = []
+        for epoch in range(5, 8):
+            sampler.set_epoch(epoch)
+            want.append(numbers(feeder))
+        sampler.set_epoch(6)
+        for i, _ in enumerate(feeder):
+            state = feeder.state_dict()
+            if i == 1:
+                break
+    sampler, feeder = make()
+    with feeder:
+        feeder.load_state_dict(json.loads(json.dumps(state)))
+        assert (feeder.epoch, sampler.epoch) == (6, 6)
+        got = []
+        for epoch in range(feeder.epoch, 8):
+            sampler.set_epoch(epoch)
+            got.append(numbers(feeder))
+        assert got == [want[1][2:], want[2]]
+        assert not caplog.records
+        feeder.load_state_dict(state)
+        sampler.set_epoch(5)
+        assert numbers(feeder) == want[0]
+        assert "the position that was loaded, batch 2 of epoch 6, is dropped" in caplog.text
 
 
 def test_a_batch_sampler_passes_the_epoch_on(x: np.ndarray) -> None:
@@ -755,3 +818,44 @@ def test_rows_that_the_user_writes_over(kind: str, depth: int) -> None:
             batch.write_back(batch.data + 1)
     for batch in batches:
         assert (x[batch] == np.arange(100.0)[batch] + 1).all()
+
+
+# ---- verify ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 5])
+@pytest.mark.parametrize("change", [0.5, np.nan])
+def test_rows_that_the_body_changes_by_itself_are_noticed(depth: int, change: float) -> None:
+    """Batches that were prefetched do not see it, which without verify= nobody is told."""
+    prefetched = threading.Event()
+
+    class Told(ArrayStore):
+        def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
+            super().gather(rows, out)
+            if 10 in rows:
+                prefetched.set()
+
+    a, b = np.arange(200.0).reshape(100, 2), np.ones(100, np.float32)
+    with Feeder({"a": Told(a), "b": b}, batch_size=10, depth=depth, verify=True, device="cpu") as feeder:
+        loop = iter(feeder)
+        next(loop)
+        prefetched.wait()
+        a[13] *= change
+        a[17] *= change
+        with pytest.raises(errors.VerificationError, match=r"batch 1: row 13 of source\['a'\] is not .* nor are 1 more of 10 rows"):
+            next(loop)
+        assert len(list(feeder)) == 10
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_what_changes_as_it_should_passes_verification(depth: int) -> None:
+    """Write-backs, a row that several batches have, rows that are not numbers, bfloat16, rows without bytes; and any change at depth 0."""
+    x = torch.full((40, 3), torch.nan, dtype=torch.bfloat16)
+    y = torch.zeros(40)
+    order = [rows % 40 for rows in np.random.default_rng(0).integers(0, 40, (30, 1)) + np.arange(8)]
+    with Feeder((x, y, np.empty((40, 0))), rows=order, depth=depth, verify=True, device="cpu") as feeder:
+        for batch in feeder.batches():
+            batch.write_back((None, batch.data[1] + 1, None))
+            if depth == 0:
+                x += 1
+    assert y.sum() == 30 * 8

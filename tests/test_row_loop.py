@@ -298,3 +298,26 @@ def test_gradients_that_nobody_uses_are_told_of_once(caplog: pytest.LogCaptureFi
     for ids in train_rows([torch.arange(4)] * 3, {table: lambda batch: batch}):
         table(ids).sum().backward()
     assert caplog.text.count("users has gradients, and train_rows no optimizer of it") == 1
+
+
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_step_that_was_forgotten_is_told_of_once(dropped: bool, caplog: pytest.LogCaptureFixture) -> None:
+    table = HostEmbedding(10, 2, name="users", init="zeros")
+    optimizer = sgd(table)
+    loop = train_rows([torch.arange(4)] * 3, {table: same}, optimizer=optimizer)
+    for ids in loop:
+        step(table, optimizer, ids)
+    for ids in loop:
+        with torch.no_grad():
+            table(ids).sum()
+    for ids in loop:
+        table(ids).sum().backward()
+        break
+    optimizer.zero_grad()
+    assert not caplog.records, "stepped; without gradients; left in the middle of the body"
+    for ids in loop:
+        table(ids).sum().backward()
+        if dropped:
+            optimizer.zero_grad()
+    assert caplog.text.count("users has gradients, and the body of the loop ended without a step") == 1
+    assert table.read(range(4))[:, 0].tolist() == [-3] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import IO, Any, Protocol
 
@@ -160,8 +161,8 @@ class HostEmbedding(nn.Module):
         name: str | None = None,
     ) -> None:
         super().__init__()
-        self.num_embeddings = whole_number(num_embeddings, "num_embeddings")
-        self.embedding_dim = whole_number(embedding_dim, "embedding_dim")
+        self.num_embeddings = whole_number(num_embeddings, "num_embeddings", most=sys.maxsize)
+        self.embedding_dim = whole_number(embedding_dim, "embedding_dim", most=sys.maxsize)
         self.name = name or f"{type(self).__name__}({num_embeddings}, {embedding_dim})"
         self.padding_idx = self._checked_padding(padding_idx)
         self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq

@@ -48,6 +48,8 @@ class TableState:
         """Whether there are gradients that no step has used yet."""
         self.left_behind = False
         """Whether there were, when their batch ended."""
+        self.unused = False
+        """Whether the batch that is lent has had gradients that no step has used, be it that they were dropped."""
 
 
 class RowOptimizer(torch.optim.Optimizer):
@@ -139,7 +141,7 @@ class RowOptimizer(torch.optim.Optimizer):
         for state in self.tables.values():
             gradient = state.weight.grad
             state.stepped |= gradient is not None
-            state.unapplied = False
+            state.unapplied = state.unused = False
             if gradient is not None and state.layout.sparse and not gradient.is_sparse:
                 state.weight.grad = sparse_rows(gradient)
         self._put([state.weight for state in self.tables.values()])
@@ -256,7 +258,7 @@ class RowOptimizer(torch.optim.Optimizer):
         if kept:
             self.inner.state[weight] = kept
         state.left_behind |= state.unapplied
-        state.weight, state.lent, state.stepped, state.unapplied = weight, lent, False, False
+        state.weight, state.lent, state.stepped, state.unapplied, state.unused = weight, lent, False, False, False
         self._put([other.lent for other in self.tables.values()])
         current = {id(other.weight) for other in self.tables.values()}
         for gone in [parameter for parameter in self.inner.state if id(parameter) not in current]:
@@ -303,7 +305,7 @@ def _note_gradient(state: weakref.ref[TableState], weight: torch.Tensor) -> None
     if (found := state()) is None:
         return
     if found.lent is weight:
-        found.unapplied = True
+        found.unapplied = found.unused = True
     else:  # backward() of a loss that was kept: its rows have gone
         found.left_behind = True
 

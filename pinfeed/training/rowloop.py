@@ -294,6 +294,8 @@ class RowLoop(LoaderFeeder):
                 try:
                     yield data
                     left = False
+                    for lent in self._tables:
+                        lent.warn_of_unused_gradients()
                 finally:  # left by break or by an error, what the optimizer has done counts, as it does in the plain loop
                     del data
                     try:
@@ -364,16 +366,29 @@ class _Lent:
         if self.optimizer is not None:
             self.optimizer.bind(self.table, block.owned, state, block.weight)
 
-    def unbind(self) -> None:
-        """The rows have gone."""
-        block, self.table._block = self.table._block, None
-        if self.optimizer is None and not self._is_warned and block is not None and block.weight.grad is not None and not block.touched:
+    def warn_of_unused_gradients(self) -> None:
+        """Say once that rows of a batch whose body has ended have gradients and stay as they are."""
+        block = self.table.block
+        if self._is_warned or block.touched:
+            return
+        if self.optimizer is None and block.weight.grad is not None:
             self._is_warned = True
             logger.warning(
                 "%s has gradients, and train_rows no optimizer of it: its rows stay as they are, unless the loop changes them by hand; "
                 "give optimizer=pinfeed.RowOptimizer(...)",
                 self.table.name,
             )
+        if self.optimizer is not None and self.optimizer.tables[self.table].unused:
+            self._is_warned = True
+            logger.warning(
+                "%s has gradients, and the body of the loop ended without a step of its optimizer: its rows stay as they are, and the "
+                "gradients go with the batch; call step() of the RowOptimizer in each batch (a GradScaler that leaves out a step is right)",
+                self.table.name,
+            )
+
+    def unbind(self) -> None:
+        """The rows have gone."""
+        self.table._block = None
         if self.optimizer is not None:
             self.optimizer.release(self.table)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,7 @@ import torch
 from ..errors import VerificationError
 from ..rows import Rows
 from ..stores import Store
-from ..tensors import to_numpy
+from ..tensors import bytes_by_row, to_numpy
 
 
 class Shadow:
@@ -82,12 +81,8 @@ class _Rows:
 def _gathered(store: Store, rows: Rows) -> npt.NDArray[np.uint8]:
     out = np.empty((len(rows), *store.row_shape), store.dtype)
     store.gather(rows, out)
-    return _by_row(out)
+    return bytes_by_row(out)
 
 
 def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
-    return _by_row(to_numpy(tensor.detach().cpu().contiguous(), "rows"))
-
-
-def _by_row(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8) if array.size else np.empty((len(array), 0), np.uint8)
+    return bytes_by_row(to_numpy(tensor.detach().cpu().contiguous(), "rows"))
