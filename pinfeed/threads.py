@@ -23,7 +23,7 @@ R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 
 
-_ENDING = "the loop's threads have ended, as all of the program's own have; end a loop before the program ends"
+_ENDING = "the program ends, and the threads of its loops have ended; end each loop before"
 
 
 class Pending(Protocol[R_co]):
@@ -230,12 +230,21 @@ class _Exit:
 
     def main_thread_ends(self) -> None:
         """Go on in a thread: Python has not begun to wait for the others, and some of them may only end by what it does next."""
-        threading.Thread(target=self._wait_and_end, name="pinfeed-exit").start()
+        if not self.pools and not self._own_threads():
+            return
+        try:
+            threading.Thread(target=self._wait_and_end, name="pinfeed-exit").start()
+        except RuntimeError:
+            # Python 3.12.0 and 3.12.1 start no thread from here on, so loops of other threads end with a ClosedError.
+            self._end()
 
     def _wait_and_end(self) -> None:
-        while others := [thread for thread in threading.enumerate() if self._is_own(thread)]:
+        while others := self._own_threads():
             for thread in others:
                 thread.join()
+        self._end()
+
+    def _end(self) -> None:
         # First: a daemon may make a pool now.
         self.is_over = True
         for pool in self.pools.copy():
@@ -243,10 +252,12 @@ class _Exit:
                 found.shutdown(wait=False)
 
     @staticmethod
-    def _is_own(thread: threading.Thread) -> bool:
-        """Whether a thread of the program's own is one that Python waits for."""
+    def _own_threads() -> list[threading.Thread]:
+        """The program's own threads that Python waits for, but for this one."""
         others = (threading.main_thread(), threading.current_thread())
-        return not isinstance(thread, _Thread) and not thread.daemon and thread not in others
+        return [
+            thread for thread in threading.enumerate() if not isinstance(thread, _Thread) and not thread.daemon and thread not in others
+        ]
 
 
 _exit = _Exit()

@@ -79,7 +79,7 @@ def test_shutdown_makes_the_calls_that_wait_or_cancels_them() -> None:
         for call in waiting if cancel else []:
             with pytest.raises(CancelledError):
                 call.result()
-        with pytest.raises(ClosedError, match="have ended"):
+        with pytest.raises(ClosedError, match="the threads of its loops have ended"):
             pool.submit(int)
         assert not threads_of("shutdown")
 
