@@ -64,7 +64,7 @@ def check_flag(value: Any, name: str) -> None:
     Raises:
         ArgumentError: It is neither.
     """
-    if value not in (True, False):
+    if type(value).__name__ not in ("bool", "bool_"):  # Python's and numpy's
         raise ArgumentError(f"{name}={value!r}: expected True or False")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -153,8 +154,8 @@ class _Drawn:
         return Group(self._rows, self._batches)
 
 
-class _Told(int):
-    """An epoch that a sampler was told here. Any other object that the sampler has in its place, even if it is equal, its owner has set."""
+_EPOCHS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+"""The epochs that samplers were set to by feeders, several of which may have one sampler. Any other epoch its owner has set."""
 
 
 class SamplerBatches:
@@ -164,8 +165,8 @@ class SamplerBatches:
     Every batch carries a checksum of all row numbers so far, so that a resumed epoch can tell whether the sampler repeats itself.
 
     Args:
-        rows: Iterable of integers or of integer sequences; ``set_epoch(number)`` of it, or of its ``sampler``, is called
-            before each epoch. Its attribute ``epoch``, if it has one, tells whether its owner has called it meanwhile.
+        rows: Iterable of integers or of integer sequences. If it, or its ``sampler``, has ``set_epoch`` and an attribute ``epoch``, which
+            tells whether its owner has called that, it is set to each epoch.
         n_rows: Rows that there are.
         batch_size: Rows per batch, and the most that a batch given by ``rows`` may have; None for batches of any size.
         drop_last: Leave out a last batch that is not full.
@@ -181,7 +182,6 @@ class SamplerBatches:
         self.gives_batches = batch_size is None or largest_batch(rows) is not None
         samplers: list[Any] = [rows, getattr(rows, "sampler", None)]  # a BatchSampler asks its sampler
         self._samplers = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
-        self._told: list[Any] = [0] * len(self._samplers)
         if isinstance(rows, (np.ndarray, Sequence)):  # refuse what can be refused before anything runs
             if not _is_single(rows) and len(rows) == 0:
                 raise ArgumentError("rows is empty: expected row numbers, or batches of row numbers")
@@ -195,22 +195,41 @@ class SamplerBatches:
     def fingerprint(self) -> dict[str, Any]:
         return {"order": self._name, "n_rows": self._n_rows, "batch_size": self._batch_size, "drop_last": self._drop_last}
 
-    def tell(self, epoch: int) -> None:
-        """Set the sampler to an epoch."""
-        number = _Told(epoch)
+    def set_epoch(self, epoch: int) -> None:
+        """Set the sampler to an epoch.
+
+        Raises:
+            ArgumentError: If its attribute ``epoch`` then is another number, so that nobody could know which epoch it is at.
+        """
         for sampler in self._samplers:
-            sampler.set_epoch(number)
-        self._told = [getattr(sampler, "epoch", None) for sampler in self._samplers]
+            sampler.set_epoch(epoch)
+            if _epoch_of(sampler) not in (None, epoch):
+                raise ArgumentError(
+                    f"{self._name}: set_epoch({epoch}) leaves epoch={sampler.epoch}; expected a sampler whose epoch is what it was set to, "
+                    "or one without this attribute"
+                )
+            self._note(sampler)
+
+    def follow(self, epoch: int) -> None:
+        """Set the sampler to an epoch, if it tells its epoch. Another one may have been set by its owner, which nobody could know."""
+        if any(_epoch_of(sampler) not in (None, epoch) for sampler in self._samplers):
+            self.set_epoch(epoch)
+        for sampler in self._samplers:
+            self._note(sampler)
 
     @property
     def chosen_epoch(self) -> int | None:
-        """The epoch that the sampler's owner has set it to since ``tell``, or since it was made; None if there is none, or nobody knows."""
-        for sampler, told in zip(self._samplers, self._told, strict=True):
-            epoch: Any = getattr(sampler, "epoch", None)
-            is_number = hasattr(epoch, "__index__") and not isinstance(epoch, bool)
-            if is_number and epoch is not told and (isinstance(told, _Told) or epoch != told):
-                return int(epoch)
+        """The epoch that the sampler's owner has set it to since a feeder set it, or since it was made; None if there is none."""
+        for sampler in self._samplers:
+            epoch = _epoch_of(sampler)
+            if epoch is not None and epoch != _EPOCHS.get(sampler, 0):
+                return epoch
         return None
+
+    @staticmethod
+    def _note(sampler: Any) -> None:
+        if (epoch := _epoch_of(sampler)) is not None:
+            _EPOCHS[sampler] = epoch
 
     def __len__(self) -> int:
         try:
@@ -244,7 +263,7 @@ class SamplerBatches:
             yield _Drawn(group)
 
     def _batches(self, number: int, start: int, checksum: int) -> Iterator[tuple[Rows, int]]:
-        self.tell(number)
+        self.follow(number)
         total = count = 0
         for rows in self._cut():
             if count == start and total != checksum:
@@ -315,6 +334,16 @@ def largest_batch(rows: Iterable[Any]) -> int | None:
         return max(len(batch) for batch in rows if not _is_single(batch)) if batches else None
     size = getattr(rows, "batch_size", None)  # a torch BatchSampler, or one made like it
     return size if isinstance(size, int) else None
+
+
+def _epoch_of(sampler: Any) -> int | None:
+    """The epoch that a sampler tells; None if it does not, or cannot be told from others."""
+    epoch: Any = getattr(sampler, "epoch", None)
+    try:
+        hash(weakref.ref(sampler))
+    except TypeError:
+        return None
+    return int(epoch) if hasattr(epoch, "__index__") and not isinstance(epoch, bool) else None
 
 
 def _is_single(element: Any) -> bool:

@@ -136,6 +136,8 @@ class Epoch:
             may_wait=lambda: threading.get_ident() not in self._workers and not self.is_forked,
             meter=transfer.meter,
         )
+        self.consumer: int | None = None
+        """The thread that the batches are lent to."""
         self._drawn, self._turn = 0, threading.Condition()  # a source is a generator: one reader at a time, in order
         self._pid, self._ended, self._ending = (
             os.getpid(),
@@ -155,7 +157,8 @@ class Epoch:
         meter, transfer, timeline, turns = self._meter, self._transfer, self._timeline, itertools.count()
         self._loads = loads
         loan: Loan | None = None
-        number, consumer, unified, step = self._first, threading.get_ident(), transfer.device.unified, self._step
+        number, unified, step = self._first, transfer.device.unified, self._step
+        self.consumer = consumer = threading.get_ident()
 
         def submit(slot: Slot) -> Pending[Slot | None]:
             transfer.reserve(slot)
@@ -182,6 +185,7 @@ class Epoch:
                     yield loan
                     loan.end()
                     self.require_not_forked()
+                    self._require_open()
                     asked, late = meter.now(), False
                     if timeline is not None:
                         got = asked
@@ -261,6 +265,7 @@ class Epoch:
 
     def _land(self, landing: Landing) -> Pending[None]:
         self.require_not_forked()
+        self._require_open()
         if self._writer is None:
             self._writer = self._transfer.device.worker("pinfeed-write")
         start, idle = self._meter.now(), landing.write.values.ready.is_done()
@@ -294,6 +299,10 @@ class Epoch:
         """
         if self.is_forked:
             raise ClosedError("this process was forked while the loop ran, and has not its threads; make a feeder of its own here")
+
+    def _require_open(self) -> None:
+        if self._ended:
+            raise ClosedError("the feeder was closed by another thread while its loop ran; join that loop's thread before")
 
     def end(self) -> None:
         """Join the workers and let go of everything. Idempotent.

@@ -156,7 +156,7 @@ class Feeder:
         _check_arguments(batch_size, config, rows, shuffle, seed, drop_last)
         check_route(route)
         check_flag(verify, "verify")
-        self._take: Callable[[Loan], Any] = self._take_verified if verify else Loan.take
+        self._verify = verify
         if rows is None:
             rows = shuffled(seed) if shuffle else sequential()
         share = share_of(ranks, rows, drop_last, batch_size, config)
@@ -230,7 +230,7 @@ class Feeder:
         Raises:
             ClosedError: The feeder is closed, or another loop over it runs.
         """
-        return self._loop.run(self._take, begin=self._begin)
+        return self._loop.run(self._verified if self._verify else Loan.take, begin=self._begin)
 
     def batches(self) -> Iterator[Batch]:
         """The next epoch, as ``Batch`` objects: with row numbers, and with ``write_back``.
@@ -238,7 +238,8 @@ class Feeder:
         Raises:
             ClosedError: The feeder is closed, or another loop over it runs.
         """
-        take, stores, device = self._take, self._stores, self._device
+        take: Callable[[Loan], Any] = self._verified if self._verify else Loan.take
+        stores, device = self._stores, self._device
         pace = self._write_pace if any(store.writable for store in stores.stores) else None
         return self._loop.run(lambda loan: Batch(loan, take(loan), stores, device), pace, self._begin)
 
@@ -309,10 +310,10 @@ class Feeder:
                 stack.callback(access.close)
             stack.callback(self._loop.close)
 
-    def _take_verified(self, loan: Loan) -> Any:
+    def _verified(self, loan: Loan) -> Any:
         data = loan.take()
         self._loop.land()
-        self._stores.require_equal(data, loan.groups[0].rows, loan.number)
+        self._stores.require_equal(data, loan.groups[0].rows, loan.number, self._device)
         return data
 
 

@@ -307,6 +307,13 @@ class LoaderSource:
                     raise
                 raise ArgumentError(f"{n} batches of this epoch were done when the state was saved; now the loader gives {i}") from None
 
+    def finish(self) -> None:
+        """Consumer. Drop all batches that are left, for what the loader draws at the end of an epoch."""
+        begun, self._begun = self._begun, None
+        assert begun is not None
+        for _ in self._draws(begun):
+            pass
+
     def end(self) -> None:
         """Consumer. Let go of an epoch that was begun and never asked for a batch."""
         self._begun = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import math
 import threading
@@ -54,6 +55,11 @@ def no_items(feeder: object, rows: object) -> NoReturn:
     )
 
 
+def is_suspended(generator: GeneratorType[Any, None, None]) -> bool:
+    """Whether a generator has been begun, and waits to be asked for the next value."""
+    return inspect.getgeneratorstate(generator) == inspect.GEN_SUSPENDED
+
+
 class Loop:
     """Runs epochs over a source, each in a generator that owns its threads.
 
@@ -81,6 +87,7 @@ class Loop:
         self._watch = Watch(self._meter, source.remedy)
         self._transfer = Transfer(device, pace.n_slots, capacity, self._meter)
         self._epoch, self._batch, self._checksum = 0, 0, 0
+        self._whole: int | None = None  # the epoch of a state that was loaded, if all of its batches had been lent
         self._fresh = True  # the next run begins at (_epoch, _batch); else that epoch was left, and the one after it begins
         self._running: weakref.ref[GeneratorType[Any, None, None]] | None = None
         self._beginning = threading.Lock()  # two threads may ask for a loop at the same time: one of them gets it
@@ -178,7 +185,8 @@ class Loop:
             raise ArgumentError(f"the state is of another feeder: {'; '.join(differing)}; make the feeder as it was made then")
         if min(numbers) < 0 or numbers[1] > self._most():
             raise ArgumentError(f"a state of epoch {numbers[0]}, batch {numbers[1]}; an epoch has {self._most()} batches")
-        if self._is_whole(numbers[1]):
+        self._whole = numbers[0] if self._is_whole(numbers[1]) else None
+        if self._whole is not None:
             numbers = [numbers[0] + 1, 0, 0]
         self._epoch, self._batch, self._checksum = numbers
         self._fresh = True
@@ -206,7 +214,8 @@ class Loop:
         if generator is not None and generator.gi_running:  # another thread, or the code under a signal handler, waits for a batch
             self._transfer.stop()
             return
-        if generator is not None:
+        # A run that was not begun raises ClosedError when it is, and one of another thread when it goes on: neither must seem to be over.
+        if generator is not None and is_suspended(generator) and self._last is not None and self._last.consumer == threading.get_ident():
             generator.close()
         if self._last is not None and not self._last.is_forked:
             self._last.end()
@@ -214,10 +223,11 @@ class Loop:
         self._raise_failure()
 
     def _run(self, lend: Callable[[Loan], T], pace: Pace, begin: Callable[[], object]) -> Iterator[T]:
+        self._require_open()
         position = self._next()
         if self._fresh and position[0] != self._epoch:
             self._warn_if_dropped(position[0])
-        (self._epoch, self._batch, self._checksum), self._fresh = position, False
+        (self._epoch, self._batch, self._checksum), self._fresh, self._whole = position, False, None
         self._last = Epoch(self._transfer, self._batch, pace)
         loads = self.source.epoch(self._epoch, self._batch, self._checksum, pace.n_together)
         bar = self._bar() if self._progress else None
@@ -265,7 +275,9 @@ class Loop:
 
     def _warn_if_dropped(self, epoch: int) -> None:
         """Say so if a position was loaded that the next run, which is another epoch, does not go on from."""
-        if self._batch:
+        if epoch == self._whole:
+            logger.warning("epoch %d runs again: all of its batches had been lent when the state was taken that was loaded", epoch)
+        elif self._batch:
             logger.warning(
                 "epoch %d begins at its first batch: the position that was loaded, batch %d of epoch %d, is dropped",
                 epoch,
@@ -318,7 +330,10 @@ class Loop:
 
 
 class SamplerLoop(Loop):
-    """The epochs of a sampler, which is at the epoch of the loop; an epoch that its owner sets it to is the loop's next."""
+    """The epochs of a sampler. It is at the epoch of the loop, and after it at that of the next, unless its owner sets another one.
+
+    A sampler that has ``set_epoch`` and does not tell its epoch is left to its owner and to ``set_epoch`` here, as it is by a DataLoader.
+    """
 
     def __init__(self, *args: Any, batches: SamplerBatches, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -326,11 +341,19 @@ class SamplerLoop(Loop):
 
     def set_epoch(self, number: int) -> None:
         super().set_epoch(number)
-        self._batches.tell(self._epoch)
+        self._batches.set_epoch(self._epoch)
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         super().load_state(state)
-        self._batches.tell(self._epoch)
+        self._batches.follow(self._epoch)
+
+    def _run(self, *args: Any) -> Iterator[Any]:
+        try:
+            yield from super()._run(*args)
+        finally:
+            # Now, so that an epoch which the owner sets after the loop is told from this one.
+            if self._batches.chosen_epoch is None:
+                self._batches.follow(self._next()[0])
 
     def _next(self) -> tuple[int, int, int]:
         epoch, batch, checksum = super()._next()

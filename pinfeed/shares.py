@@ -244,9 +244,11 @@ class SharedLoop(Loop):
             raise ArgumentError(f"not a state of a feeder with ranks= ({error!r}); expected what state_dict() returned") from None
         ours = source == dict(self.source.fingerprint)
         here, done = self._batches.resumed(batch, theirs) if ours else (batch, ())
-        if ours and self._batches.is_whole(batch, theirs):
+        is_whole = ours and self._batches.is_whole(batch, theirs)
+        if is_whole:
             epoch, here = epoch + 1, 0
         super().load_state({**state, "epoch": epoch, "batch": here})  # which refuses that of another source
+        self._whole = epoch - 1 if is_whole else None
         self._batches.begin(self.epoch, done)
 
     def _is_whole(self, n_batches: int) -> bool:

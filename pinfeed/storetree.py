@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .devices.base import Device, Tensor
 from .dtypes import check_dtype
@@ -105,29 +106,33 @@ class StoreTree:
             )
         return tensors
 
-    def require_equal(self, data: Any, rows: Rows, batch: int) -> None:
+    def require_equal(self, data: Any, rows: Rows, batch: int, device: Device) -> None:
         """Compare a batch that is lent with its rows as they are in the stores.
 
         Args:
             data: Tensors in the structure of the source.
             rows: Their row numbers.
             batch: Number of the batch in its epoch.
+            device: Where the tensors are.
 
         Raises:
             VerificationError: If a row differs.
         """
-        from .tensors import bytes_by_row, to_numpy
+        from .tensors import bytes_by_row
 
+        stream = device.current_stream()
         for (_, tensor), name, store in zip(flatten(data)[0], self.names, self.stores, strict=True):
             there = np.empty((len(rows), *store.row_shape), store.dtype)
             store.gather(rows, there)
-            lent = to_numpy(tensor.detach().cpu().contiguous(), name)
+            lent: npt.NDArray[Any] = np.ndarray(there.shape, there.dtype, device.staging(max(1, there.nbytes)))
+            device.copy(tensor, lent, stream)
+            stream.record().sync()
             wrong = np.flatnonzero((bytes_by_row(lent) != bytes_by_row(there)).any(axis=1))
             if len(wrong):
                 raise VerificationError(
-                    f"batch {batch}: row {rows[wrong[0]]} of {name} is not what the store has now, nor are {len(wrong) - 1} more of "
-                    f"{len(rows)} rows; it was changed while the batch was prefetched: while a loop runs, change rows by write_back only, "
-                    "or give depth=0"
+                    f"batch {batch}: {len(wrong)} of {len(rows)} rows of {name} are not what the store has now, the first of them row "
+                    f"{rows[wrong[0]]}; they were changed while the batch was prefetched: while a loop runs, change rows by write_back "
+                    "only, or give depth=0"
                 )
 
     def _require_columns(self, source: Any) -> None:

@@ -6,6 +6,8 @@ another thread. Here, threads work on until every thread of the program's own ha
 
 from __future__ import annotations
 
+# With its threads, whose module cannot be imported any more when the main thread has ended: torch imports it as well.
+import concurrent.futures.thread
 import functools
 import os
 import queue
@@ -13,7 +15,6 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import CancelledError
 from typing import Any, Generic, Protocol, TypeVar
 
 from .errors import ClosedError
@@ -119,10 +120,16 @@ class ThreadPool:
         n_threads: Number of threads; all are started at once.
         name: What their names begin with.
         prepare: What each of them calls before anything else.
+        calls: What the first threads begin with while others are still started.
     """
 
-    def __init__(self, n_threads: int, name: str, prepare: Callable[[], object] = lambda: None) -> None:
+    def __init__(self, n_threads: int, name: str, prepare: Callable[[], object] = lambda: None, calls: Iterable[Call[Any]] = ()) -> None:
         self._calls: _Calls = queue.SimpleQueue()
+        for call in calls:
+            self._calls.put(call)
+        starter = threading.current_thread()
+        self.owner: threading.Thread = starter.owner if isinstance(starter, _Thread) else starter
+        """The program's own thread that the pool works for."""
         self._is_over = False
         # The threads hold the queue and not the pool. One that is dropped, as by an interrupt that hits whoever makes it, ends them: its
         # reference is what its queue is given then, by one call in C, which no interrupt can cut in two.
@@ -130,14 +137,14 @@ class ThreadPool:
         _exit.pools.add(self._reference)
         # A call is waited for safely; an interrupt within Thread.join makes Python 3.11 take a thread for ended that is not.
         self._working = [Call(_work, self._calls, prepare) for _ in range(n_threads)]
-        self._threads = [_Thread(target=working.run, name=f"{name}_{i}") for i, working in enumerate(self._working)]
+        self._threads = [_Thread(self.owner, working.run, f"{name}_{i}") for i, working in enumerate(self._working)]
         try:
-            if _exit.is_over:
-                raise ClosedError(_ENDING)
+            _exit.require_time()
             for thread in self._threads:
                 thread.start()
         except BaseException as error:
             self._calls.put(None)
+            _exit.pools.discard(self._reference)
             # Two interrupts within Thread.start, one upon the other, make it fail with an error of its lock's.
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
@@ -180,7 +187,7 @@ class ThreadPool:
             except queue.Empty:
                 break
             if isinstance(call, Call):
-                call.fail(CancelledError())
+                call.fail(concurrent.futures.CancelledError())
         self._is_over = True
         self._calls.put(None)
         if wait:
@@ -191,7 +198,17 @@ class ThreadPool:
 
 
 class _Thread(threading.Thread):
-    """A thread that a pool started."""
+    """A thread of a pool.
+
+    Args:
+        owner: The program's own thread that the pool works for.
+        target: What it runs.
+        name: Its name.
+    """
+
+    def __init__(self, owner: threading.Thread, target: Callable[[], object], name: str) -> None:
+        super().__init__(target=target, name=name)
+        self.owner = owner
 
 
 def _work(calls: _Calls, prepare: Callable[[], object]) -> None:
@@ -214,7 +231,7 @@ def _work(calls: _Calls, prepare: Callable[[], object]) -> None:
 
 
 class _Exit:
-    """Ends the threads of all pools once no thread of the program's own is left that could need them.
+    """Ends the threads of all pools when no thread of the program's own can need them any more.
 
     Python waits at the end for all threads that are no daemons, and those of a pool wait for calls: somebody has to tell them that none
     will come.
@@ -226,30 +243,48 @@ class _Exit:
     def reset(self) -> None:
         """Begin anew, without pools: in a forked process, where their threads are not."""
         self.pools: set[weakref.ref[ThreadPool]] = set()
-        self.is_over = False
+        self._main_has_ended = self._is_watching = self._is_over = False
 
     def main_thread_ends(self) -> None:
-        """Go on in a thread: Python has not begun to wait for the others, and some of them may only end by what it does next."""
-        if not self.pools and not self._own_threads():
-            return
+        """End the pools that worked for the main thread, or for threads that have ended. Python has not begun to wait for the others."""
+        self._main_has_ended = True
+        main = threading.main_thread()
+        self._end(lambda pool: pool.owner is main or not pool.owner.is_alive())
+        if self.pools:
+            self._watch()
+
+    def require_time(self) -> None:
+        """Check that a pool can be made now, and see to its end.
+
+        Raises:
+            ClosedError: If no thread of the program's own is left.
+        """
+        if self._main_has_ended and not self._is_watching:
+            self._watch()
+        if self._is_over:
+            raise ClosedError(_ENDING)
+
+    def _watch(self) -> None:
+        self._is_watching = True
         try:
             threading.Thread(target=self._wait_and_end, name="pinfeed-exit").start()
         except RuntimeError:
-            # Python 3.12.0 and 3.12.1 start no thread from here on, so loops of other threads end with a ClosedError.
-            self._end()
+            # Python 3.12.0 and 3.12.1 start no thread from here on: loops of other threads end with a ClosedError.
+            self._is_over = True
+            self._end(lambda pool: True)
 
     def _wait_and_end(self) -> None:
         while others := self._own_threads():
             for thread in others:
                 thread.join()
-        self._end()
-
-    def _end(self) -> None:
         # First: a daemon may make a pool now.
-        self.is_over = True
-        for pool in self.pools.copy():
-            if (found := pool()) is not None:
-                found.shutdown(wait=False)
+        self._is_over = True
+        self._end(lambda pool: True)
+
+    def _end(self, is_done: Callable[[ThreadPool], bool]) -> None:
+        for reference in self.pools.copy():
+            if (pool := reference()) is not None and is_done(pool):
+                pool.shutdown(wait=False)
 
     @staticmethod
     def _own_threads() -> list[threading.Thread]:

@@ -454,7 +454,8 @@ def run(name):
             n += 1
             while n == 3 and not thread._shutdown:  # until the main thread has ended
                 time.sleep(0.001)
-    print(name, n, flush=True)
+    sys.stdout.write(f"{name} {n}\n")  # in one piece: other threads write as well
+    sys.stdout.flush()
 
 for name in LOOPS:
     threading.Thread(target=run, args=(name,)).start()
@@ -484,3 +485,33 @@ def test_a_loop_in_a_thread_outlives_the_main_thread_of_a_child() -> None:
     process.join(LIMIT_S)
     assert process.exitcode == 0
     assert counts.get() == N // SIZE
+
+
+LATE = """
+import sys, threading, time
+from concurrent import futures
+import pinfeed
+
+def run():
+    threading.main_thread().join()
+    import numpy as np
+    print(sum(1 for _ in pinfeed.Feeder(np.zeros((100, 2)), batch_size=10, depth=int(sys.argv[1]), device="cpu")), flush=True)
+    for thread in threading.enumerate():
+        if thread not in (threading.current_thread(), threading.main_thread()):
+            thread.join()
+    print("joined", flush=True)
+
+if sys.argv[2] == "suspended":
+    import numpy as np
+    loop = iter(pinfeed.Feeder(np.zeros((100, 2)), batch_size=10, device="cpu"))
+    next(loop)
+threading.Thread(target=run).start()
+"""
+
+
+@pytest.mark.parametrize(("depth", "before"), [(0, "nothing"), (0, "suspended")])
+def test_the_first_feeder_is_made_when_the_main_thread_has_ended(depth: int, before: str) -> None:
+    """torch is imported then, and a thread that joins all others waits for none of a loop that nobody goes on with."""
+    command = [sys.executable, "-W", "error", "-c", LATE, str(depth), before]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "10\njoined\n", "")

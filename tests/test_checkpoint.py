@@ -27,11 +27,22 @@ N, DIM, SAMPLES, SIZE = 40, 6, 60, 7
 class Training:
     """A run: tables, a dense model with dropout, optimizers, a scheduler, a shuffling loader."""
 
-    def __init__(self, *, depth: int = 2, generator: bool = False, workers: int = 0, path: pathlib.Path | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        depth: int = 2,
+        generator: bool = False,
+        workers: int = 0,
+        path: pathlib.Path | None = None,
+        n: int = SAMPLES,
+        drop_last: bool = False,
+    ) -> None:
         torch.manual_seed(7)
-        ids, y = torch.randint(0, N, (SAMPLES, 3)), torch.randn(SAMPLES)
+        ids, y = torch.randint(0, N, (n, 3)), torch.randn(n)
         own = torch.Generator().manual_seed(3) if generator else None
-        self.loader = DataLoader(TensorDataset(ids, y), batch_size=SIZE, shuffle=True, generator=own, num_workers=workers)
+        self.loader = DataLoader(
+            TensorDataset(ids, y), batch_size=SIZE, shuffle=True, generator=own, num_workers=workers, drop_last=drop_last
+        )
         self.table = HostEmbedding(N, DIM, name="words", store=None if path is None else path / "words.npy")
         self.rows = RowOptimizer(torch.optim.Adam, [self.table], lr=0.05, amsgrad=True)
         self.model = nn.Sequential(nn.Dropout(0.3), nn.Linear(DIM, 1))
@@ -99,6 +110,21 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: pathlib.Pat
     assert checkpoint.resume(tmp_path, **resumed.parts) == {"step": save_at}
     resumed.run(3)
     assert resumed.losses == whole.losses[save_at:]
+    assert_equal(resumed, whole)
+
+
+@pytest.mark.parametrize(("n", "drop_last"), [(3 * SIZE, False), (3 * SIZE, True), (3 * SIZE + 2, True), (2 * SIZE + 1, False)])
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_run_that_was_saved_in_the_last_batch_of_an_epoch(tmp_path: pathlib.Path, n: int, drop_last: bool, depth: int) -> None:
+    """The loader's own generator is where the epoch leaves it: what the loader draws when it is asked for its end counts as well."""
+    options: dict[str, Any] = {"depth": depth, "generator": True, "n": n, "drop_last": drop_last}
+    whole = Training(**options).run(3)
+    Training(**options).run(3, save_at=3, path=tmp_path, stop=True)
+    resumed = Training(**options)
+    checkpoint.resume(tmp_path, **resumed.parts)
+    assert resumed.batches.epoch == 1
+    resumed.run(3)
+    assert resumed.losses == whole.losses[3:]
     assert_equal(resumed, whole)
 
 

@@ -18,6 +18,8 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, errors, rows
 from pinfeed.devices.host import HostDevice
 from pinfeed.tensors import NUMPY
+from pinfeed.testing import SimDevice
+from pinfeed.testing.sim import lazy
 
 DEPTHS = [0, 1, 2, 5]
 
@@ -196,6 +198,72 @@ def test_the_epoch_that_a_samplers_owner_has_set(x: np.ndarray, in_batches: bool
             state = feeder.state_dict()
             break
         assert (state["epoch"], feeder.epoch) == (4, 9)
+
+
+def test_two_feeders_with_one_sampler(x: np.ndarray) -> None:
+    """What one of them sets, its owner has not set, for the other."""
+    shared, same = (DistributedSampler(x, num_replicas=2, rank=0, seed=5) for _ in range(2))  # type: ignore[arg-type]
+
+    def order(epoch: int) -> list[int]:
+        same.set_epoch(epoch)
+        return list(same)
+
+    with Feeder(x, rows=shared, batch_size=10) as images, Feeder(np.arange(100), rows=shared, batch_size=10) as labels:
+        for epoch in range(3):
+            both = [(batch.rows.tolist(), other.tolist()) for batch, other in zip(images.batches(), labels, strict=True)]
+            assert [list(itertools.chain(*rows)) for rows in zip(*both, strict=True)] == [order(epoch)] * 2
+            assert shared.epoch == images.epoch == labels.epoch == epoch + 1
+        for epoch in range(3, 6):
+            assert list(itertools.chain(*numbers(images))) == order(epoch)
+            if epoch == 4:
+                assert torch.cat(list(labels)).tolist() == order(3)
+
+
+def test_a_sampler_whose_epoch_is_another_number_is_refused(x: np.ndarray) -> None:
+    class Iterated:
+        epoch = 0
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(10))
+
+        def set_epoch(self, number: int) -> None:
+            self.epoch = 100 + number
+
+    with Feeder(x, rows=Iterated(), batch_size=5) as feeder, pytest.raises(errors.ArgumentError, match="leaves epoch=103"):
+        feeder.set_epoch(3)
+
+
+def test_a_sampler_that_does_not_tell_its_epoch_is_its_owners(x: np.ndarray) -> None:
+    class Own:
+        shift = 0
+
+        def set_epoch(self, number: int) -> None:
+            self.shift = number
+
+        def __iter__(self) -> Iterator[int]:
+            return iter([(i + self.shift) % 100 for i in range(100)])
+
+    sampler = Own()
+    with Feeder(x, rows=sampler, batch_size=50) as feeder:
+        for epoch in (5, 5, 7):
+            sampler.set_epoch(epoch)
+            assert numbers(feeder)[0][0] == epoch
+        assert numbers(feeder)[0][0] == 7, "as with a DataLoader"
+        feeder.set_epoch(3)
+        assert numbers(feeder)[0][0] == 3
+        feeder.set_epoch(3)
+        for _ in feeder:
+            state = feeder.state_dict()
+            break
+    sampler = Own()
+    with Feeder(x, rows=sampler, batch_size=50) as feeder:
+        feeder.load_state_dict(state)
+        sampler.set_epoch(feeder.epoch)
+        assert [rows[0] for rows in numbers(feeder)] == [53]
+        feeder.load_state_dict(state)
+        sampler.set_epoch(4)
+        with pytest.raises(errors.ArgumentError, match="other rows for epoch 3"):
+            list(feeder)
 
 
 def test_a_sampler_that_is_resumed_as_its_owner_does(x: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
@@ -557,6 +625,15 @@ def test_set_epoch_keeps_a_position_in_that_epoch(x: np.ndarray, kind: str, capl
         assert numbers(feeder) == want[2]
         feeder.set_epoch(2)
         assert numbers(feeder) == want[2], "of an epoch that was run, from its beginning"
+        caplog.clear()
+        feeder.set_epoch(1)
+        for _ in feeder:
+            state = feeder.state_dict()
+        feeder.load_state_dict(state)
+        assert feeder.epoch == 2
+        feeder.set_epoch(1)
+        assert "epoch 1 runs again" in caplog.text
+        assert numbers(feeder) == want[1]
 
 
 def test_resume_twice_in_one_epoch(x: np.ndarray) -> None:
@@ -820,6 +897,34 @@ def test_rows_that_the_user_writes_over(kind: str, depth: int) -> None:
         assert (x[batch] == np.arange(100.0)[batch] + 1).all()
 
 
+# ---- closing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_loop_that_begins_after_its_feeder_was_closed(x: np.ndarray, depth: int) -> None:
+    """It must not look like an epoch without batches."""
+    with Feeder(x, batch_size=10, depth=depth) as feeder:
+        loops = [iter(feeder)]
+    for loop in loops:
+        with pytest.raises(errors.ClosedError, match="the feeder is closed"):
+            next(loop)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_feeder_that_another_thread_closes(x: np.ndarray, depth: int) -> None:
+    """Its loop must not look as if it had come to its end."""
+    feeder = Feeder(x, batch_size=10, depth=depth)
+    loop = feeder.batches()
+    batch = next(loop)
+    thread = threading.Thread(target=feeder.close)
+    thread.start()
+    thread.join()
+    with pytest.raises(errors.ClosedError, match="closed by another thread"):
+        batch.write_back(batch.data)
+    with pytest.raises(errors.ClosedError, match="closed by another thread"):
+        next(loop)
+
+
 # ---- verify ----------------------------------------------------------------------------------------------------------
 
 
@@ -842,9 +947,22 @@ def test_rows_that_the_body_changes_by_itself_are_noticed(depth: int, change: fl
         prefetched.wait()
         a[13] *= change
         a[17] *= change
-        with pytest.raises(errors.VerificationError, match=r"batch 1: row 13 of source\['a'\] is not .* nor are 1 more of 10 rows"):
+        with pytest.raises(errors.VerificationError, match=r"batch 1: 2 of 10 rows of source\['a'\] .* row 13;"):
             next(loop)
         assert len(list(feeder)) == 10
+
+
+def test_a_batch_of_another_device_is_verified() -> None:
+    a = np.arange(40.0)
+    with Feeder(a, batch_size=4, verify=True, device=SimDevice(lazy)) as feeder:
+        for batch in feeder.batches():
+            batch.write_back(batch.data)
+        loop = iter(feeder)
+        next(loop)
+        next(loop)
+        a += 1
+        with pytest.raises(errors.VerificationError, match="batch 2: 4 of 4 rows"):
+            next(loop)
 
 
 @pytest.mark.parametrize("depth", DEPTHS)

@@ -1,5 +1,6 @@
 """The life of a loop over train_rows: who may have a table's rows and when, what is written back, and how a loop ends."""
 
+import copy
 import gc
 import itertools
 import threading
@@ -118,6 +119,43 @@ def test_an_interrupt_while_rows_are_bound() -> None:
     for batch in loop:
         step(table, optimizer, batch)
     assert table.read([0, 1]).tolist() == [[-1, -1]] * 2
+
+
+def test_a_model_is_copied_in_the_body_of_a_loop() -> None:
+    """As averages of weights are."""
+    table = table_of_zeros()
+    optimizer = sgd(table)
+    for batch in train_rows(ids_of([0], [1]), {table: same}, optimizer=optimizer, device="cpu"):
+        copied = copy.deepcopy(torch.nn.ModuleList([table]))[0]
+        step(table, optimizer, batch)
+    assert table.read([0, 1]).tolist() == [[-1, -1]] * 2
+    copied.require_idle()
+    for batch in train_rows(ids_of([2]), {copied: same}, device="cpu"):
+        assert copied(batch).tolist() == [[0, 0]]
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_loop_that_was_closed_before_it_began_or_by_another_thread(depth: int) -> None:
+    table = table_of_zeros()
+    optimizer = sgd(table)
+
+    def make() -> Any:
+        return train_rows(ids_of([0], [1], [2]), {table: same}, optimizer=optimizer, depth=depth, device="cpu")
+
+    loop = make()
+    batches = iter(loop)
+    loop.close()
+    with pytest.raises(ClosedError, match="is closed"):
+        next(batches)
+    loop = make()
+    batches = iter(loop)
+    step(table, optimizer, next(batches))
+    thread = threading.Thread(target=loop.close)
+    thread.start()
+    thread.join()
+    with pytest.raises(ClosedError, match="closed by another thread"):
+        next(batches)
+    table.require_idle()
 
 
 def interrupted(*args: Any) -> None:

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ..errors import FileMissing, ReadError
 from ..rows import Rows
-from ..threads import ThreadPool
+from ..threads import Call, ThreadPool
 from . import aio
 from .extent import Extent
 from .pagecache import PageCache
@@ -93,10 +93,10 @@ class Shard:
         if n_threads < 2:
             self._read_all(rows[missing], out, positions[missing])
             return
-        with ThreadPool(n_threads, "pinfeed-disk") as disk:
-            parts = np.array_split(missing, n_threads)
-            for future in [disk.submit(self._read_all, rows[part], out, positions[part]) for part in parts]:
-                future.result()
+        calls = [Call(self._read_all, rows[part], out, positions[part]) for part in np.array_split(missing, n_threads)]
+        with ThreadPool(n_threads, "pinfeed-disk", calls=calls):
+            for call in calls:
+                call.result()
 
     def write_rows(self, rows: Rows, values: Bytes) -> None:
         """Write rows, each there once; ``values`` is C-contiguous, shape (n, row_nbytes).

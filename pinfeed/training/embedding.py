@@ -403,6 +403,10 @@ class HostEmbedding(nn.Module):
     def _release(self) -> None:
         self._lender = self._block = None
 
+    def __getstate__(self) -> dict[str, Any]:
+        # A copy of a model, made in the body of a loop, is not in that loop.
+        return {**self.__dict__, "_lender": None}
+
     def _running(self) -> Lender | None:
         """The loop that lends rows of the table now."""
         if self._lender is not None and not self._lender.is_running:

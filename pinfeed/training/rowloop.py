@@ -8,17 +8,18 @@ import os
 import threading
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from types import GeneratorType
+from types import GeneratorType, NoneType
 from typing import Any, cast
 
 import torch
 
 from ..abandoned import is_abandoned
-from ..arguments import explain_arguments
+from ..arguments import check_flag, explain_arguments
 from ..config import check_depth, check_route, safe_repr
 from ..epoch import Loan, Pace
 from ..errors import ArgumentError, ClosedError
 from ..loader import HINTS, LoaderFeeder
+from ..loop import is_suspended
 from ..storetree import aliases
 from . import randomness
 from .embedding import Block, HostEmbedding
@@ -102,6 +103,8 @@ class RowLoop(LoaderFeeder):
         timeline: bool,
     ) -> None:
         depth = check_depth(depth)
+        for name, flag in (("verify", verify), ("progress", progress), ("timeline", timeline)):
+            check_flag(flag, name)
         optimizers = _check(tables, optimizer)
         self._tables = [_Lent(table, optimizers.get(table)) for table in tables]
         specs = [
@@ -232,7 +235,8 @@ class RowLoop(LoaderFeeder):
         """
         if self.is_running and not self._is_abandoned():
             return
-        self._close_running()
+        if self._outer is not None and (generator := self._outer()) is not None:
+            generator.close()
         for lent in self._tables:
             if lent.table._lender is self:
                 lent.end()
@@ -243,20 +247,17 @@ class RowLoop(LoaderFeeder):
         """End a loop that runs, and land its changes. The loader, tables and optimizers stay as they are. Idempotent."""
         with contextlib.ExitStack() as stack:
             stack.callback(super().close)
-            self._close_running()
+            generator = self._outer() if self._outer is not None else None
+            # As Loop.close() does: what does not end here raises ClosedError when it is asked for a batch.
+            if generator is not None and is_suspended(generator) and self._thread in (None, threading.get_ident()):
+                generator.close()
 
     def _is_abandoned(self) -> bool:
         return self._outer is not None and is_abandoned(self._outer)
 
-    def _close_running(self) -> None:
-        generator = self._outer() if self._outer is not None else None
-        if generator is not None and not generator.gi_running:
-            generator.close()
-
     def _begin(self) -> None:
         if self._whole is not None:
-            # Whatever the loader draws from is where that epoch leaves it.
-            self._go_on(self._whole["batch"])
+            self._go_on(self._whole["batch"], to_the_end=True)
             self._whole = None
         if self._loop.start:
             self._go_on(self._loop.start)
@@ -270,13 +271,15 @@ class RowLoop(LoaderFeeder):
         """What the loader may draw from, now."""
         return {**randomness.capture(), "loader": [one.get_state() for one in randomness.generators(self._loader)]}
 
-    def _go_on(self, start: int) -> None:
-        """Begin the epoch as it was begun, and drop what was done of it."""
+    def _go_on(self, start: int, *, to_the_end: bool = False) -> None:
+        """Begin the epoch as it was begun, and drop what was done of it; or all of it, for what the loader draws at its end."""
         for generator, state in zip(randomness.generators(self._loader), self._random["loader"], strict=True):
             generator.set_state(state)
         with randomness.replayed(self._random):
             self._source.begin()
             self._source.skip(start)
+            if to_the_end:
+                self._source.finish()
 
     def _lend(self, loans: Generator[Loan, None, None]) -> Iterator[Any]:
         with contextlib.ExitStack() as stack:
@@ -412,7 +415,11 @@ def _check(tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]) -> dic
     if not isinstance(tables, Mapping) or not tables or not all(isinstance(table, HostEmbedding) for table in tables):
         kinds = ", ".join(sorted({type(table).__name__ for table in tables})) if isinstance(tables, Mapping) else type(tables).__name__
         raise ArgumentError(f"tables: got {kinds or 'none'}; expected {{table: ids_of_batch}}, with one HostEmbedding or several")
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+    if isinstance(optimizer, type) or not isinstance(optimizer, (torch.optim.Optimizer, Iterable, NoneType)):
+        raise ArgumentError(
+            f"optimizer={optimizer!r}: expected a RowOptimizer, or several: pinfeed.RowOptimizer(torch.optim.Adam, [table])"
+        )
+    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
     found: dict[HostEmbedding, RowOptimizer] = {}
     for one in optimizers:
         if not isinstance(one, RowOptimizer):

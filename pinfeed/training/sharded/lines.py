@@ -99,7 +99,7 @@ def _timeout_of(group: Any) -> timedelta | None:
 
     torch has no public function for this. Groups that were made for several devices have one timeout for all of them.
     """
-    for device in group._device_types:
+    for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)
         if isinstance(found := getattr(options, "_timeout", None), timedelta):
             return found
