@@ -454,7 +454,7 @@ def run(name):
             n += 1
             while n == 3 and not thread._shutdown:  # until the main thread has ended
                 time.sleep(0.001)
-    sys.stdout.write(f"{name} {n}\n")  # in one piece: other threads write as well
+    sys.stdout.write(f"{name} {n}\\n")  # in one piece: other threads write as well
     sys.stdout.flush()
 
 for name in LOOPS:

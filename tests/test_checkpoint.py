@@ -40,9 +40,8 @@ class Training:
         torch.manual_seed(7)
         ids, y = torch.randint(0, N, (n, 3)), torch.randn(n)
         own = torch.Generator().manual_seed(3) if generator else None
-        self.loader = DataLoader(
-            TensorDataset(ids, y), batch_size=SIZE, shuffle=True, generator=own, num_workers=workers, drop_last=drop_last
-        )
+        samples = TensorDataset(ids, y)
+        self.loader = DataLoader(samples, batch_size=SIZE, shuffle=True, generator=own, num_workers=workers, drop_last=drop_last)
         self.table = HostEmbedding(N, DIM, name="words", store=None if path is None else path / "words.npy")
         self.rows = RowOptimizer(torch.optim.Adam, [self.table], lr=0.05, amsgrad=True)
         self.model = nn.Sequential(nn.Dropout(0.3), nn.Linear(DIM, 1))
