@@ -25,7 +25,7 @@ def whole_number(value: Any, name: str, *, least: int = 1, most: int | None = No
         note: Appended to what was expected: a reason, or what to give instead.
 
     Raises:
-        ArgumentError: ``value`` is no integer (True and False are none), or out of range.
+        ArgumentError: If ``value`` is no integer (True and False are none), or out of range.
     """
     number = _integer(value)
     if number is None or number < least or (most is not None and number > most):
@@ -38,7 +38,7 @@ def check_seed(seed: Any) -> int:
     """``seed`` as an int.
 
     Raises:
-        ArgumentError: It is not an integer.
+        ArgumentError: If it is not an integer.
     """
     number = _integer(seed)
     if number is None:
@@ -50,7 +50,7 @@ def check_rank(rank: Any, world_size: Any, text: str) -> tuple[int, int]:
     """Both as ints. ``text`` says where they come from, for the error.
 
     Raises:
-        ArgumentError: One is not an integer, or the rank is not in [0, world_size).
+        ArgumentError: If one is not an integer, or the rank is not in [0, world_size).
     """
     numbers = _integer(rank), _integer(world_size)
     if numbers[0] is None or numbers[1] is None or not 0 <= numbers[0] < numbers[1]:
@@ -62,7 +62,7 @@ def check_flag(value: Any, name: str) -> None:
     """Refuse what is neither True nor False: the string ``"False"`` is true.
 
     Raises:
-        ArgumentError: It is neither.
+        ArgumentError: If it is neither.
     """
     if type(value).__name__ not in ("bool", "bool_"):  # Python's and numpy's
         raise ArgumentError(f"{name}={value!r}: expected True or False")
@@ -78,8 +78,8 @@ def explain_arguments(hints: Mapping[str, str]) -> Callable[[Callable[P, T]], Ca
         hints: What to do instead, by the name that other libraries have for it.
 
     Raises:
-        UnknownArgument: The function has no argument of that name, or too many were given without a name.
-        ArgumentError: ``seed`` was given, and ``shuffle`` was not.
+        UnknownArgument: If the function has no argument of that name, or too many were given without a name.
+        ArgumentError: If ``seed`` was given, and ``shuffle`` was not.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:

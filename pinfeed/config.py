@@ -359,7 +359,7 @@ def check_depth(depth: int) -> int:
     """``depth``, as an int.
 
     Raises:
-        ArgumentError: It is not a whole number from 0 to ``MAX_DEPTH``.
+        ArgumentError: If it is not a whole number from 0 to ``MAX_DEPTH``.
     """
     note = " (0 is the synchronous loop); each batch ahead takes memory of its own, and 2 to 32 are enough"
     return whole_number(depth, "depth", least=0, most=MAX_DEPTH, note=note)

@@ -124,8 +124,8 @@ class Feeder:
         timeline: Record what takes time in every batch; on a GPU, name it for a profiler too.
 
     Raises:
-        ArgumentError: An argument is invalid, two arguments conflict, or ``seed`` is given without ``shuffle``.
-        UnknownArgument: There is no such argument. The message names the one that does the same.
+        ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given without ``shuffle``.
+        UnknownArgument: If there is no such argument. The message names the one that does the same.
         StoreError: A source that cannot be served, or sources of unequal length.
         RowIndexError: Row numbers out of range.
         BudgetError: The limits of ``config`` cannot hold one row per slot.

@@ -117,7 +117,7 @@ class LoaderFeeder:
         """Batches in an epoch, as the loader says.
 
         Raises:
-            TypeError: The loader does not know.
+            TypeError: If the loader does not know.
         """
         try:
             return len(self._loader)

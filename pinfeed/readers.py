@@ -104,8 +104,8 @@ def wrap_readers(
         timeline: Record what takes time in every batch.
 
     Raises:
-        ArgumentError: An argument is invalid, two arguments conflict, or ``seed`` is given without ``shuffle``.
-        UnknownArgument: There is no such argument. The message names the one that does the same.
+        ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given without ``shuffle``.
+        UnknownArgument: If there is no such argument. The message names the one that does the same.
         DeviceError: There is no such device.
     """
     _check_identities(inputs, outputs)

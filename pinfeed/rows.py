@@ -45,7 +45,7 @@ def shuffled(seed: int = 0) -> Order:
     """All rows in random order, another one in every epoch; the same for the same seed and epoch, on every machine and version.
 
     Raises:
-        ArgumentError: ``seed`` is no whole number.
+        ArgumentError: If ``seed`` is no whole number.
     """
     return Shuffled(check_seed(seed))
 
@@ -57,7 +57,7 @@ def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -
     Where blocks begin is drawn anew in every epoch. The rows of one block come less than one window apart.
 
     Raises:
-        ArgumentError: ``seed`` is no whole number, or ``block_rows`` or ``window_blocks`` is none of at least 1.
+        ArgumentError: If ``seed`` is no whole number, or ``block_rows`` or ``window_blocks`` is not a whole number above 0.
     """
     return BlockShuffled(check_seed(seed), whole_number(block_rows, "block_rows"), whole_number(window_blocks, "window_blocks"))
 

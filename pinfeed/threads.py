@@ -88,7 +88,7 @@ class Call(Generic[R]):
         """What the function returned, once it has.
 
         Raises:
-            Exception: What it raised.
+            Exception: If the function raised it.
         """
         self._wait()
         if self._error is None:

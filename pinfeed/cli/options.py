@@ -109,7 +109,7 @@ def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[A
 
     Raises:
         PinfeedError: As ``open_rows`` does.
-        StoreError: The sources have unequal numbers of rows.
+        StoreError: If the sources have unequal numbers of rows.
     """
     with contextlib.ExitStack() as stack:
         stores = [stack.enter_context(contextlib.closing(open_rows(names))) for names in (files, *([other] for other in others))]

@@ -342,7 +342,7 @@ def _mapped_inode(address: int) -> int:
     """The inode of the file that is mapped at an address, as proc(5) tells.
 
     Raises:
-        OSError: There is no ``/proc`` to read.
+        OSError: If there is no ``/proc`` to read.
     """
     with open("/proc/self/maps") as file:
         for line in file:

@@ -231,7 +231,7 @@ class RowLoop(LoaderFeeder):
         """Give the tables back, if the loop has ended and interrupts kept it from doing so, or if nobody can go on with it.
 
         Raises:
-            Exception: That of a write-back that failed, as it was.
+            Exception: If a write-back has failed, its error, as it was.
         """
         if self.is_running and not self._is_abandoned():
             return
