@@ -1,4 +1,4 @@
-"""MemoryLimits -> Plan: from memory limits to a batch size. Arithmetic only."""
+"""MemoryLimits -> Plan: from memory limits to a batch size; sizes and rates in words. Nothing of the machine is asked here."""
 
 from __future__ import annotations
 
