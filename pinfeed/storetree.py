@@ -273,8 +273,13 @@ def _with_columns(source: Any) -> Any:
 
 
 def _is_store_or_array(value: Any) -> bool:
-    """Whether a dataclass is a source as a whole: a Store, or an array of another library (Zarr's), whose fields are its own affair."""
-    return isinstance(value, Store) or is_array_like(value)
+    """Whether a dataclass is a source as a whole: a Store, or an array of another library (Zarr's), whose fields are its own affair.
+
+    One with a shape and a dtype whose fields are arrays and tensors, and nothing else, is a structure of them, as a TensorDict is.
+    """
+    fields = list(getattr(value, "__dict__", {}).values())
+    is_structure = bool(fields) and all(isinstance(field, np.ndarray) or hasattr(field, "data_ptr") for field in fields)
+    return isinstance(value, Store) or (is_array_like(value) and not is_structure)
 
 
 def _name(path: str) -> str:

@@ -216,3 +216,22 @@ def test_what_a_lazy_array_is_copied_into(tmp_path: Path) -> None:
     store.close()
     with Feeder(tmp_path / "x.npy", batch_size=4, device="cpu") as feeder:
         np.testing.assert_array_equal(next(iter(feeder)).numpy(), X)
+
+
+@dataclasses.dataclass
+class Structure:
+    """A structure of tensors that has a shape and a dtype of its own, as a TensorDict has."""
+
+    x: Any
+    y: Any
+    shape = (6,)
+    dtype = None
+
+    def __getitem__(self, index: Any) -> "Structure":
+        return Structure(self.x[index], self.y[index])
+
+
+def test_a_structure_of_arrays_with_a_shape_is_walked() -> None:
+    with Feeder(Structure(np.arange(6.0), torch.arange(6)), batch_size=3, device="cpu") as feeder:
+        first = next(iter(feeder))
+    assert (type(first), first.x.tolist(), first.y.tolist()) == (Structure, [0, 1, 2], [0, 1, 2])
