@@ -5,6 +5,7 @@ import faulthandler
 import gc
 import os
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -40,8 +41,10 @@ def nothing_left() -> Iterator[None]:
     yield
     left = [t for t in threading.enumerate() if t not in threads and t.name.startswith("pinfeed")]
     assert not left, f"threads left behind: {left}"
-    if open_files() - files:
+    deadline = time.monotonic() + 30
+    while open_files() - files and time.monotonic() < deadline:
         gc.collect()  # pytest's exception infos are cycles
+        time.sleep(0.01)  # queues of worker processes are closed by threads of their own
     assert not open_files() - files, "file descriptors left behind"
 
 
