@@ -5,8 +5,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal
+
+import numpy as np
 
 from .arguments import check_flag, check_seed, explain_arguments, whole_number
 from .batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
@@ -18,12 +21,13 @@ from .errors import ArgumentError
 from .loop import no_copy, no_items
 from .planning import choose_pace, make_plan
 from .ranks import Ranks
-from .rows import Order, Rows, sequential, shuffled
+from .rows import Order, PerRank, Rows, sequential, shuffled
 from .seeing.stats import FeederStats
 from .seeing.timeline import Timeline
 from .shares import SharedBatches, loop_over, note_workers, share_of
 from .sources import RowSource
-from .stores.base import row_nbytes
+from .stores.array import ArrayStore
+from .stores.base import Store, row_nbytes
 from .storetree import StoreTree
 
 logger = logging.getLogger("pinfeed")
@@ -69,7 +73,8 @@ class Batch:
     def write_back(self, values: Any) -> None:
         """Store ``values`` as the rows of this batch, in the background; every write has landed when the loop ends.
 
-        Batches that follow see the new rows, whether they were prefetched or not.
+        Batches that follow see the new rows, whether they were prefetched or not. In a worker process of a DataLoader, an array changes
+        in that process alone, and a warning says so once; files and shared memory change for all processes.
 
         Args:
             values: Tensors on the device in the structure of the source, shape (n, *row_shape), of the dtype of the store; None in the
@@ -80,7 +85,9 @@ class Batch:
                 call after the next batch was taken. Nothing has been changed then.
         """
         self._loan.require_writable()
-        self._loan.write([self._stores.check(values, len(self.rows), self._device)])
+        checked = self._stores.check(values, len(self.rows), self._device)
+        _note_worker_process([store for store, value in zip(self._stores.stores, checked, strict=True) if value is not None])
+        self._loan.write([checked])
 
 
 class Feeder:
@@ -155,7 +162,8 @@ class Feeder:
         depth = None if depth is None else check_depth(depth)
         _check_arguments(batch_size, config, rows, shuffle, seed, drop_last)
         check_route(route)
-        check_flag(verify, "verify")
+        for name, flag in (("verify", verify), ("progress", progress), ("timeline", timeline)):
+            check_flag(flag, name)
         self._verify = verify
         if rows is None:
             rows = shuffled(seed) if shuffle else sequential()
@@ -174,12 +182,8 @@ class Feeder:
             self._plan, self._choice = make_plan(self._stores.stores, rows, batch_size, config, pace, found, route)
             size = batch_size if config is None else self._plan.batch_size
             batches = _batches(rows, self._stores.n_rows, size, drop_last)
-            if drop_last and isinstance(rows, Order) and len(batches) == 0:
-                logger.warning(
-                    "drop_last=True leaves no batch: %d rows, batches of %d; lower batch_size, or leave drop_last out",
-                    rows.length(self._stores.n_rows),
-                    size,
-                )
+            if isinstance(batches, OrderBatches):
+                warn_of_no_batch(batches)
             if share is not None:
                 self._plan, batches = share.planned(self._plan, self._stores.n_rows), SharedBatches(share, self._stores.n_rows)
             source_of_rows = RowSource(self._stores.stores, self._choice.accesses, self._stores.rebuild, batches)
@@ -335,6 +339,57 @@ def _check_arguments(batch_size: int | None, config: MemoryLimits | None, rows: 
         raise ArgumentError("both rows and shuffle=True were given; rows says the order already (rows=pinfeed.rows.shuffled(seed))")
     if batch_size is not None and rows is not None and not isinstance(rows, Order) and largest_batch(rows) is not None:
         raise ArgumentError("rows gives whole batches and batch_size was given as well; leave batch_size out")
+
+
+def warn_of_no_batch(batches: OrderBatches, what: str = "rows") -> None:
+    """Warn if epochs have no batch. ``what`` is the user's word for what a batch has."""
+    if len(batches):
+        return
+    order, n_rows, batch_size = batches.order, batches.n_rows, batches.batch_size
+    n_mine = order.length(n_rows)
+    if isinstance(order, PerRank):
+        logger.warning(
+            "rank %d of %d has no batch: %d of %d %s, batches of %d%s; lower world_size or batch_size, or check rank and world_size",
+            order.rank,
+            order.world_size,
+            n_mine,
+            order.order.length(n_rows),
+            what,
+            batch_size,
+            ", drop_last=True" if batches.drop_last else "",
+        )
+    else:
+        logger.warning(
+            "drop_last=True leaves no batch: %d %s, batches of %d; lower batch_size, or leave drop_last out", n_mine, what, batch_size
+        )
+
+
+def _note_worker_process(written: list[Store]) -> None:
+    """Warn, once, where a worker process of a DataLoader writes to arrays of which it has a copy. In that process."""
+    data = sys.modules.get("torch.utils.data")  # a worker process has loaded it
+    info = data.get_worker_info() if data is not None else None
+    if info is not None and any(isinstance(store, ArrayStore) and _is_of_one_process(store.array) for store in written):
+        _warn_of_copies()
+
+
+@functools.cache
+def _warn_of_copies() -> None:
+    logger.warning(
+        "write_back in a worker process of a DataLoader changes that process's copy of an array, and the array of the main process stays "
+        "as it is; loop over the feeder in the main process, or give a file (MmapStore(path, mode='r+')) or a tensor after share_memory_()"
+    )
+
+
+def _is_of_one_process(array: Any) -> bool:
+    """Whether an array is ordinary memory, as far as its owner tells: no mapped file, no shared memory."""
+    owner = array
+    while isinstance(getattr(owner, "base", None), np.ndarray) and not isinstance(owner, np.memmap):
+        owner = owner.base
+    if isinstance(owner, np.memmap):
+        return False
+    if owner.base is None:
+        return True
+    return callable(getattr(owner.base, "is_shared", None)) and not owner.base.is_shared()
 
 
 def _batches(rows: Order | Iterable[Any], n_rows: int, batch_size: int | None, drop_last: bool) -> RowBatches:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import explain_arguments
+from .arguments import check_flag, explain_arguments
 from .config import check_depth, safe_repr
 from .devices import resolve
 from .epoch import Loan, Pace, guarded
 from .errors import ArgumentError, WorkerError
+from .hints import is_array_like
 from .loop import Loop, no_copy, no_items
 from .seeing.stats import FeederStats
 from .seeing.timeline import Timeline
@@ -61,7 +62,8 @@ def wrap_loader(loader: Any, *, device: Any = "auto", depth: int = 2, progress: 
 
     Args:
         loader: A ``torch.utils.data.DataLoader``, or any iterable of batches that can be iterated again for the next epoch. Each batch has
-            memory of its own: one that is filled again for the next batch would change while it is waiting to be lent.
+            memory of its own: one that is filled again for the next batch would change while it is waiting to be lent. A dataset, an
+            array, a tensor or a dict of them is refused: its iteration gives single samples or names.
         device: As for ``Feeder``.
         depth: Batches ahead of the loop, at most 1,024; 0 is the loader itself, moved.
         progress: Show a progress bar.
@@ -69,9 +71,12 @@ def wrap_loader(loader: Any, *, device: Any = "auto", depth: int = 2, progress: 
 
     Raises:
         DeviceError: There is no such device.
-        ArgumentError: ``depth`` is not a whole number from 0 to 1,024, or ``loader`` cannot be iterated.
+        ArgumentError: ``depth`` is not a whole number from 0 to 1,024, ``progress`` or ``timeline`` is no bool, or ``loader`` cannot be
+            iterated, or gives no batches.
         UnknownArgument: There is no such argument. The message says where it goes instead.
     """
+    check_flag(progress, "progress")
+    check_flag(timeline, "timeline")
     knows = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
     feeder, source = (StatefulLoaderFeeder, StatefulSource) if knows else (LoaderFeeder, LoaderSource)
     return feeder(source(loader), device=device, pace=Pace(check_depth(depth)), progress=progress, timeline=timeline)
@@ -166,7 +171,14 @@ class LoaderFeeder:
         return self._loop.timeline
 
     def set_epoch(self, number: int) -> None:
-        """Tell the epoch to the loader's sampler, batch sampler and dataset, whichever of them has ``set_epoch``."""
+        """Tell the epoch to the loader's sampler, batch sampler and dataset, whichever of them has ``set_epoch``.
+
+        Where none of them has it, the batches stay as they are, without an error: such a loader draws its order from torch's random
+        numbers or has one order, and loops that work with any sampler call ``set_epoch`` in every epoch.
+
+        Raises:
+            ClosedError: A loop over this runs.
+        """
         self._loop.set_epoch(number)
         batch_sampler = getattr(self._loader, "batch_sampler", None)
         candidates = [
@@ -257,6 +269,37 @@ class HostLeaf:
         yield
 
 
+def check_loader(loader: Any) -> None:
+    """Refuse what gives no batches when it is iterated.
+
+    Raises:
+        ArgumentError: ``loader`` cannot be iterated, or gives single samples or names.
+    """
+    # Tables of pandas and Arrow have columns and no dtype; iterating them gives columns or their names.
+    is_table = all(hasattr(loader, name) for name in ("shape", "columns", "__getitem__"))
+    if isinstance(loader, Mapping) or is_array_like(loader) or is_table:
+        gives = "its keys or columns" if isinstance(loader, Mapping) or is_table else "single samples"
+        raise ArgumentError(
+            f"loader is a {type(loader).__name__}, and iterating it gives {gives}; expected a DataLoader or another iterable of batches; "
+            "give DataLoader(dataset, batch_size=...), or let pinfeed.Feeder(source, batch_size=...) read arrays and tensors as batches"
+        )
+    if _is_map_style(loader):
+        raise ArgumentError(
+            f"loader is a {type(loader).__name__}, a Dataset, which gives single samples; expected a DataLoader or another iterable of "
+            "batches; give DataLoader(dataset, batch_size=...), or batch_size=None where each item is a whole batch"
+        )
+    if isinstance(loader, (str, bytes)) or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
+        file = "; a file is streamed by pinfeed.Feeder(path, batch_size=...)" if isinstance(loader, (str, bytes, os.PathLike)) else ""
+        raise ArgumentError(f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of batches{file}")
+
+
+def _is_map_style(loader: Any) -> bool:
+    """Whether it is a torch Dataset that gives samples by index, and has no iteration of its own."""
+    from torch.utils.data import Dataset
+
+    return isinstance(loader, Dataset) and not isinstance(loader, Iterable)
+
+
 class LoaderSource:
     """The batches of a loader.
 
@@ -264,15 +307,13 @@ class LoaderSource:
         loader: Iterated once per epoch.
 
     Raises:
-        ArgumentError: It cannot be iterated.
+        ArgumentError: It cannot be iterated, or gives single samples or names instead of batches.
     """
 
     fingerprint: Mapping[str, Any] = {"order": "a DataLoader's own"}
 
     def __init__(self, loader: Any) -> None:
-        if isinstance(loader, (str, bytes)) or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
-            file = "; a file is streamed by pinfeed.Feeder(path, batch_size=...)" if isinstance(loader, (str, bytes, os.PathLike)) else ""
-            raise ArgumentError(f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of batches{file}")
+        check_loader(loader)
         self.loader = loader
         self._begun: Iterator[Any] | None = None
         self._used_up = False  # if the loader is an iterator itself

@@ -18,7 +18,7 @@ from .devices import resolve
 from .dtypes import dtype_of
 from .epoch import Loan, Pace
 from .errors import ArgumentError, StoreError, described
-from .feeder import HINTS
+from .feeder import HINTS, warn_of_no_batch
 from .loop import no_copy, no_items
 from .ranks import Ranks
 from .rows import Rows, sequential, shuffled
@@ -35,6 +35,7 @@ _HINTS = {
     **HINTS,
     **dict.fromkeys(("num_workers", "workers", "n_workers"), "the threads that read are n_readers="),
     **dict.fromkeys(("sampler", "batch_sampler", "rows", "order"), "give inputs and outputs in the order that is wanted, or shuffle=True"),
+    **dict.fromkeys(("dataset", "data", "source", "path", "x"), "the lists of inputs and of outputs come first, without names"),
     "collate_fn": "give apply_on_input_batch= and apply_on_output_batch=",
     "transform": "apply it in read_input, or in apply_on_input_batch=",
     "dtype": "give input_dtype= and output_dtype=",
@@ -111,7 +112,7 @@ def wrap_readers(
     _check_identities(inputs, outputs)
     batch_size, one_read_count = whole_number(batch_size, "batch_size"), whole_number(one_read_count, "one_read_count")
     n_readers = whole_number(n_readers, "n_readers", most=_MAX_READERS, note="; each is a thread")
-    for name, flag in (("shuffle", shuffle), ("drop_last", drop_last)):
+    for name, flag in (("shuffle", shuffle), ("drop_last", drop_last), ("progress", progress), ("timeline", timeline)):
         check_flag(flag, name)
     check_seed(seed)
     order = shuffled(seed) if shuffle else sequential()
@@ -128,9 +129,13 @@ def wrap_readers(
         _reader("input", read_input, inputs, one_read_count, apply_on_input_batch, input_dtype),
         _reader("output", get_output, outputs, one_read_count, apply_on_output_batch, output_dtype),
     ]
-    batches: OrderBatches | SharedBatches = OrderBatches(order, len(inputs), batch_size // one_read_count, drop_last)
-    if share is not None:
-        batches = SharedBatches(dataclasses.replace(share, size=share.size // one_read_count), len(inputs))
+    batches: OrderBatches | SharedBatches
+    if share is None:
+        batches = mine = OrderBatches(order, len(inputs), batch_size // one_read_count, drop_last)
+    else:
+        share = dataclasses.replace(share, size=share.size // one_read_count)
+        batches, mine = SharedBatches(share, len(inputs)), share.batches(len(inputs))
+    warn_of_no_batch(mine, "identities")
     begin = functools.partial(note_workers, ranks, order)
     depth = check_depth(depth)
     return ReaderFeeder(readers, batches, n_readers, begin, device=device, depth=depth, progress=progress, timeline=timeline)
@@ -293,6 +298,8 @@ def _check_identities(inputs: Any, outputs: Any) -> None:
             raise ArgumentError(f"{name}: got {type(values).__name__}; expected a list, or another sequence, with one value per identity")
     if len(inputs) != len(outputs):
         raise ArgumentError(f"got {len(inputs)} inputs and {len(outputs)} outputs; expected one of each per identity")
+    if len(inputs) == 0:
+        raise ArgumentError("inputs and outputs are empty; expected one of each per identity, and at least one identity")
 
 
 def _reader(kind: str, function: Any, values: Sequence[Any], n_samples: int, apply: Any, dtype: Any) -> Reader:

@@ -1,5 +1,6 @@
 """What bad input, and bad luck, gets: an error that says what to do, before anything is changed; and nothing stays behind."""
 
+import logging
 import signal
 import subprocess
 import sys
@@ -10,10 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow
 import pytest
 import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, errors, rows, wrap_loader
+from pinfeed import (
+    ArrayStore,
+    Config,
+    Feeder,
+    HostEmbedding,
+    MiB,
+    MmapStore,
+    Ranks,
+    errors,
+    rows,
+    train_rows,
+    wrap_loader,
+    wrap_readers,
+)
 
 DEPTHS = [0, 1, 3]
 
@@ -483,3 +499,113 @@ def test_an_epoch_of_nothing_is_told_of(caplog: pytest.LogCaptureFixture) -> Non
     with Feeder(np.zeros((8, 2)), batch_size=9, drop_last=True) as feeder:
         assert list(feeder) == []
     assert "drop_last=True leaves no batch: 8 rows, batches of 9" in caplog.text
+
+
+NO_BATCH: list[Any] = [
+    ({"ranks": Ranks("drop", rank=0, world_size=1000)}, "rank 0 of 1000 has no batch: 0 of 8 {}, batches of 2; lower world_size"),
+    ({"ranks": Ranks("join", rank=9, world_size=10)}, "rank 9 of 10 has no batch: 0 of 8 {}, batches of 2; lower world_size"),
+    (
+        {"ranks": Ranks("drop", rank=1, world_size=8), "drop_last": True},
+        "rank 1 of 8 has no batch: 1 of 8 {}, batches of 2, drop_last=True; lower world_size",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), NO_BATCH)
+def test_ranks_that_have_nothing_are_told_of(arguments: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture) -> None:
+    with Feeder(np.zeros((8, 2)), batch_size=2, **arguments) as feeder:
+        assert list(feeder) == []
+    functions: dict[str, Any] = {"read_input": lambda i: [i], "get_output": lambda i: [i]}
+    with wrap_readers(range(8), range(8), batch_size=2, **functions, **arguments) as reader:
+        assert list(reader) == []
+    wanted = [message.format("rows"), message.format("identities")]
+    assert [said[: len(one)] for said, one in zip(caplog.messages, wanted, strict=True)] == wanted
+
+
+def test_ranks_that_have_a_batch_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with Feeder(np.zeros((8, 2)), batch_size=2, ranks=Ranks("join", rank=7, world_size=8)) as feeder:
+        assert [len(batch) for batch in feeder] == [1]
+    assert caplog.messages == []
+
+
+def test_no_identities_are_refused() -> None:
+    with pytest.raises(errors.ArgumentError, match="inputs and outputs are empty; expected one of each per identity, and at least one"):
+        wrap_readers([], [], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=2)
+
+
+# ---- loaders that give no batches ------------------------------------------------------------------------------------
+
+
+class _Items(Dataset[Any]):
+    def __getitem__(self, i: int) -> Any:
+        return torch.zeros(2)
+
+
+NO_LOADERS: list[Any] = [
+    ({"x": torch.zeros(2, 3)}, "loader is a dict, and iterating it gives its keys or columns; expected a DataLoader"),
+    (pyarrow.table({"x": [1, 2]}), "loader is a Table, and iterating it gives its keys or columns; expected a DataLoader"),
+    (torch.zeros(2, 3), "loader is a Tensor, and iterating it gives single samples; expected a DataLoader"),
+    (np.zeros((2, 3)), r"single samples; expected a DataLoader .*; give DataLoader\(dataset, batch_size=\.\.\.\), or let pinfeed.Feeder"),
+    (TensorDataset(torch.zeros(2, 3)), "loader is a TensorDataset, a Dataset, which gives single samples; expected a DataLoader"),
+    (_Items(), r"loader is a _Items, a Dataset, .*; give DataLoader\(dataset, batch_size=\.\.\.\), or batch_size=None where each"),
+]
+
+
+@pytest.mark.parametrize(("loader", "message"), NO_LOADERS, ids=lambda value: type(value).__name__)
+def test_what_gives_no_batches_is_no_loader(loader: Any, message: str) -> None:
+    with pytest.raises(errors.ArgumentError, match=message):
+        wrap_loader(loader, device="cpu")
+    with pytest.raises(errors.ArgumentError, match=message):
+        train_rows(loader, {HostEmbedding(4, 2): lambda batch: batch}, device="cpu")
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.ones(2)
+
+
+class _Own(_Items):
+    shape = (1, 2)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: [torch.ones(2)], lambda: iter([torch.ones(2)]), _Stream, _Own], ids=["list", "iterator", "stream", "its own iteration"]
+)
+def test_other_iterables_are_loaders(make: Any) -> None:
+    with wrap_loader(make(), device="cpu") as loader:
+        assert [batch.tolist() for batch in loader] == [[1, 1]]
+
+
+# ---- write_back in worker processes ----------------------------------------------------------------------------------
+
+
+class _Writing(IterableDataset[Any]):
+    """Adds 1 to all rows of a source, and writes down what pinfeed logs."""
+
+    def __init__(self, log: Path, source: Any) -> None:
+        self._log, self._source = log, source
+
+    def __iter__(self) -> Iterator[Any]:
+        logging.getLogger("pinfeed").addHandler(logging.FileHandler(self._log))
+        with Feeder(self._source, batch_size=2, device="cpu") as feeder:
+            for batch in feeder.batches():
+                batch.write_back(batch.data + 1)
+                yield len(batch.rows)
+
+
+@pytest.mark.parametrize(("kind", "is_changed"), [("array", False), ("tensor", False), ("shared", True), ("memmap", True)])
+def test_write_back_to_the_copy_of_a_worker_process_is_warned_of(kind: str, is_changed: bool, tmp_path: Path) -> None:
+    source: Any = np.zeros((4, 2)) if kind == "array" else torch.zeros(4, 2)
+    if kind == "shared":
+        source.share_memory_()
+    elif kind == "memmap":
+        source = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", shape=(4, 2))
+    loader = DataLoader(_Writing(tmp_path / "log", source), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    assert list(loader) == [2, 2]
+    assert bool((source == 1).all()) == is_changed
+    said = (tmp_path / "log").read_text().splitlines()
+    assert len(said) == (not is_changed)
+    assert all("changes that process's copy of an array, and the array of the main process stays as it is" in line for line in said)

@@ -812,6 +812,14 @@ def test_set_epoch_shuffles_anew() -> None:
     assert epochs[0] != epochs[1] != epochs[2]
 
 
+def test_set_epoch_of_a_loader_in_which_nobody_has_it_changes_nothing() -> None:
+    """Loops for any sampler call it in every epoch."""
+    batches = [torch.ones(2), torch.zeros(2)]
+    with wrap_loader(batches, device="cpu") as loader:
+        loader.set_epoch(3)
+        assert all_same(loader, batches)
+
+
 def test_set_epoch_in_the_loop_is_refused_and_reaches_nobody() -> None:
     dataset = Epochs()
     with wrap_loader(DataLoader(dataset), device="cpu") as loader:
