@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from .config import safe_repr
+from .errors import ArgumentError
 from .loop import no_items
 
 
@@ -18,7 +19,16 @@ def restartable(feeder: Any) -> Restartable:
 
     Args:
         feeder: A Feeder, or what ``wrap_loader`` or ``wrap_readers`` returned. It stays the caller's.
+
+    Raises:
+        ArgumentError: ``feeder`` is none of these.
     """
+    # Only a feeder's loops can be ended from outside; close() tells it from a list and from a DataLoader.
+    if not isinstance(feeder, Iterable) or not callable(getattr(feeder, "close", None)):
+        raise ArgumentError(
+            f"restartable({feeder!r}): expected a Feeder, or what wrap_loader or wrap_readers returned; "
+            "give restartable(pinfeed.wrap_loader(loader)) for a DataLoader"
+        )
     return (StatefulRestartable if hasattr(feeder, "state_dict") else Restartable)(feeder)
 
 

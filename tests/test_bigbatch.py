@@ -398,6 +398,14 @@ def test_any_sizes(n: int, chunk_size: int, ignored: set[int], strategy: str) ->
         ({"reduction": "none"}, "reduction='none'"),
         ({"model": 3}, "model=3: expected a torch module"),
         ({"loss": 3}, "loss=3: expected a function"),
+        ({"loss": nn.MSELoss}, r"loss is the class MSELoss; .*; give MSELoss\(\)"),
+        ({"config": 3}, "config=3: expected a pinfeed.Config"),
+        ({"scaler": torch.amp.GradScaler}, "expected a torch.amp.GradScaler, or None"),
+        ({"modules": 3}, "modules=3: expected a list of torch modules"),
+        ({"modules": [3]}, r"modules=\[3\]: expected a list of torch modules"),
+        ({"autocast": "bfloat16"}, "autocast='bfloat16': expected a floating-point dtype of torch"),
+        ({"autocast": torch.int8}, "autocast=torch.int8: expected a floating-point dtype of torch"),
+        ({"prove": "no"}, "prove='no': expected True or False"),
     ],
 )
 def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
@@ -413,6 +421,19 @@ def test_batches_that_cannot_be() -> None:
             big.backward(X[:0], Y[:0])
         with pytest.raises(errors.ArgumentError, match="expected a pair of inputs and targets"):
             big.backward(iter([X]))
+        with pytest.raises(
+            errors.ArgumentError, match=r"the batch has no targets, and cross_entropy compares outputs with targets; .*pairs$"
+        ):
+            big.backward(X)
+        with pytest.raises(errors.ArgumentError, match=r"no targets, .*; the inputs are a pair: give backward\(\*batch\)$"):
+            big.check((X, Y))
+        said = (
+            r"^the plain step fails on 3 samples of the batch \(.*dtype.*\), so that no strategy can be compared with it; expected inputs"
+        )
+        with pytest.raises(errors.ArgumentError, match=said):
+            big.backward(X.double(), Y)
+    with pytest.raises(errors.ClosedError, match="this BigBatch is closed"):
+        big.check(X, Y)
     with pytest.raises(errors.ArgumentError, match="neither chunk_size nor a config"), BigBatch(mlp(), functional.cross_entropy) as big:
         big.backward(X, Y)
 

@@ -102,6 +102,8 @@ def test_help_and_version_need_no_torch() -> None:
         (["plan", "x.npy", "--cpu-limit", "2G"], "'2G' is not a size; expected bytes, at least 1, such as 2GiB, 512MiB or 1.5e9"),
         (["plan", "x.npy", "--cpu-limit", "0"], "'0' is not a size"),
         (["plan", "x.npy", "--shuffle", "--block-rows", "8"], "--shuffle and --block-rows: give one of them"),
+        (["plan", "x.npy", "--seed", "3"], "--seed 3 was given, and neither --shuffle nor --block-rows, which use it"),
+        (["bench", "x.npy", "--seed", "0"], "--seed 0 was given, and neither --shuffle nor --block-rows"),
         (["plan", "x.npy", "--depth", "-1"], "Invalid value for '--depth'"),
         (["bench", "x.npy", "--workers", "two"], "'two' is not a list of numbers; expected such as 0 or 0,2,8"),
         (["doctor", "--rows", "5"], "--rows and --row-bytes go together"),

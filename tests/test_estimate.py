@@ -9,6 +9,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
+import pinfeed
 from pinfeed import errors
 from pinfeed.training.memory.estimate import StepEstimator
 from pinfeed.training.memory.shapes import samples_of
@@ -329,3 +330,16 @@ def test_other_threads_compute_as_ever() -> None:
         torch.manual_seed(0)
         one = nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.999)
     assert (one == 0).any()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        *(({"batch_size": size}, f"batch_size={size!r}: expected a whole number, from 1 to ") for size in ("2", 2.0, True, 0, 2**70)),
+        ({"device": "gpu"}, "device='gpu': expected 'cuda' or 'cpu'"),
+        ({"autocast": "bfloat16"}, "autocast='bfloat16': expected a floating-point dtype of torch"),
+    ],
+)
+def test_arguments_of_estimates_that_cannot_be(arguments: dict[str, Any], said: str) -> None:
+    with pytest.raises(errors.ArgumentError, match=said):
+        pinfeed.estimate(nn.Linear(3, 1), **{"batch_size": 2, "input_shape": (3,), **arguments})

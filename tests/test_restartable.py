@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from pinfeed import ClosedError, Feeder, Ranks, restartable, wrap_loader, wrap_readers
+from pinfeed import ClosedError, Feeder, Ranks, errors, restartable, wrap_loader, wrap_readers
 
 N, SIZE, N_BATCHES = 20, 8, 3
 
@@ -151,3 +151,9 @@ def test_of_rows_whose_number_nobody_knows() -> None:
         assert loop.state_dict()["batch"] == N_BATCHES
         assert next(batches, None) is None
         assert (loop.state_dict()["epoch"], loop.state_dict()["batch"]) == (1, 0)
+
+
+@pytest.mark.parametrize("wrong", [None, [1], DataLoader(range(N))], ids=lambda value: type(value).__name__)  # type: ignore[arg-type]
+def test_what_is_no_feeder_is_refused(wrong: Any) -> None:
+    with pytest.raises(errors.ArgumentError, match=r"expected a Feeder, or what wrap_loader or wrap_readers returned; give restartable\("):
+        restartable(wrong)

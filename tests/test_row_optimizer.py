@@ -130,7 +130,8 @@ def test_optimizers_that_cannot_train_rows() -> None:
         (torch.optim.LBFGS, {}, "LBFGS cannot train rows.*closure"),
         (SGD, {"lr": -1}, "SGD cannot train rows.*Invalid learning rate: -1"),
         (Adam, {"no_such": 1}, "Adam cannot train rows.*no_such"),
-        (table, {}, "cannot train rows"),
+        (table, {}, "give the class of an optimizer, then the tables"),
+        (nn.Linear, {}, "Linear cannot train rows"),
     ]:
         with pytest.raises(errors.ArgumentError, match=match):
             RowOptimizer(kind, [table], **options)
@@ -518,6 +519,15 @@ def test_mistakes_are_told_apart(tmp_path: Path) -> None:
     dense = nn.Embedding(N, DIM)
     with pytest.raises(errors.ArgumentError, match=r"is a Adam that is made already; expected the class"):
         RowOptimizer(torch.optim.Adam(dense.parameters()), [table])
+    wrong: Any
+    for wrong in ("adam", None, [table], table):
+        with pytest.raises(
+            errors.ArgumentError, match=r"optimizer_class=.*: give the class of an optimizer, then the tables, then its opt"
+        ):
+            RowOptimizer(wrong, [table])
+    for wrong in (None, torch.optim.SGD):
+        with pytest.raises(errors.ArgumentError, match=r"tables=.*: expected HostEmbeddings, or parameter groups of them"):
+            RowOptimizer(torch.optim.SGD, wrong, lr=0.1)
     with pytest.raises(errors.ArgumentError, match=r"tables: got Embedding; expected HostEmbeddings"):
         RowOptimizer(torch.optim.Adam, [dense])
     with pytest.raises(errors.ArgumentError, match=r"tables: got Embedding; expected \{table: ids_of_batch\}"):

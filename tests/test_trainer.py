@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
-from pinfeed import Feeder, MemoryMonitor, Trainer
+from pinfeed import Config, Feeder, MemoryMonitor, Trainer
 from pinfeed.errors import ArgumentError, ClosedError, DeviceError, MissingDependency
 from pinfeed.training.manage.events import LoopWarning
 from pinfeed.training.manage.history import History, Row
@@ -500,6 +500,17 @@ def test_bad_arguments() -> None:
         ({"callbacks": [Diary]}, "callbacks= has"),
         ({"model": len}, "expected a torch module"),
         ({"loader": 3}, "cannot be iterated"),
+        ({"loader": TensorDataset(torch.zeros(2, 3)), "chunk_size": 2}, "loader is a TensorDataset, a Dataset, which gives single samples"),
+        ({"config": 3}, "config=3: expected a pinfeed.Config"),
+        ({"loss": nn.MSELoss}, r"loss is the class MSELoss; .*; give MSELoss\(\)"),
+        ({"scaler": 3}, "scaler=3: expected a torch.amp.GradScaler"),
+        ({"autocast": "bfloat16"}, "autocast='bfloat16': expected a floating-point dtype of torch, as torch.bfloat16"),
+        ({"autocast": True}, "autocast=True: expected a floating-point dtype"),
+        ({"clip_norm": "x"}, "clip_norm='x': expected a number above 0, or None"),
+        ({"clip_norm": True}, "clip_norm=True: expected a number above 0, or None"),
+        ({"callbacks": print}, "callbacks=<built-in function print>: expected a list of objects with some of on_train_begin"),
+        ({"prove": "no"}, "prove='no': expected True or False"),
+        ({"progress": "no"}, "progress='no': expected True or False"),
     ]:
         with pytest.raises(ArgumentError, match=words):
             Trainer(**({"model": model, "loss": LOSS, "optimizer": sgd, "loader": loader()} | options))
@@ -513,11 +524,54 @@ def test_bad_arguments() -> None:
             trainer.evaluate(loader(), {"loss": lambda out, y: 0})
         with pytest.raises(ArgumentError, match="gave no samples"):
             trainer.evaluate([])
+        with pytest.raises(ArgumentError, match="loader=None cannot be iterated"):
+            trainer.evaluate(None)
+        with pytest.raises(ArgumentError, match="a Dataset, which gives single samples"):
+            trainer.evaluate(TensorDataset(torch.zeros(2, 3)))
+        wrong: Any
+        for wrong, words in [
+            (len, "metrics=<built-in function len>: expected a dict of functions"),
+            ({"a": 3}, "metrics= has 'a': 3; expected a name and a function"),
+            ({1: len}, "metrics= has 1: "),
+        ]:
+            with pytest.raises(ArgumentError, match=words):
+                trainer.evaluate(loader(), wrong)
         for _ in trainer.batches():
             with pytest.raises(ClosedError, match="another loop"):
                 trainer.epoch()
     with pytest.raises(ClosedError, match="closed"):
         trainer.train(1)
+
+
+@pytest.mark.parametrize("device", ["gpu", 3.5, "mps"])
+def test_devices_that_do_not_exist(device: Any) -> None:
+    model = network()
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    for make in (
+        lambda: Trainer(model, LOSS, sgd, loader(), device=device),
+        lambda: Config(model=model, input_shape=(3,), device=device),
+        lambda: MemoryMonitor(device),
+    ):
+        with pytest.raises(DeviceError, match=f"device='?{device}'? is not .*; expected .*'cpu', 'cuda'"):
+            make()
+
+
+def test_a_gpu_that_is_not_there() -> None:
+    model = network()
+    with pytest.raises(DeviceError, match=r"device='cuda': torch .* finds no usable GPU|device='cuda:99' does not exist"):
+        Trainer(model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), loader(), device="cuda:99")
+
+
+@pytest.mark.parametrize("path", [3, None, "h.csv"])
+def test_paths_that_are_none(path: Any, tmp_path: Path) -> None:
+    with trainer_of() as trainer:
+        trainer.train(1)
+        with pytest.raises(ArgumentError, match=f"path={path!r}: expected the path of a picture, such as history.png"):
+            trainer.history.draw(path)
+        if path != "h.csv":
+            for save in (trainer.history.save, MemoryMonitor("cpu").save):
+                with pytest.raises(ArgumentError, match=f"path={path!r}: expected the path of a .csv or .json file"):
+                    save(path)
 
 
 def test_memory_monitor(tmp_path: Path) -> None:

@@ -95,7 +95,7 @@ def bench(
     batch_size: int | None,
     shuffle: bool,
     block_rows: int | None,
-    seed: int,
+    seed: int | None,
     seconds: float,
     workers: Sequence[int],
     warm: bool | None,

@@ -43,7 +43,7 @@ def counts(text: str) -> tuple[int, ...]:
 def order_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """How rows are put into batches, as ``Feeder`` takes it."""
     for option in (
-        click.option("--seed", type=int, default=0, show_default=True, help="Of the random order."),
+        click.option("--seed", type=int, default=None, show_default="0", help="Of the random order."),
         click.option("--block-rows", type=click.IntRange(1), metavar="ROWS", help="Random order, in blocks of so many neighbouring rows."),
         click.option("--shuffle", is_flag=True, help="Rows in random order."),
         click.option("--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows of a batch."),
@@ -52,16 +52,19 @@ def order_options(command: Callable[..., Any]) -> Callable[..., Any]:
     return command
 
 
-def order_of(shuffle: bool, block_rows: int | None, seed: int) -> tuple[Any, str]:
+def order_of(shuffle: bool, block_rows: int | None, seed: int | None) -> tuple[Any, str]:
     """The order, and what it is called.
 
     Raises:
-        click.UsageError: Two of them.
+        click.UsageError: Two of them, or a seed that shuffles nothing.
     """
     from ..rows import block_shuffled, sequential, shuffled
 
     if shuffle and block_rows is not None:
         raise click.UsageError("--shuffle and --block-rows: give one of them")
+    if seed is not None and not shuffle and block_rows is None:
+        raise click.UsageError(f"--seed {seed} was given, and neither --shuffle nor --block-rows, which use it: give one of them")
+    seed = seed or 0
     if block_rows is not None:
         return block_shuffled(seed, block_rows=block_rows), f"shuffled in blocks of {block_rows:,}"
     return (shuffled(seed), "shuffled") if shuffle else (sequential(), "in sequence")

@@ -22,7 +22,7 @@ def plan(
     batch_size: int | None,
     shuffle: bool,
     block_rows: int | None,
-    seed: int,
+    seed: int | None,
     gpu_limit: int | None,
     cpu_limit: int | None,
     depth: int | None,

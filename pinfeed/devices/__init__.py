@@ -10,10 +10,12 @@ from ..errors import DeviceError
 from .base import Device, Event, Stream
 
 if TYPE_CHECKING:
+    import torch
+
     from .cuda import CudaDevice
     from .host import HostDevice
 
-__all__ = ["CudaDevice", "Device", "Event", "HostDevice", "Stream", "resolve"]
+__all__ = ["CudaDevice", "Device", "Event", "HostDevice", "Stream", "resolve", "torch_device"]
 
 
 def __getattr__(name: str) -> Any:
@@ -50,15 +52,34 @@ def resolve(device: Any, *, n_spare: int) -> Device:
         device = "cpu"
         if torch.cuda.is_available():
             device = f"cuda:{cuda_index(os.environ.get('LOCAL_RANK'), torch.cuda.device_count(), torch.cuda.current_device())}"
+    wanted = torch_device(device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
+    return HostDevice(n_spare=n_spare) if wanted.type == "cpu" else CudaDevice(wanted.index, n_spare=n_spare)
+
+
+def torch_device(device: Any, expected: str = "'cpu', 'cuda' or 'cuda:N'", *, exists: bool = False) -> torch.device:
+    """The ``torch.device`` of that name, which is the CPU or a CUDA device.
+
+    Args:
+        device: As ``torch.device`` takes it.
+        expected: The names that the caller accepts, for the error.
+        exists: Require that this machine has it.
+
+    Raises:
+        DeviceError: There is no such device, or pinfeed does not support it.
+    """
+    import torch
+
     try:
         wanted = torch.device(device)
     except (RuntimeError, TypeError) as error:
-        raise DeviceError(f"device={device!r} is not a device; expected 'auto', 'cpu', 'cuda' or 'cuda:N'") from error
-    if wanted.type == "cpu":
-        return HostDevice(n_spare=n_spare)
-    if wanted.type == "cuda":
-        return CudaDevice(wanted.index, n_spare=n_spare)
-    raise DeviceError(f"device={str(wanted)!r} is not supported; expected 'auto', 'cpu', 'cuda' or 'cuda:N'")
+        raise DeviceError(f"device={device!r} is not a device; expected {expected}") from error
+    if wanted.type not in ("cpu", "cuda"):
+        raise DeviceError(f"device={str(wanted)!r} is not supported; expected {expected}")
+    if exists and wanted.type == "cuda":
+        from .cuda import check_gpu
+
+        check_gpu(wanted.index)
+    return wanted
 
 
 def cuda_index(local_rank: str | None, n_devices: int, current: int) -> int:

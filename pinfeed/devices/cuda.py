@@ -161,6 +161,21 @@ class CudaStream:
         self.raw.wait_event(event.raw)
 
 
+def check_gpu(index: int | None) -> int:
+    """The number of a GPU that exists; of torch's current one for None.
+
+    Raises:
+        DeviceError: There is no such GPU, or torch cannot use it.
+    """
+    if not torch.cuda.is_available():
+        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
+        raise DeviceError(f"device='cuda': torch {torch.__version__} ({built}) finds no usable GPU; expected one, or device='cpu'")
+    index = torch.cuda.current_device() if index is None else index
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"device='cuda:{index}' does not exist; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    return index
+
+
 class CudaDevice:
     """One CUDA GPU.
 
@@ -177,12 +192,7 @@ class CudaDevice:
     unified = False
 
     def __init__(self, index: int | None = None, *, n_spare: int = 4, priority: int = -1) -> None:
-        if not torch.cuda.is_available():
-            built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
-            raise DeviceError(f"device='cuda': torch {torch.__version__} ({built}) finds no usable GPU; expected one, or device='cpu'")
-        index = torch.cuda.current_device() if index is None else index
-        if index >= torch.cuda.device_count():
-            raise DeviceError(f"device='cuda:{index}' does not exist; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+        index = check_gpu(index)
         self.name = f"cuda:{index}"
         self._device, self._index = torch.device("cuda", index), index
         self._staging = Pool(n_spare, functools.partial(_staging_memory, self._device))

@@ -92,6 +92,11 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"optimizer_class is a {type(optimizer_class).__name__} that is made already; expected the class, its options beside it: "
                 f"RowOptimizer(torch.optim.{type(optimizer_class).__name__}, tables, lr=...)"
             )
+        if isinstance(optimizer_class, nn.Module) or not callable(optimizer_class):
+            raise ArgumentError(
+                f"optimizer_class={optimizer_class!r}: give the class of an optimizer, then the tables, then its options: "
+                "RowOptimizer(torch.optim.SGD, tables, lr=...)"
+            )
         groups = _groups(tables)
         for table in (table for group in groups for table in group["params"]):
             _check_table(table)
@@ -312,6 +317,8 @@ def _note_gradient(state: weakref.ref[TableState], weight: torch.Tensor) -> None
 
 def _groups(tables: Iterable[HostEmbedding | Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups, each with a list of tables."""
+    if not isinstance(tables, (HostEmbedding, Iterable)):
+        raise ArgumentError(f"tables={tables!r}: expected HostEmbeddings, or parameter groups of them")
     given = [tables] if isinstance(tables, HostEmbedding) else list(tables)
     if not given:
         raise ArgumentError("tables is empty; expected HostEmbeddings, or parameter groups of them")

@@ -13,18 +13,19 @@ import torch
 from torch import nn
 
 from ... import config as limits
-from ...arguments import whole_number
+from ...arguments import check_flag, whole_number
 from ...errors import ArgumentError, ClosedError
 from ...loader import LoaderFeeder, wrap_loader
 from ...memory import free_host_bytes
 from .. import randomness
+from ..memory.estimate import check_autocast
 from ..memory.probe import is_out_of_memory
 from ..memory.shapes import moved
 from .check import Check, compared
 from .choice import STRATEGIES, Chosen, Strategy, batch_norms
 from .chunks import Cut, is_source, joined, n_samples, pairs, part, refuse_lists, shapes_of_samples, tensors
 from .decisions import SOURCE, Decisions
-from .losses import Count, Reduction, count_of, reduction_of
+from .losses import Count, Reduction, check_targets, count_of, reduction_of
 from .proof import Proofs
 from .recompute import recomputed
 from .strategies import Accumulation, Pieces, Task, all_or_nothing, give_back, plain, two_pass
@@ -86,7 +87,10 @@ class BigBatch:
         scaler: Any = None,
         prove: bool = True,
     ) -> None:
-        _check_arguments(model, loss, chunk_size, strategy, reduction)
+        modules = _modules(modules)
+        check_step(model, loss, config, chunk_size, strategy, autocast, scaler, prove)
+        if reduction not in (None, "mean", "sum"):
+            raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or None")
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._model, self._config, self._strategy = model, config, strategy
         self._count, self._dtype = count or count_of(loss), autocast
@@ -137,10 +141,10 @@ class BigBatch:
             NotEnoughGPUMemory: Not even one sample fits.
             NotEnoughCPUMemory: Likewise, where the model is on the CPU.
         """
-        if self._is_closed:
-            raise ClosedError("this BigBatch is closed; make another one")
+        self._require_open()
         if targets is None and is_source(inputs):
             return self._of_source(inputs)
+        check_targets(self._task.loss, inputs, targets)
         inputs, targets = tensors(inputs), tensors(targets)
         n = n_samples(inputs)
         if targets is not None and n_samples(targets) != n:
@@ -161,7 +165,13 @@ class BigBatch:
 
         Returns:
             How far they are apart; true as a bool if by no more than rounding.
+
+        Raises:
+            ClosedError: This is closed.
+            ArgumentError: As for ``backward``.
         """
+        self._require_open()
+        check_targets(self._task.loss, inputs, targets)
         inputs, targets = tensors(inputs), tensors(targets)
         n, strategy = n_samples(inputs), self._strategy
         if strategy == "auto":
@@ -256,6 +266,10 @@ class BigBatch:
             chunks.close()
             self._cut.batch = None
 
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise ClosedError("this BigBatch is closed; make another one")
+
     def _context(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
 
@@ -290,14 +304,37 @@ def _like_the_first(batches: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     return joined(list(inputs)), None if targets[0] is None else joined(list(targets))
 
 
-def _check_arguments(model: Any, loss: Any, chunk_size: int | None, strategy: str, reduction: str | None) -> None:
+def check_step(model: Any, loss: Any, config: Any, chunk_size: int | None, strategy: str, autocast: Any, scaler: Any, prove: Any) -> None:
+    """Refuse arguments of a BigBatch, or of a Trainer, with which no step can be computed.
+
+    Raises:
+        ArgumentError: One of them is invalid.
+    """
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model={model!r}: expected a torch module")
+    if isinstance(loss, type):
+        raise ArgumentError(f"loss is the class {loss.__name__}; expected a function of outputs and targets; give {loss.__name__}()")
     if not callable(loss):
         raise ArgumentError(f"loss={loss!r}: expected a function of outputs and targets")
+    if config is not None and not isinstance(config, limits.MemoryLimits):
+        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config, or None")
     if chunk_size is not None:
         whole_number(chunk_size, "chunk_size")
     if strategy != "auto" and strategy not in STRATEGIES:
         raise ArgumentError(f"strategy={strategy!r}: expected 'auto', {', '.join(map(repr, STRATEGIES))}")
-    if reduction not in (None, "mean", "sum"):
-        raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or None")
+    check_autocast(autocast)
+    if scaler is not None and (isinstance(scaler, type) or not callable(getattr(scaler, "scale", None))):
+        raise ArgumentError(f"scaler={scaler!r}: expected a torch.amp.GradScaler, or None")
+    check_flag(prove, "prove")
+
+
+def _modules(modules: Any) -> tuple[nn.Module, ...]:
+    """``modules`` as a tuple.
+
+    Raises:
+        ArgumentError: They are no torch modules.
+    """
+    found = tuple(modules) if isinstance(modules, Iterable) else (modules,)
+    if not isinstance(modules, Iterable) or not all(isinstance(one, nn.Module) for one in found):
+        raise ArgumentError(f"modules={modules!r}: expected a list of torch modules")
+    return found

@@ -17,7 +17,8 @@ from ...errors import ArgumentError, EstimateError, NotEnoughCPUMemory, NotEnoug
 from ...memory import free_host_bytes
 from ..memory.estimate import Step, StepEstimator, bytes_there, plain_step
 from ..memory.sizing import largest_that_fits
-from .chunks import samples_like
+from .chunks import NEED_ROWS, samples_like
+from .comparison import PLAIN_FAILS
 from .predict import OffloadStep, TwoPassStep, accumulate_step, checkpoint_step
 from .recompute import can_be_recomputed
 
@@ -197,6 +198,12 @@ def choose(
     if can_be_recomputed(model) and fits("checkpoint") and is_right("checkpoint"):
         return Chosen("checkpoint", n, f"chunks are wrong ({why}), and the whole batch fits if parts are computed again", taken)
     why = said_of(problems)
+    # Outputs that cannot be cut are a problem of chunks, although the comparison finds it in the plain step.
+    if all(problem.startswith(PLAIN_FAILS) and NEED_ROWS not in problem for problem in problems.values()):
+        raise ArgumentError(
+            f"{next(iter(problems.values()))}, so that no strategy can be compared with it; expected inputs and targets with which the "
+            "step runs without pinfeed, too; if it fails with few samples alone, name a strategy and give prove=False"
+        )
     raise ArgumentError(
         f"chunks do not give the gradients of {n} samples ({why}), and no strategy that sees all of them is known to fit; give config= "
         "with larger limits, or strategy='offload' or 'checkpoint'; or change the model: GroupNorm in place of BatchNorm, eval() for "

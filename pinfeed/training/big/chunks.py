@@ -13,6 +13,8 @@ from ...tensors import to_torch
 from ...tree import flatten
 from ..memory.shapes import Samples
 
+NEED_ROWS = "chunks need outputs with one row for each sample"
+
 
 def n_samples(batch: Any) -> int:
     """Samples of a batch.
@@ -49,9 +51,7 @@ def check_rows(outputs: Any, n: int) -> None:
     """
     for path, leaf in flatten(outputs)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) != n:
-            raise ArgumentError(
-                f"output{path} of the model has shape {tuple(leaf.shape)} for {n} samples; chunks need outputs with one row for each sample"
-            )
+            raise ArgumentError(f"output{path} of the model has shape {tuple(leaf.shape)} for {n} samples; {NEED_ROWS}")
 
 
 def joined(parts: list[Any]) -> Any:

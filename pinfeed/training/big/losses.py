@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from ...errors import ArgumentError
 from ...tree import flatten
 from .chunks import n_samples
 
@@ -44,6 +45,23 @@ def _reduction_among(options: Mapping[str, Any]) -> str:
     if options.get("reduce") is False:
         return "none"
     return "sum" if options.get("size_average") is False else "mean"
+
+
+def check_targets(loss: Any, inputs: Any, targets: Any) -> None:
+    """Refuse a batch without targets where the loss is one of torch's, which compare outputs with targets.
+
+    Raises:
+        ArgumentError: There are none.
+    """
+    known, _ = _unwrapped(loss)
+    is_torchs = type(known).__module__ == nn.modules.loss.__name__ or known in (*_OF_CLASSES, *_OF_ELEMENTS)
+    if targets is None and is_torchs:
+        name = getattr(known, "__name__", type(known).__name__)
+        pair = "; the inputs are a pair: give backward(*batch)" if isinstance(inputs, (tuple, list)) and len(inputs) == 2 else ""
+        raise ArgumentError(
+            f"the batch has no targets, and {name} compares outputs with targets; expected inputs and targets, as backward(inputs, "
+            f"targets), or a loader whose batches are such pairs{pair}"
+        )
 
 
 def count_of(loss: Any) -> Count:

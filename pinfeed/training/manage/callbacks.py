@@ -26,6 +26,8 @@ class Callbacks:
     """
 
     def __init__(self, callbacks: Iterable[Any]) -> None:
+        if not isinstance(callbacks, Iterable):
+            raise ArgumentError(f"callbacks={callbacks!r}: expected a list of objects with some of {', '.join(METHODS)}")
         self._callbacks = list(callbacks)
         for callback in self._callbacks:
             if isinstance(callback, type) or not any(callable(getattr(callback, name, None)) for name in METHODS):

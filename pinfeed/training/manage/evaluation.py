@@ -110,6 +110,19 @@ class _Parts:
                 yield part(inputs, start, stop), part(targets, start, stop), stop >= n
 
 
+def check_metrics(metrics: Any) -> None:
+    """Refuse metrics that are no functions by name.
+
+    Raises:
+        ArgumentError: They are none.
+    """
+    if metrics is not None and not isinstance(metrics, Mapping):
+        raise ArgumentError(f"metrics={metrics!r}: expected a dict of functions of outputs and targets, as {{'accuracy': function}}")
+    for name, metric in (metrics or {}).items():
+        if not isinstance(name, str) or isinstance(metric, type) or not callable(metric):
+            raise ArgumentError(f"metrics= has {name!r}: {metric!r}; expected a name and a function of outputs and targets")
+
+
 def pair_of(batch: Any) -> tuple[Any, Any]:
     """Inputs and targets; None where a batch is inputs alone.
 

@@ -99,7 +99,7 @@ class History:
 
         Raises:
             MissingDependency: There is no matplotlib.
-            ArgumentError: There is nothing to draw.
+            ArgumentError: There is nothing to draw, or the path is not that of a picture.
         """
         if not self.rows:
             raise ArgumentError("the history is empty: train first")
@@ -109,7 +109,12 @@ class History:
         except ImportError:
             raise MissingDependency('a picture needs matplotlib: pip install "pinfeed[plot]"') from None
         figure = Figure(figsize=(10, 7), layout="constrained")
-        FigureCanvasAgg(figure)
+        endings = FigureCanvasAgg(figure).get_supported_filetypes()
+        given: Any = path
+        ending = os.path.splitext(path)[1] if isinstance(given, (str, os.PathLike)) else None
+        # matplotlib adds an ending where there is none.
+        if ending is None or (ending and ending[1:].lower() not in endings):
+            raise ArgumentError(f"path={path!r}: expected the path of a picture, such as history.png; save() writes .csv and .json files")
         losses, memory = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         self._draw_losses(losses)
         self._draw_memory(memory)

@@ -11,6 +11,8 @@ import torch
 from tabulate import tabulate
 
 from ...config import human
+from ...devices import torch_device
+from ...devices.cuda import check_gpu
 from ...errors import DeviceError
 from ...seeing.stats import ProcessMemory
 from . import records
@@ -57,14 +59,16 @@ class MemoryMonitor:
         device: A CUDA device; None for the current one, or none where there is no GPU.
 
     Raises:
-        DeviceError: ``device`` is a GPU, and there is none.
+        DeviceError: ``device`` is neither the CPU nor a GPU that exists.
     """
 
     def __init__(self, device: torch.device | str | int | None = None) -> None:
         there = torch.cuda.is_available()
-        found = None if device is None else torch.device(device)
+        found = None if device is None else torch_device(device, "'cpu', 'cuda', 'cuda:N' or None")
         if found is not None and found.type == "cuda" and not there:
             raise DeviceError(f"device={device!r} was asked for, and there is no GPU here; take None")
+        if found is not None and found.type == "cuda":
+            check_gpu(found.index)
         self._on_gpu = there and (found is None or found.type == "cuda")
         self._device = found
         self.snapshots: list[Snapshot] = []

@@ -37,6 +37,8 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def _is_csv(path: str | os.PathLike[str]) -> bool:
+    if not isinstance(path, (str, os.PathLike)):
+        raise ArgumentError(f"path={path!r}: expected the path of a .csv or .json file")
     ending = os.path.splitext(os.fspath(path))[1]
     if ending not in (".csv", ".json"):
         raise ArgumentError(f"{os.fspath(path)!r} ends in {ending!r}; expected .csv or .json")

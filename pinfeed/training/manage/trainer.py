@@ -11,16 +11,17 @@ import torch
 from torch import nn
 
 from ... import config as limits
-from ...arguments import whole_number
+from ...arguments import check_flag, whole_number
+from ...devices import torch_device
 from ...errors import ArgumentError, ClosedError
 from ...feeder import Feeder
-from ...loader import LoaderFeeder, wrap_loader
-from ..big.bigbatch import BigBatch
+from ...loader import LoaderFeeder, check_loader, wrap_loader
+from ..big.bigbatch import BigBatch, check_step
 from ..big.choice import Chosen
 from ..big.chunks import n_samples, tensors
 from ..optimizer import RowOptimizer
 from .callbacks import Callbacks, progress_bar
-from .evaluation import Evaluator, Metrics, pair_of
+from .evaluation import Evaluator, Metrics, check_metrics, pair_of
 from .events import EventMonitor
 from .history import History, Row
 from .recorder import Recorder
@@ -64,7 +65,8 @@ class Trainer:
         progress: Show a progress bar.
 
     Raises:
-        ArgumentError: What cannot be.
+        ArgumentError: An argument is invalid, or two arguments conflict.
+        DeviceError: There is no such device.
     """
 
     def __init__(
@@ -88,11 +90,14 @@ class Trainer:
     ) -> None:
         self._updates = Updates(optimizer, scheduler, clip_norm, scaler)
         self._callbacks = Callbacks(callbacks)
+        check_flag(progress, "progress")
+        check_loader(loader)
         is_limited = config is not None or chunk_size is not None
         if strategy == "auto" and not is_limited:
             strategy = "plain"
-        if device is not None and isinstance(model, nn.Module):
-            model.to(torch.device(device))
+        check_step(model, loss, config, chunk_size, strategy, autocast, scaler, prove)
+        if device is not None:
+            model.to(torch_device(device, exists=True))
         self._big = BigBatch(
             model, loss, config=config, chunk_size=chunk_size, strategy=strategy, autocast=autocast, scaler=scaler, prove=prove
         )
@@ -228,8 +233,11 @@ class Trainer:
             Also in the history.
 
         Raises:
-            ArgumentError: There are no samples, or a metric has a name of the history's columns.
+            ArgumentError: The loader gives no batches or no samples, ``metrics`` is no dict of functions, or a metric has a name of
+                the history's columns.
         """
+        check_loader(loader)
+        check_metrics(metrics)
         metrics = dict(metrics or {})
         if taken_names := set(metrics) & set(Row.__dataclass_fields__):
             raise ArgumentError(f"metrics= has {min(taken_names)!r}, which is a column of the history; give it another name")

@@ -36,7 +36,8 @@ class Updates:
             raise ArgumentError("optimizer= is empty; expected a torch optimizer, or several")
         if isinstance(optimizer := next((one for one in (*self.optimizers, *self.schedulers) if isinstance(one, type)), None), type):
             raise ArgumentError(f"got the class {optimizer.__name__}; expected what it makes, as {optimizer.__name__}(model.parameters())")
-        if clip_norm is not None and not clip_norm > 0:
+        is_number = hasattr(clip_norm, "__float__") and not isinstance(clip_norm, bool)
+        if clip_norm is not None and not (is_number and clip_norm > 0):
             raise ArgumentError(f"clip_norm={clip_norm!r}: expected a number above 0, or None")
         self._clip_norm, self._scaler = clip_norm, scaler
 

@@ -14,11 +14,11 @@ import torch
 from ... import config as limits
 from ...arguments import whole_number
 from ...config import DEFAULT_DEPTH, Demand, GiB, Plan, n_batches, plan_items
-from ...devices import resolve
+from ...devices import resolve, torch_device
 from ...errors import ArgumentError, DeviceError, EstimateError
 from ...memory import free_host_bytes
 from .budget import Budget, refusal
-from .estimate import StepEstimator, bytes_there
+from .estimate import StepEstimator, bytes_there, check_autocast
 from .probe import measured
 from .report import Kind
 from .shapes import Samples, samples_of
@@ -61,6 +61,7 @@ class Config(limits.MemoryLimits):
 
     Raises:
         ArgumentError: A limit, size or shape that cannot be; a model without ``input_shape``.
+        DeviceError: ``device`` is neither the CPU nor a CUDA device.
         EstimateError: The step cannot be predicted.
         NotEnoughGPUMemory: Not even the samples of one read fit on the device.
         NotEnoughCPUMemory: … on the host.
@@ -86,6 +87,9 @@ class Config(limits.MemoryLimits):
             value = getattr(self, name)
             if not (value is None and name == "total_sample_count"):
                 object.__setattr__(self, name, whole_number(value, name))
+        if self.device != "auto":
+            torch_device(self.device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
+        check_autocast(self.autocast)
         if self.model is not None and self.model_class is not None:
             raise ArgumentError("both model and model_class were given; give one of them")
         if self._model is not None:

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
+from ...arguments import whole_number
 from ...errors import ArgumentError, EstimateError, described
 from ...tree import flatten
 from .allocator import CachingAllocator
@@ -26,6 +27,8 @@ KINDS = ("parameters", "buffers", "gradients", "optimizer state", "batch", "acti
 _ONE_AT_A_TIME = threading.RLock()
 """Held while functions of torch are replaced, for the whole process."""
 _N_STEPS = 2  # the optimizer's state comes with the first one's end
+_MOST_SAMPLES = 1 << 40
+"""Most samples of a batch that is predicted: sizes in bytes of larger ones overflow in torch."""
 _ROUND = {"cuda": 512, "cpu": 64}
 _WORKSPACE_BYTES = 32 << 20  # of cuBLAS, which torch's allocator gives; on Hopper (pytorch 175344), less elsewhere
 
@@ -138,7 +141,7 @@ class StepEstimator:
         autocast: The dtype of autocast, where it is used.
 
     Raises:
-        ArgumentError: ``model`` is neither.
+        ArgumentError: ``model`` is neither, or ``device`` or ``autocast`` is invalid.
     """
 
     def __init__(
@@ -154,6 +157,9 @@ class StepEstimator:
     ) -> None:
         if not callable(model):
             raise ArgumentError(f"model={model!r}: expected a torch module, or a class or function that makes one")
+        if device not in ("cuda", "cpu"):
+            raise ArgumentError(f"device={device!r}: expected 'cuda' or 'cpu'")
+        check_autocast(autocast)
         self.model, self.inputs, self.targets = model, inputs, targets
         self.loss = loss or _sum
         self._optimizer, self.device, self._dtype = optimizer, device, autocast
@@ -182,10 +188,10 @@ class StepEstimator:
         """The estimate for a batch of so many samples.
 
         Raises:
+            ArgumentError: ``batch_size`` is not a whole number from 1 to 2**40.
             EstimateError: The step does what cannot be done without data.
         """
-        if batch_size < 1:
-            raise ArgumentError(f"batch_size={batch_size}: expected 1 or more")
+        batch_size = whole_number(batch_size, "batch_size", most=_MOST_SAMPLES)
         if (batch_size, step) not in self._known:
             self._known[batch_size, step] = self._estimated(batch_size, step)
         return self._known[batch_size, step]
@@ -258,6 +264,16 @@ class StepEstimator:
             breakdown["reserve"] = reserved - sum(breakdown.values())
         phases = {phase: nbytes for phase, nbytes in peak.phases.items() if phase in named}
         return Estimate(batch_size, peak.nbytes, reserved, breakdown, phases, layers, confidence, (*self._notes, *notes))
+
+
+def check_autocast(dtype: Any) -> None:
+    """Refuse what autocast cannot compute in.
+
+    Raises:
+        ArgumentError: ``dtype`` is neither a floating-point dtype of torch nor None.
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ArgumentError(f"autocast={dtype!r}: expected a floating-point dtype of torch, as torch.bfloat16, or None")
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:
