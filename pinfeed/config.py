@@ -134,7 +134,7 @@ class Item:
         return self.count * self.nbytes
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """How much memory a feeder takes, and what for. ``str(plan)`` says it in words."""
 
@@ -171,6 +171,10 @@ class Plan:
     def _sum(self, place: Place) -> int:
         return sum(item.total for item in self.items if item.place == place)
 
+    @safe_repr
+    def __repr__(self) -> str:
+        return f"<Plan: {self}>"
+
     def __str__(self) -> str:
         def of(limit: int | None) -> str:
             return f" of {human(limit)}" if limit is not None else ""
@@ -203,7 +207,7 @@ class Plan:
         return table + "".join(f"<p>{html.escape(line)}</p>" for line in said)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class MemoryLimits:
     """Memory limits, and how a feeder should use them: the part of ``pinfeed.Config`` that needs no torch.
 
@@ -239,6 +243,12 @@ class MemoryLimits:
             object.__setattr__(self, "depth", check_depth(self.depth))
         if not hasattr(self.headroom, "__float__") or not 0 <= self.headroom < 1:
             raise ArgumentError(f"headroom={self.headroom!r}: expected a share in [0, 1)")
+
+    @safe_repr
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
+        given = [f"{name}={human(value) if name.endswith('_limit') else repr(value)}" for name, value in values.items()]
+        return f"<{type(self).__name__}: {', '.join(given) or 'all by default'}>"
 
     def plan(self, demand: Demand, *, free_host_bytes: int, free_device_bytes: int) -> Plan:
         """The plan with the largest batch that fits, up to the preferred one or the usual bound.

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import logging
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +17,7 @@ from .config import DEFAULT_DEPTH, MemoryLimits, Plan, check_depth, check_route,
 from .devices import resolve
 from .devices.base import Device
 from .epoch import Loan, Pace
-from .errors import ArgumentError
+from .errors import ArgumentError, RowIndexError
 from .loop import no_copy, no_items
 from .planning import choose_pace, make_plan
 from .ranks import Ranks
@@ -253,6 +253,11 @@ class Feeder:
         return self._device.name
 
     @property
+    def batch_size(self) -> int | None:
+        """Rows per batch, as in ``plan``; None where ``rows`` gives batches of any size."""
+        return self._plan.batch_size or None
+
+    @property
     def plan(self) -> Plan:
         """Batch size and memory; ``print(feeder.plan)`` says it in words."""
         return self._plan
@@ -331,14 +336,33 @@ def _check_arguments(batch_size: int | None, config: MemoryLimits | None, rows: 
         check_flag(flag, name)
     check_seed(seed)
     if rows is not None and (isinstance(rows, (str, bytes)) or not isinstance(rows, (Order, Iterable))):
-        call = f"; call it: rows=pinfeed.rows.{getattr(rows, '__name__', 'shuffled')}(...)" if callable(rows) else ""
+        call = "; give what the function returns" if callable(rows) else ""
+        if callable(rows) and getattr(rows, "__module__", "") == Order.__module__:
+            call = f"; call it: rows=pinfeed.rows.{getattr(rows, '__name__', 'shuffled')}(...)"
         raise ArgumentError(f"rows={rows!r}: expected an order of pinfeed.rows, a sampler, or an iterable of row numbers{call}")
     if batch_size is None and config is None and (rows is None or isinstance(rows, Order)):
         raise ArgumentError("neither batch_size nor config was given; give one of them, or whole batches as rows=")
     if rows is not None and shuffle:
         raise ArgumentError("both rows and shuffle=True were given; rows says the order already (rows=pinfeed.rows.shuffled(seed))")
     if batch_size is not None and rows is not None and not isinstance(rows, Order) and largest_batch(rows) is not None:
+        _require_numbers(rows)
         raise ArgumentError("rows gives whole batches and batch_size was given as well; leave batch_size out")
+
+
+def _require_numbers(rows: Any) -> None:
+    """Refuse a list or an array of other values than row numbers.
+
+    Raises:
+        RowIndexError: Its first element is neither a row number nor a batch of them.
+    """
+    if not isinstance(rows, (np.ndarray, Sequence)):
+        return
+    first = np.asarray(rows[0])
+    if first.size and first.dtype.kind not in "iu":
+        raise RowIndexError(
+            f"rows: got {type(rows).__name__} of {first.dtype}; expected an order of pinfeed.rows, a sampler, or an iterable of row "
+            "numbers, which are integers (mask: np.flatnonzero); arrays of data are the source"
+        )
 
 
 def warn_of_no_batch(batches: OrderBatches, what: str = "rows") -> None:

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from .arguments import check_flag, check_rank, check_seed, whole_number
+from .arguments import check_flag, check_rank, check_seed, explain_arguments, whole_number
 from .dealing import Deal, Done, Piece, Uneven, positions_of
 from .errors import ArgumentError
 from .permutations import keys_of, permutation
@@ -50,6 +50,7 @@ def shuffled(seed: int = 0) -> Order:
     return Shuffled(check_seed(seed))
 
 
+@explain_arguments({"block_size": "the rows of a block are block_rows=", "buffer_size": "give block_rows= and window_blocks="})
 def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -> Order:
     """Random order in which rows that are neighbours in the store come close together, so that a disk need not seek for each.
 

@@ -1,6 +1,8 @@
 """Arguments that a new user types: numbers that are none, seeds that shuffle nothing, and the words of other libraries."""
 
+import dataclasses
 import inspect
+import pickle
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +12,21 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from pinfeed import ArgumentError, Config, Feeder, HostEmbedding, Ranks, RemoteStore, errors, rows, train_rows, wrap_loader, wrap_readers
+from pinfeed import (
+    ArgumentError,
+    BigBatch,
+    Config,
+    Feeder,
+    HostEmbedding,
+    Ranks,
+    RemoteStore,
+    Trainer,
+    errors,
+    rows,
+    train_rows,
+    wrap_loader,
+    wrap_readers,
+)
 from pinfeed.config import MAX_DEPTH
 
 NO_NUMBERS: list[Any] = [None, True, 1.0, "1", np.array([1, 2]), torch.tensor(1.5)]
@@ -229,6 +245,12 @@ def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> No
         (wrapped, {"dept": 4}, "did you mean 'depth'?"),
         (read, {"dataset": 4}, "wrap_readers has no argument 'dataset'; the lists of inputs and of outputs come first, without names"),
         (read, {"num_workers": 4}, "wrap_readers has no argument 'num_workers'; the threads that read are n_readers="),
+        (Config, {"batch_size": 4}, "Config has no argument 'batch_size'; give it to the feeder, or give preferred_batch_size="),
+        (Config, {"gpu_memory": 4}, "Config has no argument 'gpu_memory'; give gpu_memory_limit=, in bytes: pinfeed.GiB(8)"),
+        (Config, {"Depth": 4}, "Config has no argument 'Depth'; did you mean 'depth'?"),
+        (Trainer, {"epochs": 4}, "Trainer has no argument 'epochs'; give it to train(): trainer.train(n_epochs)"),
+        (BigBatch, {"batch_size": 4}, "BigBatch has no argument 'batch_size'; the batch is what backward() is given"),
+        (rows.block_shuffled, {"block_size": 4}, "block_shuffled has no argument 'block_size'; the rows of a block are block_rows="),
         (trained, {"optimiser": None}, "train_rows has no argument 'optimiser'; did you mean 'optimizer'?"),
     ],
 )
@@ -260,7 +282,20 @@ def test_a_source_that_is_missing_is_pythons_own_error() -> None:
         Feeder(batch_size=2)  # type: ignore[call-arg]
 
 
-@pytest.mark.parametrize("function", [Feeder, wrap_loader, wrap_readers, train_rows])
+def test_a_config_is_a_dataclass_like_any_other() -> None:
+    config = Config(depth=3)
+    assert dataclasses.replace(config, depth=4) == Config(depth=4)
+    assert pickle.loads(pickle.dumps(config)) == config
+    with pytest.raises(errors.UnknownArgument, match="has no argument 'dept'; did you mean 'depth'"):
+        dataclasses.replace(config, dept=4)  # type: ignore[call-arg]
+
+
+def test_the_batch_size_of_a_feeder() -> None:
+    with fed() as feeder, fed(batch_size=None, rows=iter([[1]])) as of_any_size:
+        assert (feeder.batch_size, of_any_size.batch_size) == (2, None)
+
+
+@pytest.mark.parametrize("function", [Feeder, wrap_loader, wrap_readers, train_rows, Config, Trainer, BigBatch])
 def test_signatures_name_every_argument(function: Callable[..., Any]) -> None:
     parameters = inspect.signature(function).parameters.values()
     assert len(parameters) > 4

@@ -33,7 +33,7 @@ from pinfeed.seeing.meter import Meter
 from pinfeed.seeing.progress import Bar
 from pinfeed.seeing.spans import LANES, Span, middle, ready, starved, totals, tracks
 from pinfeed.seeing.starvation import STRETCH_BATCHES, WARM_UP_BATCHES, Watch, explanation
-from pinfeed.seeing.stats import Totals
+from pinfeed.seeing.stats import FeederStats, ProcessMemory, Totals
 from pinfeed.seeing.timeline import Timeline
 from pinfeed.testing import SimDevice, favour, lazy
 from pinfeed.training.rowloop import RowLoop
@@ -705,9 +705,9 @@ def test_a_bar_shows_rates_of_late() -> None:
     counted = Totals(batches=4, rows=40_000, bytes=3 * 10**9, seconds=5.0, wait_s=1.5, starved_s=1.5)
     assert bar.format_dict["postfix"] == "13k rows/s, 1.00 GB/s, waited 50%"
     counted = Totals(batches=8, rows=41_000, bytes=3 * 10**9, seconds=6.0, wait_s=1.5, starved_s=1.5)
-    assert bar.format_dict["postfix"] == "1,000 rows/s, 0 B/s, waited 0%"
+    assert bar.format_dict["postfix"] == "1,000 rows/s, waited 0%", "nothing was moved"
     counted = Totals(batches=9, rows=42_000, bytes=3 * 10**9, seconds=6.5, wait_s=2.0, starved_s=2.0)
-    assert bar.format_dict["postfix"] == "1,000 rows/s, 0 B/s, waited 0%"  # so little time tells nothing
+    assert bar.format_dict["postfix"] == "1,000 rows/s, waited 0%"  # so little time tells nothing
     bar.close()
 
 
@@ -793,6 +793,25 @@ def test_a_plan_as_a_table() -> None:
         ["in all", "device", "", "8.0 MiB"],
     ]
     assert "<p>batches of 64 rows, 2 ahead, staged route</p><p>&lt;x&gt;.npy: read in sequence</p>" in shown
+
+
+def test_a_plan_in_a_terminal() -> None:
+    plan = Plan(64, 2, "staged", (Item("numbers", "host", 1, KiB(512)),))
+    assert repr(plan) == f"<Plan: {plan}>"
+    assert "host: 1 x 512.0 KiB numbers" in repr(plan)
+
+
+def test_a_config_in_a_terminal() -> None:
+    assert repr(pinfeed.Config()) == "<Config: all by default>"
+    config = pinfeed.Config(cpu_memory_limit=pinfeed.GiB(1.5), depth=3, total_sample_count=4)
+    assert repr(config) == "<Config: cpu_memory_limit=1.5 GiB, depth=3, total_sample_count=4>"
+
+
+@pytest.mark.parametrize(("nbytes", "rates"), [(0, "50 rows/s"), (4_000, "50 rows/s, 2.00 KB/s")])
+def test_bytes_are_left_out_where_none_were_moved(nbytes: int, rates: str) -> None:
+    totals = FeederStats(batches=1, rows=100, bytes=nbytes, seconds=2.0, memory=ProcessMemory(0, 0, 0, 0, 0))
+    assert f"100 rows in 2.00 s: {rates}; the loop" in str(totals)
+    assert bool(re.search(r"<td>bytes *</td>", totals._repr_html_())) == (nbytes > 0)
 
 
 def test_statistics_as_a_table() -> None:

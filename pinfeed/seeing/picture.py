@@ -9,7 +9,7 @@ from typing import IO, Any
 import numpy as np
 import numpy.typing as npt
 
-from ..config import human, human_rate
+from ..config import human
 from ..errors import MissingDependency
 from .spans import THREADS, Lane, Span, clipped, extent, starved, tracks
 from .stats import WORTH_A_WORD, Totals
@@ -229,14 +229,14 @@ def _explain(figure: Any, axes: Any, spans: Sequence[Span], stretch: Sequence[Sp
 
     lent = [span for span in stretch if span.lane == "lend"]
     which = f"batches {lent[0].batch} to {lent[-1].batch}; {sum(span.lane == 'lend' for span in spans):,} in all" if lent else "no batch"
-    size = f", {found.rows / len(lent):,.0f} rows and {human(found.bytes / len(lent))} each" if lent else ""
+    moved = f" and {human(found.bytes / len(lent))}" if lent and found.bytes else ""
+    size = f", {found.rows / len(lent):,.0f} rows{moved} each" if lent else ""
     of_all = "" if found.batches == sum(span.lane == "lend" for span in spans) else "in this stretch "
     title = f"{of_all}{found.verdict}"
     title = title[0].upper() + title[1:]
     colour = _SIGNAL if found.starved >= WORTH_A_WORD else _INK
     axes.set_title(title, loc="left", fontsize=15, fontweight="bold", color=colour, pad=30)
-    rates = f"{found.rows_per_s:,.0f} rows/s, {human_rate(1e9 * found.gb_per_s)}"
-    facts = f"{which}{size}; {found.depth} ahead; {rates}"
+    facts = f"{which}{size}; {found.depth} ahead; {found.rates}"
     axes.annotate(facts, (0, 1), (0, 10), xycoords="axes fraction", textcoords="offset points", color=_FAINT, fontsize=10)
     there, words, quiet = {span.lane for span in stretch}, dict(_WORDS), found.watched == "device"
     handles = [Patch(color=_QUIET if lane == "wait" and quiet else _COLOURS[lane], label=words[lane]) for lane in words if lane in there]

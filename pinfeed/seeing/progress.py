@@ -31,7 +31,8 @@ class Bar(tqdm):  # type: ignore[type-arg]  # at runtime it takes none
         totals = self._totals()
         lately = totals - self._since
         if lately.seconds >= _LATELY_S or not self._said:
-            rates = f"{_short(lately.rows_per_s)} rows/s, {human_rate(1e9 * lately.gb_per_s)}"
+            moved = f", {human_rate(1e9 * lately.gb_per_s)}" if lately.bytes else ""
+            rates = f"{_short(lately.rows_per_s)} rows/s{moved}"
             self._said = f"{rates}, waited {lately.starved:.0%}" if lately.batches else ""
         if lately.seconds >= _LATELY_S:
             self._since = totals

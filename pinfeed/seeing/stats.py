@@ -128,6 +128,12 @@ class Totals:
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     @property
+    def rates(self) -> str:
+        """Rows and bytes per second as people read them; rows alone where no bytes were moved."""
+        moved = f", {human_rate(1e9 * self.gb_per_s)}" if self.bytes else ""
+        return f"{self.rows_per_s:,.0f} rows/s{moved}"
+
+    @property
     def bottleneck(self) -> Bottleneck:
         """What the others wait for."""
         if self.starved < WORTH_A_WORD:
@@ -179,9 +185,8 @@ class Totals:
         return dataclasses.replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _COUNTED})
 
     def __str__(self) -> str:
-        rates = f"{self.rows_per_s:,.0f} rows/s, {human_rate(1e9 * self.gb_per_s)}"
         seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
-        return f"{self.batches} batches, {self.rows} rows in {seconds}: {rates}; {self.verdict}"
+        return f"{self.batches} batches, {self.rows} rows in {seconds}: {self.rates}; {self.verdict}"
 
 
 _COUNTED = [field.name for field in dataclasses.fields(Totals) if field.name not in ("depth", "n_readers", "asynchronous", "watched")]
@@ -210,7 +215,7 @@ class FeederStats(Totals):
         rows = [
             ("batches", f"{self.batches:,}, {self.late:,} of them late"),
             ("rows", f"{self.rows:,}, {self.rows_per_s:,.0f} a second"),
-            ("bytes", f"{human(self.bytes)}, {human_rate(1e9 * self.gb_per_s)}"),
+            *([("bytes", f"{human(self.bytes)}, {human_rate(1e9 * self.gb_per_s)}")] if self.bytes else []),
             ("seconds within loops", f"{self.seconds:.3f}"),
             (f"the {self.watched} waited", f"{self.starved:.0%}"),
             ("readers were busy", f"{self.readers_busy:.0%} of {self.n_readers} thread{'s' * (self.n_readers != 1)}"),

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ... import config as limits
-from ...arguments import check_flag, whole_number
+from ...arguments import check_flag, explain_arguments, whole_number
 from ...errors import ArgumentError, ClosedError
 from ...loader import LoaderFeeder, wrap_loader
 from ...memory import free_host_bytes
@@ -36,6 +36,16 @@ if TYPE_CHECKING:
 
 _MOST_AHEAD = 8
 """Batches of a source that are read before the first one is computed, to have samples to compare."""
+
+
+_HINTS = {
+    "batch_size": "the batch is what backward() is given; samples that are computed at a time are chunk_size=",
+    **dict.fromkeys(("micro_batch_size", "microbatch_size", "n_chunks", "chunks"), "samples that are computed at a time are chunk_size="),
+    "optimizer": "step it after backward(), as without pinfeed",
+    "device": "move the model there: model.to(device)",
+    **dict.fromkeys(("gpu_memory_limit", "cpu_memory_limit"), "limits are given together: config=pinfeed.Config(...)"),
+}
+"""What to give instead, by names that users try."""
 
 
 class BigBatch:
@@ -72,6 +82,7 @@ class BigBatch:
         ArgumentError: What cannot be.
     """
 
+    @explain_arguments(_HINTS)
     def __init__(
         self,
         model: nn.Module,

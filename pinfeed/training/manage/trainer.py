@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from ... import config as limits
-from ...arguments import check_flag, whole_number
+from ...arguments import check_flag, explain_arguments, whole_number
 from ...devices import torch_device
 from ...errors import ArgumentError, ClosedError
 from ...feeder import Feeder
@@ -26,6 +26,21 @@ from .events import EventMonitor
 from .history import History, Row
 from .recorder import Recorder
 from .updates import Updates, parameters_of
+
+_HINTS = {
+    **dict.fromkeys(("epochs", "n_epochs", "num_epochs", "max_epochs"), "give it to train(): trainer.train(n_epochs)"),
+    "batch_size": "the loader has it; samples that are computed at a time are chunk_size=",
+    **dict.fromkeys(
+        ("dataset", "data", "train_loader", "train_dataloader"), "give a loader of batches: DataLoader(dataset, batch_size=...)"
+    ),
+    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "give it to the optimizer: torch.optim.SGD(model.parameters(), lr=...)"),
+    **dict.fromkeys(("metrics", "val_loader", "eval_loader"), "give it to evaluate(): trainer.evaluate(loader, metrics)"),
+    **dict.fromkeys(("amp", "precision", "dtype"), "give autocast=torch.bfloat16"),
+    **dict.fromkeys(("lr_scheduler", "schedulers"), "give it as scheduler="),
+    **dict.fromkeys(("gpu_memory_limit", "cpu_memory_limit"), "limits are given together: config=pinfeed.Config(...)"),
+    **dict.fromkeys(("max_norm", "grad_clip", "max_grad_norm", "gradient_clip_val"), "give it as clip_norm="),
+}
+"""What to give instead, by the names that other trainers have for it."""
 
 
 class Trainer:
@@ -69,6 +84,7 @@ class Trainer:
         DeviceError: There is no such device.
     """
 
+    @explain_arguments(_HINTS)
     def __init__(
         self,
         model: nn.Module,

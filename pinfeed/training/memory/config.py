@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ... import config as limits
-from ...arguments import whole_number
+from ...arguments import explain_arguments, whole_number
 from ...config import DEFAULT_DEPTH, Demand, GiB, Plan, n_batches, plan_items
 from ...devices import resolve, torch_device
 from ...errors import ArgumentError, DeviceError, EstimateError
@@ -29,9 +29,17 @@ _HEAP = 0.08  # what malloc keeps of memory that was freed, with ``enforce(mallo
 _MAX_PROBES = 8
 _M_MMAP_THRESHOLD = -3  # mallopt(3)
 _MALLOC_BYTES = 1 << 20
+_GPU, _CPU = "give gpu_memory_limit=, in bytes: pinfeed.GiB(8)", "give cpu_memory_limit=, in bytes: pinfeed.GiB(8)"
+_HINTS = {
+    "batch_size": "give it to the feeder, or give preferred_batch_size=, up to which the largest batch that fits is taken",
+    **dict.fromkeys(("gpu_memory", "gpu_limit", "gpu_mem", "vram", "max_gpu_memory"), _GPU),
+    **dict.fromkeys(("cpu_memory", "cpu_limit", "memory", "memory_limit", "host_memory", "ram", "max_memory"), _CPU),
+    "chunk_size": "give it to the Trainer or the BigBatch, in place of config=",
+}
+"""What to give instead, by names that users try."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class Config(limits.MemoryLimits):
     """Memory limits, and how they are used. With a model, ``batch_size`` is the largest that its training step and a feeder fit in.
 
@@ -284,6 +292,10 @@ class Config(limits.MemoryLimits):
         else:
             margin = (seen - 1) * step.reserved_bytes
         return Budget(batch_size, step, feeder, int(margin), seen, cpu, gpu)
+
+
+# The dataclass has made __init__ only now; its signature stays as it is.
+Config.__init__ = explain_arguments(_HINTS)(Config.__init__)  # type: ignore[method-assign]
 
 
 def _free_on_gpu(device: Any) -> int:
