@@ -371,7 +371,9 @@ def warn_of_no_batch(batches: OrderBatches, what: str = "rows") -> None:
         return
     order, n_rows, batch_size = batches.order, batches.n_rows, batches.batch_size
     n_mine = order.length(n_rows)
-    if isinstance(order, PerRank):
+    if n_rows == 0:
+        logger.warning("there are no %s, so that epochs have no batch; give at least one", what)
+    elif isinstance(order, PerRank):
         logger.warning(
             "rank %d of %d has no batch: %d of %d %s, batches of %d%s; lower world_size or batch_size, or check rank and world_size",
             order.rank,

@@ -298,8 +298,6 @@ def _check_identities(inputs: Any, outputs: Any) -> None:
             raise ArgumentError(f"{name}: got {type(values).__name__}; expected a list, or another sequence, with one value per identity")
     if len(inputs) != len(outputs):
         raise ArgumentError(f"got {len(inputs)} inputs and {len(outputs)} outputs; expected one of each per identity")
-    if len(inputs) == 0:
-        raise ArgumentError("inputs and outputs are empty; expected one of each per identity, and at least one identity")
 
 
 def _reader(kind: str, function: Any, values: Sequence[Any], n_samples: int, apply: Any, dtype: Any) -> Reader:

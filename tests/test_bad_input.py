@@ -533,9 +533,11 @@ def test_ranks_that_have_a_batch_are_not_warned_of(caplog: pytest.LogCaptureFixt
     assert caplog.messages == []
 
 
-def test_no_identities_are_refused() -> None:
-    with pytest.raises(errors.ArgumentError, match="inputs and outputs are empty; expected one of each per identity, and at least one"):
-        wrap_readers([], [], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=2)
+@pytest.mark.parametrize("arguments", [{}, {"shuffle": True, "depth": 0}, {"ranks": Ranks(rank=0, world_size=2)}], ids=str)
+def test_no_identities_are_told_of(arguments: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
+    with wrap_readers([], [], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=2, **arguments) as reader:
+        assert list(reader) == []
+    assert caplog.messages == ["there are no identities, so that epochs have no batch; give at least one"]
 
 
 # ---- loaders that give no batches ------------------------------------------------------------------------------------

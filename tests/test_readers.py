@@ -94,7 +94,7 @@ def stack(samples: Iterator[Any]) -> np.ndarray:
 
 @settings(deadline=None, max_examples=150)
 @given(
-    n=st.integers(1, 11),
+    n=st.integers(0, 11),
     count=st.integers(1, 3),
     n_together=st.integers(1, 5),
     shuffle=st.booleans(),
