@@ -1,6 +1,7 @@
 """What bad input, and bad luck, gets: an error that says what to do, before anything is changed; and nothing stays behind."""
 
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -65,7 +66,7 @@ def x() -> np.ndarray:
         ({"rows": np.ones(100, bool), "batch_size": 3}, errors.RowIndexError, "bool"),
         ({"rows": np.array([5, 200]), "batch_size": 3}, errors.RowIndexError, "row 200"),
     ],
-    ids=str,
+    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),
 )
 def test_arguments_that_cannot_be(x: np.ndarray, arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
