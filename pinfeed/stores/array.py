@@ -11,7 +11,7 @@ from ..config import safe_repr
 from ..dtypes import check_dtype
 from ..errors import StoreError, WriteBackError
 from ..rows import Rows
-from .base import Array, in_words, run_of
+from .base import Array, checked_gather, checked_scatter, in_words, run_of
 
 
 class ArrayStore:
@@ -76,6 +76,8 @@ class ArrayStore:
         return bool(self._array.flags.writeable) and not self._shares_itself
 
     def gather(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``, as ``Store`` says."""
+        rows = checked_gather(self, rows, out)
         if (run := run_of(rows)) is not None:
             np.copyto(out, self._array[run])
         elif self._array.flags.c_contiguous:
@@ -88,10 +90,15 @@ class ArrayStore:
         """Store rows in the array.
 
         Raises:
-            WriteBackError: If several elements of the array are the same memory.
+            WriteBackError: If the array is read-only, if several elements of it are the same memory, or if ``values`` has another
+                shape or dtype.
+            RowIndexError: If a row is out of range or negative.
         """
         if self._shares_itself:
             raise WriteBackError(f"rows of an array {SHARED}")
+        if not self._array.flags.writeable:
+            raise WriteBackError(f"{self!r} cannot be written; expected an array whose flags.writeable is True; give a copy of the array")
+        rows = checked_scatter(self, rows, values)
         put_rows(self._array, rows, values)
 
     def flush(self) -> None:

@@ -13,7 +13,7 @@ from ..batches import check_rows
 from ..config import safe_repr
 from ..errors import MissingDependency, StoreError
 from ..rows import Rows
-from .base import Array, in_words, run_of
+from .base import Array, checked_gather, in_words, run_of
 
 _CHECKED = 1 << 20  # lengths that are compared at a time
 _COLLECTED = 1 << 20  # bytes of rows that are brought together from several chunks at a time
@@ -90,6 +90,8 @@ class ArrowStore:
         return 0 if is_one_array else _GATHERS * (_COLLECTED + 18 * _UNPACKED)
 
     def gather(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``, as ``Store`` says."""
+        rows = checked_gather(self, rows, out)
         if self._indices is not None:
             numbers = np.empty(len(rows), self._indices.dtype)
             self._indices.gather(rows, numbers)

@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import StoreError
+from ..batches import check_rows
+from ..errors import ArgumentError, StoreError, WriteBackError
 from ..rows import Rows
 
 Array = npt.NDArray[Any]
@@ -22,7 +23,9 @@ class Store(Protocol):
     """Where rows live on the host. Anything that passes ``pinfeed.testing.suites.StoreTests`` is one.
 
     ``gather`` is called by several readers' threads and ``scatter`` by the writer's, at the same time; a gather of a row that is being
-    written may give the old row, the new one or a mixture, and pinfeed repairs it. Row numbers are int64, in range.
+    written may give the old row, the new one or a mixture, and pinfeed repairs it. pinfeed calls both with row numbers of int64, in
+    range. Both refuse arguments that do not fit before anything changes; ``checked_gather`` and ``checked_scatter`` of
+    ``pinfeed.stores.base`` do that for any store.
     """
 
     @property
@@ -46,10 +49,20 @@ class Store(Protocol):
         """Host memory that ``gather`` and ``scatter`` may take beside the rows themselves, in bytes."""
 
     def gather(self, rows: Rows, out: Array) -> None:
-        """Copy the rows, shape (n,), into ``out``, C-contiguous, shape (n, *row_shape), of the store's dtype. Rows may repeat."""
+        """Copy the rows, shape (n,), into ``out``, C-contiguous, shape (n, *row_shape), of the store's dtype. Rows may repeat.
+
+        Raises:
+            RowIndexError: If a row is out of range or negative, or if the rows are not a 1-d array of integers.
+            ArgumentError: If ``out`` has another shape, dtype or layout, or is read-only.
+        """
 
     def scatter(self, rows: Rows, values: Array) -> None:
-        """Store ``values``, shape (n, *row_shape), as the rows, shape (n,), each of which is there once."""
+        """Store ``values``, shape (n, *row_shape), of the store's dtype, as the rows, shape (n,), each of which is there once.
+
+        Raises:
+            RowIndexError: If a row is out of range or negative, or if the rows are not a 1-d array of integers.
+            WriteBackError: If ``values`` is no numpy array of this shape and dtype.
+        """
 
     def flush(self) -> None:
         """Return when all scattered rows are as durable as the medium allows."""
@@ -98,6 +111,58 @@ def row_nbytes(store: Store) -> int:
 def in_words(store: Store) -> str:
     """The number, the shape and the dtype of the rows."""
     return f"{store.n_rows:,} rows of shape {store.row_shape}, {store.dtype}"
+
+
+def checked_gather(store: Store, rows: Any, out: Any) -> Rows:
+    """Return ``rows`` as int64, if ``store.gather(rows, out)`` can be done.
+
+    Raises:
+        RowIndexError: If a row is out of range or negative, or if the rows are not a 1-d array of integers.
+        ArgumentError: If ``out`` is no writable, C-contiguous array of the shape and dtype of the rows.
+    """
+    checked = _in_range(rows, store)
+    if (problem := _misfit(store, len(checked), out)) is not None:
+        raise ArgumentError(f"gather of {len(checked):,} rows into {problem}; give np.empty(shape, store.dtype)")
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        raise ArgumentError(
+            f"gather into an array that is {'read-only' if out.flags.c_contiguous else 'not C-contiguous'}; expected one that can be "
+            "written and is C-contiguous; give np.empty(shape, store.dtype)"
+        )
+    return checked
+
+
+def checked_scatter(store: Store, rows: Any, values: Any) -> Rows:
+    """Return ``rows`` as int64, if ``store.scatter(rows, values)`` can be done.
+
+    Raises:
+        RowIndexError: If a row is out of range or negative, or if the rows are not a 1-d array of integers.
+        WriteBackError: If ``values`` is no array of the shape and dtype of the rows.
+    """
+    checked = _in_range(rows, store)
+    if (problem := _misfit(store, len(checked), values)) is not None:
+        raise WriteBackError(f"scatter of {len(checked):,} rows from {problem}; convert with np.asarray(values, store.dtype)")
+    return checked
+
+
+def _in_range(rows: Any, store: Store) -> Rows:
+    # Every gather of a loop passes here. Negative numbers are large ones as uint64, so that one maximum is enough.
+    is_plain = type(rows) is np.ndarray and rows.dtype == np.int64 and rows.ndim == 1
+    if is_plain and len(rows) and np.maximum.reduce(rows.view(np.uint64)) < store.n_rows:
+        checked: Rows = rows
+        return checked
+    return check_rows(rows, store.n_rows)
+
+
+def _misfit(store: Store, n: int, array: Any) -> str | None:
+    """Return in words how an array differs from one that can hold n rows; None if it is one."""
+    shape = (n, *store.row_shape)
+    if isinstance(array, np.ndarray):
+        if array.shape == shape and array.dtype == store.dtype:
+            return None
+        found = f"an array of shape {array.shape}, {array.dtype}"
+    else:
+        found = f"a {type(array).__name__}"
+    return f"{found}; expected a numpy array of shape {shape}, {store.dtype}"
 
 
 def run_of(rows: Rows) -> slice | None:

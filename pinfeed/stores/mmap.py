@@ -26,7 +26,7 @@ from ..errors import ArgumentError, FileMissing, StoreError, WriteBackError
 from ..memory import free_host_bytes
 from ..rows import Rows
 from . import aio
-from .base import Array, shape_to_make, whole_numbers
+from .base import Array, checked_scatter, shape_to_make, whole_numbers
 from .extent import Extent, require_regular
 from .npy import create, holds, read_header
 from .remote import has_protocol
@@ -210,11 +210,13 @@ class MmapStore(ShardedStore[Shard]):
         """Write rows through to the file; other readers of it see them at once, ``flush`` makes them durable.
 
         Raises:
-            WriteBackError: The store was opened with mode="r".
+            WriteBackError: The store was opened with mode="r", or ``values`` has another shape or dtype than the rows.
+            RowIndexError: If a row is out of range or negative.
             OSError: What the file system says, with the name of the file.
         """
         if not self.writable:
             raise WriteBackError(f'{self!r} is read-only; open it with MmapStore(path, mode="r+")')
+        rows = checked_scatter(self, rows, values)
         step = max(1, _PIECE_BYTES // max(1, self.row_nbytes))
         for i in range(0, len(rows), step):
             piece = values[i : i + step]

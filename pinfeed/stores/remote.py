@@ -76,6 +76,8 @@ class RemoteStore(ShardedStore[NoReturn]):  # no shard is ever open: each reques
     def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
         """Copy rows, shape (m,), into ``out[positions]``; ``out`` is C-contiguous, shape (n, *row_shape), of the store's dtype.
 
+        The caller has checked all three.
+
         Raises:
             ReadError: A file has shrunk, or cannot be read.
             FileMissing: A file has gone since the store was opened.

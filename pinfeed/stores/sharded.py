@@ -17,7 +17,7 @@ from ..config import safe_repr
 from ..dtypes import check_dtype
 from ..errors import ClosedError, CopyError, StoreError
 from ..rows import Rows
-from .base import Array, run_of
+from .base import Array, checked_gather, run_of
 from .extent import Extent
 
 _OPEN_SHARDS = 64  # of a thousand, so many hold a descriptor at a time
@@ -122,15 +122,20 @@ class ShardedStore(Generic[S]):
         return self._dtype
 
     def gather(self, rows: Rows, out: Array) -> None:
-        """Copy rows into ``out``.
+        """Copy rows into ``out``, C-contiguous, shape (n, *row_shape), of the store's dtype.
 
         Raises:
             ReadError: A file has shrunk, or cannot be read.
+            RowIndexError: If a row is out of range or negative.
+            ArgumentError: If ``out`` has another shape, dtype or layout, or is read-only.
         """
+        rows = checked_gather(self, rows, out)
         self.gather_at(rows, out, np.arange(len(rows)))
 
     def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
         """Copy rows, shape (m,), into ``out[positions]``; ``out`` is C-contiguous, shape (n, *row_shape), of the store's dtype.
+
+        The caller has checked all three.
 
         Raises:
             ReadError: A file has shrunk, or cannot be read.

@@ -24,6 +24,7 @@ import pytest
 from ..access.base import StoreRows
 from ..devices.base import Device, Part, Stream, Tensor
 from ..dtypes import DTYPES
+from ..errors import ArgumentError, RowIndexError, WriteBackError
 from ..sources import part_nbytes
 from ..stores.array import ArrayStore
 from ..stores.base import Store
@@ -31,6 +32,10 @@ from ..stores.base import Store
 Array = npt.NDArray[Any]
 
 ROW_SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (2, 1, 3, 2)]
+
+
+BAD_ROWS: list[Any] = [[-1], [3, 50], [5000], [2**40], [1.0], [True], [[1]], 3, None, "x"]
+"""Row numbers that a store of 50 rows refuses."""
 
 
 def sample(n: int, row_shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -97,6 +102,43 @@ class ReadOnlyStoreTests:
         assert not out[:4].any()
         assert not out[7:].any()
 
+    @pytest.mark.parametrize("wanted", BAD_ROWS, ids=repr)
+    def test_gather_refuses_rows_that_are_none(self, rows: tuple[Array, Store], wanted: Any) -> None:
+        out = np.full((np.size(wanted), 6), 7, np.float32)
+        for given in (wanted, np.array(wanted)):
+            with pytest.raises(RowIndexError):
+                rows[1].gather(given, out)
+        np.testing.assert_array_equal(out, np.full_like(out, 7))
+
+    @pytest.mark.parametrize(
+        "out",
+        [
+            np.zeros((2, 6)),
+            np.zeros((2, 6), ">f4"),
+            np.zeros((3, 6), np.float32),
+            np.zeros((1, 6), np.float32),
+            np.zeros((2, 7), np.float32),
+            np.zeros((2, 3, 2), np.float32),
+            np.zeros(12, np.float32),
+            np.zeros((6, 2), np.float32).T,
+            np.broadcast_to(np.zeros(6, np.float32), (2, 6)),
+            [[0.0] * 6] * 2,
+            None,
+        ],
+        ids=lambda out: f"{type(out).__name__}{getattr(out, 'shape', '')}{getattr(out, 'dtype', '')}",
+    )
+    def test_gather_refuses_an_array_that_does_not_fit(self, rows: tuple[Array, Store], out: Any) -> None:
+        with pytest.raises(ArgumentError):
+            rows[1].gather(np.array([3, 1]), out)
+        assert out is None or not np.any(out)
+
+    def test_gather_refuses_memory_that_is_read_only(self, rows: tuple[Array, Store]) -> None:
+        out = np.zeros((2, 6), np.float32)
+        out.flags.writeable = False
+        with pytest.raises(ArgumentError):
+            rows[1].gather(np.array([3, 1]), out)
+        assert not out.any()
+
     def test_several_gathers_at_the_same_time(self, rows: tuple[Array, Store]) -> None:
         array, store = rows
 
@@ -147,6 +189,39 @@ class StoreTests(ReadOnlyStoreTests):
         values = -1 - sample(len(wanted), (6,), np.dtype(np.float32))
         array[np.array(wanted, np.int64)] = values
         store.scatter(np.array(wanted, np.int64), values)
+        np.testing.assert_array_equal(self.contents(store), array)
+
+    @pytest.mark.parametrize("wanted", BAD_ROWS, ids=repr)
+    def test_scatter_refuses_rows_that_are_none(self, rows: tuple[Array, Store], wanted: Any) -> None:
+        array, store = rows
+        for given in (wanted, np.array(wanted)):
+            with pytest.raises(RowIndexError):
+                store.scatter(given, np.full((np.size(wanted), 6), 7, np.float32))
+        store.flush()
+        np.testing.assert_array_equal(self.contents(store), array)
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            np.ones((2, 6)),
+            np.ones((2, 6), ">f4"),
+            np.ones((2, 6), np.int32),
+            np.ones((1, 6), np.float32),
+            np.ones((3, 6), np.float32),
+            np.ones((2, 7), np.float32),
+            np.ones((2, 1), np.float32),
+            np.ones(6, np.float32),
+            [[1.0] * 6] * 2,
+            1.0,
+            None,
+        ],
+        ids=lambda values: f"{type(values).__name__}{getattr(values, 'shape', '')}{getattr(values, 'dtype', '')}",
+    )
+    def test_scatter_refuses_values_that_do_not_fit(self, rows: tuple[Array, Store], values: Any) -> None:
+        array, store = rows
+        with pytest.raises(WriteBackError):
+            store.scatter(np.array([3, 1]), values)
+        store.flush()
         np.testing.assert_array_equal(self.contents(store), array)
 
     def test_values_are_copied(self, rows: tuple[Array, Store]) -> None:
