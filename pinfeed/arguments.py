@@ -1,14 +1,17 @@
-"""Checks of arguments that several functions share: whole numbers, seeds, ranks, flags, and names that no argument has."""
+"""Checks of arguments that several functions share: numbers, seeds, ranks, flags, paths, and names that no argument has."""
 
 from __future__ import annotations
 
 import functools
 import inspect
+import math
 import operator
+import os
 from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
-from .errors import ArgumentError, UnknownArgument
+from .errors import ArgumentError, FileMissing, StoreError, UnknownArgument
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -32,6 +35,57 @@ def whole_number(value: Any, name: str, *, least: int = 1, most: int | None = No
         range_text = f"at least {least}" if most is None else f"from {least} to {most:,}"
         raise ArgumentError(f"{name}={value!r}: expected a whole number, {range_text}{note}")
     return number
+
+
+def real_number(value: Any, name: str, *, least: float = -math.inf, note: str = "") -> float:
+    """Return ``value`` as a float.
+
+    Args:
+        value: The user's argument.
+        name: The argument's name.
+        least: The smallest number that is accepted.
+        note: Appended to what was expected.
+
+    Raises:
+        ArgumentError: If ``value`` is no number (True, False and NaN are none), or is below ``least``.
+    """
+    # "not >=", because NaN compares with nothing.
+    if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= least:
+        range_text = "" if least == -math.inf else f", at least {least:g}"
+        raise ArgumentError(f"{name}={value!r}: expected a number{range_text}{note}")
+    return float(value)
+
+
+def check_path(value: Any, name: str = "path") -> str:
+    """Return ``value`` as a str.
+
+    Raises:
+        ArgumentError: If it is no path.
+    """
+    path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
+    if not isinstance(path, str):
+        raise ArgumentError(f"{name}={value!r}: expected a path, as a str or a pathlib.Path")
+    return path
+
+
+def check_file_to_make(value: Any, name: str = "path") -> str:
+    """Return ``value`` as a str, if it can be the path of a file that is made.
+
+    Raises:
+        ArgumentError: If it is no path.
+        StoreError: If it is a directory.
+        FileMissing: If its directory does not exist.
+    """
+    path = check_path(value, name)
+    if os.path.isdir(path):
+        raise StoreError(f"{name}={path!r} is a directory; expected the name of a .npy file that is to be made; give a name in it")
+    directory = os.path.dirname(path)
+    if directory and not os.path.isdir(directory):
+        raise FileMissing(
+            f"{name}={path!r}: the directory {directory!r} does not exist (looked in {os.getcwd()}); expected one that does; make it "
+            f"with os.makedirs({directory!r})"
+        )
+    return path
 
 
 def check_seed(seed: Any) -> int:
@@ -68,7 +122,7 @@ def check_flag(value: Any, name: str) -> None:
         raise ArgumentError(f"{name}={value!r}: expected True or False")
 
 
-def explain_arguments(hints: Mapping[str, str]) -> Callable[[Callable[P, T]], Callable[P, T]]:
+def explain_arguments(hints: Mapping[str, str], example: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function, or an ``__init__``, so that an argument that it does not have gets an error that says what to give.
 
     The function's signature stays as it is, for people, editors and type checkers. A ``seed`` without ``shuffle`` is refused here too,
@@ -76,6 +130,7 @@ def explain_arguments(hints: Mapping[str, str]) -> Callable[[Callable[P, T]], Ca
 
     Args:
         hints: What to do instead, by the name that other libraries have for it.
+        example: An argument with its name, for the error about too many without one; the first that the function has if empty.
 
     Raises:
         UnknownArgument: If the function has no argument of that name, or too many were given without a name.
@@ -87,17 +142,20 @@ def explain_arguments(hints: Mapping[str, str]) -> Callable[[Callable[P, T]], Ca
         parameters = inspect.signature(function).parameters.values()
         positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD and one.name != "self"]
         known = [one.name for one in parameters if one.name != "self"]
+        takes_any_name = any(one.kind is one.VAR_KEYWORD for one in parameters)
         n_most = len([one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD])
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            if unknown := [name for name in kwargs if name not in known]:
+            unknown = [name for name in kwargs if name not in known and not takes_any_name]
+            if unknown:
                 raise UnknownArgument("\n".join(f"{title} has no argument {name!r}; {_advice(name, known, hints)}" for name in unknown))
             if len(args) > n_most:
                 expected = ", ".join(positional)
+                named = example or "".join(f"{name}=..." for name in known[len(positional) :][:1])
+                by_name = f"; give the others by name: {title}({expected}, {named})" if named else ""
                 raise UnknownArgument(
-                    f"{title} got {len(args) - n_most + len(positional)} arguments without a name; expected {expected} alone; "
-                    f"give the others by name: {title}({expected}, {known[len(positional)]}=...)"
+                    f"{title} got {len(args) - n_most + len(positional)} arguments without a name; expected {expected} alone{by_name}"
                 )
             if "seed" in kwargs and "shuffle" in known and "shuffle" not in kwargs:
                 seed = f"seed={kwargs['seed']!r}"

@@ -7,7 +7,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .errors import StoreError
+from .errors import StoreError, described
 
 BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
 
@@ -26,12 +26,32 @@ DTYPES: dict[str, np.dtype[Any]] = {"bfloat16": BFLOAT16} | {
 
 
 def dtype_of(value: Any, name: str) -> np.dtype[Any]:
-    """The dtype that ``value`` spells: anything that numpy takes, or ``"bfloat16"``.
+    """The dtype that ``value`` spells: anything that numpy takes but None, ``"bfloat16"``, or a dtype of torch.
 
     Raises:
-        StoreError: torch has no such dtype.
+        StoreError: numpy or torch has no such dtype.
     """
-    return DTYPES[value] if isinstance(value, str) and value in DTYPES else check_dtype(np.dtype(value), name)
+    return check_dtype(numpy_dtype_of(value, name), name)
+
+
+def numpy_dtype_of(value: Any, name: str) -> np.dtype[Any]:
+    """The dtype that ``value`` spells, as for ``dtype_of``, in the byte order that it says, whether torch has it or not.
+
+    Raises:
+        StoreError: numpy has no such dtype.
+    """
+    # torch is not imported here: where there is a dtype of torch's, it is there already.
+    kind = type(value)
+    spelled = str(value).removeprefix("torch.") if (kind.__module__, kind.__name__) == ("torch", "dtype") else value
+    if isinstance(spelled, str) and spelled in DTYPES:
+        return DTYPES[spelled]
+    try:
+        # numpy takes None for float64.
+        if spelled is None:
+            raise TypeError("None is no dtype")
+        return np.dtype(spelled)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise StoreError(f"{name}: dtype={value!r} is unknown ({described(error)}); expected one of {', '.join(sorted(DTYPES))}") from None
 
 
 def check_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:

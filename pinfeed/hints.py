@@ -99,6 +99,8 @@ def of_object(value: Any) -> str:
         return "a path is a str; raw numbers are given as np.frombuffer(data, dtype)"
     if is_array_like(value):
         return _COPY
+    if isinstance(value, (list, tuple)):
+        return "rows in a list are given as np.asarray(list), rows that are arrays as np.stack(list)"
     if isinstance(value, (Set, deque)):
         return "give np.stack(list(rows)) where these are rows"
     if hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, Mapping):

@@ -314,13 +314,9 @@ def _reader(kind: str, function: Any, values: Sequence[Any], n_samples: int, app
 def _dtype(dtype: Any, name: str) -> np.dtype[Any] | None:
     if dtype is None:
         return None
-    import torch
-
-    from .tensors import NUMPY
-
     try:
-        return NUMPY[dtype] if isinstance(dtype, torch.dtype) else dtype_of(dtype, name)
-    except (KeyError, TypeError, StoreError) as error:
+        return dtype_of(dtype, name)
+    except StoreError as error:
         raise ArgumentError(
             f"{name}={dtype!r} is no dtype of samples ({described(error)}); expected a dtype that numpy and torch have"
         ) from None

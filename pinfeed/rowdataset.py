@@ -9,11 +9,20 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from .arguments import explain_arguments
 from .batches import check_rows
 from .config import safe_repr
 from .rows import Rows
 from .storetree import StoreTree
 from .tensors import to_torch
+
+_OF_LOADER = ("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout")
+_MORE_OF_LOADER = ("worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers", "pin_memory_device")
+HINTS = {
+    name: f"a RowDataset has rows and no batches; give it to DataLoader(RowDataset(source), {name}=...), or use Feeder(source, ...)"
+    for name in (*_OF_LOADER, *_MORE_OF_LOADER, "in_order")
+} | {"transform": "apply it to what the dataset gives, in the collate_fn of the DataLoader or in the loop"}
+"""What to give instead, by the names that DataLoader has for it."""
 
 
 class RowDataset(Dataset[Any]):
@@ -30,6 +39,7 @@ class RowDataset(Dataset[Any]):
         StoreError: A source that cannot be served, or sources of unequal length.
     """
 
+    @explain_arguments(HINTS)
     def __init__(self, source: Any) -> None:
         self._source = source
         self._open()

@@ -5,11 +5,13 @@ import inspect
 import pickle
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from pinfeed import (
@@ -18,8 +20,12 @@ from pinfeed import (
     Config,
     Feeder,
     HostEmbedding,
+    HostEmbeddingBag,
+    MmapStore,
+    PinnedStore,
     Ranks,
     RemoteStore,
+    RowDataset,
     Trainer,
     errors,
     rows,
@@ -203,11 +209,198 @@ def test_the_share_of_what_is_no_order_is_refused() -> None:
         (read, "timeline"),
         (Ranks, "split_batches"),
         (lambda drop_last: rows.per_rank(rows.shuffled(), rank=0, world_size=2, drop_last=drop_last), "drop_last"),
+        (lambda overwrite: MmapStore.create("is-not-made.npy", (3, 3), overwrite=overwrite), "overwrite"),
+        (lambda overwrite: HostEmbedding(4, 2, store="is-not-made.npy", overwrite=overwrite), "overwrite"),
+        (lambda freeze: HostEmbedding.from_pretrained(torch.ones(4, 2), freeze=freeze), "freeze"),
+        (HostEmbedding(4, 2).requires_grad_, "requires_grad"),
+        (lambda scale_grad_by_freq: HostEmbedding(4, 2, scale_grad_by_freq=scale_grad_by_freq), "scale_grad_by_freq"),
+        (lambda include_last_offset: HostEmbeddingBag(4, 2, include_last_offset=include_last_offset), "include_last_offset"),
     ],
 )
 def test_a_word_is_neither_true_nor_false(make: Callable[..., Any], name: str) -> None:
     with pytest.raises(ArgumentError, match=f"{name}='False': expected True or False"):
         make(**{name: "False"})
+
+
+@pytest.mark.parametrize("make", [MmapStore.create, lambda path, shape, **flags: HostEmbedding(*shape, store=path, **flags)])
+def test_a_word_does_not_replace_a_file(tmp_path: Path, make: Callable[..., Any]) -> None:
+    path = tmp_path / "x.npy"
+    np.save(path, np.arange(20.0).reshape(10, 2))
+    before = path.read_bytes()
+    with pytest.raises(ArgumentError, match="overwrite='no': expected True or False"):
+        make(path, (10, 2), overwrite="no")
+    assert path.read_bytes() == before
+    with pytest.raises(ArgumentError, match="keep_cache='no': expected True or False"):
+        MmapStore(path, keep_cache="no")  # type: ignore[arg-type]
+
+
+# ---- numbers, dtypes, paths and stores of tables ---------------------------------------------------------------------
+
+
+def table(**arguments: Any) -> HostEmbedding:
+    return HostEmbedding(4, 2, **arguments)
+
+
+def normal(**arguments: Any) -> PinnedStore:
+    return PinnedStore.normal((3, 2), pin=False, **arguments)
+
+
+def uniform(**arguments: Any) -> PinnedStore:
+    return PinnedStore.uniform((3, 2), pin=False, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("make", "name", "values", "expected"),
+    [
+        (table, "padding_idx", [True, 1.0, "1", 4, -5], "a whole number, from -4 to 3"),
+        (table, "max_norm", [-1, "x", True, float("nan")], "a number, at least 0"),
+        (table, "norm_type", [None, "x", float("nan")], "a number"),
+        (normal, "seed", [None, True, "1", 1.5, -1], "a whole number, at least 0"),
+        (uniform, "seed", [None, True, "1", 1.5, -1], "a whole number, at least 0"),
+        (normal, "mean", [None, "x", True], "a number"),
+        (normal, "std", [None, "x", -1], "a number, at least 0"),
+        (uniform, "low", [None, "x"], "a number"),
+        (uniform, "high", [None, "x", -1], "a number, at least 0 (low=0)"),
+    ],
+    ids=str,
+)
+def test_numbers_that_are_none(make: Callable[..., Any], name: str, values: list[Any], expected: str) -> None:
+    for value in values:
+        with pytest.raises(ArgumentError, match=re.escape(f"{name}={value!r}: expected {expected}")):
+            make(**{name: value})
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    assert table(padding_idx=np.int64(-1), max_norm=np.float32(1), norm_type=np.int64(1)).padding_idx == 3
+    assert normal(std=0, mean=np.float64(2)).array.tolist() == [[2, 2]] * 3
+
+
+def raw(path: Path, dtype: Any) -> MmapStore:
+    path.write_bytes(bytes(64))
+    return MmapStore.raw(path, shape=(-1, 2), dtype=dtype)
+
+
+DTYPE_TAKERS = [
+    lambda path, dtype: MmapStore.create(path, (3, 2), dtype),
+    raw,
+    lambda path, dtype: PinnedStore.zeros((3, 2), dtype, pin=False),
+    lambda path, dtype: PinnedStore.normal((3, 2), dtype, pin=False),
+    lambda path, dtype: HostEmbedding(3, 2, dtype=dtype).store,
+]
+
+
+@pytest.mark.parametrize("make", DTYPE_TAKERS)
+@pytest.mark.parametrize(
+    ("dtype", "name"),
+    [(torch.float16, "float16"), (torch.bfloat16, "bfloat16"), (np.float64, "float64"), (float, "float64"), ("f4", "float32")],
+    ids=str,
+)
+def test_a_dtype_is_spelled_as_in_torch_or_numpy(tmp_path: Path, make: Callable[..., Any], dtype: Any, name: str) -> None:
+    store = make(tmp_path / "x.npy", dtype)
+    assert store.dtype.name == name
+    store.close()
+
+
+@pytest.mark.parametrize("make", DTYPE_TAKERS)
+@pytest.mark.parametrize("dtype", ["float33", torch.qint8, 3, "M8[s]"], ids=str)
+def test_a_dtype_that_is_none(tmp_path: Path, make: Callable[..., Any], dtype: Any) -> None:
+    with pytest.raises(errors.StoreError, match=r"(is unknown|no torch counterpart).*; expected one of bfloat16, bool, "):
+        make(tmp_path / "x.npy", dtype)
+
+
+@pytest.mark.parametrize("make", DTYPE_TAKERS[:-1])
+def test_no_dtype_is_not_float64(tmp_path: Path, make: Callable[..., Any]) -> None:
+    with pytest.raises(errors.StoreError, match="dtype=None is unknown"):
+        make(tmp_path / "x.npy", None)
+
+
+PATH_TAKERS = [lambda path: MmapStore.create(path, (3, 2)), HostEmbedding(4, 2).export]
+
+
+@pytest.mark.parametrize("path", [None, 3, b"x.npy"], ids=repr)
+@pytest.mark.parametrize("make", PATH_TAKERS)
+def test_what_is_no_path(make: Callable[[Any], Any], path: Any) -> None:
+    with pytest.raises(ArgumentError, match=re.escape(f"path={path!r}: expected a path, as a str or a pathlib.Path")):
+        make(path)
+
+
+@pytest.mark.parametrize("make", [*PATH_TAKERS, lambda path: HostEmbedding(4, 2, store=path)])
+def test_a_file_in_a_directory_that_does_not_exist(tmp_path: Path, make: Callable[[Any], Any]) -> None:
+    with pytest.raises(errors.FileMissing, match=re.escape(f"make it with os.makedirs({str(tmp_path / 'run')!r})")):
+        make(tmp_path / "run" / "x.npy")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("make", PATH_TAKERS)
+def test_a_directory_is_no_file(tmp_path: Path, make: Callable[[Any], Any]) -> None:
+    with pytest.raises(errors.StoreError, match="is a directory; expected the name of a"):
+        make(tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("store", [np.zeros((4, 2)), torch.zeros(4, 2), 3, [1]], ids=lambda store: type(store).__name__)
+def test_rows_in_place_of_a_store(store: Any) -> None:
+    with pytest.raises(ArgumentError, match=rf"store={type(store).__name__}; expected a path of a .npy file, or a Store; .*ArrayStore"):
+        HostEmbedding(4, 2, store=store)
+
+
+@pytest.mark.parametrize("source", [[[1.0, 2.0]], [np.zeros((2, 2))] * 2, ((1.0, 2.0),)], ids=["numbers", "arrays", "tuple"])
+@pytest.mark.parametrize("make", [HostEmbedding.from_pretrained, PinnedStore])
+def test_rows_in_a_list_are_an_array_first(make: Callable[[Any], Any], source: Any) -> None:
+    with pytest.raises(errors.StoreError, match=re.escape("rows in a list are given as np.asarray(list)")):
+        make(source)
+
+
+def test_a_shape_in_place_of_rows() -> None:
+    with pytest.raises(errors.StoreError, match=re.escape("got the tuple (3, 4); expected rows, or a path of them; a store of a")):
+        PinnedStore((3, 4))
+
+
+def test_a_table_that_is_larger_than_memory() -> None:
+    with pytest.raises(MemoryError, match=r"takes 35,184,372,088,832 bytes of memory, .* HostEmbedding\(\.\.\., store=path\)"):
+        HostEmbedding(2**40, 8, pin=False)
+
+
+@pytest.mark.parametrize("init", [lambda tensor: torch.randn(4, 2), lambda tensor: tensor + 1])
+def test_an_init_that_fills_another_tensor(tmp_path: Path, init: Callable[..., Any]) -> None:
+    message = "returned another tensor than it was given; expected a function that fills the given tensor in place"
+    for store in (None, tmp_path / "x.npy"):
+        with pytest.raises(ArgumentError, match=message):
+            HostEmbedding(4, 2, init=init, store=store)
+    assert not list(tmp_path.iterdir())
+    found = table(init="ones")
+    with pytest.raises(ArgumentError, match=message):
+        found.reset_parameters(init)
+    assert found.store.array.tolist() == [[1, 1]] * 4  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("init", [nn.init.ones_, lambda tensor: tensor.fill_(1)[0], lambda tensor: [tensor.fill_(1)]])
+def test_an_init_that_fills_its_tensor(init: Callable[..., Any]) -> None:
+    assert table(init=init).read([0, 3]).tolist() == [[1, 1]] * 2
+
+
+def test_ids_in_lists_and_arrays() -> None:
+    rows = torch.arange(8.0).view(4, 2)
+    one, bag = HostEmbedding.from_pretrained(rows), HostEmbeddingBag.from_pretrained(rows, mode="sum")
+    for ids in ([3, 1], (3, 1), np.array([3, 1], np.uint8), torch.tensor([3, 1])):
+        torch.testing.assert_close(one(ids), rows[[3, 1]], rtol=0, atol=0)
+        torch.testing.assert_close(bag(ids, [0, 1]), rows[[3, 1]], rtol=0, atol=0)
+    assert one([]).shape == (0, 2)
+    for wrong in ([1.5], ["a"], [[1], [1, 2]], None, [True]):
+        with pytest.raises(errors.RowIndexError, match="expected integers in a tensor, an array or a list"):
+            one(wrong)
+    with pytest.raises(errors.RowIndexError, match="offsets: a list of float64; expected integers"):
+        bag([3, 1], [0.5])
+
+
+def test_ids_in_lists_and_arrays_in_a_loop() -> None:
+    words = table()
+    for (x,) in train_rows([(torch.tensor([2, 1]),)], {words: lambda batch: batch[0]}, device="cpu"):
+        expected = words(x)
+        torch.testing.assert_close(words([2, 1]), expected)
+        torch.testing.assert_close(words(np.array([2, 1])), expected)
+        with pytest.raises(errors.RowIndexError, match="id 3 was not announced"):
+            words([3])
 
 
 # ---- words of other libraries ----------------------------------------------------------------------------------------
@@ -258,6 +451,31 @@ def test_a_word_gets_what_to_give_instead(make: Callable[..., Any], arguments: d
     with pytest.raises(errors.UnknownArgument, match=re.escape(message)) as caught:
         make(**arguments)
     assert isinstance(caught.value, TypeError), "as it is without pinfeed"
+
+
+def test_words_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
+    path, rows_of = tmp_path / "x.npy", torch.ones(4, 2)
+    np.save(path, rows_of.numpy())
+    for call, message in [
+        (lambda: table(sparse=True), "HostEmbedding has no argument 'sparse'; the rows of a batch alone are moved"),
+        (lambda: table(device="cuda"), "HostEmbedding has no argument 'device'; the table stays in host memory"),
+        (lambda: table(_weight=rows_of), "give the rows to HostEmbedding.from_pretrained(rows, freeze=False)"),
+        (lambda: HostEmbedding.from_pretrained(rows_of, sparse=True), "has no argument 'sparse'; the rows"),
+        (lambda: HostEmbeddingBag(4, 2, sparse=True), "has no argument 'sparse'; the rows"),
+        (
+            lambda: HostEmbeddingBag(10, 2, "sum"),  # type: ignore[misc]
+            "embedding_dim alone; give the others by name: HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
+        ),
+        (lambda: MmapStore(path, mmap_mode="r"), "MmapStore has no argument 'mmap_mode'; give mode='r' to read"),  # type: ignore[call-arg]
+        (lambda: MmapStore(path, "r+"), "give the others by name: MmapStore(path, mode=...)"),  # type: ignore[misc]
+        (lambda: PinnedStore(path, pinned=True), "PinnedStore has no argument 'pinned'; give pin=True"),  # type: ignore[call-arg]
+        (lambda: RowDataset(path, 4), "RowDataset got 2 arguments without a name; expected source alone"),  # type: ignore[call-arg]
+    ]:
+        with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
+            call()
+    for name in OF_DATA_LOADER:
+        with pytest.raises(errors.UnknownArgument, match=f"has no argument '{name}'; a RowDataset has rows and no batches"):
+            RowDataset(path, **{name: 4})
 
 
 def test_all_words_are_explained_at_once() -> None:

@@ -20,8 +20,9 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
+from ..arguments import check_file_to_make, check_flag, check_path, explain_arguments
 from ..config import safe_repr
-from ..dtypes import DTYPES, dtype_of
+from ..dtypes import dtype_of, numpy_dtype_of
 from ..errors import ArgumentError, FileMissing, StoreError, WriteBackError
 from ..memory import free_host_bytes
 from ..rows import Rows
@@ -36,6 +37,15 @@ from .sharded import ShardedStore, bytes_of
 logger = logging.getLogger("pinfeed")
 
 Path = str | os.PathLike[str]
+
+HINTS = {
+    **dict.fromkeys(("mmap_mode", "readonly", "writable"), "give mode='r' to read, or mode='r+' to write rows back to the file"),
+    **dict.fromkeys(
+        ("shape", "offset"), "a .npy file says it itself; for a file without a header use MmapStore.raw(path, shape=..., dtype=...)"
+    ),
+    **dict.fromkeys(("filename", "file"), "the path comes first, without a name"),
+}
+"""What to give instead, by the names that numpy has for it."""
 
 _PIECE_BYTES = 4 << 20  # rows are written in pieces of this size, of which there may be copies
 
@@ -58,10 +68,11 @@ class MmapStore(ShardedStore[Shard]):
 
     _here: ClassVar[tuple[str, ...]] = (*ShardedStore._here, "_dirty", "_contexts", "_inodes")
 
+    @explain_arguments(HINTS)
     def __init__(
         self, path: Path | Sequence[Path], *, mode: str = "r", dtype: npt.DTypeLike | None = None, keep_cache: bool | None = None
     ) -> None:
-        wanted = None if dtype is None else dtype_of(dtype, "dtype")
+        wanted = None if dtype is None else dtype_of(dtype, "MmapStore")
         self._begin([read_header(p, wanted) for p in _paths(path)], mode, keep_cache)
 
     @classmethod
@@ -121,9 +132,13 @@ class MmapStore(ShardedStore[Shard]):
 
         Raises:
             StoreError: If the file is there already, and ``overwrite`` is False; or if the shape has no rows, rows of no bytes,
-                something else than whole numbers, or more bytes than a file can have. No file is made then, or replaced.
+                something else than whole numbers, or more bytes than a file can have; or if there is no such dtype, or ``path`` is
+                a directory. No file is made then, or replaced.
+            FileMissing: If the directory of the file does not exist.
+            ArgumentError: If ``path`` is no path, or ``overwrite`` is neither True nor False.
         """
-        items, name = dtype_of(dtype, "dtype"), _local(path)
+        check_flag(overwrite, "overwrite")
+        items, name = dtype_of(dtype, "MmapStore"), check_file_to_make(_local(check_path(path)))
         sizes = shape_to_make(shape, items, name)
         if min(sizes) < 1:
             raise StoreError(f"{name}: shape {sizes} has rows of no bytes; expected at least 1 in each place")
@@ -152,6 +167,8 @@ class MmapStore(ShardedStore[Shard]):
     def _begin(self, extents: Sequence[Extent], mode: str, keep_cache: bool | None) -> None:
         if mode not in ("r", "r+"):
             raise ArgumentError(f"mode={mode!r}: expected 'r' or 'r+'")
+        if keep_cache is not None:
+            check_flag(keep_cache, "keep_cache")
         self._mode, self._keep_cache = mode, keep_cache
         super().__init__(extents)
         if mode == "r+" and len(set(map(os.path.realpath, self.paths))) < len(self.paths):
@@ -272,7 +289,7 @@ def open_created(path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Mm
     Raises:
         StoreError: If the file is another one, or is truncated.
     """
-    items, name = dtype_of(dtype, "dtype"), _local(path)
+    items, name = dtype_of(dtype, "MmapStore"), _local(path)
     if not holds(name, shape, items):
         raise StoreError(
             f"{name} is there already, and is no .npy file of shape {shape}, {items}; expected another path, or overwrite=True to "
@@ -282,7 +299,7 @@ def open_created(path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Mm
 
 
 def _raw_extent(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: int) -> Extent:
-    items = DTYPES[dtype] if isinstance(dtype, str) and dtype in DTYPES else np.dtype(dtype)
+    items = numpy_dtype_of(dtype, path)
     size = _size(path)
     n_rows, *row_shape = whole_numbers(shape, path)
     if type(offset) is bool or not hasattr(offset, "__index__"):

@@ -63,6 +63,7 @@ def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite
 
     Raises:
         StoreError: If the file is there already, and is not to be overwritten, or if the file system refuses one of this size.
+        FileMissing: If the directory of the file does not exist.
     """
     fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
     target, nbytes = os.path.realpath(path), math.prod(shape) * dtype.itemsize

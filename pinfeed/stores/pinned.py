@@ -12,6 +12,7 @@ from typing import Any, Literal
 import numpy as np
 import numpy.typing as npt
 
+from ..arguments import explain_arguments, real_number, whole_number
 from ..blocks import REGISTER, Bytes, anonymous, page_locked, unlock_freed
 from ..config import safe_repr
 from ..dtypes import dtype_of
@@ -22,6 +23,13 @@ from .base import Array, Store, in_words, shape_to_make
 from .mmap import MmapStore
 
 logger = logging.getLogger("pinfeed")
+
+_OF_A_SHAPE = "a store of a dtype and a shape is PinnedStore.zeros(shape, dtype) or PinnedStore.empty(shape, dtype)"
+HINTS = {
+    **dict.fromkeys(("pinned", "pin_memory", "page_locked"), "give pin=True, pin=False or pin='auto'"),
+    **dict.fromkeys(("shape", "dtype"), _OF_A_SHAPE),
+}
+"""What to give instead, by the names that torch has for it."""
 
 Pin = Literal["auto"] | bool
 
@@ -49,6 +57,7 @@ class PinnedStore(ArrayStore):
     """Whether the rows are in page-locked memory."""
     _pid: int
 
+    @explain_arguments(HINTS)
     def __init__(self, source: Any, *, pin: Pin = True) -> None:
         store = source if isinstance(source, Store) else _open(source)
         try:
@@ -67,6 +76,7 @@ class PinnedStore(ArrayStore):
 
         Raises:
             StoreError: If the shape has no rows, or something else than whole numbers, or more bytes than an address can tell.
+            StoreError: If there is no such dtype.
             MemoryError: If the system does not have so much memory.
             MissingDependency: As for the class.
             DeviceError: As for the class.
@@ -91,7 +101,14 @@ class PinnedStore(ArrayStore):
         seed: int = 0,
         pin: Pin = True,
     ) -> PinnedStore:
-        """Rows of normally distributed numbers, the same for the same seed."""
+        """Rows of normally distributed numbers, the same for the same seed.
+
+        Raises:
+            ArgumentError: If ``mean`` is no number, ``std`` is no number of at least 0, or ``seed`` no whole number of at least 0.
+            StoreError: As for ``empty``, or if the dtype is not floating point.
+        """
+        seed = whole_number(seed, "seed", least=0)
+        mean, std = real_number(mean, "mean"), real_number(std, "std", least=0)
         rng = np.random.default_rng(seed)
         return cls.empty(shape, dtype, pin=pin)._fill(lambda size: rng.normal(mean, std, size))
 
@@ -106,7 +123,15 @@ class PinnedStore(ArrayStore):
         seed: int = 0,
         pin: Pin = True,
     ) -> PinnedStore:
-        """Rows of numbers evenly distributed over [low, high), the same for the same seed."""
+        """Rows of numbers evenly distributed over [low, high), the same for the same seed.
+
+        Raises:
+            ArgumentError: If ``low`` or ``high`` is no number, ``high`` is below ``low``, or ``seed`` is no whole number of at least 0.
+            StoreError: As for ``empty``, or if the dtype is not floating point.
+        """
+        seed = whole_number(seed, "seed", least=0)
+        low = real_number(low, "low")
+        high = real_number(high, "high", least=low, note=f" (low={low:g})")
         rng = np.random.default_rng(seed)
         return cls.empty(shape, dtype, pin=pin)._fill(lambda size: rng.uniform(low, high, size))
 
@@ -151,7 +176,13 @@ class PinnedStore(ArrayStore):
         nbytes = math.prod(shape) * dtype.itemsize
         runtime = _cuda_runtime(pin)
         self.page_locked, self._pid = runtime is not None, os.getpid()
-        memory = anonymous(nbytes) if runtime is None else self._locked(nbytes, runtime, pin)
+        try:
+            memory = anonymous(nbytes) if runtime is None else self._locked(nbytes, runtime, pin)
+        except MemoryError as error:
+            raise MemoryError(
+                f"PinnedStore: shape {shape} of {dtype} takes {nbytes:,} bytes of memory, which the system does not have; make fewer or "
+                "smaller rows, or keep them in a file: MmapStore.create(path, shape, dtype), HostEmbedding(..., store=path)"
+            ) from error
         self._array: Array = memory[:nbytes].view(dtype).reshape(shape)
 
     def _locked(self, nbytes: int, runtime: Any, pin: Pin) -> Bytes:
@@ -175,6 +206,8 @@ class PinnedStore(ArrayStore):
 
 
 def _open(source: Any) -> Store:
+    if isinstance(source, tuple) and source and all(isinstance(n, int) for n in source):
+        raise StoreError(f"PinnedStore: got the tuple {source!r}; expected rows, or a path of them; {_OF_A_SHAPE}")
     return MmapStore(source) if isinstance(source, (str, os.PathLike)) else ArrayStore(source, name="PinnedStore")
 
 

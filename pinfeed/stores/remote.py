@@ -63,7 +63,7 @@ class RemoteStore(ShardedStore[NoReturn]):  # no shard is ever open: each reques
         attempts: int = 5,
     ) -> None:
         self._attempts = whole_number(attempts, "attempts")
-        wanted = None if dtype is None else dtype_of(dtype, "dtype")
+        wanted = None if dtype is None else dtype_of(dtype, "RemoteStore")
         self._files = self._find(path, dict(storage_options or {}))
         super().__init__(self._headers(wanted))
 

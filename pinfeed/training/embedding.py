@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -15,19 +16,30 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from ..arguments import whole_number
+from ..arguments import check_file_to_make, check_flag, explain_arguments, real_number, whole_number
 from ..batches import check_rows
-from ..errors import ArgumentError, ClosedError, RowIndexError, StoreError
+from ..dtypes import dtype_of
+from ..errors import ArgumentError, ClosedError, RowIndexError, StoreError, described
 from ..rows import Rows
 from ..stores import ArrayStore, MmapStore, PinnedStore, Store
 from ..stores.base import shape_to_make
 from ..stores.mmap import open_created
 from ..stores.pinned import Pin
-from ..tensors import NUMPY, TORCH, to_torch
+from ..tensors import TORCH, to_torch
 from .rowfile import Gathered, write_rows
 
 Init = str | Callable[[torch.Tensor], Any]
 Path = str | os.PathLike[str]
+
+HINTS = {
+    "sparse": "the rows of a batch alone are moved and trained, always; leave it out, and train the table with pinfeed.RowOptimizer",
+    "device": "the table stays in host memory or in a file; the device of the loop is train_rows(..., device=...)",
+    **dict.fromkeys(("_weight", "weight"), "give the rows to HostEmbedding.from_pretrained(rows, freeze=False)"),
+    **dict.fromkeys(("freeze", "_freeze"), "give it to HostEmbedding.from_pretrained(rows, freeze=...), or call requires_grad_(False)"),
+    "mode": "bags of rows are a HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
+    **dict.fromkeys(("path", "filename"), "the file of the rows is store="),
+}
+"""What to give instead, by the names that torch has for it."""
 
 _PIECE_BYTES = 16 << 20  # tables are copied in pieces of this size
 
@@ -127,9 +139,9 @@ class HostEmbedding(nn.Module):
         norm_type: Of ``max_norm``.
         scale_grad_by_freq: As in ``nn.Embedding``.
         init: How the table begins: the name of a function of ``torch.nn.init`` (``"normal"``, ``"xavier_uniform"``), or a function that
-            fills a tensor. Drawn from torch's generator as ``nn.Embedding`` does: the same seed gives the same table. None leaves a Store
-            that is given as it is, and is ``"normal"`` for others.
-        dtype: Of the table; torch's default if None.
+            fills the tensor that it is given, in place. Drawn from torch's generator as ``nn.Embedding`` does: the same seed gives the
+            same table. None leaves a Store that is given as it is, and is ``"normal"`` for others.
+        dtype: Of the table, as torch or numpy spells it; torch's default if None.
         store: Where the rows are: a path of a .npy file that is created, or a Store of shape (num_embeddings, embedding_dim); None for
             memory. A file of the same shape and dtype that is there already stays as it is, and can be used when ``checkpoint.resume`` has
             replaced its rows: so a run is resumed by the program that began it.
@@ -138,12 +150,16 @@ class HostEmbedding(nn.Module):
         name: What errors and checkpoints call it.
 
     Raises:
-        ArgumentError: Sizes or an initialiser that cannot be.
+        ArgumentError: Sizes, options or an initialiser that cannot be, or an ``init`` that returns another tensor than it was given.
+        UnknownArgument: There is no such argument. The message says what to give instead.
+        FileMissing: The directory of the file that ``store`` names does not exist.
+        MemoryError: The system does not have so much memory.
         StoreError: A store of another shape, a dtype that is not floating point, another file that is there already, or more bytes
             than memory or a file can have. If the rows of a file that was there already are used before ``checkpoint.resume`` has
             replaced them.
     """
 
+    @explain_arguments(HINTS)
     def __init__(
         self,
         num_embeddings: int,
@@ -154,7 +170,7 @@ class HostEmbedding(nn.Module):
         norm_type: float = 2.0,
         scale_grad_by_freq: bool = False,
         init: Init | None = None,
-        dtype: torch.dtype | None = None,
+        dtype: torch.dtype | npt.DTypeLike | None = None,
         store: Store | Path | None = None,
         pin: Pin = "auto",
         overwrite: bool = False,
@@ -165,7 +181,11 @@ class HostEmbedding(nn.Module):
         self.embedding_dim = whole_number(embedding_dim, "embedding_dim", most=sys.maxsize)
         self.name = name or f"{type(self).__name__}({num_embeddings}, {embedding_dim})"
         self.padding_idx = self._checked_padding(padding_idx)
-        self.max_norm, self.norm_type, self.scale_grad_by_freq = max_norm, norm_type, scale_grad_by_freq
+        self.max_norm = None if max_norm is None else real_number(max_norm, "max_norm", least=0)
+        self.norm_type = real_number(norm_type, "norm_type")
+        check_flag(scale_grad_by_freq, "scale_grad_by_freq")
+        check_flag(overwrite, "overwrite")
+        self.scale_grad_by_freq = scale_grad_by_freq
         fill = _initialiser(init)
         shape, self.overwrite, self.trainable = (self._n_own_rows(), self.embedding_dim), overwrite, True
         self._block: Block | None = None
@@ -196,7 +216,9 @@ class HostEmbedding(nn.Module):
 
         Raises:
             StoreError: They are not rows of floating point numbers.
+            ArgumentError: If ``freeze`` is neither True nor False, or an option cannot be.
         """
+        check_flag(freeze, "freeze")
         owned = isinstance(embeddings, (str, os.PathLike))
         if owned:
             store: Store = MmapStore(embeddings, mode="r" if freeze else "r+")
@@ -208,17 +230,17 @@ class HostEmbedding(nn.Module):
         table._owned = owned
         return table.requires_grad_(not freeze)
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+    def forward(self, ids: Any) -> torch.Tensor:
         """The rows of the ids, shape (*ids.shape, embedding_dim), on the device of the loop, or of ``ids`` outside a loop.
 
         Args:
-            ids: Integers of any dtype and shape.
+            ids: Integers of any dtype and shape, in a tensor, an array or a list.
 
         Raises:
             RowIndexError: An id is out of range, or was not announced to ``train_rows``.
             ClosedError: Outside a loop, where the rows would not be trained, in training and with gradients.
         """
-        positions, weight, padding = self._looked_up(ids)
+        positions, weight, padding = self._looked_up(_integers(ids, f"{self.name}: ids"))
         return functional.embedding(positions, weight, padding, self.max_norm, self.norm_type, self.scale_grad_by_freq)
 
     @property
@@ -249,7 +271,12 @@ class HostEmbedding(nn.Module):
         return self._block
 
     def requires_grad_(self, requires_grad: bool = True) -> HostEmbedding:
-        """Let the table be trained, or not. From the next loop on."""
+        """Let the table be trained, or not. From the next loop on.
+
+        Raises:
+            ArgumentError: If ``requires_grad`` is neither True nor False.
+        """
+        check_flag(requires_grad, "requires_grad")
         self.trainable = requires_grad
         return self
 
@@ -315,8 +342,12 @@ class HostEmbedding(nn.Module):
 
         Raises:
             OSError: What the file system says.
-            StoreError: It is the table's own file, which has the rows when a loop has ended; or this file was not resumed.
+            StoreError: It is the table's own file, which has the rows when a loop has ended; or this file was not resumed; or ``path``
+                is a directory.
+            FileMissing: If the directory of the file does not exist.
+            ArgumentError: If ``path`` is no path.
         """
+        check_file_to_make(path)
         self.require_resumed()
         self.land()
         if isinstance(self._store, MmapStore) and os.path.exists(path) and any(os.path.samefile(path, own) for own in self._store.paths):
@@ -431,17 +462,21 @@ class HostEmbedding(nn.Module):
     def _checked_padding(self, padding: int | None) -> int | None:
         if padding is None:
             return None
-        if not -self.num_embeddings <= padding < self.num_embeddings:
-            raise ArgumentError(f"padding_idx={padding}: expected a row of {self.num_embeddings}")
-        return padding % self.num_embeddings
+        n = self.num_embeddings
+        return whole_number(padding, "padding_idx", least=-n, most=n - 1, note=f" (a row of {n:,})") % n
 
-    def _opened(self, store: Store | Path | None, shape: tuple[int, int], dtype: torch.dtype | None, pin: Pin) -> tuple[Store, bool]:
+    def _opened(self, store: Store | Path | None, shape: tuple[int, int], dtype: Any, pin: Pin) -> tuple[Store, bool]:
         """The store, and whether it was made here."""
-        wanted = NUMPY.get(dtype or torch.get_default_dtype())
-        if wanted is None or not TORCH[wanted].is_floating_point:
+        wanted = dtype_of(torch.get_default_dtype() if dtype is None else dtype, self.name)
+        if not TORCH[wanted].is_floating_point:
             raise StoreError(f"{self.name}: dtype={dtype}; expected a floating point dtype")
         if store is None or isinstance(store, (str, os.PathLike)):
             shape_to_make(shape, wanted, self.name)
+        elif not isinstance(store, Store):
+            raise ArgumentError(
+                f"{self.name}: store={type(store).__name__}; expected a path of a .npy file, or a Store; rows that are there already are "
+                "given as pinfeed.ArrayStore(array), or to HostEmbedding.from_pretrained(array, freeze=False)"
+            )
         if store is None:
             return PinnedStore.empty(shape, wanted, pin=pin), True
         if isinstance(store, (str, os.PathLike)):
@@ -451,7 +486,7 @@ class HostEmbedding(nn.Module):
             return MmapStore.create(store, shape, wanted, overwrite=self.overwrite), True
         if (store.n_rows, *store.row_shape) != shape:
             raise StoreError(f"{self.name}: a store of shape {(store.n_rows, *store.row_shape)}; expected {shape}")
-        if not TORCH[np.dtype(store.dtype)].is_floating_point or dtype not in (None, TORCH[np.dtype(store.dtype)]):
+        if not TORCH[np.dtype(store.dtype)].is_floating_point or (dtype is not None and wanted != store.dtype):
             raise StoreError(f"{self.name}: a store of {store.dtype}; expected {dtype or 'a floating point dtype'}")
         return store, False
 
@@ -473,33 +508,33 @@ class HostEmbeddingBag(HostEmbedding):
         ArgumentError: Another mode.
     """
 
+    @explain_arguments(HINTS)
     def __init__(
         self, num_embeddings: int, embedding_dim: int, *, mode: str = "mean", include_last_offset: bool = False, **options: Any
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ArgumentError(f"mode={mode!r}: expected 'sum', 'mean' or 'max'")
+        check_flag(include_last_offset, "include_last_offset")
         super().__init__(num_embeddings, embedding_dim, **options)
         self.mode, self.include_last_offset = mode, include_last_offset
 
-    def forward(
-        self, ids: torch.Tensor, offsets: torch.Tensor | None = None, per_sample_weights: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def forward(self, ids: Any, offsets: Any = None, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
         """The reduced rows, shape (bags, embedding_dim).
 
         Args:
-            ids: Shape (bags, ids of a bag), or (n,) with ``offsets``.
-            offsets: Where in ``ids`` each bag begins, shape (bags,).
+            ids: Shape (bags, ids of a bag), or (n,) with ``offsets``; integers in a tensor, an array or a list.
+            offsets: Where in ``ids`` each bag begins, shape (bags,); likewise.
             per_sample_weights: Factors of the rows, in the shape of ``ids``; with mode ``"sum"`` only.
 
         Raises:
             RowIndexError: As for ``HostEmbedding``.
             ClosedError: As for ``HostEmbedding``.
         """
-        positions, weight, padding = self._looked_up(ids)
+        positions, weight, padding = self._looked_up(_integers(ids, f"{self.name}: ids"))
         return functional.embedding_bag(
             positions,
             weight,
-            offsets if offsets is None else offsets.to(positions),
+            offsets if offsets is None else _integers(offsets, f"{self.name}: offsets").to(positions),
             max_norm=self.max_norm,
             norm_type=self.norm_type,
             scale_grad_by_freq=self.scale_grad_by_freq,
@@ -528,9 +563,27 @@ def _position(rows: Rows, row: int) -> int | None:
     return at if at < len(rows) and rows[at] == row else None
 
 
+def _integers(values: Any, name: str) -> torch.Tensor:
+    """A tensor of integers in a tensor, which it is itself, in an array or in a list.
+
+    Raises:
+        RowIndexError: If they are something else than integers, or are of rows of different lengths.
+    """
+    if isinstance(values, torch.Tensor):
+        return values
+    try:
+        array = np.asarray(values)
+    except (TypeError, ValueError) as error:
+        raise RowIndexError(f"{name}: {described(error)}; expected integers in a tensor, an array or a list") from None
+    # numpy takes an empty list for floats.
+    if array.size and array.dtype.kind not in "iu":
+        raise RowIndexError(f"{name}: a {type(values).__name__} of {array.dtype}; expected integers in a tensor, an array or a list")
+    return torch.from_numpy(array.astype(np.int64))
+
+
 def _initialiser(init: Init | None) -> Callable[[torch.Tensor], Any]:
     if callable(init):
-        return init
+        return functools.partial(_filled, init)
     name = "normal" if init is None else str(init).removesuffix("_")
     names = [key[:-1] for key, value in vars(nn.init).items() if key.endswith("_") and not key.startswith("_") and _fills_alone(value)]
     if name not in names:
@@ -540,6 +593,20 @@ def _initialiser(init: Init | None) -> Callable[[torch.Tensor], Any]:
         )
     found: Callable[[torch.Tensor], Any] = getattr(nn.init, f"{name}_")
     return found
+
+
+def _filled(init: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> None:
+    """Let a user's function fill a tensor.
+
+    Raises:
+        ArgumentError: If it returns a tensor of other memory, which nothing would use.
+    """
+    returned = init(tensor)
+    if isinstance(returned, torch.Tensor) and returned.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+        raise ArgumentError(
+            f"init={init!r} returned another tensor than it was given; expected a function that fills the given tensor in place; give "
+            "lambda tensor: tensor.copy_(values), or HostEmbedding.from_pretrained(values, freeze=False)"
+        )
 
 
 def _fills_alone(function: Callable[..., Any]) -> bool:

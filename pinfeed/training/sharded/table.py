@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...arguments import check_flag
 from ...errors import ArgumentError, StoreError
 from ...rows import Rows
 from ...stores import ArrayStore, MmapStore, Store
@@ -85,7 +86,9 @@ class ShardedEmbedding(HostEmbedding):
 
         Raises:
             StoreError: They are not rows of floating point numbers.
+            ArgumentError: If ``freeze`` is neither True nor False, or an option cannot be.
         """
+        check_flag(freeze, "freeze")
         opened = isinstance(embeddings, (str, os.PathLike))
         whole: Store = MmapStore(embeddings) if opened else embeddings if isinstance(embeddings, Store) else ArrayStore(embeddings)
         try:
