@@ -211,7 +211,51 @@ def test_names_that_are_no_files(tmp_path: pathlib.Path, name: str) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("value", [{1: 2}, [(1, 2)], {"a": {2: 3}}, {"a": torch.ones(1)}])
+def test_numbers_of_numpy_are_saved_as_pythons(tmp_path: pathlib.Path) -> None:
+    values = {"step": np.int64(3), "loss": np.float32(0.1), "done": np.bool_(True), "more": [np.uint8(1), {"a": np.float16(0.5)}]}
+    checkpoint.save(tmp_path, **values)
+    found = checkpoint.resume(tmp_path)
+    assert found == {"step": 3, "loss": float(np.float32(0.1)), "done": True, "more": [1, {"a": 0.5}]}
+    assert [type(found[name]) for name in ("step", "loss", "done")] == [int, float, bool]
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        (nn.Linear, r"x: Linear is a class; expected an object of it; give x=Linear\(\.\.\.\)"),
+        (nn.Linear(1, 1).state_dict(), "x: a OrderedDict of tensors cannot be saved; .* give x=model, whose state_dict is saved"),
+        ({"a": torch.ones(1)}, "x: a dict of tensors cannot be saved"),
+    ],
+    ids=["class", "state_dict", "dict"],
+)
+def test_what_stands_for_a_module_is_refused(tmp_path: pathlib.Path, value: Any, message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        checkpoint.save(tmp_path / "c", x=value)
+    assert not (tmp_path / "c").exists()
+
+
+def test_an_object_without_a_name(tmp_path: pathlib.Path) -> None:
+    for function in (checkpoint.save, checkpoint.resume):
+        with pytest.raises(ArgumentError, match=r"expected path alone; .* by name: \w+\(path, model=model, optimizer=optimizer\)"):
+            function(tmp_path / "c", nn.Linear(1, 1))  # type: ignore[operator]
+    assert not (tmp_path / "c").exists()
+
+
+@pytest.mark.parametrize("path", [None, 3, b"c", ["c"]], ids=repr)
+@pytest.mark.parametrize("function", [checkpoint.save, checkpoint.resume, checkpoint.exists, checkpoint.check])
+def test_a_directory_that_is_no_path(function: Any, path: Any) -> None:
+    with pytest.raises(ArgumentError, match="expected a path, as a str or a"):
+        function(path)
+
+
+def test_one_save_in_place_of_the_directory(tmp_path: pathlib.Path) -> None:
+    one = checkpoint.save(tmp_path / "c", step=1)
+    for function in (checkpoint.resume, checkpoint.check):
+        with pytest.raises(CheckpointError, match=f"00000001 is one save; .* give {str(tmp_path / 'c')!r}"):
+            function(one)
+
+
+@pytest.mark.parametrize("value", [{1: 2}, [(1, 2)], {"a": {2: 3}}])
 def test_values_that_would_come_back_as_others(tmp_path: pathlib.Path, value: object) -> None:
     with pytest.raises(ArgumentError, match="keys that are str"):
         checkpoint.save(tmp_path / "c", value=value)
@@ -265,7 +309,9 @@ def test_arrays_are_saved_exactly(tmp_path: pathlib.Path, array: np.ndarray) -> 
         [torch.ones(2)],
         np.array(["a"]),
         np.ones(2, ">f4"),
-        np.int64(3),
+        np.complex64(3),
+        np.datetime64(3, "s"),
+        (np.int64(3),),
         np.ma.masked_array([1]),
     ],
     ids=repr,

@@ -23,7 +23,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..arguments import whole_number
+from ..arguments import check_path, explain_arguments, whole_number
 from ..errors import ArgumentError, CheckpointError, StoreError, described
 from ..stores import Store
 from ..tensors import TORCH, to_numpy, to_torch
@@ -39,10 +39,12 @@ Path = str | os.PathLike[str]
 
 _ASIDE, _GONE = ".writing-", ".removing-"
 _PLAIN = (type(None), bool, int, float, str)
+_BY_NAME = "model=model, optimizer=optimizer"
 _RETURNED = ("value", "tensor", "array")
 """Kinds of objects that resume returns; all others take over what was saved."""
 
 
+@explain_arguments({}, _BY_NAME)
 def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
     """Save everything that a run needs to go on; returns the directory of this save.
 
@@ -55,13 +57,15 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
         keep: Complete saves that stay, this one included.
         objects: By any names: tables (``HostEmbedding``), ``RowOptimizer`` s, what ``train_rows`` or ``Feeder`` returned, Stores, modules,
             optimizers, schedulers and everything else with ``state_dict`` and ``load_state_dict``; tensors and numpy arrays, each of which
-            is copied first; and plain values.
+            is copied first; and plain values. Numbers of numpy's, alone and in lists and dicts, are saved as Python's numbers, which
+            ``resume`` returns.
 
     Raises:
-        ArgumentError: Something that cannot be saved.
+        ArgumentError: Something that cannot be saved, or ``path`` is no path.
         StoreError: If a table or its optimizer's state is in a file that was there already, and was not resumed.
         OSError: What the file system says; the save before this one is as it was.
     """
+    check_path(path)
     whole_number(keep, "keep")
     for value in objects.values():
         for changing in _tables(value) if isinstance(value, RowOptimizer) else [value]:
@@ -110,6 +114,7 @@ def _save(path: pathlib.Path, place: Alone, keep: int, objects: Mapping[str, Any
     return final
 
 
+@explain_arguments({}, _BY_NAME)
 def resume(path: Path, **objects: Any) -> dict[str, Any]:
     """Let everything go on from the last complete save; returns the plain values, tensors and arrays that were saved, by name.
 
@@ -125,8 +130,10 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
 
     Raises:
         CheckpointError: There is none, a file is damaged or missing, or it is of other objects; or an object refuses its state.
+        ArgumentError: If ``path`` is no path, or an object is one that ``save`` refuses.
         ClosedError: A loop over one of the tables runs.
     """
+    check_path(path)
     place = _place(objects)
     with place.telling():
         directory, body, entries = _checked(pathlib.Path(path), place, objects)
@@ -179,8 +186,12 @@ def _checked(path: pathlib.Path, place: Alone, objects: Mapping[str, Any]) -> tu
 
 
 def exists(path: Path) -> bool:
-    """Whether there is a complete save to resume from; of sharded tables, in a directory that all ranks see."""
-    root = pathlib.Path(path)
+    """Whether there is a complete save to resume from; of sharded tables, in a directory that all ranks see.
+
+    Raises:
+        ArgumentError: If ``path`` is no path.
+    """
+    root = pathlib.Path(check_path(path))
     return bool(_numbers(root)) or any(set.intersection(*(set(_numbers(part)) for part in parts)) for parts in whole_parts(root))
 
 
@@ -192,8 +203,9 @@ def check(path: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: There is none, or a file is damaged or missing.
+        ArgumentError: If ``path`` is no path.
     """
-    directory = _newest(pathlib.Path(path), Alone())
+    directory = _newest(pathlib.Path(check_path(path)), Alone())
     body = manifest.read(directory)
     for name, file in body["files"].items():
         manifest.check_file(directory / name, file)
@@ -235,6 +247,8 @@ def _entry(name: str, value: Any) -> _Entry:
     """
     if not name.isidentifier() or name == "random":
         raise ArgumentError(f"an object named {name!r}; expected a name that a variable may have, and not 'random'")
+    if isinstance(value, type):
+        raise ArgumentError(f"{name}: {value.__name__} is a class; expected an object of it; give {name}={value.__name__}(...)")
     if isinstance(value, HostEmbedding):
         return _Entry(name, "table", {f"{name}.npy": _writable(name, value.store)})
     if isinstance(value, RowOptimizer):
@@ -248,18 +262,33 @@ def _entry(name: str, value: Any) -> _Entry:
         return _Entry(name, "store", {f"{name}.npy": _writable(name, value)})
     if callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None)):
         return _Entry(name, "state", {}, value)
-    if _is_plain(value):
-        return _Entry(name, "value", {}, value=value)
+    if _is_plain(plain := _without_numpy(value)):
+        return _Entry(name, "value", {}, value=plain)
     if type(value) in (torch.Tensor, nn.Parameter) and value.layout is torch.strided and not value.is_meta:
         # Of a view, torch would save all of the memory that it is a part of.
         return _Entry(name, "tensor", {}, state=lambda: value.detach().cpu().clone(memory_format=torch.contiguous_format))
     if type(value) is np.ndarray and value.dtype in TORCH and value.dtype.isnative:
         return _Entry(name, "array", {}, state=lambda: to_torch(np.array(value, order="C")))
+    if isinstance(value, Mapping) and any(isinstance(one, torch.Tensor) for one in value.values()):
+        raise ArgumentError(
+            f"{name}: a {type(value).__name__} of tensors cannot be saved; expected the object that it is the state of; give {name}=model, "
+            "whose state_dict is saved, and loaded by resume; or give each tensor by a name of its own"
+        )
     raise ArgumentError(
         f"{name}: a {type(value).__name__} cannot be saved; expected tables, Stores, objects with state_dict and load_state_dict, dense "
         "tensors and arrays of numbers (each by a name of its own), or plain values: None, bool, int, float, str, and lists and dicts "
-        "(with keys that are str) of these; of a number of numpy's give item()"
+        "(with keys that are str) of these"
     )
+
+
+def _without_numpy(value: Any) -> Any:
+    """A value with Python's numbers in place of numpy's, in lists and dicts too; numbers that Python does not have stay as they are."""
+    if isinstance(value, dict):
+        return {key: _without_numpy(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_without_numpy(inner) for inner in value]
+    number = value.item() if isinstance(value, np.generic) else None
+    return number if isinstance(number, (bool, int, float)) and not isinstance(value, np.timedelta64) else value
 
 
 def _is_plain(value: Any) -> bool:
@@ -347,6 +376,8 @@ def _newest(path: pathlib.Path, place: Alone) -> pathlib.Path:
         CheckpointError: There is none.
     """
     root = place.part(path)
+    if (path / manifest.NAME).is_file():
+        raise CheckpointError(f"{path} is one save; expected the directory that checkpoint.save was given; give {str(path.parent)!r}")
     return root / f"{place.newest(path, _numbers(root)):08d}"
 
 
