@@ -11,7 +11,7 @@ In brackets what each is besides, so that ``except`` clauses that are there alre
     ├── EstimateError      (RuntimeError)       a training step whose memory cannot be predicted
     ├── RowIndexError      (IndexError)         row numbers out of range, negative or not integers
     ├── StoreError         (ValueError)         rows that pinfeed cannot serve: damaged file, wrong dtype
-    │   └── FileMissing    (FileNotFoundError)  no such file
+    │   └── FileMissing    (FileNotFoundError)  no such file, or no directory to make it in
     ├── ReadError          (OSError)            a file that failed or shrank while it was read
     ├── WriteBackError     (ValueError)         values that cannot be written back
     ├── DeviceError        (RuntimeError)       a device that does not exist or cannot do what was asked
@@ -70,7 +70,7 @@ class StoreError(PinfeedError, ValueError):
 
 
 class FileMissing(StoreError, FileNotFoundError):
-    """A file that is not there."""
+    """A file that is not there, or the directory in which one is to be made."""
 
 
 class ReadError(PinfeedError, OSError):

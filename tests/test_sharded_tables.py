@@ -761,7 +761,7 @@ def test_rank_0_cannot_export(tmp_path: Path) -> None:
     ranks = RankThreads(2)
     first, second = ranks.run(lambda rank: Body(ranks, rank).table.export(tmp_path / "no" / "whole.npy"))
     assert isinstance(first, FileNotFoundError)
-    assert "rank 0: failed (FileNotFoundError" in str(second)
+    assert "rank 0: failed (FileMissing" in str(second)
 
 
 # ---- processes -------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
-from ..dtypes import BFLOAT16, DTYPES, dtype_of
+from ..dtypes import BFLOAT16, DTYPES, check_dtype, numpy_dtype_of
 from ..errors import ArgumentError, StoreError
 from ..rows import Rows
 from ..stores import ArrayStore, MmapStore, PinnedStore, Store
@@ -186,11 +186,8 @@ def as_dtype(value: Any) -> np.dtype[Any]:
     Raises:
         StoreError: If it is not a dtype, or not one that both numpy and torch have.
     """
-    if not isinstance(value, torch.dtype):
-        try:
-            return dtype_of(value, "datatype")
-        except TypeError:
-            raise StoreError(f"datatype={value!r} is not a dtype; expected one of {', '.join(sorted(DTYPES))}") from None
-    if value not in NUMPY:
-        raise StoreError(f"datatype {value}: expected one of {', '.join(map(str, NUMPY))}")
-    return NUMPY[value]
+    try:
+        found = numpy_dtype_of(value, "datatype")
+    except StoreError:
+        raise StoreError(f"datatype={value!r} is not a dtype; expected one of {', '.join(sorted(DTYPES))}") from None
+    return check_dtype(found, "datatype")

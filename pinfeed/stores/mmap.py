@@ -64,6 +64,8 @@ class MmapStore(ShardedStore[Shard]):
     Raises:
         FileMissing: A file, or every file of a pattern, is missing.
         StoreError: Not a .npy file, truncated, no rows, Fortran order, a dtype that torch has not, or shards that do not match.
+        ArgumentError: If ``path`` is no path, ``mode`` neither "r" nor "r+", or ``keep_cache`` neither True, False nor None.
+        UnknownArgument: If there is no such argument. The message says what to give instead.
     """
 
     _here: ClassVar[tuple[str, ...]] = (*ShardedStore._here, "_dirty", "_contexts", "_inodes")
@@ -91,7 +93,7 @@ class MmapStore(ShardedStore[Shard]):
         Args:
             path: As above.
             shape: (n_rows, *row_shape) of each file, whole numbers, at least 1; with n_rows -1, as many rows as the file has.
-            dtype: Of the items; ``">f4"`` for the other byte order.
+            dtype: Of the items, as numpy or torch spells it; ``">f4"`` for the other byte order.
             offset: Bytes before the first row.
             mode: As above.
             keep_cache: As above.
