@@ -548,8 +548,10 @@ def test_more_memory_than_an_address_can_tell() -> None:
 
 
 def test_a_file_that_is_overwritten_is_replaced_when_the_new_one_is_whole(tmp_path: Path) -> None:
-    """An open file goes on as it was; a link stays one."""
+    """An open file goes on as it was; a link stays one, and so do permissions. What a killed process has left is in nobody's way."""
     np.save(tmp_path / "old.npy", np.ones((3, 2), np.float32))
+    (tmp_path / "old.npy").chmod(0o640)
+    (tmp_path / f"old.npy.{os.getpid()}.writing").write_bytes(b"left")
     (tmp_path / "link.npy").symlink_to(tmp_path / "old.npy")
     with MmapStore(tmp_path / "old.npy") as before:
         before.gather(np.arange(1), np.empty((1, 2), np.float32))  # opens it
@@ -558,6 +560,7 @@ def test_a_file_that_is_overwritten_is_replaced_when_the_new_one_is_whole(tmp_pa
     assert np.load(tmp_path / "old.npy").tolist() == [[0, 0]] * 4
     assert (tmp_path / "link.npy").is_symlink()
     assert sorted(os.listdir(tmp_path)) == ["link.npy", "old.npy"]
+    assert (tmp_path / "old.npy").stat().st_mode & 0o777 == 0o640
 
 
 def test_a_store_of_ones_own(tmp_path: Path) -> None:

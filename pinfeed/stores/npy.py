@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import errno
 import io
 import math
 import os
+import shutil
 from dataclasses import dataclass
 from typing import IO, Any
 
@@ -69,7 +71,8 @@ def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite
     target, nbytes = os.path.realpath(path), math.prod(shape) * dtype.itemsize
     made = f"{target}.{os.getpid()}.writing" if overwrite else path
     try:
-        file = open(made, "xb")  # noqa: SIM115  # closed below, before it is renamed or removed
+        # One under way that a killed process has left is in nobody's way.
+        file = open(made, "wb" if overwrite else "xb")  # noqa: SIM115  # closed below, before it is renamed or removed
     except FileExistsError:
         raise StoreError(f"{made} is there already; open it (MmapStore, from_pretrained), remove it, or give overwrite=True") from None
     try:
@@ -77,9 +80,12 @@ def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite
             np.lib.format.write_array_header_2_0(file, fields)
             file.truncate(file.tell() + nbytes)
         if overwrite:
+            with contextlib.suppress(FileNotFoundError):
+                shutil.copymode(target, made)
             os.replace(made, target)
     except BaseException as error:
-        os.remove(made)
+        with contextlib.suppress(FileNotFoundError):  # an interrupt behind the replacement
+            os.remove(made)
         if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.EINVAL):
             raise StoreError(
                 f"{path}: shape {shape} of {dtype} takes {nbytes:,} bytes, which the file system refuses for one file "
