@@ -309,8 +309,8 @@ class Loop:
         assert self._running is not None
         if not is_abandoned(self._running):
             raise ClosedError(
-                "a loop over this feeder is running: somebody keeps its iterator; close() the iterator, or the feeder, or make a second "
-                "feeder; iterate pinfeed.restartable(feeder) where a framework, or a notebook, keeps it"
+                "a loop over this feeder is running: somebody keeps its iterator; close() that iterator, make a second feeder, or iterate "
+                "pinfeed.restartable(feeder), where each loop ends the one before; feeder.close() ends this one, and the feeder for good"
             )
         if (generator := self._running()) is not None:
             generator.close()
