@@ -262,7 +262,7 @@ def uniform(**arguments: Any) -> PinnedStore:
         (uniform, "low", [None, "x"], "a number"),
         (uniform, "high", [None, "x", -1], "a number, at least 0 (low=0)"),
     ],
-    ids=str,
+    ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
 def test_numbers_that_are_none(make: Callable[..., Any], name: str, values: list[Any], expected: str) -> None:
     for value in values:
