@@ -113,7 +113,8 @@ class Feeder:
         batch_size: Rows per batch. Give this or ``config``; neither where ``rows`` gives whole batches.
         config: Memory limits from which the batch size follows.
         rows: Which rows in which order: an order of ``pinfeed.rows``, a torch Sampler or BatchSampler, or any iterable of row numbers or
-            of whole batches of row numbers.
+            of whole batches of row numbers. A sampler that tells its ``epoch``, as DistributedSampler does, is set to that of the loop,
+            unless its owner sets another one, which then is the loop's.
         shuffle: Short for ``rows=pinfeed.rows.shuffled(seed)``.
         seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch).
         drop_last: Leave out a last batch that is not full.
@@ -278,7 +279,10 @@ class Feeder:
         return self._loop.epoch
 
     def set_epoch(self, number: int) -> None:
-        """Let the next loop be epoch ``number``. Without it, every loop is the epoch after the one before."""
+        """Let the next loop be epoch ``number``. Without it, every loop is the epoch after the one before.
+
+        A position that was loaded in this epoch is kept, so that a program may set each epoch, the one that it goes on with too.
+        """
         self._loop.set_epoch(number)
 
     def state_dict(self) -> dict[str, Any]:

@@ -212,7 +212,10 @@ class ReaderFeeder:
         return self._loop.epoch
 
     def set_epoch(self, number: int) -> None:
-        """Let the next loop be epoch ``number``. Without it, every loop is the epoch after the one before."""
+        """Let the next loop be epoch ``number``. Without it, every loop is the epoch after the one before.
+
+        A position that was loaded in this epoch is kept, so that a program may set each epoch, the one that it goes on with too.
+        """
         self._loop.set_epoch(number)
 
     def state_dict(self) -> dict[str, Any]:
