@@ -195,7 +195,7 @@ def test_a_feeder_in_each_of_eight_threads(tmp_path: Path) -> None:
 
 def test_one_feeder_in_two_threads() -> None:
     """One of them gets the loop. Its iterator, handed to the other as well, is in use whenever the first waits."""
-    for _ in range(20):
+    for _ in range(5):
         together = threading.Barrier(2)
         with Feeder(np.zeros((N, 2)), batch_size=SIZE) as feeder:
 
