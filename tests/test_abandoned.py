@@ -1,6 +1,5 @@
 """Loops that only a traceback keeps give way to the next one; all others are refused."""
 
-import gc
 import itertools
 import sys
 import threading
@@ -19,15 +18,6 @@ from pinfeed.errors import ClosedError
 pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="before Python 3.11 such a loop is refused")
 
 N = 5
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _few_objects() -> Iterator[None]:
-    """The collector looks at what a test makes, and not at all that the suite has made before: that would take most of the time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def rows_loop() -> Any:
