@@ -26,7 +26,7 @@ def _rates_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _few_objects() -> None:
-    """The collector looks at what tests make, and not at all the modules and cases again and again: that took a quarter of the time."""
+    """The collector looks at what tests make, and not at all the modules and cases again and again: that took a fifth of the time."""
     gc.collect()
     gc.freeze()
 
