@@ -188,7 +188,7 @@ class Plan:
         return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: a table of every use of memory, and the totals with their limits."""
+        """Return what a notebook shows: a table of every use of memory, and the totals with their limits."""
         from tabulate import tabulate
 
         names = {"host": "host", "pinned": "host, page-locked", "device": "device"}

@@ -48,7 +48,7 @@ HINTS = {
     "transform": "apply it to the batch in the loop, on the device; or give pinfeed.wrap_loader(DataLoader(...))",
     "dtype": "batches have the dtype of the source; convert them in the loop",
 }
-"""What to give instead, by the names that DataLoader and others have for it."""
+"""Advice, by the names that DataLoader and others have for it."""
 
 
 class Batch:

@@ -38,7 +38,7 @@ _BY_TYPE = {
     ("pinfeed", "Restartable"): _FEEDER,
     ("torch", "Dataset"): _LOADER,
 }
-"""What to give instead, by the package and the name of a type; the first that fits."""
+"""Advice, by the package and the name of a type; the first that fits."""
 
 _ZIP = "a zip archive"
 _KINDS = {
@@ -55,7 +55,7 @@ _KINDS = {
     b"\xff\xd8\xff": ("a JPEG image", "read it with wrap_readers, or save decoded images with np.save"),
     b"\x89PNG": ("a PNG image", "read it with wrap_readers, or save decoded images with np.save"),
 }
-"""What files begin with, and what to do with those."""
+"""Kinds of files by their first bytes, with advice."""
 _TORCH = (
     "a file of torch.save",
     "load it with torch.load(path, weights_only=True), and give the tensor or save np.save(name, tensor.numpy())",
@@ -74,7 +74,7 @@ _SUFFIXES = {
     ".hdf5": _KINDS[b"\x89HDF"],
     ".zarr": ("a Zarr array", f"open it with zarr, and {_COPY}"),
 }
-"""What names of files end with, where that says more than what the file begins with."""
+"""Kinds of files by the end of their names, where that says more than their first bytes."""
 
 
 def is_array_like(value: Any) -> bool:
@@ -83,7 +83,7 @@ def is_array_like(value: Any) -> bool:
 
 
 def of_object(value: Any) -> str:
-    """What to give in the place of an object that is no source."""
+    """Return advice on what to give in the place of an object that is no source."""
     kinds = [(kind.__module__.split(".")[0], kind.__name__) for kind in type(value).__mro__]
     if isinstance(value, type):
         return f"{value.__name__} is a class: give an object of it"
@@ -109,7 +109,7 @@ def of_object(value: Any) -> str:
 
 
 def of_file(path: str, start: bytes = b"") -> tuple[str, str] | None:
-    """What a file that is no .npy file may be, and what to do with it; None if that is not known.
+    """Return the kind of a file that is no .npy file, with advice; None if that is not known.
 
     Args:
         path: The file.

@@ -37,7 +37,7 @@ HINTS = {
     "ranks": "the DataLoader has the order: give it sampler=DistributedSampler(dataset)",
     "transform": "give it to the dataset, or apply it to the batch in the loop",
 }
-"""What to give instead, by the names that DataLoader and Feeder have for it."""
+"""Advice, by the names that DataLoader and Feeder have for it."""
 
 
 @explain_arguments(HINTS)

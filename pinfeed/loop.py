@@ -110,7 +110,7 @@ class Loop:
         return self._fresh
 
     def __str__(self) -> str:
-        """How far ahead it runs, and whether it still can: the end of what the ``repr`` of a feeder says."""
+        """Say how far ahead it runs, and whether it is closed: the end of a feeder's ``repr``."""
         return f"{self._pace.depth} ahead{', closed' if self._closed else ''}"
 
     @property

@@ -22,7 +22,7 @@ HINTS = {
     name: f"a RowDataset has rows and no batches; give it to DataLoader(RowDataset(source), {name}=...), or use Feeder(source, ...)"
     for name in (*_OF_LOADER, *_MORE_OF_LOADER, "in_order")
 } | {"transform": "apply it to what the dataset gives, in the collate_fn of the DataLoader or in the loop"}
-"""What to give instead, by the names that DataLoader has for it."""
+"""Advice, by the names that DataLoader has for it."""
 
 
 class RowDataset(Dataset[Any]):

@@ -199,7 +199,7 @@ class SharedBatches:
         return 0 < batch == self._read(batch, theirs)[2]
 
     def _read(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Done, int]:
-        """Of a state: the ranks, what had been done before them, and the batches that each of them has, at most."""
+        """Read a state: the number of ranks, what had been done before them, and the batches that each of them has, at most."""
         try:
             world_size, done = int(theirs["world_size"]), tuple((int(a), int(n)) for a, n in theirs["done"])
         except (KeyError, TypeError, ValueError) as error:

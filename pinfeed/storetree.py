@@ -152,7 +152,7 @@ class StoreTree:
         return " and ".join(f"{tensor} for {name}" for tensor, name in zip(tensors, self.names, strict=True))
 
     def _differences(self, given: Mapping[str, Any]) -> str:
-        """What is missing in ``given``, and what the source does not have, in words; nothing where neither is a structure."""
+        """Say what is missing in ``given``, and what the source does not have; nothing where neither is a structure."""
         missing = [name.removeprefix("source") for name in self.names if name not in given]
         unknown = [name.removeprefix("source") for name in given if name not in self.names]
         without = f" without {', '.join(missing)}" if any(missing) else ""

@@ -80,12 +80,12 @@ class Call(Generic[R]):
         return self._done
 
     def exception(self) -> BaseException | None:
-        """What the function raised, if anything, once it has ended."""
+        """Wait until the function has ended; return its error, or None."""
         self._wait()
         return self._error
 
     def result(self) -> R:
-        """What the function returned, once it has.
+        """Wait until the function has ended; return its result.
 
         Raises:
             Exception: If the function raised it.
@@ -110,7 +110,7 @@ class Call(Generic[R]):
 
 
 _Calls = queue.SimpleQueue["Call[Any] | weakref.ref[ThreadPool] | None"]
-"""What threads are to do; anything else than a call ends them."""
+"""The calls that threads are to make; anything else ends the threads."""
 
 
 class ThreadPool:

@@ -123,7 +123,7 @@ def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[A
 
 
 def source_of(stores: Sequence[AnyShardedStore]) -> Any:
-    """What a ``Feeder`` is given: the one store, or a tuple of several."""
+    """Return the source of a ``Feeder``: the one store, or a tuple of several."""
     return stores[0] if len(stores) == 1 else tuple(stores)
 
 

@@ -208,7 +208,7 @@ class FeederStats(Totals):
         return f"{super().__str__()}; memory: {self.memory}"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the verdict, and a table of the numbers behind it."""
+        """Return what a notebook shows: the verdict, and a table of the numbers behind it."""
         from tabulate import tabulate
 
         memory = dataclasses.asdict(self.memory)

@@ -41,7 +41,7 @@ class Timeline:
         return f"<Timeline: {len(self._taken):,} spans of {n_loops:,} loop{'s' * (n_loops != 1)}>"
 
     def _repr_png_(self) -> bytes | None:
-        """What a notebook shows: the picture; None without spans, or without matplotlib."""
+        """Return what a notebook shows: the picture; None without spans, or without matplotlib."""
         spans, file = self.spans, io.BytesIO()
         start, end = middle(spans, PICTURED_BATCHES) if spans else (0.0, 0.0)
         if not start < end:

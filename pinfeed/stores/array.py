@@ -112,7 +112,7 @@ SHARED = (
     "of which several elements are the same memory, as expand() and as_strided() make them, cannot be written, because one row would "
     "overwrite another; expected an array with memory for each element: give a copy"
 )
-"""What errors say of an array that shares memory with itself."""
+"""The words of errors about an array that shares memory with itself."""
 
 
 def shares_itself(array: Array) -> bool:

@@ -45,7 +45,7 @@ HINTS = {
     ),
     **dict.fromkeys(("filename", "file"), "the path comes first, without a name"),
 }
-"""What to give instead, by the names that numpy has for it."""
+"""Advice, by the names that numpy has for it."""
 
 _PIECE_BYTES = 4 << 20  # rows are written in pieces of this size, of which there may be copies
 

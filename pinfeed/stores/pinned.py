@@ -29,7 +29,7 @@ HINTS = {
     **dict.fromkeys(("pinned", "pin_memory", "page_locked"), "give pin=True, pin=False or pin='auto'"),
     **dict.fromkeys(("shape", "dtype"), _OF_A_SHAPE),
 }
-"""What to give instead, by the names that torch has for it."""
+"""Advice, by the names that torch has for it."""
 
 Pin = Literal["auto"] | bool
 

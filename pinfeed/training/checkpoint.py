@@ -335,7 +335,7 @@ def _load(path: pathlib.Path) -> Any:
 
 
 def _value(directory: pathlib.Path, name: str, saved: Mapping[str, Any]) -> Any:
-    """What resume returns for an object, given how it was saved."""
+    """Return the value, tensor or array that was saved."""
     if saved["kind"] == "value":
         return saved["value"]
     path = directory / f"{name}.pt"

@@ -39,7 +39,7 @@ HINTS = {
     "mode": "bags of rows are a HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
     **dict.fromkeys(("path", "filename"), "the file of the rows is store="),
 }
-"""What to give instead, by the names that torch has for it."""
+"""Advice, by the names that torch has for it."""
 
 _PIECE_BYTES = 16 << 20  # tables are copied in pieces of this size
 

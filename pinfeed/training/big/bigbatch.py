@@ -45,7 +45,7 @@ _HINTS = {
     "device": "move the model there: model.to(device)",
     **dict.fromkeys(("gpu_memory_limit", "cpu_memory_limit"), "limits are given together: config=pinfeed.Config(...)"),
 }
-"""What to give instead, by names that users try."""
+"""Advice, by names that users try."""
 
 
 class BigBatch:

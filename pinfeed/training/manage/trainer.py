@@ -40,7 +40,7 @@ _HINTS = {
     **dict.fromkeys(("gpu_memory_limit", "cpu_memory_limit"), "limits are given together: config=pinfeed.Config(...)"),
     **dict.fromkeys(("max_norm", "grad_clip", "max_grad_norm", "gradient_clip_val"), "give it as clip_norm="),
 }
-"""What to give instead, by the names that other trainers have for it."""
+"""Advice, by the names that other trainers have for it."""
 
 
 class Trainer:

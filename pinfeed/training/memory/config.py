@@ -36,7 +36,7 @@ _HINTS = {
     **dict.fromkeys(("cpu_memory", "cpu_limit", "memory", "memory_limit", "host_memory", "ram", "max_memory"), _CPU),
     "chunk_size": "give it to the Trainer or the BigBatch, in place of config=",
 }
-"""What to give instead, by names that users try."""
+"""Advice, by names that users try."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)

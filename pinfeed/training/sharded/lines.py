@@ -95,7 +95,7 @@ def _beside(group: Any, ranks: list[int]) -> Any:
 
 
 def _timeout_of(group: Any) -> timedelta | None:
-    """How long an exchange of a group waits for a rank; None, torch's default, for a backend that does not tell.
+    """Return the time that an exchange of a group waits for a rank; None, torch's default, for a backend that does not tell.
 
     torch has no public function for this. Groups that were made for several devices have one timeout for all of them.
     """
