@@ -22,7 +22,7 @@ import pinfeed
 from benchmarks.budget import batch
 from benchmarks.environment import environment, save
 from benchmarks.zoo import ZOO
-from pinfeed.memory import resident_bytes
+from pinfeed.memory.host import resident_bytes
 
 STRATEGIES = ("accumulate", "two_pass", "checkpoint", "offload")
 CHUNK, N = 32, 64 * 32

@@ -24,7 +24,7 @@ import pinfeed
 from benchmarks.environment import environment, save
 from benchmarks.second_zoo import SECOND_ZOO
 from benchmarks.zoo import ZOO, Case
-from pinfeed.memory import resident_bytes
+from pinfeed.memory.host import resident_bytes
 
 LIMIT = pinfeed.GiB(1)
 

@@ -14,8 +14,8 @@ import torch
 
 from benchmarks.peers import Task
 from benchmarks.rowfile import Kind, drop
-from pinfeed.cli.cache import read_through
-from pinfeed.cli.ceilings import copy_rates, random_rate, seconds_of, sequential_rate
+from pinfeed.cli.measure.bandwidth import copy_rates, random_rate, seconds_of, sequential_rate
+from pinfeed.cli.measure.page_cache import read_through
 
 _RING = 4
 _MADV_POPULATE_READ = 22  # linux/mman.h

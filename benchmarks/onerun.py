@@ -20,7 +20,7 @@ import pinfeed
 from benchmarks.ceilings import Compute
 from benchmarks.peers import CONTESTANTS, Contestant, Epochs, Task, litdata_folder, order_of
 from benchmarks.rowfile import Kind, drop, expected
-from pinfeed.cli.cache import cached_share, read_through
+from pinfeed.cli.measure.page_cache import cached_share, read_through
 
 _CHECKED_BATCHES = 8
 _CHECKED_FEEDER_BATCHES = 300

@@ -17,8 +17,8 @@ import torch
 
 import pinfeed
 from benchmarks.rowfile import Kind
-from pinfeed.batches import OrderBatches
-from pinfeed.rows import Order
+from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.orders import Order
 
 Batches = list[Any]  # of row numbers, shape (batch_size,), or of slices
 Epochs = Iterator[Iterable[torch.Tensor]]

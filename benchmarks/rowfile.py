@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from pinfeed.cli import cache
+from pinfeed.cli.measure import page_cache
 
 _PIECE = 4 << 20
 
@@ -64,6 +64,6 @@ def drop(paths: Iterable[Path]) -> None:
         RuntimeError: Something of them is still there, as it is while a memory map uses it.
     """
     for path in paths:
-        cache.drop([path])
-        if share := cache.cached_share([path]):
+        page_cache.drop([path])
+        if share := page_cache.cached_share([path]):
             raise RuntimeError(f"{path}: {share:.1%} of it stays in the page cache: give a --dir on a disk")

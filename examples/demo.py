@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 import pinfeed
-from pinfeed.config import human
+from pinfeed.memory.limits import human
 
 LIMIT = pinfeed.MiB(256)
 STEP = pinfeed.MiB(96)

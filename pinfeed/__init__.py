@@ -9,9 +9,8 @@ if sys.platform != "linux":
         f"pinfeed runs on Linux, and this is {sys.platform}; on Windows, use it within WSL 2, else in a container or on a server"
     )
 
-from . import errors, rows
-from .config import GiB, KiB, MiB, Plan
-from .errors import (
+from pinfeed import errors, rows
+from pinfeed.errors import (
     ArgumentError,
     BudgetError,
     CheckpointError,
@@ -33,44 +32,45 @@ from .errors import (
     WorkerError,
     WriteBackError,
 )
-from .feeder import Batch, Feeder
-from .loader import wrap_loader
-from .ranks import Ranks
-from .readers import wrap_readers
-from .restarting import restartable
-from .seeing.stats import FeederStats
-from .stores import ArrayStore, ArrowStore, MmapStore, PinnedStore, RemoteStore, Store
+from pinfeed.feeders.dataloader import wrap_loader
+from pinfeed.feeders.feeder import Batch, Feeder
+from pinfeed.feeders.functions import wrap_readers
+from pinfeed.feeders.restartable import restartable
+from pinfeed.memory.limits import GiB, KiB, MiB, Plan
+from pinfeed.profiling.stats import FeederStats
+from pinfeed.rows.ranks import Ranks
+from pinfeed.stores import ArrayStore, ArrowStore, MmapStore, PinnedStore, RemoteStore, Store
 
 if TYPE_CHECKING:
-    from .rowdataset import RowDataset as RowDataset
-    from .training import checkpoint as checkpoint
-    from .training.big.bigbatch import BigBatch as BigBatch
-    from .training.embedding import HostEmbedding as HostEmbedding
-    from .training.embedding import HostEmbeddingBag as HostEmbeddingBag
-    from .training.manage.monitor import MemoryMonitor as MemoryMonitor
-    from .training.manage.trainer import Trainer as Trainer
-    from .training.memory.config import Config as Config
-    from .training.memory.estimate import estimate as estimate
-    from .training.optimizer import RowOptimizer as RowOptimizer
-    from .training.rowloop import train_rows as train_rows
-    from .training.sharded.table import ShardedEmbedding as ShardedEmbedding
-    from .training.sharded.table import ShardedEmbeddingBag as ShardedEmbeddingBag
+    from pinfeed.feeders.dataset import RowDataset as RowDataset
+    from pinfeed.training import checkpoint as checkpoint
+    from pinfeed.training.distributed.table import ShardedEmbedding as ShardedEmbedding
+    from pinfeed.training.distributed.table import ShardedEmbeddingBag as ShardedEmbeddingBag
+    from pinfeed.training.embeddings.optimizer import RowOptimizer as RowOptimizer
+    from pinfeed.training.embeddings.table import HostEmbedding as HostEmbedding
+    from pinfeed.training.embeddings.table import HostEmbeddingBag as HostEmbeddingBag
+    from pinfeed.training.large_batch.big_batch import BigBatch as BigBatch
+    from pinfeed.training.memory_model.config import Config as Config
+    from pinfeed.training.memory_model.estimate import estimate as estimate
+    from pinfeed.training.row_loop.loop import train_rows as train_rows
+    from pinfeed.training.trainer.memory_monitor import MemoryMonitor as MemoryMonitor
+    from pinfeed.training.trainer.trainer import Trainer as Trainer
 
 __version__ = "0.1.0"
 
 _WITH_TORCH = {
-    "Config": "training.memory.config",
-    "HostEmbedding": "training.embedding",
-    "HostEmbeddingBag": "training.embedding",
-    "MemoryMonitor": "training.manage.monitor",
-    "RowDataset": "rowdataset",
-    "RowOptimizer": "training.optimizer",
-    "ShardedEmbedding": "training.sharded.table",
-    "ShardedEmbeddingBag": "training.sharded.table",
-    "Trainer": "training.manage.trainer",
-    "BigBatch": "training.big.bigbatch",
-    "estimate": "training.memory.estimate",
-    "train_rows": "training.rowloop",
+    "Config": "training.memory_model.config",
+    "HostEmbedding": "training.embeddings.table",
+    "HostEmbeddingBag": "training.embeddings.table",
+    "MemoryMonitor": "training.trainer.memory_monitor",
+    "RowDataset": "feeders.dataset",
+    "RowOptimizer": "training.embeddings.optimizer",
+    "ShardedEmbedding": "training.distributed.table",
+    "ShardedEmbeddingBag": "training.distributed.table",
+    "Trainer": "training.trainer.trainer",
+    "BigBatch": "training.large_batch.big_batch",
+    "estimate": "training.memory_model.estimate",
+    "train_rows": "training.row_loop.loop",
 }
 
 __all__ = [

@@ -1,6 +1,6 @@
 """``python -m pinfeed``: the command."""
 
-from .cli.command import main
+from pinfeed.cli.main import main
 
 if __name__ == "__main__":
     main(prog_name="pinfeed")

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pinfeed.devices import tuning
+from pinfeed.devices import route_benchmark
 
 # With this setting products of cuBLAS, and recurrent layers of cuDNN, add up in one order, run after run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -20,7 +20,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 @pytest.fixture(autouse=True, scope="session")
 def _rates_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tuning, "_cache", lambda: tmp_path_factory.getbasetemp())
+        patch.setattr(route_benchmark, "_cache", lambda: tmp_path_factory.getbasetemp())
         yield
 
 

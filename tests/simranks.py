@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pinfeed.training.sharded.lines import Peers
+from pinfeed.training.distributed.process_groups import Peers
 
 TIMEOUT_S = 20
 

@@ -16,14 +16,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
-from pinfeed.access import advised, choose, resident, windowed
-from pinfeed.access.advised import Advised
-from pinfeed.access.base import Access, Direct, StoreRows
-from pinfeed.access.resident import Resident
-from pinfeed.access.windowed import Windowed
-from pinfeed.batches import OrderBatches
-from pinfeed.rows import Order
-from pinfeed.stores import pagecache
+from pinfeed.readahead import choose, in_memory
+from pinfeed.readahead import page_cache as advised
+from pinfeed.readahead import windows as readahead_windows
+from pinfeed.readahead.base import Access, Direct, StoreRows
+from pinfeed.readahead.in_memory import Resident
+from pinfeed.readahead.page_cache import Advised
+from pinfeed.readahead.windows import Windowed
+from pinfeed.rows import orders
+from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.orders import Order
+from pinfeed.stores.disk import page_cache as pagecache
 
 N, WIDTH = 5000, 64
 BLOCK = 256  # rows, 64 KiB: what is worth a seek
@@ -84,7 +87,7 @@ def accesses(store: MmapStore, order: Order) -> Iterator[Access]:
     yield Direct(store)
     yield Resident(store)
     yield Advised(store)
-    windows = rows.windows(order, N, 0)
+    windows = orders.windows(order, N, 0)
     if windows is not None:
         yield Windowed(store, windows.window_rows, 1000)
 
@@ -94,7 +97,7 @@ def accesses(store: MmapStore, order: Order) -> Iterator[Access]:
 def test_every_way_gives_the_rows(
     store: MmapStore, array: np.ndarray, order: Order, batch_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(resident, "_PIECE_BYTES", KiB(20))
+    monkeypatch.setattr(in_memory, "_PIECE_BYTES", KiB(20))
     monkeypatch.setattr(advised, "_STEP_BYTES", KiB(20))
     for access in accesses(store, order):
         for epoch, start in ((0, 0), (1, 0), (2, 1)):
@@ -108,7 +111,7 @@ def test_nothing_runs_after_an_epoch_that_is_left(
     store: MmapStore, array: np.ndarray, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fixture nothing_left sees to threads; what has come in is there in the next epoch."""
-    monkeypatch.setattr(resident, "_PIECE_BYTES", KiB(4))
+    monkeypatch.setattr(in_memory, "_PIECE_BYTES", KiB(4))
     for access in accesses(store, order):
         for epoch in range(3):
             for numbers, values in itertools.islice(served(access, order, batch_size=64, epoch=epoch), 3):
@@ -142,8 +145,8 @@ def test_the_end_of_the_data_lets_the_last_batches_have_their_window(
     path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With several readers, one finds the end while others still wait for rows."""
-    monkeypatch.setattr(windowed, "_N_THREADS", 1)
-    windows, numbers = rows.windows(rows.block_shuffled(0, block_rows=BLOCK, window_blocks=20), N, 0), np.arange(N)
+    monkeypatch.setattr(readahead_windows, "_N_THREADS", 1)
+    windows, numbers = orders.windows(rows.block_shuffled(0, block_rows=BLOCK, window_blocks=20), N, 0), np.arange(N)
     assert windows is not None
     with Slow(path) as store:
         access = Windowed(store, windows.window_rows, N)
@@ -155,8 +158,8 @@ def test_the_end_of_the_data_lets_the_last_batches_have_their_window(
 
 
 def test_rows_that_are_not_there_yet_are_read_one_by_one(path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resident, "_SOON_S", 0)
-    monkeypatch.setattr(resident, "_PIECE_BYTES", KiB(64))
+    monkeypatch.setattr(in_memory, "_SOON_S", 0)
+    monkeypatch.setattr(in_memory, "_PIECE_BYTES", KiB(64))
     with Slow(path) as store:
         access = Resident(store)
         numbers = np.array([4999, 0, 17, 17])
@@ -200,7 +203,7 @@ def test_an_error_in_a_window_comes_with_its_batch(path: Path, array: np.ndarray
             super().gather(numbers, out)
 
     order = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=2)
-    windows = rows.windows(order, N, 0)
+    windows = orders.windows(order, N, 0)
     assert windows is not None
     bad, position = 0, 0
     for number, n in windows.spans(0, N):
@@ -287,7 +290,7 @@ def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
 
 
 def test_processes_on_one_machine_share_what_is_free(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pinfeed.planning.free_host_bytes", lambda: MiB(20))
+    monkeypatch.setattr("pinfeed.pipeline.planner.free_host_bytes", lambda: MiB(20))
     with Feeder(path, batch_size=100, shuffle=True) as feeder:
         assert "brought into memory" in feeder.plan.notes[0]
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
@@ -305,7 +308,7 @@ def test_windows_are_kept_room_for(path: Path) -> None:
 
 def test_a_part_of_rows_on_windows(store: MmapStore, array: np.ndarray) -> None:
     order = ORDERS[2]
-    windows = rows.windows(order, N, 0)
+    windows = orders.windows(order, N, 0)
     assert windows is not None
     numbers = order.bind(N, 0)(np.arange(2000))
     access = Windowed(store, windows.window_rows, 3000)
@@ -382,7 +385,7 @@ def test_the_page_cache_is_left_as_it_was_found(
     steps = dropped.pages(size) | there
     assert steps[: len(there) // 2 - 256].all(), "all else goes, as far as it can be told apart"
     assert steps[len(there) // 2 + 256 :].all()
-    if was_there == "nothing" and not isinstance(order, rows.Shuffled):
+    if was_there == "nothing" and not isinstance(order, orders.Shuffled):
         # Rows in random order are swept where they were not in the page cache, which is the kernel's affair.
         assert while_it_was_read > 0.3, "in sweeps, before the file is closed"
 

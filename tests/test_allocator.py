@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pinfeed.training.memory.allocator import CachingAllocator, Event, OutOfMemory, Replay
+from pinfeed.training.memory_model.caching_allocator import CachingAllocator, Event, OutOfMemory, Replay
 
 MIB = 1 << 20
 

@@ -13,7 +13,7 @@ import torch
 from datasets import Array2D, Dataset, DatasetDict, Features, List, Value, concatenate_datasets
 
 from pinfeed import ArrowStore, Feeder, errors
-from pinfeed.dtypes import DTYPES
+from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
 ARROW_DTYPES = sorted(name for name in DTYPES if name != "bfloat16" and not name.startswith("complex"))
@@ -268,7 +268,7 @@ def test_nothing_is_written() -> None:
 def test_pyarrow_is_loaded_by_whoever_has_a_table() -> None:
     code = (
         "import sys, numpy, pinfeed\n"
-        "from pinfeed.storetree import StoreTree\n"
+        "from pinfeed.pipeline.store_tree import StoreTree\n"
         "StoreTree({'x': numpy.zeros((4, 2))}).close()\n"
         "assert 'pyarrow' not in sys.modules\n"
         "sys.modules['pyarrow'] = None\n"

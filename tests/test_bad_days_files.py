@@ -17,8 +17,8 @@ import pytest
 import torch
 
 from pinfeed import Feeder, HostEmbedding, MmapStore, PinnedStore, checkpoint, errors, rows
-from pinfeed.devices.host import HostDevice
-from pinfeed.stores import aio, shard
+from pinfeed.devices.cpu import HostDevice
+from pinfeed.stores.disk import file_reader, linux_aio
 from pinfeed.testing import SimDevice
 
 N, SIZE = 600, 20
@@ -44,9 +44,9 @@ class Disk:
 
     def __init__(self, patch: pytest.MonkeyPatch, fault: str, n_good: int) -> None:
         self.fault, self.n_good = fault, n_good
-        self._preadv, self._reap = os.preadv, aio.Requests._reap
-        patch.setattr(shard.os, "preadv", self.preadv)
-        patch.setattr(aio.Requests, "_reap", lambda requests, n: self.reap(requests, n))
+        self._preadv, self._reap = os.preadv, linux_aio.Requests._reap
+        patch.setattr(file_reader.os, "preadv", self.preadv)
+        patch.setattr(linux_aio.Requests, "_reap", lambda requests, n: self.reap(requests, n))
 
     def is_bad(self) -> bool:
         self.n_good -= 1

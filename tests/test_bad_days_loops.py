@@ -19,8 +19,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from pinfeed import ArrayStore, Feeder, HostEmbedding, MmapStore, RowOptimizer, errors, rows, train_rows, wrap_loader, wrap_readers
-from pinfeed.devices.host import HostDevice
-from pinfeed.memory import resident_bytes
+from pinfeed.devices.cpu import HostDevice
+from pinfeed.memory.host import resident_bytes
 from pinfeed.testing import SimDevice
 
 N, SIZE = 200, 10

@@ -27,7 +27,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from pinfeed import ArrayStore, Feeder, HostEmbedding, MmapStore, RowOptimizer, checkpoint, errors, train_rows
-from pinfeed.stores import sharded
+from pinfeed.stores import sharded_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
@@ -312,7 +312,7 @@ def test_fork_while_a_thread_holds_a_stores_lock(tmp_path: Path) -> None:
         with store._lock:
             pid = forked(lambda: rows_of(store))
         assert status(pid) == 0
-    assert store in sharded._stores
+    assert store in sharded_file._stores
 
 
 class Slices:

@@ -17,20 +17,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from pinfeed import (
-    ArrayStore,
-    Config,
-    Feeder,
-    HostEmbedding,
-    MiB,
-    MmapStore,
-    Ranks,
-    errors,
-    rows,
-    train_rows,
-    wrap_loader,
-    wrap_readers,
-)
+from pinfeed import ArrayStore, Config, Feeder, HostEmbedding, MiB, MmapStore, Ranks, errors, rows, train_rows, wrap_loader, wrap_readers
 
 DEPTHS = [0, 1, 3]
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 from pinfeed import BigBatch, Config, Feeder, MiB, errors
-from pinfeed.training.big.choice import STRATEGIES
+from pinfeed.training.large_batch.select import STRATEGIES
 
 X = torch.randn(23, 20, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(7, (23,), generator=torch.Generator().manual_seed(0))

@@ -18,10 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 
-from pinfeed import Feeder, blocks
-from pinfeed.blocks import PAGE, Bytes, Pool, anonymous, block_nbytes, locked_bytes, page_locked, unlock_freed
+from pinfeed import Feeder
 from pinfeed.errors import DeviceError
-from pinfeed.memory import resident_bytes
+from pinfeed.memory import buffer_pool
+from pinfeed.memory.buffer_pool import PAGE, Bytes, Pool, anonymous, block_nbytes, locked_bytes, page_locked, unlock_freed
+from pinfeed.memory.host import resident_bytes
 
 
 def address_of(array: np.ndarray) -> int:
@@ -342,7 +343,7 @@ class Driver:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A driver that locks two pages at a time: as with hundreds of gigabytes, without them."""
-    monkeypatch.setattr(blocks, "_LOCK_BYTES", 2 * PAGE)
+    monkeypatch.setattr(buffer_pool, "_LOCK_BYTES", 2 * PAGE)
     yield
     gc.collect()
 
@@ -400,7 +401,7 @@ def test_locked_memory_leaves_the_process_with_its_last_array() -> None:
 
 def test_pages_are_there_before_they_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """By several threads, each with pieces of its own."""
-    monkeypatch.setattr(blocks, "_TOUCH_BYTES", 1 << 20)
+    monkeypatch.setattr(buffer_pool, "_TOUCH_BYTES", 1 << 20)
     before, there = resident_bytes()["anonymous"], []
     memory = page_locked((16 << 20) + 5, lambda address, nbytes: there.append(resident_bytes()["anonymous"]), lambda address: None)
     assert there[0] - before > 15 << 20
@@ -442,7 +443,7 @@ def test_memory_that_the_system_does_not_have_cannot_be_locked(failing: str, mon
         def madvise(self, *args: Any) -> None:
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(blocks.mmap, "mmap", Mapping)
+    monkeypatch.setattr(buffer_pool.mmap, "mmap", Mapping)
     driver = Driver()
     with pytest.raises(DeviceError, match=rf"{6 * PAGE} bytes cannot be page-locked \(.*(Cannot allocate memory|Invalid argument)"):
         page_locked(6 * PAGE, driver.lock, driver.unlock)
@@ -477,7 +478,7 @@ def test_memory_that_the_driver_does_not_unlock_stays(monkeypatch: pytest.Monkey
         raise RuntimeError("cudaHostUnregister failed with CUDA error 900")
 
     unlock_freed()  # of earlier tests
-    monkeypatch.setattr(blocks, "_kept", [])
+    monkeypatch.setattr(buffer_pool, "_kept", [])
     before = locked_bytes()
     memory = page_locked(PAGE, lambda address, nbytes: None, unlock)
     address = address_of(memory)
@@ -486,7 +487,7 @@ def test_memory_that_the_driver_does_not_unlock_stays(monkeypatch: pytest.Monkey
     assert f"{PAGE} bytes of page-locked memory could not be unlocked, and stay as they are (cudaHostUnregister failed" in caplog.text
     assert is_mapped(address)
     assert locked_bytes() == before + PAGE
-    blocks._locked.discard((address, PAGE))
+    buffer_pool._locked.discard((address, PAGE))
 
 
 def test_an_interrupt_loses_no_memory() -> None:
@@ -525,7 +526,7 @@ def test_a_pool_of_locked_memory_locks_a_block_once() -> None:
 PROGRAM = """
 import os, sys
 import numpy as np
-from pinfeed.blocks import anonymous, page_locked, unlock_freed
+from pinfeed.memory.buffer_pool import anonymous, page_locked, unlock_freed
 calls = []
 def unlock(address):
     os.write(1, b"unlocked ")

@@ -14,9 +14,9 @@ from torch import nn
 
 import pinfeed
 from pinfeed import Config, GiB, KiB, MiB, errors
-from pinfeed.training.memory.estimate import bytes_there
-from pinfeed.training.memory.probe import is_out_of_memory
-from pinfeed.training.memory.sizing import largest_that_fits
+from pinfeed.training.memory_model.estimate import bytes_there
+from pinfeed.training.memory_model.probe import is_out_of_memory
+from pinfeed.training.memory_model.sizing import largest_that_fits
 
 
 def mlp() -> nn.Module:
@@ -196,7 +196,7 @@ def test_the_heap_gives_back_what_is_freed() -> None:
     """In a process of its own: the setting is for good."""
     script = (
         "import torch, pinfeed, sys\n"
-        "from pinfeed.memory import resident_bytes\n"
+        "from pinfeed.memory.host import resident_bytes\n"
         "if sys.argv[1] == 'enforce': pinfeed.Config().enforce(malloc=True)\n"
         "kept = []\n"
         "for n in range(40):\n"

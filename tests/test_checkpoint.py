@@ -18,8 +18,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
 from pinfeed import HostEmbedding, RowOptimizer, checkpoint, train_rows
-from pinfeed.dtypes import BFLOAT16
 from pinfeed.errors import ArgumentError, CheckpointError, ClosedError, StoreError
+from pinfeed.tensors.dtypes import BFLOAT16
 
 N, DIM, SAMPLES, SIZE = 40, 6, 60, 7
 

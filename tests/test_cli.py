@@ -18,18 +18,21 @@ from click.testing import CliRunner, Result
 
 import pinfeed
 from pinfeed import Config, Feeder, GiB, KiB, MiB, MmapStore, rows
-from pinfeed.cli import bench, cache, ceilings, disk, options
-from pinfeed.cli.advice import Ceilings, Data, advise, spelled
-from pinfeed.cli.cache import cached_share, drop, read_through
-from pinfeed.cli.command import main, reporting
-from pinfeed.cli.inspection import look
-from pinfeed.cli.machine import Gpu, Host, Package, gpu_problem, install_line, packages
-from pinfeed.cli.peers import Rows
+from pinfeed.cli import options
+from pinfeed.cli.bench import command as bench
+from pinfeed.cli.bench.dataloader import Rows
+from pinfeed.cli.doctor import disk
+from pinfeed.cli.doctor.advice import Ceilings, Data, advise, spelled
+from pinfeed.cli.doctor.machine import Gpu, Host, Package, gpu_problem, install_line, packages
+from pinfeed.cli.inspect import look
+from pinfeed.cli.main import main, reporting
+from pinfeed.cli.measure import bandwidth, page_cache
+from pinfeed.cli.measure.page_cache import cached_share, drop, read_through
+from pinfeed.cli.output import Report, json_of, wrapped
 from pinfeed.cli.plan import plan_values
-from pinfeed.cli.report import Report, json_of, wrapped
-from pinfeed.devices.planned import PlannedGpu
+from pinfeed.devices.planned_gpu import PlannedGpu
 from pinfeed.errors import DeviceError
-from pinfeed.memory import free_host_bytes, host_limits, lock_limit
+from pinfeed.memory.host import free_host_bytes, host_limits, lock_limit
 from pinfeed.testing import SimDevice
 
 ROOT = Path(__file__).parent.parent
@@ -72,7 +75,7 @@ def test_as_a_program() -> None:
     good = python("-X", "importtime", "-m", "pinfeed", "inspect", "x.npy")
     assert good.returncode == 0
     assert good.stdout.startswith("x.npy\n  rows       500 of shape (3, 8)\n")
-    assert "pinfeed.cli.inspection" in good.stderr
+    assert "pinfeed.cli.inspect" in good.stderr
     assert not re.search(r"\| +torch$", good.stderr, re.MULTILINE), "torch is not needed for this"
     Path("x.npy").write_bytes(b"")
     assert python("-m", "pinfeed", "inspect", "x.npy").returncode == 1
@@ -82,7 +85,7 @@ def test_as_a_program() -> None:
 
 
 def test_help_and_version_need_no_torch() -> None:
-    lines = ["import sys", "from pinfeed.cli.command import main"]
+    lines = ["import sys", "from pinfeed.cli.main import main"]
     for arguments in (["--help"], ["doctor", "--help"], ["--version"]):
         assert max(map(len, run(*arguments).stdout.splitlines())) <= 80
         lines.append(f"main({arguments}, standalone_mode=False)")
@@ -424,7 +427,7 @@ def test_a_batch_that_does_not_fit_is_a_finding() -> None:
 # ---- bench -----------------------------------------------------------------------------------------------------------
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    monkeypatch.setattr(ceilings, "_MEMORY_BYTES", MiB(1))
+    monkeypatch.setattr(bandwidth, "_MEMORY_BYTES", MiB(1))
     return ["--seconds", "0.01", "--device", "cpu"]
 
 
@@ -526,12 +529,12 @@ def test_files_are_brought_into_the_page_cache(folder: Path, monkeypatch: pytest
     assert read_through(["x.npy", "s-0.npy"])
     assert not read_through(["x.npy"], seconds=-1), "it ends when the time is up"
     n_there = 3
-    monkeypatch.setattr(cache, "cached_pages", lambda fd, begin, end: np.arange(-(-(end - begin) // 4096)) < n_there)
+    monkeypatch.setattr(page_cache, "cached_pages", lambda fd, begin, end: np.arange(-(-(end - begin) // 4096)) < n_there)
     n_pages = sum(-(-os.path.getsize(path) // 4096) for path in ("x.npy", "s-0.npy"))
     assert cached_share(["x.npy", "s-0.npy"]) == 6 / n_pages
     asked: list[int] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: asked.append(advice))
-    monkeypatch.setattr(cache.time, "sleep", lambda _: None)
+    monkeypatch.setattr(page_cache.time, "sleep", lambda _: None)
     drop(["x.npy"])
     assert asked == [os.POSIX_FADV_DONTNEED] * 20, "some pages stay: they may be in use"
     n_there, asked = 0, []
@@ -579,7 +582,7 @@ def test_a_folder_that_cannot_be_written() -> None:
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_SPAN_BYTES", MiB(8))
-    monkeypatch.setattr(ceilings, "_MEMORY_BYTES", MiB(64))
+    monkeypatch.setattr(bandwidth, "_MEMORY_BYTES", MiB(64))
 
 
 @pytest.mark.usefixtures("small")
@@ -599,7 +602,7 @@ def test_doctor_agrees_with_memory() -> None:
 
 def test_doctor_sees_the_limits_of_the_process() -> None:
     limit = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (1 << 32, 1 << 32))"
-    done = python("-c", f"{limit}; from pinfeed.cli.machine import Host; print(Host.now())")
+    done = python("-c", f"{limit}; from pinfeed.cli.doctor.machine import Host; print(Host.now())")
     assert "Limit(name='RLIMIT_DATA', total=4294967296" in done.stdout
     assert 0 < int(re.findall(r"Host\(.*? free=(\d+)", done.stdout)[0]) < 1 << 32
 

@@ -9,8 +9,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from pinfeed import Config, GiB, KiB, MiB
-from pinfeed.config import Demand, Plan, check_depth, human, human_rate, plan_items
 from pinfeed.errors import ArgumentError, BudgetError
+from pinfeed.memory.limits import Demand, Plan, check_depth, human, human_rate, plan_items
 
 FREE = GiB(1000)  # more than any limit here
 

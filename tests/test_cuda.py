@@ -14,11 +14,11 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, PinnedStore, wrap_loader
-from pinfeed.blocks import unlock_freed
 from pinfeed.devices.cuda import CudaDevice, unlock_on
-from pinfeed.devices.tuning import Route
+from pinfeed.devices.route_benchmark import Route
 from pinfeed.errors import DeviceError
-from pinfeed.memory import resident_bytes
+from pinfeed.memory.buffer_pool import unlock_freed
+from pinfeed.memory.host import resident_bytes
 from pinfeed.testing.suites import DeviceTests, StoreTests
 
 pytestmark = pytest.mark.gpu

@@ -8,8 +8,8 @@ import torch
 
 from pinfeed import Feeder, errors
 from pinfeed.devices import resolve
+from pinfeed.devices.cpu import HostDevice
 from pinfeed.devices.cuda import CudaClock
-from pinfeed.devices.host import HostDevice
 from pinfeed.testing import SimDevice, favour, lazy
 from pinfeed.testing.suites import DeviceTests
 

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 
 import pinfeed
 from pinfeed import errors
-from pinfeed.training.memory.estimate import StepEstimator
-from pinfeed.training.memory.shapes import samples_of
-from pinfeed.training.memory.tracking import as_on_cuda
+from pinfeed.training.memory_model.estimate import StepEstimator
+from pinfeed.training.memory_model.storage_tracker import as_on_cuda
+from pinfeed.training.memory_model.tensor_specs import samples_of
 
 
 def measured(model: Any, x: Any, y: Any, loss: Any, optimizer: Any) -> int:

@@ -16,8 +16,8 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, errors, rows
-from pinfeed.devices.host import HostDevice
-from pinfeed.tensors import NUMPY
+from pinfeed.devices.cpu import HostDevice
+from pinfeed.tensors.numpy_torch import NUMPY
 from pinfeed.testing import SimDevice
 from pinfeed.testing.sim import lazy
 

@@ -26,9 +26,10 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from pinfeed import Feeder, MmapStore, PinnedStore, RemoteStore, errors, rows
-from pinfeed.dtypes import BFLOAT16, DTYPES
-from pinfeed.stores import aio, ranges
+from pinfeed.stores import byte_ranges
+from pinfeed.stores.disk import linux_aio
 from pinfeed.stores.remote import has_protocol
+from pinfeed.tensors.dtypes import BFLOAT16, DTYPES
 from pinfeed.testing.suites import ROW_SHAPES, StoreTests, sample
 
 get_loop()  # fsspec's thread stays, and is nobody's leak
@@ -53,7 +54,7 @@ class FileTests(StoreTests):
 
     @pytest.fixture(autouse=True)
     def forbid(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(aio.Requests, "make", lambda: None)
+        monkeypatch.setattr(linux_aio.Requests, "make", lambda: None)
 
     def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
         raise NotImplementedError
@@ -361,7 +362,7 @@ fsspec.register_implementation("crowd", Crowd, clobber=True)
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(ranges, "_FIRST_DELAY_S", 0)
+    monkeypatch.setattr(byte_ranges, "_FIRST_DELAY_S", 0)
     for fs in (MemoryFileSystem, Shaky):
         fs.store.clear()
     Shaky.faults.clear()
@@ -410,10 +411,10 @@ def test_remote_headers_of_every_version(version: tuple[int, int]) -> None:
 def test_any_rows_of_any_remote_shards(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
     """With ranges, windows and gaps of all sizes beside the rows: what is asked for, at most once, in answers that are not too large."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ranges, "RANGE_BYTES", 8 << data.draw(st.integers(0, 6), "range"))
-        patch.setattr(ranges, "WINDOW_BYTES", 8 << data.draw(st.integers(6, 9), "window"))
-        patch.setattr(ranges, "_GAP_BYTES", data.draw(st.sampled_from([0, 1, 23, 24, 100, 1000]), "gap"))
-        patch.setattr(ranges, "_REQUESTS", data.draw(st.sampled_from([1, 2, 1000]), "requests"))
+        patch.setattr(byte_ranges, "RANGE_BYTES", 8 << data.draw(st.integers(0, 6), "range"))
+        patch.setattr(byte_ranges, "WINDOW_BYTES", 8 << data.draw(st.integers(6, 9), "window"))
+        patch.setattr(byte_ranges, "_GAP_BYTES", data.draw(st.sampled_from([0, 1, 23, 24, 100, 1000]), "gap"))
+        patch.setattr(byte_ranges, "_REQUESTS", data.draw(st.sampled_from([1, 2, 1000]), "requests"))
         dtype = np.dtype(data.draw(st.sampled_from(["<f4", ">f4", "u1", "<i8", ">i8", "?"]), "dtype"))
         array = sample(data.draw(st.integers(1, 60), "n"), (data.draw(st.integers(0, 9), "width"),), dtype)
         cuts = sorted(data.draw(st.lists(st.integers(0, len(array)), max_size=4), "cuts"))
@@ -429,7 +430,7 @@ def test_any_rows_of_any_remote_shards(data: st.DataObject, tmp_path_factory: py
         store.gather_at(wanted, out, positions)
         np.testing.assert_array_equal(out, expected)
         np.testing.assert_array_equal(gathered(store, wanted), array[wanted])
-        assert all(0 < end - begin <= max(ranges.RANGE_BYTES, store.row_nbytes) for begin, end in Shaky.requests)
+        assert all(0 < end - begin <= max(byte_ranges.RANGE_BYTES, store.row_nbytes) for begin, end in Shaky.requests)
 
 
 def test_neighbours_are_fetched_by_one_request_and_strangers_are_not() -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed.errors import WriteBackError
-from pinfeed.forwarding import Write, WriteLog, WrittenRows, newest
+from pinfeed.pipeline.forwarding import Write, WriteLog, WrittenRows, newest
 
 N = 12  # rows of the store: few, so that batches overlap
 UNIQUE = st.lists(st.integers(0, N - 1), unique=True)

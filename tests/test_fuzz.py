@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 from torch import nn
 
 from pinfeed import HostEmbedding, MmapStore, checkpoint, errors
-from pinfeed.dtypes import DTYPES
+from pinfeed.tensors.dtypes import DTYPES
 
 N_STRESS = int(os.environ.get("PINFEED_FUZZ_EXAMPLES", "100000"))
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}

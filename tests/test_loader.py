@@ -23,8 +23,8 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
 
 from pinfeed import errors, wrap_loader
-from pinfeed.devices.host import HostDevice
-from pinfeed.tensors import NUMPY
+from pinfeed.devices.cpu import HostDevice
+from pinfeed.tensors.numpy_torch import NUMPY
 
 DEPTHS = [0, 1, 2, 5]
 N, SIZE = 14, 4

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from pinfeed import Feeder, MiB
-from pinfeed.blocks import anonymous, locked_bytes
-from pinfeed.memory import core_quota, free_host_bytes, host_limits, lock_limit, resident_bytes
-from pinfeed.seeing.stats import ProcessMemory
+from pinfeed.memory.buffer_pool import anonymous, locked_bytes
+from pinfeed.memory.host import core_quota, free_host_bytes, host_limits, lock_limit, resident_bytes
+from pinfeed.profiling.stats import ProcessMemory
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
@@ -188,7 +188,7 @@ def test_without_control_groups_the_machine_limits(tmp_path: Path) -> None:
 def test_limits_of_the_process_count(limit: str, usage: str) -> None:
     program = f"""
 import mmap, resource
-from pinfeed.memory import free_host_bytes
+from pinfeed.memory.host import free_host_bytes
 unbound = free_host_bytes()
 resource.setrlimit(resource.{limit}, (1 << 32, resource.RLIM_INFINITY))
 before = free_host_bytes()
@@ -222,8 +222,8 @@ builtins.open = io.open = hidden_open
 import numpy as np, torch
 from pinfeed import Config, Feeder, MemoryMonitor, MiB
 from pinfeed.errors import EstimateError
-from pinfeed.memory import free_host_bytes, resident_bytes
-from pinfeed.training.manage.recorder import Recorder
+from pinfeed.memory.host import free_host_bytes, resident_bytes
+from pinfeed.training.trainer.recorder import Recorder
 """
 """What a program in a container sees that hides ``/proc``."""
 
@@ -301,7 +301,7 @@ recorder.history.draw(sys.argv[1])
 def test_kinds_that_the_kernel_does_not_tell(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = Path("/proc/self/status").read_text().splitlines(keepends=True)
     (tmp_path / "status").write_text("".join(line for line in lines if not line.startswith(f"{missing}:")))
-    monkeypatch.setattr("pinfeed.memory._STATUS", str(tmp_path / "status"))
+    monkeypatch.setattr("pinfeed.memory.host._STATUS", str(tmp_path / "status"))
     found = resident_bytes()
     assert (found["anonymous"] is None) == (missing == "RssAnon")
     assert all(isinstance(found[kind], int) for kind in ("file", "shared", "peak"))
@@ -365,7 +365,7 @@ PROGRAM = """
 import os, sys, numpy as np, torch
 from pathlib import Path
 from pinfeed import Config, Feeder, MiB, MmapStore, rows
-from pinfeed.memory import resident_bytes
+from pinfeed.memory.host import resident_bytes
 
 def stream(path, order, limit, keep):
     with Feeder(np.zeros((4, 1024), np.float32), batch_size=2) as small:  # what a first use costs whatever the file

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pinfeed import GiB, KiB, MiB
 from pinfeed.errors import ArgumentError, ClosedError
-from pinfeed.training.big.offload import Offload
+from pinfeed.training.offload.offload import Offload
 
 LATE = 20_000_000  # clock ticks: about 10 ms, a thousand times what a small copy takes
 ALL = {"threshold": 0, "host_limit": MiB(64), "window": 1}

@@ -1,4 +1,4 @@
-"""Steps with Offload are the plain steps, whatever the device's schedule: every wait in spill.py is needed, and none is missing."""
+"""Steps with Offload are the plain steps, whatever the device's schedule: each wait of offload_transfer.py is needed, none is missing."""
 
 import itertools
 import linecache
@@ -16,8 +16,8 @@ from pinfeed import KiB, MiB
 from pinfeed.testing import favour, lazy
 from pinfeed.testing.sim import Memory
 from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
-from pinfeed.training.big.offload import Offload
-from pinfeed.training.big.saved import Geometry, Range, Storages, lazily
+from pinfeed.training.offload.offload import Offload
+from pinfeed.training.offload.saved_tensors import Geometry, Range, Storages, lazily
 
 CORNERS = corners({"compute": (20, 60, 150), "read": (2, 6, 20), "write": (2, 6, 20)})
 
@@ -386,7 +386,7 @@ def synchronisations() -> list[tuple[str, int]]:
 @pytest.mark.parametrize("site", synchronisations(), ids=lambda site: linecache.getline(*site).split("#")[0].strip())
 def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
     """A device that is deaf to one of them computes something else, or uses freed memory, in some schedule."""
-    assert site[0].endswith("spill.py"), "a wait or sync outside of spill.py"
+    assert site[0].endswith("offload_transfer.py"), "a wait or sync outside of offload_transfer.py"
     assert any(fails(scene, SimTorchDevice(choose, deaf_to=site)) for scene in SCENES for choose in worst())
 
 

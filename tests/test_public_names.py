@@ -39,8 +39,8 @@ def test_a_public_name_is_one_thing() -> None:
 
 
 def test_the_config_of_the_arithmetic_has_a_name_of_its_own() -> None:
-    assert not hasattr(importlib.import_module("pinfeed.config"), "Config")
-    assert isinstance(Config(), importlib.import_module("pinfeed.config").MemoryLimits)
+    assert not hasattr(importlib.import_module("pinfeed.memory.limits"), "Config")
+    assert isinstance(Config(), importlib.import_module("pinfeed.memory.limits").MemoryLimits)
     with Feeder(np.zeros((4, 2)), config=Config(preferred_batch_size=2).for_feeder()) as feeder:
         assert len(feeder) == 2
 

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from schedules import SLOTS, STREAMS, randomly
 
 from pinfeed import errors, rows, wrap_readers
-from pinfeed.devices.host import HostDevice
+from pinfeed.devices.cpu import HostDevice
 from pinfeed.testing import SimDevice, favour, lazy
 
 DEPTHS = [0, 1, 2, 5]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from pinfeed import ArrayStore, Feeder, HostEmbedding, HostEmbeddingBag, MmapStore, RowOptimizer, checkpoint, train_rows
-from pinfeed.devices.host import HostDevice
+from pinfeed.devices.cpu import HostDevice
 from pinfeed.errors import ArgumentError, ClosedError, StoreError
 
 N = 9

@@ -14,11 +14,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from pinfeed.batches import Draw, OrderBatches, RowBatches, SamplerBatches, check_rows, largest_batch
-from pinfeed.config import Demand, plan_items
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError
-from pinfeed.permutations import permutation
-from pinfeed.rows import Order, Rows, block_shuffled, per_rank, sequential, shuffled, windows
+from pinfeed.memory.limits import Demand, plan_items
+from pinfeed.rows.batches import Draw, OrderBatches, RowBatches, SamplerBatches, check_rows, largest_batch
+from pinfeed.rows.orders import Order, Rows, block_shuffled, per_rank, sequential, shuffled, windows
+from pinfeed.rows.permutation import permutation
 
 
 def drawn(draws: Iterator[Draw]) -> Iterator[tuple[Rows, int]]:

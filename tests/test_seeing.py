@@ -20,24 +20,24 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
 from pinfeed import ArrayStore, Feeder, KiB, MiB, MmapStore, Plan, errors, wrap_loader, wrap_readers
-from pinfeed.access import choose
-from pinfeed.config import Item
-from pinfeed.devices.host import HostDevice
-from pinfeed.forwarding import WriteLog
-from pinfeed.landings import Landings
-from pinfeed.loader import LoaderFeeder, LoaderSource
-from pinfeed.readers import ReaderFeeder
-from pinfeed.restarting import Restartable
-from pinfeed.seeing import picture
-from pinfeed.seeing.meter import Meter
-from pinfeed.seeing.progress import Bar
-from pinfeed.seeing.spans import LANES, Span, middle, ready, starved, totals, tracks
-from pinfeed.seeing.starvation import STRETCH_BATCHES, WARM_UP_BATCHES, Watch, explanation
-from pinfeed.seeing.stats import FeederStats, ProcessMemory, Totals
-from pinfeed.seeing.timeline import Timeline
+from pinfeed.devices.cpu import HostDevice
+from pinfeed.feeders.dataloader import LoaderFeeder, LoaderSource
+from pinfeed.feeders.functions import ReaderFeeder
+from pinfeed.feeders.restartable import Restartable
+from pinfeed.memory.limits import Item
+from pinfeed.pipeline.forwarding import WriteLog
+from pinfeed.pipeline.transfer import Held, Landing
+from pinfeed.pipeline.write_queue import Landings
+from pinfeed.profiling import plot
+from pinfeed.profiling.counters import Meter
+from pinfeed.profiling.progress_bar import Bar
+from pinfeed.profiling.spans import LANES, Span, middle, ready, starved, totals, tracks
+from pinfeed.profiling.starvation import STRETCH_BATCHES, WARM_UP_BATCHES, Watch, explanation
+from pinfeed.profiling.stats import FeederStats, ProcessMemory, Totals
+from pinfeed.profiling.timeline import Timeline
+from pinfeed.readahead import choose
 from pinfeed.testing import SimDevice, favour, lazy
-from pinfeed.training.rowloop import RowLoop
-from pinfeed.transfer import Held, Landing
+from pinfeed.training.row_loop.loop import RowLoop
 
 ALL = ("compute", "read", "write", "pinfeed-read", "pinfeed-write")
 
@@ -354,7 +354,7 @@ def lines_of(path: Path, lane: str) -> int:
     image = 255 * matplotlib.image.imread(path)[:, :, :3]
     found = np.zeros(image.shape[1], bool)
     for batch in (0, 1):
-        shade = np.array([int(picture._colour(Span(lane, batch, 0, 1), False)[i : i + 2], 16) for i in (1, 3, 5)])
+        shade = np.array([int(plot._colour(Span(lane, batch, 0, 1), False)[i : i + 2], 16) for i in (1, 3, 5)])
         alike = np.abs(image - shade).max(2) < 40
         found |= np.lib.stride_tricks.sliding_window_view(alike, 20, axis=0).all(-1).any(0)
     return int((np.diff(found.astype(int)) == 1).sum())
@@ -365,17 +365,17 @@ def test_spans_shorter_than_a_pixel_are_seen(lane: str, tmp_path: Path) -> None:
     # One such lane at a time: their colours are alike.
     spans = [span for span in short_spans(30) if span.lane in ("wait", "lend", "compute", lane)]
     found = totals(spans, 0.0, 0.3, depth=2, n_readers=1)
-    picture.draw(spans, 0.0, 0.3, found, str(tmp_path / "t.png"))
+    plot.draw(spans, 0.0, 0.3, found, str(tmp_path / "t.png"))
     # The frame of the batch that is followed may hide its line.
     assert lines_of(tmp_path / "t.png", lane) in (29, 30)
 
 
 def test_what_takes_hardly_any_of_a_moment_is_seen(tmp_path: Path) -> None:
     spans = short_spans(4000)
-    picture.draw(spans, 0.0, 40.0, totals(spans, 0.0, 40.0, depth=2, n_readers=1), str(tmp_path / "t.png"))
+    plot.draw(spans, 0.0, 40.0, totals(spans, 0.0, 40.0, depth=2, n_readers=1), str(tmp_path / "t.png"))
     image = 255 * matplotlib.image.imread(tmp_path / "t.png")[:, :, :3]
     for lane in ("read", "copy", "write"):
-        shade = np.array([int(picture._COLOURS[lane][i : i + 2], 16) for i in (1, 3, 5)])
+        shade = np.array([int(plot._COLOURS[lane][i : i + 2], 16) for i in (1, 3, 5)])
         assert ((np.abs(image - shade).max(2) < 60).sum(1) > 1000).any(), lane
 
 

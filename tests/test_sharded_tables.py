@@ -24,10 +24,9 @@ from torch import distributed, nn
 
 from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, ShardedEmbedding, ShardedEmbeddingBag, checkpoint, train_rows
 from pinfeed.errors import ArgumentError, ClosedError, RankError, RowIndexError, StoreError, VerificationError
-from pinfeed.training.rowsource import Exchanged
-from pinfeed.training.sharded import block as sharded_block
-from pinfeed.training.sharded import initial, lines
-from pinfeed.training.sharded.owners import Owners
+from pinfeed.training.distributed import batch_rows, initialization, process_groups
+from pinfeed.training.distributed.row_partition import Owners
+from pinfeed.training.embeddings.source import Exchanged
 
 SHAPES = (11, 2), (7, 3)
 SGD, ADAM, ADAGRAD = torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad
@@ -228,13 +227,13 @@ def test_every_row_crosses_once_in_each_direction(verify: bool) -> None:
 
 
 def test_verify_finds_rows_that_came_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_block, "bring_late", lambda tables: None)
+    monkeypatch.setattr(batch_rows, "bring_late", lambda tables: None)
     with pytest.raises(VerificationError, match=r"table 0 of the loop, row \d+ differs from what the rank has that owns it"):
         sharded(FIXED, STEPS, SGD, 0.5, size=2, depth=2, verify=True)
 
 
 def test_more_tables_than_there_are_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sharded_block, "MOST_FLAGS", 1)
+    monkeypatch.setattr(batch_rows, "MOST_FLAGS", 1)
     want = dense(FIXED, STEPS, SGD, 0.5)
     for got in sharded(FIXED, STEPS, SGD, 0.5, size=2, depth=1):
         assert_equal(got, want)
@@ -349,7 +348,7 @@ def test_every_row_has_one_owner(n_rows: int, size: int, data: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("init", ["normal", "uniform", "xavier_uniform", "kaiming_normal", "ones"])
 def test_pieces_are_those_of_the_whole(init: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(initial, "_PIECE_BYTES", 400)
+    monkeypatch.setattr(initialization, "_PIECE_BYTES", 400)
     fill = getattr(nn.init, f"{init}_")
     for shape in ((1, 1), (37, 1), (100, 3), (64, 5)):
         torch.manual_seed(0)
@@ -357,7 +356,7 @@ def test_pieces_are_those_of_the_whole(init: str, dtype: torch.dtype, monkeypatc
         fill(whole)
         state = torch.get_rng_state()
         torch.manual_seed(0)
-        pieces = list(initial.drawn(fill, shape, dtype))
+        pieces = list(initialization.drawn(fill, shape, dtype))
         assert torch.equal(torch.cat([piece for _, piece in pieces]), whole)
         assert [start for start, _ in pieces] == np.cumsum([0, *(len(piece) for _, piece in pieces)])[:-1].tolist()
         assert torch.equal(torch.get_rng_state(), state)
@@ -785,7 +784,7 @@ def in_time(*command: str, seconds: float = 60) -> str:
 
 def test_groups_go_with_the_one_that_they_were_made_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process, which is all ranks."""
-    monkeypatch.setattr(lines, "_peers", {})
+    monkeypatch.setattr(process_groups, "_peers", {})
     n_open = []
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -797,22 +796,22 @@ def test_groups_go_with_the_one_that_they_were_made_beside(monkeypatch: pytest.M
             n_open.append(len(os.listdir("/proc/self/task")))
     finally:
         distributed.destroy_process_group()
-        lines._peers.clear()
+        process_groups._peers.clear()
     assert len(set(n_open[1:])) == 1, "threads of groups that are gone"
 
 
 def test_groups_wait_as_long_as_the_one_that_they_were_made_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lines, "_peers", {})
+    monkeypatch.setattr(process_groups, "_peers", {})
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=100))
     try:
         ShardedEmbedding(N, 2)
         ShardedEmbedding(N, 2, process_group=distributed.new_group([0], timeout=timedelta(seconds=7)))
         ShardedEmbedding(N, 2, process_group=distributed.new_group([0]))
-        made = [group for _, groups in lines._peers.values() for group in groups]
+        made = [group for _, groups in process_groups._peers.values() for group in groups]
         timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made]
     finally:
         distributed.destroy_process_group()
-        lines._peers.clear()
+        process_groups._peers.clear()
     assert timeouts == [100, 100, 7, 7, 1800, 1800]
 
 

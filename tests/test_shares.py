@@ -17,14 +17,15 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get_worker_info
 
 from pinfeed import Config, Feeder, MiB, MmapStore, Ranks, rows, wrap_readers
-from pinfeed.access import choose
-from pinfeed.access.advised import Advised
-from pinfeed.access.base import Direct
 from pinfeed.devices import cuda_index
 from pinfeed.errors import ArgumentError, BudgetError
-from pinfeed.ranks import world
-from pinfeed.rows import Order, windows
-from pinfeed.shares import Share, SharedBatches
+from pinfeed.readahead import choose
+from pinfeed.readahead.base import Direct
+from pinfeed.readahead.page_cache import Advised
+from pinfeed.rows import orders
+from pinfeed.rows.orders import Order, windows
+from pinfeed.rows.rank_batches import Share, SharedBatches
+from pinfeed.rows.ranks import world
 
 Uneven = Literal["pad", "drop", "join"]
 Batches = list[list[int]]
@@ -81,7 +82,7 @@ def test_ranks_share_an_epoch(n: int, world_size: int, size: int, order: Order, 
         assert set(count) == set(range(n))
         assert again.total() == -n % world_size if n else again.total() == 0
         assert again == Counter(np.resize(whole(order, n, epoch), again.total()).tolist()), "the first rows of the order come again"
-    if split or not isinstance(order, rows.BlockShuffled):
+    if split or not isinstance(order, orders.BlockShuffled):
         together, one = steps(batches), whole(order, n, epoch)
         for k, batch in enumerate(together[: n // global_size]):
             assert batch == one[k * global_size : (k + 1) * global_size], "put together, the batches are those of one process"

@@ -13,8 +13,8 @@ from torch import nn
 
 import pinfeed.compat.speedtorch as SpeedTorch  # noqa: N812 - as its users write it
 from pinfeed import errors
-from pinfeed.compat import places, tables
-from pinfeed.memory import resident_bytes
+from pinfeed.compat.speedtorch import placement, tables
+from pinfeed.memory.host import resident_bytes
 
 N, DIM, BATCH, POS, NEG = 40, 3, 4, 2, 3
 Make = Callable[..., torch.optim.Optimizer]
@@ -179,7 +179,9 @@ def test_equals_training_the_whole_table_on_a_gpu(name: str, optimizer: str) -> 
 def test_equals_training_the_whole_table_in_a_table_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is kept on a GPU, on the CPU."""
     monkeypatch.setattr(
-        SpeedTorch, "on_device", lambda *_: lambda shape, dtype, key: places.DeviceTable(torch.zeros(shape, dtype=places.TORCH[dtype]))
+        SpeedTorch,
+        "on_device",
+        lambda *_: lambda shape, dtype, key: placement.DeviceTable(torch.zeros(shape, dtype=placement.TORCH[dtype])),
     )
     result = train(*made("PytorchModelFactory", LAZY["adagrad"]), batches(True))
     np.testing.assert_allclose(result, whole(LAZY["adagrad"], batches(True)), rtol=0, atol=1e-13)
@@ -538,7 +540,7 @@ def test_state_of_another_class_is_refused(way: str) -> None:
 
 @pytest.mark.parametrize("dtype", ["bool", "uint8", "uint16", "uint32", "uint64", "bfloat16", "complex64"])
 def test_tables_of_torch_have_every_dtype(dtype: str) -> None:
-    table = places.DeviceTable(torch.zeros(5, 2, dtype=getattr(torch, dtype)))
+    table = placement.DeviceTable(torch.zeros(5, 2, dtype=getattr(torch, dtype)))
     values = torch.tensor([[1, 0], [0, 1]]).to(getattr(torch, dtype))
     table.write(np.array([3, 1]), values)
     assert torch.equal(table.read(np.array([3, 1]), torch.device("cpu"), values.dtype), values)

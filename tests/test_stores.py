@@ -17,10 +17,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import ArrayStore, Feeder, MmapStore, PinnedStore, errors
-from pinfeed.blocks import anonymous, unlock_freed
-from pinfeed.memory import resident_bytes
-from pinfeed.stores import aio, shard
+from pinfeed.memory.buffer_pool import anonymous, unlock_freed
+from pinfeed.memory.host import resident_bytes
 from pinfeed.stores.array import shares_itself
+from pinfeed.stores.disk import file_reader, linux_aio
 from pinfeed.testing.suites import StoreTests, sample
 
 
@@ -52,7 +52,7 @@ class TestMmapStoreWithoutTheSystemCall(TestMmapStore):
 
     @pytest.fixture(autouse=True)
     def forbid(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(aio.Requests, "make", lambda: None)
+        monkeypatch.setattr(linux_aio.Requests, "make", lambda: None)
 
 
 class TestMmapStoreOfShards(StoreTests):
@@ -155,7 +155,7 @@ def test_mmap_store_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("call", [True, False], ids=["one call", "row by row"])
 def test_a_file_that_shrinks_is_an_error(tmp_path: Path, to: str, rows: list[int], call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not call:
-        monkeypatch.setattr(aio.Requests, "make", lambda: None)
+        monkeypatch.setattr(linux_aio.Requests, "make", lambda: None)
     path = saved(tmp_path / "x.npy", np.ones((100, 1000)))
     with MmapStore(path) as store:
         gathered(store, rows)
@@ -186,7 +186,7 @@ def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest
     def fails(*args: Any) -> int:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(shard.os, "preadv", fails)
+    monkeypatch.setattr(file_reader.os, "preadv", fails)
     with MmapStore(path) as store, pytest.raises(errors.ReadError, match=r"x\.npy") as caught:
         gathered(store, [3])
     assert caught.value.errno == 5
@@ -196,7 +196,7 @@ def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest
 def test_a_write_that_fails_is_the_error_it_is(tmp_path: Path, call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """The system refuses to write beyond a limit, as it does on a full disk; rows before it are written."""
     if not call:
-        monkeypatch.setattr(aio.Requests, "make", lambda: None)
+        monkeypatch.setattr(linux_aio.Requests, "make", lambda: None)
     path = saved(tmp_path / "x.npy", np.zeros(10_000))
     with MmapStore(path, mode="r+") as store:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -232,7 +232,7 @@ def test_every_shard_is_flushed_even_if_one_fails(tmp_path: Path, monkeypatch: p
         if len(synced) == 2:
             raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(shard.os, "fsync", fsync)
+    monkeypatch.setattr(file_reader.os, "fsync", fsync)
     with pytest.raises(OSError, match="Input/output"):
         store.flush()
     assert len(set(synced)) == 3
@@ -248,7 +248,7 @@ def test_an_interrupted_call_does_not_answer_the_next_one(tmp_path: Path, monkey
 
     with MmapStore(path) as store:
         with monkeypatch.context() as patch:
-            patch.setattr(aio.Requests, "_reap", interrupted)
+            patch.setattr(linux_aio.Requests, "_reap", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 gathered(store, [3, 1])
         assert gathered(store, [30, 10, 50]).tolist() == [30, 10, 50]
@@ -259,7 +259,7 @@ def test_an_interrupted_call_does_not_answer_the_next_one(tmp_path: Path, monkey
 
 def test_native_aio_works_here() -> None:
     """It is the fast path of every test machine: were it to fail in silence, nothing else would notice."""
-    requests = aio.Requests.make()
+    requests = linux_aio.Requests.make()
     assert requests is not None
     requests.close()
     requests.close()
@@ -349,7 +349,7 @@ class Unlockable(mmap.mmap):
 def test_memory_that_cannot_be_locked(by: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr("pinfeed.stores.pinned._cuda_runtime", lambda pin: Refusing() if pin else None)
     if by == "system":
-        monkeypatch.setattr("pinfeed.blocks.mmap.mmap", Unlockable)
+        monkeypatch.setattr("pinfeed.memory.buffer_pool.mmap.mmap", Unlockable)
     store = PinnedStore.zeros((1000, 3), pin="auto")
     assert not store.page_locked
     assert store.array.shape == (1000, 3)

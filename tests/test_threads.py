@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError
 import pytest
 
 from pinfeed.errors import ClosedError
-from pinfeed.threads import Call, ThreadPool
+from pinfeed.threads.pool import Call, ThreadPool
 
 
 def threads_of(name: str) -> list[threading.Thread]:

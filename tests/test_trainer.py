@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import pinfeed
 from pinfeed import Config, Feeder, MemoryMonitor, Trainer
 from pinfeed.errors import ArgumentError, ClosedError, DeviceError, MissingDependency
-from pinfeed.training.manage.events import LoopWarning
-from pinfeed.training.manage.history import History, Row
-from pinfeed.training.manage.recorder import Pending, taken
+from pinfeed.training.trainer.history import History, Row
+from pinfeed.training.trainer.loop_checks import LoopWarning
+from pinfeed.training.trainer.recorder import Pending, taken
 
 N, IN, OUT, BATCH = 44, 6, 3, 12
 LOSS = nn.CrossEntropyLoss()

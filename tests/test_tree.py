@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pinfeed.tree import flatten
+from pinfeed.tensors.pytree import flatten
 
 
 class Pair(typing.NamedTuple):

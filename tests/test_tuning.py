@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from pinfeed.devices import tuning
-from pinfeed.devices.tuning import BLOCKS, STAGED, Rates, _cache, decide, measure, remembered
+from pinfeed.devices import route_benchmark
+from pinfeed.devices.route_benchmark import BLOCKS, STAGED, Rates, _cache, decide, measure, remembered
 from pinfeed.stores.array import ArrayStore
 from pinfeed.testing.sim import SimDevice
 
@@ -108,8 +108,8 @@ def test_every_way_is_timed_and_the_tables_stay(monkeypatch: pytest.MonkeyPatch)
     def locked(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ArrayStore:
         return ArrayStore(device.staging(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape))
 
-    monkeypatch.setattr(tuning.PinnedStore, "empty", locked)
-    monkeypatch.setattr(tuning, "_PIECE_BYTES", 256)  # several threads gather
+    monkeypatch.setattr(route_benchmark.PinnedStore, "empty", locked)
+    monkeypatch.setattr(route_benchmark, "_PIECE_BYTES", 256)  # several threads gather
     rates = measure(device, stores, 50)
     assert list(rates.direct) == list(BLOCKS)
     assert min(*rates.direct.values(), rates.staged, rates.both, rates.in_turn) > 0

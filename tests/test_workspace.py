@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import nn
 
-from pinfeed.training.memory.confidence import _VARIABLES
-from pinfeed.training.memory.convolutions import Convolution
-from pinfeed.training.memory.estimate import StepEstimator
-from pinfeed.training.memory.report import Estimate
-from pinfeed.training.memory.shapes import samples_of
+from pinfeed.training.memory_model.confidence import _VARIABLES
+from pinfeed.training.memory_model.convolutions import Convolution
+from pinfeed.training.memory_model.estimate import StepEstimator
+from pinfeed.training.memory_model.report import Estimate
+from pinfeed.training.memory_model.tensor_specs import samples_of
 from tests.test_estimate import measured
 
 

@@ -13,11 +13,11 @@ import torch
 
 from benchmarks.gpu.recorder import Skipped
 from pinfeed import PinnedStore
-from pinfeed.access.base import StoreRows
 from pinfeed.devices import resolve
-from pinfeed.devices.tuning import Route
-from pinfeed.memory import free_host_bytes
-from pinfeed.sources import part_nbytes
+from pinfeed.devices.route_benchmark import Route
+from pinfeed.memory.host import free_host_bytes
+from pinfeed.pipeline.sources.base import part_nbytes
+from pinfeed.readahead.base import StoreRows
 
 WORD = 8
 _SPARE_HOST_BYTES = 8 << 30

@@ -19,11 +19,10 @@ from benchmarks.gpu.bench import Bench, rate, wait
 from benchmarks.gpu.link import Ceilings
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.rowfile import KINDS, create
-from pinfeed import Feeder
-from pinfeed import rows as orders
-from pinfeed.batches import OrderBatches
-from pinfeed.cli.cache import read_through
-from pinfeed.rows import Order
+from pinfeed import Feeder, rows
+from pinfeed.cli.measure.page_cache import read_through
+from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.orders import Order
 
 _BATCH_ROWS = {"512 B": 16_384, "4 KiB": 4096, "image": 64}
 _N_CHECKED = 3
@@ -127,7 +126,7 @@ def compare(batches: dict[str, list[torch.Tensor]]) -> None:
 
 
 def order_of(name: str) -> Order:
-    return orders.shuffled(1) if name == "shuffled" else orders.sequential()
+    return rows.shuffled(1) if name == "shuffled" else rows.sequential()
 
 
 class ByHand:

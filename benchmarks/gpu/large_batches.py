@@ -18,7 +18,7 @@ from benchmarks.gpu.bench import wait
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.zoo import GPT
 from pinfeed import GiB
-from pinfeed.training.big.offload import Offload
+from pinfeed.training.offload.offload import Offload
 
 _N_WORDS, _LENGTH = 8192, 256
 _N_WARM, _N_STEPS = 2, 6

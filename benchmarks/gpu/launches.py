@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.gpu.bench import Bench, as_rows
-from pinfeed.access.base import StoreRows
-from pinfeed.sources import part_nbytes
+from pinfeed.pipeline.sources.base import part_nbytes
+from pinfeed.readahead.base import StoreRows
 
 KERNELS = ("gather", "scatter")
 _ROW_BYTES = 512

@@ -15,8 +15,8 @@ import torch
 from benchmarks.gpu.bench import Bench, as_rows, expected_rows, rate, wait, words
 from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
 from pinfeed import Feeder, PinnedStore
-from pinfeed.access.base import StoreRows
 from pinfeed.devices.kernels import External
+from pinfeed.readahead.base import StoreRows
 
 BLOCKS = (1, 2, 4, 8, 16, 32, 64)
 DIRECTIONS = ("to the device", "to the host", "both")

@@ -19,8 +19,8 @@ from benchmarks.gpu.link import BLOCKS
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.zoo import resnet
 from pinfeed import Feeder, PinnedStore
-from pinfeed.access.base import StoreRows
-from pinfeed.sources import part_nbytes
+from pinfeed.pipeline.sources.base import part_nbytes
+from pinfeed.readahead.base import StoreRows
 
 _FACTORS = (1, 2, 0.5, 4, 0.25)
 _ROW_BYTES = 4096

@@ -14,8 +14,8 @@ from benchmarks.gpu.link import Ceilings
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.memory import free
 from pinfeed import PinnedStore
-from pinfeed.access.base import StoreRows
-from pinfeed.sources import part_nbytes
+from pinfeed.pipeline.sources.base import part_nbytes
+from pinfeed.readahead.base import StoreRows
 
 _TABLE_GB = (8, 32, 1)
 _SIZES = (512, 4096, 64, 128, 256, 1024, 16_384, 65_536)

@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..config import human
-from ..errors import StoreError
-from .report import wrapped
+from pinfeed.cli.output import wrapped
+from pinfeed.errors import StoreError
+from pinfeed.memory.limits import human
 
 if TYPE_CHECKING:
-    from ..stores.sharded import AnyShardedStore
+    from pinfeed.stores.sharded_file import AnyShardedStore
 
 _UNITS = {"": 1, "b": 1, **{f"{k}ib": 1 << 10 * i for i, k in enumerate("kmgt", 1)}, **{f"{k}b": 1000**i for i, k in enumerate("kmgt", 1)}}
 _NUMBER = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
@@ -58,7 +58,7 @@ def order_of(shuffle: bool, block_rows: int | None, seed: int | None) -> tuple[A
     Raises:
         click.UsageError: Two of them, or a seed that shuffles nothing.
     """
-    from ..rows import block_shuffled, sequential, shuffled
+    from pinfeed.rows.orders import block_shuffled, sequential, shuffled
 
     if shuffle and block_rows is not None:
         raise click.UsageError("--shuffle and --block-rows: give one of them")
@@ -91,8 +91,8 @@ def open_rows(files: Sequence[str]) -> AnyShardedStore:
     Raises:
         PinfeedError: As ``MmapStore`` and ``RemoteStore`` do.
     """
-    from ..stores import MmapStore, RemoteStore
-    from ..stores.remote import has_protocol
+    from pinfeed.stores import MmapStore, RemoteStore
+    from pinfeed.stores.remote import has_protocol
 
     names = expanded(files)
     opened = RemoteStore if has_protocol(names[0]) else MmapStore

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from ..config import MemoryLimits, Plan, human
-from ..errors import BudgetError
-from ..feeder import Feeder
-from .options import all_described, open_sources, order_of, row_nbytes_of, source_of, sources_values, usual_batch
-from .report import Report, facts, sections, table, wrapped
+from pinfeed.cli.options import all_described, open_sources, order_of, row_nbytes_of, source_of, sources_values, usual_batch
+from pinfeed.cli.output import Report, facts, sections, table, wrapped
+from pinfeed.errors import BudgetError
+from pinfeed.feeders.feeder import Feeder
+from pinfeed.memory.limits import MemoryLimits, Plan, human
 
 _PLACES = {"host": "host", "pinned": "host, page-locked", "device": "device"}
 
@@ -62,7 +62,7 @@ def _device(name: str) -> tuple[Any, list[str]]:
     import torch
 
     if name == "cuda" and not torch.cuda.is_available():
-        from ..devices.planned import PlannedGpu
+        from pinfeed.devices.planned_gpu import PlannedGpu
 
         return PlannedGpu(), [
             "There is no GPU here: this is the plan for a machine that has one, and otherwise this machine's memory and cores."

@@ -6,22 +6,23 @@ import importlib
 import os
 from typing import TYPE_CHECKING, Any
 
-from ..errors import DeviceError
-from .base import Device, Event, Stream
+from pinfeed.devices.base import Device, Event, Stream
+from pinfeed.errors import DeviceError
 
 if TYPE_CHECKING:
     import torch
 
-    from .cuda import CudaDevice
-    from .host import HostDevice
+    from pinfeed.devices.cpu import HostDevice
+    from pinfeed.devices.cuda import CudaDevice
 
 __all__ = ["CudaDevice", "Device", "Event", "HostDevice", "Stream", "resolve", "torch_device"]
 
 
 def __getattr__(name: str) -> Any:
     """``HostDevice`` and ``CudaDevice``, which load torch."""
-    if name in ("CudaDevice", "HostDevice"):
-        return getattr(importlib.import_module(f".{name.removesuffix('Device').lower()}", __name__), name)
+    modules = {"CudaDevice": "pinfeed.devices.cuda", "HostDevice": "pinfeed.devices.cpu"}
+    if name in modules:
+        return getattr(importlib.import_module(modules[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
@@ -45,8 +46,8 @@ def resolve(device: Any, *, n_spare: int) -> Device:
         return found
     import torch
 
-    from .cuda import CudaDevice
-    from .host import HostDevice
+    from pinfeed.devices.cpu import HostDevice
+    from pinfeed.devices.cuda import CudaDevice
 
     if device == "auto":
         device = "cpu"
@@ -76,7 +77,7 @@ def torch_device(device: Any, expected: str = "'cpu', 'cuda' or 'cuda:N'", *, ex
     if wanted.type not in ("cpu", "cuda"):
         raise DeviceError(f"device={str(wanted)!r} is not supported; expected {expected}")
     if exists and wanted.type == "cuda":
-        from .cuda import check_gpu
+        from pinfeed.devices.cuda import check_gpu
 
         check_gpu(wanted.index)
     return wanted

@@ -13,9 +13,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from ..rows import Rows
-from ..stores.base import Store
-from ..threads import Workers
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import Store
+from pinfeed.threads.pool import Workers
 
 Array = npt.NDArray[Any]
 Tensor = Any

@@ -17,17 +17,17 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..blocks import REGISTER, Bytes, Pool, page_locked, unlock_freed
-from ..config import ON_THEIR_WAY_BYTES
-from ..errors import DeviceError, described
-from ..rows import Rows
-from ..stores.base import Store, row_nbytes
-from ..stores.pinned import PinnedStore
-from ..tensors import NUMPY, TORCH, to_torch
-from ..threads import ThreadPool
-from .base import Array, Part
-from .kernels import Move, RowKernels
-from .tuning import STAGED, Rates, Route, decide, measure, remembered
+from pinfeed.devices.base import Array, Part
+from pinfeed.devices.kernels import Move, RowKernels
+from pinfeed.devices.route_benchmark import STAGED, Rates, Route, decide, measure, remembered
+from pinfeed.errors import DeviceError, described
+from pinfeed.memory.buffer_pool import REGISTER, Bytes, Pool, page_locked, unlock_freed
+from pinfeed.memory.limits import ON_THEIR_WAY_BYTES
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import Store, row_nbytes
+from pinfeed.stores.pinned import PinnedStore
+from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch
+from pinfeed.threads.pool import ThreadPool
 
 _TYPICAL_ROWS = 4096
 _N_BLOCKS = 8

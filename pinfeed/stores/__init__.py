@@ -1,10 +1,10 @@
 """Where rows live on the host."""
 
-from .array import ArrayStore
-from .arrow import ArrowStore
-from .base import Store
-from .mmap import MmapStore
-from .pinned import PinnedStore
-from .remote import RemoteStore
+from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.arrow import ArrowStore
+from pinfeed.stores.base import Store
+from pinfeed.stores.file import MmapStore
+from pinfeed.stores.pinned import PinnedStore
+from pinfeed.stores.remote import RemoteStore
 
 __all__ = ["ArrayStore", "ArrowStore", "MmapStore", "PinnedStore", "RemoteStore", "Store"]

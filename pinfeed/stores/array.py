@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy as np
 
-from ..config import safe_repr
-from ..dtypes import check_dtype
-from ..errors import StoreError, WriteBackError
-from ..rows import Rows
-from .base import Array, checked_gather, checked_scatter, in_words, run_of
+from pinfeed.errors import StoreError, WriteBackError
+from pinfeed.memory.limits import safe_repr
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import Array, checked_gather, checked_scatter, in_words, run_of
+from pinfeed.tensors.dtypes import check_dtype
 
 
 class ArrayStore:
@@ -32,7 +32,7 @@ class ArrayStore:
 
     def __init__(self, array: Any, *, name: str = "array") -> None:
         if not isinstance(array, np.ndarray):
-            from ..tensors import to_numpy  # a tensor: torch is there already; without one it need not be loaded
+            from pinfeed.tensors.numpy_torch import to_numpy  # a tensor: torch is there already; without one it need not be loaded
 
             array = to_numpy(array, name)
         if isinstance(array, np.ma.MaskedArray):

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..batches import check_rows
-from ..config import safe_repr
-from ..errors import MissingDependency, StoreError
-from ..rows import Rows
-from .base import Array, checked_gather, in_words, run_of
+from pinfeed.errors import MissingDependency, StoreError
+from pinfeed.memory.limits import safe_repr
+from pinfeed.rows.batches import check_rows
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import Array, checked_gather, in_words, run_of
 
 _CHECKED = 1 << 20  # lengths that are compared at a time
 _COLLECTED = 1 << 20  # bytes of rows that are brought together from several chunks at a time

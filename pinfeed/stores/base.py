@@ -11,9 +11,9 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 import numpy.typing as npt
 
-from ..batches import check_rows
-from ..errors import ArgumentError, StoreError, WriteBackError
-from ..rows import Rows
+from pinfeed.errors import ArgumentError, StoreError, WriteBackError
+from pinfeed.rows.batches import check_rows
+from pinfeed.rows.orders import Rows
 
 Array = npt.NDArray[Any]
 
@@ -38,7 +38,7 @@ class Store(Protocol):
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Native dtype of the rows, one of ``pinfeed.dtypes.DTYPES``; bfloat16 is ``ml_dtypes.bfloat16``."""
+        """Native dtype of the rows, one of ``pinfeed.tensors.dtypes.DTYPES``; bfloat16 is ``ml_dtypes.bfloat16``."""
 
     @property
     def writable(self) -> bool:

@@ -12,16 +12,16 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from ..arguments import whole_number
-from ..dtypes import dtype_of
-from ..errors import ArgumentError, ClosedError, FileMissing, MissingDependency, StoreError, described
-from ..rows import Rows
-from ..threads import ThreadPool
-from .base import Array, run_of
-from .extent import Extent
-from .npy import header_of
-from .ranges import RANGE_BYTES, WINDOW_BYTES, Piece, RemoteFile, answers_of, pieces_of, read, tried, windows_of
-from .sharded import ShardedStore, bytes_of
+from pinfeed.errors import ArgumentError, ClosedError, FileMissing, MissingDependency, StoreError, described
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import Array, run_of
+from pinfeed.stores.byte_ranges import RANGE_BYTES, WINDOW_BYTES, Piece, RemoteFile, answers_of, pieces_of, read, tried, windows_of
+from pinfeed.stores.formats.npy import header_of
+from pinfeed.stores.formats.row_layout import Extent
+from pinfeed.stores.sharded_file import ShardedStore, bytes_of
+from pinfeed.tensors.dtypes import dtype_of
+from pinfeed.threads.pool import ThreadPool
+from pinfeed.validation.arguments import whole_number
 
 _SORTED = 1 << 16  # rows that are brought into the order of the file at a time
 _GATHERS = 2  # at a time, each with many requests: one asks while the other one copies

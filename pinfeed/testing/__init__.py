@@ -1,5 +1,5 @@
 """For tests: a simulated asynchronous device, and the contracts of stores and devices as test classes."""
 
-from .sim import SimDevice, favour, lazy
+from pinfeed.testing.sim import SimDevice, favour, lazy
 
 __all__ = ["SimDevice", "favour", "lazy"]

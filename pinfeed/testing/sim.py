@@ -22,10 +22,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..devices.base import Part
-from ..rows import Rows
-from ..stores.base import Store
-from ..threads import Call
+from pinfeed.devices.base import Part
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import Store
+from pinfeed.threads.pool import Call
 
 Array = npt.NDArray[Any]
 Choose = Callable[[Sequence[str]], "str | None"]

@@ -20,8 +20,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map, tree_unflatten
 
-from ..tensors import NUMPY, memory_of, to_torch
-from .sim import DeviceArray, Memory, SimDevice
+from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_torch
+from pinfeed.testing.sim import DeviceArray, Memory, SimDevice
 
 META, _CPU = torch.device("meta"), torch.device("cpu")
 

@@ -21,13 +21,13 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from ..access.base import StoreRows
-from ..devices.base import Device, Part, Stream, Tensor
-from ..dtypes import DTYPES
-from ..errors import ArgumentError, RowIndexError, WriteBackError
-from ..sources import part_nbytes
-from ..stores.array import ArrayStore
-from ..stores.base import Store
+from pinfeed.devices.base import Device, Part, Stream, Tensor
+from pinfeed.errors import ArgumentError, RowIndexError, WriteBackError
+from pinfeed.pipeline.sources.base import part_nbytes
+from pinfeed.readahead.base import StoreRows
+from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.base import Store
+from pinfeed.tensors.dtypes import DTYPES
 
 Array = npt.NDArray[Any]
 

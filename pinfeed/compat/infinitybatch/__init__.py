@@ -33,7 +33,7 @@ What is different, because it gave wrong results or did not run:
 
 from __future__ import annotations
 
-from . import tools
-from .infinity import InfinityBatch, InfinityBatchError, InfinityBatchWarning
+from pinfeed.compat.infinitybatch import tools
+from pinfeed.compat.infinitybatch.manager import InfinityBatch, InfinityBatchError, InfinityBatchWarning
 
 __all__ = ["InfinityBatch", "InfinityBatchError", "InfinityBatchWarning", "tools"]

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...tree import flatten
+from pinfeed.tensors.pytree import flatten
 
 
 class Last(list[Any]):

@@ -11,7 +11,7 @@ import torch
 from tabulate import tabulate
 from torch import nn
 
-from ...training.manage.monitor import MemoryMonitor
+from pinfeed.training.trainer.memory_monitor import MemoryMonitor
 
 __all__ = [
     "CudaHistory",

@@ -1,0 +1,1 @@
+"""The command `pinfeed bench`: batches of a file, beside a DataLoader."""

@@ -1,0 +1,1 @@
+"""The command `pinfeed doctor`: what the machine can do, and whether pinfeed helps."""

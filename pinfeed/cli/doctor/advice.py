@@ -1,0 +1,133 @@
+"""Whether pinfeed would help, from the size of the data and what the machine does at best. Arithmetic only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from pinfeed.memory.limits import human
+
+_ENOUGH = 0.5  # of the free memory: what data may take where a model, or a feeder, needs the rest
+
+
+@dataclass(frozen=True)
+class Data:
+    """What a training loop goes through."""
+
+    n_rows: int
+    row_nbytes: int
+    batch_size: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.n_rows * self.row_nbytes
+
+    @property
+    def batch_nbytes(self) -> int:
+        return min(self.batch_size, self.n_rows) * self.row_nbytes
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What the machine does at best, in GB/s; None where it was not measured."""
+
+    memory: float
+    sequential: float | None = None
+    random: float | None = None
+    link: float | None = None
+    """From page-locked memory to the GPU."""
+
+    def batch_ms(self, nbytes: int) -> dict[str, float]:
+        """Milliseconds that a batch takes at best, by the way it goes."""
+        ways = {"memory": self.memory, "disk in sequence": self.sequential, "disk at random": self.random, "link": self.link}
+        return {way: nbytes / rate / 1e6 for way, rate in ways.items() if rate}
+
+
+@dataclass(frozen=True)
+class Advice:
+    """The answer.
+
+    Attributes:
+        helps: ``no``, ``perhaps`` or ``yes``.
+        why: Paragraphs.
+    """
+
+    helps: str
+    why: tuple[str, ...]
+
+
+def advise(data: Data, ceilings: Ceilings, *, free_host: int, gpu: str, free_gpu: int) -> Advice:
+    """Whether pinfeed helps.
+
+    Args:
+        data: What the loop goes through.
+        ceilings: What was measured.
+        free_host: Host memory that may be taken, in bytes.
+        gpu: Its name; empty if there is none.
+        free_gpu: Its free memory, in bytes.
+    """
+    times, size = ceilings.batch_ms(data.batch_nbytes), human(data.nbytes)
+    if gpu and data.nbytes <= _ENOUGH * free_gpu:
+        return Advice("no", (_on_the_gpu(size, free_gpu), "pinfeed is for data that does not fit, or where the model needs that memory."))
+    almost = ""
+    if gpu and data.nbytes <= free_gpu:
+        almost = (
+            f"The data ({size}) would fit on the GPU ({human(free_gpu)} free) if the model took the rest only: then put it there once. "
+        )
+    if data.nbytes <= _ENOUGH * free_host:
+        return Advice("perhaps", (almost + _in_memory(size, free_host, gpu), _worth(times["memory"] + times.get("link", 0.0))))
+    return Advice("yes", (almost + _larger(size, free_host, bool(gpu)), *_from_disk(times)))
+
+
+def spelled(ms: float) -> str:
+    """Milliseconds in words."""
+    if ms >= 9.95:
+        return f"{ms:,.0f} ms"
+    return f"{ms:.2g} ms" if ms >= 0.001 else "less than 0.001 ms"
+
+
+def _on_the_gpu(size: str, free_gpu: int) -> str:
+    return (
+        f"The data ({size}) fits on the GPU, which has {human(free_gpu)} free: put it there once, "
+        "x = torch.from_numpy(numpy.load(path)).to('cuda'), and index it there. No copy is faster than none."
+    )
+
+
+def _in_memory(size: str, free_host: int, gpu: str) -> str:
+    fits = f"The data ({size}) fits in memory ({human(free_host)} free)"
+    if gpu:
+        return f"{fits}, and not on the GPU. pinfeed gathers batches and copies them to the GPU while your step computes."
+    return (
+        f"{fits}, and there is no GPU to be fed. If numpy.load and indexing are fast enough, keep them. pinfeed gathers batches in "
+        "the background on the cores that your step computes on, too; it brings prefetching, orders that can be resumed, and memory "
+        "limits that hold."
+    )
+
+
+def _worth(batch_ms: float) -> str:
+    """When it pays to hide what a batch takes."""
+    return (
+        f"A batch takes {spelled(batch_ms)} at best, which is what can be hidden, and more where your loop reads row by row. Where a step "
+        f"takes more than {spelled(20 * batch_ms)}, less than 5% are to be gained; feeder.stats tells for how long your loop waits."
+    )
+
+
+def _larger(size: str, free_host: int, gpu: bool) -> str:
+    way = "and copies batches to the GPU while your step computes" if gpu else "in the background, also without a GPU"
+    return (
+        f"The data ({size}) is more than memory can hold beside other things ({human(free_host)} free). pinfeed streams it from the disk "
+        f"{way}, within the limits that you give."
+    )
+
+
+def _from_disk(times: Mapping[str, float]) -> tuple[str, ...]:
+    if "disk in sequence" not in times:
+        return ("The disk was not measured: give a FILE, or --dir.",)
+    in_sequence, at_random = times["disk in sequence"], times.get("disk at random", 0.0)
+    said = (
+        f"A batch takes {spelled(in_sequence)} at best if the disk is read in sequence, as it is in order or with "
+        "pinfeed.rows.block_shuffled; a step that takes longer need not wait."
+    )
+    if at_random < 1.5 * in_sequence:
+        return (said,)
+    return said, f"Rows in fully random order (shuffle=True) take {spelled(at_random)} a batch: as long as the disk seeks."

@@ -1,0 +1,107 @@
+"""What the disk does at best, measured in seconds on a file of the user's, or on a scratch file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from pinfeed.cli.measure.bandwidth import random_rate, sequential_rate
+from pinfeed.cli.measure.page_cache import PIECE_BYTES, cached_share, drop
+from pinfeed.cli.output import saying
+from pinfeed.errors import described
+from pinfeed.memory.limits import human
+
+_SPAN_BYTES = 256 << 20  # of a file, or of a scratch file
+_READ_S, _WRITE_S = 0.7, 1.5  # at most, for each measurement
+_N_RANDOM = 16  # rows that a feeder reads at a time
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What reads of a file reached, in GB/s."""
+
+    what: str
+    nbytes: int
+    sequential: float
+    random: float | None
+    """Rows of ``row_nbytes`` in random order, 16 at a time."""
+    row_nbytes: int
+    cached: float | None
+    """Share that could not be dropped from the page cache before; None if the kernel does not tell."""
+
+    @property
+    def cold(self) -> bool:
+        """Whether it was the disk that was measured."""
+        return self.cached is not None and self.cached < 0.01
+
+    def __str__(self) -> str:
+        if self.cold:
+            state = "dropped from the page cache before"
+        elif self.cached is None:
+            state = "of which the kernel does not tell what is in the page cache: it may have been that"
+        else:
+            state = f"{self.cached:.0%} of which stayed in the page cache: it is not the disk alone that was measured"
+        return f"The disk was measured on {self.what}, {human(self.nbytes)}, {state}."
+
+
+def look_at_disk(path: str | None, start: int, row_nbytes: int, directory: str | None) -> tuple[Disk | None, str]:
+    """What the disk does, as seen on a file or on a scratch file; and why that could not be measured.
+
+    Args:
+        path: The file; None for a scratch file, which is taken for a very small file, too.
+        start: Where its rows begin.
+        row_nbytes: Bytes of a row.
+        directory: Where the scratch file is to be, if there is to be one in any case.
+    """
+    try:
+        if directory is None and path is not None and os.stat(path).st_size >= PIECE_BYTES:
+            with saying(f"reading {path}"):
+                return _measured(path, path, start, row_nbytes), ""
+    except OSError as error:
+        return None, f"the disk could not be measured: {described(error)}"
+    folder = os.path.abspath(directory or (os.path.dirname(path) if path else ""))
+    try:
+        with saying(f"writing and reading a scratch file in {folder}"), _scratch(folder) as scratch:
+            return _measured(scratch, f"a scratch file in {folder}", 0, row_nbytes), ""
+    except OSError as error:
+        why = error.strerror or described(error)
+        return None, f"the disk could not be measured: no scratch file in {folder} ({why}); --dir names a folder that can be written"
+
+
+@contextlib.contextmanager
+def _scratch(folder: str) -> Iterator[str]:
+    """A file of as much as is written soon, on the disk; removed in the end."""
+    piece = np.random.default_rng(0).bytes(PIECE_BYTES)  # no zeros: some file systems do not store them
+    with tempfile.NamedTemporaryFile(dir=folder, prefix=".pinfeed-", buffering=0) as file:
+        deadline = time.perf_counter() + _WRITE_S
+        while file.tell() < _SPAN_BYTES and time.perf_counter() < deadline:
+            file.write(piece)
+        os.fsync(file.fileno())
+        yield file.name
+
+
+def _measured(path: str, what: str, start: int, row_nbytes: int) -> Disk:
+    """Read the beginning of a file, dropped from the page cache before. What was in the cache is there again in the end."""
+    span = min(os.stat(path).st_size, _SPAN_BYTES)
+    before = cached_share([path], span)
+    sequential, left = 0.0, []
+    for n_threads in (1, 4):
+        drop([path], span)
+        left.append(cached_share([path], span))
+        sequential = max(sequential, sequential_rate(path, n_threads, stop=span, seconds=_READ_S))
+    n_rows = (span - start) // max(1, row_nbytes)
+    at_random = None
+    if row_nbytes and n_rows >= 4 * _N_RANDOM:
+        drop([path], span)
+        rows = np.random.default_rng(0).permutation(n_rows)
+        batches = np.array_split(rows, max(1, n_rows // 1024))
+        at_random = random_rate(path, start, row_nbytes, batches, _N_RANDOM, seconds=_READ_S)
+    if before is not None and before < 0.5:
+        drop([path], span)
+    return Disk(what, span, sequential, at_random, row_nbytes, None if None in left else max(share or 0.0 for share in left))

@@ -1,0 +1,158 @@
+"""What is here: memory and its limits, cores, a GPU that torch can use or the reason why not, optional packages."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib.util
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from pinfeed.errors import DeviceError, MissingDependency
+from pinfeed.memory.host import Limit, core_quota, free_host_bytes, host_limits, lock_limit
+
+
+@dataclass(frozen=True)
+class Host:
+    """Memory and cores. Bytes."""
+
+    memory: int
+    free: int
+    """What a feeder may still take: the least that the machine and the limits leave."""
+    limits: tuple[Limit, ...]
+    """Those that are less than the memory of the machine."""
+    lock_limit: int | None
+    cores: int
+    usable_cores: int
+    """Those that this process may run on."""
+    core_quota: float | None
+    """Cores' worth of time that control groups grant."""
+
+    @classmethod
+    def now(cls) -> Host:
+        """As it is."""
+        machine, *others = host_limits()
+        limits = tuple(limit for limit in others if limit.total < machine.total)
+        cores = os.cpu_count() or 1
+        return cls(machine.total, free_host_bytes(), limits, lock_limit(), cores, len(os.sched_getaffinity(0)), core_quota())
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU that torch can use, or the reason why there is none.
+
+    Attributes:
+        name: Of torch's current GPU; empty if there is none.
+        count: GPUs that torch can use.
+        total: Its memory, in bytes.
+        free: Of that.
+        torch: Version of torch.
+        torch_cuda: The CUDA version that torch was built for; None for a build without.
+        driver_cuda: The newest CUDA version that the driver knows; None without a driver.
+        problem: Why a GPU that seems to be there cannot be used, and what to do; empty if nothing is wrong.
+    """
+
+    name: str
+    count: int
+    total: int
+    free: int
+    torch: str
+    torch_cuda: str | None
+    driver_cuda: str | None
+    problem: str
+
+    @classmethod
+    def now(cls) -> Gpu:
+        """As torch finds it."""
+        import torch
+
+        driver = driver_cuda()
+        with warnings.catch_warnings(record=True) as said:  # of a driver that is too old, torch warns
+            warnings.simplefilter("always")
+            usable = torch.cuda.is_available()
+        versions = str(torch.__version__), torch.version.cuda, driver
+        if usable:
+            free, total = torch.cuda.mem_get_info()
+            return cls(torch.cuda.get_device_name(), torch.cuda.device_count(), total, free, *versions, problem="")
+        reasons = " ".join(str(warning.message).splitlines()[0] for warning in said)
+        return cls("", 0, 0, 0, *versions, problem=gpu_problem(*versions, reasons))
+
+
+def gpu_problem(torch: str, torch_cuda: str | None, driver: str | None, said: str) -> str:
+    """Why torch cannot use a GPU whose driver is there; empty where there is no driver, and so no GPU to be missed."""
+    if driver is None:
+        return ""
+    if torch_cuda is None:
+        return f"there is an NVIDIA driver, but torch {torch} is built without CUDA: pip install --force-reinstall torch"
+    if _version(driver) < (_version(torch_cuda)[0], 0):
+        return f"torch {torch} is built for CUDA {torch_cuda}, the driver knows CUDA {driver}: update the driver, or install an older torch"
+    return (
+        f"there is an NVIDIA driver (CUDA {driver}), but torch {torch} (CUDA {torch_cuda}) finds no usable GPU; {said or 'see nvidia-smi'}"
+    )
+
+
+def driver_cuda() -> str | None:
+    """The newest CUDA version that the NVIDIA driver knows, as ``12.4``; None where there is no driver."""
+    version = ctypes.c_int()
+    with contextlib.suppress(OSError):
+        if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
+            return f"{version.value // 1000}.{version.value % 1000 // 10}"
+    return None
+
+
+@dataclass(frozen=True)
+class Package:
+    """An optional package."""
+
+    name: str
+    extra: str
+    """Under which pinfeed asks for it."""
+    purpose: str
+    here: bool
+    problem: str = ""
+
+
+def packages(gpu: Gpu) -> list[Package]:
+    """The optional packages. CuPy has to match the CUDA version of torch, and counts as needed only where there is a GPU."""
+    found = [
+        Package("matplotlib", "plot", "timelines as pictures", _is_here("matplotlib")),
+        Package("fsspec", "remote", "files elsewhere: s3://, gs://, https://", _is_here("fsspec")),
+        Package("safetensors", "safetensors", "rows of safetensors files", _is_here("safetensors")),
+    ]
+    if gpu.name:
+        problem = _pinning_problem()
+        extra = f"cuda{_version(gpu.torch_cuda or '13')[0]}"
+        found.insert(0, Package("CuPy", extra, "tables in page-locked memory that the GPU reads itself", not problem, problem))
+    return found
+
+
+def install_line(missing: Sequence[Package]) -> str:
+    """What installs packages."""
+    return f'pip install "pinfeed[{",".join(package.extra for package in missing)}]"'
+
+
+def _pinning_problem() -> str:
+    """Why rows cannot be page-locked; empty if they can."""
+    from pinfeed.stores import PinnedStore
+
+    try:
+        PinnedStore.empty((1,), "uint8")
+    except (MissingDependency, DeviceError) as error:
+        return str(error)
+    return ""
+
+
+def _is_here(module: str) -> bool:
+    return importlib.util.find_spec(module) is not None
+
+
+def _version(text: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in text.split(".")[:2])
+
+
+def limit_values(limit: Limit) -> dict[str, Any]:
+    """A limit for scripts."""
+    return {"name": limit.name, "bytes": limit.total, "free_bytes": max(0, limit.free)}

@@ -1,0 +1,131 @@
+"""Diagnosis: what the doctor found, in words and for scripts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pinfeed.cli.doctor.advice import Advice, Ceilings, Data, spelled
+from pinfeed.cli.doctor.disk import Disk
+from pinfeed.cli.doctor.machine import Gpu, Host, Package, install_line, limit_values
+from pinfeed.cli.output import facts, sections, table, wrapped
+from pinfeed.memory.limits import human, human_rate
+
+_WAYS = {
+    "to_device_pinned": "to the GPU, page-locked",
+    "to_device_pageable": "to the GPU, ordinary memory",
+    "to_host_pinned": "from the GPU, page-locked",
+    "to_host_pageable": "from the GPU, ordinary memory",
+}
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What data it is about.
+
+    Attributes:
+        data: Its size.
+        words: What it is.
+        path: A local file of it; None if there is none.
+        start: Where that one's rows begin.
+    """
+
+    data: Data
+    words: str
+    path: str | None = None
+    start: int = 0
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Everything."""
+
+    host: Host
+    gpu: Gpu
+    disk: Disk | None
+    disk_problem: str
+    """Why there is none."""
+    link: Mapping[str, float]
+    """GB/s of each way to the GPU."""
+    ceilings: Ceilings
+    packages: Sequence[Package]
+    route: str
+    subject: Subject | None
+    advice: Advice | None
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """For scripts."""
+        return {
+            "host": {**asdict(self.host), "limits": [limit_values(limit) for limit in self.host.limits]},
+            "gpu": asdict(self.gpu),
+            "gb_per_s": {
+                "memory_copy": self.ceilings.memory,
+                "disk": self.disk and {**asdict(self.disk), "cold": self.disk.cold},
+                "disk_problem": self.disk_problem,
+                "link": dict(self.link) or None,
+            },
+            "packages": [{**asdict(package), "install": install_line([package])} for package in self.packages],
+            "data": self.subject and self._data_values(self.subject.data),
+            "route": self.route,
+            "advice": self.advice and asdict(self.advice),
+        }
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        answer = f"  {self.advice.helps.capitalize()}" if self.advice else ""
+        parts = {
+            "This machine": self._machine(),
+            "At best": self._rates(),
+            "Optional packages": self._packages(),
+            "Route": wrapped(self.route, "  ", "  "),
+            f"Would pinfeed help?{answer}": self._advice(),
+        }
+        return sections(parts)
+
+    def _data_values(self, data: Data) -> dict[str, Any]:
+        return {**asdict(data), "nbytes": data.nbytes, "batch_ms": self.ceilings.batch_ms(data.batch_nbytes)}
+
+    def _machine(self) -> str:
+        host, gpu = self.host, self.gpu
+        cores = f"{host.usable_cores} of {host.cores} may be used" if host.usable_cores < host.cores else str(host.cores)
+        quota = f", for {host.core_quota:g} cores' worth of time (control group)" if host.core_quota is not None else ""
+        limits = [(limit.name, f"{human(limit.total)}, {human(max(0, limit.free))} free") for limit in host.limits]
+        locked = "unlimited" if host.lock_limit is None else f"{human(host.lock_limit)} (ulimit -l; CUDA need not keep to it)"
+        which = f"{gpu.name} (one of {gpu.count})" if gpu.count > 1 else gpu.name
+        driver = f"driver for CUDA {gpu.driver_cuda}" if gpu.driver_cuda else "no NVIDIA driver"
+        pairs = [
+            ("memory", f"{human(host.memory)}, a feeder may take {human(host.free)}"),
+            *(limits or [("limits", "none but the memory itself")]),
+            ("memlock", locked),
+            ("cores", cores + quota),
+            ("GPU", f"{which}, {human(gpu.total)}, {human(gpu.free)} free" if gpu.name else "none that torch can use"),
+            ("", f"torch {gpu.torch}, {f'for CUDA {gpu.torch_cuda}' if gpu.torch_cuda else 'without CUDA'}; {driver}"),
+        ]
+        return facts(pairs)
+
+    def _rates(self) -> str:
+        rows = [("copy in memory", human_rate(1e9 * self.ceilings.memory))]
+        if self.disk is not None:
+            rows.append(("disk, in sequence", human_rate(1e9 * self.disk.sequential)))
+            if self.disk.random is not None:
+                name = f"disk, rows of {human(self.disk.row_nbytes)} at random"
+                rows.append((name, human_rate(1e9 * self.disk.random)))
+        rows += [(_WAYS[way], human_rate(1e9 * rate)) for way, rate in self.link.items()]
+        return f"{table(rows, ('', 'rate'), 'lr')}\n{wrapped(str(self.disk) if self.disk else self.disk_problem)}"
+
+    def _packages(self) -> str:
+        missing = [package for package in self.packages if not package.here]
+        rows = [(package.name, "here" if package.here else "missing", package.purpose) for package in self.packages]
+        problems = [wrapped(f"{package.name}: {package.problem}") for package in missing if package.problem]
+        return "\n".join([table(rows, ("package", "", "for")), *problems, *([f"\n  {install_line(missing)}"] if missing else [])])
+
+    def _advice(self) -> str:
+        if self.subject is None or self.advice is None:
+            return wrapped("Give a FILE, or --rows and --row-bytes of your data, to hear it.", "  ", "  ")
+        data = self.subject.data
+        times = ", ".join(f"{way} {spelled(ms)}" for way, ms in self.ceilings.batch_ms(data.batch_nbytes).items())
+        head = f"{self.subject.words}; batches of {data.batch_size:,} rows, {human(data.batch_nbytes)}. A batch takes at best: {times}."
+        return "\n".join(wrapped(text, "  ", "  ") for text in (head, *self.advice.why))

@@ -1,0 +1,151 @@
+"""The ``pinfeed`` command: options, exit statuses, errors in one line. What does the work is imported when it is asked for."""
+
+from __future__ import annotations
+
+import errno
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from pinfeed import __version__
+from pinfeed.cli.options import counts, order_options, size, with_option
+from pinfeed.cli.output import Report, json_of, wrapped
+from pinfeed.errors import PinfeedError
+
+FINDING, FAILED, INTERRUPTED = 1, 3, 130
+"""Exit statuses beside 0; wrong usage is 2, by click."""
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
+@click.version_option(__version__, prog_name="pinfeed")
+def main() -> None:
+    """Look at a machine, at files, and at what pinfeed would do with them.
+
+    FILE is a .npy file, a quoted pattern of shards ("features-*.npy"), or several
+    files, which are shards of one source. Inputs and their labels are two sources:
+    plan images.npy --with labels.npy. Sizes are written 2GiB, 512MiB, 1.5e9.
+
+    Exit status: 0 fine; 1 something was found (a damaged file, a plan that does not
+    fit); 2 wrong usage; 3 it could not be done; 130 interrupted.
+    """
+
+
+def reporting(function: Callable[..., Report]) -> Callable[..., None]:
+    """A command that prints what ``function`` reports; with ``--json`` as one object, and nothing else on stdout."""
+
+    @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+    @click.pass_context
+    @functools.wraps(function)
+    def command(ctx: click.Context, /, *, as_json: bool, **options: Any) -> None:
+        head = {"pinfeed": __version__, "command": ctx.info_name}
+        try:
+            report = function(**options)
+        except KeyboardInterrupt:
+            ctx.exit(INTERRUPTED)
+        except (PinfeedError, OSError) as error:
+            said = " ".join(str(error).split())
+            if as_json:
+                click.echo(json_of({**head, "error": said, "kind": type(error).__name__}))
+            click.echo(f"pinfeed: {said}", err=True)
+            ctx.exit(FAILED)
+        if as_json:
+            said = json_of({**head, **report.values, "findings": report.findings})
+        else:
+            found = [wrapped(finding, first="! ", rest="  ") for finding in report.findings]
+            said = "\n\n".join(filter(None, [report.text, "\n".join(found)]))
+        try:
+            click.echo(said)
+        except OSError as error:
+            if error.errno == errno.EPIPE:
+                raise  # click ends quietly where nobody reads on
+            click.echo(f"pinfeed: stdout: {error.strerror}", err=True)
+            ctx.exit(FAILED)
+        ctx.exit(FINDING if report.findings else 0)
+
+    return command
+
+
+_device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+
+
+@main.command(short_help="Say what this machine can do, and whether pinfeed helps.")
+@click.argument("files", nargs=-1, metavar="[FILE]...")
+@click.option("--rows", type=click.IntRange(1), help="Rows of the data, where there is no FILE.")
+@click.option("--row-bytes", type=size, metavar="SIZE", help="Bytes of a row, where there is no FILE.")
+@click.option("--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows of a batch.")
+@click.option("--dir", "directory", metavar="DIR", help="Measure the disk of this folder, by a scratch file that is removed.")
+@reporting
+def doctor(**options: Any) -> Report:
+    """Say what this machine can do, and whether pinfeed helps.
+
+    Limits in force, GPU, ceilings measured in seconds, packages that are missing; and,
+    given FILE or --rows and --row-bytes, whether pinfeed would help with such data.
+    """
+    from pinfeed.cli.doctor import command
+
+    return command.doctor(**options)
+
+
+@main.command(short_help="Print the plan that a Feeder over files would have.")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@with_option
+@order_options
+@click.option("--gpu-limit", type=size, metavar="SIZE", help="GPU memory that batches may take (Config's gpu_memory_limit).")
+@click.option("--cpu-limit", type=size, metavar="SIZE", help="Host memory that the feeder may take (Config's cpu_memory_limit).")
+@click.option("--depth", type=click.IntRange(0), help="Batches ahead of the loop; 0 is the synchronous loop.")
+@_device
+@reporting
+def plan(**options: Any) -> Report:
+    """Print the plan that a Feeder over these files would have.
+
+    The batch size, where every byte goes, and how the rows are read.
+
+    With limits and no --batch-size, the batch is the largest that fits, up to 65,536 rows
+    or 64 MiB. --device cuda plans for a GPU where there is none, too.
+    """
+    from pinfeed.cli import plan
+
+    return plan.plan(**options)
+
+
+@main.command(short_help="Time files of yours beside a plain DataLoader.")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@with_option
+@order_options
+@click.option(
+    "--seconds",
+    type=click.FloatRange(0, min_open=True),
+    default=1.0,
+    show_default=True,
+    help="For later epochs of each; the first may take 4 times that.",
+)
+@click.option("--workers", type=counts, default="0,2", show_default=True, metavar="N,N", help="num_workers of the DataLoaders.")
+@click.option("--warm/--cold", default=None, help="Files in the page cache, or not. [default: in it, where they fit]")
+@_device
+@reporting
+def bench(**options: Any) -> Report:
+    """Time a Feeder over these files beside a plain DataLoader.
+
+    Both give the same rows in the same order, which is checked first; the DataLoader
+    reads numpy.load(mmap_mode="r"). There is no training step beside them.
+    """
+    from pinfeed.cli.bench import command
+
+    return command.bench(**options)
+
+
+@main.command(short_help="Show what files hold, and what is wrong with them.")
+@click.argument("files", nargs=-1, required=True, metavar="FILE...")
+@reporting
+def inspect(**options: Any) -> Report:
+    """Show what files hold, and what is wrong with them.
+
+    Shape, dtype, order, shards and damage of .npy files, the tensors of safetensors
+    files, and checkpoints of pinfeed, whose checksums are compared. Of other files only
+    headers are read; nothing is unpickled.
+    """
+    from pinfeed.cli import inspect
+
+    return inspect.inspect(**options)

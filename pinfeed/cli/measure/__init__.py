@@ -1,0 +1,1 @@
+"""What disks and memory do at best, measured."""

@@ -1,0 +1,32 @@
+"""PlannedGpu: a GPU that is not here, as far as a plan needs one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pinfeed.devices.base import Part
+from pinfeed.devices.cpu import HostDevice
+from pinfeed.errors import ArgumentError, DeviceError
+from pinfeed.stores.base import Store
+
+
+class PlannedGpu(HostDevice):
+    """For plans only: it counts as having memory of its own, so that batches for it are staged.
+
+    ``Feeder(..., device=PlannedGpu()).plan`` is the plan of a feeder on a machine with a GPU, made on one without; its batches would stay
+    on the host. Rows of page-locked tables are planned as staged: which way is faster can only be measured on the GPU.
+    """
+
+    name = "cuda"
+    unified = False
+
+    def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
+        if wanted == "direct":
+            raise DeviceError("route='direct': there is no GPU here that could read the rows; leave route out")
+        return ""
+
+    def reaches(self, source: Part | Store) -> bool:
+        return False
+
+    def free_bytes(self) -> int:
+        raise ArgumentError("how much memory is free on a GPU that is not here nobody knows; give gpu_memory_limit (--gpu-limit)")

@@ -1,0 +1,1 @@
+"""What a user iterates: feeders over stores, DataLoaders and reader functions."""

@@ -1,0 +1,119 @@
+"""Sources: what fills a slot. Their epochs run in the readers' threads, one at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, cast
+
+from pinfeed.devices.base import Part
+from pinfeed.readahead import Access, RowPart
+from pinfeed.rows.batches import Draw as RowsDraw
+from pinfeed.rows.batches import RowBatches
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import Store, row_nbytes
+from pinfeed.tensors.pytree import Rebuild
+
+
+class RowGroup(NamedTuple):
+    """The same rows of one or several stores, which are written back together."""
+
+    rows: Rows
+    """Row numbers, shape (n,)."""
+    first: int
+    """The first of the load's parts that are these rows; one for each store."""
+    stores: Sequence[Store]
+
+    def cut(self, begin: int, end: int) -> RowGroup:
+        """Rows [begin, end) of these."""
+        return self._replace(rows=self.rows[begin:end])
+
+
+@dataclass
+class Load:
+    """What a slot brings to the device: a batch, or several small ones one after the other."""
+
+    parts: Sequence[Part]
+    rebuild: Rebuild
+    """Makes a batch, in the structure that the user knows, from the tensors of the parts."""
+    batches: Sequence[tuple[int, int]]
+    """Samples of each batch; and a checksum of all row numbers of the epoch up to its end, where a resumed epoch needs one, else 0."""
+    groups: Sequence[RowGroup] = ()
+    """Those of the parts that are rows of stores."""
+
+    def cut(self, start: int, stop: int) -> Load:
+        """Batches [start, stop) of several, which come from stores."""
+        counts = [n_rows for n_rows, _ in self.batches]
+        begin, end = sum(counts[:start]), sum(counts[:stop])
+        parts = [cast(RowPart, part).cut(begin, end) for part in self.parts]
+        return Load(parts, self.rebuild, self.batches[start:stop], [group.cut(begin, end) for group in self.groups])
+
+
+Draw = Callable[[], Load]
+
+
+class Source(Protocol):
+    """Batches, epoch by epoch."""
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        """What must be the same for a saved position to mean the same batch; plain values."""
+        ...
+
+    def __len__(self) -> int:
+        """Batches in an epoch; TypeError where that is not known."""
+        ...
+
+    def epoch(self, number: int, start: int, checksum: int, n_together: int) -> Generator[Draw, None, None]:
+        """The batches of epoch ``number`` from batch ``start`` on, at most ``n_together`` in a load, which is made when it is wanted."""
+        ...
+
+    def remedy(self, draw_share: float) -> str:
+        """What to change where a loop waits for reading, in whole sentences.
+
+        Args:
+            draw_share: Of the time that reading takes, the share that goes into making loads; the rest into filling slots with them.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class RowSource:
+    """Rows of equally many in each store, in the order that ``batches`` says."""
+
+    stores: Sequence[Store]
+    accesses: Sequence[Access]
+    """How the rows of each store are read."""
+    rebuild: Rebuild
+    batches: RowBatches
+
+    @property
+    def fingerprint(self) -> Mapping[str, Any]:
+        return self.batches.fingerprint
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def epoch(self, number: int, start: int, checksum: int, n_together: int) -> Generator[Draw, None, None]:
+        windows, position, stop = self.batches.windows(number, start)
+        with contextlib.ExitStack() as stack:
+            serving = [stack.enter_context(access.serve(windows, position, stop)) for access in self.accesses]
+            for draw in self.batches.epoch(number, start, checksum, n_together):
+                yield functools.partial(self._load, draw, [serve(position, draw.n_rows) for serve in serving])
+                position += draw.n_rows
+
+    def remedy(self, draw_share: float) -> str:
+        largest = max(range(len(self.stores)), key=lambda i: row_nbytes(self.stores[i]))
+        return self.accesses[largest].remedy
+
+    def _load(self, draw: RowsDraw, parts: Sequence[Callable[[Rows], RowPart]]) -> Load:
+        group = draw()
+        return Load([part(group.rows) for part in parts], self.rebuild, group.batches, [RowGroup(group.rows, 0, self.stores)])
+
+
+def part_nbytes(part: Part) -> int:
+    """Bytes of a part."""
+    return math.prod(part.shape) * part.dtype.itemsize

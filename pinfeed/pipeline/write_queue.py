@@ -1,0 +1,71 @@
+"""Landings: write-backs under way, bounded, and their errors."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from pinfeed.pipeline.transfer import Landing
+from pinfeed.profiling.counters import Meter
+from pinfeed.threads.pool import Pending
+
+
+class Landings:
+    """Write-backs under way, oldest first.
+
+    Args:
+        land: Submits one.
+        limit: So many may be under way; one more waits for the oldest, so that their memory is bounded.
+        may_wait: Whether the thread that asks may wait for one.
+        meter: Counts how long it does.
+    """
+
+    def __init__(self, land: Callable[[Landing], Pending[None]], limit: int, may_wait: Callable[[], bool], meter: Meter) -> None:
+        self._land, self._limit, self._may_wait, self._meter = land, limit, may_wait, meter
+        self._futures: deque[Pending[None]] = deque()
+        self._failed = False
+        self.failure: BaseException | None = None
+        """The first error of a write-back, until it is raised; those of later ones only follow from it."""
+
+    def add(self, landing: Landing, *, check: bool) -> None:
+        """Submit a write-back; ``check`` first."""
+        while len(self._futures) >= self._limit:
+            if self._futures[0].done():
+                self._take()
+            elif self._may_wait():
+                self._await(landing)
+            else:
+                break
+        if check:
+            self.check()
+        self._futures.append(self._land(landing))
+
+    def check(self) -> None:
+        """Raise the error of a write-back that has failed."""
+        while self._futures and self._futures[0].done():
+            self._take()
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
+
+    def finish(self) -> None:
+        """Wait for all of them; ``failure`` tells how they ended."""
+        while self._futures:
+            self._take()
+
+    def land(self) -> None:
+        """Wait for all of them, and raise the error of one that has failed."""
+        self.finish()
+        self.check()
+
+    def _await(self, landing: Landing) -> None:
+        """Wait for the oldest, before ``landing`` can begin."""
+        start = self._meter.now()
+        self._take()
+        self._meter.landed(landing.batch, start, idle=landing.write.values.ready.is_done())
+
+    def _take(self) -> None:
+        error = self._futures[0].exception()  # where an interrupt ends the wait, it still is the oldest
+        self._futures.popleft()
+        if error is not None and not self._failed:
+            self.failure, self._failed = error, True

@@ -1,0 +1,1 @@
+"""Where the rows of a file are, as the header of each format says."""

@@ -1,0 +1,62 @@
+"""Extent: where the rows of one file are."""
+
+from __future__ import annotations
+
+import math
+import os
+import stat
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pinfeed.errors import StoreError
+
+
+@dataclass(frozen=True)
+class Extent:
+    """Rows that lie one after another in a file."""
+
+    path: str
+    dtype: np.dtype[Any]
+    """As in the file, which may have the other byte order."""
+    n_rows: int
+    row_shape: tuple[int, ...]
+    offset: int
+    """Bytes before the first row."""
+
+    @property
+    def row_nbytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.row_shape)
+
+    @property
+    def end(self) -> int:
+        """Bytes that the file needs to have."""
+        return self.offset + self.n_rows * self.row_nbytes
+
+    def check(self, size: int) -> Extent:
+        """Itself, if a file of ``size`` bytes holds it.
+
+        Raises:
+            StoreError: The file is truncated, or there are more rows of no bytes than can be counted.
+        """
+        if math.prod(filter(None, (self.n_rows, *self.row_shape))) * self.dtype.itemsize > sys.maxsize >= self.end:
+            raise StoreError(f"{self.path}: shape {(self.n_rows, *self.row_shape)} has no bytes, and more of them than numpy can count")
+        if self.end > size:
+            raise StoreError(
+                f"{self.path} is truncated: {self.n_rows} rows of {self.row_nbytes} bytes from byte {self.offset} on need {self.end} bytes "
+                f"in all; the file has {size}; copy or save it again"
+            )
+        return self
+
+
+def require_regular(path: str) -> None:
+    """Check that a path is no pipe, socket or device, on which a read may wait for ever.
+
+    Raises:
+        StoreError: It is.
+    """
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise StoreError(f"{path} is a pipe, a socket or a device; expected a file")

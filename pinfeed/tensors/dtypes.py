@@ -1,0 +1,75 @@
+"""The dtypes of rows: those that numpy (with ml_dtypes, for bfloat16) and torch both have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from pinfeed.errors import StoreError, described
+
+BFLOAT16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
+
+DTYPES: dict[str, np.dtype[Any]] = {"bfloat16": BFLOAT16} | {
+    name: np.dtype(name)
+    for kind, widths in {
+        "uint": (8, 16, 32, 64),
+        "int": (8, 16, 32, 64),
+        "float": (16, 32, 64),
+        "complex": (64, 128),
+        "bool": ("",),
+    }.items()
+    for name in (f"{kind}{width}" for width in widths)
+}
+"""By name, which is the same in both."""
+
+
+def dtype_of(value: Any, name: str) -> np.dtype[Any]:
+    """The dtype that ``value`` spells: anything that numpy takes but None, ``"bfloat16"``, or a dtype of torch.
+
+    Raises:
+        StoreError: numpy or torch has no such dtype.
+    """
+    return check_dtype(numpy_dtype_of(value, name), name)
+
+
+def numpy_dtype_of(value: Any, name: str) -> np.dtype[Any]:
+    """The dtype that ``value`` spells, as for ``dtype_of``, in the byte order that it says, whether torch has it or not.
+
+    Raises:
+        StoreError: numpy has no such dtype.
+    """
+    # torch is not imported here: where there is a dtype of torch's, it is there already.
+    kind = type(value)
+    spelled = str(value).removeprefix("torch.") if (kind.__module__, kind.__name__) == ("torch", "dtype") else value
+    if isinstance(spelled, str) and spelled in DTYPES:
+        return DTYPES[spelled]
+    try:
+        # numpy takes None for float64.
+        if spelled is None:
+            raise TypeError("None is no dtype")
+        return np.dtype(spelled)
+    except (TypeError, ValueError, SyntaxError) as error:
+        raise StoreError(f"{name}: dtype={value!r} is unknown ({described(error)}); expected one of {', '.join(sorted(DTYPES))}") from None
+
+
+def check_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
+    """``dtype``, in this machine's byte order, if torch has it too.
+
+    Raises:
+        StoreError: It has not; the message names ``name`` and says what to do.
+    """
+    if dtype.names is None and dtype.name in DTYPES:
+        return DTYPES[dtype.name]
+    if dtype.hasobject:
+        todo = "Python objects are never unpickled; give plain numbers, np.stack(list(array)) where each object is a row"
+    elif dtype.names:
+        todo = "a structured dtype: save each field as an array of its own and give a dict of them"
+    elif dtype.kind in "mM":
+        todo = 'dates: convert with .view("int64")'
+    elif dtype.kind in "SUT":
+        todo = "text: number it, np.unique(array, return_inverse=True)[1]"
+    else:
+        todo = "convert with .astype()"
+    raise StoreError(f"{name}: dtype {dtype} has no torch counterpart ({todo}); expected one of {', '.join(sorted(DTYPES))}")

@@ -1,0 +1,1 @@
+"""Embedding tables in host memory, and their optimizers."""

@@ -1,0 +1,59 @@
+"""BatchAxisOperations: which operations of a forward pass reduce, sort or mix the rows of a batch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from pinfeed.training.large_batch.fixed_random import arguments_of
+
+_NORMALIZE = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
+
+
+class BatchAxisOperations(TorchDispatchMode):
+    """Within this context operations of torch are looked at, not changed.
+
+    It serves error messages: an operation that it names may be harmless, and others are not known.
+
+    Args:
+        n: Samples of the batch. A tensor with as many rows is taken for one row per sample.
+
+    Attributes:
+        names: Names of the operations, each once, in the order of their first call.
+    """
+
+    def __init__(self, n: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._n = n
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.split("::")[1]
+        if name not in self.names and self._is_over_samples(func, name, args, kwargs):
+            self.names.append(name)
+        return func(*args, **kwargs)
+
+    def _is_over_samples(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        first = args[0] if args else None
+        if not isinstance(first, torch.Tensor) or not first.ndim or len(first) != self._n:
+            return False
+        given = arguments_of(func, args, kwargs)
+        if name in _NORMALIZE:
+            return bool(given.get("training", given.get("train", True)))
+        if name == "mm":
+            # The product of a batch and its transpose has a number for each pair of samples.
+            return bool(args[1].shape[1] == self._n)
+        if not given.keys() & {"dim", "dims"} or func.is_view:
+            return False
+        dims = given.get("dim", given.get("dims"))
+        dims = dims if isinstance(dims, (list, tuple)) else [dims]
+        return any(dim is None or dim in (0, -first.ndim) for dim in dims) or not dims

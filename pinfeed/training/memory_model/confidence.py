@@ -1,0 +1,96 @@
+"""Confidence in an estimate, judged by the layers and operations of the model."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import nn
+
+from pinfeed.training.memory_model.report import Confidence, Kind
+from pinfeed.training.memory_model.storage_tracker import Tracker
+
+_RANKS: tuple[Confidence, ...] = ("exact", "close", "low")
+_MOST_THREADS = 2
+"""Layouts were measured with so many threads. With more, gradients of weights take much more."""
+_VARIABLES = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA")
+"""Environment variables that have torch or oneDNN compute as another CPU would."""
+_NOT_MEASURED = f"was measured in float32, with AVX2 or AVX-512 and up to {_MOST_THREADS} threads; here it may be much more: run probe()"
+
+
+def confidence_in(
+    model: nn.Module,
+    tracker: Tracker,
+    device: Kind,
+    autocast: torch.dtype | None,
+) -> tuple[Confidence, list[str]]:
+    """The confidence in a step that was tracked, and the reasons for it."""
+    found: list[tuple[Confidence, str]] = []
+    kinds = {type(module) for module in model.modules()}
+    convolutions = [kind for kind in kinds if issubclass(kind, nn.modules.conv._ConvNd)]
+    measured = _were_measured(model, autocast)
+    found += _of_convolutions(convolutions, device, are_measured=measured)
+    if autocast is not None:
+        note = "autocast: which operations run in which dtype was taken from the CPU's list"
+        found.append(("close", note))
+    recurrent = [kind for kind in kinds if issubclass(kind, nn.RNNBase)]
+    found += _of_recurrent(recurrent, device, are_measured=measured)
+    halves = {p.dtype for p in model.parameters()} | {autocast}
+    if device == "cpu" and not halves.isdisjoint({torch.float16, torch.bfloat16}):
+        found.append(("low", "half precision: what a CPU takes to compute in it is not seen; run probe()"))
+    if tracker.foreign:
+        names = ", ".join(sorted(tracker.foreign))
+        note = "what these operations take while they run is not seen; run probe()"
+        found.append(("low", f"{names}: {note}"))
+    worst = max((_RANKS.index(rank) for rank, _ in found), default=0)
+    return _RANKS[worst], [note for _, note in found]
+
+
+def _were_measured(model: nn.Module, autocast: torch.dtype | None) -> bool:
+    """Whether CPU, threads and dtypes are those with which oneDNN's layouts were measured."""
+    dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
+    return (
+        torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+        and os.environ.keys().isdisjoint(_VARIABLES)
+        and torch.get_num_threads() <= _MOST_THREADS
+        and autocast is None
+        and dtypes <= {torch.float32}
+    )
+
+
+def _of_convolutions(
+    kinds: list[type],
+    device: Kind,
+    *,
+    are_measured: bool,
+) -> list[tuple[Confidence, str]]:
+    if not kinds:
+        return []
+    taken = f"{_names(kinds)}: what a convolution takes while it runs"
+    if device == "cuda":
+        return [("close", f"{taken} is not seen; up to some percent more")]
+    if not are_measured:
+        return [("low", f"{taken} {_NOT_MEASURED}")]
+    return [("close", f"{taken} follows oneDNN's layouts; measured within 5 %")]
+
+
+def _of_recurrent(
+    kinds: list[type],
+    device: Kind,
+    *,
+    are_measured: bool,
+) -> list[tuple[Confidence, str]]:
+    if kinds and device == "cuda":
+        return [("low", f"{_names(kinds)}: its kernels keep more than is seen here; run probe()")]
+    # On the CPU other recurrent layers are made of operations that are seen.
+    lstms = [kind for kind in kinds if issubclass(kind, nn.LSTM)]
+    if not lstms:
+        return []
+    kept = f"{_names(lstms)}: what its layers keep"
+    if not are_measured:
+        return [("low", f"{kept} {_NOT_MEASURED}")]
+    return [("close", f"{kept} follows oneDNN's layouts; measured within 5 %")]
+
+
+def _names(kinds: list[type]) -> str:
+    return ", ".join(sorted(kind.__name__ for kind in kinds))

@@ -1,0 +1,1 @@
+"""Training loops that prefetch the rows of tables."""
