@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from pinfeed.training.distributed.process_groups import Peers
+from pinfeed.training.distributed.process_groups import RankGroup
 
 TIMEOUT_S = 20
 
@@ -60,7 +60,7 @@ class RankThreads:
 
     def __init__(self, size: int) -> None:
         self._hubs = [Hub(size) for _ in range(2)]
-        self.peers = [Peers(*(HubLine(hub, rank) for hub in self._hubs)) for rank in range(size)]
+        self.peers = [RankGroup(*(HubLine(hub, rank) for hub in self._hubs)) for rank in range(size)]
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
         """What the program returns on each rank, or the error that it raised there."""

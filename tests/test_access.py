@@ -19,10 +19,10 @@ from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
 from pinfeed.readahead import choose, in_memory
 from pinfeed.readahead import page_cache as advised
 from pinfeed.readahead import windows as readahead_windows
-from pinfeed.readahead.base import Access, Direct, StoreRows
-from pinfeed.readahead.in_memory import Resident
-from pinfeed.readahead.page_cache import Advised
-from pinfeed.readahead.windows import Windowed
+from pinfeed.readahead.base import DirectReads, ReadStrategy, StoreRows
+from pinfeed.readahead.in_memory import InMemoryCopy
+from pinfeed.readahead.page_cache import PageCacheReadahead
+from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows import orders
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
@@ -57,11 +57,13 @@ def read(part: Any) -> np.ndarray:
     return out
 
 
-def served(access: Access, order: Order, *, batch_size: int, epoch: int = 0, start: int = 0) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def served(
+    access: ReadStrategy, order: Order, *, batch_size: int, epoch: int = 0, start: int = 0
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Row numbers and rows of an epoch, batch by batch, two batches late, as a feeder reads them."""
     batches = OrderBatches(order, N, batch_size)
     windows, position, stop = batches.windows(epoch, start)
-    with access.serve(windows, position, stop) as serve:
+    with access.open_epoch(windows, position, stop) as serve:
         waiting: list[tuple[np.ndarray, Any]] = []
         for draw in batches.epoch(epoch, start):
             part = serve(position, draw.n_rows)
@@ -83,13 +85,13 @@ ORDERS = [
 ]
 
 
-def accesses(store: MmapStore, order: Order) -> Iterator[Access]:
-    yield Direct(store)
-    yield Resident(store)
-    yield Advised(store)
+def strategies(store: MmapStore, order: Order) -> Iterator[ReadStrategy]:
+    yield DirectReads(store)
+    yield InMemoryCopy(store)
+    yield PageCacheReadahead(store)
     windows = orders.windows(order, N, 0)
     if windows is not None:
-        yield Windowed(store, windows.window_rows, 1000)
+        yield WindowReadahead(store, windows.window_rows, 1000)
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
@@ -99,7 +101,7 @@ def test_every_way_gives_the_rows(
 ) -> None:
     monkeypatch.setattr(in_memory, "_PIECE_BYTES", KiB(20))
     monkeypatch.setattr(advised, "_STEP_BYTES", KiB(20))
-    for access in accesses(store, order):
+    for access in strategies(store, order):
         for epoch, start in ((0, 0), (1, 0), (2, 1)):
             for numbers, values in served(access, order, batch_size=batch_size, epoch=epoch, start=start):
                 np.testing.assert_array_equal(values, array[numbers])
@@ -112,7 +114,7 @@ def test_nothing_runs_after_an_epoch_that_is_left(
 ) -> None:
     """The fixture nothing_left sees to threads; what has come in is there in the next epoch."""
     monkeypatch.setattr(in_memory, "_PIECE_BYTES", KiB(4))
-    for access in accesses(store, order):
+    for access in strategies(store, order):
         for epoch in range(3):
             for numbers, values in itertools.islice(served(access, order, batch_size=64, epoch=epoch), 3):
                 np.testing.assert_array_equal(values, array[numbers])
@@ -149,8 +151,8 @@ def test_the_end_of_the_data_lets_the_last_batches_have_their_window(
     windows, numbers = orders.windows(rows.block_shuffled(0, block_rows=BLOCK, window_blocks=20), N, 0), np.arange(N)
     assert windows is not None
     with Slow(path) as store:
-        access = Windowed(store, windows.window_rows, N)
-        with access.serve(windows, 0, N) as serve:
+        access = WindowReadahead(store, windows.window_rows, N)
+        with access.open_epoch(windows, 0, N) as serve:
             part = serve(0, N)(numbers)
             store.may_read.set()
         np.testing.assert_array_equal(read(part), array)
@@ -161,9 +163,9 @@ def test_rows_that_are_not_there_yet_are_read_one_by_one(path: Path, array: np.n
     monkeypatch.setattr(in_memory, "_SOON_S", 0)
     monkeypatch.setattr(in_memory, "_PIECE_BYTES", KiB(64))
     with Slow(path) as store:
-        access = Resident(store)
+        access = InMemoryCopy(store)
         numbers = np.array([4999, 0, 17, 17])
-        with access.serve(None, 0, N) as serve:
+        with access.open_epoch(None, 0, N) as serve:
             try:
                 np.testing.assert_array_equal(read(serve(0, 4)(numbers)), array[numbers])
                 assert store.read_directly == 4
@@ -212,7 +214,7 @@ def test_an_error_in_a_window_comes_with_its_batch(path: Path, array: np.ndarray
         position += n
     assert bad > 0
     with Broken(path) as store:
-        access, given = Windowed(store, windows.window_rows, 300), 0
+        access, given = WindowReadahead(store, windows.window_rows, 300), 0
         with pytest.raises(errors.ReadError, match="bad sector"):
             for numbers, values in served(access, order, batch_size=64):
                 np.testing.assert_array_equal(values, array[numbers])
@@ -250,7 +252,7 @@ def test_a_feeder_gives_the_rows_by_whatever_way_its_limit_allows(
 
 def chosen(store: Any, order: Any, free: int, n_batch_rows: int = 300) -> tuple[type, str]:
     choice = choose([store], order, n_batch_rows, free)
-    [access], [note] = choice.accesses, choice.notes
+    [access], [note] = choice.strategies, choice.notes
     access.close()
     assert sum(item.total for item in choice.items) <= max(0, free)
     return type(access), note
@@ -259,23 +261,25 @@ def chosen(store: Any, order: Any, free: int, n_batch_rows: int = 300) -> tuple[
 def test_the_way_is_chosen_from_size_order_limit_and_share(path: Path) -> None:
     blocks = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=2)
     with MmapStore(path) as store, MmapStore(path, mode="r+") as written, MmapStore(path, keep_cache=False) as passing:
-        assert chosen(store, rows.sequential(), MiB(100)) == (Direct, "x.npy, 1.2 MiB: read in sequence")
-        assert chosen(store, rows.shuffled(0), MiB(100))[0] is Resident
-        assert chosen(store, blocks, MiB(100))[0] is Resident
-        assert chosen(store, [1, 2, 3], MiB(100))[0] is Resident, "a sampler's rows may be any"
-        assert chosen(store, rows.shuffled(0), MiB(1))[0] is Advised
-        assert chosen(passing, rows.shuffled(0), MiB(1))[0] is Direct, "what is not kept need not be brought in"
-        assert chosen(store, blocks, MiB(1))[0] is Windowed
-        assert chosen(store, blocks, KiB(100))[0] is Advised
-        assert chosen(written, rows.shuffled(0), MiB(100))[0] is Advised, "a copy in memory would not see what is written"
-        assert chosen(written, blocks, MiB(100))[0] is Advised
-        assert chosen(store, rows.per_rank(rows.shuffled(0), rank=0, world_size=2), MiB(100))[0] is Advised, "half of its rows is not most"
-        assert chosen(store, rows.block_shuffled(0, block_rows=2), MiB(1))[0] is Advised, "blocks that are not worth a seek"
+        assert chosen(store, rows.sequential(), MiB(100)) == (DirectReads, "x.npy, 1.2 MiB: read in sequence")
+        assert chosen(store, rows.shuffled(0), MiB(100))[0] is InMemoryCopy
+        assert chosen(store, blocks, MiB(100))[0] is InMemoryCopy
+        assert chosen(store, [1, 2, 3], MiB(100))[0] is InMemoryCopy, "a sampler's rows may be any"
+        assert chosen(store, rows.shuffled(0), MiB(1))[0] is PageCacheReadahead
+        assert chosen(passing, rows.shuffled(0), MiB(1))[0] is DirectReads, "what is not kept need not be brought in"
+        assert chosen(store, blocks, MiB(1))[0] is WindowReadahead
+        assert chosen(store, blocks, KiB(100))[0] is PageCacheReadahead
+        assert chosen(written, rows.shuffled(0), MiB(100))[0] is PageCacheReadahead, "a copy in memory would not see what is written"
+        assert chosen(written, blocks, MiB(100))[0] is PageCacheReadahead
+        assert chosen(store, rows.per_rank(rows.shuffled(0), rank=0, world_size=2), MiB(100))[0] is PageCacheReadahead, (
+            "half of its rows is not most"
+        )
+        assert chosen(store, rows.block_shuffled(0, block_rows=2), MiB(1))[0] is PageCacheReadahead, "blocks that are not worth a seek"
 
 
 def test_arrays_need_no_way(array: np.ndarray) -> None:
     choice = choose([], rows.shuffled(0), 10, 0)
-    assert (list(choice.accesses), choice.notes, choice.items) == ([], (), ())
+    assert (list(choice.strategies), choice.notes, choice.items) == ([], (), ())
     with Feeder(array, batch_size=10, shuffle=True) as feeder:
         assert feeder.plan.notes == ()
 
@@ -311,8 +315,8 @@ def test_a_part_of_rows_on_windows(store: MmapStore, array: np.ndarray) -> None:
     windows = orders.windows(order, N, 0)
     assert windows is not None
     numbers = order.bind(N, 0)(np.arange(2000))
-    access = Windowed(store, windows.window_rows, 3000)
-    with access.serve(windows, 0, N) as serve:
+    access = WindowReadahead(store, windows.window_rows, 3000)
+    with access.open_epoch(windows, 0, N) as serve:
         part = serve(0, 2000)(numbers)
         for begin, end in ((0, 2000), (0, 1), (700, 800), (760, 1600), (1999, 2000)):
             np.testing.assert_array_equal(read(part.cut(begin, end)), array[numbers[begin:end]])

@@ -21,7 +21,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from pinfeed import Feeder
 from pinfeed.errors import DeviceError
 from pinfeed.memory import buffer_pool
-from pinfeed.memory.buffer_pool import PAGE, Bytes, Pool, anonymous, block_nbytes, locked_bytes, page_locked, unlock_freed
+from pinfeed.memory.buffer_pool import PAGE, BufferPool, Bytes, anonymous, block_nbytes, locked_bytes, page_locked, unlock_freed
 from pinfeed.memory.host import resident_bytes
 
 
@@ -71,7 +71,7 @@ def test_memory_is_zero_aligned_and_of_exact_size(nbytes: int) -> None:
     assert address_of(memory) % PAGE == 0
     assert not memory.any()
     memory[:] = 255
-    pool = Pool(1)
+    pool = BufferPool(1)
     taken = pool.take(nbytes)
     assert (taken.shape, taken.dtype) == ((nbytes,), np.uint8)
     assert address_of(taken) % PAGE == 0
@@ -94,7 +94,7 @@ def test_anonymous_memory_leaves_the_process_with_its_last_array() -> None:
 
 def test_a_block_is_used_again_when_its_array_dies() -> None:
     system = System()
-    pool = Pool(1, system.make)
+    pool = BufferPool(1, system.make)
     array = pool.take(100)
     address, array[:] = address_of(array), 7
     del array
@@ -126,7 +126,7 @@ VIEWS: dict[str, Any] = {
 @pytest.mark.parametrize("name", VIEWS)
 def test_a_block_is_not_used_again_while_any_view_lives(name: str) -> None:
     system = System()
-    pool = Pool(2, system.make)
+    pool = BufferPool(2, system.make)
     array = pool.take(PAGE)
     address = address_of(array)
     view = VIEWS[name](array)
@@ -141,7 +141,7 @@ def test_a_block_is_not_used_again_while_any_view_lives(name: str) -> None:
 
 def test_a_block_in_a_cycle_comes_back_with_the_collector() -> None:
     system = System()
-    pool = Pool(1, system.make)
+    pool = BufferPool(1, system.make)
     cycle: list[Any] = [pool.take(1)]
     cycle.append(cycle)
     del cycle
@@ -152,7 +152,7 @@ def test_a_block_in_a_cycle_comes_back_with_the_collector() -> None:
 
 def test_a_loop_runs_on_the_same_blocks() -> None:
     system = System()
-    pool = Pool(3, system.make)
+    pool = BufferPool(3, system.make)
     held: list[Bytes] = []
     for _ in range(100):
         held = [*held[-2:], pool.take(5000)]
@@ -162,7 +162,7 @@ def test_a_loop_runs_on_the_same_blocks() -> None:
 
 def test_so_many_free_blocks_are_kept_of_all_sizes() -> None:
     system = System()
-    pool = Pool(2, system.make)
+    pool = BufferPool(2, system.make)
     held = [pool.take(1) for _ in range(5)]
     assert system.alive == [True] * 5
     held.clear()
@@ -177,7 +177,7 @@ def test_so_many_free_blocks_are_kept_of_all_sizes() -> None:
 
 def test_a_pool_without_spare_blocks_keeps_none() -> None:
     system = System()
-    pool = Pool(0, system.make)
+    pool = BufferPool(0, system.make)
     for _ in range(2):
         pool.take(PAGE)
     assert system.alive == [False, False]
@@ -185,7 +185,7 @@ def test_a_pool_without_spare_blocks_keeps_none() -> None:
 
 def test_closing_gives_back_what_is_free() -> None:
     system = System()
-    pool = Pool(4, system.make)
+    pool = BufferPool(4, system.make)
     free, used = pool.take(PAGE), pool.take(PAGE)
     del free
     pool.close()
@@ -195,7 +195,7 @@ def test_closing_gives_back_what_is_free() -> None:
 
 def test_what_is_in_use_when_a_pool_is_closed_is_given_back_later() -> None:
     system = System()
-    pool = Pool(4, system.make)
+    pool = BufferPool(4, system.make)
     one, other = pool.take(PAGE), pool.take(PAGE)
     pool.close()
     pool.close()
@@ -209,7 +209,7 @@ def test_what_is_in_use_when_a_pool_is_closed_is_given_back_later() -> None:
 
 def test_a_pool_that_dies_with_blocks_in_use_leaves_them_alone() -> None:
     system = System()
-    pool = Pool(4, system.make)
+    pool = BufferPool(4, system.make)
     free, used = pool.take(PAGE), pool.take(PAGE)
     del free, pool
     gc.collect()
@@ -227,14 +227,14 @@ def test_memory_that_cannot_be_had_leaves_the_pool_as_it_was() -> None:
             raise MemoryError(f"no {nbytes} bytes")
         return anonymous(nbytes)
 
-    pool = Pool(2, make)
+    pool = BufferPool(2, make)
     with pytest.raises(MemoryError, match="no 5000 bytes"):
         pool.take(5000)
     assert pool.take(PAGE).shape == (PAGE,)
 
 
 def test_a_pool_may_be_used_from_several_threads() -> None:
-    pool, n_threads = Pool(4), 4
+    pool, n_threads = BufferPool(4), 4
     start = threading.Barrier(n_threads)
 
     def work(mark: int) -> int:
@@ -256,7 +256,7 @@ def test_a_pool_may_be_used_from_several_threads() -> None:
 
 def test_an_array_may_die_in_another_thread() -> None:
     system = System()
-    pool = Pool(1, system.make)
+    pool = BufferPool(1, system.make)
     box = [pool.take(PAGE)]
     with ThreadPoolExecutor(1) as executor:
         executor.submit(box.clear).result()
@@ -273,7 +273,7 @@ class PoolModel(RuleBasedStateMachine):
         super().__init__()
         self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
         self.system, self.next_mark = System(), 0
-        self.pool = Pool(2, self.system.make)
+        self.pool = BufferPool(2, self.system.make)
 
     @rule(target=arrays, pages=st.integers(1, 2))
     def take(self, pages: int) -> Any:
@@ -510,7 +510,7 @@ def test_an_interrupt_loses_no_memory() -> None:
 
 def test_a_pool_of_locked_memory_locks_a_block_once() -> None:
     driver = Driver()
-    pool = Pool(1, lambda nbytes: page_locked(nbytes, driver.lock, driver.unlock))
+    pool = BufferPool(1, lambda nbytes: page_locked(nbytes, driver.lock, driver.unlock))
     for _ in range(5):
         pool.take(5000)[:] = 1
     assert len(driver.calls) == 1

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from pinfeed.errors import FileMissing, StoreError
 from pinfeed.stores.formats.npy import read_header
-from pinfeed.stores.formats.row_layout import Extent
+from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.tensors.dtypes import DTYPES
 
 NUMERIC = ["?", "u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "f2", "f4", "f8", "c8", "c16"]
@@ -54,7 +54,7 @@ def test_numbers_of_every_kind_and_version(tmp_path: Path, code: str, order: str
     array = np.arange(24).astype(np.dtype(code).newbyteorder(order)).reshape(4, 3, 2)
     path = save(tmp_path / "x.npy", array, version)
     header = read_header(path)
-    assert header == Extent(path, array.dtype, 4, (3, 2), header.offset)
+    assert header == RowLayout(path, array.dtype, 4, (3, 2), header.offset)
     assert header.dtype.isnative == array.dtype.isnative
     assert header.row_nbytes == array[0].nbytes
     assert header.end == Path(path).stat().st_size
@@ -297,7 +297,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("npy") / "x.npy"
 
 
-def header_or_refusal(path: Path, content: bytes) -> Extent | None:
+def header_or_refusal(path: Path, content: bytes) -> RowLayout | None:
     try:
         return read_header(write(path, content))
     except StoreError:

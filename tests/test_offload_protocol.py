@@ -14,7 +14,7 @@ from torch import nn
 
 from pinfeed import KiB, MiB
 from pinfeed.testing import favour, lazy
-from pinfeed.testing.sim import Memory
+from pinfeed.testing.sim import SimMemory
 from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
 from pinfeed.training.offload.offload import Offload
 from pinfeed.training.offload.saved_tensors import Geometry, Range, Storages, lazily
@@ -28,10 +28,10 @@ class SimStorages(Storages):
     def is_dense(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, SimTensor)
 
-    def owner(self, tensor: Any) -> Memory:
+    def owner(self, tensor: Any) -> SimMemory:
         return tensor.memory
 
-    def nbytes(self, owner: Memory) -> int:
+    def nbytes(self, owner: SimMemory) -> int:
         return len(owner.contents)
 
     def piece(self, tensor: Any, cut: Range) -> SimTensor:

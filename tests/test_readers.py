@@ -79,11 +79,11 @@ def labels(batches: Any) -> list[list[int]]:
 # ---- the same batches ------------------------------------------------------------------------------------------------
 
 
-def synchronous(n: int, count: int, n_together: int, order: Any, epoch: int, drop_last: bool) -> list[list[int]]:
+def synchronous(n: int, count: int, batches_per_slot: int, order: Any, epoch: int, drop_last: bool) -> list[list[int]]:
     """The samples of each batch, as a plain loop would read them."""
     identities = order.bind(n, epoch)(np.arange(n)).tolist()
-    cut = [identities[i : i + n_together] for i in range(0, n, n_together)]
-    if drop_last and cut and len(cut[-1]) < n_together:
+    cut = [identities[i : i + batches_per_slot] for i in range(0, n, batches_per_slot)]
+    if drop_last and cut and len(cut[-1]) < batches_per_slot:
         cut.pop()
     return [[100 * i + k for i in batch for k in range(count)] for batch in cut]
 
@@ -96,11 +96,11 @@ def stack(samples: Iterator[Any]) -> np.ndarray:
 @given(
     n=st.integers(0, 11),
     count=st.integers(1, 3),
-    n_together=st.integers(1, 5),
+    batches_per_slot=st.integers(1, 5),
     shuffle=st.booleans(),
     seed=st.integers(0, 3),
     drop_last=st.booleans(),
-    pace=st.sampled_from(PACES),
+    schedule=st.sampled_from(PACES),
     staged=st.booleans(),
     applied=st.booleans(),
     resume=st.integers(0, 4),
@@ -108,11 +108,11 @@ def stack(samples: Iterator[Any]) -> np.ndarray:
 def test_the_batches_of_the_synchronous_loop(
     n: int,
     count: int,
-    n_together: int,
+    batches_per_slot: int,
     shuffle: bool,
     seed: int,
     drop_last: bool,
-    pace: tuple[int, int],
+    schedule: tuple[int, int],
     staged: bool,
     applied: bool,
     resume: int,
@@ -120,12 +120,12 @@ def test_the_batches_of_the_synchronous_loop(
     order = rows.shuffled(seed) if shuffle else rows.sequential()
     arguments: dict[str, Any] = {
         **several(count),
-        "batch_size": n_together * count,
+        "batch_size": batches_per_slot * count,
         "shuffle": shuffle,
         "seed": seed,
         "drop_last": drop_last,
-        "depth": pace[0],
-        "n_readers": pace[1],
+        "depth": schedule[0],
+        "n_readers": schedule[1],
         "device": StagingDevice() if staged else "cpu",
     }
     if applied:
@@ -133,7 +133,7 @@ def test_the_batches_of_the_synchronous_loop(
     with wrapped(n, **arguments) as feeder:
         state = None
         for epoch in range(2):
-            wanted = synchronous(n, count, n_together, order, epoch, drop_last)
+            wanted = synchronous(n, count, batches_per_slot, order, epoch, drop_last)
             assert len(feeder) == len(wanted)
             got = []
             for x, y in feeder:
@@ -147,7 +147,7 @@ def test_the_batches_of_the_synchronous_loop(
     if state is not None:
         with wrapped(n, **arguments) as feeder:
             feeder.load_state_dict(state)
-            wanted = wanted[resume:] or synchronous(n, count, n_together, order, 2, drop_last)
+            wanted = wanted[resume:] or synchronous(n, count, batches_per_slot, order, 2, drop_last)
             assert labels(feeder) == wanted
 
 

@@ -836,7 +836,7 @@ def test_batches_before_an_error_are_drawn() -> None:
         yield from ([0], [1], [2], [3], [4])
         raise KeyError("five")
 
-    draws = SamplerBatches(rows(), 10, None, drop_last=False).epoch(0, n_together=3)
+    draws = SamplerBatches(rows(), 10, None, drop_last=False).epoch(0, batches_per_slot=3)
     assert [draw().rows.tolist() for draw in itertools.islice(draws, 2)] == [[0, 1, 2], [3, 4]]
     with pytest.raises(KeyError, match="five"):
         next(draws)

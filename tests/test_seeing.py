@@ -24,15 +24,15 @@ from pinfeed.devices.cpu import HostDevice
 from pinfeed.feeders.dataloader import LoaderFeeder, LoaderSource
 from pinfeed.feeders.functions import ReaderFeeder
 from pinfeed.feeders.restartable import Restartable
-from pinfeed.memory.limits import Item
+from pinfeed.memory.limits import Allocation
 from pinfeed.pipeline.forwarding import WriteLog
-from pinfeed.pipeline.transfer import Held, Landing
-from pinfeed.pipeline.write_queue import Landings
+from pinfeed.pipeline.transfer import HeldValues, PendingWrite
+from pinfeed.pipeline.write_queue import WriteQueue
 from pinfeed.profiling import plot
-from pinfeed.profiling.counters import Meter
-from pinfeed.profiling.progress_bar import Bar
+from pinfeed.profiling.counters import Counters
+from pinfeed.profiling.progress_bar import ProgressBar
 from pinfeed.profiling.spans import LANES, Span, middle, ready, starved, totals, tracks
-from pinfeed.profiling.starvation import STRETCH_BATCHES, WARM_UP_BATCHES, Watch, explanation
+from pinfeed.profiling.starvation import STRETCH_BATCHES, WARM_UP_BATCHES, StarvationMonitor, explanation
 from pinfeed.profiling.stats import FeederStats, ProcessMemory, Totals
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.readahead import choose
@@ -90,7 +90,7 @@ def simulated(
     device = SimDevice(choose, now=clock)
     store = Slow(np.zeros((10 * n, 3), np.float32), clock, gather_s, scatter_s)
     feeder = Feeder(store, batch_size=10, device=device, **{"depth": 2, **kwargs})
-    feeder._loop._meter.now = clock
+    feeder._loop._counters.now = clock
     return feeder, clock, device
 
 
@@ -166,7 +166,7 @@ def test_times_of_the_device_are_its_own() -> None:
     batch = next(loop)
     device.launch(lambda _: clock.pass_s(5.0), batch)
     clock.pass_s(1.0)
-    recorded = feeder._loop._meter.timeline
+    recorded = feeder._loop._counters.timeline
     assert {span.lane for span in recorded.spans} == {"read", "wait", "lend"}  # the device has done nothing yet, and nobody waits for it
     next(loop)
     device.drain()
@@ -226,7 +226,7 @@ def test_what_a_loader_takes_is_reading() -> None:
             yield torch.zeros(4)
 
     loader = wrap_loader(slowly(), device="cpu", depth=0, timeline=True)
-    loader._loop._meter.now = clock
+    loader._loop._counters.now = clock
     list(loader)
     assert loader.stats.draw_s == loader.stats.read_s == loader.stats.wait_s == 10.0
     assert [span.end_s - span.start_s for span in loader.timeline.spans if span.lane == "read"] == [2.0] * 5
@@ -250,11 +250,11 @@ def test_nothing_is_recorded_unless_it_is_asked_for() -> None:
         for batch in feeder.batches():
             batch.write_back(batch.data)
     assert device.names == []
-    meter = Meter()
-    asked = meter.enter(2, 1, asynchronous=False)
+    counters = Counters()
+    asked = counters.enter(2, 1, asynchronous=False)
     before = sys.getallocatedblocks()
     for _ in range(1000):
-        asked = meter.lent(10, 120, asked, late=False, idle=True)
+        asked = counters.lent(10, 120, asked, late=False, idle=True)
     assert sys.getallocatedblocks() - before < 20
 
 
@@ -487,16 +487,16 @@ def test_a_wait_counts_only_where_the_device_has_nothing_to_do(fast: tuple[str, 
 def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float) -> None:
     clock = Clock()
     device = SimDevice(favour(*fast), now=clock)
-    meter, worker, stream = Meter(timeline=Timeline(), now=clock), device.worker("pinfeed-write"), device.current_stream()
-    log: WriteLog[Held] = WriteLog()
-    landings = Landings(lambda landing: worker.submit(clock.pass_s, 1.0), 1, lambda: True, meter)
-    meter.enter(1, 1, asynchronous=True)
+    counters, worker, stream = Counters(timeline=Timeline(), now=clock), device.worker("pinfeed-write"), device.current_stream()
+    log: WriteLog[HeldValues] = WriteLog()
+    landings = WriteQueue(lambda landing: worker.submit(clock.pass_s, 1.0), 1, lambda: True, counters)
+    counters.enter(1, 1, asynchronous=True)
     for batch in range(5):
-        landings.add(Landing(log.append([], Held([], stream, stream.record())), [], log, batch), check=True)
+        landings.add(PendingWrite(log.append([], HeldValues([], stream, stream.record())), [], log, batch), check=True)
     landings.land()
-    assert meter.stats().land_s == counted_s
-    assert meter.timeline is not None
-    spans = [(span.lane, span.batch, span.end_s - span.start_s) for span in meter.timeline.spans]
+    assert counters.stats().land_s == counted_s
+    assert counters.timeline is not None
+    spans = [(span.lane, span.batch, span.end_s - span.start_s) for span in counters.timeline.spans]
     assert spans == [("land", batch, 1.0) for batch in range(1, 5)]
 
 
@@ -509,7 +509,7 @@ def test_without_depth_a_loop_waits_for_each_write_back(fast: tuple[str, ...], c
 
     clock = Clock()
     with Feeder(Slow(np.zeros((30, 3))), batch_size=10, depth=0, device=SimDevice(favour(*fast), now=clock), timeline=True) as feeder:
-        feeder._loop._meter.now = clock
+        feeder._loop._counters.now = clock
         for batch in feeder.batches():
             batch.write_back(batch.data)
         assert (feeder.stats.land_s, feeder.stats.compute_s) == (counted_s, 3.0 - counted_s)
@@ -527,7 +527,7 @@ def test_readers_that_the_device_holds_up() -> None:
     clock = Clock()
     device = Copying(favour("compute"), now=clock)
     with Feeder(np.zeros((100, 3), np.float32), batch_size=10, depth=2, device=device) as feeder:
-        feeder._loop._meter.now = clock
+        feeder._loop._counters.now = clock
         for batch in feeder:
             device.launch(lambda _: None, batch)
         assert feeder.stats.held_s >= 5.0
@@ -578,19 +578,19 @@ def test_without_a_loop_there_is_no_verdict() -> None:
 # ---- the warning -----------------------------------------------------------------------------------------------------
 
 
-def run(watch: Watch, meter: Meter, clock: Clock, waits: list[float], works_s: float) -> None:
-    """A loop, as far as a meter sees it."""
-    asked = meter.enter(2, 1, asynchronous=False)
+def run(watch: StarvationMonitor, counters: Counters, clock: Clock, waits: list[float], works_s: float) -> None:
+    """A loop, as far as a counters sees it."""
+    asked = counters.enter(2, 1, asynchronous=False)
     watch.begin()
     for wait_s in waits:
         clock.pass_s(wait_s)
-        meter.read_s += wait_s + works_s
-        clock_s = meter.lent(10, 120, asked, late=wait_s > 0, idle=True)
-        if meter.batches >= watch.look_at:
+        counters.read_s += wait_s + works_s
+        clock_s = counters.lent(10, 120, asked, late=wait_s > 0, idle=True)
+        if counters.batches >= watch.look_at:
             watch.look()
         clock.pass_s(works_s)
         asked = clock_s + works_s
-    meter.leave()
+    counters.leave()
     watch.end()
 
 
@@ -609,11 +609,11 @@ def run(watch: Watch, meter: Meter, clock: Clock, waits: list[float], works_s: f
 )
 def test_a_loop_that_starves_is_warned_of_once(waits: list[float], works_s: float, warned: int, caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    meter = Meter(now=clock)
-    watch = Watch(meter, lambda share: "feed it")
+    counters = Counters(now=clock)
+    watch = StarvationMonitor(counters, lambda share: "feed it")
     with caplog.at_level(logging.WARNING, "pinfeed"):
         for _ in range(2):
-            run(watch, meter, clock, waits, works_s)
+            run(watch, counters, clock, waits, works_s)
     assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
     assert all("feed it" in record.getMessage() for record in caplog.records)
 
@@ -625,13 +625,13 @@ def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
 
 def test_short_loops_are_judged_together(caplog: pytest.LogCaptureFixture) -> None:
     clock = Clock()
-    meter = Meter(now=clock)
-    watch = Watch(meter, lambda share: "feed it")
+    counters = Counters(now=clock)
+    watch = StarvationMonitor(counters, lambda share: "feed it")
     for _ in range(20):
-        run(watch, meter, clock, [0.05] * (WARM_UP_BATCHES + STRETCH_BATCHES), 0.02)
+        run(watch, counters, clock, [0.05] * (WARM_UP_BATCHES + STRETCH_BATCHES), 0.02)
     assert len(caplog.records) == 1
     for _ in range(20):  # the first batches of a loop, which nobody can have ready, are no evidence
-        run(watch := Watch(meter, str), meter, clock, [5.0] + [0.0] * (WARM_UP_BATCHES + STRETCH_BATCHES), 0.02)
+        run(watch := StarvationMonitor(counters, str), counters, clock, [5.0] + [0.0] * (WARM_UP_BATCHES + STRETCH_BATCHES), 0.02)
     assert len(caplog.records) == 1
 
 
@@ -666,34 +666,34 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((1000, 64), np.float32))
     store = MmapStore(tmp_path / "x.npy", keep_cache=False)
 
-    def remedy(order: Any, free: int) -> str:
+    def hint(order: Any, free: int) -> str:
         choice = choose([store], order, 100, free)
-        found: str = choice.accesses[0].remedy
-        for access in choice.accesses:
+        found: str = choice.strategies[0].hint
+        for access in choice.strategies:
             access.close()
         return found
 
     shuffled, blocks = pinfeed.rows.shuffled(0), pinfeed.rows.block_shuffled(0, block_rows=256, window_blocks=1)
-    assert "x.npy is still being brought into memory" in remedy(shuffled, 1 << 30)
-    assert "block_shuffled(seed, block_rows=256)" in remedy(shuffled, 0)
-    assert "With 250.0 KiB of memory for all of it" in remedy(shuffled, 0)
-    assert "read in sequence" in remedy(pinfeed.rows.sequential(), 1 << 30)
-    assert "page cache" in remedy(blocks, 0)
-    assert "Windows of x.npy" in remedy(blocks, 240_000)
-    own = choose([OfMyOwn()], shuffled, 100, 0).accesses[0].remedy
+    assert "x.npy is still being brought into memory" in hint(shuffled, 1 << 30)
+    assert "block_shuffled(seed, block_rows=256)" in hint(shuffled, 0)
+    assert "With 250.0 KiB of memory for all of it" in hint(shuffled, 0)
+    assert "read in sequence" in hint(pinfeed.rows.sequential(), 1 << 30)
+    assert "page cache" in hint(blocks, 0)
+    assert "Windows of x.npy" in hint(blocks, 240_000)
+    own = choose([OfMyOwn()], shuffled, 100, 0).strategies[0].hint
     assert own.startswith("It is gather() of the OfMyOwn that is waited for")
-    assert "rows are in memory" in choose([ArrayStore(np.zeros(3))], shuffled, 100, 0).accesses[0].remedy
+    assert "rows are in memory" in choose([ArrayStore(np.zeros(3))], shuffled, 100, 0).strategies[0].hint
     store.close()
     loader = DataLoader(torch.zeros(10), num_workers=1)
-    assert "num_workers=1" in LoaderSource(loader).remedy(0.9)
-    assert "smaller dtype" in LoaderSource(loader).remedy(0.1)
-    assert "loader (list)" in LoaderSource([1]).remedy(0.9)
+    assert "num_workers=1" in LoaderSource(loader).hint(0.9)
+    assert "smaller dtype" in LoaderSource(loader).hint(0.1)
+    assert "loader (list)" in LoaderSource([1]).hint(0.9)
     feeder = wrap_readers([1], [1], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=1, device="cpu")
-    assert "raise n_readers (is 1" in feeder._loop.source.remedy(0.0)
+    assert "raise n_readers (is 1" in feeder._loop.source.hint(0.0)
     feeder.close()
     loop = pinfeed.train_rows([], {pinfeed.HostEmbedding(5, 2, name="users"): "ids"}, device=HostDevice())
-    assert "gathering rows of users" in loop._loop.source.remedy(0.2)
-    assert "loader (list)" in loop._loop.source.remedy(0.8)
+    assert "gathering rows of users" in loop._loop.source.hint(0.2)
+    assert "loader (list)" in loop._loop.source.hint(0.8)
 
 
 # ---- the bar ---------------------------------------------------------------------------------------------------------
@@ -701,7 +701,7 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
 
 def test_a_bar_shows_rates_of_late() -> None:
     counted = Totals(seconds=2.0)
-    bar = Bar(total=10, totals=lambda: counted, file=io.StringIO())
+    bar = ProgressBar(total=10, totals=lambda: counted, file=io.StringIO())
     counted = Totals(batches=4, rows=40_000, bytes=3 * 10**9, seconds=5.0, wait_s=1.5, starved_s=1.5)
     assert bar.format_dict["postfix"] == "13k rows/s, 1.00 GB/s, waited 50%"
     counted = Totals(batches=8, rows=41_000, bytes=3 * 10**9, seconds=6.0, wait_s=1.5, starved_s=1.5)
@@ -782,7 +782,11 @@ def test_a_repr_never_raises() -> None:
 
 
 def test_a_plan_as_a_table() -> None:
-    items = (Item("batches & <b>", "device", 4, MiB(2)), Item("staging", "pinned", 3, MiB(1)), Item("numbers", "host", 1, KiB(512)))
+    items = (
+        Allocation("batches & <b>", "device", 4, MiB(2)),
+        Allocation("staging", "pinned", 3, MiB(1)),
+        Allocation("numbers", "host", 1, KiB(512)),
+    )
     shown = Plan(64, 2, "staged", items, MiB(16), None, ("<x>.npy: read in sequence",))._repr_html_()
     cells = [[cell.strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for row in shown.split("<tr>")]
     assert cells[2:] == [
@@ -796,7 +800,7 @@ def test_a_plan_as_a_table() -> None:
 
 
 def test_a_plan_in_a_terminal() -> None:
-    plan = Plan(64, 2, "staged", (Item("numbers", "host", 1, KiB(512)),))
+    plan = Plan(64, 2, "staged", (Allocation("numbers", "host", 1, KiB(512)),))
     assert repr(plan) == f"<Plan: {plan}>"
     assert "host: 1 x 512.0 KiB numbers" in repr(plan)
 

@@ -25,7 +25,7 @@ from torch import distributed, nn
 from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, ShardedEmbedding, ShardedEmbeddingBag, checkpoint, train_rows
 from pinfeed.errors import ArgumentError, ClosedError, RankError, RowIndexError, StoreError, VerificationError
 from pinfeed.training.distributed import batch_rows, initialization, process_groups
-from pinfeed.training.distributed.row_partition import Owners
+from pinfeed.training.distributed.row_partition import RowPartition
 from pinfeed.training.embeddings.source import Exchanged
 
 SHAPES = (11, 2), (7, 3)
@@ -332,7 +332,7 @@ def test_a_frozen_table_and_a_loop_without_optimizer() -> None:
 @given(st.integers(1, 40), st.integers(1, 6), st.data())
 @settings(max_examples=30, deadline=None)
 def test_every_row_has_one_owner(n_rows: int, size: int, data: Any) -> None:
-    owners = Owners(n_rows, size)
+    owners = RowPartition(n_rows, size)
     rows = np.array(data.draw(st.lists(st.integers(0, n_rows - 1))), np.int64)
     start = data.draw(st.integers(0, n_rows))
     stop = data.draw(st.integers(start, n_rows))

@@ -20,11 +20,11 @@ from pinfeed import Config, Feeder, MiB, MmapStore, Ranks, rows, wrap_readers
 from pinfeed.devices import cuda_index
 from pinfeed.errors import ArgumentError, BudgetError
 from pinfeed.readahead import choose
-from pinfeed.readahead.base import Direct
-from pinfeed.readahead.page_cache import Advised
+from pinfeed.readahead.base import DirectReads
+from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.rows import orders
 from pinfeed.rows.orders import Order, windows
-from pinfeed.rows.rank_batches import Share, SharedBatches
+from pinfeed.rows.rank_batches import RankBatches, RankShard
 from pinfeed.rows.ranks import world
 
 Uneven = Literal["pad", "drop", "join"]
@@ -34,11 +34,11 @@ ORDERS: list[Order] = [rows.sequential(), rows.shuffled(3), rows.block_shuffled(
 ORDER, UNEVEN = st.sampled_from(ORDERS), st.sampled_from(["pad", "drop", "join"])
 
 
-def shares(order: Order, ranks: Ranks, world_size: int, size: int, *, drop_last: bool = False) -> list[Share]:
-    return [Share(order, ranks, rank, world_size, drop_last, size) for rank in range(world_size)]
+def shares(order: Order, ranks: Ranks, world_size: int, size: int, *, drop_last: bool = False) -> list[RankShard]:
+    return [RankShard(order, ranks, rank, world_size, drop_last, size) for rank in range(world_size)]
 
 
-def batches_of(batches: SharedBatches, epoch: int = 0, start: int = 0) -> Batches:
+def batches_of(batches: RankBatches, epoch: int = 0, start: int = 0) -> Batches:
     groups = [draw() for draw in batches.epoch(epoch, start)]
     assert all(len(group.batches) == 1 for group in groups)
     return [group.rows.tolist() for group in groups]
@@ -62,8 +62,8 @@ def test_ranks_share_an_epoch(n: int, world_size: int, size: int, order: Order, 
     drop_last, split, epoch = uneven != "join" and data.draw(st.booleans()), data.draw(st.booleans()), data.draw(st.integers(0, 2))
     size *= world_size if split else 1
     all_shares = shares(order, Ranks(uneven, split_batches=split), world_size, size, drop_last=drop_last)
-    batches = [batches_of(SharedBatches(share, n), epoch) for share in all_shares]
-    assert [len(SharedBatches(share, n)) for share in all_shares] == [len(batch) for batch in batches]
+    batches = [batches_of(RankBatches(share, n), epoch) for share in all_shares]
+    assert [len(RankBatches(share, n)) for share in all_shares] == [len(batch) for batch in batches]
     lengths = [[len(batch) for batch in mine] for mine in batches]
     if uneven == "join":
         assert max(map(sum, lengths)) - min(map(sum, lengths)) <= 1
@@ -98,7 +98,7 @@ def test_an_epoch_goes_on_with_other_ranks(n: int, worlds: list[int], order: Ord
     seen: Counter[int] = Counter()
     ended, last = False, 0
     for i, world_size in enumerate(worlds):
-        ours = [SharedBatches(share, n) for share in shares(order, Ranks(uneven), world_size, size)]
+        ours = [RankBatches(share, n) for share in shares(order, Ranks(uneven), world_size, size)]
         resumed = [batches.resumed(state["batch"], state["ranks"]) for batches in ours]
         assert len({done for _, done in resumed}) == 1
         for batches, (_, done) in zip(ours, resumed, strict=True):
@@ -129,9 +129,9 @@ def test_split_batches_go_on_with_the_very_next_one(n: int, order: Order, uneven
     size, worlds = 12, (1, 2, 3, 4, 6, 12)
     before, after = data.draw(st.sampled_from(worlds)), data.draw(st.sampled_from(worlds))
     ranks = Ranks(uneven, split_batches=True)
-    old = [SharedBatches(share, n) for share in shares(order, ranks, before, size)]
+    old = [RankBatches(share, n) for share in shares(order, ranks, before, size)]
     start = data.draw(st.integers(0, len(old[0])))
-    new = [SharedBatches(share, n) for share in shares(order, ranks, after, size)]
+    new = [RankBatches(share, n) for share in shares(order, ranks, after, size)]
     todo = []
     for batches in new:
         here, done = batches.resumed(start, old[-1].state(2, start)["ranks"])
@@ -296,11 +296,11 @@ def test_a_config_must_hold_the_batches_of_all_ranks() -> None:
 def test_a_share_of_a_sequence_is_read_in_sequence(path: Path) -> None:
     """Not through a page cache that is filled with what other ranks read."""
     store = MmapStore(str(path))
-    share = Share(rows.sequential(), Ranks(), 1, 3, False, 8)
+    share = RankShard(rows.sequential(), Ranks(), 1, 3, False, 8)
     row_by_row = rows.per_rank(rows.sequential(), rank=1, world_size=3)
-    found = [choose([store], order, 100, MiB(100)).accesses[0] for order in (share.rows(), row_by_row)]
+    found = [choose([store], order, 100, MiB(100)).strategies[0] for order in (share.rows(), row_by_row)]
     store.close()
-    assert [type(access) for access in found] == [Direct, Advised]
+    assert [type(access) for access in found] == [DirectReads, PageCacheReadahead]
 
 
 # ---- what is refused -----------------------------------------------------------------------------------------------------

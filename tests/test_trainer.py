@@ -17,9 +17,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import pinfeed
 from pinfeed import Config, Feeder, MemoryMonitor, Trainer
 from pinfeed.errors import ArgumentError, ClosedError, DeviceError, MissingDependency
-from pinfeed.training.trainer.history import History, Row
+from pinfeed.training.trainer.history import History, Record
 from pinfeed.training.trainer.loop_checks import LoopWarning
-from pinfeed.training.trainer.recorder import Pending, taken
+from pinfeed.training.trainer.recorder import PendingRecord, taken
 
 N, IN, OUT, BATCH = 44, 6, 3, 12
 LOSS = nn.CrossEntropyLoss()
@@ -240,7 +240,7 @@ def test_history_is_numbers(tmp_path: Path) -> None:
 def test_a_history_says_what_it_has() -> None:
     history = History()
     assert repr(history) == "<History: 0 epochs, 0 batches, 0 evaluations>"
-    history.rows += [Row(kind, 0, batch, 0.5, 1, 0.0, **taken(torch.device("cpu"))) for kind, batch in (("batch", 0), ("epoch", None))]
+    history.rows += [Record(kind, 0, batch, 0.5, 1, 0.0, **taken(torch.device("cpu"))) for kind, batch in (("batch", 0), ("epoch", None))]
     assert repr(history) == "<History: 1 epochs, 1 batches, 0 evaluations, last epoch with loss 0.5>"
 
 
@@ -261,7 +261,7 @@ def test_what_is_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "other.csv").write_text("epoch,loss\n1,2\n")
     with pytest.raises(ArgumentError, match="row 0 has no 'kind'"):
         History.load(tmp_path / "other.csv")
-    history.rows.append(Row("batch", 0, 0, math.nan, 1, 0.0, **taken(torch.device("cpu"))))
+    history.rows.append(Record("batch", 0, 0, math.nan, 1, 0.0, **taken(torch.device("cpu"))))
     history.save(tmp_path / "h.csv")
     assert math.isnan(History.load(tmp_path / "h.csv").rows[0].loss)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
@@ -270,7 +270,7 @@ def test_what_is_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_losses_are_read_in_groups() -> None:
-    pending, row = Pending(), Row("batch", 0, 0, math.nan, 1, 0.0, **taken(torch.device("cpu")))
+    pending, row = PendingRecord(), Record("batch", 0, 0, math.nan, 1, 0.0, **taken(torch.device("cpu")))
     for i in range(600):
         pending.add(row, torch.tensor(float(i), dtype=torch.bfloat16 if i % 2 else torch.float32))
     assert len(pending._losses) + len(pending._groups) < 100
@@ -293,7 +293,7 @@ class Diary:
     def on_batch_end(self, trainer: Trainer, batch: int, loss: torch.Tensor) -> None:
         self.calls.append(("batch", batch, loss.item()))
 
-    def on_epoch_end(self, trainer: Trainer, row: Row) -> None:
+    def on_epoch_end(self, trainer: Trainer, row: Record) -> None:
         assert trainer.history.epochs[-1] is row
         self.calls.append(("epoch ends", row.epoch))
 

@@ -24,7 +24,7 @@ Buffer = Any
 """Raw memory of the device."""
 
 
-class Part(Protocol):
+class HostArray(Protocol):
     """One array of a batch, while it still is where it comes from."""
 
     @property
@@ -111,7 +111,7 @@ class Device(Protocol):
     def copy_rows(self, src: Tensor, src_pos: Rows, dst: Tensor, dst_pos: Rows, stream: Any) -> None:
         """Queue ``dst[dst_pos] = src[src_pos]``."""
 
-    def adopt(self, part: Part, stream: Any) -> Tensor | None:
+    def adopt(self, part: HostArray, stream: Any) -> Tensor | None:
         """Lend the ``host_value`` of a part itself, moved here in the consumer's ``stream`` if need be; None if it is to be copied."""
         ...
 
@@ -131,12 +131,12 @@ class Device(Protocol):
         """
         ...
 
-    def reaches(self, source: Part | Store) -> bool:
+    def reaches(self, source: HostArray | Store) -> bool:
         """Whether the device reads the part, or writes the store, where it is, without staging."""
         ...
 
-    def read(self, parts: Sequence[tuple[Part, Tensor]], stream: Any) -> Iterator[None]:
-        """Queue the read of parts it reaches, each into its tensor, in steps as ``Part.read``."""
+    def read(self, parts: Sequence[tuple[HostArray, Tensor]], stream: Any) -> Iterator[None]:
+        """Queue the read of parts it reaches, each into its tensor, in steps as ``HostArray.read``."""
         ...
 
     def write(self, values: Sequence[tuple[Store, Tensor]], rows: Rows, stream: Any) -> None:

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.base import Array, Part
-from pinfeed.memory.buffer_pool import Bytes, Pool
+from pinfeed.devices.base import Array, HostArray
+from pinfeed.memory.buffer_pool import BufferPool, Bytes
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import put_rows
@@ -66,7 +66,7 @@ class HostDevice:
     _stream = HostStream()
 
     def __init__(self, *, n_spare: int = 4) -> None:
-        self._pool = Pool(n_spare)
+        self._pool = BufferPool(n_spare)
 
     def stream(self, name: str) -> HostStream:
         return self._stream
@@ -99,17 +99,17 @@ class HostDevice:
         # By numpy, which has every dtype; torch does not index uint16.
         put_rows(to_numpy(dst, "batch"), dst_pos, np.take(to_numpy(src, "values"), src_pos, axis=0, mode="clip"))
 
-    def adopt(self, part: Part, stream: Any) -> Any:
+    def adopt(self, part: HostArray, stream: Any) -> Any:
         value = getattr(part, "host_value", None)
         return None if value is None else value.to("cpu")  # itself, if it is there: a leaf of a loader's batch is the user's already
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
         return ""  # a batch is gathered where it is lent
 
-    def reaches(self, source: Part | Store) -> bool:
+    def reaches(self, source: HostArray | Store) -> bool:
         return True
 
-    def read(self, parts: Sequence[tuple[Part, torch.Tensor]], stream: Any) -> Iterator[None]:
+    def read(self, parts: Sequence[tuple[HostArray, torch.Tensor]], stream: Any) -> Iterator[None]:
         for part, dst in parts:
             yield from part.read(memory_of(dst))
 

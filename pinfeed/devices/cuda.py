@@ -17,11 +17,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.base import Array, Part
+from pinfeed.devices.base import Array, HostArray
 from pinfeed.devices.kernels import Move, RowKernels
 from pinfeed.devices.route_benchmark import STAGED, Rates, Route, decide, measure, remembered
 from pinfeed.errors import DeviceError, described
-from pinfeed.memory.buffer_pool import REGISTER, Bytes, Pool, page_locked, unlock_freed
+from pinfeed.memory.buffer_pool import REGISTER, BufferPool, Bytes, page_locked, unlock_freed
 from pinfeed.memory.limits import ON_THEIR_WAY_BYTES
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Store, row_nbytes
@@ -195,7 +195,7 @@ class CudaDevice:
         index = check_gpu(index)
         self.name = f"cuda:{index}"
         self._device, self._index = torch.device("cuda", index), index
-        self._staging = Pool(n_spare, functools.partial(_staging_memory, self._device))
+        self._staging = BufferPool(n_spare, functools.partial(_staging_memory, self._device))
         self.route = STAGED
         """How the rows of page-locked stores go: of all feeders on this device as the last one decided."""
         self._priority = priority
@@ -242,7 +242,7 @@ class CudaDevice:
                 source, into = positions[:, start : start + step]
                 target.index_copy_(0, into, words.index_select(0, source))
 
-    def adopt(self, part: Part, stream: CudaStream) -> Any:
+    def adopt(self, part: HostArray, stream: CudaStream) -> Any:
         value = getattr(part, "host_value", None)
         if value is None or _is_plain(value):
             return None
@@ -275,7 +275,7 @@ class CudaDevice:
         self.route = decide(rates, wanted)
         return self.route.why
 
-    def reaches(self, source: Part | Store) -> bool:
+    def reaches(self, source: HostArray | Store) -> bool:
         value = getattr(source, "host_value", None)
         if value is not None:
             return bool(value.is_pinned())  # a loader with pin_memory=True
@@ -291,7 +291,7 @@ class CudaDevice:
         """Compiled at the first use."""
         return RowKernels(self._index)
 
-    def read(self, parts: Sequence[tuple[Part, torch.Tensor]], stream: CudaStream) -> Iterator[None]:
+    def read(self, parts: Sequence[tuple[HostArray, torch.Tensor]], stream: CudaStream) -> Iterator[None]:
         groups: dict[int, list[tuple[Any, torch.Tensor]]] = {}  # by the array of row numbers, which several stores have in common
         for part, dst in parts:
             if hasattr(part, "host_value"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pinfeed.devices.base import Part
+from pinfeed.devices.base import HostArray
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.stores.base import Store
@@ -25,7 +25,7 @@ class PlannedGpu(HostDevice):
             raise DeviceError("route='direct': there is no GPU here that could read the rows; leave route out")
         return ""
 
-    def reaches(self, source: Part | Store) -> bool:
+    def reaches(self, source: HostArray | Store) -> bool:
         return False
 
     def free_bytes(self) -> int:

@@ -16,9 +16,9 @@ import numpy.typing as npt
 from pinfeed.devices import resolve
 from pinfeed.errors import ArgumentError, WorkerError
 from pinfeed.memory.limits import check_depth, safe_repr
-from pinfeed.pipeline.epochs import Loop, no_copy, no_items
-from pinfeed.pipeline.prefetcher import Loan, Pace, guarded
-from pinfeed.pipeline.sources.base import Draw, Load
+from pinfeed.pipeline.epochs import EpochRunner, no_copy, no_items
+from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule, guarded
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.stores.base import Store
@@ -79,7 +79,7 @@ def wrap_loader(loader: Any, *, device: Any = "auto", depth: int = 2, progress: 
     check_flag(timeline, "timeline")
     knows = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
     feeder, source = (StatefulLoaderFeeder, StatefulSource) if knows else (LoaderFeeder, LoaderSource)
-    return feeder(source(loader), device=device, pace=Pace(check_depth(depth)), progress=progress, timeline=timeline)
+    return feeder(source(loader), device=device, schedule=PrefetchSchedule(check_depth(depth)), progress=progress, timeline=timeline)
 
 
 class LoaderFeeder:
@@ -90,7 +90,7 @@ class LoaderFeeder:
         source: LoaderSource,
         *,
         device: Any,
-        pace: Pace,
+        schedule: PrefetchSchedule,
         progress: bool,
         timeline: bool,
         n_spare: int | None = None,
@@ -98,10 +98,10 @@ class LoaderFeeder:
         route: str | None = None,
     ) -> None:
         self._source, self._loader = source, source.loader
-        found = resolve(device, n_spare=pace.depth + 2 if n_spare is None else n_spare)
+        found = resolve(device, n_spare=schedule.depth + 2 if n_spare is None else n_spare)
         self._device, self._owned_device = found, None if found is device else found
         self._route = found.choose_route(stores, 0, route) if stores else ""
-        self._loop = Loop(source, found, pace=pace, capacity=(), progress=progress, timeline=timeline)
+        self._loop = EpochRunner(source, found, schedule=schedule, capacity=(), progress=progress, timeline=timeline)
 
     __reduce__ = no_copy
     __getitems__ = no_items
@@ -138,7 +138,7 @@ class LoaderFeeder:
         Raises:
             ClosedError: This is closed, or another loop over it runs.
         """
-        return self._loop.run(Loan.take, begin=self._source.begin)
+        return self._loop.run(LentBatch.take, begin=self._source.begin)
 
     def __getattr__(self, name: str) -> Any:
         if name in ("state_dict", "load_state_dict"):
@@ -238,7 +238,7 @@ class StatefulLoaderFeeder(LoaderFeeder):
         self._source.begin()
         self._state = self._source.state()
 
-    def _lend(self, loan: Loan) -> Any:
+    def _lend(self, loan: LentBatch) -> Any:
         batch, self._state = loan.take()
         return batch
 
@@ -359,13 +359,13 @@ class LoaderSource:
         """Consumer. Let go of an epoch that was begun and never asked for a batch."""
         self._begun = None
 
-    def epoch(self, number: int, start: int, checksum: int, n_together: int) -> Generator[Draw, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> Generator[BatchThunk, None, None]:
         """The batches of the epoch that was begun last, one in a load."""
         batches, self._begun = self._begun, None
         assert batches is not None
         return self._draws(batches)
 
-    def remedy(self, draw_share: float) -> str:
+    def hint(self, draw_share: float) -> str:
         """What to change where a loop waits for this loader."""
         n_workers = getattr(self.loader, "num_workers", None)
         if draw_share < 0.5:
@@ -379,11 +379,11 @@ class LoaderSource:
             f"{len(os.sched_getaffinity(0))} cores), or make the dataset's __getitem__ and collate_fn cheaper."
         )
 
-    def draw(self, batch: Any) -> Draw:
+    def draw(self, batch: Any) -> BatchThunk:
         """What makes a load of a batch: called in the order of the batches, one at a time; what it returns is not."""
         return functools.partial(load_of, batch)
 
-    def _draws(self, batches: Iterator[Any]) -> Generator[Draw, None, None]:
+    def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
         while True:
             try:
                 batch = next(batches)
@@ -406,11 +406,11 @@ class StatefulSource(LoaderSource):
         except Exception as error:
             return error
 
-    def draw(self, batch: Any) -> Draw:
+    def draw(self, batch: Any) -> BatchThunk:
         return functools.partial(self._load, batch, self.state())
 
     @staticmethod
-    def _load(batch: Any, state: Any) -> Load:
+    def _load(batch: Any, state: Any) -> HostBatch:
         load = load_of(batch)
         rebuild = load.rebuild
         load.rebuild = lambda tensors: (rebuild(tensors), state)
@@ -429,13 +429,13 @@ def is_end(stop: StopIteration) -> bool:
     return all(frame.f_code not in users for frame, _ in traceback.walk_tb(stop.__traceback__))
 
 
-def load_of(batch: Any) -> Load:
+def load_of(batch: Any) -> HostBatch:
     """A batch whose leaves are on the host."""
     leaves, rebuild = flatten(batch)
     moves = [callable(getattr(leaf, "to", None)) for _, leaf in leaves]
     kept = [None if moved else leaf for (_, leaf), moved in zip(leaves, moves, strict=True)]
     parts = [HostLeaf(leaf) for (_, leaf), moved in zip(leaves, moves, strict=True) if moved]
-    return Load(
+    return HostBatch(
         parts,
         lambda tensors: rebuild(next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)),
         [(_n_samples(leaves), 0)],

@@ -16,15 +16,15 @@ from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError, RowIndexError
 from pinfeed.memory.limits import DEFAULT_DEPTH, MemoryLimits, Plan, check_depth, check_route, n_held, safe_repr
 from pinfeed.pipeline.epochs import no_copy, no_items
-from pinfeed.pipeline.planner import choose_pace, make_plan
-from pinfeed.pipeline.prefetcher import Loan, Pace
+from pinfeed.pipeline.planner import choose_schedule, make_plan
+from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
 from pinfeed.pipeline.sources.base import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
 from pinfeed.rows.orders import Order, PerRank, Rows, sequential, shuffled
-from pinfeed.rows.rank_batches import SharedBatches, loop_over, note_workers, share_of
+from pinfeed.rows.rank_batches import RankBatches, loop_over, note_workers, share_of
 from pinfeed.rows.ranks import Ranks
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import Store, row_nbytes
@@ -61,7 +61,7 @@ class Batch:
 
     __slots__ = ("_device", "_loan", "_stores", "data", "rows")
 
-    def __init__(self, loan: Loan, data: Any, stores: StoreTree, device: Device) -> None:
+    def __init__(self, loan: LentBatch, data: Any, stores: StoreTree, device: Device) -> None:
         self._loan, self._stores, self._device = loan, stores, device
         self.rows: Rows = loan.groups[0].rows
         self.data = data
@@ -175,25 +175,27 @@ class Feeder:
             rows, batch_size, config = share.rows(), batch_size and share.batch_size, share.config(config)
         self._stores = StoreTree(source)
         try:
-            pace = choose_pace(self._stores.stores, batch_size, config, depth)
+            schedule = choose_schedule(self._stores.stores, batch_size, config, depth)
             # What is written has to be looked for in every batch that was gathered before: far ahead, that would cost more than it brings.
-            self._write_pace = Pace(DEFAULT_DEPTH, n_readers=pace.n_readers) if pace.n_together > 1 else pace
-            found = resolve(device, n_spare=len(self._stores.stores) * (pace.n_slots + 1 + n_held(self._write_pace.depth)))
+            self._write_schedule = (
+                PrefetchSchedule(DEFAULT_DEPTH, n_readers=schedule.n_readers) if schedule.batches_per_slot > 1 else schedule
+            )
+            found = resolve(device, n_spare=len(self._stores.stores) * (schedule.n_slots + 1 + n_held(self._write_schedule.depth)))
             self._device, self._owned_device = found, None if found is device else found
-            self._plan, self._choice = make_plan(self._stores.stores, rows, batch_size, config, pace, found, route)
+            self._plan, self._choice = make_plan(self._stores.stores, rows, batch_size, config, schedule, found, route)
             size = batch_size if config is None else self._plan.batch_size
             batches = _batches(rows, self._stores.n_rows, size, drop_last)
             if isinstance(batches, OrderBatches):
                 warn_of_no_batch(batches)
             if share is not None:
-                self._plan, batches = share.planned(self._plan, self._stores.n_rows), SharedBatches(share, self._stores.n_rows)
-            source_of_rows = RowSource(self._stores.stores, self._choice.accesses, self._stores.rebuild, batches)
+                self._plan, batches = share.planned(self._plan, self._stores.n_rows), RankBatches(share, self._stores.n_rows)
+            source_of_rows = RowSource(self._stores.stores, self._choice.strategies, self._stores.rebuild, batches)
             capacity = [self._plan.batch_size * row_nbytes(store) for store in self._stores.stores] if self._plan.batch_size else []
             self._loop = loop_over(batches)(
                 source_of_rows,
                 found,
                 capacity=capacity,
-                pace=pace,
+                schedule=schedule,
                 progress=progress,
                 timeline=timeline,
             )
@@ -235,7 +237,7 @@ class Feeder:
         Raises:
             ClosedError: The feeder is closed, or another loop over it runs.
         """
-        return self._loop.run(self._verified if self._verify else Loan.take, begin=self._begin)
+        return self._loop.run(self._verified if self._verify else LentBatch.take, begin=self._begin)
 
     def batches(self) -> Iterator[Batch]:
         """The next epoch, as ``Batch`` objects: with row numbers, and with ``write_back``.
@@ -243,10 +245,10 @@ class Feeder:
         Raises:
             ClosedError: The feeder is closed, or another loop over it runs.
         """
-        take: Callable[[Loan], Any] = self._verified if self._verify else Loan.take
+        take: Callable[[LentBatch], Any] = self._verified if self._verify else LentBatch.take
         stores, device = self._stores, self._device
-        pace = self._write_pace if any(store.writable for store in stores.stores) else None
-        return self._loop.run(lambda loan: Batch(loan, take(loan), stores, device), pace, self._begin)
+        schedule = self._write_schedule if any(store.writable for store in stores.stores) else None
+        return self._loop.run(lambda loan: Batch(loan, take(loan), stores, device), schedule, self._begin)
 
     @property
     def device(self) -> str:
@@ -319,11 +321,11 @@ class Feeder:
             if self._owned_device is not None:
                 stack.callback(self._owned_device.close)
             stack.callback(self._stores.close)
-            for access in self._choice.accesses:
-                stack.callback(access.close)
+            for strategy in self._choice.strategies:
+                stack.callback(strategy.close)
             stack.callback(self._loop.close)
 
-    def _verified(self, loan: Loan) -> Any:
+    def _verified(self, loan: LentBatch) -> Any:
         data = loan.take()
         self._loop.land()
         self._stores.require_equal(data, loan.groups[0].rows, loan.number, self._device)

@@ -16,14 +16,14 @@ from pinfeed.errors import ArgumentError, StoreError, described
 from pinfeed.feeders.feeder import HINTS, warn_of_no_batch
 from pinfeed.memory.limits import check_depth, safe_repr
 from pinfeed.pipeline.epochs import no_copy, no_items
-from pinfeed.pipeline.prefetcher import Loan, Pace
-from pinfeed.pipeline.sources.base import Draw, Load
-from pinfeed.pipeline.sources.samples import Ahead, Apply, Each, Reader, load_of
+from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.samples import Apply, OrderedMap, SampleReader, ThreadedMap, load_of
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Rows, sequential, shuffled
-from pinfeed.rows.rank_batches import SharedBatches, loop_over, note_workers, share_of
+from pinfeed.rows.rank_batches import RankBatches, loop_over, note_workers, share_of
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import Workers
@@ -129,12 +129,12 @@ def wrap_readers(
         _reader("input", read_input, inputs, one_read_count, apply_on_input_batch, input_dtype),
         _reader("output", get_output, outputs, one_read_count, apply_on_output_batch, output_dtype),
     ]
-    batches: OrderBatches | SharedBatches
+    batches: OrderBatches | RankBatches
     if share is None:
         batches = mine = OrderBatches(order, len(inputs), batch_size // one_read_count, drop_last)
     else:
         share = dataclasses.replace(share, size=share.size // one_read_count)
-        batches, mine = SharedBatches(share, len(inputs)), share.batches(len(inputs))
+        batches, mine = RankBatches(share, len(inputs)), share.batches(len(inputs))
     warn_of_no_batch(mine, "identities")
     begin = functools.partial(note_workers, ranks, order)
     depth = check_depth(depth)
@@ -146,8 +146,8 @@ class ReaderFeeder:
 
     def __init__(
         self,
-        readers: Sequence[Reader],
-        batches: OrderBatches | SharedBatches,
+        readers: Sequence[SampleReader],
+        batches: OrderBatches | RankBatches,
         n_readers: int,
         begin: Callable[[], object],
         *,
@@ -160,7 +160,7 @@ class ReaderFeeder:
         self._device, self._owned_device = found, None if found is device else found
         self._begin = begin
         source = ReaderSource(readers, batches, found.worker, min(n_readers, batches.batch_size) if depth else 1)
-        self._loop = loop_over(batches)(source, found, pace=Pace(depth), capacity=(), progress=progress, timeline=timeline)
+        self._loop = loop_over(batches)(source, found, schedule=PrefetchSchedule(depth), capacity=(), progress=progress, timeline=timeline)
 
     __reduce__ = no_copy
     __getitems__ = no_items
@@ -189,7 +189,7 @@ class ReaderFeeder:
         Raises:
             ClosedError: This is closed, or another loop over it runs.
         """
-        return self._loop.run(Loan.take, begin=self._begin)
+        return self._loop.run(LentBatch.take, begin=self._begin)
 
     @property
     def device(self) -> str:
@@ -249,7 +249,7 @@ class ReaderSource:
     """
 
     def __init__(
-        self, readers: Sequence[Reader], batches: OrderBatches | SharedBatches, worker: Callable[[str, int], Workers], n_threads: int
+        self, readers: Sequence[SampleReader], batches: OrderBatches | RankBatches, worker: Callable[[str, int], Workers], n_threads: int
     ) -> None:
         self._readers, self._batches, self._worker, self._n_threads = readers, batches, worker, n_threads
 
@@ -261,14 +261,14 @@ class ReaderSource:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def epoch(self, number: int, start: int, checksum: int, n_together: int) -> Generator[Draw, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> Generator[BatchThunk, None, None]:
         """The batches of epoch ``number`` from batch ``start`` on, one in a load."""
         with contextlib.ExitStack() as opened, self._threads() as each:  # closed when nobody reads it any more
             for draw in self._batches.epoch(number, start, checksum):
                 opened.close()  # what was opened for the batch before
                 yield functools.partial(self._load, draw().rows, each, opened)
 
-    def remedy(self, draw_share: float) -> str:
+    def hint(self, draw_share: float) -> str:
         """What to change where a loop waits for the functions."""
         names = " and ".join(reader.function_name for reader in self._readers)
         return (
@@ -276,18 +276,18 @@ class ReaderSource:
             f"{len(os.sched_getaffinity(0))} cores) to read more identities at a time, if they may be called so; or make them cheaper."
         )
 
-    def _load(self, identities: Rows, each: Each, opened: contextlib.ExitStack) -> Load:
+    def _load(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> HostBatch:
         batches = [(reader.apply_name, reader.batch(identities, each, opened)) for reader in self._readers]
         return load_of(batches, len(identities) * self._readers[0].n_samples)
 
     @contextlib.contextmanager
-    def _threads(self) -> Iterator[Each]:
+    def _threads(self) -> Iterator[OrderedMap]:
         if self._n_threads == 1:
             yield map
             return
         pool = self._worker("pinfeed-identity", self._n_threads)
         try:
-            yield Ahead(pool, self._n_threads)
+            yield ThreadedMap(pool, self._n_threads)
         finally:
             pool.shutdown(wait=True)
 
@@ -303,8 +303,8 @@ def _check_identities(inputs: Any, outputs: Any) -> None:
         raise ArgumentError(f"got {len(inputs)} inputs and {len(outputs)} outputs; expected one of each per identity")
 
 
-def _reader(kind: str, function: Any, values: Sequence[Any], n_samples: int, apply: Any, dtype: Any) -> Reader:
-    reader = Reader(kind, function, values, n_samples, apply, _dtype(dtype, f"{kind}_dtype"))
+def _reader(kind: str, function: Any, values: Sequence[Any], n_samples: int, apply: Any, dtype: Any) -> SampleReader:
+    reader = SampleReader(kind, function, values, n_samples, apply, _dtype(dtype, f"{kind}_dtype"))
     if not callable(function):
         raise ArgumentError(f"{reader.function_name}={function!r}: expected a function that yields the samples of an identity")
     if apply is not None and not callable(apply):

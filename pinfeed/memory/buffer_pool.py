@@ -79,7 +79,7 @@ class _Lease:
         self.__array_interface__: dict[str, Any] = memory.__array_interface__
 
 
-class Pool:
+class BufferPool:
     """Blocks for reuse. ``take`` and the death of an array may happen in any thread.
 
     Args:
@@ -217,7 +217,7 @@ def _unlock(freed: _Freed) -> None:
 
 
 # At exit finalizers run in reverse order of creation, so this one runs after those of all page-locked memory.
-weakref.finalize(Pool, unlock_freed)
+weakref.finalize(BufferPool, unlock_freed)
 
 
 def _lock_pages(nbytes: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]) -> Bytes:

@@ -111,7 +111,7 @@ class Demand:
     """Which of the stores the device does not reach."""
     windows: tuple[tuple[int, int], ...] = ()
     """Rows of a window and bytes of a row, for each store whose windows are read ahead."""
-    n_together: int = 1
+    batches_per_slot: int = 1
     """Small batches that are gathered together."""
 
     @property
@@ -121,7 +121,7 @@ class Demand:
 
 
 @dataclass(frozen=True)
-class Item:
+class Allocation:
     """One use of memory: ``count`` buffers of ``nbytes`` each."""
 
     what: str
@@ -142,7 +142,7 @@ class Plan:
     """Rows per batch; 0 where nobody can tell in advance."""
     depth: int
     route: Route
-    items: tuple[Item, ...]
+    items: tuple[Allocation, ...]
     cpu_memory_limit: int | None = None
     gpu_memory_limit: int | None = None
     notes: tuple[str, ...] = ()
@@ -308,7 +308,7 @@ class MemoryLimits:
         )
 
 
-def plan_items(demand: Demand, batch_size: int, depth: int) -> tuple[Item, ...]:
+def plan_items(demand: Demand, batch_size: int, depth: int) -> tuple[Allocation, ...]:
     """Every buffer that a feeder has at a time, with a loop that drops its batches; none if the size of a batch is not known (0)."""
     if batch_size == 0:
         return ()
@@ -317,47 +317,48 @@ def plan_items(demand: Demand, batch_size: int, depth: int) -> tuple[Item, ...]:
         sizes = (batch_size * nbytes for nbytes, wanted in zip(demand.row_nbytes, chosen, strict=True) if wanted)
         return sum(max(1, -(-size // block)) * block for size in sizes)
 
-    ahead = min(depth, DEFAULT_DEPTH) if demand.n_together > 1 else depth  # of a loop that writes: see Feeder.batches
+    ahead = min(depth, DEFAULT_DEPTH) if demand.batches_per_slot > 1 else depth  # of a loop that writes: see Feeder.batches
     everything = [True] * len(demand.row_nbytes)
     place: Place = "host" if demand.unified else "device"
     block = _PAGE if demand.unified else _DEVICE_BLOCK
-    items = [Item("batches", place, n_batches(depth, demand.n_together), batch(block, everything))]
+    items = [Allocation("batches", place, n_batches(depth, demand.batches_per_slot), batch(block, everything))]
     if any(demand.writable):
-        items.append(Item("write-backs until they have landed and been seen", place, n_held(ahead), batch(block, demand.writable)))
+        items.append(Allocation("write-backs until they have landed and been seen", place, n_held(ahead), batch(block, demand.writable)))
     if not demand.unified and any(demand.staged):
-        items.append(Item("staging", "pinned", depth + 1, batch(_PAGE, demand.staged)))
+        items.append(Allocation("staging", "pinned", depth + 1, batch(_PAGE, demand.staged)))
         written = [writable and staged for writable, staged in zip(demand.writable, demand.staged, strict=True)]
         if any(written):
-            items.append(Item("staging of a write-back", "pinned", 1, batch(_PAGE, written)))
+            items.append(Allocation("staging of a write-back", "pinned", 1, batch(_PAGE, written)))
     n_rows_arrays = depth + 3 + (3 * n_held(ahead) if any(demand.writable) else 0)  # of a write-back: the rows, and the rows sorted
-    items.append(Item("row numbers", "host", n_rows_arrays, batch_size * _ROW_NUMBER))
+    items.append(Allocation("row numbers", "host", n_rows_arrays, batch_size * _ROW_NUMBER))
     if not demand.unified and not all(demand.staged):  # for the kernels of each slot and of a write-back
         numbers = batch_size * _ROW_NUMBER
-        items.append(Item("page-locked row numbers", "pinned", depth + 2, 1 << (numbers - 1).bit_length()))  # by powers of two
-        items.append(Item("uploaded row numbers", "device", depth + 2, -(-numbers // _DEVICE_BLOCK) * _DEVICE_BLOCK))
+        items.append(Allocation("page-locked row numbers", "pinned", depth + 2, 1 << (numbers - 1).bit_length()))  # by powers of two
+        items.append(Allocation("uploaded row numbers", "device", depth + 2, -(-numbers // _DEVICE_BLOCK) * _DEVICE_BLOCK))
     if not demand.unified and any(demand.writable):
         positions = 2 * batch_size * _ROW_NUMBER
         rows = max(nbytes for nbytes, writable in zip(demand.row_nbytes, demand.writable, strict=True) if writable)
         there = max(rows, min(ON_THEIR_WAY_BYTES, batch_size * rows)) + positions
-        items.append(Item("positions of rows that two batches share", "pinned", 2, 1 << (positions - 1).bit_length()))
-        items.append(Item("rows that two batches share", "device", 1, -(-there // _DEVICE_BLOCK) * _DEVICE_BLOCK))
-    items.append(Item("the order of the rows", "host", 1, _ORDER))
+        items.append(Allocation("positions of rows that two batches share", "pinned", 2, 1 << (positions - 1).bit_length()))
+        items.append(Allocation("rows that two batches share", "device", 1, -(-there // _DEVICE_BLOCK) * _DEVICE_BLOCK))
+    items.append(Allocation("the order of the rows", "host", 1, _ORDER))
     if demand.resident_bytes:
-        items.append(Item("what the stores hold beside their rows", "host", 1, demand.resident_bytes))
+        items.append(Allocation("what the stores hold beside their rows", "host", 1, demand.resident_bytes))
     items += [
-        window_item(window_rows, row_nbytes, (depth + 1 + demand.n_together) * batch_size) for window_rows, row_nbytes in demand.windows
+        window_item(window_rows, row_nbytes, (depth + 1 + demand.batches_per_slot) * batch_size)
+        for window_rows, row_nbytes in demand.windows
     ]
     return tuple(items)
 
 
-def window_item(window_rows: int, row_nbytes: int, n_batch_rows: int) -> Item:
+def window_item(window_rows: int, row_nbytes: int, n_batch_rows: int) -> Allocation:
     """What the windows of a file take: one is read ahead, and the batches under way lie on others, wherever they begin."""
-    return Item("windows", "host", 2 + -(-n_batch_rows // window_rows), -(-window_rows * row_nbytes // _PAGE) * _PAGE)
+    return Allocation("windows", "host", 2 + -(-n_batch_rows // window_rows), -(-window_rows * row_nbytes // _PAGE) * _PAGE)
 
 
-def n_batches(depth: int, n_together: int = 1) -> int:
+def n_batches(depth: int, batches_per_slot: int = 1) -> int:
     """Batches that there are at a time: the loop holds some, and the next one while it asks for it; ``depth`` more are prefetched."""
-    return depth + 1 + n_together
+    return depth + 1 + batches_per_slot
 
 
 def n_held(depth: int) -> int:

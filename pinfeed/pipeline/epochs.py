@@ -1,4 +1,4 @@
-"""Loop: the epochs of one source, one at a time: numbers, resuming, statistics, closing."""
+"""EpochRunner: the epochs of one source, one at a time: numbers, resuming, statistics, closing."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typing import Any, NoReturn, TypeVar, cast
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError, ClosedError, CopyError
 from pinfeed.pipeline.abandoned import is_abandoned
-from pinfeed.pipeline.prefetcher import Epoch, Loan, Pace
+from pinfeed.pipeline.prefetcher import LentBatch, Prefetcher, PrefetchSchedule
 from pinfeed.pipeline.sources.base import Source
 from pinfeed.pipeline.transfer import Transfer
-from pinfeed.profiling.counters import Meter
-from pinfeed.profiling.starvation import Watch
+from pinfeed.profiling.counters import Counters
+from pinfeed.profiling.starvation import StarvationMonitor
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import SamplerBatches
@@ -60,13 +60,13 @@ def is_suspended(generator: GeneratorType[Any, None, None]) -> bool:
     return inspect.getgeneratorstate(generator) == inspect.GEN_SUSPENDED
 
 
-class Loop:
+class EpochRunner:
     """Runs epochs over a source, each in a generator that owns its threads.
 
     Args:
         source: What to lend.
         device: Where to.
-        pace: How far ahead it is, and how batches are gathered.
+        schedule: How far ahead it is, and how batches are gathered.
         capacity: Bytes of each part of a full batch, as far as they are known.
         progress: Show a progress bar.
         timeline: Record spans.
@@ -77,21 +77,21 @@ class Loop:
         source: Source,
         device: Device,
         *,
-        pace: Pace,
+        schedule: PrefetchSchedule,
         capacity: Sequence[int],
         progress: bool,
         timeline: bool,
     ) -> None:
-        self.source, self._pace = source, pace
-        self._progress, self._meter = progress, Meter(timeline=Timeline() if timeline else None)
-        self._watch = Watch(self._meter, source.remedy)
-        self._transfer = Transfer(device, pace.n_slots, capacity, self._meter)
+        self.source, self._schedule = source, schedule
+        self._progress, self._counters = progress, Counters(timeline=Timeline() if timeline else None)
+        self._watch = StarvationMonitor(self._counters, source.hint)
+        self._transfer = Transfer(device, schedule.n_slots, capacity, self._counters)
         self._epoch, self._batch, self._checksum = 0, 0, 0
         self._whole: int | None = None  # the epoch of a state that was loaded, if all of its batches had been lent
         self._fresh = True  # the next run begins at (_epoch, _batch); else that epoch was left, and the one after it begins
         self._running: weakref.ref[GeneratorType[Any, None, None]] | None = None
         self._beginning = threading.Lock()  # two threads may ask for a loop at the same time: one of them gets it
-        self._last: Epoch | None = None
+        self._last: Prefetcher | None = None
         self._closed = False
 
     @property
@@ -111,11 +111,11 @@ class Loop:
 
     def __str__(self) -> str:
         """Say how far ahead it runs, and whether it is closed: the end of a feeder's ``repr``."""
-        return f"{self._pace.depth} ahead{', closed' if self._closed else ''}"
+        return f"{self._schedule.depth} ahead{', closed' if self._closed else ''}"
 
     @property
     def stats(self) -> FeederStats:
-        return self._meter.stats()
+        return self._counters.stats()
 
     @property
     def timeline(self) -> Timeline:
@@ -124,17 +124,19 @@ class Loop:
         Raises:
             ArgumentError: It was not recorded.
         """
-        if self._meter.timeline is None:
+        if self._counters.timeline is None:
             raise ArgumentError("no timeline was recorded; make the feeder with timeline=True")
         self._transfer.settle()
-        return self._meter.timeline
+        return self._counters.timeline
 
-    def run(self, lend: Callable[[Loan], T], pace: Pace | None = None, begin: Callable[[], object] = lambda: None) -> Iterator[T]:
+    def run(
+        self, lend: Callable[[LentBatch], T], schedule: PrefetchSchedule | None = None, begin: Callable[[], object] = lambda: None
+    ) -> Iterator[T]:
         """The next epoch, as what ``lend`` makes of each batch. Only a reference of the caller's keeps it going: ``break`` ends it.
 
         Args:
             lend: Called for each batch.
-            pace: Another one than was planned, with no more slots.
+            schedule: Another one than was planned, with no more slots.
             begin: Called here, when an epoch may begin; if it raises, none has.
 
         Raises:
@@ -149,7 +151,7 @@ class Loop:
                 self._last.end()  # unless an interrupt has ended the wait for its readers, they are done
             self._raise_failure()
             begin()
-            generator = cast("GeneratorType[T, None, None]", self._run(lend, pace or self._pace, begin))
+            generator = cast("GeneratorType[T, None, None]", self._run(lend, schedule or self._schedule, begin))
             self._running = weakref.ref(generator)
             return generator
 
@@ -201,7 +203,7 @@ class Loop:
             self._last.require_not_forked()
             if not self._is_running():
                 self._last.end()
-            self._last.landings.land()
+            self._last.write_queue.land()
 
     def close(self) -> None:
         """End the run under way: join its workers, land its write-backs. Idempotent.
@@ -222,28 +224,28 @@ class Loop:
         self._transfer.close()
         self._raise_failure()
 
-    def _run(self, lend: Callable[[Loan], T], pace: Pace, begin: Callable[[], object]) -> Iterator[T]:
+    def _run(self, lend: Callable[[LentBatch], T], schedule: PrefetchSchedule, begin: Callable[[], object]) -> Iterator[T]:
         self._require_open()
         position = self._next()
         if self._fresh and position[0] != self._epoch:
             self._warn_if_dropped(position[0])
         (self._epoch, self._batch, self._checksum), self._fresh, self._whole = position, False, None
-        self._last = Epoch(self._transfer, self._batch, pace)
-        loads = self.source.epoch(self._epoch, self._batch, self._checksum, pace.n_together)
+        self._last = Prefetcher(self._transfer, self._batch, schedule)
+        loads = self.source.epoch(self._epoch, self._batch, self._checksum, schedule.batches_per_slot)
         bar = self._bar() if self._progress else None
-        meter, watch, start = self._meter, self._watch, self._batch
+        counters, watch, start = self._counters, self._watch, self._batch
         watch.begin()
         try:
             for loan in self._last.loans(loads):
                 self._batch, self._checksum = loan.number + 1, loan.checksum
-                if meter.batches >= watch.look_at:
+                if counters.batches >= watch.look_at:
                     watch.look()
                 if bar is not None:
                     bar.update()
                 yield lend(loan)
         except GeneratorExit:  # the inner generator has ended by now
-            if self._last.landings.failure is not None:
-                logger.error("a write_back failed when its loop was left; close() raises it", exc_info=self._last.landings.failure)  # noqa: TRY400  # another one
+            if self._last.write_queue.failure is not None:
+                logger.error("a write_back failed when its loop was left; close() raises it", exc_info=self._last.write_queue.failure)  # noqa: TRY400  # another one
             raise
         finally:
             watch.end()
@@ -254,14 +256,14 @@ class Loop:
         if start and not left and math.isinf(self._most()):
             # The epoch was whole when its state was taken, which nobody could know before.
             begin()
-            yield from self._run(lend, pace, begin)
+            yield from self._run(lend, schedule, begin)
 
     def _bar(self) -> Any:
-        from pinfeed.profiling.progress_bar import Bar
+        from pinfeed.profiling.progress_bar import ProgressBar
 
         most = self._most()
         total = None if math.isinf(most) else most
-        return Bar(total=total, initial=self._batch, unit="batch", desc=f"epoch {self._epoch}", totals=self._meter.totals)
+        return ProgressBar(total=total, initial=self._batch, unit="batch", desc=f"epoch {self._epoch}", totals=self._counters.totals)
 
     def _next(self) -> tuple[int, int, int]:
         """Epoch, batch and checksum with which the next run begins."""
@@ -326,10 +328,10 @@ class Loop:
 
     def _raise_failure(self) -> None:
         if self._last is not None:
-            self._last.landings.check()
+            self._last.write_queue.check()
 
 
-class SamplerLoop(Loop):
+class SamplerEpochRunner(EpochRunner):
     """The epochs of a sampler. It is at the epoch of the loop, and after it at that of the next, unless its owner sets another one.
 
     A sampler that has ``set_epoch`` and does not tell its epoch is left to its owner and to ``set_epoch`` here, as it is by a DataLoader.

@@ -11,8 +11,8 @@ from pinfeed.devices.base import Device
 from pinfeed.errors import BudgetError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import DEFAULT_DEPTH, Demand, MemoryLimits, Plan, plan_items, window_item
-from pinfeed.pipeline.prefetcher import Pace
-from pinfeed.readahead import Choice, choose, window_sizes
+from pinfeed.pipeline.prefetcher import PrefetchSchedule
+from pinfeed.readahead import ReadPlan, choose, window_sizes
 from pinfeed.rows.batches import largest_batch
 from pinfeed.rows.orders import Order
 from pinfeed.stores.base import Store, row_nbytes
@@ -28,10 +28,10 @@ def make_plan(
     rows: Order | Iterable[Any],
     batch_size: int | None,
     config: MemoryLimits | None,
-    pace: Pace,
+    schedule: PrefetchSchedule,
     device: Device,
     route: str | None,
-) -> tuple[Plan, Choice]:
+) -> tuple[Plan, ReadPlan]:
     """The plan, and what it chose for each store.
 
     Raises:
@@ -47,44 +47,48 @@ def make_plan(
         n_rows=max(1, rows.length(n_rows)) if isinstance(rows, Order) else largest or n_rows,
         unified=device.unified,
         staged=tuple(not device.reaches(store) for store in stores),
-        n_together=pace.n_together,
+        batches_per_slot=schedule.batches_per_slot,
     )
     # Without a config, half of what is free may hold rows of files; the processes that torchrun starts on a machine share it.
     reads_files = any(isinstance(store, ShardedStore) for store in stores)
     free = free_host_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)) if reads_files or config is not None else 0
     if config is None:
         size = min(batch_size, demand.n_rows) if batch_size is not None else (largest or 0)
-        plan = Plan(size, pace.depth, demand.route, plan_items(demand, size, pace.depth))
+        plan = Plan(size, schedule.depth, demand.route, plan_items(demand, size, schedule.depth))
         limit = free // 2
     else:
         limit = config.host_limit(free)
         # Whole batches have their size already: no usual bound cuts them.
         preferred = config.preferred_batch_size or largest
         plan = _fitted(
-            dataclasses.replace(config, depth=pace.depth, preferred_batch_size=preferred), demand, free, window_sizes(stores, rows), device
+            dataclasses.replace(config, depth=schedule.depth, preferred_batch_size=preferred),
+            demand,
+            free,
+            window_sizes(stores, rows),
+            device,
         )
         if largest is not None and plan.batch_size < largest:
             raise BudgetError(
                 f"rows gives batches of up to {largest} rows; the limits of config hold {plan.batch_size}: {plan}\n"
                 "give smaller batches, or raise the limits"
             )
-    choice = choose(stores, rows, (pace.depth + 1 + pace.n_together) * plan.batch_size, limit - plan.host_bytes)
+    choice = choose(stores, rows, (schedule.depth + 1 + schedule.batches_per_slot) * plan.batch_size, limit - plan.host_bytes)
     return dataclasses.replace(plan, items=plan.items + choice.items, notes=(*[why] * bool(why), *choice.notes, *plan.notes)), choice
 
 
-def choose_pace(stores: Sequence[Store], batch_size: int | None, config: MemoryLimits | None, depth: int | None) -> Pace:
+def choose_schedule(stores: Sequence[Store], batch_size: int | None, config: MemoryLimits | None, depth: int | None) -> PrefetchSchedule:
     """As far ahead as asked for; or else 2 batches, or four slots of small ones. As many readers as there are cores, where that helps."""
     if config is not None:
         depth, batch_size = config.depth if depth is None else depth, config.preferred_batch_size
     nbytes = (batch_size or 0) * sum(row_nbytes(store) for store in stores)
-    n_together = min(_TOGETHER_BYTES // nbytes, _MAX_TOGETHER) if nbytes and depth is None else 1
-    if config is not None and config.cpu_memory_limit is not None and n_together > 1:
-        n_together = min(n_together, config.cpu_memory_limit // 4 // (5 * nbytes))
+    batches_per_slot = min(_TOGETHER_BYTES // nbytes, _MAX_TOGETHER) if nbytes and depth is None else 1
+    if config is not None and config.cpu_memory_limit is not None and batches_per_slot > 1:
+        batches_per_slot = min(batches_per_slot, config.cpu_memory_limit // 4 // (5 * nbytes))
     if depth is None:
-        depth = 4 * n_together - 1 if n_together > 1 else DEFAULT_DEPTH
-    is_small = 0 < nbytes * n_together < _PARALLEL_BYTES
-    pace = Pace(depth, max(1, n_together))
-    return dataclasses.replace(pace, n_readers=1 if is_small else min(pace.n_slots, len(os.sched_getaffinity(0)), _MAX_READERS))
+        depth = 4 * batches_per_slot - 1 if batches_per_slot > 1 else DEFAULT_DEPTH
+    is_small = 0 < nbytes * batches_per_slot < _PARALLEL_BYTES
+    schedule = PrefetchSchedule(depth, max(1, batches_per_slot))
+    return dataclasses.replace(schedule, n_readers=1 if is_small else min(schedule.n_slots, len(os.sched_getaffinity(0)), _MAX_READERS))
 
 
 def _fitted(config: MemoryLimits, demand: Demand, free: int, windows: tuple[tuple[int, int], ...], device: Device) -> Plan:

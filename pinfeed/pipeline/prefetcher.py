@@ -19,13 +19,13 @@ from typing import Any, cast
 
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import ClosedError, WorkerError, WriteBackError
-from pinfeed.pipeline.sources.base import Draw, Load
-from pinfeed.pipeline.transfer import Cancelled, Landing, Slot, Transfer
-from pinfeed.pipeline.write_queue import Landings
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.transfer import Cancelled, PendingWrite, Slot, Transfer
+from pinfeed.pipeline.write_queue import WriteQueue
 from pinfeed.threads.pool import Call, Pending, Workers
 
 
-class Inline:
+class InlineWorkers:
     """Workers that make each call at once, in the caller's thread: depth 0."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> Call[Any]:
@@ -39,10 +39,10 @@ class Inline:
         """Nothing is under way."""
 
 
-class Loan:
+class LentBatch:
     """A batch that is lent. Its tensors are taken once; from then on they belong to the user alone."""
 
-    def __init__(self, transfer: Transfer, landings: Landings, load: Load, tensors: list[Tensor], i: int, number: int) -> None:
+    def __init__(self, transfer: Transfer, landings: WriteQueue, load: HostBatch, tensors: list[Tensor], i: int, number: int) -> None:
         begin = sum(n_rows for n_rows, _ in load.batches[:i])
         self.number, (self.n_rows, self.checksum) = number, load.batches[i]
         self.groups = load.groups
@@ -51,7 +51,7 @@ class Loan:
             tensors = [transfer.device.cut(tensor, begin, end) for tensor in tensors]
             self.groups = [group.cut(begin, end) for group in self.groups]
         self._rebuild, self._tensors = load.rebuild, tensors
-        self._transfer, self._landings = transfer, landings
+        self._transfer, self._write_queue = transfer, landings
         self._over = self._written = False
 
     def take(self) -> Any:
@@ -87,54 +87,54 @@ class Loan:
             copied: False if nobody changes the tensors any more: then they are held themselves.
             check: Whether to raise the error of an earlier write-back; False where nobody could catch it, for the end of the loop to tell.
         """
-        self._landings.add(self._transfer.hold(self.groups, values, self.number, copied=copied), check=check)
+        self._write_queue.add(self._transfer.hold(self.groups, values, self.number, copied=copied), check=check)
         self._written = True
 
 
 @dataclass(frozen=True)
-class Pace:
+class PrefetchSchedule:
     """How far ahead of the loop batches are gathered, and how."""
 
     depth: int
     """Batches ahead."""
-    n_together: int = 1
+    batches_per_slot: int = 1
     """Batches that a slot carries: small ones take less time than it takes to wake a thread."""
     n_readers: int = 1
     """Slots that are filled at the same time. A loop that computes for longer than a gather takes asks for one at a time, so that one
     thread is busy at most; a loop that waits has all of them at work."""
 
     @property
-    def n_unseen(self) -> int:
+    def max_unseen_writes(self) -> int:
         """Batches before one whose writes its gather may not have seen: those that wait to be lent, and as many write-backs under way."""
         return 2 * self.depth
 
     @property
     def n_slots(self) -> int:
-        return -(-(self.depth + 1) // self.n_together)
+        return -(-(self.depth + 1) // self.batches_per_slot)
 
 
-class Epoch:
+class Prefetcher:
     """One loop.
 
     Args:
         transfer: Whose slots are used; nobody else may be using them.
         first: Number of the first batch.
-        pace: Of the readers.
+        schedule: Of the readers.
     """
 
-    def __init__(self, transfer: Transfer, first: int, pace: Pace) -> None:
-        device, depth = transfer.device, pace.depth
-        self._transfer, self._meter, self._first, self._pace = transfer, transfer.meter, first, pace
-        self._timeline = transfer.meter.timeline
+    def __init__(self, transfer: Transfer, first: int, schedule: PrefetchSchedule) -> None:
+        device, depth = transfer.device, schedule.depth
+        self._transfer, self._counters, self._first, self._schedule = transfer, transfer.counters, first, schedule
+        self._timeline = transfer.counters.timeline
         self._step = self._named if self._timeline is not None and not device.unified else _unnamed  # for a profiler of the device's
-        self._writer: Workers | None = None if depth else Inline()  # made when something is written
+        self._writer: Workers | None = None if depth else InlineWorkers()  # made when something is written
         self._workers: set[int] = set()  # threads that have done a task
-        self.landings = Landings(
+        self.write_queue = WriteQueue(
             self._land,
             limit=max(depth, 1),
             # Where the garbage collector ends a loop, a worker may be asked; and in a forked process nobody lands anything.
             may_wait=lambda: threading.get_ident() not in self._workers and not self.is_forked,
-            meter=transfer.meter,
+            counters=transfer.counters,
         )
         self.consumer: int | None = None
         """The thread that the batches are lent to."""
@@ -144,19 +144,19 @@ class Epoch:
             False,
             threading.RLock(),
         )  # close(), the garbage collector and the loop may end it
-        self._loads: Generator[Draw, None, None] | None = None
+        self._loads: Generator[BatchThunk, None, None] | None = None
         # The last step: an interrupt behind it would leave threads to the garbage collector.
-        self._reader: Workers = device.worker("pinfeed-read", pace.n_readers) if depth else Inline()
+        self._reader: Workers = device.worker("pinfeed-read", schedule.n_readers) if depth else InlineWorkers()
 
-    def loans(self, loads: Generator[Draw, None, None]) -> Iterator[Loan]:
+    def loans(self, loads: Generator[BatchThunk, None, None]) -> Iterator[LentBatch]:
         """Lend the batches in order. One that cannot be filled raises its error in its turn; a failed write-back, as soon as it is known.
 
         Args:
             loads: What to lend: a generator, iterated in the readers' threads, one at a time.
         """
-        meter, transfer, timeline, turns = self._meter, self._transfer, self._timeline, itertools.count()
+        counters, transfer, timeline, turns = self._counters, self._transfer, self._timeline, itertools.count()
         self._loads = loads
-        loan: Loan | None = None
+        loan: LentBatch | None = None
         number, unified, step = self._first, transfer.device.unified, self._step
         self.consumer = consumer = threading.get_ident()
 
@@ -165,20 +165,20 @@ class Epoch:
             turn = next(turns)
             return self._reader.submit(self._task, step, "read", self._number(turn), self._fill, slot, loads, turn)
 
-        slots = transfer.begin(self._pace.n_slots, self._pace.n_together)
-        asked = lent = meter.enter(self._pace.depth, self._pace.n_readers, asynchronous=not unified)
+        slots = transfer.begin(self._schedule.n_slots, self._schedule.batches_per_slot)
+        asked = lent = counters.enter(self._schedule.depth, self._schedule.n_readers, asynchronous=not unified)
         try:
             filling = deque(submit(slot) for slot in slots)
             while (slot := cast("Slot | None", step("wait", number, filling.popleft().result))) is not None:
-                load, late, idle = cast(Load, slot.load), slot.ready_s > asked, unified or transfer.is_idle()
-                got = meter.now() if timeline is not None else asked
+                load, late, idle = cast(HostBatch, slot.load), slot.ready_s > asked, unified or transfer.is_idle()
+                got = counters.now() if timeline is not None else asked
                 tensors = step("lend", number, transfer.lend, slot)
                 nbytes = sum(slot.needed) // len(load.batches)
                 for i in range(len(load.batches)):
-                    loan = Loan(transfer, self.landings, load, tensors, i, number)
+                    loan = LentBatch(transfer, self.write_queue, load, tensors, i, number)
                     if i == len(load.batches) - 1:
                         del tensors, load  # from here on the loan alone holds them
-                    lent = meter.lent(loan.n_rows, nbytes, asked, late=late, idle=idle)
+                    lent = counters.lent(loan.n_rows, nbytes, asked, late=late, idle=idle)
                     if timeline is not None:
                         timeline.add("wait", number, asked, got)
                         timeline.add("lend", number, got, lent, 1, loan.n_rows, nbytes)
@@ -186,12 +186,12 @@ class Epoch:
                     loan.end()
                     self.require_not_forked()
                     self._require_open()
-                    asked, late = meter.now(), False
+                    asked, late = counters.now(), False
                     if timeline is not None:
                         got = asked
                         timeline.add("compute", number, lent, asked)
                     number += 1
-                    self.landings.check()
+                    self.write_queue.check()
                 if slot.error is not None:
                     try:
                         raise slot.error
@@ -202,10 +202,10 @@ class Epoch:
         except Cancelled:
             raise ClosedError("the feeder was closed while its loop was waiting for a batch") from None
         finally:
-            meter.leave()
+            counters.leave()
             if loan is not None:
                 if timeline is not None and not loan.is_over:
-                    timeline.add("compute", number, lent, meter.now())
+                    timeline.add("compute", number, lent, counters.now())
                 loan.end()
             here = threading.current_thread()
             if self.is_forked:
@@ -217,13 +217,13 @@ class Epoch:
                 threading.Thread(target=self.end, name="pinfeed-end").start()
             else:
                 self.end()
-        self.landings.check()
+        self.write_queue.check()
 
-    def _fill(self, slot: Slot, loads: Iterator[Draw], turn: int) -> Slot | None:
+    def _fill(self, slot: Slot, loads: Iterator[BatchThunk], turn: int) -> Slot | None:
         """Fill a slot with the next load; None after the last one. Readers take turns: tasks begin in order, but may come here in any."""
         with self._turn:
             self._turn.wait_for(lambda: self._drawn == turn)
-            start = self._meter.now()
+            start = self._counters.now()
             try:
                 self._transfer.check_stop()
                 draw = next(loads, None)
@@ -233,11 +233,11 @@ class Epoch:
         if draw is None:
             return None
         load = draw()
-        slot.drawn_s = drawn = self._meter.now()
+        slot.drawn_s = drawn = self._counters.now()
         slot.draw_s = drawn - start
         return self._fill_with(slot, load, self._number(turn))
 
-    def _fill_with(self, slot: Slot, load: Load, number: int) -> Slot:
+    def _fill_with(self, slot: Slot, load: HostBatch, number: int) -> Slot:
         """Fill a slot. Where that fails for one of several batches, those before it are lent first, and the error comes in its turn."""
         try:
             return self._transfer.fill(slot, load, number)
@@ -250,7 +250,7 @@ class Epoch:
             slot.error = error
         return self._transfer.fill(slot, load.cut(0, n_good), number)
 
-    def _n_good(self, slot: Slot, load: Load, number: int) -> int:
+    def _n_good(self, slot: Slot, load: HostBatch, number: int) -> int:
         """The number of batches before the first that cannot be gathered."""
         for i in range(len(load.batches)):
             try:
@@ -261,17 +261,17 @@ class Epoch:
 
     def _number(self, turn: int) -> int:
         """Of the first batch of a turn."""
-        return self._first + turn * self._pace.n_together
+        return self._first + turn * self._schedule.batches_per_slot
 
-    def _land(self, landing: Landing) -> Pending[None]:
+    def _land(self, landing: PendingWrite) -> Pending[None]:
         self.require_not_forked()
         self._require_open()
         if self._writer is None:
             self._writer = self._transfer.device.worker("pinfeed-write")
-        start, idle = self._meter.now(), landing.write.values.ready.is_done()
+        start, idle = self._counters.now(), landing.write.values.ready.is_done()
         call = self._writer.submit(self._task, self._step, "write", landing.batch, self._transfer.land, landing)
-        if not self._pace.depth:  # it has landed, and the loop has waited
-            self._meter.landed(landing.batch, start, idle=idle)
+        if not self._schedule.depth:  # it has landed, and the loop has waited
+            self._counters.landed(landing.batch, start, idle=idle)
         return call
 
     def _named(self, lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:
@@ -316,7 +316,7 @@ class Epoch:
                 stack.callback(self._transfer.quiesce)
                 if self._writer is not None:
                     stack.callback(self._writer.shutdown, wait=True)
-                stack.callback(self.landings.finish)
+                stack.callback(self.write_queue.finish)
                 stack.callback(self._close_loads)
                 # Fills that have not begun are not cancelled: each that was submitted takes its turn, or those behind it would wait for it.
                 stack.callback(self._reader.shutdown, wait=True)

@@ -50,12 +50,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Buffer, Device, Event, Part, Stream, Tensor
+from pinfeed.devices.base import Buffer, Device, Event, HostArray, Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.buffer_pool import unlock_freed
 from pinfeed.pipeline.forwarding import Write, WriteLog, WrittenRows, newest
-from pinfeed.pipeline.sources.base import Load, RowGroup, part_nbytes
-from pinfeed.profiling.counters import Meter
+from pinfeed.pipeline.sources.base import HostBatch, RowGroup, part_nbytes
+from pinfeed.profiling.counters import Counters
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Store
 
@@ -70,7 +70,7 @@ class Slot:
 
     staging: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
     """Page-locked, by part, for those that are staged; kept from batch to batch."""
-    sources: list[Part] = field(default_factory=list)
+    sources: list[HostArray] = field(default_factory=list)
     """Parts that the device reads itself; kept until it has."""
     memory: list[tuple[int, Buffer]] = field(default_factory=list)
     """Of the device, one per part, for the next fill: bytes and buffer."""
@@ -78,7 +78,7 @@ class Slot:
     """The consumer's stream when the memory was taken."""
     released: Event | None = None
     filled: Event | None = None
-    load: Load | None = None
+    load: HostBatch | None = None
     error: Exception | None = None
     """Why the next batch was not filled, where it was to be together with those that the slot carries."""
     tensors: list[Tensor] = field(default_factory=list)
@@ -101,7 +101,7 @@ class Slot:
 
 
 @dataclass
-class Held:
+class HeldValues:
     """Values of a write-back, on the device: for each group of rows one tensor per store, None where a store stays as it is."""
 
     tensors: list[list[Tensor | None]]
@@ -111,12 +111,12 @@ class Held:
 
 
 @dataclass
-class Landing:
+class PendingWrite:
     """A write-back under way."""
 
-    write: Write[Held]
+    write: Write[HeldValues]
     groups: Sequence[RowGroup]
-    log: WriteLog[Held]
+    log: WriteLog[HeldValues]
     """Of its loop."""
     batch: int
     """Whose values they are."""
@@ -129,26 +129,29 @@ class Transfer:
         device: Where to.
         n_slots: Batches under way at a time.
         capacity: Bytes of each part of a full batch, where they are known in advance; grows with what passes through.
-        meter: Counts.
+        counters: Counts.
     """
 
-    def __init__(self, device: Device, n_slots: int, capacity: Sequence[int], meter: Meter) -> None:
-        self.device, self.meter = device, meter
-        self._timeline, self._timed = meter.timeline, meter.timeline is not None and not device.unified  # a copy on the host is a read
+    def __init__(self, device: Device, n_slots: int, capacity: Sequence[int], counters: Counters) -> None:
+        self.device, self.counters = device, counters
+        self._timeline, self._timed = (
+            counters.timeline,
+            counters.timeline is not None and not device.unified,
+        )  # a copy on the host is a read
         self._read, self._write = device.stream("read"), device.stream("write")  # for good: a new stream strands the allocator's blocks
         self._capacity = list(capacity)
         self.slots = [Slot() for _ in range(n_slots)]
         self._active, self._n_together = self.slots, 1  # those that the loop uses, and batches in each
         self._write_staging: dict[int, npt.NDArray[np.uint8]] = {}
-        self.log: WriteLog[Held] = WriteLog()
+        self.log: WriteLog[HeldValues] = WriteLog()
         self._stopping = False
         self._asked: Event | None = None
         """What the loop had given the device to do when it asked for a batch last."""
         self._lent: tuple[int, int, Event] | None = None  # number, count and beginning of the batches that the loop works on, if timed
 
-    def begin(self, n_slots: int, n_together: int) -> Sequence[Slot]:
+    def begin(self, n_slots: int, batches_per_slot: int) -> Sequence[Slot]:
         """A loop begins, on so many of the slots, each for so many batches: nothing is under way, all earlier writes have landed."""
-        self.log, self._stopping, self._active, self._n_together = WriteLog(), False, self.slots[:n_slots], n_together
+        self.log, self._stopping, self._active, self._n_together = WriteLog(), False, self.slots[:n_slots], batches_per_slot
         return self._active
 
     def stop(self) -> None:
@@ -172,7 +175,7 @@ class Transfer:
         if self._lent is not None:
             self._end_lent(slot.released)
 
-    def fill(self, slot: Slot, load: Load, number: int) -> Slot:
+    def fill(self, slot: Slot, load: HostBatch, number: int) -> Slot:
         """A reader, several at a time for as many slots. Gather a batch and start its way to the device.
 
         Raises:
@@ -184,9 +187,9 @@ class Transfer:
         slot.load, slot.tensors, slot.needed, slot.sources, slot.seen = load, [], [], [], self.log.landed
         assert slot.compute is not None
         assert slot.released is not None
-        start, late = self.meter.now(), False
+        start, late = self.counters.now(), False
         slot.held_s = start - slot.drawn_s
-        direct: list[tuple[Part, Tensor]] = []
+        direct: list[tuple[HostArray, Tensor]] = []
         staged: list[tuple[npt.NDArray[Any], Tensor]] = []
         for i, part in enumerate(load.parts):
             tensor = self.device.adopt(part, slot.compute)
@@ -214,7 +217,7 @@ class Transfer:
                 self.check_stop()
         finally:
             slot.filled = self._read.record(timed=self._timed)  # the next fill of this slot waits for what is queued, after an error too
-        slot.ready_s = now = self.meter.now()
+        slot.ready_s = now = self.counters.now()
         slot.read_s = slot.draw_s + now - start
         if self._timeline is not None:
             self._timeline.add("read", number, now - slot.read_s, now, len(load.batches))
@@ -244,12 +247,14 @@ class Transfer:
         needed = [-(-nbytes // self._n_together) for nbytes in slot.needed]
         self._capacity = [_grown(*sizes) for sizes in itertools.zip_longest(self._capacity, needed, fillvalue=0)]
         slot.tensors, slot.load = [], None
-        self.meter.read_s += slot.read_s
-        self.meter.draw_s += slot.draw_s
-        self.meter.held_s += slot.held_s
+        self.counters.read_s += slot.read_s
+        self.counters.draw_s += slot.draw_s
+        self.counters.held_s += slot.held_s
         return tensors
 
-    def hold(self, groups: Sequence[RowGroup], values: Sequence[Sequence[Tensor | None] | None], batch: int, *, copied: bool) -> Landing:
+    def hold(
+        self, groups: Sequence[RowGroup], values: Sequence[Sequence[Tensor | None] | None], batch: int, *, copied: bool
+    ) -> PendingWrite:
         """Consumer. Take ``values``: a copy, for the caller may change them at once, and they may be the batch itself; or as they are.
 
         Raises:
@@ -266,15 +271,15 @@ class Transfer:
             if copied:
                 kept = [None if tensor is None else self._copy(tensor, group, i, compute) for i, tensor in enumerate(kept)]
             held.append(kept)
-        return Landing(self.log.append(written, Held(held, compute, compute.record())), groups, self.log, batch)
+        return PendingWrite(self.log.append(written, HeldValues(held, compute, compute.record())), groups, self.log, batch)
 
-    def land(self, landing: Landing) -> None:
+    def land(self, landing: PendingWrite) -> None:
         """Writer. Bring held values into their stores.
 
         Raises:
             WriteBackError: An earlier write failed; later ones must not overtake it.
         """
-        write, start = landing.write, self.meter.now()
+        write, start = landing.write, self.counters.now()
         if landing.log.landed != write.number:
             raise WriteBackError("not written: an earlier write_back of this loop failed")
         self._write.wait(write.values.ready)  # the values may not be computed yet
@@ -298,8 +303,8 @@ class Transfer:
         for store, rows, values in staged:
             store.scatter(rows, values)
         landing.log.landed = write.number + 1
-        now = self.meter.now()
-        self.meter.write_s += now - start
+        now = self.counters.now()
+        self.counters.write_s += now - start
         if self._timeline is not None:
             self._timeline.add("write", landing.batch, start if begun is None else begun.at_s(), now)
 
@@ -343,7 +348,7 @@ class Transfer:
         assert slot.compute is not None
         return self.device.empty(_grown(nbytes, slot.needed[i]), slot.compute), False
 
-    def _gather(self, slot: Slot, i: int, part: Part) -> npt.NDArray[Any]:
+    def _gather(self, slot: Slot, i: int, part: HostArray) -> npt.NDArray[Any]:
         """The part, read into staging."""
         out = self._staged(slot.staging, i, part.shape, part.dtype)
         for _ in part.read(out):
@@ -366,7 +371,7 @@ class Transfer:
         self.device.copy(value, tensor, compute)
         return tensor
 
-    def _forward(self, writes: Sequence[Write[Held]], groups: Sequence[RowGroup], tensors: Sequence[Tensor], compute: Stream) -> None:
+    def _forward(self, writes: Sequence[Write[HeldValues]], groups: Sequence[RowGroup], tensors: Sequence[Tensor], compute: Stream) -> None:
         for g, group in enumerate(groups):
             for write, dst_pos, src_pos in newest(writes, g, group.rows):
                 elsewhere = compute != write.values.compute

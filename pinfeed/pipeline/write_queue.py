@@ -1,33 +1,33 @@
-"""Landings: write-backs under way, bounded, and their errors."""
+"""WriteQueue: write-backs under way, bounded, and their errors."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
 
-from pinfeed.pipeline.transfer import Landing
-from pinfeed.profiling.counters import Meter
+from pinfeed.pipeline.transfer import PendingWrite
+from pinfeed.profiling.counters import Counters
 from pinfeed.threads.pool import Pending
 
 
-class Landings:
+class WriteQueue:
     """Write-backs under way, oldest first.
 
     Args:
         land: Submits one.
         limit: So many may be under way; one more waits for the oldest, so that their memory is bounded.
         may_wait: Whether the thread that asks may wait for one.
-        meter: Counts how long it does.
+        counters: Counts how long it does.
     """
 
-    def __init__(self, land: Callable[[Landing], Pending[None]], limit: int, may_wait: Callable[[], bool], meter: Meter) -> None:
-        self._land, self._limit, self._may_wait, self._meter = land, limit, may_wait, meter
+    def __init__(self, land: Callable[[PendingWrite], Pending[None]], limit: int, may_wait: Callable[[], bool], counters: Counters) -> None:
+        self._land, self._limit, self._may_wait, self._counters = land, limit, may_wait, counters
         self._futures: deque[Pending[None]] = deque()
         self._failed = False
         self.failure: BaseException | None = None
         """The first error of a write-back, until it is raised; those of later ones only follow from it."""
 
-    def add(self, landing: Landing, *, check: bool) -> None:
+    def add(self, landing: PendingWrite, *, check: bool) -> None:
         """Submit a write-back; ``check`` first."""
         while len(self._futures) >= self._limit:
             if self._futures[0].done():
@@ -58,11 +58,11 @@ class Landings:
         self.finish()
         self.check()
 
-    def _await(self, landing: Landing) -> None:
+    def _await(self, landing: PendingWrite) -> None:
         """Wait for the oldest, before ``landing`` can begin."""
-        start = self._meter.now()
+        start = self._counters.now()
         self._take()
-        self._meter.landed(landing.batch, start, idle=landing.write.values.ready.is_done())
+        self._counters.landed(landing.batch, start, idle=landing.write.values.ready.is_done())
 
     def _take(self) -> None:
         error = self._futures[0].exception()  # where an interrupt ends the wait, it still is the oldest

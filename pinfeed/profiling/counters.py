@@ -1,4 +1,4 @@
-"""Meter: counts while a loop runs. Cheap enough for every batch; what it found is in stats.py and timeline.py."""
+"""Counters: counts while a loop runs. Cheap enough for every batch; what it found is in stats.py and timeline.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pinfeed.profiling.stats import FeederStats, ProcessMemory, Totals
 from pinfeed.profiling.timeline import Timeline
 
 
-class Meter:
+class Counters:
     """Counts. Each number belongs to one thread: ``write_s`` to the writer, the others to the consumer.
 
     Args:
@@ -74,7 +74,7 @@ class Meter:
         self._entered = None
 
     def totals(self) -> Totals:
-        """Since the meter was made."""
+        """Since the counters were made."""
         running = self.now() - self._entered if self._entered is not None else 0.0
         return Totals(
             batches=self.batches,

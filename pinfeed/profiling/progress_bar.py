@@ -1,4 +1,4 @@
-"""Bar: a progress bar that shows rates of late, computed whenever it is drawn."""
+"""ProgressBar: a progress bar that shows rates of late, computed whenever it is drawn."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pinfeed.profiling.stats import Totals
 _LATELY_S = 1.0
 
 
-class Bar(tqdm):  # type: ignore[type-arg]  # at runtime it takes none
+class ProgressBar(tqdm):  # type: ignore[type-arg]  # at runtime it takes none
     """A tqdm bar with rows and bytes per second, and the share of the time that the loop waited.
 
     Args:
@@ -27,7 +27,7 @@ class Bar(tqdm):  # type: ignore[type-arg]  # at runtime it takes none
 
     @property
     def format_dict(self) -> Any:
-        """What tqdm draws from: asked for at its pace, not per batch."""
+        """What tqdm draws from: asked for when it draws, not per batch."""
         totals = self._totals()
         lately = totals - self._since
         if lately.seconds >= _LATELY_S or not self._said:

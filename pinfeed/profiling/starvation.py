@@ -1,4 +1,4 @@
-"""Watch: warns, once, of a loop that starves: of the likely cause, and what to change."""
+"""StarvationMonitor: warns, once, of a loop that starves: of the likely cause, and what to change."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 
 from pinfeed.memory.limits import human
-from pinfeed.profiling.counters import Meter
+from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.stats import STARVED, Bottleneck, Totals
 
 WARM_UP_BATCHES = 5
@@ -17,7 +17,7 @@ STRETCH_S, STRETCH_BATCHES = 5.0, 20
 
 _LOOK_S = 1.0  # cheap as it is, it takes some microseconds
 
-_REMEDIES: dict[Bottleneck, str] = {
+_HINTS: dict[Bottleneck, str] = {
     "copying": "Fewer bytes help (a smaller dtype, uint8 images that are converted on the device), or rows in a PinnedStore, which the GPU "
     "can read itself.",
     "writing": "The store's writes are slower than the loop: rows in memory (PinnedStore, ArrayStore) take them faster than a file does, "
@@ -30,16 +30,16 @@ _REMEDIES: dict[Bottleneck, str] = {
 logger = logging.getLogger("pinfeed")
 
 
-class Watch:
-    """Looks at a meter while loops run. In the consumer's thread.
+class StarvationMonitor:
+    """Looks at the counters while loops run. In the consumer's thread.
 
     Args:
-        meter: Counts.
-        remedy: Of the source: what to change where reading is too slow, given the share of it that goes into making loads.
+        counters: Counts.
+        hint: Of the source: what to change where reading is too slow, given the share of it that goes into making loads.
     """
 
-    def __init__(self, meter: Meter, remedy: Callable[[float], str]) -> None:
-        self._meter, self._remedy = meter, remedy
+    def __init__(self, counters: Counters, hint: Callable[[float], str]) -> None:
+        self._counters, self._hint = counters, hint
         self._seen = Totals()  # of the stretch that is being judged, which may be of several loops
         self._since: Totals | None = None
         self._next_s = 0.0
@@ -50,14 +50,14 @@ class Watch:
     def begin(self) -> None:
         """A loop begins."""
         if not self._warned:
-            self.look_at = self._meter.batches + WARM_UP_BATCHES
+            self.look_at = self._counters.batches + WARM_UP_BATCHES
 
     def look(self) -> None:
         """Take down what was counted, once in a while."""
-        self.look_at = self._meter.batches + STRETCH_BATCHES
-        now = self._meter.now()
+        self.look_at = self._counters.batches + STRETCH_BATCHES
+        now = self._counters.now()
         if self._since is None:
-            self._since = self._meter.totals()
+            self._since = self._counters.totals()
         elif now < self._next_s:
             return
         else:
@@ -73,17 +73,17 @@ class Watch:
     def _judge(self) -> None:
         """Judge the stretch, if it is long enough by now; warn if it starved."""
         assert self._since is not None
-        totals = self._meter.totals()
+        totals = self._counters.totals()
         self._seen, self._since = totals - self._since + self._seen, totals
         if self._seen.seconds < STRETCH_S or self._seen.batches < STRETCH_BATCHES:
             return
         if self._seen.starved > STARVED:
-            logger.warning("%s", explanation(self._seen, self._remedy))
+            logger.warning("%s", explanation(self._seen, self._hint))
             self._warned, self.look_at = True, math.inf
         self._seen = Totals()
 
 
-def explanation(totals: Totals, remedy: Callable[[float], str]) -> str:
+def explanation(totals: Totals, hint: Callable[[float], str]) -> str:
     """The verdict, the numbers that it is made of, and what to change."""
     n, cause = max(1, totals.batches), totals.bottleneck
     works = f"the loop {'gives the device its work' if totals.asynchronous else 'works'} for {_ms(totals.compute_s / n)} on it"
@@ -96,7 +96,7 @@ def explanation(totals: Totals, remedy: Callable[[float], str]) -> str:
         numbers += f" Rows took {_ms(totals.write_s / n)} a batch to write back."
     if cause == "copying":
         numbers += f" Readers were held up by copies for {_ms(totals.held_s / n)} a batch."
-    change = _REMEDIES.get(cause) or remedy(totals.draw_s / totals.read_s if totals.read_s else 0.0)
+    change = _HINTS.get(cause) or hint(totals.draw_s / totals.read_s if totals.read_s else 0.0)
     verdict = totals.verdict.replace("of the time", f"of the last {totals.seconds:.1f} s", 1)
     return f"starved: {verdict}. {numbers} {change}"
 

@@ -1,4 +1,4 @@
-"""Access: how the rows of one store come to where they are gathered."""
+"""ReadStrategy: how the rows of one store come to where they are gathered."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Part
-from pinfeed.memory.limits import Item
+from pinfeed.devices.base import HostArray
+from pinfeed.memory.limits import Allocation
 from pinfeed.rows.orders import Rows, Windows
 
 
-class RowPart(Part, Protocol):
+class RowPart(HostArray, Protocol):
     """Rows of a store, while they still are where they come from."""
 
     def cut(self, begin: int, end: int) -> RowPart:
@@ -63,20 +63,20 @@ class StoreRows:
             yield
 
 
-class Access(Protocol):
+class ReadStrategy(Protocol):
     """How the rows of one store are read. Belongs to a feeder; threads of its own live as long as an epoch."""
 
     @property
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[Allocation, ...]:
         """Memory that it takes, at most."""
         ...
 
-    def serve(self, windows: Windows | None, start: int, stop: int) -> AbstractContextManager[Serve]:
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> AbstractContextManager[Serve]:
         """Serve the positions [start, stop) of an epoch. What runs in the background ends with the context."""
         ...
 
     @property
-    def remedy(self) -> str:
+    def hint(self) -> str:
         """What to change where a loop waits for these rows, in whole sentences."""
         ...
 
@@ -90,21 +90,21 @@ IN_MEMORY = (
 """What to change where rows that are in memory do not come fast enough."""
 
 
-class Direct:
+class DirectReads:
     """Rows are gathered from the store itself.
 
     Args:
         store: Has the rows.
-        remedy: What to change where they do not come fast enough.
+        hint: What to change where they do not come fast enough.
     """
 
-    items: tuple[Item, ...] = ()
+    items: tuple[Allocation, ...] = ()
 
-    def __init__(self, store: Gatherable, remedy: str = IN_MEMORY) -> None:
-        self._store, self.remedy = store, remedy
+    def __init__(self, store: Gatherable, hint: str = IN_MEMORY) -> None:
+        self._store, self.hint = store, hint
 
     @contextlib.contextmanager
-    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
         yield lambda position, n: functools.partial(StoreRows, self._store)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""Resident: the rows of a file in memory, brought in while they are served."""
+"""InMemoryCopy: the rows of a file in memory, brought in while they are served."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.memory.buffer_pool import block_nbytes, huge
-from pinfeed.memory.limits import Item
+from pinfeed.memory.limits import Allocation
 from pinfeed.readahead.base import IN_MEMORY, Serve, StoreRows
 from pinfeed.readahead.files import AS_FAST
 from pinfeed.rows.orders import Rows, Windows
@@ -31,7 +31,7 @@ _FIRST_GUESS = 1e9  # bytes per second, until there is a piece to go by
 _N_JUDGED = 16  # gathers after which it is judged whether the loop waits for them
 
 
-class Resident:
+class InMemoryCopy:
     """All rows of a read-only store, in memory of their own: in the first epoch they are brought in piece by piece, in sequence.
 
     Rows that are not there yet are read one by one. A loop that asks for more than that gives had better wait, as it slows the bringing
@@ -59,7 +59,7 @@ class Resident:
         self._n_gathers, self._idle_s, self._ended_s = 0, 0.0, 0.0  # of those with rows missing, and the time between them
 
     @contextlib.contextmanager
-    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
         self._refresh()
         if self._complete:
             yield self._part
@@ -90,7 +90,7 @@ class Resident:
         self._n_gathers, self._ended_s = self._n_gathers + 1, time.monotonic()
 
     @property
-    def remedy(self) -> str:
+    def hint(self) -> str:
         if self._complete:
             return IN_MEMORY
         return f"{self._store.label} is still being brought into memory, {AS_FAST} Later epochs run at the speed of memory."
@@ -169,6 +169,6 @@ class Resident:
             self._changed.notify_all()
 
 
-def resident_item(store: AnyShardedStore) -> Item:
+def resident_item(store: AnyShardedStore) -> Allocation:
     """The memory that it takes."""
-    return Item("rows of a file", "host", 1, block_nbytes(store.n_rows * store.row_nbytes))
+    return Allocation("rows of a file", "host", 1, block_nbytes(store.n_rows * store.row_nbytes))

@@ -1,4 +1,4 @@
-"""Advised: rows of a file through the page cache, which is filled ahead of them in sequence."""
+"""PageCacheReadahead: rows of a file through the page cache, which is filled ahead of them in sequence."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 
-from pinfeed.memory.limits import Item
+from pinfeed.memory.limits import Allocation
 from pinfeed.readahead.base import Serve, StoreRows
 from pinfeed.readahead.files import whole_file
-from pinfeed.readahead.window_cursor import Ahead, Runs
+from pinfeed.readahead.window_cursor import Runs, WindowCursor
 from pinfeed.rows.orders import Rows, Windows
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.pool import ThreadPool
@@ -17,27 +17,27 @@ from pinfeed.threads.pool import ThreadPool
 _STEP_BYTES = 8 << 20  # advice is given in pieces: it takes as long as the disk has room for it, and the loop may end meanwhile
 
 
-class Advised:
+class PageCacheReadahead:
     """Rows are gathered from a file, whose page cache the kernel is told to fill: the whole of it, once, in sequence; or window by window.
 
     A disk gives many times as much in sequence as in random rows; these are soon found in memory that is the kernel's.
     """
 
-    items: tuple[Item, ...] = ()
+    items: tuple[Allocation, ...] = ()
 
     def __init__(self, store: AnyShardedStore) -> None:
         self._store, self._told, self._stopping = store, 0, False
         self._step = max(1, _STEP_BYTES // max(1, store.row_nbytes))
 
     @contextlib.contextmanager
-    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
         self._stopping = False
         with ThreadPool(1, "pinfeed-advise") as adviser:
             ahead = None
             if windows is None:
                 adviser.submit(self._tell_all)
             else:
-                ahead = Ahead(windows, start, stop, lambda runs: adviser.submit(self._tell, runs))
+                ahead = WindowCursor(windows, start, stop, lambda runs: adviser.submit(self._tell, runs))
 
             def serve(position: int, n: int) -> Callable[[Rows], StoreRows]:
                 if ahead is not None:
@@ -50,7 +50,7 @@ class Advised:
                 self._stopping = True
 
     @property
-    def remedy(self) -> str:
+    def hint(self) -> str:
         return f"Rows of {self._store.label} come from the page cache, as far as it holds them. {whole_file(self._store)}"
 
     def close(self) -> None:

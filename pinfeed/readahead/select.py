@@ -1,4 +1,4 @@
-"""Which access a store gets: decided from the order, its size, the memory that may be used, and the share of its rows that an epoch has."""
+"""Which strategy a store gets: decided from the order, its size, the memory that may be used, and the share of its rows that an epoch has."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pinfeed.memory.limits import Item, human, window_item
-from pinfeed.readahead.base import Access, Direct
+from pinfeed.memory.limits import Allocation, human, window_item
+from pinfeed.readahead.base import DirectReads, ReadStrategy
 from pinfeed.readahead.files import AS_FAST, whole_file
-from pinfeed.readahead.in_memory import Resident, resident_item
-from pinfeed.readahead.page_cache import Advised
-from pinfeed.readahead.windows import Windowed
+from pinfeed.readahead.in_memory import InMemoryCopy, resident_item
+from pinfeed.readahead.page_cache import PageCacheReadahead
+from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows.orders import Order, PerRank, Sequential, Windows, windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import Store
@@ -24,20 +24,20 @@ _SEEK_BYTES = 64 << 10
 
 
 @dataclass(frozen=True)
-class Choice:
+class ReadPlan:
     """How the rows of each store are brought."""
 
-    accesses: Sequence[Access]
+    strategies: Sequence[ReadStrategy]
     notes: tuple[str, ...]
     """A line for each file: what was chosen, and why."""
 
     @property
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[Allocation, ...]:
         """The memory that it takes."""
-        return tuple(item for access in self.accesses for item in access.items)
+        return tuple(item for strategy in self.strategies for item in strategy.items)
 
 
-def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: int) -> Choice:
+def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: int) -> ReadPlan:
     """Choose.
 
     Args:
@@ -46,18 +46,18 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: int) ->
         n_batch_rows: Rows of all batches under way.
         free: Host memory that may be used for rows of files, in bytes.
     """
-    accesses: list[Access] = []
+    strategies: list[ReadStrategy] = []
     notes: list[str] = []
     for store in stores:
         if not isinstance(store, ShardedStore) or not store.row_nbytes:
             own = f"It is gather() of the {type(store).__name__} that is waited for: longer rows or larger batches ask it less often."
-            accesses.append(Direct(store) if isinstance(store, ArrayStore) else Direct(store, own))
+            strategies.append(DirectReads(store) if isinstance(store, ArrayStore) else DirectReads(store, own))
             continue
-        access, why = _choose(store, order, n_batch_rows, free)
-        free -= sum(item.total for item in access.items)
-        accesses.append(access)
+        strategy, why = _choose(store, order, n_batch_rows, free)
+        free -= sum(item.total for item in strategy.items)
+        strategies.append(strategy)
         notes.append(f"{store.label}, {human(store.n_rows * store.row_nbytes)}: {why}")
-    return Choice(accesses, tuple(notes))
+    return ReadPlan(strategies, tuple(notes))
 
 
 def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], ...]:
@@ -67,30 +67,30 @@ def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], 
     return tuple((windows.window_rows, row_nbytes) for windows, row_nbytes in found if windows is not None)
 
 
-def _choose(store: AnyShardedStore, order: Any, n_batch_rows: int, free: int) -> tuple[Access, str]:
+def _choose(store: AnyShardedStore, order: Any, n_batch_rows: int, free: int) -> tuple[ReadStrategy, str]:
     if _in_sequence(order):
-        remedy = f"{store.label} is read in sequence, {AS_FAST} {whole_file(store)}"
-        return Direct(store, remedy), "read in sequence"
+        hint = f"{store.label} is read in sequence, {AS_FAST} {whole_file(store)}"
+        return DirectReads(store, hint), "read in sequence"
     share, item = _share(store, order), resident_item(store)
     if not store.writable and share > 0.5 and item.total <= free:
         with contextlib.suppress(OSError):  # the system may refuse what is free by its own account
-            return Resident(store), f"brought into memory while its rows are served: it fits, and an epoch has {share:.0%} of its rows"
+            return InMemoryCopy(store), f"brought into memory while its rows are served: it fits, and an epoch has {share:.0%} of its rows"
     found = _windows(store, order)
     if found is not None:
         item = window_item(found.window_rows, store.row_nbytes, n_batch_rows)
         if not store.writable and item.total <= free:
-            return Windowed(store, found.window_rows, n_batch_rows), "its windows are read ahead in long runs"
+            return WindowReadahead(store, found.window_rows, n_batch_rows), "its windows are read ahead in long runs"
         why = (
             "it is open for writing" if store.writable else f"memory for them would be {human(item.total)}, {human(max(0, free))} are left"
         )
-        return Advised(store), f"rows come from the page cache, which is filled a window ahead ({why})"
+        return PageCacheReadahead(store), f"rows come from the page cache, which is filled a window ahead ({why})"
     if isinstance(store, MmapStore) and store.keep_cache and share * store.n_rows * _SEEK_BYTES >= store.n_rows * store.row_nbytes:
-        return Advised(store), "rows come from the page cache, which is filled in sequence meanwhile"
-    remedy = (
+        return PageCacheReadahead(store), "rows come from the page cache, which is filled in sequence meanwhile"
+    hint = (
         f"Rows of {store.label} are read one by one; neighbours come together, and are read in long runs, with "
         f"rows=pinfeed.rows.block_shuffled(seed, block_rows={-(-_SEEK_BYTES // store.row_nbytes)}). {whole_file(store)}"
     )
-    return Direct(store, remedy), "rows are read one by one, many at a time; in a block_shuffled order they would come in long runs"
+    return DirectReads(store, hint), "rows are read one by one, many at a time; in a block_shuffled order they would come in long runs"
 
 
 def _in_sequence(order: Any) -> bool:

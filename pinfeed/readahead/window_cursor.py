@@ -1,4 +1,4 @@
-"""Ahead: the windows of an epoch, each begun while the one before it is served."""
+"""WindowCursor: the windows of an epoch, each begun while the one before it is served."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Runs = Iterable[tuple[int, int]]
 """Row numbers as runs [start, stop)."""
 
 
-class Ahead(Generic[T]):
+class WindowCursor(Generic[T]):
     """Walks through the windows of an epoch.
 
     Args:

@@ -1,4 +1,4 @@
-"""Windowed: the windows of a block-shuffled order, read ahead of it in long runs."""
+"""WindowReadahead: the windows of a block-shuffled order, read ahead of it in long runs."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.memory.buffer_pool import Pool
+from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.limits import window_item
 from pinfeed.readahead.base import Serve, StoreRows
 from pinfeed.readahead.files import AS_FAST, whole_file
-from pinfeed.readahead.window_cursor import Ahead, Runs
+from pinfeed.readahead.window_cursor import Runs, WindowCursor
 from pinfeed.rows.orders import Rows, Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.sharded_file import AnyShardedStore
@@ -23,7 +23,7 @@ from pinfeed.threads.pool import Pending, ThreadPool
 _N_THREADS = 4  # reads that wait for the disk at a time
 
 
-class Windowed:
+class WindowReadahead:
     """Rows are gathered from windows in memory: one is read ahead, the others are those that batches under way are gathered from.
 
     Args:
@@ -35,13 +35,13 @@ class Windowed:
     def __init__(self, store: AnyShardedStore, window_rows: int, n_batch_rows: int) -> None:
         self._store, self._nbytes = store, window_rows * store.row_nbytes
         self.items = (window_item(window_rows, store.row_nbytes, n_batch_rows),)
-        self._pool = Pool(self.items[0].count)
+        self._pool = BufferPool(self.items[0].count)
 
     @contextlib.contextmanager
-    def serve(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
         assert windows is not None
         with ThreadPool(_N_THREADS, "pinfeed-window") as threads:
-            ahead = Ahead(windows, start, stop, lambda runs: _Window(self._store, runs, self._pool.take(self._nbytes), threads))
+            ahead = WindowCursor(windows, start, stop, lambda runs: _Window(self._store, runs, self._pool.take(self._nbytes), threads))
             try:
                 yield lambda position, n: functools.partial(_WindowRows, self._store, ahead.take(position, n))
             except GeneratorExit:  # the loop was left; at the end of the data, the last batches may still wait for what is being read
@@ -49,7 +49,7 @@ class Windowed:
                 raise
 
     @property
-    def remedy(self) -> str:
+    def hint(self) -> str:
         return f"Windows of {self._store.label} are read ahead in long runs, {AS_FAST} {whole_file(self._store)}"
 
     def close(self) -> None:

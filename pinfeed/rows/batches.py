@@ -43,8 +43,8 @@ class RowBatches(Protocol):
     @property
     def fingerprint(self) -> dict[str, Any]: ...
     def __len__(self) -> int: ...
-    def epoch(self, number: int, start: int = 0, checksum: int = 0, n_together: int = 1) -> Iterator[Draw]:
-        """The batches of epoch ``number`` from batch ``start`` on, in groups of at most ``n_together``."""
+    def epoch(self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1) -> Iterator[Draw]:
+        """The batches of epoch ``number`` from batch ``start`` on, in groups of at most ``batches_per_slot``."""
         ...
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
@@ -118,10 +118,10 @@ class OrderBatches:
         n = self.order.length(self.n_rows)
         return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
 
-    def epoch(self, number: int, start: int = 0, checksum: int = 0, n_together: int = 1) -> Iterator[Draw]:
+    def epoch(self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1) -> Iterator[Draw]:
         """An order needs no checksum: it is a function of the epoch."""
         at, size, stop = self.order.bind(self.n_rows, number), self.batch_size, self._stop
-        group = n_together * size
+        group = batches_per_slot * size
         step = max(1, _RUN_ROWS // group) * group
         begins = range(start * size, stop, step)
         lock = threading.Lock()
@@ -241,7 +241,7 @@ class SamplerBatches:
         size = self._require_batch_size()
         return n // size if self._drop_last else -(-n // size)
 
-    def epoch(self, number: int, start: int = 0, checksum: int = 0, n_together: int = 1) -> Iterator[Draw]:
+    def epoch(self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1) -> Iterator[Draw]:
         """The batches of epoch ``number``; the first ``start`` are drawn and compared with ``checksum``, not given.
 
         Raises:
@@ -252,7 +252,7 @@ class SamplerBatches:
         try:
             for batch in self._batches(number, start, checksum):
                 group.append(batch)
-                if len(group) == n_together:
+                if len(group) == batches_per_slot:
                     yield _Drawn(group)
                     group = []
         except Exception:

@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.permutation import keys_of, permutation
-from pinfeed.rows.rank_partition import Deal, Done, Piece, Uneven, positions_of
+from pinfeed.rows.rank_partition import Progress, RankPartition, StridedSlice, Uneven, positions_of
 from pinfeed.validation.arguments import check_flag, check_rank, check_seed, explain_arguments, whole_number
 
 Rows = npt.NDArray[np.int64]
@@ -191,7 +191,7 @@ class PerRank:
     uneven: Uneven
     hand: int | None
     """Consecutive positions that a rank gets at a time; None for one stretch."""
-    done: Done = ()
+    done: Progress = ()
     """What has been done of the epoch; the share is one of the rest."""
 
     def length(self, n_rows: int) -> int:
@@ -201,13 +201,13 @@ class PerRank:
         at, pieces = self.order.bind(n_rows, epoch), self.pieces(n_rows)
         return lambda positions: at(positions_of(pieces, positions))
 
-    def pieces(self, n_rows: int) -> tuple[Piece, ...]:
+    def pieces(self, n_rows: int) -> tuple[StridedSlice, ...]:
         """Its positions of the order."""
         whole = self.order.length(n_rows)
         left = [(0, whole)]
         for world_size, n in self.done:
-            left = Deal(world_size, self.uneven, self.hand).rest(left, n)
-        return Deal(self.world_size, self.uneven, self.hand).pieces(left, whole, self.rank)
+            left = RankPartition(world_size, self.uneven, self.hand).rest(left, n)
+        return RankPartition(self.world_size, self.uneven, self.hand).pieces(left, whole, self.rank)
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class Windows:
     order: BlockShuffled
     n_rows: int
     epoch: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[StridedSlice, ...]
     """Positions of the order that it has."""
 
     @property
@@ -248,7 +248,7 @@ class Windows:
 def windows(order: Order, n_rows: int, epoch: int) -> Windows | None:
     """The windows of an epoch, if the order has any."""
     if isinstance(order, BlockShuffled):
-        return Windows(order, n_rows, epoch, Deal(1, "join", None).pieces([(0, n_rows)], n_rows, 0))
+        return Windows(order, n_rows, epoch, RankPartition(1, "join", None).pieces([(0, n_rows)], n_rows, 0))
     if isinstance(order, PerRank) and isinstance(order.order, BlockShuffled):
         return Windows(order.order, n_rows, epoch, order.pieces(n_rows))
     return None

@@ -14,16 +14,18 @@ from typing import Any, cast
 
 from pinfeed.errors import ArgumentError, BudgetError
 from pinfeed.memory.limits import MemoryLimits, Plan
-from pinfeed.pipeline.epochs import Loop, SamplerLoop
+from pinfeed.pipeline.epochs import EpochRunner, SamplerEpochRunner
 from pinfeed.rows.batches import Draw, OrderBatches, RowBatches, SamplerBatches
 from pinfeed.rows.orders import BlockShuffled, Order, PerRank, Sequential, Shuffled, Windows
-from pinfeed.rows.rank_partition import Done, Uneven
+from pinfeed.rows.rank_partition import Progress, Uneven
 from pinfeed.rows.ranks import Ranks, world
 
 logger = logging.getLogger("pinfeed")
 
 
-def share_of(ranks: Ranks | str | None, order: Any, drop_last: bool, batch_size: int | None, config: MemoryLimits | None) -> Share | None:
+def share_of(
+    ranks: Ranks | str | None, order: Any, drop_last: bool, batch_size: int | None, config: MemoryLimits | None
+) -> RankShard | None:
     """This process's share, as a user's argument says; None if it has all rows.
 
     Args:
@@ -64,11 +66,11 @@ def share_of(ranks: Ranks | str | None, order: Any, drop_last: bool, batch_size:
             f"{name}={size} is to be split among {world_size} ranks; expected a multiple of that: {below or above}"
             + (f" or {above}" if below else "")
         )
-    return Share(order, wanted, operator.index(rank), operator.index(world_size), drop_last, operator.index(size))
+    return RankShard(order, wanted, operator.index(rank), operator.index(world_size), drop_last, operator.index(size))
 
 
 @dataclass(frozen=True)
-class Share:
+class RankShard:
     """What one rank has of the epochs of an order.
 
     Args:
@@ -87,7 +89,7 @@ class Share:
     drop_last: bool
     size: int
 
-    def of(self, rank: int, world_size: int) -> Share:
+    def of(self, rank: int, world_size: int) -> RankShard:
         """The share of another rank, among others."""
         return dataclasses.replace(self, rank=rank, world_size=world_size)
 
@@ -102,12 +104,12 @@ class Share:
             return None
         return dataclasses.replace(config, preferred_batch_size=min(self.batch_size, config.preferred_batch_size or self.batch_size))
 
-    def rows(self, done: Done = ()) -> PerRank:
+    def rows(self, done: Progress = ()) -> PerRank:
         """The rows of this rank, in its order."""
         in_one = isinstance(self.order, BlockShuffled) and not self.ranks.split_batches
         return PerRank(self.order, self.rank, self.world_size, self.ranks.uneven, None if in_one else self.batch_size, done)
 
-    def batches(self, n_rows: int, done: Done = ()) -> OrderBatches:
+    def batches(self, n_rows: int, done: Progress = ()) -> OrderBatches:
         """The batches of this rank."""
         return OrderBatches(self.rows(done), n_rows, self.batch_size, self.drop_last)
 
@@ -131,7 +133,7 @@ class Share:
         return dataclasses.replace(plan, notes=(note, *plan.notes))
 
 
-class SharedBatches:
+class RankBatches:
     """The batches of one rank; those of an epoch that other ranks have begun are of the rest.
 
     Args:
@@ -139,9 +141,9 @@ class SharedBatches:
         n_rows: Rows that there are.
     """
 
-    def __init__(self, share: Share, n_rows: int) -> None:
+    def __init__(self, share: RankShard, n_rows: int) -> None:
         self._share, self._n_rows = share, n_rows
-        self._begun: tuple[int, Done] = (0, ())  # an epoch, and what has been done of it by others
+        self._begun: tuple[int, Progress] = (0, ())  # an epoch, and what has been done of it by others
         self.batch_size = share.batch_size
 
     @property
@@ -160,13 +162,13 @@ class SharedBatches:
     def __len__(self) -> int:
         return len(self._share.batches(self._n_rows))
 
-    def epoch(self, number: int, start: int = 0, checksum: int = 0, n_together: int = 1) -> Iterator[Draw]:
-        return self._batches(number).epoch(number, start, checksum, n_together)
+    def epoch(self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1) -> Iterator[Draw]:
+        return self._batches(number).epoch(number, start, checksum, batches_per_slot)
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
         return self._batches(number).windows(number, start)
 
-    def begin(self, epoch: int, done: Done) -> None:
+    def begin(self, epoch: int, done: Progress) -> None:
         """Let others have done what they have of an epoch; of all others nothing has been done."""
         self._begun = epoch, done
 
@@ -177,7 +179,7 @@ class SharedBatches:
             batch, done = self._most(world_size), ()
         return {"batch": batch, "ranks": {"world_size": world_size, "done": [list(part) for part in done]}}
 
-    def resumed(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Done]:
+    def resumed(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Progress]:
         """Where to go on after ``batch`` batches of ranks whose state is ``theirs``: a batch of this rank's, and what was done before.
 
         Raises:
@@ -198,7 +200,7 @@ class SharedBatches:
         """
         return 0 < batch == self._read(batch, theirs)[2]
 
-    def _read(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Done, int]:
+    def _read(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Progress, int]:
         """Read a state: the number of ranks, what had been done before them, and the batches that each of them has, at most."""
         try:
             world_size, done = int(theirs["world_size"]), tuple((int(a), int(n)) for a, n in theirs["done"])
@@ -211,21 +213,21 @@ class SharedBatches:
             raise ArgumentError(f"a state of batch {batch}; {world_size} ranks have {n} batches of what they were given in that epoch")
         return world_size, done, n
 
-    def _most(self, world_size: int, done: Done = ()) -> int:
+    def _most(self, world_size: int, done: Progress = ()) -> int:
         """Batches of a rank, at most."""
         return len(self._share.of(0, world_size).batches(self._n_rows, done))  # the first has as many as any
 
     def _batches(self, epoch: int) -> OrderBatches:
         return self._share.batches(self._n_rows, self._done(epoch))
 
-    def _done(self, epoch: int) -> Done:
+    def _done(self, epoch: int) -> Progress:
         return self._begun[1] if epoch == self._begun[0] else ()
 
 
-class SharedLoop(Loop):
+class RankEpochRunner(EpochRunner):
     """The epochs of one rank's share: a state of any rank is one of all of them, and of other ranks, too."""
 
-    def __init__(self, *args: Any, batches: SharedBatches, **options: Any) -> None:
+    def __init__(self, *args: Any, batches: RankBatches, **options: Any) -> None:
         super().__init__(*args, **options)
         self._batches = batches
 
@@ -255,11 +257,11 @@ class SharedLoop(Loop):
         return False  # others may have one more: that is told by the state
 
 
-def loop_over(batches: RowBatches) -> Callable[..., Loop]:
+def loop_over(batches: RowBatches) -> Callable[..., EpochRunner]:
     """What makes the loop of a source with these batches."""
-    if isinstance(batches, SharedBatches):
-        return functools.partial(SharedLoop, batches=batches)
-    return functools.partial(SamplerLoop, batches=batches) if isinstance(batches, SamplerBatches) else Loop
+    if isinstance(batches, RankBatches):
+        return functools.partial(RankEpochRunner, batches=batches)
+    return functools.partial(SamplerEpochRunner, batches=batches) if isinstance(batches, SamplerBatches) else EpochRunner
 
 
 def note_workers(ranks: Ranks | str | None, order: Any) -> None:

@@ -18,11 +18,11 @@ Uneven = Literal["pad", "drop", "join"]
 
 Stretch = tuple[int, int]
 """Positions [start, stop)."""
-Done = tuple[tuple[int, int], ...]
+Progress = tuple[tuple[int, int], ...]
 """World sizes with which an epoch was begun, each with the number of rows that every rank has had."""
 
 
-class Piece(NamedTuple):
+class StridedSlice(NamedTuple):
     """``n`` positions of a rank: hands of ``hand`` consecutive ones, each ``step`` behind the one before."""
 
     begin: int
@@ -41,7 +41,7 @@ class Piece(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Deal:
+class RankPartition:
     """How positions go round among ranks.
 
     A round has a hand for every rank, in the order of ranks. Positions that are left behind the last whole round are cut into as many
@@ -62,7 +62,7 @@ class Deal:
         begin, end = self._last(n, rank)
         return self._rounds(n) * (self.hand or 0) + end - begin
 
-    def pieces(self, left: Sequence[Stretch], whole: int, rank: int) -> tuple[Piece, ...]:
+    def pieces(self, left: Sequence[Stretch], whole: int, rank: int) -> tuple[StridedSlice, ...]:
         """What a rank has of the positions that are left, in its order.
 
         Args:
@@ -73,11 +73,11 @@ class Deal:
         n = _total(left)
         begin, end = self._last(n, rank)
         again = [(0, whole)] * (-(-max(0, end - n) // whole) if whole else 0)
-        last = [Piece(start, stop - start, stop - start, stop - start) for start, stop in _cut([*left, *again], begin, end)]
+        last = [StridedSlice(start, stop - start, stop - start, stop - start) for start, stop in _cut([*left, *again], begin, end)]
         if self.hand is None or not self._rounds(n):
             return tuple(last)
         step = self.hand * self.world_size
-        return (Piece(left[0][0] + rank * self.hand, self._rounds(n) * self.hand, self.hand, step), *last)
+        return (StridedSlice(left[0][0] + rank * self.hand, self._rounds(n) * self.hand, self.hand, step), *last)
 
     def rest(self, left: Sequence[Stretch], n_each: int) -> list[Stretch]:
         """What is left when every rank has had its first ``n_each`` positions; in hands, whole ones."""
@@ -102,7 +102,7 @@ class Deal:
         return start + rank * size, start + (rank + 1) * size
 
 
-def positions_of(pieces: Sequence[Piece], i: Positions) -> Positions:
+def positions_of(pieces: Sequence[StridedSlice], i: Positions) -> Positions:
     """The positions with numbers ``i`` of the pieces, one after the other."""
     first = 0
     found = np.empty_like(i)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pinfeed.errors import FileMissing, PinfeedError, ReadError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import run_of
-from pinfeed.stores.formats.row_layout import Extent
+from pinfeed.stores.formats.row_layout import RowLayout
 
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
@@ -43,7 +43,7 @@ class RemoteFile:
 
 
 @dataclass(frozen=True, eq=False)
-class Piece:
+class ByteRange:
     """What one request fetches: rows that are close together, or a part of one large row."""
 
     file: RemoteFile
@@ -67,7 +67,7 @@ class Piece:
             target[run_of(positions) or positions, self.columns] = values[run_of(rows) or rows]
 
 
-def pieces_of(file: RemoteFile, extent: Extent, rows: Rows, positions: Rows) -> Iterator[Piece]:
+def pieces_of(file: RemoteFile, extent: RowLayout, rows: Rows, positions: Rows) -> Iterator[ByteRange]:
     """Cut rows of a file, in any order, into what is fetched at a time."""
     nbytes = extent.row_nbytes
     if not nbytes or not len(rows):
@@ -83,7 +83,7 @@ def pieces_of(file: RemoteFile, extent: Extent, rows: Rows, positions: Rows) -> 
         for start in range(0, nbytes, RANGE_BYTES):  # more than once only where a single row is more than a range
             stop = min(start + RANGE_BYTES, nbytes)
             begin, end = extent.offset + first * nbytes + start, extent.offset + last * nbytes + stop
-            yield Piece(file, begin, end, slice(start, stop), rows[lo:hi] - first, positions[lo:hi])
+            yield ByteRange(file, begin, end, slice(start, stop), rows[lo:hi] - first, positions[lo:hi])
 
 
 def _cuts(rows: Rows, nbytes: int) -> list[int]:
@@ -96,9 +96,9 @@ def _cuts(rows: Rows, nbytes: int) -> list[int]:
     return cuts
 
 
-def windows_of(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def windows_of(pieces: Iterator[ByteRange]) -> Iterator[list[ByteRange]]:
     """As many pieces at a time as there may be answers."""
-    window: list[Piece] = []
+    window: list[ByteRange] = []
     nbytes = 0
     for piece in pieces:
         nbytes += piece.end - piece.begin
@@ -110,9 +110,9 @@ def windows_of(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield window
 
 
-def read(pieces: list[Piece]) -> list[Any]:
+def read(pieces: list[ByteRange]) -> list[Any]:
     """What the file systems give for each piece: bytes, or an error."""
-    answers: dict[Piece, Any] = {}
+    answers: dict[ByteRange, Any] = {}
     for fs in {id(piece.file.fs): piece.file.fs for piece in pieces}.values():
         mine = [piece for piece in pieces if piece.file.fs is fs]
         paths, begins, ends = [piece.file.path for piece in mine], [piece.begin for piece in mine], [piece.end for piece in mine]
@@ -164,7 +164,7 @@ def answers_of(asked: list[T], ask: Callable[[list[T]], list[Any]], attempts: in
         time.sleep(_FIRST_DELAY_S * 2 ** (attempt - 1))
 
 
-def _whole(piece: Piece, answer: Any) -> Any:
+def _whole(piece: ByteRange, answer: Any) -> Any:
     """The answer, or an error where it is not as long as the piece."""
     if isinstance(answer, BaseException) and _status(answer) != 416:  # which says that there is nothing
         return answer

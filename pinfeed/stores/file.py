@@ -26,9 +26,9 @@ from pinfeed.memory.limits import safe_repr
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_scatter, shape_to_make, whole_numbers
 from pinfeed.stores.disk import linux_aio
-from pinfeed.stores.disk.file_reader import Shard, inode_of
+from pinfeed.stores.disk.file_reader import FileReader, inode_of
 from pinfeed.stores.formats.npy import create, holds, read_header
-from pinfeed.stores.formats.row_layout import Extent, require_regular
+from pinfeed.stores.formats.row_layout import RowLayout, require_regular
 from pinfeed.stores.remote import has_protocol
 from pinfeed.stores.sharded_file import ShardedStore, bytes_of
 from pinfeed.tensors.dtypes import dtype_of, numpy_dtype_of
@@ -50,7 +50,7 @@ HINTS = {
 _PIECE_BYTES = 4 << 20  # rows are written in pieces of this size, of which there may be copies
 
 
-class MmapStore(ShardedStore[Shard]):
+class MmapStore(ShardedStore[FileReader]):
     """Rows of a .npy file on disk; ``raw`` and ``safetensors`` open other files.
 
     Args:
@@ -166,7 +166,7 @@ class MmapStore(ShardedStore[Shard]):
             yield np.asarray(array)
             array.flush()
 
-    def _begin(self, extents: Sequence[Extent], mode: str, keep_cache: bool | None) -> None:
+    def _begin(self, extents: Sequence[RowLayout], mode: str, keep_cache: bool | None) -> None:
         if mode not in ("r", "r+"):
             raise ArgumentError(f"mode={mode!r}: expected 'r' or 'r+'")
         if keep_cache is not None:
@@ -261,11 +261,11 @@ class MmapStore(ShardedStore[Shard]):
             super().close()
             self._contexts.close()
 
-    def _open_shard(self, number: int) -> Shard:
+    def _open_shard(self, number: int) -> FileReader:
         extent, wanted = self._extents[number], self._inodes[number]
-        return Shard(extent, self._contexts, inode=wanted, writable=self.writable, keep_cache=self.keep_cache)
+        return FileReader(extent, self._contexts, inode=wanted, writable=self.writable, keep_cache=self.keep_cache)
 
-    def _evict(self, number: int, shard: Shard) -> None:
+    def _evict(self, number: int, shard: FileReader) -> None:
         if number in self._dirty:
             shard.flush()
             del self._dirty[number]
@@ -300,7 +300,7 @@ def open_created(path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Mm
     return MmapStore(name, mode="r+", dtype=items)
 
 
-def _raw_extent(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: int) -> Extent:
+def _raw_extent(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: int) -> RowLayout:
     items = numpy_dtype_of(dtype, path)
     size = _size(path)
     n_rows, *row_shape = whole_numbers(shape, path)
@@ -318,7 +318,7 @@ def _raw_extent(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: i
                 f"{path}: {size} bytes less offset={offset} are {n_rows} rows of {row_nbytes} bytes and {rest} bytes more; "
                 "give the shape, dtype and offset that the file was written with, or the number of rows"
             )
-    return Extent(path, items, n_rows, tuple(row_shape), int(offset)).check(size)
+    return RowLayout(path, items, n_rows, tuple(row_shape), int(offset)).check(size)
 
 
 def _size(path: str) -> int:

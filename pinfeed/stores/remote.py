@@ -15,9 +15,9 @@ import numpy.typing as npt
 from pinfeed.errors import ArgumentError, ClosedError, FileMissing, MissingDependency, StoreError, described
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, run_of
-from pinfeed.stores.byte_ranges import RANGE_BYTES, WINDOW_BYTES, Piece, RemoteFile, answers_of, pieces_of, read, tried, windows_of
+from pinfeed.stores.byte_ranges import RANGE_BYTES, WINDOW_BYTES, ByteRange, RemoteFile, answers_of, pieces_of, read, tried, windows_of
 from pinfeed.stores.formats.npy import header_of
-from pinfeed.stores.formats.row_layout import Extent
+from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.stores.sharded_file import ShardedStore, bytes_of
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool
@@ -95,14 +95,14 @@ class RemoteStore(ShardedStore[NoReturn]):  # no shard is ever open: each reques
         super()._begin_here()
         self._gathers = threading.BoundedSemaphore(_GATHERS)
 
-    def _fetch(self, window: list[Piece], target: npt.NDArray[np.uint8]) -> None:
+    def _fetch(self, window: list[ByteRange], target: npt.NDArray[np.uint8]) -> None:
         for piece, answer in answers_of(window, read, self._attempts):
             values = np.frombuffer(answer, np.uint8)
             if self._swapped:
                 values = values.view(self._extents[0].dtype).byteswap().view(np.uint8)
             piece.copy(values, target)
 
-    def _pieces(self, rows: Rows, positions: Rows) -> Iterator[Piece]:
+    def _pieces(self, rows: Rows, positions: Rows) -> Iterator[ByteRange]:
         for number, shard_rows, places in self._split(rows):
             yield from pieces_of(self._files[number], self._extents[number], shard_rows, positions[places])
 
@@ -124,7 +124,7 @@ class RemoteStore(ShardedStore[NoReturn]):  # no shard is ever open: each reques
             raise FileMissing(f"{path}: no file matches this pattern")
         return list(found)
 
-    def _headers(self, dtype: np.dtype[Any] | None) -> list[Extent]:
+    def _headers(self, dtype: np.dtype[Any] | None) -> list[RowLayout]:
         different = list(dict.fromkeys(self._files))  # a file may stand twice, and one of fsspec may not be read by two threads
         header = functools.partial(tried, _header, dtype=dtype)
         # the first one alone: it opens the session that the others share
@@ -153,7 +153,7 @@ def _matches(file: RemoteFile) -> list[RemoteFile]:
     return [RemoteFile(fs.unstrip_protocol(name), fs, name) for name in sorted(fs.glob(file.path))]
 
 
-def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> Extent:
+def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> RowLayout:
     try:
         with file.fs.open(file.path, "rb", block_size=_HEADER_BYTES) as opened:
             size = getattr(opened, "size", None) or file.fs.size(file.path)

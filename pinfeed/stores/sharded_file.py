@@ -17,7 +17,7 @@ from pinfeed.errors import ClosedError, CopyError, StoreError
 from pinfeed.memory.limits import safe_repr
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_gather, run_of
-from pinfeed.stores.formats.row_layout import Extent
+from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.tensors.dtypes import check_dtype
 
 _OPEN_SHARDS = 64  # of a thousand, so many hold a descriptor at a time
@@ -52,7 +52,7 @@ class ShardedStore(Generic[S]):
     resident_bytes = 0
     _here: ClassVar[tuple[str, ...]] = ("_open", "_lock")  # attributes that mean something in one process only
 
-    def __init__(self, extents: Sequence[Extent]) -> None:
+    def __init__(self, extents: Sequence[RowLayout]) -> None:
         first = extents[0]
         for extent in extents:
             if (extent.dtype, extent.row_shape) != (first.dtype, first.row_shape):

@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Part
+from pinfeed.devices.base import HostArray
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Store
 from pinfeed.threads.pool import Call
@@ -46,7 +46,7 @@ def favour(*names: str) -> Choose:
     return lambda ready: next((name for name in ready if name in names), None)
 
 
-class Memory:
+class SimMemory:
     """A piece of device memory; free when nobody holds it any more."""
 
     def __init__(self, contents: npt.NDArray[np.uint8], stream: SimStream) -> None:
@@ -58,7 +58,7 @@ class Memory:
 class DeviceArray:
     """An array on the device. The host cannot read it; work in a stream can."""
 
-    def __init__(self, memory: Memory, array: Array) -> None:
+    def __init__(self, memory: SimMemory, array: Array) -> None:
         self.memory, self._array, self.shape, self.dtype = memory, array, array.shape, array.dtype
 
     def __getitem__(self, key: slice) -> DeviceArray:
@@ -237,14 +237,14 @@ class SimDevice:
         self._actors[name] = worker = SimWorker(self, n_threads)
         return worker
 
-    def empty(self, nbytes: int, stream: SimStream) -> Memory:
+    def empty(self, nbytes: int, stream: SimStream) -> SimMemory:
         spare = self._free.get((stream.name, nbytes))
         contents = spare.pop() if spare else np.full(nbytes, _POISON, np.uint8)
         self.allocated_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        return Memory(contents, stream)
+        return SimMemory(contents, stream)
 
-    def tensor(self, buffer: Memory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
+    def tensor(self, buffer: SimMemory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
         return DeviceArray(buffer, np.ndarray(shape, dtype, buffer.contents))
 
     def cut(self, tensor: DeviceArray, start: int, stop: int) -> DeviceArray:
@@ -265,16 +265,16 @@ class SimDevice:
         source, target = stream._reach(src), stream._reach(dst)
         stream._enqueue(lambda: target().__setitem__(dst_pos, source()[src_pos]))
 
-    def adopt(self, part: Part, stream: Any) -> Any:
+    def adopt(self, part: HostArray, stream: Any) -> Any:
         return None
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
         return ""
 
-    def reaches(self, source: Part | Store) -> bool:
+    def reaches(self, source: HostArray | Store) -> bool:
         return self._direct
 
-    def read(self, parts: Sequence[tuple[Part, DeviceArray]], stream: SimStream) -> Iterator[None]:
+    def read(self, parts: Sequence[tuple[HostArray, DeviceArray]], stream: SimStream) -> Iterator[None]:
         for part, dst in parts:
             stream._enqueue(_reading(part, stream._reach(dst)))
             yield
@@ -359,7 +359,7 @@ class SimDevice:
             self.allocated_bytes += len(contents)
 
 
-def _reading(part: Part, target: Callable[[], Array]) -> Callable[[], object]:
+def _reading(part: HostArray, target: Callable[[], Array]) -> Callable[[], object]:
     return lambda: [None for _ in part.read(target())]
 
 

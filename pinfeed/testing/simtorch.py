@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map, tree_unflatten
 
 from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_torch
-from pinfeed.testing.sim import DeviceArray, Memory, SimDevice
+from pinfeed.testing.sim import DeviceArray, SimDevice, SimMemory
 
 META, _CPU = torch.device("meta"), torch.device("cpu")
 
@@ -39,14 +39,14 @@ class SimTensor(torch.Tensor, DeviceArray):  # type: ignore[misc]  # of both, sh
     raw: torch.Tensor
 
     @staticmethod
-    def __new__(cls, device: SimTorchDevice, memory: Memory, raw: torch.Tensor) -> SimTensor:
+    def __new__(cls, device: SimTorchDevice, memory: SimMemory, raw: torch.Tensor) -> SimTensor:
         made: SimTensor = torch.Tensor._make_wrapper_subclass(
             cls, raw.shape, strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=META
         )
         made.sim, made.memory, made.raw, made._array = device, memory, raw, memory_of(raw)
         return made
 
-    def __init__(self, device: SimTorchDevice, memory: Memory, raw: torch.Tensor) -> None:
+    def __init__(self, device: SimTorchDevice, memory: SimMemory, raw: torch.Tensor) -> None:
         """Made already."""
 
     @classmethod
@@ -84,7 +84,7 @@ class SimTorchDevice(SimDevice):
 
     name = "meta"
 
-    def tensor(self, buffer: Memory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> SimTensor:
+    def tensor(self, buffer: SimMemory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> SimTensor:
         return SimTensor(self, buffer, to_torch(np.ndarray(shape, dtype, buffer.contents)))
 
     def cut(self, tensor: DeviceArray, start: int, stop: int) -> SimTensor:

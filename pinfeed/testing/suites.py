@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pinfeed.devices.base import Device, Part, Stream, Tensor
+from pinfeed.devices.base import Device, HostArray, Stream, Tensor
 from pinfeed.errors import ArgumentError, RowIndexError, WriteBackError
 from pinfeed.pipeline.sources.base import part_nbytes
 from pinfeed.readahead.base import StoreRows
@@ -319,7 +319,7 @@ class DeviceTests:
         stores = [self.store(array.copy()) for array in arrays]
         if not all(map(device.reaches, stores)):
             pytest.skip("it reaches none")
-        parts: list[Part] = [StoreRows(store, wanted) for store in stores]
+        parts: list[HostArray] = [StoreRows(store, wanted) for store in stores]
         into = [device.tensor(device.empty(max(1, part_nbytes(part)), stream), part.shape, part.dtype) for part in parts]
         for _ in device.read(list(zip(parts, into, strict=True)), stream):
             pass

@@ -15,7 +15,7 @@ from pinfeed.errors import CheckpointError, StoreError
 from pinfeed.readahead.base import Gatherable
 from pinfeed.stores import Store
 from pinfeed.stores.formats.npy import read_header
-from pinfeed.stores.formats.row_layout import Extent
+from pinfeed.stores.formats.row_layout import RowLayout
 
 PIECE_BYTES = 16 << 20
 """Memory that writing and reading take; and what a checksum is of."""
@@ -66,7 +66,7 @@ def read_rows(path: str, store: Store) -> None:
     store.flush()
 
 
-def _header(path: str, store: Store) -> Extent:
+def _header(path: str, store: Store) -> RowLayout:
     try:
         return read_header(path, store.dtype)
     except StoreError as error:  # its message begins with the path

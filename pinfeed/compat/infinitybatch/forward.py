@@ -18,7 +18,7 @@ from pinfeed.training import rng_state
 from pinfeed.training.large_batch.micro_batches import check_rows, joined, n_samples, part, samples_like, shapes_of, tensors
 from pinfeed.training.large_batch.proof import Proofs
 from pinfeed.training.large_batch.recompute import buffers_of, recomputed, replayed_buffers
-from pinfeed.training.large_batch.select import STRATEGIES, Chosen, batch_norms, choose, predictor_of
+from pinfeed.training.large_batch.select import STRATEGIES, StrategyChoice, batch_norms, choose, predictor_of
 from pinfeed.training.large_batch.strategies import Task
 from pinfeed.training.memory_model.estimate import call
 from pinfeed.training.memory_model.tensor_specs import moved
@@ -48,10 +48,10 @@ class Forwards:
             whole_number(chunk_size, "chunk_size")
         self._config, self._chunk_size, self._strategy = config or limits.MemoryLimits(), chunk_size, strategy
         self._proofs = Proofs(prove)
-        self._by_shape: dict[Any, Chosen] = {}
-        self._plain: dict[Any, Chosen] = {}  # by the shape of a sample
+        self._by_shape: dict[Any, StrategyChoice] = {}
+        self._plain: dict[Any, StrategyChoice] = {}  # by the shape of a sample
         self._offload: Offload | None = None
-        self.chosen: Chosen | None = None
+        self.chosen: StrategyChoice | None = None
         self.unpredicted: str | None = None
 
     def forget(self) -> None:
@@ -86,7 +86,7 @@ class Forwards:
         with context:
             return moved(call(model, moved(inputs, device)), back)
 
-    def _choose(self, model: nn.Module, inputs: Any, optimizer: Any, device: torch.device) -> Chosen:
+    def _choose(self, model: nn.Module, inputs: Any, optimizer: Any, device: torch.device) -> StrategyChoice:
         n = n_samples(inputs)
         if n == 0:
             raise ArgumentError("the batch is empty; expected at least one sample")
@@ -101,7 +101,7 @@ class Forwards:
             self._by_shape[key] = found
         return self._by_shape[key]
 
-    def _decide(self, model: nn.Module, n: int, inputs: Any, optimizer: Any, device: torch.device) -> Chosen:
+    def _decide(self, model: nn.Module, n: int, inputs: Any, optimizer: Any, device: torch.device) -> StrategyChoice:
         nothing: dict[str, int | None] = dict.fromkeys(STRATEGIES)
         if self._strategy == "two_pass" and (norms := batch_norms(model)):
             raise ArgumentError(
@@ -114,7 +114,7 @@ class Forwards:
                 stacklevel=6,
             )
         if self._strategy not in ("auto", "two_pass"):
-            return Chosen(self._strategy, n, "it was asked for", nothing)  # type: ignore[arg-type]
+            return StrategyChoice(self._strategy, n, "it was asked for", nothing)  # type: ignore[arg-type]
         try:
             predictor = None
             if self._chunk_size is None:
@@ -125,8 +125,8 @@ class Forwards:
             size = min(n, self._chunk_size or predictor.chunk_size(n, in_two_passes=True))  # type: ignore[union-attr]  # there is one or the other
         except EstimateError as error:
             self.unpredicted = str(error)
-            return Chosen("plain", n, "what it takes cannot be predicted", nothing)
-        return Chosen("two_pass", size, "it was asked for", nothing)
+            return StrategyChoice("plain", n, "what it takes cannot be predicted", nothing)
+        return StrategyChoice("two_pass", size, "it was asked for", nothing)
 
     def _problem_of(self, model: nn.Module, inputs: Any, strategy: str) -> str:
         """In what the outputs of a strategy, or gradients through them, differ from those of the whole batch."""

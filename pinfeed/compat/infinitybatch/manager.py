@@ -13,7 +13,7 @@ from pinfeed.compat.infinitybatch.forward import Forwards
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
 from pinfeed.training.large_batch.micro_batches import n_samples, tensors
-from pinfeed.training.large_batch.select import Chosen
+from pinfeed.training.large_batch.select import StrategyChoice
 from pinfeed.training.memory_model.tensor_specs import moved
 from pinfeed.training.trainer.evaluate import pair_of
 
@@ -217,7 +217,7 @@ class InfinityBatch:
         return self._forward_device
 
     @property
-    def chosen(self) -> Chosen | None:
+    def chosen(self) -> StrategyChoice | None:
         """How the last batch was computed."""
         return self._forwards.chosen
 

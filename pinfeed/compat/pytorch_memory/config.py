@@ -15,10 +15,10 @@ import torch
 
 from pinfeed.compat.pytorch_memory.model_summary import Recognised, recognised
 from pinfeed.errors import ArgumentError, NotEnoughCPUMemory
-from pinfeed.memory.limits import DEFAULT_DEPTH, Demand, Item, check_depth, human, plan_items
+from pinfeed.memory.limits import DEFAULT_DEPTH, Allocation, Demand, check_depth, human, plan_items
 from pinfeed.training.memory_model import config
 from pinfeed.training.memory_model.budget import Budget
-from pinfeed.training.memory_model.tensor_specs import Samples, samples_of
+from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.validation.arguments import whole_number
 
 _MODEL = ("parameters", "buffers", "gradients", "optimizer state", "workspace")
@@ -224,18 +224,18 @@ class Config:
         return recognised(self.model_class, self.input_shape, self.input_dtype)
 
     @functools.cached_property
-    def input_samples(self) -> Samples:
+    def input_samples(self) -> SampleSpec:
         """Shapes and dtypes of an input sample."""
         return samples_of(self.input_shape, self.input_dtype, "input")
 
     @functools.cached_property
-    def output_samples(self) -> tuple[Samples, ...]:
+    def output_samples(self) -> tuple[SampleSpec, ...]:
         """Of an output sample, if there are any."""
         return () if self.output_shape is None else (samples_of(self.output_shape, self.output_dtype, "output"),)
 
-    def _on_host(self, batch_size: int) -> tuple[Item, ...]:
+    def _on_host(self, batch_size: int) -> tuple[Allocation, ...]:
         """What the loop has on the host, if its batches stay there."""
         nbytes = tuple(size for samples in (self.input_samples, *self.output_samples) for size in samples.nbytes)
         nothing = (False,) * len(nbytes)
         items = plan_items(Demand(nbytes, nothing, 0, batch_size, unified=True, staged=nothing), batch_size, self.depth)
-        return (*items, Item("samples of the batch that is read", "host", 1, batch_size * self.sample_size))
+        return (*items, Allocation("samples of the batch that is read", "host", 1, batch_size * self.sample_size))

@@ -13,7 +13,7 @@ from pinfeed.compat.pytorch_memory.config import Config
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.functions import ReaderFeeder, wrap_readers
 from pinfeed.tensors.numpy_torch import memory_of
-from pinfeed.training.memory_model.tensor_specs import Samples
+from pinfeed.training.memory_model.tensor_specs import SampleSpec
 
 Apply = Callable[[Iterator[Any]], Any]
 Read = Callable[[Any], Iterable[Any]]
@@ -210,7 +210,7 @@ def _as_made(batch: tuple[Any, Any]) -> tuple[Any, Any]:
     return x, y
 
 
-def _one_dtype(samples: Sequence[Samples]) -> Any:
+def _one_dtype(samples: Sequence[SampleSpec]) -> Any:
     """Of stacked samples; None for that which they have."""
     dtypes = {dtype for each in samples for dtype in each.dtypes}
     return dtypes.pop() if len(dtypes) == 1 else None

@@ -15,7 +15,7 @@ from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.memory_model.estimate import Run, StepEstimator, call
 from pinfeed.training.memory_model.report import layers_of
-from pinfeed.training.memory_model.tensor_specs import Samples, samples_of
+from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 
 Integers = Literal["as they are", "as floats", "as int64"]
 """What a network is given where samples are integers: ids, pixels of a byte, or ids that are stored in few bits."""
@@ -67,7 +67,7 @@ class Recognised:
 
 
 @dataclass(frozen=True)
-class Call:
+class LayerCall:
     """A layer's forward pass.
 
     Attributes:
@@ -93,7 +93,7 @@ class Forward:
     """
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[LayerCall] = []
         self.outputs: Any = None
         self._seen: dict[int, Any] = {}  # storages, which are kept: another one would come where one has gone
 
@@ -116,7 +116,7 @@ class Forward:
         shapes = tuple(tuple(tensor.shape) for tensor in made)
         n_variables = sum(tensor.numel() * (2 if tensor.requires_grad else 1) for tensor in made if self._is_new(tensor))
         shape = shapes[0] if isinstance(outputs, torch.Tensor) else shapes
-        self.calls.append(Call(layer, tuple(given[0].shape) if given else (), shape, n_variables))
+        self.calls.append(LayerCall(layer, tuple(given[0].shape) if given else (), shape, n_variables))
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
@@ -281,7 +281,7 @@ def _as_given(model: Any, input_shape: Any) -> Forward:
     raise first
 
 
-def _forward(model: Any, samples: Samples, n: int) -> Forward:
+def _forward(model: Any, samples: SampleSpec, n: int) -> Forward:
     forward = Forward()
     log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints tracebacks of what only is a try
     disabled, log.disabled = log.disabled, True

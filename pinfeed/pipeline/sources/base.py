@@ -9,8 +9,8 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
-from pinfeed.devices.base import Part
-from pinfeed.readahead import Access, RowPart
+from pinfeed.devices.base import HostArray
+from pinfeed.readahead import ReadStrategy, RowPart
 from pinfeed.rows.batches import Draw as RowsDraw
 from pinfeed.rows.batches import RowBatches
 from pinfeed.rows.orders import Rows
@@ -33,10 +33,10 @@ class RowGroup(NamedTuple):
 
 
 @dataclass
-class Load:
+class HostBatch:
     """What a slot brings to the device: a batch, or several small ones one after the other."""
 
-    parts: Sequence[Part]
+    parts: Sequence[HostArray]
     rebuild: Rebuild
     """Makes a batch, in the structure that the user knows, from the tensors of the parts."""
     batches: Sequence[tuple[int, int]]
@@ -44,15 +44,15 @@ class Load:
     groups: Sequence[RowGroup] = ()
     """Those of the parts that are rows of stores."""
 
-    def cut(self, start: int, stop: int) -> Load:
+    def cut(self, start: int, stop: int) -> HostBatch:
         """Batches [start, stop) of several, which come from stores."""
         counts = [n_rows for n_rows, _ in self.batches]
         begin, end = sum(counts[:start]), sum(counts[:stop])
         parts = [cast(RowPart, part).cut(begin, end) for part in self.parts]
-        return Load(parts, self.rebuild, self.batches[start:stop], [group.cut(begin, end) for group in self.groups])
+        return HostBatch(parts, self.rebuild, self.batches[start:stop], [group.cut(begin, end) for group in self.groups])
 
 
-Draw = Callable[[], Load]
+BatchThunk = Callable[[], HostBatch]
 
 
 class Source(Protocol):
@@ -67,11 +67,11 @@ class Source(Protocol):
         """Batches in an epoch; TypeError where that is not known."""
         ...
 
-    def epoch(self, number: int, start: int, checksum: int, n_together: int) -> Generator[Draw, None, None]:
-        """The batches of epoch ``number`` from batch ``start`` on, at most ``n_together`` in a load, which is made when it is wanted."""
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> Generator[BatchThunk, None, None]:
+        """The batches of epoch ``number`` from batch ``start`` on, at most ``batches_per_slot`` in a load, which is made when it is wanted."""
         ...
 
-    def remedy(self, draw_share: float) -> str:
+    def hint(self, draw_share: float) -> str:
         """What to change where a loop waits for reading, in whole sentences.
 
         Args:
@@ -85,7 +85,7 @@ class RowSource:
     """Rows of equally many in each store, in the order that ``batches`` says."""
 
     stores: Sequence[Store]
-    accesses: Sequence[Access]
+    strategies: Sequence[ReadStrategy]
     """How the rows of each store are read."""
     rebuild: Rebuild
     batches: RowBatches
@@ -97,23 +97,23 @@ class RowSource:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def epoch(self, number: int, start: int, checksum: int, n_together: int) -> Generator[Draw, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> Generator[BatchThunk, None, None]:
         windows, position, stop = self.batches.windows(number, start)
         with contextlib.ExitStack() as stack:
-            serving = [stack.enter_context(access.serve(windows, position, stop)) for access in self.accesses]
-            for draw in self.batches.epoch(number, start, checksum, n_together):
+            serving = [stack.enter_context(strategy.open_epoch(windows, position, stop)) for strategy in self.strategies]
+            for draw in self.batches.epoch(number, start, checksum, batches_per_slot):
                 yield functools.partial(self._load, draw, [serve(position, draw.n_rows) for serve in serving])
                 position += draw.n_rows
 
-    def remedy(self, draw_share: float) -> str:
+    def hint(self, draw_share: float) -> str:
         largest = max(range(len(self.stores)), key=lambda i: row_nbytes(self.stores[i]))
-        return self.accesses[largest].remedy
+        return self.strategies[largest].hint
 
-    def _load(self, draw: RowsDraw, parts: Sequence[Callable[[Rows], RowPart]]) -> Load:
+    def _load(self, draw: RowsDraw, parts: Sequence[Callable[[Rows], RowPart]]) -> HostBatch:
         group = draw()
-        return Load([part(group.rows) for part in parts], self.rebuild, group.batches, [RowGroup(group.rows, 0, self.stores)])
+        return HostBatch([part(group.rows) for part in parts], self.rebuild, group.batches, [RowGroup(group.rows, 0, self.stores)])
 
 
-def part_nbytes(part: Part) -> int:
+def part_nbytes(part: HostArray) -> int:
     """Bytes of a part."""
     return math.prod(part.shape) * part.dtype.itemsize

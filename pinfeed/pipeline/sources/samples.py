@@ -14,11 +14,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Part
+from pinfeed.devices.base import HostArray
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.feeders.dataloader import HostLeaf
 from pinfeed.pipeline.prefetcher import guarded
-from pinfeed.pipeline.sources.base import Load
+from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.rows.orders import Rows
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
@@ -36,15 +36,15 @@ _SHORT = reprlib.Repr()
 _SHORT.maxstring = _SHORT.maxother = 200  # paths are to be read in full
 
 
-class Each(Protocol):
+class OrderedMap(Protocol):
     """What a function gives for each item, in their order, as ``map`` does; threads may be ahead of whoever asks."""
 
     def __call__(self, fn: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]: ...
 
 
 @dataclass(frozen=True)
-class Ahead:
-    """``Each`` on ``n_threads`` threads. Only so many items are begun and not taken: for memory, and a loop that ends waits for them."""
+class ThreadedMap:
+    """``OrderedMap`` on ``n_threads`` threads. Only so many items are begun and not taken: for memory, and a loop that ends waits for them."""
 
     pool: Workers
     n_threads: int
@@ -60,7 +60,7 @@ class Ahead:
 
 
 @dataclass(frozen=True)
-class Reader:
+class SampleReader:
     """A function of the user's, and what it is called with.
 
     Args:
@@ -122,7 +122,7 @@ class Reader:
             if isinstance(samples, Generator):
                 samples.close()  # now, not when an error's traceback lets it go: it may hold files
 
-    def batch(self, identities: Rows, each: Each, opened: contextlib.ExitStack) -> Any:
+    def batch(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> Any:
         """A batch, as ``apply`` makes it; or its samples, which are read while they are stacked.
 
         Args:
@@ -199,7 +199,7 @@ class StackedSamples:
         each: Reads identities.
     """
 
-    def __init__(self, reader: Reader, identities: Rows, first: Iterator[Any], each: Each) -> None:
+    def __init__(self, reader: SampleReader, identities: Rows, first: Iterator[Any], each: OrderedMap) -> None:
         self._reader, self._identities, self._each = reader, identities.tolist(), each
         head = reader.array(next(first), self._identities[0])
         self.shape = (len(identities) * reader.n_samples, *head.shape)
@@ -234,7 +234,7 @@ class StackedSamples:
         self._reader.ask(identity, np.copyto, place, sample, "unsafe")
 
 
-class HostArray:
+class CopiedArray:
     """A part: an array that a user's function has made. It is copied, for he may keep it and fill it again."""
 
     def __init__(self, array: Array, name: str) -> None:
@@ -249,7 +249,7 @@ class HostArray:
         yield
 
 
-def load_of(batches: Sequence[tuple[str, Any]], n_samples: int) -> Load:
+def load_of(batches: Sequence[tuple[str, Any]], n_samples: int) -> HostBatch:
     """Batches, each with its name, as one load of a tuple; their leaves are on the host."""
     leaves: list[tuple[str, Any]] = []
     rebuilds: list[Rebuild] = []
@@ -265,10 +265,10 @@ def load_of(batches: Sequence[tuple[str, Any]], n_samples: int) -> Load:
         made = iter([next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)])
         return tuple(rebuild(made) for rebuild in rebuilds)
 
-    return Load([part for part in parts if part is not None], make, [(n_samples, 0)])
+    return HostBatch([part for part in parts if part is not None], make, [(n_samples, 0)])
 
 
-def _part(leaf: Any, name: str) -> Part | None:
+def _part(leaf: Any, name: str) -> HostArray | None:
     """What brings a leaf to the device; None if it stays as it is."""
     import torch
 
@@ -277,10 +277,10 @@ def _part(leaf: Any, name: str) -> Part | None:
     if isinstance(leaf, StackedSamples):
         return leaf
     if isinstance(leaf, np.ndarray):
-        return HostArray(leaf, name)
+        return CopiedArray(leaf, name)
     dense = type(leaf) is torch.Tensor and leaf.dtype in NUMPY and leaf.layout is torch.strided and not leaf.is_nested
     if dense and leaf.device.type == "cpu" and not leaf.requires_grad:
-        return HostArray(memory_of(leaf.resolve_conj().resolve_neg()), name)
+        return CopiedArray(memory_of(leaf.resolve_conj().resolve_neg()), name)
     return HostLeaf(leaf) if callable(getattr(leaf, "to", None)) else None
 
 

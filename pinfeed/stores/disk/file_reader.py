@@ -1,4 +1,4 @@
-"""Shard: one open file of rows."""
+"""FileReader: one open file of rows."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pinfeed.errors import FileMissing, ReadError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.disk import linux_aio
 from pinfeed.stores.disk.page_cache import PageCache
-from pinfeed.stores.formats.row_layout import Extent
+from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.threads.pool import Call, ThreadPool
 
 Bytes = npt.NDArray[np.uint8]
@@ -27,7 +27,7 @@ def inode_of(status: os.stat_result) -> tuple[int, int]:
     return status.st_dev, status.st_ino
 
 
-class Shard:
+class FileReader:
     """The descriptor of one file, closed when nobody holds the object any more. Any thread may use it.
 
     Args:
@@ -42,7 +42,9 @@ class Shard:
         ReadError: Another one has its name now.
     """
 
-    def __init__(self, extent: Extent, contexts: linux_aio.Contexts, *, inode: tuple[int, int], writable: bool, keep_cache: bool) -> None:
+    def __init__(
+        self, extent: RowLayout, contexts: linux_aio.Contexts, *, inode: tuple[int, int], writable: bool, keep_cache: bool
+    ) -> None:
         self._extent, self._contexts = extent, contexts
         try:
             self._fd = os.open(extent.path, os.O_RDWR if writable else os.O_RDONLY)

@@ -15,7 +15,7 @@ from typing import IO, Any
 import numpy as np
 
 from pinfeed.errors import FileMissing, StoreError, described
-from pinfeed.stores.formats.row_layout import Extent, require_regular
+from pinfeed.stores.formats.row_layout import RowLayout, require_regular
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.suggestions import of_file
 
@@ -35,7 +35,7 @@ class Header:
     """Bytes before the first item."""
 
 
-def read_header(path: str, dtype: np.dtype[Any] | None = None) -> Extent:
+def read_header(path: str, dtype: np.dtype[Any] | None = None) -> RowLayout:
     """Read and check the header of a .npy file.
 
     Args:
@@ -115,14 +115,14 @@ def strange(path: str, start: bytes) -> str:
     return f"{path} is not a .npy file (it starts with {start[:6]!r}); expected one that numpy.save wrote, or see MmapStore.raw"
 
 
-def header_of(path: str, file: IO[bytes], size: int, dtype: np.dtype[Any] | None = None) -> Extent:
+def header_of(path: str, file: IO[bytes], size: int, dtype: np.dtype[Any] | None = None) -> RowLayout:
     """As ``read_header``, of an open file of ``size`` bytes, whatever it is open on."""
     header = parse_header(path, file)
     if not header.shape:
         raise StoreError(f"{path} holds a single number (shape ()); expected (n_rows, ...)")
     if header.fortran and len(header.shape) > 1:
         raise StoreError(f"{path} is in Fortran order, in which a row is scattered over the file; save np.ascontiguousarray(array)")
-    return Extent(path, _chosen(path, header.dtype, dtype), header.shape[0], header.shape[1:], header.nbytes).check(size)
+    return RowLayout(path, _chosen(path, header.dtype, dtype), header.shape[0], header.shape[1:], header.nbytes).check(size)
 
 
 def parse_header(path: str, file: IO[bytes]) -> Header:

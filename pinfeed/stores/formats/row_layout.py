@@ -1,4 +1,4 @@
-"""Extent: where the rows of one file are."""
+"""RowLayout: where the rows of one file are."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pinfeed.errors import StoreError
 
 
 @dataclass(frozen=True)
-class Extent:
+class RowLayout:
     """Rows that lie one after another in a file."""
 
     path: str
@@ -35,7 +35,7 @@ class Extent:
         """Bytes that the file needs to have."""
         return self.offset + self.n_rows * self.row_nbytes
 
-    def check(self, size: int) -> Extent:
+    def check(self, size: int) -> RowLayout:
         """Itself, if a file of ``size`` bytes holds it.
 
         Raises:

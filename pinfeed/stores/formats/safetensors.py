@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import FileMissing, MissingDependency, StoreError, described
-from pinfeed.stores.formats.row_layout import Extent, require_regular
+from pinfeed.stores.formats.row_layout import RowLayout, require_regular
 from pinfeed.tensors.dtypes import BFLOAT16
 
 _DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
@@ -35,7 +35,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
 _NAMED = 20  # names that an error lists; a model may have thousands
 
 
-def read_extent(path: str, name: str) -> Extent:
+def read_extent(path: str, name: str) -> RowLayout:
     """Where the tensor ``name`` lies in a file; its first axis are the rows.
 
     The header is checked by the format's own library. That it does not tell offsets is why they are read from the header once more.
@@ -56,7 +56,7 @@ def read_extent(path: str, name: str) -> Extent:
         raise StoreError(f"{path}: tensor {name!r} is a single number (shape ()); expected (n_rows, ...)")
     try:
         begin, end = _place(path, name)
-        extent = Extent(path, dtype, shape[0], shape[1:], begin)
+        extent = RowLayout(path, dtype, shape[0], shape[1:], begin)
         if extent.end != end:
             raise ValueError(f"{name!r} ends at byte {end}, expected {extent.end}")
     except (ValueError, LookupError, TypeError, RecursionError) as error:

@@ -28,8 +28,8 @@ from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import TORCH, to_numpy, to_torch
 from pinfeed.training import rng_state
 from pinfeed.training.checkpoint import manifest
-from pinfeed.training.distributed.checkpoint import Alone, Together, whole_parts
-from pinfeed.training.distributed.lockstep import Word
+from pinfeed.training.distributed.checkpoint import LocalSave, ShardedSave, whole_parts
+from pinfeed.training.distributed.lockstep import Step
 from pinfeed.training.distributed.table import ShardedEmbedding
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.table import HostEmbedding
@@ -79,7 +79,7 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
         return _save(pathlib.Path(path), place, keep, objects)
 
 
-def _save(path: pathlib.Path, place: Alone, keep: int, objects: Mapping[str, Any]) -> pathlib.Path:
+def _save(path: pathlib.Path, place: LocalSave, keep: int, objects: Mapping[str, Any]) -> pathlib.Path:
     entries = {name: _entry(name, value) for name, value in objects.items()}
     for value in objects.values():
         if isinstance(value, (HostEmbedding, RowOptimizer)):
@@ -109,7 +109,7 @@ def _save(path: pathlib.Path, place: Alone, keep: int, objects: Mapping[str, Any
     except BaseException:
         shutil.rmtree(aside, ignore_errors=True)
         raise
-    place.wait(Word.SAVE)  # what goes now, nobody needs any more
+    place.wait(Step.SAVE)  # what goes now, nobody needs any more
     for old in sorted(set(numbers).difference([*whole, number][-keep:])):
         _remove(root / f"{old:08d}")
     return final
@@ -141,7 +141,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
         states = {name: _load(directory / entry.file) for name, entry in entries.items() if entry.state is not None}
         values = {name: _value(directory, name, saved) for name, saved in body["objects"].items() if saved["kind"] in _RETURNED}
         random = _load_random(directory / "random.pt")
-        place.wait(Word.RESUME)
+        place.wait(Step.RESUME)
     for name, state in states.items():
         try:
             entries[name].load(state)
@@ -157,7 +157,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
     return values
 
 
-def _checked(path: pathlib.Path, place: Alone, objects: Mapping[str, Any]) -> tuple[pathlib.Path, dict[str, Any], dict[str, _Entry]]:
+def _checked(path: pathlib.Path, place: LocalSave, objects: Mapping[str, Any]) -> tuple[pathlib.Path, dict[str, Any], dict[str, _Entry]]:
     """The directory of the last complete save, its manifest, and how what is resumed was saved there; all of it is good."""
     directory = _newest(path, place)
     body = manifest.read(directory)
@@ -206,7 +206,7 @@ def check(path: Path) -> dict[str, Any]:
         CheckpointError: There is none, or a file is damaged or missing.
         ArgumentError: If ``path`` is no path.
     """
-    directory = _newest(pathlib.Path(check_path(path)), Alone())
+    directory = _newest(pathlib.Path(check_path(path)), LocalSave())
     body = manifest.read(directory)
     for name, file in body["files"].items():
         manifest.check_file(directory / name, file)
@@ -305,13 +305,13 @@ def _writable(name: str, store: Store) -> Store:
     return store
 
 
-def _place(objects: Mapping[str, Any]) -> Alone:
+def _place(objects: Mapping[str, Any]) -> LocalSave:
     """Where to save, and who else does."""
     every = [table for value in objects.values() for table in _tables(value)]
     peers = {table.peers for table in every if isinstance(table, ShardedEmbedding)}
     if len(peers) > 1:
         raise ArgumentError(f"tables of {len(peers)} process groups; expected those of one in a checkpoint")
-    return Together(peers.pop()) if peers else Alone()
+    return ShardedSave(peers.pop()) if peers else LocalSave()
 
 
 def _tables(value: Any) -> list[HostEmbedding]:
@@ -370,7 +370,7 @@ def _numbers(root: pathlib.Path) -> list[int]:
     return []
 
 
-def _newest(path: pathlib.Path, place: Alone) -> pathlib.Path:
+def _newest(path: pathlib.Path, place: LocalSave) -> pathlib.Path:
     """The directory of the last complete save.
 
     Raises:

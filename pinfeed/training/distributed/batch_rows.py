@@ -1,4 +1,4 @@
-"""ShardedBlock: rows of a sharded table in the body of a loop; what comes late comes, and gradients go to who has the rows."""
+"""ShardedBatchRows: rows of a sharded table in the body of a loop; what comes late comes, and gradients go to who has the rows."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError, VerificationError
 from pinfeed.rows.orders import Rows
-from pinfeed.training.distributed.lockstep import MOST_FLAGS, Meeting, Word
+from pinfeed.training.distributed.lockstep import MOST_FLAGS, Lockstep, Step
 from pinfeed.training.distributed.row_exchange import Counts
 from pinfeed.training.embeddings.source import FedBatch, FedRows
-from pinfeed.training.embeddings.table import Block
+from pinfeed.training.embeddings.table import BatchRows
 
 T = TypeVar("T")
 
 
-class Places(NamedTuple):
+class RowPlaces(NamedTuple):
     """Positions on the device, as ``Traded`` has them."""
 
     order: torch.Tensor
@@ -44,16 +44,16 @@ class SharedRows(FedRows):
     """The ids that this rank looks up."""
     values: torch.Tensor
     """These rows, without those that come late."""
-    places: Places
+    places: RowPlaces
     counts: Counts
     mean: bool
     """Whether gradients are averaged over ranks, else summed."""
     at: tuple[int, int]
     """Number of the batch, and of the table in the loop."""
-    meeting: Meeting
+    meeting: Lockstep
 
-    def block(self, trainable: bool) -> ShardedBlock:
-        return ShardedBlock(self, trainable)
+    def block(self, trainable: bool) -> ShardedBatchRows:
+        return ShardedBatchRows(self, trainable)
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,9 +62,9 @@ class ShardedBatch(FedBatch):
 
     tables: Sequence[SharedRows]
 
-    def blocks(self, trainable: Sequence[bool]) -> list[Block]:
+    def blocks(self, trainable: Sequence[bool]) -> list[BatchRows]:
         for some in _few(self.tables):
-            late = _agreed(some[0].meeting, Word.NEXT, some[0].at, some, [any(table.counts.late_from) for table in some])
+            late = _agreed(some[0].meeting, Step.NEXT, some[0].at, some, [any(table.counts.late_from) for table in some])
             if late:
                 with late[0].meeting.committed():
                     bring_late(late)
@@ -84,7 +84,7 @@ class ShardedBatch(FedBatch):
                 )
 
 
-class ShardedBlock(Block):
+class ShardedBatchRows(BatchRows):
     """The rows that this rank looks up, and those of its own that any rank does.
 
     Args:
@@ -125,7 +125,7 @@ class ShardedBlock(Block):
             for block in some:
                 block._stepped, block._owned.grad = True, None  # as in a batch that has none
             flags = [block.weight.grad is not None for block in some]
-            if stepped := _agreed(meeting, Word.STEP, at, some, flags):
+            if stepped := _agreed(meeting, Step.STEP, at, some, flags):
                 with meeting.committed():
                     _collect(stepped)
 
@@ -139,7 +139,7 @@ def bring_late(tables: Sequence[SharedRows]) -> None:
 
 
 @torch.no_grad()
-def _collect(blocks: Sequence[ShardedBlock]) -> None:
+def _collect(blocks: Sequence[ShardedBatchRows]) -> None:
     """Add up the gradients of all ranks, each row's in the order of the ranks, where the row is."""
     shared = [block._shared for block in blocks]
     gradients = [torch.zeros_like(block.weight) if block.weight.grad is None else block.weight.grad for block in blocks]
@@ -153,7 +153,7 @@ def _collect(blocks: Sequence[ShardedBlock]) -> None:
         block.owned.grad = total.div_(meeting.size) if one.mean else total
 
 
-def _agreed(meeting: Meeting, word: Word, at: tuple[int, int], some: Sequence[T], wishes: Sequence[bool]) -> list[T]:
+def _agreed(meeting: Lockstep, word: Step, at: tuple[int, int], some: Sequence[T], wishes: Sequence[bool]) -> list[T]:
     """Those of some tables for which any rank wishes it."""
     _, flags = meeting.meet(word, *at, flags=sum(wish << i for i, wish in enumerate(wishes)))
     return [one for i, one in enumerate(some) if flags >> i & 1]

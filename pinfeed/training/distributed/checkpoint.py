@@ -13,13 +13,13 @@ from collections.abc import Sequence
 import torch
 
 from pinfeed.errors import CheckpointError
-from pinfeed.training.distributed.lockstep import Word
-from pinfeed.training.distributed.process_groups import Peers
+from pinfeed.training.distributed.lockstep import Step
+from pinfeed.training.distributed.process_groups import RankGroup
 
 _PART = re.compile(r"(\d+)-of-(\d+)", re.ASCII)
 
 
-class Alone:
+class LocalSave:
     """One process: the directory is its own."""
 
     def part(self, path: pathlib.Path) -> pathlib.Path:
@@ -34,7 +34,7 @@ class Alone:
         """The number of the next save, and those of the saves that are whole, ascending, given those that are here."""
         return max(numbers, default=0) + 1, [*numbers]
 
-    def wait(self, word: Word) -> None:
+    def wait(self, word: Step) -> None:
         """Wait until all ranks have come so far."""
 
     def newest(self, path: pathlib.Path, numbers: Sequence[int]) -> int:
@@ -48,14 +48,14 @@ class Alone:
         return numbers[-1]
 
 
-class Together(Alone):
+class ShardedSave(LocalSave):
     """Ranks, each with a directory in the one that they were given. A save is whole when all of them have it.
 
     Args:
         peers: The ranks.
     """
 
-    def __init__(self, peers: Peers) -> None:
+    def __init__(self, peers: RankGroup) -> None:
         self._rank, self._size, self._meeting = peers.rank, peers.size, peers.loop
 
     def part(self, path: pathlib.Path) -> pathlib.Path:
@@ -65,14 +65,14 @@ class Together(Alone):
         return self._meeting.telling()
 
     def known(self, numbers: Sequence[int]) -> tuple[int, list[int]]:
-        of_ranks = self._gathered(Word.SAVE, numbers)  # a number that any rank has is not used again
+        of_ranks = self._gathered(Step.SAVE, numbers)  # a number that any rank has is not used again
         return max(itertools.chain(*of_ranks), default=0) + 1, sorted(set(of_ranks[0]).intersection(*of_ranks))
 
-    def wait(self, word: Word) -> None:
+    def wait(self, word: Step) -> None:
         self._meeting.meet(word)
 
     def newest(self, path: pathlib.Path, numbers: Sequence[int]) -> int:
-        of_ranks = self._gathered(Word.RESUME, numbers)
+        of_ranks = self._gathered(Step.RESUME, numbers)
         common = set(of_ranks[0]).intersection(*of_ranks)
         if not any(of_ranks) and (others := sorted({size for _, size in _parts(path)} - {self._size})):
             raise CheckpointError(
@@ -85,7 +85,7 @@ class Together(Alone):
             )
         return max(common)
 
-    def _gathered(self, word: Word, numbers: Sequence[int]) -> list[list[int]]:
+    def _gathered(self, word: Step, numbers: Sequence[int]) -> list[list[int]]:
         """The numbers of every rank."""
         meeting, n_mine = self._meeting, [len(numbers)] * self._size
         meeting.meet(word)

@@ -1,4 +1,4 @@
-"""Meeting: ranks that say what they are about to do before they do it together, so that none waits for one that does not come.
+"""Lockstep: ranks that say what they are about to do before they do it together, so that none waits for one that does not come.
 
 Every exchange begins with a word from each rank to each. Where one has failed or left, or is about to do something else, all of them hear
 it in the same exchange, and raise.
@@ -24,7 +24,7 @@ MOST_FLAGS = 62
 """How many flags go with a word."""
 
 
-class Word(IntEnum):
+class Step(IntEnum):
     """What a rank is about to do, or has done."""
 
     BEGIN = 0
@@ -44,26 +44,26 @@ class Word(IntEnum):
 
 
 _SAID = {
-    Word.BEGIN: "begins a loop over its sharded tables",
-    Word.NEXT: "takes batch {}",
-    Word.STEP: "calls step() in batch {}, of table {} and those with it",
-    Word.END: "ends its loop",
-    Word.READ: "reads rows",
-    Word.EXPORT: "exports a table",
-    Word.SAVE: "saves a checkpoint",
-    Word.RESUME: "resumes from a checkpoint",
-    Word.BATCH: "has a batch {}",
-    Word.ROWS: "sends the rows of batch {}",
-    Word.NO_BATCH: "has no batch {}",
-    Word.FAILED: "failed",
-    Word.BAD_BATCH: "failed at batch {}",
-    Word.LEFT: "left its loop at batch {}",
+    Step.BEGIN: "begins a loop over its sharded tables",
+    Step.NEXT: "takes batch {}",
+    Step.STEP: "calls step() in batch {}, of table {} and those with it",
+    Step.END: "ends its loop",
+    Step.READ: "reads rows",
+    Step.EXPORT: "exports a table",
+    Step.SAVE: "saves a checkpoint",
+    Step.RESUME: "resumes from a checkpoint",
+    Step.BATCH: "has a batch {}",
+    Step.ROWS: "sends the rows of batch {}",
+    Step.NO_BATCH: "has no batch {}",
+    Step.FAILED: "failed",
+    Step.BAD_BATCH: "failed at batch {}",
+    Step.LEFT: "left its loop at batch {}",
 }
 _MOST_REASON = 2000  # characters
 _SAME, _SENT_TO_EACH = 3, 5  # numbers: word, batch, table; bytes of the reason, flags
 
 
-class Line(Protocol):
+class Channel(Protocol):
     """Exchanges of bytes among ranks. Every rank makes the same ones in the same order, one at a time."""
 
     @property
@@ -84,14 +84,14 @@ class Line(Protocol):
         ...
 
 
-class Meeting:
+class Lockstep:
     """What the ranks say and send to each other on a line. Used by one thread at a time.
 
     Args:
         line: The line.
     """
 
-    def __init__(self, line: Line) -> None:
+    def __init__(self, line: Channel) -> None:
         self._line, self.rank, self.size = line, line.rank, line.size
         self.over = True
         """Whether all ranks know that the loop has ended, or none is under way."""
@@ -108,7 +108,7 @@ class Meeting:
         self.over, self._n_numbers = True, 0
 
     def meet(
-        self, word: Word, batch: int = 0, table: int = 0, *, numbers: Numbers | None = None, flags: int = 0, why: str = ""
+        self, word: Step, batch: int = 0, table: int = 0, *, numbers: Numbers | None = None, flags: int = 0, why: str = ""
     ) -> tuple[Numbers, int]:
         """Say a word, and hear that of all others.
 
@@ -136,12 +136,12 @@ class Meeting:
         if any(n_reasons):
             texts = self.send("words", np.tile(reason, self.size)[:, None], [len(reason)] * self.size, n_reasons)
             reasons = [text.tobytes().decode() for text in np.split(texts[:, 0], np.cumsum(n_reasons)[:-1])]
-        if word >= Word.FAILED or (heard[:, :_SAME] != heard[0, :_SAME]).any():
+        if word >= Step.FAILED or (heard[:, :_SAME] != heard[0, :_SAME]).any():
             self.end()
             raise RankError(_difference(heard[:, :_SAME].tolist(), reasons))
         return heard[:, _SENT_TO_EACH:], int(np.bitwise_or.reduce(heard[:, _SAME + 1]))
 
-    def leave(self, word: Word, why: str, batch: int | None = None) -> None:
+    def leave(self, word: Step, why: str, batch: int | None = None) -> None:
         """Tell the others that this rank does not go on, unless all know that the loop is over; for them it ends with an error."""
         if self.over:
             return
@@ -157,7 +157,7 @@ class Meeting:
             raise  # they know
         except Exception as error:
             with contextlib.suppress(RankError):
-                self.meet(Word.FAILED, why=repr(error))
+                self.meet(Step.FAILED, why=repr(error))
             raise
 
     @contextlib.contextmanager
@@ -232,15 +232,15 @@ def _difference(heard: Sequence[Sequence[int]], reasons: Sequence[str]) -> str:
     """Who said what, and what to do."""
     said: dict[str, list[int]] = {}
     for rank, ((word, *about), reason) in enumerate(zip(heard, reasons, strict=True)):
-        said.setdefault(_SAID[Word(word)].format(*about) + (f" ({reason})" if reason else ""), []).append(rank)
+        said.setdefault(_SAID[Step(word)].format(*about) + (f" ({reason})" if reason else ""), []).append(rank)
     who = "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items())
     words = {word for word, *_ in heard}
-    if words == {Word.BATCH, Word.NO_BATCH}:
+    if words == {Step.BATCH, Step.NO_BATCH}:
         return f"{who}; expected equally many batches on every rank: a DistributedSampler pads or drops, and so does drop_last"
-    if words & {Word.BAD_BATCH, Word.LEFT}:
+    if words & {Step.BAD_BATCH, Step.LEFT}:
         return f"{who}; what was done up to there counts, on every rank"
-    if Word.FAILED in words:
+    if Step.FAILED in words:
         return who
-    if words == {Word.BEGIN}:
+    if words == {Step.BEGIN}:
         return f"{who}; expected the same tables, optimizers and depth on every rank"
     return f"{who}; expected all ranks to do the same in the same order, whatever is in their batches"

@@ -10,10 +10,10 @@ import torch
 from torch import distributed
 
 from pinfeed.errors import ArgumentError, RankError, described
-from pinfeed.training.distributed.lockstep import Line, Meeting
+from pinfeed.training.distributed.lockstep import Channel, Lockstep
 
 
-class Peers:
+class RankGroup:
     """The ranks that share tables, as one of them sees them.
 
     Args:
@@ -21,14 +21,14 @@ class Peers:
         ahead: What the readers' threads exchange meanwhile, so that neither waits for the other, nor takes what is the other's.
     """
 
-    def __init__(self, loop: Line, ahead: Line) -> None:
+    def __init__(self, loop: Channel, ahead: Channel) -> None:
         self.rank, self.size = loop.rank, loop.size
-        self.loop, self.ahead = Meeting(loop), Meeting(ahead)
+        self.loop, self.ahead = Lockstep(loop), Lockstep(ahead)
         self.looping = False
         """Whether a loop over sharded tables runs."""
 
 
-class GroupLine:
+class ProcessGroupChannel:
     """A line over process groups.
 
     Args:
@@ -47,12 +47,12 @@ class GroupLine:
         return received
 
 
-_peers: dict[Any, tuple[Peers, Sequence[Any]]] = {}
+_peers: dict[Any, tuple[RankGroup, Sequence[Any]]] = {}
 """Of each process group, with the groups that were made for them: its tables take turns on the same lines, and all ranks know when those
 are made."""
 
 
-def peers_of(process_group: Any) -> Peers:
+def peers_of(process_group: Any) -> RankGroup:
     """The peers of a process group, None for the default one; all ranks ask for the first time together.
 
     Exchanges wait for another rank as long as those of the process group do.
@@ -61,7 +61,7 @@ def peers_of(process_group: Any) -> Peers:
         ArgumentError: If torch.distributed is not initialised, or this process is not in the group.
         RankError: If another rank did not ask within the group's timeout.
     """
-    if isinstance(process_group, Peers):
+    if isinstance(process_group, RankGroup):
         return process_group
     if not distributed.is_available() or not distributed.is_initialized():
         raise ArgumentError(
@@ -78,7 +78,7 @@ def peers_of(process_group: Any) -> Peers:
     if group not in _peers:
         ranks = distributed.get_process_group_ranks(group)
         loop, ahead = (_beside(group, ranks) for _ in range(2))
-        _peers[group] = Peers(GroupLine(loop, group), GroupLine(ahead, None)), (loop, ahead)
+        _peers[group] = RankGroup(ProcessGroupChannel(loop, group), ProcessGroupChannel(ahead, None)), (loop, ahead)
     return _peers[group][0]
 
 

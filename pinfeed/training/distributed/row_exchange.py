@@ -1,4 +1,4 @@
-"""Trade: the rows of one batch, asked of the ranks that have them and sent to those that want them, while the loop is at earlier batches.
+"""RowExchange: the rows of one batch, asked of the ranks that have them and sent to those that want them, while the loop is at earlier batches.
 
 A row that is wanted again within a few batches may still change: it is sent when its batch is lent, by ``ShardedBatch``. All others are
 sent here. So every row crosses once, and as it is in the synchronous loop.
@@ -18,8 +18,8 @@ import torch
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import memory_of, to_torch
-from pinfeed.training.distributed.lockstep import Meeting, Word
-from pinfeed.training.distributed.row_partition import Owners
+from pinfeed.training.distributed.lockstep import Lockstep, Step
+from pinfeed.training.distributed.row_partition import RowPartition
 
 Array = npt.NDArray[Any]
 Positions = npt.NDArray[np.intp]
@@ -29,7 +29,7 @@ Positions = npt.NDArray[np.intp]
 class ShardedRows:
     """A sharded table, as the trade sees it."""
 
-    owners: Owners
+    owners: RowPartition
     weights: Store
     """This rank's rows of it."""
     n_recent: int
@@ -46,7 +46,7 @@ class Counts(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Traded:
+class ExchangePlan:
     """A table's rows of one batch, on one rank: those that it wants, and those of its own that anybody wants."""
 
     order: Positions
@@ -69,7 +69,7 @@ class Traded:
     """Of ``order``, ``given``, ``late_to`` and ``late_from``."""
 
 
-class Trade:
+class RowExchange:
     """Trades the rows of batch after batch of a loop.
 
     Args:
@@ -77,11 +77,11 @@ class Trade:
         tables: The tables.
     """
 
-    def __init__(self, meeting: Meeting, tables: Sequence[ShardedRows]) -> None:
+    def __init__(self, meeting: Lockstep, tables: Sequence[ShardedRows]) -> None:
         self._meeting, self._tables = meeting, tables
         self._recent: list[deque[Rows]] = [deque(maxlen=table.n_recent) for table in tables]  # own rows of the batches before
 
-    def trade(self, number: int, wanted: Sequence[Rows]) -> list[Traded]:
+    def trade(self, number: int, wanted: Sequence[Rows]) -> list[ExchangePlan]:
         """The rows of a batch.
 
         Args:
@@ -93,7 +93,7 @@ class Trade:
         """
         meeting, tables = self._meeting, self._tables
         orders, n_wanted = zip(*(table.owners.by_owner(ids) for table, ids in zip(tables, wanted, strict=True)), strict=True)
-        heard, _ = meeting.meet(Word.BATCH, number, numbers=np.array(n_wanted).T)
+        heard, _ = meeting.meet(Step.BATCH, number, numbers=np.array(n_wanted).T)
         with meeting.committed():
             n_asked = heard.T.tolist()
             ids = [_column(table.owners.here(ids)[order]) for table, ids, order in zip(tables, wanted, orders, strict=True)]
@@ -101,10 +101,10 @@ class Trade:
             try:
                 offers = [_Offer(*of_table) for of_table in zip(tables, self._recent, requests, n_asked, strict=True)]
             except BaseException as error:
-                meeting.leave(Word.BAD_BATCH, repr(error), number)
+                meeting.leave(Step.BAD_BATCH, repr(error), number)
                 raise
             n_fresh = [offer.n_fresh for offer in offers]
-            heard, _ = meeting.meet(Word.ROWS, number, numbers=np.array(n_fresh).T)
+            heard, _ = meeting.meet(Step.ROWS, number, numbers=np.array(n_fresh).T)
             late = meeting.send_rows("marks", [_column(offer.late) for offer in offers], n_asked, n_wanted)
             rows = meeting.send_rows("rows", [to_torch(offer.values) for offer in offers], n_fresh, heard.T.tolist())
             return [
@@ -118,7 +118,7 @@ class Trade:
         Raises:
             RankError: Another rank has one, failed or left.
         """
-        self._meeting.meet(Word.NO_BATCH, number)
+        self._meeting.meet(Step.NO_BATCH, number)
 
 
 class _Offer:
@@ -149,11 +149,11 @@ class _Offer:
         """How many rows each rank gets now."""
         return [n - late for n, late in zip(self.n_given, self.n_late, strict=True)]
 
-    def traded(self, order: Positions, n_wanted: list[int], late: Array, rows: Array) -> Traded:
+    def traded(self, order: Positions, n_wanted: list[int], late: Array, rows: Array) -> ExchangePlan:
         """All of it, with what has come: marks and rows in ``order``."""
         values = np.empty((len(order), *rows.shape[1:]), rows.dtype)
         values[order[~late]] = rows
-        return Traded(
+        return ExchangePlan(
             order=order,
             values=values,
             own=self.own,

@@ -1,4 +1,4 @@
-"""Owners: which rank has which row of a table."""
+"""RowPartition: which rank has which row of a table."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pinfeed.rows.orders import Rows
 
 
 @dataclass(frozen=True)
-class Owners:
+class RowPartition:
     """Row r is on rank ``r % size``, there as row ``r // size``.
 
     Ids are often given out in the order in which things came, or by how frequent they are: in ranges of equal length, one rank would have

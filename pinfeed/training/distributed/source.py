@@ -16,15 +16,15 @@ import torch
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import ClosedError
 from pinfeed.feeders.dataloader import HostLeaf, is_end
-from pinfeed.pipeline.prefetcher import Pace
-from pinfeed.pipeline.sources.base import Draw, Load, RowGroup
+from pinfeed.pipeline.prefetcher import PrefetchSchedule
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.readahead.base import StoreRows
 from pinfeed.tensors.numpy_torch import to_torch
-from pinfeed.training.distributed.batch_rows import Places, ShardedBatch, SharedRows
-from pinfeed.training.distributed.lockstep import Word
-from pinfeed.training.distributed.process_groups import Peers
-from pinfeed.training.distributed.row_exchange import ShardedRows, Trade, Traded
-from pinfeed.training.distributed.row_partition import Owners
+from pinfeed.training.distributed.batch_rows import RowPlaces, ShardedBatch, SharedRows
+from pinfeed.training.distributed.lockstep import Step
+from pinfeed.training.distributed.process_groups import RankGroup
+from pinfeed.training.distributed.row_exchange import ExchangePlan, RowExchange, ShardedRows
+from pinfeed.training.distributed.row_partition import RowPartition
 from pinfeed.training.embeddings.source import Exchanged, Lookup, RowsOfTables, TableRows, places_of
 
 
@@ -47,23 +47,24 @@ class ShardedSource(RowsOfTables):
         loader: As ``wrap_loader`` takes it.
         tables: What is looked up.
         peers: The ranks.
-        pace: Of the loop.
+        schedule: Of the loop.
         verify: Whether it is verified.
     """
 
     writes_always = True  # writes are counted, and with them batches whose changes may not be in the stores
 
-    def __init__(self, loader: Any, tables: Sequence[ShardedTable], peers: Peers, pace: Pace, verify: bool) -> None:
+    def __init__(self, loader: Any, tables: Sequence[ShardedTable], peers: RankGroup, schedule: PrefetchSchedule, verify: bool) -> None:
         super().__init__(loader, [table.rows for table in tables])
         self._peers, self._means, self._first = peers, [table.mean for table in tables], 0
         # Without readers, what they would exchange is between what the loop does: a rank that does something else must hear it there.
-        self._ahead = peers.ahead if pace.depth else peers.loop
+        self._ahead = peers.ahead if schedule.depth else peers.loop
         self._sharded = [
-            ShardedRows(Owners(table.rows.n_rows, peers.size), table.rows.stores[0], pace.n_unseen * table.trained) for table in tables
+            ShardedRows(RowPartition(table.rows.n_rows, peers.size), table.rows.stores[0], schedule.max_unseen_writes * table.trained)
+            for table in tables
         ]
         kinds = [f"{table.rows.name}: {table.rows.n_rows} rows, {_kinds(table.rows)}, mean={table.mean}" for table in tables]
         self._sent = peers.loop.sent + peers.ahead.sent  # before this was made
-        self._described = "; ".join([*kinds, f"depth={pace.depth}, verify={verify}"])
+        self._described = "; ".join([*kinds, f"depth={schedule.depth}, verify={verify}"])
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]
@@ -88,32 +89,32 @@ class ShardedSource(RowsOfTables):
         finally:
             try:
                 if threading.get_ident() == thread:
-                    self._ahead.leave(Word.LEFT, "it was left")
+                    self._ahead.leave(Step.LEFT, "it was left")
             finally:
                 peers.looping = False
 
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         peers, thread = self._peers, threading.get_ident()
-        peers.loop.meet(Word.BEGIN, zlib.crc32(self._described.encode()), why=self._described)
+        peers.loop.meet(Step.BEGIN, zlib.crc32(self._described.encode()), why=self._described)
         peers.loop.begin()
         self._ahead.begin(len(self._tables))
         try:
             yield
-            peers.loop.meet(Word.END)
+            peers.loop.meet(Step.END)
             peers.loop.end()
         except BaseException as error:
             if threading.get_ident() == thread:  # where the garbage collector ends it elsewhere, the others find out by their timeout
-                peers.loop.leave(Word.LEFT, "break, or an error in its body" if isinstance(error, GeneratorExit) else repr(error))
+                peers.loop.leave(Step.LEFT, "break, or an error in its body" if isinstance(error, GeneratorExit) else repr(error))
             raise
 
-    def epoch(self, number: int, start: int, checksum: int, n_together: int) -> Generator[Draw, None, None]:
+    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> Generator[BatchThunk, None, None]:
         self._first = start
-        return super().epoch(number, start, checksum, n_together)
+        return super().epoch(number, start, checksum, batches_per_slot)
 
-    def _draws(self, batches: Iterator[Any]) -> Generator[Draw, None, None]:
+    def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
         meeting = self._ahead
-        trade = Trade(meeting, self._sharded)
+        trade = RowExchange(meeting, self._sharded)
         for number in itertools.count(self._first):
             try:
                 try:
@@ -127,14 +128,14 @@ class ShardedSource(RowsOfTables):
                     raise
                 load, lookups = self._looked_up(batch, [table.ids_of(batch) for table in self._tables])
             except Exception as error:
-                meeting.leave(Word.BAD_BATCH, repr(error), number)
+                meeting.leave(Step.BAD_BATCH, repr(error), number)
                 raise  # a StopIteration as a RuntimeError, for this is a generator
             yield functools.partial(self._shared, load, lookups, trade.trade(number, [lookup.rows for lookup in lookups]), number)
 
-    def _shared(self, load: Load, lookups: Sequence[Lookup], traded: Sequence[Traded], number: int) -> Load:
+    def _shared(self, load: HostBatch, lookups: Sequence[Lookup], traded: Sequence[ExchangePlan], number: int) -> HostBatch:
         parts, groups = list(load.parts), []
         for table, lookup, rows in zip(self._tables, lookups, traded, strict=True):
-            places = (torch.from_numpy(getattr(rows, name)) for name in Places._fields)
+            places = (torch.from_numpy(getattr(rows, name)) for name in RowPlaces._fields)
             parts += map(HostLeaf, (torch.from_numpy(lookup.rows), to_torch(rows.values), *places))
             groups.append(RowGroup(rows.own, len(parts), table.stores))
             parts += [*(StoreRows(store, rows.own) for store in table.stores), *places_of(lookup)]
@@ -143,7 +144,7 @@ class ShardedSource(RowsOfTables):
         def rebuild(tensors: Iterator[Tensor]) -> ShardedBatch:
             batch, tables = [next(tensors) for _ in load.parts], []
             for i, (group, lookup) in enumerate(zip(groups, lookups, strict=True)):
-                on_device, values, *places = (next(tensors) for _ in range(2 + len(Places._fields)))
+                on_device, values, *places = (next(tensors) for _ in range(2 + len(RowPlaces._fields)))
                 own = [next(tensors) for _ in group.stores]
                 positions = [(batch[place], next(tensors)) for place, _ in lookup.places]
                 tables.append(
@@ -154,7 +155,7 @@ class ShardedSource(RowsOfTables):
                         positions=positions,
                         wanted=ids[i],
                         values=values,
-                        places=Places(*places),
+                        places=RowPlaces(*places),
                         counts=counts[i],
                         mean=self._means[i],
                         at=(number, i),
@@ -163,7 +164,7 @@ class ShardedSource(RowsOfTables):
                 )
             return ShardedBatch(load.rebuild(iter(batch)), tables)
 
-        return Load(parts, rebuild, load.batches, groups)
+        return HostBatch(parts, rebuild, load.batches, groups)
 
 
 def _kinds(table: TableRows) -> str:

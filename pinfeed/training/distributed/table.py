@@ -16,9 +16,9 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores import ArrayStore, MmapStore, Store
 from pinfeed.tensors.numpy_torch import TORCH, memory_of, to_numpy, to_torch
 from pinfeed.training.distributed.initialization import drawn
-from pinfeed.training.distributed.lockstep import Word
+from pinfeed.training.distributed.lockstep import Step
 from pinfeed.training.distributed.process_groups import peers_of
-from pinfeed.training.distributed.row_partition import Owners
+from pinfeed.training.distributed.row_partition import RowPartition
 from pinfeed.training.embeddings.table import HostEmbedding, HostEmbeddingBag, Path, pieces
 from pinfeed.training.row_file import write_rows
 from pinfeed.validation.arguments import check_flag
@@ -108,9 +108,9 @@ class ShardedEmbedding(HostEmbedding):
         return table.requires_grad_(not freeze)
 
     @property
-    def owners(self) -> Owners:
+    def owners(self) -> RowPartition:
         """Which rank has which row."""
-        return Owners(self.num_embeddings, self.peers.size)
+        return RowPartition(self.num_embeddings, self.peers.size)
 
     def read(self, ids: Any) -> torch.Tensor:
         """As that of ``HostEmbedding``. All ranks do this at once, each with ids of its own, or none.
@@ -141,7 +141,7 @@ class ShardedEmbedding(HostEmbedding):
             else:
                 for _ in pieces(self._whole):
                     self._gathered(np.empty(0, np.int64))
-            self.peers.loop.meet(Word.EXPORT)
+            self.peers.loop.meet(Step.EXPORT)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank {self.peers.rank} of {self.peers.size}"
@@ -164,13 +164,13 @@ class ShardedEmbedding(HostEmbedding):
         """Rows of the whole table. All ranks do this at once, each with rows of its own."""
         meeting, store = self.peers.loop, self._store
         order, n_wanted = self.owners.by_owner(rows)
-        meeting.meet(Word.READ)
+        meeting.meet(Step.READ)
         n_asked = meeting.counts(n_wanted)
         ids = torch.from_numpy(self.owners.here(rows)[order].reshape(-1, 1))
         asked = meeting.send_rows("reads", [ids], [n_wanted], [n_asked])[0].numpy()[:, 0]
         values = np.empty((len(asked), *store.row_shape), store.dtype)
         store.gather(asked, values)
-        meeting.meet(Word.ROWS)
+        meeting.meet(Step.ROWS)
         out = np.empty((len(rows), *store.row_shape), store.dtype)
         out[order] = memory_of(meeting.send_rows("reads", [to_torch(values)], [n_asked], [n_wanted])[0])
         return out

@@ -15,13 +15,13 @@ from torch import nn
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import RowIndexError, StoreError, described
 from pinfeed.feeders.dataloader import HostLeaf, LoaderSource, load_of
-from pinfeed.pipeline.sources.base import Draw, Load, RowGroup
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.readahead.base import StoreRows
 from pinfeed.rows.batches import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import to_numpy
-from pinfeed.training.embeddings.table import Block
+from pinfeed.training.embeddings.table import BatchRows
 
 IdsOf = Callable[[Any], Any]
 
@@ -52,9 +52,9 @@ class FedRows:
     positions: list[tuple[Tensor, Tensor]]
     """Ids as they are in the loader's batch, and where among the rows they are."""
 
-    def block(self, trainable: bool) -> Block:
+    def block(self, trainable: bool) -> BatchRows:
         """What the table is lent."""
-        return Block(self.rows, self.ids, nn.Parameter(self.tensors[0], requires_grad=trainable), self.positions)
+        return BatchRows(self.rows, self.ids, nn.Parameter(self.tensors[0], requires_grad=trainable), self.positions)
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +65,7 @@ class FedBatch:
     """As the loader gave it."""
     tables: Sequence[FedRows]
 
-    def blocks(self, trainable: Sequence[bool]) -> list[Block]:
+    def blocks(self, trainable: Sequence[bool]) -> list[BatchRows]:
         """What each table is lent."""
         return [rows.block(trains) for rows, trains in zip(self.tables, trainable, strict=True)]
 
@@ -139,35 +139,35 @@ class RowsOfTables(LoaderSource):
         """Consumer. Around a loop, while its readers live."""
         return contextlib.nullcontext()
 
-    def remedy(self, draw_share: float) -> str:
+    def hint(self, draw_share: float) -> str:
         if draw_share >= 0.5:
-            return super().remedy(draw_share)
+            return super().hint(draw_share)
         names = ", ".join(table.name for table in self._tables)
         return (
             f"Most of it is gathering rows of {names}: a table in memory (store=None) is faster than one in a file, and a smaller dtype, "
             "or fewer different ids in a batch, leave less to gather."
         )
 
-    def draw(self, batch: Any) -> Draw:
+    def draw(self, batch: Any) -> BatchThunk:
         # The user's functions are called here, one at a time; what follows from their ids is left to whichever reader has time.
         return functools.partial(self._load, batch, [table.ids_of(batch) for table in self._tables])
 
-    def _load(self, batch: Any, ids: Sequence[Any]) -> Load:
+    def _load(self, batch: Any, ids: Sequence[Any]) -> HostBatch:
         load, lookups = self._looked_up(batch, ids)
         parts, groups = list(load.parts), []
         for table, lookup in zip(self._tables, lookups, strict=True):
             parts.append(HostLeaf(torch.from_numpy(lookup.rows)))
             groups.append(RowGroup(lookup.rows, len(parts), table.stores))
             parts += [*(StoreRows(store, lookup.rows) for store in table.stores), *places_of(lookup)]
-        return Load(parts, functools.partial(self._rebuild, load, groups, lookups), load.batches, groups)
+        return HostBatch(parts, functools.partial(self._rebuild, load, groups, lookups), load.batches, groups)
 
-    def _looked_up(self, batch: Any, ids: Sequence[Any]) -> tuple[Load, list[Lookup]]:
+    def _looked_up(self, batch: Any, ids: Sequence[Any]) -> tuple[HostBatch, list[Lookup]]:
         """The batch itself, and what it looks up in each table."""
         load = load_of(batch)
         return load, [_look_up(load, wanted, table) for table, wanted in zip(self._tables, ids, strict=True)]
 
     @staticmethod
-    def _rebuild(load: Load, groups: Sequence[RowGroup], lookups: Sequence[Lookup], tensors: Iterator[Tensor]) -> FedBatch:
+    def _rebuild(load: HostBatch, groups: Sequence[RowGroup], lookups: Sequence[Lookup], tensors: Iterator[Tensor]) -> FedBatch:
         batch, tables = [next(tensors) for _ in load.parts], []
         for group, lookup in zip(groups, lookups, strict=True):
             ids, rows = next(tensors), [next(tensors) for _ in group.stores]
@@ -180,7 +180,7 @@ def places_of(lookup: Lookup) -> list[HostLeaf]:
     return [HostLeaf(torch.from_numpy(where)) for _, where in lookup.places]
 
 
-def _look_up(load: Load, ids: Any, table: TableRows) -> Lookup:
+def _look_up(load: HostBatch, ids: Any, table: TableRows) -> Lookup:
     leaves = _leaves(ids)
     rows, positions = _unique([_flat(leaf, table.name) for leaf in leaves], table)
     places = [(_place(leaf, load), leaf, where) for leaf, where in zip(leaves, positions, strict=True)]
@@ -199,7 +199,7 @@ def _unique(ids: Sequence[np.ndarray[Any, Any]], table: TableRows) -> tuple[Rows
     return rows, np.split(positions, np.cumsum([array.size for array in ids])[:-1])
 
 
-def _place(leaf: Any, load: Load) -> int | None:
+def _place(leaf: Any, load: HostBatch) -> int | None:
     """Which part of the batch some ids are, if they are one as they are there."""
     if not isinstance(leaf, torch.Tensor):
         return None

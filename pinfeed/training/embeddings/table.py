@@ -44,7 +44,7 @@ HINTS = {
 _PIECE_BYTES = 16 << 20  # tables are copied in pieces of this size
 
 
-class Lender(Protocol):
+class RowLender(Protocol):
     """A loop that lends a table's rows."""
 
     @property
@@ -59,7 +59,7 @@ class Lender(Protocol):
         """Give the tables back, if the loop has ended and interrupts kept it from doing so, or if nobody can go on with it."""
 
 
-class Block:
+class BatchRows:
     """The rows of a table that one batch looks up.
 
     Args:
@@ -188,8 +188,8 @@ class HostEmbedding(nn.Module):
         self.scale_grad_by_freq = scale_grad_by_freq
         fill = _initialiser(init)
         shape, self.overwrite, self.trainable = (self._n_own_rows(), self.embedding_dim), overwrite, True
-        self._block: Block | None = None
-        self._lender: Lender | None = None
+        self._block: BatchRows | None = None
+        self._lender: RowLender | None = None
         self.awaits_resume = False
         """Whether the rows are those of a file that was there already, and ``checkpoint.resume`` has not replaced them yet."""
         self._store, self._owned = self._opened(store, shape, dtype, pin)
@@ -260,7 +260,7 @@ class HostEmbedding(nn.Module):
         return self.block.weight
 
     @property
-    def block(self) -> Block:
+    def block(self) -> BatchRows:
         """What is lent now.
 
         Raises:
@@ -426,7 +426,7 @@ class HostEmbedding(nn.Module):
         if self.padding_idx is not None:
             store.scatter(np.array([self.padding_idx]), np.zeros((1, self.embedding_dim), store.dtype))
 
-    def _take(self, lender: Lender) -> None:
+    def _take(self, lender: RowLender) -> None:
         """A loop begins to lend rows; no other one does until ``_release``."""
         self.require_idle()
         self._lender = lender
@@ -438,7 +438,7 @@ class HostEmbedding(nn.Module):
         # A copy of a model, made in the body of a loop, is not in that loop.
         return {**self.__dict__, "_lender": None}
 
-    def _running(self) -> Lender | None:
+    def _running(self) -> RowLender | None:
         """The loop that lends rows of the table now."""
         if self._lender is not None and not self._lender.is_running:
             self._lender.let_go()

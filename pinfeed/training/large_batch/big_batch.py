@@ -21,7 +21,7 @@ from pinfeed.training.large_batch.check import Check, compared
 from pinfeed.training.large_batch.decisions import SOURCE, Decisions
 from pinfeed.training.large_batch.losses import Count, Reduction, check_targets, count_of, reduction_of
 from pinfeed.training.large_batch.micro_batches import (
-    Cut,
+    MicroBatches,
     is_source,
     joined,
     n_samples,
@@ -33,7 +33,7 @@ from pinfeed.training.large_batch.micro_batches import (
 )
 from pinfeed.training.large_batch.proof import Proofs
 from pinfeed.training.large_batch.recompute import recomputed
-from pinfeed.training.large_batch.select import STRATEGIES, Chosen, Strategy, batch_norms
+from pinfeed.training.large_batch.select import STRATEGIES, Strategy, StrategyChoice, batch_norms
 from pinfeed.training.large_batch.strategies import Accumulation, Pieces, Task, all_or_nothing, give_back, plain, two_pass
 from pinfeed.training.memory_model.estimate import check_autocast
 from pinfeed.training.memory_model.probe import is_out_of_memory
@@ -122,10 +122,10 @@ class BigBatch:
         self._decisions = Decisions(
             self._task, self._device, config, chunk_size, strategy, found is not None, Proofs(prove, autocast), autocast
         )
-        self._cut, self._is_closed = Cut(), False
+        self._cut, self._is_closed = MicroBatches(), False
         self._stream: LoaderFeeder | None = None
         self._offload: Offload | None = None
-        self.chosen: Chosen | None = None
+        self.chosen: StrategyChoice | None = None
         """How the last batch was computed."""
         self.n_halved = 0
         """Chunks that did not fit, and were computed in halves."""
@@ -201,7 +201,7 @@ class BigBatch:
         whole, task = (self._moved(inputs), self._moved(targets)), self._task
         return compared(task, strategy, lambda: plain(task, *whole), lambda: self._compute(chosen, inputs, targets))
 
-    def _compute(self, chosen: Chosen, inputs: Any, targets: Any) -> torch.Tensor:
+    def _compute(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
         task, size = self._task, chosen.chunk_size
         with all_or_nothing(task):
             if chosen.strategy == "accumulate":
@@ -224,7 +224,7 @@ class BigBatch:
                 self.n_halved += accumulation.n_halved
                 self._decisions.halve(key)
 
-    def _again_if_it_does_not_fit(self, task: Task, chosen: Chosen, inputs: Any, targets: Any) -> torch.Tensor:
+    def _again_if_it_does_not_fit(self, task: Task, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
         """The whole batch, or two passes; from the beginning in smaller chunks, as long as there is no memory."""
         state, size = rng_state.capture(), chosen.chunk_size
         try:

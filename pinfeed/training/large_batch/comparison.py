@@ -18,7 +18,7 @@ from pinfeed.training.large_batch.fixed_random import FixedRandomness
 from pinfeed.training.large_batch.micro_batches import check_rows, joined, part, some
 from pinfeed.training.large_batch.model_state import State, on_copies, on_other_parameters
 from pinfeed.training.large_batch.recompute import recomputed
-from pinfeed.training.large_batch.steps import ONE_BY_ONE, Edges, Samples, cloned, compare_steps, own_gradients
+from pinfeed.training.large_batch.steps import ONE_BY_ONE, Edges, StepSamples, cloned, compare_steps, own_gradients
 from pinfeed.training.large_batch.strategies import Task
 from pinfeed.training.memory_model.estimate import call
 from pinfeed.training.memory_model.probe import is_out_of_memory
@@ -61,7 +61,7 @@ class Comparison:
         autocast: The dtype of autocast, or None. It is used only where the model does not run without it.
     """
 
-    def __init__(self, task: Task, samples: Samples, more: Callable[[int], Samples], autocast: torch.dtype | None) -> None:
+    def __init__(self, task: Task, samples: StepSamples, more: Callable[[int], StepSamples], autocast: torch.dtype | None) -> None:
         self._task = task
         self._samples = samples
         self._more = more

@@ -16,9 +16,9 @@ from pinfeed.training.large_batch.micro_batches import n_samples, samples_like, 
 from pinfeed.training.large_batch.proof import Proofs
 from pinfeed.training.large_batch.select import (
     MOST_COMPARED,
-    Chosen,
     Predictor,
     Strategy,
+    StrategyChoice,
     batch_norms,
     choose,
     chunk_strategies,
@@ -65,11 +65,11 @@ class Decisions:
         self._is_made_of_parts = is_made_of_parts
         self._proofs = proofs
         self._autocast = autocast
-        self._by_shape: dict[Any, Chosen] = {}
+        self._by_shape: dict[Any, StrategyChoice] = {}
         self._predictors: dict[Any, Predictor] = {}
         self._is_reported = False
 
-    def of_source(self, inputs: Any, targets: Any, *, is_one_of_several: bool) -> Chosen:
+    def of_source(self, inputs: Any, targets: Any, *, is_one_of_several: bool) -> StrategyChoice:
         """Decide how the batches of a source are computed, from the first of them.
 
         Args:
@@ -105,7 +105,7 @@ class Decisions:
             self._report("accumulate", problem)
             self._is_reported = True
 
-    def keep(self, key: Any, chosen: Chosen) -> Chosen:
+    def keep(self, key: Any, chosen: StrategyChoice) -> StrategyChoice:
         """Compute batches with this key so from now on."""
         self._by_shape[key] = chosen
         return chosen
@@ -115,7 +115,7 @@ class Decisions:
         if chosen := self._by_shape.get(key):
             self.keep(key, dataclasses.replace(chosen, chunk_size=-(-chosen.chunk_size // 2)))
 
-    def of(self, inputs: Any, targets: Any) -> Chosen:
+    def of(self, inputs: Any, targets: Any) -> StrategyChoice:
         """Decide how a batch is computed.
 
         Raises:
@@ -136,7 +136,7 @@ class Decisions:
                     self._report(chosen.strategy, problem)
         return self._by_shape[key]
 
-    def _is_doubtful(self, chosen: Chosen, n: int) -> bool:
+    def _is_doubtful(self, chosen: StrategyChoice, n: int) -> bool:
         """Whether a strategy that was named may compute something else than the plain step, and nothing has warned of that yet."""
         if chosen.strategy == "checkpoint":
             return True
@@ -187,7 +187,7 @@ class Decisions:
             raise ArgumentError("neither chunk_size nor a config with a limit was given; give one of them")
         return self._predictor(inputs, targets).chunk_size(n, in_two_passes=strategy == "two_pass")
 
-    def as_told(self, strategy: Strategy, n: int | None, chunk_size: int) -> Chosen:
+    def as_told(self, strategy: Strategy, n: int | None, chunk_size: int) -> StrategyChoice:
         """The decision for a strategy that was named, for ``n`` samples; None for a source, which tells its samples at its end."""
         size = (n or 1) if strategy not in ("accumulate", "two_pass") else chunk_size if n is None else min(n, chunk_size)
         if (n is None or size < n) and (norms := batch_norms(self._task.model)):
@@ -202,7 +202,7 @@ class Decisions:
                 "or 'sum' if it is made so (and count= if it is a mean of other things than samples or classes), or strategy='two_pass'"
             )
         why = "batches that come one by one can only be added" if n is None else "it was asked for"
-        return Chosen(strategy, size, why, {})
+        return StrategyChoice(strategy, size, why, {})
 
     def _predictor(self, inputs: Any, targets: Any) -> Predictor:
         key = samples_like(inputs).key, targets is not None and samples_like(targets).key, *batch_norms(self._task.model)

@@ -11,7 +11,7 @@ import torch
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.memory_model.tensor_specs import Samples
+from pinfeed.training.memory_model.tensor_specs import SampleSpec
 
 NEED_ROWS = "chunks need outputs with one row for each sample"
 
@@ -84,13 +84,13 @@ def tensors(batch: Any) -> Any:
     return rebuild(to_torch(leaf) if isinstance(leaf, np.ndarray) else leaf for _, leaf in leaves)
 
 
-def samples_like(batch: Any) -> Samples:
+def samples_like(batch: Any) -> SampleSpec:
     """What a sample of a batch is."""
     leaves, rebuild = flatten(batch)
     found = [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
     if len(found) < len(leaves):
         raise ArgumentError("a batch has values that are no tensors of samples; give strategy= and chunk_size=, which need no prediction")
-    return Samples(tuple(tuple(leaf.shape[1:]) for leaf in found), tuple(leaf.dtype for leaf in found), rebuild)
+    return SampleSpec(tuple(tuple(leaf.shape[1:]) for leaf in found), tuple(leaf.dtype for leaf in found), rebuild)
 
 
 def shapes_of(*batches: Any) -> tuple[Any, ...]:
@@ -142,7 +142,7 @@ def pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
         yield inputs, targets
 
 
-class Cut:
+class MicroBatches:
     """The chunks of a batch, as a loader gives them.
 
     Attributes:

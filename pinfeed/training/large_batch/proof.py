@@ -34,7 +34,7 @@ from pinfeed.training.large_batch.micro_batches import n_samples, shapes_of_samp
 from pinfeed.training.large_batch.model_state import on_copies, on_other_parameters
 from pinfeed.training.large_batch.representative import representative_samples
 from pinfeed.training.large_batch.select import MOST_COMPARED
-from pinfeed.training.large_batch.steps import ONE_BY_ONE, Samples
+from pinfeed.training.large_batch.steps import ONE_BY_ONE, StepSamples
 from pinfeed.training.large_batch.strategies import Task, Touched, give_back
 from pinfeed.training.memory_model.estimate import call
 from pinfeed.training.memory_model.probe import is_out_of_memory
@@ -47,7 +47,7 @@ _SIZES = (3, 2)
 _PERHAPS_ROUNDING = 1e-2
 """A smaller difference may be rounding that the model amplifies; float64 tells."""
 
-More = Callable[[int], Samples]
+More = Callable[[int], StepSamples]
 
 
 class Proofs:
@@ -135,7 +135,7 @@ def _problem(task: Task, strategy: str, inputs: Any, targets: Any, autocast: tor
         autocast = autocast or torch.get_autocast_dtype(device.type)
     samples = _samples(inputs, targets, n, device)
 
-    def more(most: int) -> Samples:
+    def more(most: int) -> StepSamples:
         return _samples(inputs, targets, min(most, n_samples(inputs)), device)
 
     precisely = torch.autocast(device.type, enabled=False)
@@ -144,7 +144,7 @@ def _problem(task: Task, strategy: str, inputs: Any, targets: Any, autocast: tor
         return "" if difference is None else f"{difference}{_cause(task, samples.inputs, n)}"
 
 
-def _found(task: Task, strategy: str, samples: Samples, more: More, autocast: torch.dtype | None) -> Differs | None:
+def _found(task: Task, strategy: str, samples: StepSamples, more: More, autocast: torch.dtype | None) -> Differs | None:
     is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in task.parameters)
     difference = None
     if not is_narrow:
@@ -158,7 +158,7 @@ def _found(task: Task, strategy: str, samples: Samples, more: More, autocast: to
         return _difference(task, strategy, samples, more, autocast) if is_narrow else difference
 
 
-def _difference(task: Task, strategy: str, samples: Samples, more: More, autocast: torch.dtype | None) -> Differs | None:
+def _difference(task: Task, strategy: str, samples: StepSamples, more: More, autocast: torch.dtype | None) -> Differs | None:
     try:
         Comparison(task, samples, more, autocast).run(strategy)
     except Differs as difference:
@@ -168,7 +168,7 @@ def _difference(task: Task, strategy: str, samples: Samples, more: More, autocas
     return None
 
 
-def _difference_in_float64(task: Task, strategy: str, samples: Samples, more: More) -> Differs | None:
+def _difference_in_float64(task: Task, strategy: str, samples: StepSamples, more: More) -> Differs | None:
     modules = [module.double() for module in copy.deepcopy(list(task.modules))]
     loss = task.loss
     if isinstance(loss, nn.Module):
@@ -181,7 +181,7 @@ def _difference_in_float64(task: Task, strategy: str, samples: Samples, more: Mo
     return None
 
 
-def _doubled(samples: Samples) -> Samples:
+def _doubled(samples: StepSamples) -> StepSamples:
     def doubled(batch: Any) -> Any:
         leaves, rebuild = flatten(batch)
         is_float = [isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for _, leaf in leaves]
@@ -191,12 +191,12 @@ def _doubled(samples: Samples) -> Samples:
     return replace(samples, inputs=doubled(samples.inputs), targets=targets)
 
 
-def _samples(inputs: Any, targets: Any, n: int, device: torch.device) -> Samples:
+def _samples(inputs: Any, targets: Any, n: int, device: torch.device) -> StepSamples:
     rows = representative_samples(inputs, targets, n)
     x = moved(some(inputs, rows), device)
     y = None if targets is None else moved(some(targets, rows), device)
     sizes = _CHUNKS.get(n, (n // 2, 1, n // 4, n - n // 2 - 1 - n // 4))
-    return Samples(x, y, list(itertools.pairwise(itertools.accumulate(sizes, initial=0))))
+    return StepSamples(x, y, list(itertools.pairwise(itertools.accumulate(sizes, initial=0))))
 
 
 def _cause(task: Task, inputs: Any, n: int) -> str:

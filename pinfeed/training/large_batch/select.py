@@ -29,7 +29,7 @@ STRATEGIES: tuple[Strategy, ...] = ("plain", "accumulate", "two_pass", "checkpoi
 
 
 @dataclass(frozen=True)
-class Chosen:
+class StrategyChoice:
     """A decision. ``str(chosen)`` says it.
 
     Attributes:
@@ -145,7 +145,7 @@ def choose(
     is_made_of_parts: bool,
     predictor: Predictor | None,
     problem_of: Callable[[Strategy], str],
-) -> Chosen:
+) -> StrategyChoice:
     """The way for a batch of ``n``.
 
     Args:
@@ -175,7 +175,7 @@ def choose(
         return not problem
 
     if (chunk_size is not None and chunk_size >= n) or fits("plain"):
-        return Chosen("plain", n, "the whole batch fits", taken)
+        return StrategyChoice("plain", n, "the whole batch fits", taken)
     norms = batch_norms(model)
     if norms:
         problems["accumulate, two_pass"] = f"{norms[0]} normalizes over the batch"
@@ -191,12 +191,12 @@ def choose(
                 if problems:
                     why = f"accumulate is wrong: {problems['accumulate']}"
                 taken[name] = None if predictor is None else predictor.bytes_of(name, n, size)
-                return Chosen(name, min(size, n), why, taken)
+                return StrategyChoice(name, min(size, n), why, taken)
     why = said_of(problems)
     if fits("offload") and predictor is not None and predictor.offload.host_bytes <= predictor.host_limit:
-        return Chosen("offload", n, f"chunks are wrong ({why}), and what is kept for the backward pass fits on the host", taken)
+        return StrategyChoice("offload", n, f"chunks are wrong ({why}), and what is kept for the backward pass fits on the host", taken)
     if can_be_recomputed(model) and fits("checkpoint") and is_right("checkpoint"):
-        return Chosen("checkpoint", n, f"chunks are wrong ({why}), and the whole batch fits if parts are computed again", taken)
+        return StrategyChoice("checkpoint", n, f"chunks are wrong ({why}), and the whole batch fits if parts are computed again", taken)
     why = said_of(problems)
     # Outputs that cannot be cut are a problem of chunks, although the comparison finds it in the plain step.
     if all(problem.startswith(PLAIN_FAILS) and NEED_ROWS not in problem for problem in problems.values()):

@@ -23,7 +23,7 @@ Edges = Sequence[tuple[int, int]]
 
 
 @dataclass(frozen=True)
-class Samples:
+class StepSamples:
     """Samples on which a strategy is compared with the plain step.
 
     Attributes:
@@ -44,7 +44,7 @@ ONE_BY_ONE = "accumulate one by one"
 def compare_steps(
     task: Task,
     strategy: str,
-    samples: Samples,
+    samples: StepSamples,
     random: dict[str, Any],
     rounding: Rounding,
     context: Callable[[], AbstractContextManager[Any]],

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from pinfeed.errors import BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
-from pinfeed.memory.limits import Item, Plan, human
+from pinfeed.memory.limits import Allocation, Plan, human
 from pinfeed.training.memory_model.report import Estimate
 
 
@@ -34,12 +34,12 @@ class Budget:
     gpu_memory_limit: int | None
 
     @property
-    def items(self) -> tuple[Item, ...]:
+    def items(self) -> tuple[Allocation, ...]:
         """Everything, once each: the step's own batch is one of the feeder's."""
         place = "host" if self.gpu_memory_limit is None else "device"
         step = [(what, nbytes) for what, nbytes in self.step.breakdown.items() if what != "batch" and nbytes]
         step += [("left for what is not seen" if self.seen is None else "seen beyond that", self.margin)] * bool(self.margin)
-        return (*(Item(what, place, 1, nbytes) for what, nbytes in step), *self.feeder.items)  # type: ignore[arg-type]
+        return (*(Allocation(what, place, 1, nbytes) for what, nbytes in step), *self.feeder.items)  # type: ignore[arg-type]
 
     @property
     def cpu_bytes(self) -> int:

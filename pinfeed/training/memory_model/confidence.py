@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from pinfeed.training.memory_model.report import Confidence, Kind
-from pinfeed.training.memory_model.storage_tracker import Tracker
+from pinfeed.training.memory_model.storage_tracker import StorageTracker
 
 _RANKS: tuple[Confidence, ...] = ("exact", "close", "low")
 _MOST_THREADS = 2
@@ -20,7 +20,7 @@ _NOT_MEASURED = f"was measured in float32, with AVX2 or AVX-512 and up to {_MOST
 
 def confidence_in(
     model: nn.Module,
-    tracker: Tracker,
+    tracker: StorageTracker,
     device: Kind,
     autocast: torch.dtype | None,
 ) -> tuple[Confidence, list[str]]:

@@ -21,7 +21,7 @@ from pinfeed.training.memory_model.estimate import StepEstimator, bytes_there, c
 from pinfeed.training.memory_model.probe import measured
 from pinfeed.training.memory_model.report import Kind
 from pinfeed.training.memory_model.sizing import largest_that_fits
-from pinfeed.training.memory_model.tensor_specs import Samples, samples_of
+from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.validation.arguments import explain_arguments, whole_number
 
 _CLOSE = 0.06  # margin for workspace that the model of oneDNN's layouts misses
@@ -230,7 +230,7 @@ class Config(limits.MemoryLimits):
         return self.total_sample_count
 
     @functools.cached_property
-    def _samples(self) -> tuple[Samples, Samples | None]:
+    def _samples(self) -> tuple[SampleSpec, SampleSpec | None]:
         targets = None if self.output_shape is None else samples_of(self.output_shape, self.output_dtype, "output")
         return samples_of(self.input_shape, self.input_dtype, "input"), targets
 

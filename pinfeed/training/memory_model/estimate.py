@@ -19,8 +19,8 @@ from pinfeed.training.memory_model.caching_allocator import CachingAllocator
 from pinfeed.training.memory_model.confidence import confidence_in
 from pinfeed.training.memory_model.recurrent import as_on_cpu
 from pinfeed.training.memory_model.report import Confidence, Estimate, Kind, Layer, layers_of
-from pinfeed.training.memory_model.storage_tracker import Peak, Tracker, as_on_cuda, peak_of
-from pinfeed.training.memory_model.tensor_specs import Samples, samples_of
+from pinfeed.training.memory_model.storage_tracker import Peak, StorageTracker, as_on_cuda, peak_of
+from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.validation.arguments import whole_number
 
 KINDS = ("parameters", "buffers", "gradients", "optimizer state", "batch", "activations", "temporary")
@@ -85,7 +85,7 @@ class Run:
         held: Outputs and loss of the step before, while they are alive.
     """
 
-    def __init__(self, estimator: StepEstimator, model: nn.Module, loss: Any, tracker: Tracker) -> None:
+    def __init__(self, estimator: StepEstimator, model: nn.Module, loss: Any, tracker: StorageTracker) -> None:
         self._estimator, self.model, self._loss, self.tracker = estimator, model, loss, tracker
         self.held: tuple[Any, ...] = ()
 
@@ -147,8 +147,8 @@ class StepEstimator:
     def __init__(
         self,
         model: Any,
-        inputs: Samples,
-        targets: Samples | None,
+        inputs: SampleSpec,
+        targets: SampleSpec | None,
         *,
         loss: Callable[[Any, Any], torch.Tensor] | None = None,
         optimizer: Any = None,
@@ -197,7 +197,7 @@ class StepEstimator:
         return self._known[batch_size, step]
 
     def _estimated(self, batch_size: int, step: Step) -> Estimate:
-        tracker, log = Tracker(is_cpu=self.device == "cpu"), logging.getLogger("torch._subclasses.fake_tensor")
+        tracker, log = StorageTracker(is_cpu=self.device == "cpu"), logging.getLogger("torch._subclasses.fake_tensor")
         was_silent, log.disabled = log.disabled, True  # it prints the traceback of what is raised here
         try:
             layers, confidence, notes = self._follow(tracker, batch_size, step)
@@ -210,7 +210,7 @@ class StepEstimator:
         peak = peak_of(tracker, _ROUND[self.device])
         return self._summary(batch_size, tracker, peak, layers, confidence, notes)
 
-    def _follow(self, tracker: Tracker, batch_size: int, step: Step) -> tuple[tuple[Layer, ...], Confidence, list[str]]:
+    def _follow(self, tracker: StorageTracker, batch_size: int, step: Step) -> tuple[tuple[Layer, ...], Confidence, list[str]]:
         from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to load
 
         cuda = self.device == "cuda"
@@ -251,7 +251,7 @@ class StepEstimator:
         )
 
     def _summary(
-        self, batch_size: int, tracker: Tracker, peak: Peak, layers: tuple[Layer, ...], confidence: Confidence, notes: list[str]
+        self, batch_size: int, tracker: StorageTracker, peak: Peak, layers: tuple[Layer, ...], confidence: Confidence, notes: list[str]
     ) -> Estimate:
         named = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
         breakdown = dict.fromkeys(KINDS, 0)

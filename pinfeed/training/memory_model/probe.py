@@ -18,7 +18,7 @@ from pinfeed.errors import EstimateError
 from pinfeed.memory.host import resident_bytes
 from pinfeed.training import rng_state
 from pinfeed.training.memory_model.estimate import StepEstimator, call, tensors_of
-from pinfeed.training.memory_model.tensor_specs import Samples, moved
+from pinfeed.training.memory_model.tensor_specs import SampleSpec, moved
 
 _N_STEPS = 3  # the optimizer's state comes in the first, what libraries try out in the first as well
 _SAID = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
@@ -118,7 +118,7 @@ def _sample(estimator: StepEstimator, n: int) -> tuple[Any, Any]:
     def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.rand(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
 
-    def batch(samples: Samples | None) -> Any:
+    def batch(samples: SampleSpec | None) -> Any:
         return None if samples is None else samples.batch(n, make)
 
     return batch(estimator.inputs), batch(estimator.targets)

@@ -37,7 +37,7 @@ _PLAIN = ("linalg_vector_norm", "linalg_cross")
 """Operations that match these prefixes but take no workspace."""
 
 
-class Tracker(TorchDispatchMode):
+class StorageTracker(TorchDispatchMode):
     """Every storage that an operation returns, from then until it dies.
 
     Attributes:
@@ -142,7 +142,7 @@ class Peak:
         return sum(self.kinds.values())
 
 
-def peak_of(tracker: Tracker, round_to: int) -> Peak:
+def peak_of(tracker: StorageTracker, round_to: int) -> Peak:
     """The peak of a program that was tracked, each storage rounded up."""
     now: dict[str, int] = {}
     phases: dict[str, int] = {}

@@ -17,7 +17,7 @@ from pinfeed.tensors.pytree import Rebuild, flatten
 
 
 @dataclass(frozen=True)
-class Samples:
+class SampleSpec:
     """Shapes without the dimension of the batch, and dtypes, of the tensors of a sample."""
 
     shapes: tuple[tuple[int, ...], ...]
@@ -44,7 +44,7 @@ class Samples:
         return ", ".join(f"{(n, *shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in tensors)
 
 
-def samples_of(shape: Any, dtype: Any, name: str) -> Samples:
+def samples_of(shape: Any, dtype: Any, name: str) -> SampleSpec:
     """Samples of a nested ``shape``: a tuple or list of integers is one tensor, everything else a structure of such.
 
     Args:
@@ -66,7 +66,7 @@ def samples_of(shape: Any, dtype: Any, name: str) -> Samples:
         dtypes = tuple(kind for _, kind in found)
     else:
         dtypes = (_torch_dtype(dtype, f"{name}_dtype"),) * len(shapes)
-    return Samples(shapes, dtypes, rebuild)
+    return SampleSpec(shapes, dtypes, rebuild)
 
 
 def moved(batch: Any, device: torch.device) -> Any:

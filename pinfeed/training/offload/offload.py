@@ -31,8 +31,8 @@ from pinfeed.devices.base import Device, Event
 from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import KiB, MiB
-from pinfeed.training.offload.offload_transfer import Piece, Spill
-from pinfeed.training.offload.pinned_pool import HostBlocks
+from pinfeed.training.offload.offload_transfer import OffloadTransfer, StoragePiece
+from pinfeed.training.offload.pinned_pool import PinnedPool
 from pinfeed.training.offload.saved_tensors import Geometry, Range, Same, Storages, geometry_of, tensors_of, version_of
 
 
@@ -75,7 +75,7 @@ class _Kept:
         self.tensor, self.version = tensor if tensor.is_leaf else tensor.detach(), version_of(tensor)
 
 
-class _Moved(Piece):
+class _Moved(StoragePiece):
     """A piece, and what tells whether another saved tensor is the same values."""
 
     __slots__ = ("handles", "probe", "range", "same")
@@ -136,8 +136,8 @@ class Offload:
         self.device: Device = resolve(device, n_spare=0)
         self._owns_device = self.device is not device
         self._storages = self.storages(self.device.name)
-        self._blocks = HostBlocks(self.device, free_host_bytes() // 2 if host_limit is None else host_limit)
-        self._spill = Spill(self.device, self._blocks, window)
+        self._blocks = PinnedPool(self.device, free_host_bytes() // 2 if host_limit is None else host_limit)
+        self._spill = OffloadTransfer(self.device, self._blocks, window)
         self._threshold, self._window = threshold, window
         self._lock = threading.Lock()  # the backward pass runs in threads of autograd's
         self._saved: weakref.WeakValueDictionary[tuple[int, Range], _Moved] = weakref.WeakValueDictionary()

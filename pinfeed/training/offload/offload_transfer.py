@@ -38,13 +38,13 @@ import numpy as np
 import torch
 
 from pinfeed.devices.base import Device, Event, Stream
-from pinfeed.training.offload.pinned_pool import Block, HostBlocks
+from pinfeed.training.offload.pinned_pool import PinnedBlock, PinnedPool
 
 _BYTES = np.dtype(np.uint8)
 _LOOK = 1024  # positions that are looked through for one to fetch: those of other branches may be gone
 
 
-class Piece:
+class StoragePiece:
     """Bytes of a storage that were saved.
 
     Attributes:
@@ -58,7 +58,7 @@ class Piece:
     def __init__(self, position: int, memory: torch.Tensor, stream: Stream) -> None:
         self.position, self.nbytes = position, memory.numel()
         self.memory: torch.Tensor | None = memory
-        self.stream, self.block = stream, None  # type: tuple[Stream, Block | None]
+        self.stream, self.block = stream, None  # type: tuple[Stream, PinnedBlock | None]
         self.back: Event | None = None
         """Behind the copy that filled ``memory``, in whose stream nobody else may look at it yet."""
 
@@ -90,7 +90,7 @@ class _Copies:
         return copy
 
 
-class Spill:
+class OffloadTransfer:
     """Moves pieces, for one caller at a time; only the end of a piece may come at any time, in any thread.
 
     Args:
@@ -99,18 +99,18 @@ class Spill:
         window: Bytes of device memory that what was saved last may hold, and as many for what comes back ahead of its use.
     """
 
-    def __init__(self, device: Device, blocks: HostBlocks, window: int) -> None:
+    def __init__(self, device: Device, blocks: PinnedPool, window: int) -> None:
         self.device, self._blocks, self._window = device, blocks, window
         self._write, self._read = device.stream("write"), device.stream("read")
         self._going, self._coming = _Copies(), _Copies()
-        self._pieces: weakref.WeakValueDictionary[int, Piece] = weakref.WeakValueDictionary()
-        self._ended: deque[int] = deque()  # positions; a deque as in HostBlocks, and for the same reason
+        self._pieces: weakref.WeakValueDictionary[int, StoragePiece] = weakref.WeakValueDictionary()
+        self._ended: deque[int] = deque()  # positions; a deque as in PinnedPool, and for the same reason
         self._asked = self._seen = 0
         """Positions: the last one asked for, and the last one that was looked at then, whether it is to be fetched ahead."""
         self._closed = False
         self.offloaded = self.restored = self.n_missed = 0
 
-    def send(self, piece: Piece) -> bool:
+    def send(self, piece: StoragePiece) -> bool:
         """Start the way to the host; False if there is no room for it."""
         self.tidy()
         block = self._blocks.take(piece.nbytes)
@@ -131,7 +131,7 @@ class Spill:
             self._release(next(iter(self._going.all)))
         return True
 
-    def ask(self, piece: Piece, compute: Stream) -> torch.Tensor:
+    def ask(self, piece: StoragePiece, compute: Stream) -> torch.Tensor:
         """The bytes on the device, for work in ``compute``."""
         self.tidy()
         if piece.memory is None:
@@ -147,7 +147,7 @@ class Spill:
         assert piece.memory is not None
         return piece.memory
 
-    def fetch_ahead(self, asked: Piece, compute: Stream) -> None:
+    def fetch_ahead(self, asked: StoragePiece, compute: Stream) -> None:
         """Start the way back of the pieces saved before ``asked``, as far as the window has room; of one, if it is larger than that."""
         if not self._seen <= asked.position <= self._asked:
             self._seen = asked.position  # not further down where the last one was, but elsewhere
@@ -163,7 +163,7 @@ class Spill:
                     return  # nothing was started; it comes when it is asked for, when other memory may be free
             self._seen = position
 
-    def forget(self, piece: Piece) -> None:
+    def forget(self, piece: StoragePiece) -> None:
         """Let go of what came back; it comes again if it is asked for."""
         if piece.back is not None:
             piece.memory = piece.back = None
@@ -186,7 +186,7 @@ class Spill:
         self._coming = _Copies()
         self._blocks.close()
 
-    def _fetch(self, piece: Piece, compute: Stream) -> _UnderWay:
+    def _fetch(self, piece: StoragePiece, compute: Stream) -> _UnderWay:
         block = piece.block
         assert block is not None
         assert block.busy is not None
@@ -198,7 +198,7 @@ class Spill:
         self.restored += piece.nbytes
         return _UnderWay(memory, back, compute)
 
-    def _has_room(self, piece: Piece, asked: int) -> bool:
+    def _has_room(self, piece: StoragePiece, asked: int) -> bool:
         """Whether the piece may come back ahead of its use, once those have made way that are asked for later.
 
         They are not between it and what is asked for now: the backward pass went past them, or they are of another graph.
@@ -226,7 +226,7 @@ class Spill:
         if piece is not None:
             piece.memory = None
 
-    def _end(self, position: int, block: Block) -> None:
+    def _end(self, position: int, block: PinnedBlock) -> None:
         """The last saved tensor of a piece is gone. In any thread, at any time."""
         if self._closed and block.busy is not None:
             block.busy.sync()  # a copy may still use a block that is about to be freed

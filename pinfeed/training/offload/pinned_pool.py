@@ -18,7 +18,7 @@ logger = logging.getLogger("pinfeed")
 _WASTE = 8  # a block may be larger than what it is for, by this part of it: sizes that vary find the same blocks again
 
 
-class Block:
+class PinnedBlock:
     """Host memory. ``busy`` is the last copy that reads or writes it."""
 
     __slots__ = ("busy", "memory", "nbytes")
@@ -28,7 +28,7 @@ class Block:
         self.busy: Event | None = None
 
 
-class HostBlocks:
+class PinnedPool:
     """Blocks, for one caller at a time; only ``give`` may come at any time, in any thread.
 
     Args:
@@ -38,13 +38,13 @@ class HostBlocks:
 
     def __init__(self, device: Device, limit: int) -> None:
         self._device, self.limit = device, limit
-        self._free: list[Block] = []  # by size
+        self._free: list[PinnedBlock] = []  # by size
         # A deque: its operations are atomic, and a finalizer may run in the midst of anything, take() included.
-        self._returned: deque[Block] = deque()
+        self._returned: deque[PinnedBlock] = deque()
         self._closed = False
         self.nbytes = self.used = self.peak = self.n_made = 0
 
-    def take(self, nbytes: int) -> Block | None:
+    def take(self, nbytes: int) -> PinnedBlock | None:
         """A block of at least that size; None if the limit does not leave room for it."""
         self.reap()
         size = block_nbytes(nbytes)
@@ -59,7 +59,7 @@ class HostBlocks:
         self.peak = max(self.peak, self.used)
         return block
 
-    def give(self, block: Block) -> None:
+    def give(self, block: PinnedBlock) -> None:
         """The block is free again. Without the lock."""
         if self._closed:
             block.memory = block.memory[:0].copy()
@@ -95,9 +95,9 @@ class HostBlocks:
                 self.nbytes -= block.nbytes
         return self.nbytes + size <= self.limit
 
-    def _make(self, size: int) -> Block | None:
+    def _make(self, size: int) -> PinnedBlock | None:
         try:
-            block = Block(self._device.staging(size))
+            block = PinnedBlock(self._device.staging(size))
         except (DeviceError, MemoryError) as error:
             logger.warning("no more than %d bytes of page-locked memory for saved activations, the others stay: %s", self.nbytes, error)
             self.limit = self.nbytes  # it is slow to be refused

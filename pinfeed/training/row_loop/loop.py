@@ -18,14 +18,14 @@ from pinfeed.feeders.dataloader import HINTS, LoaderFeeder
 from pinfeed.memory.limits import check_depth, check_route, safe_repr
 from pinfeed.pipeline.abandoned import is_abandoned
 from pinfeed.pipeline.epochs import is_suspended
-from pinfeed.pipeline.prefetcher import Loan, Pace
+from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
 from pinfeed.pipeline.store_tree import aliases
 from pinfeed.training import rng_state
 from pinfeed.training.distributed.source import ShardedSource, ShardedTable
 from pinfeed.training.distributed.table import ShardedEmbedding
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.source import Exchanged, FedBatch, IdsOf, RowsOfTables, TableRows
-from pinfeed.training.embeddings.table import Block, HostEmbedding
+from pinfeed.training.embeddings.table import BatchRows, HostEmbedding
 from pinfeed.training.row_loop.verify import Shadow
 from pinfeed.validation.arguments import check_flag, explain_arguments
 
@@ -114,12 +114,12 @@ class RowLoop(LoaderFeeder):
         every = {f"{lent.table.name}.{name}": store for lent in self._tables for name, store in zip(lent.names, lent.stores, strict=True)}
         if shared := aliases(list(every), list(every.values())):
             raise ArgumentError(f"{shared} have rows in common; give tables that are one as one HostEmbedding, looked up several times")
-        pace = Pace(depth, n_readers=max(1, min(depth + 1, len(os.sched_getaffinity(0)) // 2, _MAX_READERS)))
-        self._rows = _source(loader, self._tables, specs, pace, verify)
+        schedule = PrefetchSchedule(depth, n_readers=max(1, min(depth + 1, len(os.sched_getaffinity(0)) // 2, _MAX_READERS)))
+        self._rows = _source(loader, self._tables, specs, schedule, verify)
         super().__init__(
             self._rows,
             device=device,
-            pace=pace,
+            schedule=schedule,
             progress=progress,
             timeline=timeline,
             n_spare=(len(every) + len(specs) + 4) * (2 * depth + 2),
@@ -128,7 +128,7 @@ class RowLoop(LoaderFeeder):
         )
         self._verify = verify
         self._shadow: Shadow | None = None
-        self._loan: Loan | None = None
+        self._loan: LentBatch | None = None
         self._thread: int | None = None  # the loop's, while one runs
         self._random: dict[str, Any] = {}  # as the epoch began
         self._told: int | None = None  # the epoch of the last set_epoch
@@ -153,7 +153,7 @@ class RowLoop(LoaderFeeder):
                 lent.require_resumed()
         for lent in self._tables:
             lent.table.require_idle()  # and again when it begins: two may be made before either does
-        loans = cast("Generator[Loan, None, None]", self._loop.run(lambda loan: loan, begin=self._begin))
+        loans = cast("Generator[LentBatch, None, None]", self._loop.run(lambda loan: loan, begin=self._begin))
         generator = cast("GeneratorType[Any, None, None]", self._lend(loans))
         self._outer = weakref.ref(generator)
         return generator
@@ -281,7 +281,7 @@ class RowLoop(LoaderFeeder):
             if to_the_end:
                 self._source.finish()
 
-    def _lend(self, loans: Generator[Loan, None, None]) -> Iterator[Any]:
+    def _lend(self, loans: Generator[LentBatch, None, None]) -> Iterator[Any]:
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget)
             for lent in self._tables:
@@ -308,7 +308,7 @@ class RowLoop(LoaderFeeder):
             if self._shadow is not None:
                 self._shadow.check_stores()
 
-    def _bind(self, loan: Loan) -> Any:
+    def _bind(self, loan: LentBatch) -> Any:
         """Lend the rows to the tables and their optimizers, and the loader's batch to the loop."""
         batch: FedBatch = loan.take()
         if self._shadow is not None:
@@ -329,7 +329,7 @@ class RowLoop(LoaderFeeder):
     def _forget(self) -> None:
         self._loan = self._shadow = self._thread = None
 
-    def _write_back(self, loan: Loan, *, copied: bool, check: bool) -> None:
+    def _write_back(self, loan: LentBatch, *, copied: bool, check: bool) -> None:
         values = [lent.changed() for lent in self._tables]
         if any(tensors is not None for tensors in values) or self._rows.writes_always:
             if self._shadow is not None:
@@ -363,7 +363,7 @@ class _Lent:
         self.unbind()
         self.table._release()
 
-    def bind(self, block: Block, state: list[torch.Tensor]) -> None:
+    def bind(self, block: BatchRows, state: list[torch.Tensor]) -> None:
         """Lend rows to the table, with their state to its optimizer."""
         self.table._block = block
         if self.optimizer is not None:
@@ -433,7 +433,7 @@ def _check(tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]) -> dic
     return found
 
 
-def _source(loader: Any, tables: Sequence[_Lent], specs: Sequence[TableRows], pace: Pace, verify: bool) -> RowsOfTables:
+def _source(loader: Any, tables: Sequence[_Lent], specs: Sequence[TableRows], schedule: PrefetchSchedule, verify: bool) -> RowsOfTables:
     """The loader's batches with rows of tables that are here, or of tables that are shared.
 
     Raises:
@@ -448,7 +448,7 @@ def _source(loader: Any, tables: Sequence[_Lent], specs: Sequence[TableRows], pa
         )
         raise ArgumentError(f"tables: {kinds}; expected all of them sharded, over the same process_group, or none")
     sharded = [ShardedTable(spec, lent.optimizer is not None, table.mean) for spec, lent, table in zip(specs, tables, shared, strict=True)]
-    return ShardedSource(loader, sharded, shared[0].peers, pace, verify)
+    return ShardedSource(loader, sharded, shared[0].peers, schedule, verify)
 
 
 def _ids_of(table: HostEmbedding, value: Any) -> IdsOf:

@@ -16,7 +16,7 @@ _GIB = 1 << 30
 
 
 @dataclass(frozen=True)
-class Row:
+class Record:
     """A backward pass, an epoch, or an evaluation.
 
     Attributes:
@@ -44,14 +44,14 @@ class Row:
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-COLUMNS = tuple(one.name for one in dataclasses.fields(Row) if one.name != "metrics")
+COLUMNS = tuple(one.name for one in dataclasses.fields(Record) if one.name != "metrics")
 
 
 class History:
     """Rows of numbers, in the order in which things ended; no tensor is kept."""
 
     def __init__(self) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[Record] = []
 
     def __repr__(self) -> str:
         ended = [row for row in self.rows if row.kind != "batch"]
@@ -59,16 +59,16 @@ class History:
         return f"<History: {len(self.epochs)} epochs, {len(self.batches)} batches, {len(self.evaluations)} evaluations{last}>"
 
     @property
-    def batches(self) -> list[Row]:
+    def batches(self) -> list[Record]:
         """Of backward passes; those of an epoch are there when it has ended."""
         return [row for row in self.rows if row.kind == "batch"]
 
     @property
-    def epochs(self) -> list[Row]:
+    def epochs(self) -> list[Record]:
         return [row for row in self.rows if row.kind == "epoch"]
 
     @property
-    def evaluations(self) -> list[Row]:
+    def evaluations(self) -> list[Record]:
         return [row for row in self.rows if row.kind == "evaluation"]
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -91,7 +91,7 @@ class History:
             if missing := [name for name in COLUMNS if name not in row]:
                 raise ArgumentError(f"{os.fspath(path)!r}, row {number} has no {missing[0]!r}; expected a file that History.save wrote")
             metrics = {name: value for name, value in row.items() if name not in COLUMNS and value is not None}
-            found.rows.append(Row(**{name: row[name] for name in COLUMNS}, metrics=metrics))
+            found.rows.append(Record(**{name: row[name] for name in COLUMNS}, metrics=metrics))
         return found
 
     def draw(self, path: str | os.PathLike[str]) -> None:

@@ -13,7 +13,7 @@ class LoopWarning(UserWarning):
     """A training loop does what is hardly meant."""
 
 
-class EventMonitor:
+class MissingStepCheck:
     """Sees what a loop does, and warns, once for each thing, of what it may have forgotten.
 
     - ``zero_grad``: a backward pass adds to gradients that a step has used already. It makes no difference who clears them, and how: what

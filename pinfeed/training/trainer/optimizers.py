@@ -17,7 +17,7 @@ def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     return list(own()) if own is not None else [p for group in optimizer.param_groups for p in group["params"]]
 
 
-class Updates:
+class OptimizerGroup:
     """Optimizers as one.
 
     Args:

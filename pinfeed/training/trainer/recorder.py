@@ -11,12 +11,12 @@ from typing import TypedDict
 import torch
 
 from pinfeed.memory.host import resident_bytes
-from pinfeed.training.trainer.history import History, Row
+from pinfeed.training.trainer.history import History, Record
 
 _TOGETHER = 256  # losses that become one tensor on the device: a tensor of its own takes 512 bytes there
 
 
-class Memory(TypedDict):
+class MemoryUse(TypedDict):
     """Bytes, as a Row has them."""
 
     allocated_bytes: int | None
@@ -24,7 +24,7 @@ class Memory(TypedDict):
     host_bytes: int | None
 
 
-def taken(device: torch.device) -> Memory:
+def taken(device: torch.device) -> MemoryUse:
     """Memory as it is. Does not wait for the device."""
     host = resident_bytes()
     kinds = [nbytes for name in ("anonymous", "file", "shared") if (nbytes := host[name]) is not None]
@@ -50,7 +50,7 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pending, self._rows = device, Pending(), list[Row]()
+        self._device, self._pending, self._rows = device, PendingRecord(), list[Record]()
         self._begin = self._since = 0.0
         self.history, self.n_epochs, self.is_recording = History(), 0, False
         self.loss: torch.Tensor | None = None
@@ -67,7 +67,7 @@ class Recorder:
         if self.is_recording:
             now = time.perf_counter()
             seconds, self._since = now - self._since, now
-            row = Row("batch", self.n_epochs - 1, len(self._pending), math.nan, n_samples, seconds, **taken(self._device))
+            row = Record("batch", self.n_epochs - 1, len(self._pending), math.nan, n_samples, seconds, **taken(self._device))
             self._pending.add(row, loss)
 
     def end(self) -> None:
@@ -76,40 +76,40 @@ class Recorder:
         self._rows = self._pending.read()
         self.history.rows += self._rows
 
-    def summary(self) -> Row:
+    def summary(self) -> Record:
         """The epoch that has ended, as a whole; it goes into the history."""
         n = sum(row.samples for row in self._rows)
         loss = sum(row.loss * row.samples for row in self._rows) / n if n else math.nan
-        return self._kept(Row("epoch", self.n_epochs - 1, None, loss, n, time.perf_counter() - self._begin, **taken(self._device)))
+        return self._kept(Record("epoch", self.n_epochs - 1, None, loss, n, time.perf_counter() - self._begin, **taken(self._device)))
 
-    def evaluation(self, loss: float, n_samples: int, seconds: float, metrics: Mapping[str, float]) -> Row:
+    def evaluation(self, loss: float, n_samples: int, seconds: float, metrics: Mapping[str, float]) -> Record:
         """An evaluation was done; it goes into the history."""
-        return self._kept(Row("evaluation", self.n_epochs, None, loss, n_samples, seconds, **taken(self._device), metrics=metrics))
+        return self._kept(Record("evaluation", self.n_epochs, None, loss, n_samples, seconds, **taken(self._device), metrics=metrics))
 
-    def _kept(self, row: Row) -> Row:
+    def _kept(self, row: Record) -> Record:
         self.history.rows.append(row)
         return row
 
 
-class Pending:
+class PendingRecord:
     """Rows of batches whose losses are still on the device: they are read when the epoch has ended, so that no batch waits for that."""
 
     def __init__(self) -> None:
-        self._rows: list[Row] = []
+        self._rows: list[Record] = []
         self._losses: list[torch.Tensor] = []
         self._groups: list[torch.Tensor] = []
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def add(self, row: Row, loss: torch.Tensor) -> None:
+    def add(self, row: Record, loss: torch.Tensor) -> None:
         """A batch, whose loss is a tensor of shape ()."""
         self._rows.append(row)
         self._losses.append(loss.detach().double().reshape(()))
         if len(self._losses) == _TOGETHER:
             self._gather()
 
-    def read(self) -> list[Row]:
+    def read(self) -> list[Record]:
         """All of them, with their losses. Waits for the device."""
         self._gather()
         losses = [loss for group in self._groups for loss in group.tolist()]

@@ -18,12 +18,12 @@ from pinfeed.memory import limits
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.large_batch.big_batch import BigBatch, check_step
 from pinfeed.training.large_batch.micro_batches import n_samples, tensors
-from pinfeed.training.large_batch.select import Chosen
+from pinfeed.training.large_batch.select import StrategyChoice
 from pinfeed.training.trainer.callbacks import Callbacks, progress_bar
 from pinfeed.training.trainer.evaluate import Evaluator, Metrics, check_metrics, pair_of
-from pinfeed.training.trainer.history import History, Row
-from pinfeed.training.trainer.loop_checks import EventMonitor
-from pinfeed.training.trainer.optimizers import Updates, parameters_of
+from pinfeed.training.trainer.history import History, Record
+from pinfeed.training.trainer.loop_checks import MissingStepCheck
+from pinfeed.training.trainer.optimizers import OptimizerGroup, parameters_of
 from pinfeed.training.trainer.recorder import Recorder
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 
@@ -104,7 +104,7 @@ class Trainer:
         callbacks: Iterable[Any] = (),
         progress: bool = False,
     ) -> None:
-        self._updates = Updates(optimizer, scheduler, clip_norm, scaler)
+        self._updates = OptimizerGroup(optimizer, scheduler, clip_norm, scaler)
         self._callbacks = Callbacks(callbacks)
         check_flag(progress, "progress")
         check_loader(loader)
@@ -123,7 +123,7 @@ class Trainer:
         self._chunk_size, self._autocast, self._progress = chunk_size, autocast, progress
         is_there = isinstance(loader, (Feeder, LoaderFeeder))
         self._feeder = wrap_loader(loader, device=self._device) if not is_limited and not is_there else None
-        self._events = EventMonitor(self._updates.optimizers, parameters_of, has_scaler=scaler is not None)
+        self._events = MissingStepCheck(self._updates.optimizers, parameters_of, has_scaler=scaler is not None)
         self._recorder = Recorder(self._device)
         self._is_training = self._is_stopped = self._is_closed = False
 
@@ -153,7 +153,7 @@ class Trainer:
         return self._recorder.n_epochs
 
     @property
-    def chosen(self) -> Chosen | None:
+    def chosen(self) -> StrategyChoice | None:
         """How the gradients of the last batch were computed; None before the first."""
         return self._big.chosen
 
@@ -255,7 +255,7 @@ class Trainer:
         check_loader(loader)
         check_metrics(metrics)
         metrics = dict(metrics or {})
-        if taken_names := set(metrics) & set(Row.__dataclass_fields__):
+        if taken_names := set(metrics) & set(Record.__dataclass_fields__):
             raise ArgumentError(f"metrics= has {min(taken_names)!r}, which is a column of the history; give it another name")
         begin, size = time.perf_counter(), self._chunk_size
         if size is None and self.chosen is not None and self.chosen.strategy in ("accumulate", "two_pass"):
