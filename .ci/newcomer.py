@@ -1,4 +1,7 @@
-"""What someone may write who has just installed pinfeed. It is run, and checked by mypy --strict, against what was installed."""
+"""What someone may write who has just installed pinfeed.
+
+It is run, and checked by mypy --strict, against what was installed.
+"""
 
 import tempfile
 from pathlib import Path

@@ -1,7 +1,8 @@
 """Builds wheel and sdist into dist/, and tries them in clean environments of every Python that there is and that they are for.
 
-In each, with the versions of constraints.txt: newcomer.py runs with what the wheel installs, and with what the sdist does; mypy --strict
-accepts it; the extras can be resolved. Where torch would be a build of gigabytes for CUDA, all but torch is installed, and imported.
+In each, with the versions of constraints.txt: newcomer.py runs with what the wheel installs, and
+with what the sdist does; mypy --strict accepts it; the extras can be resolved. Where torch would be
+a build of gigabytes for CUDA, all but torch is installed, and imported.
 """
 
 import json
@@ -17,7 +18,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 NEWCOMER, CONSTRAINTS = ROOT / ".ci" / "newcomer.py", ROOT / "constraints.txt"
-VERSIONS = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text())
+VERSIONS = re.findall(
+    r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text()
+)
 IMPORT = "import sys, pinfeed; assert 'torch' not in sys.modules; print(pinfeed.__version__, pinfeed.__file__)"
 MISTAKE = "import pinfeed\npinfeed.Feeder('rows.npy', batch_sise=64)\n"
 MYPY = "[mypy]\nstrict = True\n[mypy-torch.*]\nfollow_imports = skip\n"
@@ -25,11 +28,19 @@ MYPY = "[mypy]\nstrict = True\n[mypy-torch.*]\nfollow_imports = skip\n"
 
 
 def run(*command: object, cwd: Path = ROOT, fails: bool = False) -> str:
-    """What a command prints, apart from this environment's PYTHONPATH. Raises SystemExit with it where the command ends otherwise."""
-    words, environment = [str(word) for word in command], {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
+    """What a command prints, apart from this environment's PYTHONPATH.
+
+    Raises SystemExit with it where the command ends otherwise.
+    """
+    words, environment = (
+        [str(word) for word in command],
+        {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
+    )
     done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True)
     if (done.returncode != 0) is not fails:
-        raise SystemExit(f"$ {' '.join(words)}\nended with {done.returncode}\n{done.stdout}{done.stderr}")
+        raise SystemExit(
+            f"$ {' '.join(words)}\nended with {done.returncode}\n{done.stdout}{done.stderr}"
+        )
     return done.stdout
 
 
@@ -45,7 +56,9 @@ def build() -> tuple[Path, Path]:
 def check_contents(wheel: Path, sdist: Path) -> None:
     """The wheel holds the package and its licence; the sdist all that is tracked, but for results."""
     tracked = {
-        path.relative_to(ROOT).as_posix() for path in (ROOT / "pinfeed").rglob("*") if "__pycache__" not in path.parts and path.is_file()
+        path.relative_to(ROOT).as_posix()
+        for path in (ROOT / "pinfeed").rglob("*")
+        if "__pycache__" not in path.parts and path.is_file()
     }
     held = set(zipfile.ZipFile(wheel).namelist())
     assert tracked == {name for name in held if ".dist-info/" not in name}, tracked ^ held
@@ -53,7 +66,18 @@ def check_contents(wheel: Path, sdist: Path) -> None:
     assert any(name.endswith(".dist-info/licenses/LICENSE") for name in held)
     with tarfile.open(sdist) as file:
         names = {name.split("/", 1)[1] for name in file.getnames()}
-    assert tracked | {"README.md", "LICENSE", "pyproject.toml", "Makefile", "tests/conftest.py", "examples/demo.py"} <= names
+    assert (
+        tracked
+        | {
+            "README.md",
+            "LICENSE",
+            "pyproject.toml",
+            "Makefile",
+            "tests/conftest.py",
+            "examples/demo.py",
+        }
+        <= names
+    )
     assert not any(name.startswith("benchmarks/results") for name in names)
     for path, count in ((wheel, len(held)), (sdist, len(names))):
         print(f"{path.name}: {count} files, {path.stat().st_size >> 10} KiB")
@@ -64,9 +88,12 @@ def pythons() -> dict[str, str]:
     found: dict[str, str] = {}
     for name in (sys.executable, *(f"python{version}" for version in VERSIONS)):
         try:
-            version = run(name, "-c", "import venv, sys; print('%d.%d' % sys.version_info[:2])").strip()
+            version = run(
+                name, "-c", "import venv, sys; print('%d.%d' % sys.version_info[:2])"
+            ).strip()
         except (OSError, SystemExit):
-            continue  # there is none of this name, or one that does not run
+            # There is none of this name, or one that does not run.
+            continue
         if version in VERSIONS:
             found.setdefault(version, name)
     return found
@@ -77,7 +104,8 @@ class Environment:
 
     def __init__(self, folder: Path, python: str) -> None:
         run(python, "-m", "venv", "--without-pip", folder / "env")
-        self.folder, self.python = folder, folder / "env" / "bin" / "python"
+        self.folder = folder
+        self.python = folder / "env" / "bin" / "python"
 
     def pip(self, *arguments: object) -> str:
         pip = (sys.executable, "-m", "pip", "--python", self.python, "install", "--quiet")
@@ -98,8 +126,16 @@ class Environment:
         return not any("cuda" in one or "nvidia" in one for one in requirements)
 
     def install_without_torch(self, wheel: Path) -> None:
-        (metadata,) = (name for name in zipfile.ZipFile(wheel).namelist() if name.endswith(".dist-info/METADATA"))
-        required = re.findall(r"^Requires-Dist: ([^;\n]+)$", zipfile.ZipFile(wheel).read(metadata).decode(), re.MULTILINE)
+        (metadata,) = (
+            name
+            for name in zipfile.ZipFile(wheel).namelist()
+            if name.endswith(".dist-info/METADATA")
+        )
+        required = re.findall(
+            r"^Requires-Dist: ([^;\n]+)$",
+            zipfile.ZipFile(wheel).read(metadata).decode(),
+            re.MULTILINE,
+        )
         self.pip("--no-deps", wheel)
         self.pip(*(one for one in required if not one.startswith("torch")))
 
@@ -131,11 +167,15 @@ def main() -> None:
             if environment.has_small_torch():
                 environment.pip(wheel)
                 environment.check_whole(wheel, sdist)
-                print(f"Python {version}: installed from wheel and sdist, ran, type-checked; extras resolve")
+                print(
+                    f"Python {version}: installed from wheel and sdist, ran, type-checked; extras resolve"
+                )
             else:
                 environment.install_without_torch(wheel)
                 environment.check_import(wheel)
-                print(f"Python {version}: installed but for torch, which there would be for CUDA only, and imported")
+                print(
+                    f"Python {version}: installed but for torch, which there would be for CUDA only, and imported"
+                )
 
 
 if __name__ == "__main__":

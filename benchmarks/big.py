@@ -31,7 +31,11 @@ CHUNK, N = 32, 64 * 32
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--flat", action="store_true", help="train for three epochs of 1,000 batches and say how the process grew")
+    parser.add_argument(
+        "--flat",
+        action="store_true",
+        help="train for three epochs of 1,000 batches and say how the process grew",
+    )
     arguments = parser.parse_args()
     if arguments.flat:
         print(*flat(arguments.device))
@@ -49,8 +53,15 @@ def measure(device: str) -> dict[str, Any]:
     print(tabulate(results["peaks"], headers="keys"))
     results["cost of the proof"] = proof_costs(device)
     print(tabulate(results["cost of the proof"], headers="keys"))
-    run = subprocess.run([sys.executable, "-m", "benchmarks.big", "--flat", "--device", device], capture_output=True, text=True, check=True)
-    results["host bytes after each of 3 epochs of 1,000 batches"] = [int(word) for word in run.stdout.split()]
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks.big", "--flat", "--device", device],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    results["host bytes after each of 3 epochs of 1,000 batches"] = [
+        int(word) for word in run.stdout.split()
+    ]
     print(results["host bytes after each of 3 epochs of 1,000 batches"])
     return results
 
@@ -63,7 +74,9 @@ def contrastive(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 def network(*middle: nn.Module) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(128, 256), *middle, nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
+    return nn.Sequential(
+        nn.Linear(128, 256), *middle, nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10)
+    )
 
 
 def errors(device: str) -> list[dict[str, str]]:
@@ -115,7 +128,11 @@ def peaks(device: str, n: int = N) -> list[dict[str, Any]]:
     rows = []
     for strategy, loss in (("accumulate", functional.cross_entropy), ("two_pass", contrastive)):
         model = make()
-        chunk = peak(device, functools.partial(plain, model, loss, x[:CHUNK].to(device), y[:CHUNK].to(device)), 3)
+        chunk = peak(
+            device,
+            functools.partial(plain, model, loss, x[:CHUNK].to(device), y[:CHUNK].to(device)),
+            3,
+        )
         begin = time.perf_counter()
         with pinfeed.BigBatch(model, loss, chunk_size=CHUNK, strategy=strategy) as big:
             whole = peak(device, functools.partial(big.backward, x, y), 1)
@@ -142,7 +159,12 @@ def proof_costs(device: str) -> list[dict[str, Any]]:
         x = torch.randn_like(x) if x.is_floating_point() else x
         seconds = {}
         for prove in (False, True):
-            with pinfeed.BigBatch(model if name != "ResNet-18" else model.eval(), case.loss, chunk_size=size, prove=prove) as big:
+            with pinfeed.BigBatch(
+                model if name != "ResNet-18" else model.eval(),
+                case.loss,
+                chunk_size=size,
+                prove=prove,
+            ) as big:
                 for i in range(3):
                     begin = time.perf_counter()
                     big.backward(x, y)
@@ -154,7 +176,9 @@ def proof_costs(device: str) -> list[dict[str, Any]]:
                 "chunk": size,
                 "chunk_s": round(seconds[False, 2] / 2, 4),
                 "proof_s": round(seconds[True, 0] - seconds[True, 2], 4),
-                "in chunks": round((seconds[True, 0] - seconds[True, 2]) / (seconds[False, 2] / 2), 2),
+                "in chunks": round(
+                    (seconds[True, 0] - seconds[True, 2]) / (seconds[False, 2] / 2), 2
+                ),
             }
         )
     return rows
@@ -182,7 +206,9 @@ def peak(device: str, work: Callable[[], object], n: int) -> int:
         for _ in range(n):
             work()
     now = most = 0
-    events = (event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]")
+    events = (
+        event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"
+    )
     for event in sorted(events, key=lambda event: event.start_ns()):
         now += event.nbytes()
         most = max(most, now)

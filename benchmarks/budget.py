@@ -32,7 +32,9 @@ LIMIT = pinfeed.GiB(1)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--kept", help="train this model under a limit and say what it took, as JSON")
+    parser.add_argument(
+        "--kept", help="train this model under a limit and say what it took, as JSON"
+    )
     parser.add_argument("--second", action="store_true", help="measure the second zoo, peaks only")
     arguments = parser.parse_args()
     if arguments.kept:
@@ -47,7 +49,11 @@ def main() -> None:
 
 def peaks_of(zoo: Mapping[str, Case], device: str) -> list[dict[str, Any]]:
     """Predicted and measured peaks of each model, at each of its batch sizes."""
-    peaks = [predicted_and_measured(name, case, n, device) for name, case in zoo.items() for n in case.batch_sizes]
+    peaks = [
+        predicted_and_measured(name, case, n, device)
+        for name, case in zoo.items()
+        for n in case.batch_sizes
+    ]
     columns = ("model", "batch", "measured_mib", "ratio", "confidence", "seconds")
     print(tabulate([[peak[column] for column in columns] for peak in peaks], headers=columns))
     return peaks
@@ -59,7 +65,12 @@ def measure(device: str) -> dict[str, Any]:
     if device == "cpu":
         results["kept"] = []
         for name in ZOO:
-            run = subprocess.run([sys.executable, "-m", "benchmarks.budget", "--kept", name], capture_output=True, text=True, check=True)
+            run = subprocess.run(
+                [sys.executable, "-m", "benchmarks.budget", "--kept", name],
+                capture_output=True,
+                text=True,
+                check=True,
+            )
             results["kept"].append({"model": name} | json.loads(run.stdout))
         print(tabulate(results["kept"], headers="keys"))
     return results
@@ -69,7 +80,11 @@ def predicted_and_measured(name: str, case: Case, n: int, device: str) -> dict[s
     begin = time.perf_counter()
     estimate = pinfeed.estimate(case.make, n, **case.shapes, device=device)  # type: ignore[arg-type]
     seconds = time.perf_counter() - begin
-    measured, predicted = (on_cpu(case, n), estimate.allocated_bytes) if device == "cpu" else (on_gpu(case, n), estimate.reserved_bytes)
+    measured, predicted = (
+        (on_cpu(case, n), estimate.allocated_bytes)
+        if device == "cpu"
+        else (on_gpu(case, n), estimate.reserved_bytes)
+    )
     return {
         "model": name,
         "batch": n,
@@ -106,7 +121,9 @@ def on_cpu(case: Case, n: int) -> int:
     gc.collect()
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
         steps(case, n, "cpu")
-    events = (event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]")
+    events = (
+        event for event in prof.profiler.kineto_results.events() if event.name() == "[memory]"
+    )
     sizes = [event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())]
     return int(np.cumsum(sizes).max())
 
@@ -122,18 +139,27 @@ def on_gpu(case: Case, n: int) -> int:
 
 def trained_under_a_limit(case: Case) -> dict[str, Any]:
     """Epochs, in a process of its own: how much it grows, beside ``cpu_memory_limit``."""
-    torch.ones(64, 64) @ torch.ones(64, 64)  # what the libraries take in any case
-    most = case.batch_sizes[-1] * 2  # for two cores
+    # What the libraries take in any case.
+    torch.ones(64, 64) @ torch.ones(64, 64)
+    # For two cores
+    most = case.batch_sizes[-1] * 2
     config = pinfeed.Config(
-        cpu_memory_limit=LIMIT, device="cpu", model=case.make, optimizer=torch.optim.AdamW, **case.shapes, preferred_batch_size=most
+        cpu_memory_limit=LIMIT,
+        device="cpu",
+        model=case.make,
+        optimizer=torch.optim.AdamW,
+        **case.shapes,
+        preferred_batch_size=most,
     )
     config.enforce(malloc=True)
     if config.budget.step.confidence == "low":
         config = config.probe()
-    x, y = (values.numpy() for values in batch(case, 6 * config.batch_size))  # so that all slots are in use
+    # So that all slots are in use.
+    x, y = (values.numpy() for values in batch(case, 6 * config.batch_size))
     gc.collect()
     before = resident_bytes()["anonymous"]
-    Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
+    # proc(5): the peak begins anew.
+    Path("/proc/self/clear_refs").write_text("5")
     model = case.make()
     optimizer = torch.optim.AdamW(model.parameters())
     with pinfeed.Feeder((x, y), config=config, device="cpu") as feeder:
@@ -145,7 +171,12 @@ def trained_under_a_limit(case: Case) -> dict[str, Any]:
                 optimizer.zero_grad()
     now = resident_bytes()
     grown = now["peak"] - now["file"] - now["shared"] - before
-    return {"batch": config.batch_size, "limit_mib": LIMIT >> 20, "grown_mib": grown >> 20, "kept": grown <= LIMIT}
+    return {
+        "batch": config.batch_size,
+        "limit_mib": LIMIT >> 20,
+        "grown_mib": grown >> 20,
+        "kept": grown <= LIMIT,
+    }
 
 
 if __name__ == "__main__":

@@ -18,8 +18,10 @@ from pinfeed.cli.measure.bandwidth import copy_rates, random_rate, seconds_of, s
 from pinfeed.cli.measure.page_cache import read_through
 
 _RING = 4
-_MADV_POPULATE_READ = 22  # linux/mman.h
-_RANDOM_S = 0.6  # for each number of threads
+# linux/mman.h
+_MADV_POPULATE_READ = 22
+# For each number of threads.
+_RANDOM_S = 0.6
 
 
 class Compute:
@@ -49,10 +51,14 @@ def memory_rates(tasks: list[Task]) -> dict[str, Any]:
     kind, path = tasks[0].kind, tasks[0].path
     ring = [torch.zeros(kind.batch_size, *kind.row_shape) for _ in range(_RING)]
     read_through([path])
-    array = np.load(path, mmap_mode="c")  # as "r", but torch takes it without a warning
-    with contextlib.suppress(OSError):  # an older kernel: the first pass of several faults the pages in
+    # As "r", but torch takes it without a warning.
+    array = np.load(path, mmap_mode="c")
+    with contextlib.suppress(OSError):
+        # An older kernel: the first pass of several faults the pages in.
         array._mmap.madvise(_MADV_POPULATE_READ)
-    gathers = {task.order: gather_rates(array.view(np.ndarray), task.epochs[0], ring) for task in tasks}
+    gathers = {
+        task.order: gather_rates(array.view(np.ndarray), task.epochs[0], ring) for task in tasks
+    }
     copies = copy_rates(ring)
     return {
         "memcpy": max(copies.values()),
@@ -62,7 +68,9 @@ def memory_rates(tasks: list[Task]) -> dict[str, Any]:
     }
 
 
-def gather_rates(array: np.ndarray, batches: list[Any], ring: list[torch.Tensor]) -> dict[str, float]:
+def gather_rates(
+    array: np.ndarray, batches: list[Any], ring: list[torch.Tensor]
+) -> dict[str, float]:
     """GB/s of batches into a ring of reused buffers, in several ways; where other processes are busy, one thread can be the best."""
     source, n_threads = torch.from_numpy(array), torch.get_num_threads()
 
@@ -76,11 +84,18 @@ def gather_rates(array: np.ndarray, batches: list[Any], ring: list[torch.Tensor]
         if isinstance(rows, slice):
             np.copyto(out.numpy(), array[rows])
         else:
-            np.take(array, rows, axis=0, out=out.numpy(), mode="clip")  # which, unlike "raise", needs no buffer between
+            # Which, unlike "raise", needs no buffer between.
+            np.take(array, rows, axis=0, out=out.numpy(), mode="clip")
 
     def rate(way: Callable[[torch.Tensor, Any], None]) -> float:
         seconds = (
-            seconds_of(lambda: [way(out, rows) for out, rows in zip(itertools.cycle(ring), batches, strict=False)]) for _ in range(2)
+            seconds_of(
+                lambda: [
+                    way(out, rows)
+                    for out, rows in zip(itertools.cycle(ring), batches, strict=False)
+                ]
+            )
+            for _ in range(2)
         )
         return len(batches) * ring[0].nbytes / min(seconds) / 1e9
 
@@ -95,17 +110,26 @@ def disk_rates(task: Task) -> dict[str, Any]:
     """GB/s of a file that is not in the page cache: in sequence, and row by row in random order, each at its best number of threads."""
     sequential, at_random = {}, {}
     nbytes = task.kind.row_nbytes
-    start = task.path.stat().st_size % nbytes  # the header: there is nothing else beside rows
+    # The header: there is nothing else beside rows.
+    start = task.path.stat().st_size % nbytes
     for n_threads, behind in itertools.product((1, 2, 4), (False, True)):
-        read_through([task.path])  # as before the run of a contestant
+        # As before the run of a contestant.
+        read_through([task.path])
         drop([task.path])
-        sequential[f"{n_threads} threads{', dropped behind' * behind}"] = sequential_rate(task.path, n_threads, behind=behind)
+        sequential[f"{n_threads} threads{', dropped behind' * behind}"] = sequential_rate(
+            task.path, n_threads, behind=behind
+        )
     for n_threads in (1, 4, 16, 32):
         drop([task.path])
-        at_random[f"{n_threads} threads"] = random_rate(task.path, start, nbytes, task.epochs[0], n_threads, seconds=_RANDOM_S)
+        at_random[f"{n_threads} threads"] = random_rate(
+            task.path, start, nbytes, task.epochs[0], n_threads, seconds=_RANDOM_S
+        )
     return {
-        "sequential, cold": max(rate for name, rate in sequential.items() if "dropped" not in name),  # as a loader does by default
-        "sequential, cold, dropped behind": max(rate for name, rate in sequential.items() if "dropped" in name),
+        # As a loader does by default.
+        "sequential, cold": max(rate for name, rate in sequential.items() if "dropped" not in name),
+        "sequential, cold, dropped behind": max(
+            rate for name, rate in sequential.items() if "dropped" in name
+        ),
         "random, cold": max(at_random.values()),
         "all on disk": {"sequential": sequential, "random": at_random},
     }

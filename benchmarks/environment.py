@@ -20,7 +20,11 @@ RESULTS = Path(__file__).parent / "results"
 def environment() -> str:
     """One line."""
     cpu = re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text())
-    gpu = f", {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}" if torch.cuda.is_available() else ", no GPU"
+    gpu = (
+        f", {torch.cuda.get_device_name()}, CUDA {torch.version.cuda}"
+        if torch.cuda.is_available()
+        else ", no GPU"
+    )
     return (
         f"pinfeed {pinfeed.__version__}, Python {platform.python_version()}, torch {torch.__version__}, numpy {np.__version__}, "
         f"{len(os.sched_getaffinity(0))} cores of {cpu[1] if cpu else platform.machine()} "
@@ -30,7 +34,11 @@ def environment() -> str:
 
 def machine() -> str:
     """Short name for file names."""
-    return re.sub(r"\W+", "-", torch.cuda.get_device_name()) if torch.cuda.is_available() else f"cpu-{len(os.sched_getaffinity(0))}-cores"
+    return (
+        re.sub(r"\W+", "-", torch.cuda.get_device_name())
+        if torch.cuda.is_available()
+        else f"cpu-{len(os.sched_getaffinity(0))}-cores"
+    )
 
 
 def save(name: str, results: Any) -> Path:

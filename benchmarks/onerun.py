@@ -30,23 +30,34 @@ def check(path: Path, kind: Kind, order: str, name: str) -> None:
     """Compare the first batches of two epochs with the rows that are wanted.
 
     Raises:
-        AssertionError: They differ, are no float32 tensors of the right shape on the CPU, or change while later ones are drawn.
+        AssertionError: They differ, are no float32 tensors of the right shape on the CPU, or change
+            while later ones are drawn.
     """
     contestant, task = CONTESTANTS[name], Task.make(path, kind, order, 2, cold=False)
     own_order = contestant.own_order and order != "sequential"
     epochs = contestant.epochs(task)
     for wanted, epoch in zip(task.epochs, epochs, strict=True):
         given = list(itertools.islice(epoch, _CHECKED_BATCHES))
-        assert len(given) >= min(len(wanted), _CHECKED_BATCHES) or contestant.own_order, f"{name}: {len(given)} batches"
-        seen = np.concatenate([batch.reshape(len(batch), -1)[:, 0].numpy() for batch in given]).astype(np.int64)
+        assert len(given) >= min(len(wanted), _CHECKED_BATCHES) or contestant.own_order, (
+            f"{name}: {len(given)} batches"
+        )
+        seen = np.concatenate(
+            [batch.reshape(len(batch), -1)[:, 0].numpy() for batch in given]
+        ).astype(np.int64)
         numbers = np.concatenate([np.r_[rows] for rows in wanted[: len(given)]])
         if own_order:
             assert len(np.unique(seen)) == len(seen), f"{name}: a row came twice"
             numbers = seen
         for i, batch in enumerate(given):
             rows = numbers[i * kind.batch_size :][: kind.batch_size]
-            assert (batch.dtype, batch.device.type, batch.is_contiguous()) == (torch.float32, "cpu", True), name
-            assert torch.equal(batch, expected(rows, kind.row_shape)), f"{name}: batch {i} of {kind.name} rows, {order}"
+            assert (batch.dtype, batch.device.type, batch.is_contiguous()) == (
+                torch.float32,
+                "cpu",
+                True,
+            ), name
+            assert torch.equal(batch, expected(rows, kind.row_shape)), (
+                f"{name}: batch {i} of {kind.name} rows, {order}"
+            )
     epochs.close()
     if name == "pinfeed":
         check_feeder(task)
@@ -55,13 +66,27 @@ def check(path: Path, kind: Kind, order: str, name: str) -> None:
 def check_feeder(task: Task) -> None:
     """Compare the row numbers, and the rows, of some hundred batches."""
     order = order_of(task.order, task.kind)
-    with pinfeed.Feeder(task.path, batch_size=task.kind.batch_size, rows=order, drop_last=True, device="cpu") as feeder:
-        for wanted, batch in itertools.islice(zip(task.epochs[0], feeder.batches(), strict=False), _CHECKED_FEEDER_BATCHES):
+    with pinfeed.Feeder(
+        task.path, batch_size=task.kind.batch_size, rows=order, drop_last=True, device="cpu"
+    ) as feeder:
+        for wanted, batch in itertools.islice(
+            zip(task.epochs[0], feeder.batches(), strict=False), _CHECKED_FEEDER_BATCHES
+        ):
             assert np.array_equal(batch.rows, np.r_[wanted])
             assert torch.equal(batch.data, expected(batch.rows, task.kind.row_shape))
 
 
-def run(path: Path, tiny: Path, kind: Kind, order: str, name: str, *, cold: bool, n_products: int, cap_s: float) -> dict[str, Any]:
+def run(
+    path: Path,
+    tiny: Path,
+    kind: Kind,
+    order: str,
+    name: str,
+    *,
+    cold: bool,
+    n_products: int,
+    cap_s: float,
+) -> dict[str, Any]:
     """Time one epoch of a cold file, or three of a warm one.
 
     Args:
@@ -80,22 +105,31 @@ def run(path: Path, tiny: Path, kind: Kind, order: str, name: str, *, cold: bool
     contestant = CONTESTANTS[name]
     task = Task.make(path, kind, order, 1 if cold else 3, cold=cold)
     step = Compute(n_products) if n_products else lambda: None
-    for epoch in contestant.epochs(Task.make(tiny, Kind("tiny", (1,), 8, 0), "sequential", 1, cold=cold)):
+    for epoch in contestant.epochs(
+        Task.make(tiny, Kind("tiny", (1,), 8, 0), "sequential", 1, cold=cold)
+    ):
         for _ in epoch:
             pass
     files = [path, *sorted(litdata_folder(path).glob("*.bin"))] if name == "litdata" else [path]
     read_through(files)
     if cold:
-        drop(files)  # just now: a virtual machine's memory that has been free for seconds is slow at first, for whoever happens to get it
+        # Just now: a virtual machine's memory that has been free for seconds is slow at first, for
+        # whoever happens to get it.
+        drop(files)
     gc.collect()
-    with contextlib.suppress(PermissionError):  # then the peak is that since the process began
-        Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
+    with contextlib.suppress(PermissionError):
+        # Then the peak is that since the process began.
+        # proc(5): the peak begins anew.
+        Path("/proc/self/clear_refs").write_text("5")
     before, cached = memory(), _share(files[-1])
     samples: list[dict[str, int]] = []
     epochs = contestant.epochs(task)
     rates, complete = timed(epochs, step, cap_s, lambda: samples.append(memory()))
     peak = memory()["VmHWM"]
-    growth = {key: max(sample[key] for sample in samples) - before[key] for key in ("RssAnon", "RssFile", "RssShmem")}
+    growth = {
+        key: max(sample[key] for sample in samples) - before[key]
+        for key in ("RssAnon", "RssFile", "RssShmem")
+    }
     grown = (_share(files[-1]) - cached) * files[-1].stat().st_size
     epochs.close()
     return {
@@ -108,7 +142,9 @@ def run(path: Path, tiny: Path, kind: Kind, order: str, name: str, *, cold: bool
     }
 
 
-def timed(epochs: Epochs, step: Callable[[], object], cap_s: float, sample: Callable[[], object]) -> tuple[list[tuple[int, float]], bool]:
+def timed(
+    epochs: Epochs, step: Callable[[], object], cap_s: float, sample: Callable[[], object]
+) -> tuple[list[tuple[int, float]], bool]:
     """Rows and seconds of each epoch, the making of the loader included in the first; and whether all of it was done."""
     rates: list[tuple[int, float]] = []
     begin = time.perf_counter()
@@ -132,7 +168,10 @@ def timed(epochs: Epochs, step: Callable[[], object], cap_s: float, sample: Call
 def memory() -> dict[str, int]:
     """What the kernel counts for this process, in bytes. Worker processes are not in it."""
     status = Path("/proc/self/status").read_text()
-    return {key: int(value) * 1024 for key, value in re.findall(r"(Vm(?:HWM|RSS)|Rss\w+):\s+(\d+) kB", status)}
+    return {
+        key: int(value) * 1024
+        for key, value in re.findall(r"(Vm(?:HWM|RSS)|Rss\w+):\s+(\d+) kB", status)
+    }
 
 
 def _share(path: Path) -> float:
@@ -142,5 +181,6 @@ def _share(path: Path) -> float:
 
 def load(contestant: Contestant) -> None:
     """Import what a contestant needs, outside the time."""
-    logging.disable(logging.WARNING)  # grain misses jax, and says so
+    # Grain misses jax, and says so.
+    logging.disable(logging.WARNING)
     importlib.import_module(contestant.module)

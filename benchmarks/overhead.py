@@ -1,6 +1,7 @@
 """What pinfeed itself costs per batch: the time between two batches of a loop that does nothing, from a source that has nothing to do.
 
-The goal is a median of 50 µs at most. What a bare executor takes to hand nothing over, in the same run, stands beside it.
+The goal is a median of 50 µs at most. What a bare executor takes to hand nothing over, in the same
+run, stands beside it.
 """
 
 from __future__ import annotations
@@ -56,11 +57,15 @@ def ways(device: str, depth: int, n: int = N) -> Ways:
     def fed(source: Any, *, write: bool = False) -> dict[str, float]:
         with Feeder(source, batch_size=16, depth=depth, device=device) as feeder:
             if write:
-                return percentiles(gaps_us(feeder.batches(), lambda batch: batch.write_back(batch.data)))
+                return percentiles(
+                    gaps_us(feeder.batches(), lambda batch: batch.write_back(batch.data))
+                )
             return percentiles(gaps_us(feeder))
 
     def wrapped() -> dict[str, float]:
-        with wrap_loader([(torch.zeros(1), torch.zeros(1))] * n, depth=depth, device=device) as loader:
+        with wrap_loader(
+            [(torch.zeros(1), torch.zeros(1))] * n, depth=depth, device=device
+        ) as loader:
             return percentiles(gaps_us(loader))
 
     array = np.zeros((n * 16, 4), np.float32)
@@ -80,7 +85,11 @@ def percentiles(gaps: list[float]) -> dict[str, float]:
 
 
 def measure(device: str) -> dict[str, dict[str, float]]:
-    return {f"{name}, depth {depth}": way() for depth in (0, 1, 2, 4) for name, way in ways(device, depth).items()}
+    return {
+        f"{name}, depth {depth}": way()
+        for depth in (0, 1, 2, 4)
+        for name, way in ways(device, depth).items()
+    }
 
 
 def main() -> None:
@@ -89,8 +98,12 @@ def main() -> None:
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         results[device] = measure(device)
         for name, percentiles in results[device].items():
-            print(f"{device:5} {name:32} p50 {percentiles['p50']:6.1f} µs   p90 {percentiles['p90']:6.1f} µs")
-        worst = max(p["p50"] for name, p in results[device].items() if name.startswith("empty source"))
+            print(
+                f"{device:5} {name:32} p50 {percentiles['p50']:6.1f} µs   p90 {percentiles['p90']:6.1f} µs"
+            )
+        worst = max(
+            p["p50"] for name, p in results[device].items() if name.startswith("empty source")
+        )
         print(f"{device:5} worst median on an empty source: {worst} µs (goal: {GOAL_US})")
     print(save("overhead", results))
 

@@ -1,7 +1,8 @@
 """The contestants: ways to get owning float32 batches out of a .npy, one small function each, on the settings that won a trial of a few.
 
-Each yields epochs, and an epoch gives batches, so that a loader is built once and used for all of them. The peers are handed the row
-numbers (a slice where they are consecutive) and a reader of a whole batch, where they take one; pinfeed makes its order itself.
+Each yields epochs, and an epoch gives batches, so that a loader is built once and used for all of
+them. The peers are handed the row numbers (a slice where they are consecutive) and a reader of a
+whole batch, where they take one; pinfeed makes its order itself.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from benchmarks.rowfile import Kind
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 
-Batches = list[Any]  # of row numbers, shape (batch_size,), or of slices
+# Of row numbers, shape (batch_size,), or of slices.
+Batches = list[Any]
 Epochs = Iterator[Iterable[torch.Tensor]]
 
-_LITDATA_BYTES = 128 << 20  # its format is written row by row in Python: so much is enough to tell a rate
+# Its format is written row by row in Python: so much is enough to tell a rate.
+_LITDATA_BYTES = 128 << 20
 _LITDATA_ROWS = 1 << 15
 
 
@@ -48,7 +51,9 @@ class Task:
         batches = OrderBatches(order_of(order, kind), n_rows, kind.batch_size, drop_last=True)
         epochs = [[draw().rows for draw in batches.epoch(number)] for number in range(n_epochs)]
         if order == "sequential":
-            epochs = [[slice(int(rows[0]), int(rows[-1]) + 1) for rows in epoch] for epoch in epochs]
+            epochs = [
+                [slice(int(rows[0]), int(rows[-1]) + 1) for rows in epoch] for epoch in epochs
+            ]
         return cls(path, kind, order, n_epochs, cold, epochs)
 
 
@@ -57,23 +62,33 @@ def order_of(name: str, kind: Kind) -> Order:
         return pinfeed.rows.sequential()
     if name == "shuffled":
         return pinfeed.rows.shuffled(seed=1)
-    return pinfeed.rows.block_shuffled(seed=1, block_rows=max(1, pinfeed.MiB(1) // kind.row_nbytes), window_blocks=16)
+    return pinfeed.rows.block_shuffled(
+        seed=1, block_rows=max(1, pinfeed.MiB(1) // kind.row_nbytes), window_blocks=16
+    )
 
 
 class Reader:
     """Whole batches of a memory map: ``reader[rows]`` is an owning tensor."""
 
     def __init__(self, path: Path) -> None:
-        self.array = np.load(path, mmap_mode="r").view(np.ndarray)  # np.memmap itself is slower to index
+        # np.memmap itself is slower to index.
+        self.array = np.load(path, mmap_mode="r").view(np.ndarray)
 
     def __getitem__(self, rows: Any) -> torch.Tensor:
-        # np.take was 1.4 to 1.7 times as fast as array[rows] in a loop, and as fast or faster in the threads of every peer.
-        return torch.from_numpy(self.array[rows].copy() if isinstance(rows, slice) else np.take(self.array, rows, axis=0))
+        # np.take was 1.4 to 1.7 times as fast as array[rows] in a loop, and as fast or faster in
+        # the threads of every peer.
+        return torch.from_numpy(
+            self.array[rows].copy()
+            if isinstance(rows, slice)
+            else np.take(self.array, rows, axis=0)
+        )
 
 
 def feeder(task: Task) -> Epochs:
     order = order_of(task.order, task.kind)
-    with pinfeed.Feeder(task.path, batch_size=task.kind.batch_size, rows=order, drop_last=True, device="cpu") as made:
+    with pinfeed.Feeder(
+        task.path, batch_size=task.kind.batch_size, rows=order, drop_last=True, device="cpu"
+    ) as made:
         task.notes["plan_bytes"] = made.plan.host_bytes
         for _ in range(task.n_epochs):
             yield made
@@ -83,13 +98,18 @@ def loop(task: Task) -> Epochs:
     """What people write first."""
     array = np.load(task.path, mmap_mode="r")
     for batches in task.epochs:
-        yield (torch.from_numpy(array[rows].copy() if isinstance(rows, slice) else array[rows]) for rows in batches)
+        yield (
+            torch.from_numpy(array[rows].copy() if isinstance(rows, slice) else array[rows])
+            for rows in batches
+        )
 
 
 def dataloader(task: Task, n_workers: int) -> Epochs:
     """Batches of row numbers as the sampler; each is one item of the dataset."""
     given: Batches = []
-    loader = torch.utils.data.DataLoader(Reader(task.path), sampler=given, batch_size=None, **_workers(n_workers))
+    loader = torch.utils.data.DataLoader(
+        Reader(task.path), sampler=given, batch_size=None, **_workers(n_workers)
+    )
     for batches in task.epochs:
         given[:] = batches
         yield loader
@@ -123,7 +143,9 @@ class RowLists:
 
 def dataloader_per_sample(task: Task, n_workers: int) -> Epochs:
     lists = RowLists()
-    loader = torch.utils.data.DataLoader(Samples(task.path), batch_sampler=lists, **_workers(n_workers))
+    loader = torch.utils.data.DataLoader(
+        Samples(task.path), batch_sampler=lists, **_workers(n_workers)
+    )
     for batches in task.epochs:
         lists.batches = batches
         yield loader
@@ -141,9 +163,21 @@ def torchdata_nodes(task: Task) -> Epochs:
     for batches in task.epochs:
         source = IterableWrapper(batches)
         if task.cold:
-            yield Loader(ParallelMapper(source, reader.__getitem__, num_workers=4, method="thread", snapshot_frequency=never))
+            yield Loader(
+                ParallelMapper(
+                    source,
+                    reader.__getitem__,
+                    num_workers=4,
+                    method="thread",
+                    snapshot_frequency=never,
+                )
+            )
         else:
-            yield Loader(Prefetcher(Mapper(source, reader.__getitem__), prefetch_factor=4, snapshot_frequency=never))
+            yield Loader(
+                Prefetcher(
+                    Mapper(source, reader.__getitem__), prefetch_factor=4, snapshot_frequency=never
+                )
+            )
 
 
 def spdl(task: Task) -> Epochs:
@@ -151,7 +185,12 @@ def spdl(task: Task) -> Epochs:
     from spdl.pipeline import PipelineBuilder
 
     def run(batches: Batches) -> Iterator[torch.Tensor]:
-        builder = PipelineBuilder().add_source(batches).pipe(reader.__getitem__, concurrency=1, output_order="input").add_sink(3)
+        builder = (
+            PipelineBuilder()
+            .add_source(batches)
+            .pipe(reader.__getitem__, concurrency=1, output_order="input")
+            .add_sink(3)
+        )
         pipeline = builder.build(num_threads=1)
         with pipeline.auto_stop():
             yield from pipeline.get_iterator()
@@ -162,7 +201,10 @@ def spdl(task: Task) -> Epochs:
 
 
 def grain(task: Task) -> Epochs:
-    """A batch as the element. One thread, four ahead: with two or four threads and 16 ahead, small rows came at half the rate."""
+    """A batch as the element.
+
+    One thread, four ahead: with two or four threads and 16 ahead, small rows came at half the rate.
+    """
     import grain as library
 
     class Source:
@@ -188,7 +230,9 @@ def litdata(task: Task) -> Epochs:
     from litdata import StreamingDataLoader, StreamingDataset
 
     shuffle = task.order != "sequential"
-    dataset = StreamingDataset(str(litdata_folder(task.path)), shuffle=shuffle, drop_last=True, batch_decode=False)
+    dataset = StreamingDataset(
+        str(litdata_folder(task.path)), shuffle=shuffle, drop_last=True, batch_decode=False
+    )
     loader = StreamingDataLoader(dataset, batch_size=task.kind.batch_size, drop_last=True)
     for _ in range(task.n_epochs):
         yield loader
@@ -205,7 +249,15 @@ def prepare_litdata(path: Path) -> None:
     rows = Samples(path)
     n_rows = min(len(rows), _LITDATA_ROWS, _LITDATA_BYTES // rows.array[0].nbytes)
     folder = str(litdata_folder(path))
-    optimize(rows.__getitem__, list(range(n_rows)), folder, chunk_bytes="64MB", num_workers=1, keep_data_ordered=True, verbose=False)
+    optimize(
+        rows.__getitem__,
+        list(range(n_rows)),
+        folder,
+        chunk_bytes="64MB",
+        num_workers=1,
+        keep_data_ordered=True,
+        verbose=False,
+    )
 
 
 @dataclass(frozen=True)
@@ -213,7 +265,8 @@ class Contestant:
     """A way to get batches.
 
     Attributes:
-        every: In every cell and every repeat; the others, known to be slower, once, and without a step beside.
+        every: In every cell and every repeat; the others, known to be slower, once, and without a
+            step beside.
         orders: That it can give; None for all.
         own_order: Shuffled, it draws an order of its own.
     """
@@ -240,5 +293,7 @@ CONTESTANTS = {
     "DataLoader, 2 workers": Contestant(lambda task: dataloader(task, 2)),
     "DataLoader per sample": Contestant(lambda task: dataloader_per_sample(task, 0)),
     "DataLoader per sample, 2 workers": Contestant(lambda task: dataloader_per_sample(task, 2)),
-    "litdata": Contestant(litdata, "litdata", orders=("sequential", "block-shuffled"), own_order=True),
+    "litdata": Contestant(
+        litdata, "litdata", orders=("sequential", "block-shuffled"), own_order=True
+    ),
 }

@@ -34,18 +34,32 @@ def table(records: list[dict[str, Any]], ceilings: dict[str, list[dict[str, Any]
         "Ceilings, GB/s:",
     ]
     for kind, repeats in ceilings.items():
-        medians = {name: statistics.median(rates[name] for rates in repeats) for name in repeats[0] if not name.startswith("all ")}
+        medians = {
+            name: statistics.median(rates[name] for rates in repeats)
+            for name in repeats[0]
+            if not name.startswith("all ")
+        }
         step_ms = medians.pop("step_s") * 1e3
-        lines.append(f"{kind:6} " + ", ".join(f"{name} {value:.2f}" for name, value in medians.items()) + f"; step {step_ms:.1f} ms")
+        lines.append(
+            f"{kind:6} "
+            + ", ".join(f"{name} {value:.2f}" for name, value in medians.items())
+            + f"; step {step_ms:.1f} ms"
+        )
     return "\n".join(lines)
 
 
 def _line(texts: list[str]) -> str:
-    return "".join(f"{text:{'<' if width > 30 else '>'}{width}}" for text, (_, width) in zip(texts, _COLUMNS, strict=True))
+    return "".join(
+        f"{text:{'<' if width > 30 else '>'}{width}}"
+        for text, (_, width) in zip(texts, _COLUMNS, strict=True)
+    )
 
 
 def _row(record: dict[str, Any]) -> list[str]:
-    rates, first, grown, best = record["rates"], record["first"], record["growth_mib"], record["best"]
+    rates = record["rates"]
+    first = record["first"]
+    grown = record["growth_mib"]
+    best = record["best"]
     ours, dataloader = rates.get("pinfeed"), record["dataloader"]
     return [
         record["cell"],
@@ -56,7 +70,12 @@ def _row(record: dict[str, Any]) -> list[str]:
         f"  {best or '-'}",
         _text(rates.get(best)),
         _text(_ratio(ours, rates.get(best))),
-        _text(_ratio(first.get("pinfeed"), max((value for name, value in first.items() if name != "pinfeed"), default=None))),
+        _text(
+            _ratio(
+                first.get("pinfeed"),
+                max((value for name, value in first.items() if name != "pinfeed"), default=None),
+            )
+        ),
         _text(_ratio(ours, dataloader)),
         _text(grown.get("pinfeed"), 0),
         _text(record["plan_mib"], 0),
@@ -87,12 +106,21 @@ def picture(records: list[dict[str, Any]], path: Path, environment: str) -> None
     names = list(dict.fromkeys(name for record in records for name in record["rates"]))
     names.sort(key=lambda name: name != "pinfeed")
     figure, axes = plt.subplots(
-        len(kinds), len(states), figsize=(8 * len(states), 3.4 * len(kinds) + 1), squeeze=False, layout="constrained"
+        len(kinds),
+        len(states),
+        figsize=(8 * len(states), 3.4 * len(kinds) + 1),
+        squeeze=False,
+        layout="constrained",
     )
     for (i, kind), (j, state) in ((a, b) for a in enumerate(kinds) for b in enumerate(states)):
         _panel(axes[i][j], f"{kind} rows, {state} file", panels.get((kind, state), []), names)
-    figure.suptitle(f"Streaming a .npy: share of what the machine can do without a loader\n{environment}", fontsize=10)
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False)
+    figure.suptitle(
+        f"Streaming a .npy: share of what the machine can do without a loader\n{environment}",
+        fontsize=10,
+    )
+    figure.legend(
+        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
 
@@ -103,12 +131,21 @@ def _panel(axes: Any, title: str, records: list[dict[str, Any]], names: list[str
     width = 0.85 / len(names)
     for k, name in enumerate(names):
         shares = [record["rates"].get(name, 0) / record["ceiling"] for record in records]
-        color = "#d1495b" if name == "pinfeed" else colormaps["Blues"](0.95 - 0.75 * (k - 1) / max(1, len(names) - 1))
-        bars = axes.bar([i + k * width for i in range(len(records))], shares, width, label=name, color=color)
+        color = (
+            "#d1495b"
+            if name == "pinfeed"
+            else colormaps["Blues"](0.95 - 0.75 * (k - 1) / max(1, len(names) - 1))
+        )
+        bars = axes.bar(
+            [i + k * width for i in range(len(records))], shares, width, label=name, color=color
+        )
         if name == "pinfeed":
             labels = [f"{record['rates'].get(name, 0):.1f}" for record in records]
             axes.bar_label(bars, labels, fontsize=8, color=color)
-    groups = [f"{record['cell'].split(', ')[2]}\nceiling {record['ceiling']:.1f} GB/s" for record in records]
+    groups = [
+        f"{record['cell'].split(', ')[2]}\nceiling {record['ceiling']:.1f} GB/s"
+        for record in records
+    ]
     axes.set_xticks([i + 0.425 - width / 2 for i in range(len(records))], groups, fontsize=8)
     axes.axhline(1, color="black", linewidth=0.8)
     axes.set_title(title, fontsize=10, loc="left")

@@ -33,7 +33,11 @@ class Kind:
 
 KINDS = {
     kind.name: kind
-    for kind in (Kind("512 B", (128,), 1024, 2e-3), Kind("4 KiB", (1024,), 1024, 2e-3), Kind("image", (3, 224, 224), 64, 20e-3))
+    for kind in (
+        Kind("512 B", (128,), 1024, 2e-3),
+        Kind("4 KiB", (1024,), 1024, 2e-3),
+        Kind("image", (3, 224, 224), 64, 20e-3),
+    )
 }
 
 
@@ -41,20 +45,29 @@ def create(path: Path, kind: Kind, nbytes: int) -> None:
     """Write a .npy of float32 in which every value of a row is the number of the row."""
     n_rows = nbytes // kind.row_nbytes
     if n_rows > 1 << 24:
-        raise ValueError(f"{n_rows} rows; float32 tells numbers apart up to {1 << 24}: give a smaller --size")
+        raise ValueError(
+            f"{n_rows} rows; float32 tells numbers apart up to {1 << 24}: give a smaller --size"
+        )
     step = max(1, _PIECE // kind.row_nbytes)
     with path.open("wb") as file:
         header = {"descr": "<f4", "fortran_order": False, "shape": (n_rows, *kind.row_shape)}
         np.lib.format.write_array_header_1_0(file, header)
         for start in range(0, n_rows, step):
-            np.arange(start, min(start + step, n_rows), dtype="<f4").repeat(math.prod(kind.row_shape)).tofile(file)
+            np.arange(start, min(start + step, n_rows), dtype="<f4").repeat(
+                math.prod(kind.row_shape)
+            ).tofile(file)
         file.flush()
-        os.fsync(file.fileno())  # dirty pages could not be dropped
+        # Dirty pages could not be dropped.
+        os.fsync(file.fileno())
 
 
 def expected(rows: np.ndarray, row_shape: tuple[int, ...]) -> torch.Tensor:
     """What a batch of these rows holds."""
-    return torch.from_numpy(rows.astype(np.float32)).reshape(-1, *[1] * len(row_shape)).expand(-1, *row_shape)
+    return (
+        torch.from_numpy(rows.astype(np.float32))
+        .reshape(-1, *[1] * len(row_shape))
+        .expand(-1, *row_shape)
+    )
 
 
 def drop(paths: Iterable[Path]) -> None:
@@ -66,4 +79,6 @@ def drop(paths: Iterable[Path]) -> None:
     for path in paths:
         page_cache.drop([path])
         if share := page_cache.cached_share([path]):
-            raise RuntimeError(f"{path}: {share:.1%} of it stays in the page cache: give a --dir on a disk")
+            raise RuntimeError(
+                f"{path}: {share:.1%} of it stays in the page cache: give a --dir on a disk"
+            )

@@ -3,9 +3,11 @@
     python -m benchmarks.rows            (ten minutes)
     python -m benchmarks.rows --quick    (two minutes)
 
-Every contestant trains the same rows with Adam, of which weights and two tensors of state travel; losses are compared first. Each cell is
-timed twice: with a small model, where the step is little but the transfer, and with a step that takes about as long as the transfer, where
-all of it can be hidden. "Hidden" is the share of the transfer (synchronous step - step on rows that are there) that prefetching takes away.
+Every contestant trains the same rows with Adam, of which weights and two tensors of state travel;
+losses are compared first. Each cell is timed twice: with a small model, where the step is little
+but the transfer, and with a step that takes about as long as the transfer, where all of it can be
+hidden. "Hidden" is the share of the transfer (synchronous step - step on rows that are there) that
+prefetching takes away.
 """
 
 from __future__ import annotations
@@ -33,17 +35,32 @@ N_WARM, N_STEPS = 8, 200
 SPEEDTORCH_ROWS, SPEEDTORCH_DIM = 131_072, 128
 BIG_ROWS, BIG_DIM = 10_000_000, 128
 
-CELLS = [Cell(dim, n_ids, repeated) for dim in (16, 128) for n_ids in (1024, 8192, 32768) for repeated in (0.0, 0.5)]
+CELLS = [
+    Cell(dim, n_ids, repeated)
+    for dim in (16, 128)
+    for n_ids in (1024, 8192, 32768)
+    for repeated in (0.0, 0.5)
+]
 CELLS += [Cell(1024, n_ids, repeated) for n_ids in (1024, 8192) for repeated in (0.0, 0.5)]
 CELLS += [Cell(128, 8192, 0.0, shared) for shared in (0.5, 0.95)]
-QUICK = [Cell(16, 8192, 0.5), Cell(128, 8192, 0.0), Cell(128, 8192, 0.0, 0.5), Cell(128, 32768, 0.5)]
+QUICK = [
+    Cell(16, 8192, 0.5),
+    Cell(128, 8192, 0.0),
+    Cell(128, 8192, 0.0, 0.5),
+    Cell(128, 32768, 0.5),
+]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"])
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"]
+    )
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--memory", type=int, metavar="ROWS", help=argparse.SUPPRESS)  # in a process of its own
+    # In a process of its own.
+    parser.add_argument("--memory", type=int, metavar="ROWS", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory:
         print(json.dumps(big_table(arguments.device, arguments.memory)))
@@ -59,16 +76,24 @@ def main() -> None:
 def measure(device: str, *, quick: bool) -> dict[str, Any]:
     """Everything, as plain values."""
     if device == "cpu":
-        torch.set_num_threads(max(1, torch.get_num_threads() - 1))  # a core for the threads that bring rows
+        # A core for the threads that bring rows.
+        torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     n_repeats, cap_s = (1, 0.8) if quick else (3, 0.4)
     cells = []
     for cell in QUICK if quick else CELLS:
         cells.append(one_cell(cell, device, n_repeats, cap_s))
         print(_line(cells[-1]), flush=True)
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks.rows", "--memory", str(BIG_ROWS), "--device", device], capture_output=True, text=True, check=True
+        [sys.executable, "-m", "benchmarks.rows", "--memory", str(BIG_ROWS), "--device", device],
+        capture_output=True,
+        text=True,
+        check=True,
     )
-    return {"cells": cells, "SpeedTorch's table, ms": to_and_from(device), "memory": json.loads(run.stdout)}
+    return {
+        "cells": cells,
+        "SpeedTorch's table, ms": to_and_from(device),
+        "memory": json.loads(run.stdout),
+    }
 
 
 def one_cell(cell: Cell, device: str, n_repeats: int, cap_s: float) -> dict[str, Any]:
@@ -125,8 +150,12 @@ def to_and_from(device: str) -> dict[str, float]:
         host.index_copy_(0, ids, buffer)
 
     ways: dict[str, Callable[[], object]] = {
-        "torch, pinned[ids].to(device) and back" if pinned else "torch, table[ids] and back": torch_rows,
-        "torch, index_select(out=pinned) and asynchronous copies" if pinned else "torch, index_select(out) and index_copy_": selected_rows,
+        "torch, pinned[ids].to(device) and back"
+        if pinned
+        else "torch, table[ids] and back": torch_rows,
+        "torch, index_select(out=pinned) and asynchronous copies"
+        if pinned
+        else "torch, index_select(out) and index_copy_": selected_rows,
     }
     if pinned:
         import cupy
@@ -148,7 +177,9 @@ def to_and_from(device: str) -> dict[str, float]:
                 array.take(cupy.asarray(rows), axis=0, out=cupy.asarray(block))
                 array[cupy.asarray(rows)] = cupy.asarray(block)
 
-        ways["SpeedTorch's: CuPy indexes page-locked memory, everything is waited for"] = speedtorch_rows
+        ways["SpeedTorch's: CuPy indexes page-locked memory, everything is waited for"] = (
+            speedtorch_rows
+        )
         ways["CuPy indexes page-locked memory in torch's stream"] = uva_rows
     found = {name: best(lambda way=way: [way(), wait_for(there)]) for name, way in ways.items()}
     n = 20
@@ -160,7 +191,8 @@ def to_and_from(device: str) -> dict[str, float]:
                     wait_for(there)
                     begin = time.perf_counter()
                 batch.write_back(batch.data)
-        found[f"pinfeed, depth {depth}"] = (time.perf_counter() - begin) / n  # all writes have landed
+        # All writes have landed.
+        found[f"pinfeed, depth {depth}"] = (time.perf_counter() - begin) / n
     for table in [ours.array, host.numpy(), *([store.array] if pinned else [])]:
         assert np.array_equal(table, values.numpy())
     return {name: round(seconds * 1e3, 3) for name, seconds in found.items()}
@@ -178,7 +210,9 @@ def big_table(device: str, n_rows: int) -> dict[str, Any]:
         optimizer = pinfeed.RowOptimizer(torch.optim.SGD, [table], lr=0.1)
         rng = np.random.default_rng(0)
         ids = [torch.from_numpy(rng.integers(n_rows, size=4096)) for _ in range(50)]
-        for batch in pinfeed.train_rows(ids, {table: lambda batch: batch}, optimizer=optimizer, device=device):
+        for batch in pinfeed.train_rows(
+            ids, {table: lambda batch: batch}, optimizer=optimizer, device=device
+        ):
             table(batch).square().sum().backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -212,11 +246,19 @@ def wait_for(device: torch.device) -> None:
 
 def table(cells: list[dict[str, Any]]) -> str:
     """What was measured, as text."""
-    return "\n".join(["ms per step of a small model | a large one; hidden: share of the transfer", *map(_line, cells)])
+    return "\n".join(
+        [
+            "ms per step of a small model | a large one; hidden: share of the transfer",
+            *map(_line, cells),
+        ]
+    )
 
 
 def _line(cell: dict[str, Any]) -> str:
-    parts = [", ".join(f"{name} {value:.2f}" for name, value in cell[key].items()) for key in ("small_ms", "large_ms")]
+    parts = [
+        ", ".join(f"{name} {value:.2f}" for name, value in cell[key].items())
+        for key in ("small_ms", "large_ms")
+    ]
     return f"{cell['cell']}: {parts[0]} | {parts[1]}; hidden {hidden(cell['small_ms']):.2f} | {hidden(cell['large_ms']):.2f}"
 
 

@@ -66,30 +66,39 @@ class Body:
     """What the step does with its rows: a small model, and ``n_products`` matrix products as the rest of a large one."""
 
     def __init__(self, cell: Cell, device: str, n_products: int = 0) -> None:
-        self.device, self._n_products = torch.device(device), n_products
+        self.device = torch.device(device)
+        self._n_products = n_products
         self._model = torch.linspace(-1, 1, cell.dim, device=device)
         size = 2048 if self.device.type == "cuda" else 192
         self._a, self._b, self._c = (torch.randn(size, size, device=device) for _ in range(3))
 
     def loss(self, looked_up: torch.Tensor) -> torch.Tensor:
         self.products(self._n_products)
-        return functional.softplus(looked_up @ self._model).sum()  # of the mean, gradients would be as small as Adam's eps
+        # Of the mean, gradients would be as small as Adam's eps.
+        return functional.softplus(looked_up @ self._model).sum()
 
     def products(self, n: int) -> None:
         for _ in range(n):
             torch.mm(self._a, self._b, out=self._c)
 
 
-def prefetched(cell: Cell, body: Body, ids: list[torch.Tensor], depth: int = 2) -> Iterator[torch.Tensor]:
+def prefetched(
+    cell: Cell, body: Body, ids: list[torch.Tensor], depth: int = 2
+) -> Iterator[torch.Tensor]:
     """pinfeed."""
-    table = pinfeed.HostEmbedding(cell.n_rows, cell.dim, store=pinfeed.PinnedStore(start(cell), pin=pin(body)), name="table")
+    table = pinfeed.HostEmbedding(
+        cell.n_rows, cell.dim, store=pinfeed.PinnedStore(start(cell), pin=pin(body)), name="table"
+    )
     optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [table], state=touched, lr=LR)
-    for batch in pinfeed.train_rows(ids, {table: lambda batch: batch}, optimizer=optimizer, depth=depth, device=str(body.device)):
+    for batch in pinfeed.train_rows(
+        ids, {table: lambda batch: batch}, optimizer=optimizer, depth=depth, device=str(body.device)
+    ):
         loss = body.loss(table(batch))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        loss = loss.detach()  # a graph that is kept knows the size of the weight
+        # A graph that is kept knows the size of the weight.
+        loss = loss.detach()
         yield loss
 
 
@@ -113,15 +122,20 @@ def gather_and_copy(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
     for batch in ids:
         rows, where = batch.unique(return_inverse=True)
-        weight.data, state["exp_avg"], state["exp_avg_sq"] = (table.index_select(0, rows).to(body.device) for table in tables)
+        weight.data, state["exp_avg"], state["exp_avg_sq"] = (
+            table.index_select(0, rows).to(body.device) for table in tables
+        )
         optimizer.state[weight] = state
         loss = body.loss(functional.embedding(where.to(body.device), weight))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        for table, values in zip(tables, (weight.data, state["exp_avg"], state["exp_avg_sq"]), strict=True):
+        for table, values in zip(
+            tables, (weight.data, state["exp_avg"], state["exp_avg_sq"]), strict=True
+        ):
             table.index_copy_(0, rows, values.cpu())
-        loss = loss.detach()  # a graph that is kept knows the size of the weight
+        # A graph that is kept knows the size of the weight.
+        loss = loss.detach()
         yield loss
 
 
@@ -134,12 +148,16 @@ def whole_table(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[tor
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        loss = loss.detach()  # a graph that is kept knows the size of the weight
+        # A graph that is kept knows the size of the weight.
+        loss = loss.detach()
         yield loss
 
 
 def rows_there(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """No contestant: the step alone, on rows that came before and go nowhere. What is left when all of the transfer is hidden."""
+    """No contestant: the step alone, on rows that came before and go nowhere.
+
+    What is left when all of the transfer is hidden.
+    """
     rows, where = ids[0].unique(return_inverse=True)
     weight, where = nn.Parameter(start(cell)[rows].to(body.device)), where.to(body.device)
     optimizer = torch.optim.Adam([weight], lr=LR)
@@ -148,7 +166,8 @@ def rows_there(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[torc
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        loss = loss.detach()  # a graph that is kept knows the size of the weight
+        # A graph that is kept knows the size of the weight.
+        loss = loss.detach()
         yield loss
 
 
@@ -164,7 +183,9 @@ def speedtorch(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[torc
         unique, where = batch.unique(return_inverse=True)
         rows = cupy.asarray(unique.numpy())
         _wait_for_all(cupy)
-        weight.data, state["exp_avg"], state["exp_avg_sq"] = (torch.from_dlpack(array[rows]) for _, array in tables)
+        weight.data, state["exp_avg"], state["exp_avg_sq"] = (
+            torch.from_dlpack(array[rows]) for _, array in tables
+        )
         optimizer.state[weight] = state
         _wait_for_all(cupy)
         loss = body.loss(functional.embedding(where.to(body.device), weight))
@@ -172,17 +193,21 @@ def speedtorch(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[torc
         optimizer.step()
         optimizer.zero_grad()
         _wait_for_all(cupy)
-        for (_, array), values in zip(tables, (weight.data, state["exp_avg"], state["exp_avg_sq"]), strict=True):
+        for (_, array), values in zip(
+            tables, (weight.data, state["exp_avg"], state["exp_avg_sq"]), strict=True
+        ):
             array[rows] = cupy.from_dlpack(values)
         _wait_for_all(cupy)
-        loss = loss.detach()  # a graph that is kept knows the size of the weight
+        # A graph that is kept knows the size of the weight.
+        loss = loss.detach()
         yield loss
 
 
 def uva_gathers(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """The GPU reads and writes page-locked memory itself, by CuPy in torch's stream; nothing is prefetched, nothing is waited for.
 
-    All memory of the device is torch's, and all of its work is in one stream: so memory is used again only after the work before.
+    All memory of the device is torch's, and all of its work is in one stream: so memory is used
+    again only after the work before.
     """
     import cupy
 
@@ -193,7 +218,10 @@ def uva_gathers(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[tor
     stream = cupy.cuda.Stream.from_external(External(torch.cuda.current_stream().cuda_stream))
     try:
         for batch in ids:
-            unique, where = (there.pin_memory().to(body.device, non_blocking=True) for there in batch.unique(return_inverse=True))
+            unique, where = (
+                there.pin_memory().to(body.device, non_blocking=True)
+                for there in batch.unique(return_inverse=True)
+            )
             values = [torch.empty(len(unique), cell.dim, device=body.device) for _ in tables]
             with stream:
                 for (_, array), gathered in zip(tables, values, strict=True):
@@ -205,12 +233,16 @@ def uva_gathers(cell: Cell, body: Body, ids: list[torch.Tensor]) -> Iterator[tor
             optimizer.step()
             optimizer.zero_grad()
             with stream:
-                for (_, array), changed in zip(tables, (weight.data, state["exp_avg"], state["exp_avg_sq"]), strict=True):
+                for (_, array), changed in zip(
+                    tables, (weight.data, state["exp_avg"], state["exp_avg_sq"]), strict=True
+                ):
                     array[cupy.asarray(unique)] = cupy.asarray(changed)
-            loss = loss.detach()  # a graph that is kept knows the size of the weight
+            # A graph that is kept knows the size of the weight.
+            loss = loss.detach()
             yield loss
     finally:
-        torch.cuda.synchronize()  # the last rows may still be on their way into memory that is freed now
+        # The last rows may still be on their way into memory that is freed now.
+        torch.cuda.synchronize()
 
 
 Run = Callable[[Cell, Body, list[torch.Tensor]], Iterator[torch.Tensor]]
@@ -224,7 +256,11 @@ def contestants(device: str) -> dict[str, Run]:
         "gather+copy": gather_and_copy,
         "whole table": whole_table,
     }
-    return {**found, "UVA gathers": uva_gathers, "SpeedTorch's": speedtorch} if device == "cuda" else found
+    return (
+        {**found, "UVA gathers": uva_gathers, "SpeedTorch's": speedtorch}
+        if device == "cuda"
+        else found
+    )
 
 
 def start(cell: Cell) -> torch.Tensor:
@@ -276,13 +312,20 @@ def compare(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare losses with those of prefetching.
 
     Raises:
-        AssertionError: They differ: pinfeed's own by a bit, the others by more than another order of adding and SparseAdam's eps explain.
+        AssertionError: They differ: pinfeed's own by a bit, the others by more than another order
+            of adding and SparseAdam's eps explain.
     """
-    same = torch.equal(found, expected) if name == "synchronous" else torch.allclose(found, expected, rtol=1e-4)
+    same = (
+        torch.equal(found, expected)
+        if name == "synchronous"
+        else torch.allclose(found, expected, rtol=1e-4)
+    )
     assert same, f"{name}: losses {found.tolist()}, expected {expected.tolist()}"
 
 
-def step_s(run: Run, cell: Cell, body: Body, ids: list[torch.Tensor], n_warm: int, cap_s: float) -> float:
+def step_s(
+    run: Run, cell: Cell, body: Body, ids: list[torch.Tensor], n_warm: int, cap_s: float
+) -> float:
     """Seconds of a step: the mean of those after ``n_warm``, up to ``cap_s`` altogether."""
     steps = run(cell, body, ids)
     for _ in range(n_warm):

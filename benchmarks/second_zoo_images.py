@@ -12,7 +12,11 @@ from torch.nn import functional
 def pair(n_in: int, n_out: int) -> nn.Module:
     halves = ((n_in, n_out), (n_out, n_out))
     return nn.Sequential(
-        *(x for a, b in halves for x in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))),
+        *(
+            x
+            for a, b in halves
+            for x in (nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU(inplace=True))
+        ),
     )
 
 
@@ -90,7 +94,11 @@ class VAE(nn.Module):
         super().__init__()
         widths = (3, n, 2 * n, 4 * n)
         self.encoder = nn.Sequential(
-            *(x for a, b in itertools.pairwise(widths) for x in (nn.Conv2d(a, b, 3, 2, 1), nn.ReLU())),
+            *(
+                x
+                for a, b in itertools.pairwise(widths)
+                for x in (nn.Conv2d(a, b, 3, 2, 1), nn.ReLU())
+            ),
             nn.Flatten(),
         )
         self.both = nn.Linear(4 * n * 64, 128)
@@ -250,7 +258,9 @@ class Grouped(nn.Module):
             nn.Conv2d(n_in, n, 1, bias=False),
             nn.Conv2d(n, n, 3, stride, 1, groups=8, bias=False),
         )
-        body = [layer for conv in parts for layer in (conv, nn.BatchNorm2d(n), nn.ReLU(inplace=True))]
+        body = [
+            layer for conv in parts for layer in (conv, nn.BatchNorm2d(n), nn.ReLU(inplace=True))
+        ]
         self.body = nn.Sequential(*body, nn.Conv2d(n, 2 * n, 1, bias=False), nn.BatchNorm2d(2 * n))
         same = n_in == 2 * n and stride == 1
         self.skip = nn.Identity() if same else nn.Conv2d(n_in, 2 * n, 1, stride, bias=False)
@@ -277,7 +287,11 @@ class Segmentation(nn.Module):
         super().__init__()
         stem = ((3, n, 2), (n, 2 * n, 2), (2 * n, 2 * n, 1))
         self.stem = nn.Sequential(
-            *(x for a, b, s in stem for x in (nn.Conv2d(a, b, 3, s, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU())),
+            *(
+                x
+                for a, b, s in stem
+                for x in (nn.Conv2d(a, b, 3, s, 1, bias=False), nn.BatchNorm2d(b), nn.ReLU())
+            ),
         )
         self.sides = nn.ModuleList(nn.Conv2d(2 * n, n, 3, padding=d, dilation=d) for d in (1, 3, 6))
         self.head = nn.Conv2d(3 * n, 21, 1)
@@ -313,7 +327,11 @@ def superresolution(n: int = 48) -> nn.Module:
 
 def convnet_3d() -> nn.Module:
     pairs = itertools.pairwise((3, 24, 48, 96))
-    stages = [layer for a, b in pairs for layer in (nn.Conv3d(a, b, 3, padding=1), nn.BatchNorm3d(b), nn.ReLU(), nn.MaxPool3d(2))]
+    stages = [
+        layer
+        for a, b in pairs
+        for layer in (nn.Conv3d(a, b, 3, padding=1), nn.BatchNorm3d(b), nn.ReLU(), nn.MaxPool3d(2))
+    ]
     return nn.Sequential(*stages, nn.AdaptiveAvgPool3d(1), nn.Flatten(), nn.Linear(96, 20))
 
 

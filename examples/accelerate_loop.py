@@ -1,8 +1,10 @@
 """Hugging Face Accelerate: a loop over a feeder, in as many processes as ``accelerate launch`` starts, with gradient accumulation.
 
-The model and the optimizer are prepared; a feeder is not: it is no DataLoader, and ``accelerator.prepare`` would give it back as it is.
-Each process says which share of the rows is its own. That the last steps of an epoch are taken, too, where they are fewer than
-``gradient_accumulation_steps``, Accelerate leaves to the loader, which is to tell when it gives its last batch: ``Epoch`` does.
+The model and the optimizer are prepared; a feeder is not: it is no DataLoader, and
+``accelerator.prepare`` would give it back as it is. Each process says which share of the rows is
+its own. That the last steps of an epoch are taken, too, where they are fewer than
+``gradient_accumulation_steps``, Accelerate leaves to the loader, which is to tell when it gives its
+last batch: ``Epoch`` does.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
 
-N_STEPS = 4  # batches that make one step
+# Batches that make one step.
+N_STEPS = 4
 LR = 0.05
 
 
@@ -28,7 +31,8 @@ class Epoch(DataLoaderStateMixin):
     """A feeder that tells Accelerate which batch is the last of its epoch."""
 
     def __init__(self, feeder: Any) -> None:
-        self.feeder, self.gradient_state = feeder, GradientState()
+        self.feeder = feeder
+        self.gradient_state = GradientState()
 
     def __iter__(self) -> Iterator[Any]:
         self.begin()
@@ -79,7 +83,11 @@ def main() -> None:
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(300, 8)).astype("float32"), rng.normal(size=300).astype("float32")
     accelerator = Accelerator(gradient_accumulation_steps=N_STEPS)
-    share = pinfeed.rows.per_rank(pinfeed.rows.shuffled(seed=1), rank=accelerator.process_index, world_size=accelerator.num_processes)
+    share = pinfeed.rows.per_rank(
+        pinfeed.rows.shuffled(seed=1),
+        rank=accelerator.process_index,
+        world_size=accelerator.num_processes,
+    )
 
     with pinfeed.Feeder((x, y), batch_size=32, rows=share, device=accelerator.device) as feeder:
         assert accelerator.prepare(feeder) is feeder
@@ -89,7 +97,8 @@ def main() -> None:
         if accelerator.num_processes == 1 and accelerator.device.type == "cpu":
             assert torch.equal(weights, by_hand([feeder] * 3))
 
-    # A prepared DataLoader, wrapped: its batches, a few ahead. See docs/among-others.md for what is not the same.
+    # A prepared DataLoader, wrapped: its batches, a few ahead. See docs/among-others.md for what is
+    # not the same.
     loader = DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), batch_size=32)
     prepared = accelerator.prepare(loader)
     with pinfeed.wrap_loader(prepared, device=accelerator.device) as wrapped:

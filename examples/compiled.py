@@ -1,7 +1,8 @@
 """torch.compile: a compiled step over feeders, compiled once, however many batches come.
 
-A compiled function is compiled again for a batch of another shape. The last batch of an epoch is smaller: leave it out
-(``drop_last=True``), or say that the first dimension changes (``torch._dynamo.mark_dynamic``). Nothing else of a feeder's batches differs.
+A compiled function is compiled again for a batch of another shape. The last batch of an epoch is
+smaller: leave it out (``drop_last=True``), or say that the first dimension changes
+(``torch._dynamo.mark_dynamic``). Nothing else of a feeder's batches differs.
 ``python examples/compiled.py --backend inductor`` builds kernels, which takes a C++ compiler.
 """
 
@@ -26,7 +27,9 @@ def dense(backend: Any, *, mark: bool, drop_last: bool) -> list[float]:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = torch.compile(model, backend=backend) if backend else model
     rows, losses = np.random.default_rng(0).normal(size=(1000, 16)).astype("float32"), []
-    with pinfeed.Feeder(rows, batch_size=128, shuffle=True, drop_last=drop_last, device=device) as feeder:
+    with pinfeed.Feeder(
+        rows, batch_size=128, shuffle=True, drop_last=drop_last, device=device
+    ) as feeder:
         for _ in range(2):
             for x in feeder:
                 if mark:

@@ -4,7 +4,8 @@
     torchrun --standalone --nproc-per-node 4 examples/ddp.py                  # goes on with batch 31
     python examples/ddp.py --folder elsewhere                                 # one process: the same losses
 
-Each GPU of a machine is one process's (nccl); without a GPU, processes compute on the CPU (gloo). All of them read the same files.
+Each GPU of a machine is one process's (nccl); without a GPU, processes compute on the CPU (gloo).
+All of them read the same files.
 """
 
 from __future__ import annotations
@@ -24,12 +25,21 @@ import pinfeed
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()) / "pinfeed-ddp", help="files and checkpoints")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        default=Path(tempfile.gettempdir()) / "pinfeed-ddp",
+        help="files and checkpoints",
+    )
     parser.add_argument("--rows", type=int, default=20_000)
     parser.add_argument("--batch-size", type=int, default=100, help="of all processes together")
     parser.add_argument("--epochs", type=int, default=3)
-    parser.add_argument("--stop-after", type=int, help="leave after so many batches, as a job that is preempted")
+    parser.add_argument(
+        "--stop-after", type=int, help="leave after so many batches, as a job that is preempted"
+    )
     return parser.parse_args()
 
 
@@ -59,30 +69,45 @@ def write_files(folder: Path, n_rows: int) -> dict[str, str]:
 
 
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
-    torch.manual_seed(0)  # the same weights on every rank
-    net = DistributedDataParallel(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1)).to(device))
+    # The same weights on every rank.
+    torch.manual_seed(0)
+    net = DistributedDataParallel(
+        nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
+    )
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    paths, checkpoint = write_files(arguments.folder, arguments.rows), arguments.folder / "checkpoint"
+    paths, checkpoint = (
+        write_files(arguments.folder, arguments.rows),
+        arguments.folder / "checkpoint",
+    )
     ranks = pinfeed.Ranks("drop", split_batches=True)
-    with pinfeed.Feeder(paths, batch_size=arguments.batch_size, shuffle=True, drop_last=True, ranks=ranks) as feeder:
+    with pinfeed.Feeder(
+        paths, batch_size=arguments.batch_size, shuffle=True, drop_last=True, ranks=ranks
+    ) as feeder:
         print(f"{feeder.plan.notes[0]}, on {feeder.device}, {dist.get_backend()}", flush=True)
         parts = {"model": net.module, "optimizer": optimizer, "feeder": feeder}
         losses: list[torch.Tensor] = []
         if checkpoint.exists():
-            losses = list(torch.tensor(pinfeed.checkpoint.resume(checkpoint, **parts)["losses"], device=device))
+            losses = list(
+                torch.tensor(
+                    pinfeed.checkpoint.resume(checkpoint, **parts)["losses"], device=device
+                )
+            )
             print(f"goes on after {len(losses)} batches", flush=True)
         while feeder.epoch < arguments.epochs:
             number = feeder.epoch
             for batch in feeder:
                 loss = nn.functional.mse_loss(net(batch["x"]), batch["y"])
                 optimizer.zero_grad()
-                loss.backward()  # DistributedDataParallel takes the mean over ranks, and so do we:
+                # DistributedDataParallel takes the mean over ranks, and so do we:
+                loss.backward()
                 optimizer.step()
                 losses.append(mean := loss.detach() / dist.get_world_size())
                 dist.all_reduce(mean)
                 leave = len(losses) == arguments.stop_after
                 if dist.get_rank() == 0 and (leave or len(losses) % 50 == 0):
-                    pinfeed.checkpoint.save(checkpoint, **parts, losses=[float(loss) for loss in losses])
+                    pinfeed.checkpoint.save(
+                        checkpoint, **parts, losses=[float(loss) for loss in losses]
+                    )
                 if leave:
                     return
             if dist.get_rank() == 0:

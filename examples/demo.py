@@ -1,7 +1,8 @@
 """The main job: stream a .npy file, shuffled, into a training step, inside a memory limit; and the same loop with a plain DataLoader.
 
-The model is a small autoencoder: it learns to reproduce a row from a few numbers. Both loops see the same rows in the same order, so
-their losses can be compared bit for bit. Run it with ``make demo``, or ``python examples/demo.py --help``.
+The model is a small autoencoder: it learns to reproduce a row from a few numbers. Both loops see
+the same rows in the same order, so their losses can be compared bit for bit. Run it with
+``make demo``, or ``python examples/demo.py --help``.
 """
 
 from __future__ import annotations
@@ -55,16 +56,22 @@ class Result:
 class Training:
     """A step of training on a batch of rows."""
 
-    def __init__(self, row_shape: tuple[int, ...], device: str, sample: torch.Tensor, n_steps: int) -> None:
+    def __init__(
+        self, row_shape: tuple[int, ...], device: str, sample: torch.Tensor, n_steps: int
+    ) -> None:
         torch.manual_seed(0)
         width = min(WIDTH, math.prod(row_shape))
-        self.model = nn.Sequential(nn.Flatten(), nn.Linear(width, 32), nn.Linear(32, width)).to(device)
+        self.model = nn.Sequential(nn.Flatten(), nn.Linear(width, 32), nn.Linear(32, width)).to(
+            device
+        )
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=2e-3)
         sample = features(sample)
-        self.mean, self.scale = sample.mean(), sample.std().clamp_min(1e-6)
-        # One tensor made in advance: a small one kept from every step would lie between the large ones of the steps, and glibc could
-        # give none of those back to the system.
-        self.losses, self.step = torch.zeros(n_steps, device=device), 0
+        self.mean = sample.mean()
+        self.scale = sample.std().clamp_min(1e-6)
+        # One tensor made in advance: a small one kept from every step would lie between the large
+        # ones of the steps, and glibc could give none of those back to the system.
+        self.losses = torch.zeros(n_steps, device=device)
+        self.step = 0
 
     def __call__(self, rows: torch.Tensor) -> None:
         x = (features(rows) - self.mean) / self.scale
@@ -96,9 +103,15 @@ class Rows(Dataset[torch.Tensor]):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--npy", type=Path, help="stream this file; else one is written to demo/rows.npy")
-    parser.add_argument("--size", type=size, default=size("2GiB"), help="size of the file that is written (2GiB)")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--npy", type=Path, help="stream this file; else one is written to demo/rows.npy"
+    )
+    parser.add_argument(
+        "--size", type=size, default=size("2GiB"), help="size of the file that is written (2GiB)"
+    )
     arguments = parser.parse_args()
     OUT.mkdir(exist_ok=True)
     path = arguments.npy or written(OUT / "rows.npy", arguments.size)
@@ -108,43 +121,66 @@ def main() -> None:
     config = pinfeed.Config(cpu_memory_limit=LIMIT - STEP, preferred_batch_size=preferred)
     with pinfeed.Feeder(path, config=config, shuffle=True, progress=True, timeline=True) as feeder:
         print(f"\n{path} on {feeder.device}:\n{feeder.plan}\n")
-        if feeder.device == "cpu":  # leave a core to the threads that read; with as many threads as cores, torch's wait for each other
+        if feeder.device == "cpu":
+            # Leave a core to the threads that read; with as many threads as cores, torch's wait for
+            # each other.
             torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-        read_once(path)  # both loops find the file in the page cache, as far as it fits
+        # Both loops find the file in the page cache, as far as it fits.
+        read_once(path)
         fed = run(feeder, feeder.device, path, preferred)
         feeder.timeline.save(OUT / "timeline.png", last_s=min(1.0, fed.seconds / 2))
         feeder.timeline.save(OUT / "timeline.json")
         batch_size = feeder.plan.batch_size
     order = pinfeed.rows.shuffled().bind(len(Rows(path)), 0)
     sampler = order(np.arange(len(Rows(path)))).tolist()
-    plain = run(on(feeder.device, DataLoader(Rows(path), batch_size, sampler=sampler), "DataLoader"), feeder.device, path, preferred)
+    plain = run(
+        on(feeder.device, DataLoader(Rows(path), batch_size, sampler=sampler), "DataLoader"),
+        feeder.device,
+        path,
+        preferred,
+    )
 
     print(f"\npinfeed     {fed}\nDataLoader  {plain}\n")
     print(f"pinfeed took {fed.seconds / plain.seconds:.2f} of the DataLoader's time")
-    print(f"memory grew by {human(fed.peak_growth)}, the training step's own included, with a limit of {human(LIMIT)}")
+    print(
+        f"memory grew by {human(fed.peak_growth)}, the training step's own included, with a limit of {human(LIMIT)}"
+    )
     print(f"losses equal, bit for bit: {np.array_equal(fed.losses, plain.losses, equal_nan=True)}")
-    print(f"timeline of the last steps: {OUT / 'timeline.png'} (and {OUT / 'timeline.json'} for https://ui.perfetto.dev)")
+    print(
+        f"timeline of the last steps: {OUT / 'timeline.png'} (and {OUT / 'timeline.json'} for https://ui.perfetto.dev)"
+    )
     if fed.peak_growth > LIMIT:
-        raise SystemExit(f"resident memory grew by {human(fed.peak_growth)}, more than the limit of {human(LIMIT)}")
+        raise SystemExit(
+            f"resident memory grew by {human(fed.peak_growth)}, more than the limit of {human(LIMIT)}"
+        )
 
 
 def run(batches: Iterable[torch.Tensor], device: str, path: Path, batch_size: int) -> Result:
     """Train for one epoch, and measure the loop."""
     rows = np.load(path, mmap_mode="r")
-    nbytes, row_shape, n_rows = rows.nbytes, rows.shape[1:], len(rows)
-    sample, some = (torch.from_numpy(np.array(rows[:n], rows.dtype.newbyteorder("="))).to(device) for n in (256, batch_size))
+    nbytes = rows.nbytes
+    row_shape = rows.shape[1:]
+    n_rows = len(rows)
+    sample, some = (
+        torch.from_numpy(np.array(rows[:n], rows.dtype.newbyteorder("="))).to(device)
+        for n in (256, batch_size)
+    )
     del rows
-    Training(row_shape, device, sample, n_rows)(some)  # a step to warm up: what the model needs is there before memory is measured
+    # A step to warm up: what the model needs is there before memory is measured.
+    Training(row_shape, device, sample, n_rows)(some)
     training = Training(row_shape, device, sample, n_rows)
     del some
     gc.collect()
-    start, waited, asked = time.perf_counter(), 0.0, time.perf_counter()
+    start = time.perf_counter()
+    waited = 0.0
+    asked = time.perf_counter()
     with peak_growth() as growth:
         for batch in batches:
             waited += time.perf_counter() - asked
             training(batch)
             asked = time.perf_counter()
-        losses = training.losses[: training.step].tolist()  # the device has done all its work
+        # The device has done all its work.
+        losses = training.losses[: training.step].tolist()
     return Result(time.perf_counter() - start, waited, growth(), losses, nbytes)
 
 

@@ -1,6 +1,7 @@
 """Hugging Face datasets: a Dataset as a source, shuffled, filtered and all; its columns are served from where Arrow has them.
 
-A dataset that was loaded from disk is a memory map: nothing is copied but the rows of the next batches, and those not one by one.
+A dataset that was loaded from disk is a memory map: nothing is copied but the rows of the next
+batches, and those not one by one.
 """
 
 from __future__ import annotations
@@ -25,7 +26,12 @@ def make(n: int) -> Dataset:
         "name": [f"sample {i}" for i in range(n)],
     }
     features = Features(
-        {"image": Array2D((8, 8), "uint8"), "features": List(Value("float32"), 16), "label": Value("int64"), "name": Value("string")}
+        {
+            "image": Array2D((8, 8), "uint8"),
+            "features": List(Value("float32"), 16),
+            "label": Value("int64"),
+            "name": Value("string"),
+        }
     )
     return Dataset.from_dict(columns, features=features)
 
@@ -39,7 +45,8 @@ def main() -> None:
         try:
             pinfeed.Feeder(data, batch_size=64)
         except pinfeed.StoreError as error:
-            print(error)  # the names are text: it says what to do
+            # The names are text: it says what to do.
+            print(error)
         numbers = data.select_columns(["image", "features", "label"])
 
         with pinfeed.Feeder(numbers, batch_size=64, shuffle=True, seed=1) as feeder:
@@ -50,11 +57,13 @@ def main() -> None:
                     assert torch.equal(tensor.cpu(), want[name].to(tensor.dtype))
             print(f"{feeder.stats.rows} rows, as dataset[i] has them")
 
-        with pinfeed.RowDataset(numbers) as rows_of:  # the same by number: a DataLoader's batch is one gather
+        with pinfeed.RowDataset(numbers) as rows_of:
+            # The same by number: a DataLoader's batch is one gather.
             x = next(iter(DataLoader(rows_of, batch_size=64)))["features"]
             assert torch.equal(x, torch.tensor(numbers[:64]["features"]))
 
-        pairs = pinfeed.wrap_loader(DataLoader(data.with_format("torch"), batch_size=64))  # what is not numbers comes by a loader
+        # What is not numbers comes by a loader.
+        pairs = pinfeed.wrap_loader(DataLoader(data.with_format("torch"), batch_size=64))
         assert next(iter(pairs))["name"] == data[:64]["name"]
 
 

@@ -1,8 +1,9 @@
 """Lightning: a LightningDataModule whose batches come from feeders, trained, stopped in the middle of an epoch, and resumed.
 
-The batches are on the device already, so Lightning moves nothing; each loop over a feeder is its next epoch, so nobody sets epochs.
-``restartable``, because Lightning begins a loop before it lets go of the last one; ``state_dict`` of the data module, because Lightning
-itself restores the place of a loader in the middle of an epoch only.
+The batches are on the device already, so Lightning moves nothing; each loop over a feeder is its
+next epoch, so nobody sets epochs. ``restartable``, because Lightning begins a loop before it lets
+go of the last one; ``state_dict`` of the data module, because Lightning itself restores the place
+of a loader in the middle of an epoch only.
 """
 
 from __future__ import annotations
@@ -25,13 +26,18 @@ class Rows(lightning.LightningDataModule):
 
     def __init__(self, folder: Path, batch_size: int) -> None:
         super().__init__()
-        self.folder, self.batch_size = folder, batch_size
+        self.folder = folder
+        self.batch_size = batch_size
 
     def setup(self, stage: str) -> None:
         source = (self.folder / "x.npy", self.folder / "y.npy")
         device = self.trainer.strategy.root_device
-        self.train = pinfeed.restartable(pinfeed.Feeder(source, batch_size=self.batch_size, shuffle=True, seed=1, device=device))
-        self.validation = pinfeed.restartable(pinfeed.Feeder(source, batch_size=self.batch_size, device=device))
+        self.train = pinfeed.restartable(
+            pinfeed.Feeder(source, batch_size=self.batch_size, shuffle=True, seed=1, device=device)
+        )
+        self.validation = pinfeed.restartable(
+            pinfeed.Feeder(source, batch_size=self.batch_size, device=device)
+        )
 
     def train_dataloader(self) -> Any:
         return self.train
@@ -72,7 +78,13 @@ class Regression(lightning.LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1e-4)
 
 
-def fit(folder: Path, *, callback: ModelCheckpoint | None = None, resume: Path | None = None, **limits: Any) -> Regression:
+def fit(
+    folder: Path,
+    *,
+    callback: ModelCheckpoint | None = None,
+    resume: Path | None = None,
+    **limits: Any,
+) -> Regression:
     torch.manual_seed(0)
     module = Regression()
     trainer = lightning.Trainer(
@@ -91,7 +103,9 @@ def fit(folder: Path, *, callback: ModelCheckpoint | None = None, resume: Path |
 
 def expected(folder: Path, n_epochs: int) -> list[list[int]]:
     """The loop by hand: the labels of every batch."""
-    with pinfeed.Feeder(folder / "y.npy", batch_size=32, shuffle=True, seed=1, device="cpu") as feeder:
+    with pinfeed.Feeder(
+        folder / "y.npy", batch_size=32, shuffle=True, seed=1, device="cpu"
+    ) as feeder:
         return [y.tolist() for _ in range(n_epochs) for y in feeder]
 
 
@@ -102,21 +116,29 @@ def main() -> None:
         np.save(folder / "x.npy", rng.normal(size=(200, 8)).astype("float32"))
         np.save(folder / "y.npy", np.arange(200))
         want = expected(folder, 3)
-        n = len(want) // 3  # batches of an epoch
+        # Batches of an epoch.
+        n = len(want) // 3
 
         whole = fit(folder, max_epochs=3)
         assert whole.seen == want
 
-        few = fit(folder, max_epochs=2, limit_train_batches=3, limit_val_batches=1)  # loops that are left early: the next epoch follows
+        # Loops that are left early: the next epoch follows.
+        few = fit(folder, max_epochs=2, limit_train_batches=3, limit_val_batches=1)
         assert few.seen == want[:3] + want[n : n + 3]
 
-        for when, n_done in (({"every_n_train_steps": n + 2}, n + 2), ({"every_n_epochs": 2}, 2 * n)):  # within an epoch, and at its end
+        for when, n_done in (
+            ({"every_n_train_steps": n + 2}, n + 2),
+            ({"every_n_epochs": 2}, 2 * n),
+        ):
+            # Within an epoch, and at its end.
             callback = ModelCheckpoint(folder / f"{n_done}", "run", **when)
             fit(folder, callback=callback, max_epochs=2)
             resumed = fit(folder, resume=folder / f"{n_done}" / "run.ckpt", max_epochs=3)
             assert resumed.seen == want[n_done:]
             assert torch.equal(resumed.model.weight, whole.model.weight)
-        print(f"{len(want)} batches over three epochs, resumed in the middle and at the end of one: the same as by hand")
+        print(
+            f"{len(want)} batches over three epochs, resumed in the middle and at the end of one: the same as by hand"
+        )
 
 
 if __name__ == "__main__":

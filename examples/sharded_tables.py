@@ -1,7 +1,8 @@
 """Films for people: two tables whose rows are spread over the processes of a job, and a dense part in DistributedDataParallel.
 
-Each process draws its own share of the ratings, and looks up any rows. Start it with torchrun, in as many processes
-as you like; the tables and losses are those of one process, but for the order of additions:
+Each process draws its own share of the ratings, and looks up any rows. Start it with torchrun, in
+as many processes as you like; the tables and losses are those of one process, but for the order of
+additions:
 
     torchrun --nproc-per-node 2 examples/sharded_tables.py
 """
@@ -54,11 +55,16 @@ class Match(nn.Module):
 def main(arguments: argparse.Namespace) -> None:
     distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
+    device = (
+        torch.device("cuda", rank % torch.cuda.device_count())
+        if torch.cuda.is_available()
+        else torch.device("cpu")
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
-    torch.manual_seed(0)  # the same on every rank: so is how the tables and the dense part begin
+    # The same on every rank: so is how the tables and the dense part begin.
+    torch.manual_seed(0)
     people = pinfeed.ShardedEmbedding(arguments.people, arguments.dim, name="people")
     films = pinfeed.ShardedEmbedding(arguments.films, arguments.dim, name="films")
     match = DistributedDataParallel(Match(arguments.dim).to(device))
@@ -68,11 +74,18 @@ def main(arguments: argparse.Namespace) -> None:
     ratings = Ratings(arguments.people, arguments.films, arguments.ratings)
     sampler: DistributedSampler[Rating] = DistributedSampler(ratings)
     loader = DataLoader(ratings, batch_size=arguments.batch_size, sampler=sampler)
-    batches = pinfeed.train_rows(loader, {people: "person", films: "film"}, optimizer=rows, depth=arguments.depth, device=device)
+    batches = pinfeed.train_rows(
+        loader,
+        {people: "person", films: "film"},
+        optimizer=rows,
+        depth=arguments.depth,
+        device=device,
+    )
     with batches:
         for epoch in range(arguments.epochs):
             start, losses = time.perf_counter(), []
-            batches.set_epoch(epoch)  # and the sampler's
+            # And the sampler's
+            batches.set_epoch(epoch)
             for batch in batches:
                 score = match(people(batch["person"]), films(batch["film"]))
                 loss = nn.functional.binary_cross_entropy_with_logits(score, batch["liked"])
@@ -84,18 +97,35 @@ def main(arguments: argparse.Namespace) -> None:
             mean = torch.stack(losses).mean()
             distributed.all_reduce(mean)
             if rank == 0:
-                print(f"epoch {epoch}: loss {mean.item() / world_size:.4f}, {len(losses) / (time.perf_counter() - start):.0f} steps/s")
+                print(
+                    f"epoch {epoch}: loss {mean.item() / world_size:.4f}, {len(losses) / (time.perf_counter() - start):.0f} steps/s"
+                )
     if rank == 0:
         n_steps = len(loader) * arguments.epochs
-        sent = ", ".join(f"{name.replace('_', ' ')} {nbytes / n_steps:.0f}" for name, nbytes in batches.exchanged._asdict().items())
-        print(f"{people.store.n_rows} of {arguments.people} people are here; bytes sent in a step: {sent}")
+        sent = ", ".join(
+            f"{name.replace('_', ' ')} {nbytes / n_steps:.0f}"
+            for name, nbytes in batches.exchanged._asdict().items()
+        )
+        print(
+            f"{people.store.n_rows} of {arguments.people} people are here; bytes sent in a step: {sent}"
+        )
     if arguments.save:
-        pinfeed.checkpoint.save(arguments.save, people=people, films=films, rows=rows, dense=dense, match=match, batches=batches)
+        pinfeed.checkpoint.save(
+            arguments.save,
+            people=people,
+            films=films,
+            rows=rows,
+            dense=dense,
+            match=match,
+            batches=batches,
+        )
     distributed.destroy_process_group()
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--people", type=int, default=20_000)
     parser.add_argument("--films", type=int, default=2_000)
     parser.add_argument("--ratings", type=int, default=100_000)

@@ -1,7 +1,8 @@
 """torchdata's StatefulDataLoader: wrapped, its batches are prefetched, and its state still counts those that the loop has had.
 
-A run is stopped in the middle of an epoch and goes on elsewhere, wrapped or not: the states are the loader's own. And the other way
-round: a Feeder has ``state_dict`` too, so it can stand where a StatefulDataLoader would, here in a distributed checkpoint.
+A run is stopped in the middle of an epoch and goes on elsewhere, wrapped or not: the states are the
+loader's own. And the other way round: a Feeder has ``state_dict`` too, so it can stand where a
+StatefulDataLoader would, here in a distributed checkpoint.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ import pinfeed
 
 def make() -> Any:
     generator = torch.Generator().manual_seed(3)
-    return StatefulDataLoader(range(100), batch_size=8, shuffle=True, generator=generator, num_workers=2)
+    return StatefulDataLoader(
+        range(100), batch_size=8, shuffle=True, generator=generator, num_workers=2
+    )
 
 
 def first(loader: Any, n: int) -> tuple[list[list[int]], Any]:
@@ -34,13 +37,20 @@ def first(loader: Any, n: int) -> tuple[list[list[int]], Any]:
 
 def main() -> None:
     want = [batch.tolist() for batch in make()]
-    for begin, go_on in ((pinfeed.wrap_loader(make(), depth=3), make()), (make(), pinfeed.wrap_loader(make(), depth=3))):
-        seen, state = first(begin, 5)  # by now, three more were fetched ahead of the wrapped loop
+    for begin, go_on in (
+        (pinfeed.wrap_loader(make(), depth=3), make()),
+        (make(), pinfeed.wrap_loader(make(), depth=3)),
+    ):
+        # By now, three more were fetched ahead of the wrapped loop.
+        seen, state = first(begin, 5)
         go_on.load_state_dict(state)
         assert seen + [batch.tolist() for batch in go_on] == want
 
     rows = np.arange(100)
-    with pinfeed.Feeder(rows, batch_size=8, shuffle=True) as feeder, tempfile.TemporaryDirectory() as folder:
+    with (
+        pinfeed.Feeder(rows, batch_size=8, shuffle=True) as feeder,
+        tempfile.TemporaryDirectory() as folder,
+    ):
         whole = [batch.tolist() for batch in feeder]
         feeder.set_epoch(0)
         seen, _ = first(feeder, 5)
@@ -48,7 +58,9 @@ def main() -> None:
         with pinfeed.Feeder(rows, batch_size=8, shuffle=True) as again:
             dcp.load({"data": again}, checkpoint_id=folder, no_dist=True)
             assert seen + [batch.tolist() for batch in again] == whole
-    print(f"{len(want)} batches, left after 5 and resumed: wrapped, not wrapped, and from a distributed checkpoint")
+    print(
+        f"{len(want)} batches, left after 5 and resumed: wrapped, not wrapped, and from a distributed checkpoint"
+    )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Word vectors of Python's own standard library: skip-gram with negative sampling, both tables in host memory.
 
-Each batch brings the rows of its words, with their optimizer state, to the device, and takes them back while the next ones are computed.
-The first steps are made three times: as they are, without prefetching, and as the usual loop over ``nn.Embedding(sparse=True)``, whose
-tables are on the device as a whole; losses are compared bit for bit. Run ``python examples/word2vec.py --help``.
+Each batch brings the rows of its words, with their optimizer state, to the device, and takes them
+back while the next ones are computed. The first steps are made three times: as they are, without
+prefetching, and as the usual loop over ``nn.Embedding(sparse=True)``, whose tables are on the
+device as a whole; losses are compared bit for bit. Run ``python examples/word2vec.py --help``.
 """
 
 from __future__ import annotations
@@ -27,8 +28,23 @@ import pinfeed
 VOCABULARY = 10_000
 MAX_BYTES = 16_000_000
 COMPARED = 50
-WINDOW, NEGATIVES, SUBSAMPLING = 5, 5, 1e-4
-WORDS = ("self", "int", "error", "read", "open", "false", "list", "thread", "socket", "encode", "min", "year")
+WINDOW = 5
+NEGATIVES = 5
+SUBSAMPLING = 1e-4
+WORDS = (
+    "self",
+    "int",
+    "error",
+    "read",
+    "open",
+    "false",
+    "list",
+    "thread",
+    "socket",
+    "encode",
+    "min",
+    "year",
+)
 
 Batch = dict[str, torch.Tensor]
 
@@ -43,7 +59,9 @@ class Pairs(Dataset[Batch]):
     """
 
     def __init__(self, text: np.ndarray, batch: int, steps: int) -> None:
-        self.text, self.batch, self.steps = text, batch, steps
+        self.text = text
+        self.batch = batch
+        self.steps = steps
         frequency = np.bincount(text[text >= 0])
         self.noise = np.repeat(np.arange(len(frequency)), np.ceil(frequency**0.75).astype(int))
 
@@ -53,7 +71,10 @@ class Pairs(Dataset[Batch]):
     def __getitem__(self, step: int) -> Batch:
         rng = np.random.default_rng(step)
         at = rng.integers(WINDOW, len(self.text) - WINDOW, self.batch)
-        distance = rng.integers(1, rng.integers(1, WINDOW, self.batch, endpoint=True), endpoint=True)  # words that are nearer, more often
+        # Words that are nearer, more often.
+        distance = rng.integers(
+            1, rng.integers(1, WINDOW, self.batch, endpoint=True), endpoint=True
+        )
         center, context = self.text[at], self.text[at + distance * rng.choice((-1, 1), self.batch)]
         one = (center >= 0) & (context >= 0)
         negatives = self.noise[rng.integers(len(self.noise), size=(one.sum(), NEGATIVES))]
@@ -62,37 +83,57 @@ class Pairs(Dataset[Batch]):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, help="batches (3000; 150 with --quick)")
     parser.add_argument("--dim", type=int, default=64, help="numbers in a vector (64)")
     parser.add_argument("--batch", type=int, default=8192, help="pairs in a batch (8192)")
-    parser.add_argument("--out", type=Path, default=Path("demo"), help="where word2vec.png goes (demo)")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo"), help="where word2vec.png goes (demo)"
+    )
     parser.add_argument("--device", default="auto", help='"cpu", "cuda", "cuda:1" (auto)')
-    parser.add_argument("--quick", action="store_true", help="a few seconds: fewer files, fewer steps")
+    parser.add_argument(
+        "--quick", action="store_true", help="a few seconds: fewer files, fewer steps"
+    )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     steps = arguments.steps or (150 if arguments.quick else 3000)
 
     words, text = read_words(MAX_BYTES // 8 if arguments.quick else MAX_BYTES)
-    print(f"{len(text):,} words of the standard library's sources, thinned out; vocabulary of {len(words):,}: {' '.join(words[:12])} ...")
+    print(
+        f"{len(text):,} words of the standard library's sources, thinned out; vocabulary of {len(words):,}: {' '.join(words[:12])} ..."
+    )
     loader = DataLoader(Pairs(text, arguments.batch, steps), batch_size=None)
-    if not torch.cuda.is_available() or arguments.device == "cpu":  # leave a core to the threads that bring rows
+    if not torch.cuda.is_available() or arguments.device == "cpu":
+        # Leave a core to the threads that bring rows.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
     start = time.perf_counter()
     ahead = Training(len(words), arguments.dim, steps)
-    loop = pinfeed.train_rows(loader, ahead.lookups, optimizer=ahead.optimizer, device=arguments.device, progress=True)
+    loop = pinfeed.train_rows(
+        loader, ahead.lookups, optimizer=ahead.optimizer, device=arguments.device, progress=True
+    )
     losses = ahead.run(loop)
-    print(f"{time.perf_counter() - start:.1f} s, loss {np.mean(losses[:5]):.3f} -> {np.mean(losses[-5:]):.3f}; {loop.stats}")
+    print(
+        f"{time.perf_counter() - start:.1f} s, loss {np.mean(losses[:5]):.3f} -> {np.mean(losses[-5:]):.3f}; {loop.stats}"
+    )
 
     first = Training(len(words), arguments.dim, steps)
-    with pinfeed.train_rows(loader, first.lookups, optimizer=first.optimizer, device=arguments.device, depth=0) as synchronous:
+    with pinfeed.train_rows(
+        loader, first.lookups, optimizer=first.optimizer, device=arguments.device, depth=0
+    ) as synchronous:
         first_losses = first.run(islice(synchronous, COMPARED))
-    plain, ordered = (run_full(len(words), arguments.dim, steps, islice(loader, COMPARED), loop.device, order) for order in (False, True))
+    plain, ordered = (
+        run_full(len(words), arguments.dim, steps, islice(loader, COMPARED), loop.device, order)
+        for order in (False, True)
+    )
     print(f"losses of the first {min(steps, COMPARED)} steps, beside those of")
     print(f"  the synchronous loop: {same(losses, first_losses)}")
     print(f"  nn.Embedding(sparse=True), whole tables on the device: {same(losses, plain)}")
-    print(f"  the same, where repeated words add their gradients in the order of the batch: {same(losses, ordered)}")
+    print(
+        f"  the same, where repeated words add their gradients in the order of the batch: {same(losses, ordered)}"
+    )
 
     vectors = ahead.center.read(np.arange(len(words))).numpy()
     for word in WORDS:
@@ -113,20 +154,30 @@ class Training:
 
     def __init__(self, n_words: int, dim: int, steps: int) -> None:
         self.center, self.other = tables(n_words, dim)
-        self.lookups = {self.center: lambda batch: batch["center"], self.other: lambda batch: batch["others"]}
-        self.optimizer = pinfeed.RowOptimizer(torch.optim.SparseAdam, [self.center, self.other], lr=0.01)
-        self.schedule = torch.optim.lr_scheduler.LinearLR(self.optimizer, 1.0, 0.1, total_iters=steps)
+        self.lookups = {
+            self.center: lambda batch: batch["center"],
+            self.other: lambda batch: batch["others"],
+        }
+        self.optimizer = pinfeed.RowOptimizer(
+            torch.optim.SparseAdam, [self.center, self.other], lr=0.01
+        )
+        self.schedule = torch.optim.lr_scheduler.LinearLR(
+            self.optimizer, 1.0, 0.1, total_iters=steps
+        )
 
     def run(self, batches: Iterable[Batch]) -> list[float]:
         return run(batches, self.center, self.other, self.optimizer, self.schedule)
 
 
-def run(batches: Iterable[Batch], center: Any, other: Any, optimizer: Any, schedule: Any) -> list[float]:
+def run(
+    batches: Iterable[Batch], center: Any, other: Any, optimizer: Any, schedule: Any
+) -> list[float]:
     """Train, and return the losses: the same lines for tables on the host and for ``nn.Embedding``."""
     losses = []
     for batch in batches:
         scores = torch.einsum("nd,nkd->nk", center(batch["center"]), other(batch["others"]))
-        scores[:, 1:] *= -1  # the first of the others is the word's neighbour; the rest were drawn
+        # The first of the others is the word's neighbour; the rest were drawn.
+        scores[:, 1:] *= -1
         loss = -functional.logsigmoid(scores).sum(dim=1).mean()
         loss.backward()
         optimizer.step()
@@ -136,7 +187,9 @@ def run(batches: Iterable[Batch], center: Any, other: Any, optimizer: Any, sched
     return torch.stack(losses).tolist()
 
 
-def run_full(n_words: int, dim: int, steps: int, batches: Iterator[Batch], device: str, ordered: bool) -> list[float]:
+def run_full(
+    n_words: int, dim: int, steps: int, batches: Iterator[Batch], device: str, ordered: bool
+) -> list[float]:
     """The usual program: tables on the device as a whole."""
     full = [table.to_embedding().to(device) for table in tables(n_words, dim)]
     for embedding in full:
@@ -155,13 +208,17 @@ def add_in_order(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         ids, values = weight.grad._indices()[0], weight.grad._values()
         rows, where = ids.unique(return_inverse=True)
         added = values.new_zeros(len(rows), values.shape[1]).index_add_(0, where, values)
-        weight.grad = torch.sparse_coo_tensor(rows[None], added, weight.shape, is_coalesced=True, check_invariants=False)
+        weight.grad = torch.sparse_coo_tensor(
+            rows[None], added, weight.shape, is_coalesced=True, check_invariants=False
+        )
 
 
 def tables(n_words: int, dim: int) -> tuple[pinfeed.HostEmbedding, pinfeed.HostEmbedding]:
     """The same at every call."""
     torch.manual_seed(0)
-    center = pinfeed.HostEmbedding(n_words, dim, init=lambda weight: weight.uniform_(-0.5 / dim, 0.5 / dim), name="center")
+    center = pinfeed.HostEmbedding(
+        n_words, dim, init=lambda weight: weight.uniform_(-0.5 / dim, 0.5 / dim), name="center"
+    )
     return center, pinfeed.HostEmbedding(n_words, dim, init="zeros", name="other")
 
 
@@ -170,16 +227,30 @@ def read_words(max_bytes: int) -> tuple[list[str], np.ndarray]:
     library = Path(sysconfig.get_paths()["stdlib"])
     files, nbytes = [], 0
     for path in sorted(library.rglob("*.py")):
-        if nbytes < max_bytes and not {"site-packages", "dist-packages", "test", "tests", "encodings"} & set(path.parts):
+        if nbytes < max_bytes and not {
+            "site-packages",
+            "dist-packages",
+            "test",
+            "tests",
+            "encodings",
+        } & set(path.parts):
             source = path.read_text(errors="ignore").lower()
-            files.append(re.findall(r"[a-z]{2,}", source))  # read_text and "Read text" are the same two words
+            # read_text and "Read text" are the same two words.
+            files.append(re.findall(r"[a-z]{2,}", source))
             nbytes += len(source)
     counts = Counter(word for file in files for word in file)
     words = [word for word, n in counts.most_common(VOCABULARY) if n >= 5]
     numbers = {word: i for i, word in enumerate(words)}
-    text = np.array([i for file in files for i in [*(numbers[word] for word in file if word in numbers), *[-1] * WINDOW]])
+    text = np.array(
+        [
+            i
+            for file in files
+            for i in [*(numbers[word] for word in file if word in numbers), *[-1] * WINDOW]
+        ]
+    )
     share = np.array([counts[word] for word in words]) / (text >= 0).sum()
-    keep = np.append(np.sqrt(SUBSAMPLING / share), 1)  # of -1, the last
+    # Of -1, the last.
+    keep = np.append(np.sqrt(SUBSAMPLING / share), 1)
     return words, text[np.random.default_rng(0).random(len(text)) < keep[text]]
 
 
@@ -204,7 +275,10 @@ def draw(vectors: np.ndarray, words: list[str], path: Path) -> None:
     axes.scatter(x, y, s=6, c=np.arange(len(words)), cmap="viridis")
     for word, at in zip(words, zip(x, y, strict=True), strict=True):
         axes.annotate(word, at, fontsize=8, xytext=(2, 2), textcoords="offset points")
-    axes.set_title("The most frequent words of Python's standard library: first two principal components of their vectors", loc="left")
+    axes.set_title(
+        "The most frequent words of Python's standard library: first two principal components of their vectors",
+        loc="left",
+    )
     axes.set_axis_off()
     figure.savefig(path, dpi=120)
 

@@ -13,7 +13,8 @@ import torch
 
 from pinfeed.devices import route_benchmark
 
-# With this setting products of cuBLAS, and recurrent layers of cuDNN, add up in one order, run after run.
+# With this setting products of cuBLAS, and recurrent layers of cuDNN, add up in one order, run
+# after run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -37,7 +38,9 @@ def open_files() -> set[str]:
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
             name = os.readlink(f"/proc/self/fd/{number}")
-            if not torch.cuda.is_available() or (name.startswith("/") and not name.startswith(("/dev/", "/proc/", "/sys/"))):
+            if not torch.cuda.is_available() or (
+                name.startswith("/") and not name.startswith(("/dev/", "/proc/", "/sys/"))
+            ):
                 found.add(f"{number} {name}")
     return {name for name in found if not name.endswith((".ttf", f"/proc/{os.getpid()}/fd"))}
 
@@ -50,8 +53,10 @@ def nothing_left() -> Iterator[None]:
     assert not left, f"threads left behind: {left}"
     deadline = time.monotonic() + 30
     while open_files() - files and time.monotonic() < deadline:
-        gc.collect()  # pytest's exception infos are cycles
-        time.sleep(0.01)  # queues of worker processes are closed by threads of their own
+        # pytest's exception infos are cycles.
+        gc.collect()
+        # Queues of worker processes are closed by threads of their own.
+        time.sleep(0.01)
     assert not open_files() - files, "file descriptors left behind"
 
 
@@ -72,4 +77,7 @@ def gpu_works(request: pytest.FixtureRequest) -> Iterator[None]:
     except RuntimeError as error:
         if "PYTEST_XDIST_WORKER" in os.environ:
             os._exit(1)
-        pytest.exit(f"the GPU failed in {request.node.nodeid}, and with it every test after it in this process: {error}", returncode=1)
+        pytest.exit(
+            f"the GPU failed in {request.node.nodeid}, and with it every test after it in this process: {error}",
+            returncode=1,
+        )

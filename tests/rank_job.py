@@ -1,4 +1,7 @@
-"""A job of 1, then of 2, then of 4 processes over gloo, whose reports ``test_ranks.py`` reads. Run as ``python rank_job.py FOLDER``."""
+"""A job of 1, then of 2, then of 4 processes over gloo, whose reports ``test_ranks.py`` reads.
+
+Run as ``python rank_job.py FOLDER``.
+"""
 
 import contextlib
 import importlib
@@ -27,7 +30,8 @@ from pinfeed import ArrayStore, Feeder, Ranks, rows, wrap_readers
 
 WORLDS = (1, 2, 4)
 N_ROWS, GLOBAL_BATCH = 97, 16
-CRASH = 3  # the exit status of a rank that has failed
+# The exit status of a rank that has failed.
+CRASH = 3
 EXAMPLE = ["--rows", "2000", "--epochs", "2"]
 
 Report = dict[str, Any]
@@ -36,7 +40,9 @@ Report = dict[str, Any]
 def dyadic() -> tuple[np.ndarray, np.ndarray]:
     """Numbers with few bits: sums of some products are exact in any order."""
     generator = np.random.default_rng(0)
-    return generator.integers(-2, 3, (N_ROWS, 4)).astype(float), generator.integers(-4, 5, (N_ROWS, 1)).astype(float)
+    return generator.integers(-2, 3, (N_ROWS, 4)).astype(float), generator.integers(
+        -4, 5, (N_ROWS, 1)
+    ).astype(float)
 
 
 def normal() -> tuple[np.ndarray, np.ndarray]:
@@ -70,19 +76,31 @@ def listed(feeder: Any, n: int | None = None) -> list[list[int]]:
 def shares(rank: int, world_size: int) -> Report:
     """The rows of this rank, as torch.distributed says who it is."""
     x = np.arange(N_ROWS)
-    report: Report = {mode: listed(Feeder(x, batch_size=5, shuffle=True, ranks=mode)) for mode in ("pad", "drop", "join")}  # type: ignore[arg-type]
+    report: Report = {
+        mode: listed(Feeder(x, batch_size=5, shuffle=True, ranks=mode))
+        for mode in ("pad", "drop", "join")
+    }  # type: ignore[arg-type]
     blocks = rows.block_shuffled(1, block_rows=4, window_blocks=2)
     report["blocks"] = listed(Feeder(x, batch_size=5, rows=blocks, ranks="join"))
-    report["split"] = listed(Feeder(x, batch_size=GLOBAL_BATCH, shuffle=True, ranks=Ranks("join", split_batches=True)))
+    report["split"] = listed(
+        Feeder(x, batch_size=GLOBAL_BATCH, shuffle=True, ranks=Ranks("join", split_batches=True))
+    )
 
     def read(number: int) -> Iterator[int]:
         yield number
 
-    with wrap_readers(x.tolist(), x.tolist(), read_input=read, get_output=read, batch_size=5, ranks="join") as feeder:
+    with wrap_readers(
+        x.tolist(), x.tolist(), read_input=read, get_output=read, batch_size=5, ranks="join"
+    ) as feeder:
         report["readers"] = [batch.tolist() for batch, _ in feeder]
-    group, number = dist.new_subgroups(group_size=max(1, world_size // 2))[0], rank % max(1, world_size // 2)
+    group, number = (
+        dist.new_subgroups(group_size=max(1, world_size // 2))[0],
+        rank % max(1, world_size // 2),
+    )
     assert group.rank() == number
-    report["group"] = listed(Feeder(x, batch_size=5, ranks=Ranks("join", rank=group.rank(), world_size=group.size())))
+    report["group"] = listed(
+        Feeder(x, batch_size=5, ranks=Ranks("join", rank=group.rank(), world_size=group.size()))
+    )
     return report
 
 
@@ -93,9 +111,19 @@ def warnings() -> Report:
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("pinfeed").addHandler(handler)
     x = np.arange(6)
-    meant = [listed(Feeder(x, batch_size=6, ranks="all")), listed(Feeder(x, batch_size=6, rows=[0, 1, 2, 3, 4, 5]))]
+    meant = [
+        listed(Feeder(x, batch_size=6, ranks="all")),
+        listed(Feeder(x, batch_size=6, rows=[0, 1, 2, 3, 4, 5])),
+    ]
     assert not said
-    return {"rows": [*meant, listed(Feeder(x, batch_size=6)), listed(Feeder(x, batch_size=6, shuffle=True, seed=3))], "said": said}
+    return {
+        "rows": [
+            *meant,
+            listed(Feeder(x, batch_size=6)),
+            listed(Feeder(x, batch_size=6, shuffle=True, seed=3)),
+        ],
+        "said": said,
+    }
 
 
 def train(data: tuple[np.ndarray, np.ndarray], lr: float, n_steps: int) -> Report:
@@ -139,7 +167,9 @@ def resume(folder: Path, rank: int, world_size: int) -> Report:
         with Feeder(np.arange(N_ROWS), batch_size=8, shuffle=True, seed=5, ranks=ranks) as feeder:
             if world_size == 4:
                 feeder.load_state_dict(json.loads(path.read_text()))
-            report[name] = [x.tolist() for x in itertools.islice(feeder, 3 if world_size == 2 else None)]
+            report[name] = [
+                x.tolist() for x in itertools.islice(feeder, 3 if world_size == 2 else None)
+            ]
             if world_size == 2 and rank == 1:
                 path.write_text(json.dumps(feeder.state_dict()))
     return report
@@ -168,7 +198,9 @@ def crash(rank: int) -> Report:
                 report["batches"] += 1
     except (OSError, RuntimeError) as error:
         report["error"] = [type(error).__name__, str(error)]
-    report["threads"] = [thread.name for thread in threading.enumerate() if thread.name.startswith("pinfeed")]
+    report["threads"] = [
+        thread.name for thread in threading.enumerate() if thread.name.startswith("pinfeed")
+    ]
     return report
 
 
@@ -177,14 +209,21 @@ def run(folder: Path, rank: int, world_size: int) -> None:
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/rendezvous-{world_size}"
-    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size, timeout=timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo",
+        init_method=rendezvous,
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=30),
+    )
     report: Report = {"shares": shares(rank, world_size), "warnings": warnings()}
     report["dyadic"], report["normal"] = train(dyadic(), 1 / 16, 4), train(normal(), 0.05, 20)
     report["join"], report["resume"] = join(), resume(folder, rank, world_size)
     report["crash"] = crash(rank)
     (folder / f"{world_size}-{rank}.json").write_text(json.dumps(report))
     if "error" in report["crash"]:
-        os._exit(CRASH)  # as a process that dies: it leaves nobody a message
+        # As a process that dies: it leaves nobody a message.
+        os._exit(CRASH)
     dist.destroy_process_group()
 
 
@@ -192,22 +231,30 @@ def example(folder: Path, options: list[str]) -> None:
     """The example in one process; what it prints is beside its folder."""
     sys.argv = ["ddp.py", "--folder", str(folder), *EXAMPLE, *options]
     with folder.with_suffix(".txt").open("w") as file, contextlib.redirect_stdout(file):
-        runpy.run_path(str(Path(__file__).parent.parent / "examples" / "ddp.py"), run_name="__main__")
+        runpy.run_path(
+            str(Path(__file__).parent.parent / "examples" / "ddp.py"), run_name="__main__"
+        )
 
 
 def main(folder: Path) -> None:
     """Every process is forked from this one, which has loaded torch once and computed nothing."""
-    importlib.import_module("torch._dynamo")  # else DistributedDataParallel loads it in every process
+    # Else DistributedDataParallel loads it in every process.
+    importlib.import_module("torch._dynamo")
     context = multiprocessing.get_context("fork")
     for world_size in WORLDS:
-        processes = [context.Process(target=run, args=(folder, rank, world_size)) for rank in range(world_size)]
+        processes = [
+            context.Process(target=run, args=(folder, rank, world_size))
+            for rank in range(world_size)
+        ]
         for process in processes:
             process.start()
         for process in processes:
             process.join()
         with contextlib.suppress(FileNotFoundError):
             (folder / f"rendezvous-{world_size}").unlink()
-        (folder / f"{world_size}.json").write_text(json.dumps([process.exitcode for process in processes]))
+        (folder / f"{world_size}.json").write_text(
+            json.dumps([process.exitcode for process in processes])
+        )
     for name, options in (("whole", []), ("left", ["--stop-after", "23"])):
         process = context.Process(target=example, args=(folder / name, options))
         process.start()

@@ -28,7 +28,9 @@ def stalling(name: str, moves: int, late: tuple[str, ...]) -> Choose:
 
     def choose(ready: Sequence[str]) -> str | None:
         nonlocal left
-        chosen = next((actor for actor in ready if actor not in late and (actor != name or left)), None)
+        chosen = next(
+            (actor for actor in ready if actor not in late and (actor != name or left)), None
+        )
         left -= chosen == name
         return chosen
 
@@ -42,7 +44,9 @@ def randomly(seed: int) -> Choose:
 
 def corners(stalls: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], Choose]]:
     """Some always fast; and streams that stall after so many moves, the writes or the reads late."""
-    found: dict[str, Callable[[], Choose]] = {f"fast {'+'.join(names)}": partial(favour, *names) for names in FAVOURED}
+    found: dict[str, Callable[[], Choose]] = {
+        f"fast {'+'.join(names)}": partial(favour, *names) for names in FAVOURED
+    }
     return found | {
         f"{name} stalls after {moves}, late {'+'.join(late)}": partial(stalling, name, moves, late)
         for name, every in stalls.items()

@@ -1,10 +1,12 @@
 """Ranks as processes: what test_sharded_tables.py runs, ``python sharded_ranks.py DIRECTORY JOB...``; each rank saves what it has seen.
 
-A job is a number of ranks on the CPU, ``cuda-N`` for one on each of N GPUs, ``example``: examples/sharded_tables.py on two ranks, as
-under torchrun, or ``absent``: two ranks of which one hangs.
+A job is a number of ranks on the CPU, ``cuda-N`` for one on each of N GPUs, ``example``:
+examples/sharded_tables.py on two ranks, as under torchrun, or ``absent``: two ranks of which one
+hangs.
 
-torch is loaded once, and the processes are forked, for loading it takes longer than all that they do. CUDA does not work in a process that
-was forked after the first call of it, the number of GPUs included, so the caller counts them.
+torch is loaded once, and the processes are forked, for loading it takes longer than all that they
+do. CUDA does not work in a process that was forked after the first call of it, the number of GPUs
+included, so the caller counts them.
 """
 
 import os
@@ -25,7 +27,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 import pinfeed
 
-N, DIM, N_BATCHES, N_IDS = 23, 4, 6, 5
+N = 23
+DIM = 4
+N_BATCHES = 6
+N_IDS = 5
 
 
 class Scores(nn.Module):
@@ -41,14 +46,28 @@ class Scores(nn.Module):
 
 def batches_of(size: int) -> list[torch.Tensor]:
     """Ids, shape (ranks, N_IDS)."""
-    return list(torch.randint(0, N, (N_BATCHES, size, N_IDS), generator=torch.Generator().manual_seed(size)))
+    return list(
+        torch.randint(0, N, (N_BATCHES, size, N_IDS), generator=torch.Generator().manual_seed(size))
+    )
 
 
-def train(table: pinfeed.HostEmbedding, scores: nn.Module, batches: Any, *, depth: int, device: str = "cpu") -> list[float]:
+def train(
+    table: pinfeed.HostEmbedding,
+    scores: nn.Module,
+    batches: Any,
+    *,
+    depth: int,
+    device: str = "cpu",
+) -> list[float]:
     """Losses: a mean over the batch."""
-    rows, dense = pinfeed.RowOptimizer(torch.optim.Adam, [table], lr=0.1), torch.optim.SGD(scores.parameters(), lr=0.1)
+    rows, dense = (
+        pinfeed.RowOptimizer(torch.optim.Adam, [table], lr=0.1),
+        torch.optim.SGD(scores.parameters(), lr=0.1),
+    )
     losses = []
-    with pinfeed.train_rows(batches, {table: lambda ids: ids}, optimizer=rows, depth=depth, device=device) as loop:
+    with pinfeed.train_rows(
+        batches, {table: lambda ids: ids}, optimizer=rows, depth=depth, device=device
+    ) as loop:
         for ids in loop:
             loss = (scores(table(ids)) - ids / N).pow(2).mean()
             loss.backward()
@@ -62,7 +81,9 @@ def train(table: pinfeed.HostEmbedding, scores: nn.Module, batches: Any, *, dept
 def exact(table: pinfeed.HostEmbedding, batches: Any, *, depth: int, device: str = "cpu") -> None:
     """Whole numbers, of which every sum is exact."""
     rows = pinfeed.RowOptimizer(torch.optim.SGD, [table], lr=0.5)
-    for ids in pinfeed.train_rows(batches, {table: lambda ids: ids}, optimizer=rows, depth=depth, device=device):
+    for ids in pinfeed.train_rows(
+        batches, {table: lambda ids: ids}, optimizer=rows, depth=depth, device=device
+    ):
         table(ids).sum(1).pow(2).mul(0.5).sum().backward()
         rows.step()
         rows.zero_grad()
@@ -90,11 +111,16 @@ def rank_program(rank: int, size: int, directory: Path) -> dict[str, Any]:
         scores = DistributedDataParallel(Scores())
         seen[f"initial {depth}"], seen["n own rows"] = table.read(range(N)), table.store.n_rows
         seen[f"losses {depth}"] = train(table, scores, batches, depth=depth)
-        seen[f"table {depth}"], seen[f"layer {depth}"] = table.read(range(N)), scores.module.layer.weight.detach()
+        seen[f"table {depth}"], seen[f"layer {depth}"] = (
+            table.read(range(N)),
+            scores.module.layer.weight.detach(),
+        )
     table.export(directory / "whole.npy")
     seen["exported"] = torch.from_numpy(np.load(directory / "whole.npy"))
     for depth in (0, 3):
-        table = pinfeed.ShardedEmbedding.from_pretrained(whole_numbers(), freeze=False, gradients="sum")
+        table = pinfeed.ShardedEmbedding.from_pretrained(
+            whole_numbers(), freeze=False, gradients="sum"
+        )
         exact(table, batches, depth=depth)
         seen[f"exact {depth}"] = table.read(range(N))
     pinfeed.checkpoint.save(directory / "checkpoint", table=table)
@@ -105,7 +131,9 @@ def rank_program(rank: int, size: int, directory: Path) -> dict[str, Any]:
     groups = [distributed.new_group([*range(first, size, 2)]) for first in (0, 1)]
     table = pinfeed.ShardedEmbedding(N, DIM, init="ones", process_group=groups[rank % 2])
     seen["of a group"], seen["n rows of a group"] = table.read([rank, 0]), table.store.n_rows
-    seen["of another group"] = error_of(lambda: pinfeed.ShardedEmbedding(N, DIM, process_group=groups[1 - rank % 2]))
+    seen["of another group"] = error_of(
+        lambda: pinfeed.ShardedEmbedding(N, DIM, process_group=groups[1 - rank % 2])
+    )
     table = pinfeed.ShardedEmbedding(N, DIM, init="zeros")
 
     def failing() -> Any:
@@ -124,7 +152,8 @@ def rank_program(rank: int, size: int, directory: Path) -> dict[str, Any]:
             yield ids
 
     start = time.monotonic()
-    torch.save(seen, directory / f"{rank}.pt")  # rank 1 does not come back
+    # Rank 1 does not come back.
+    torch.save(seen, directory / f"{rank}.pt")
     seen["lost"] = error_of(lambda: exact(table, dying(), depth=2))
     seen["lost after"] = time.monotonic() - start
     return seen
@@ -135,15 +164,28 @@ def rank_on_gpu(rank: int, size: int, directory: Path) -> dict[str, Any]:
     torch.cuda.set_device(rank)
     seen = {}
     for depth in (0, 1, 2):
-        table = pinfeed.ShardedEmbedding.from_pretrained(whole_numbers(), freeze=False, gradients="sum")
-        exact(table, [batch[rank] for batch in batches_of(size)], depth=depth, device=f"cuda:{rank}")
+        table = pinfeed.ShardedEmbedding.from_pretrained(
+            whole_numbers(), freeze=False, gradients="sum"
+        )
+        exact(
+            table, [batch[rank] for batch in batches_of(size)], depth=depth, device=f"cuda:{rank}"
+        )
         seen[f"exact {depth}"] = table.read(range(N))
     return seen
 
 
 def example(rank: int, size: int, directory: Path) -> dict[str, Any]:
-    sys.argv = ["sharded_tables.py", "--people=200", "--films=50", "--ratings=4000", "--batch-size=100", "--epochs=2"]
-    runpy.run_path(str(Path(__file__).parent.parent / "examples" / "sharded_tables.py"), run_name="__main__")
+    sys.argv = [
+        "sharded_tables.py",
+        "--people=200",
+        "--films=50",
+        "--ratings=4000",
+        "--batch-size=100",
+        "--epochs=2",
+    ]
+    runpy.run_path(
+        str(Path(__file__).parent.parent / "examples" / "sharded_tables.py"), run_name="__main__"
+    )
     return {}
 
 
@@ -152,7 +194,8 @@ def absent(rank: int, size: int, directory: Path) -> dict[str, Any]:
     for_reads, for_tables = (distributed.new_group(timeout=timedelta(seconds=2)) for _ in range(2))
     table = pinfeed.ShardedEmbedding(N, DIM, process_group=for_reads)
     if rank == 1:
-        (directory / "heard").read_bytes()  # returns when rank 0 has its errors
+        # Returns when rank 0 has its errors.
+        (directory / "heard").read_bytes()
         return {}
     seen = {
         "read": error_of(lambda: table.read([0])),
@@ -162,9 +205,13 @@ def absent(rank: int, size: int, directory: Path) -> dict[str, Any]:
     return seen
 
 
-def joined_group(program: Callable[..., dict[str, Any]], backend: str) -> Callable[..., dict[str, Any]]:
+def joined_group(
+    program: Callable[..., dict[str, Any]], backend: str
+) -> Callable[..., dict[str, Any]]:
     def run(rank: int, size: int, directory: Path) -> dict[str, Any]:
-        distributed.init_process_group(backend, init_method=f"file://{directory}/group", rank=rank, world_size=size)
+        distributed.init_process_group(
+            backend, init_method=f"file://{directory}/group", rank=rank, world_size=size
+        )
         return program(rank, size, directory)
 
     return run
@@ -174,7 +221,10 @@ def main(directory: Path, job: str) -> None:
     """Fork the ranks, and wait for them."""
     directory.mkdir()
     if job.startswith("cuda-"):
-        size, program = int(job.removeprefix("cuda-")), joined_group(rank_on_gpu, "cpu:gloo,cuda:nccl")
+        size, program = (
+            int(job.removeprefix("cuda-")),
+            joined_group(rank_on_gpu, "cpu:gloo,cuda:nccl"),
+        )
     elif job == "example":
         size, program = 2, example
     elif job == "absent":
@@ -191,7 +241,12 @@ def main(directory: Path, job: str) -> None:
             status = 1
             try:
                 torch.set_num_threads(1)
-                os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+                os.environ.update(
+                    RANK=str(rank),
+                    WORLD_SIZE=str(size),
+                    MASTER_ADDR="127.0.0.1",
+                    MASTER_PORT=str(port),
+                )
                 torch.save(program(rank, size, directory), directory / f"{rank}.pt")
                 status = 0
             except BaseException:
@@ -206,6 +261,7 @@ def main(directory: Path, job: str) -> None:
 
 
 if __name__ == "__main__":
-    torch.optim.SGD([nn.Parameter(torch.zeros(1))])  # the first optimizer loads half of torch
+    # The first optimizer loads half of torch.
+    torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     for name in sys.argv[2:]:
         main(Path(sys.argv[1], name), name)

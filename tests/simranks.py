@@ -19,18 +19,24 @@ class Hub:
     """
 
     def __init__(self, size: int) -> None:
-        self.size, self.barrier = size, threading.Barrier(size, timeout=TIMEOUT_S)
+        self.size = size
+        self.barrier = threading.Barrier(size, timeout=TIMEOUT_S)
         self.sent: list[tuple[torch.Tensor, ...]] = [()] * size
 
-    def exchange(self, rank: int, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> torch.Tensor:
+    def exchange(
+        self, rank: int, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]
+    ) -> torch.Tensor:
         assert (len(n_sent), len(n_received)) == (self.size, self.size)
         assert sum(n_sent) == len(sent)
         self.sent[rank] = sent.split(list(n_sent))
         self.wait()
         found = [of_rank[rank] for of_rank in self.sent]
         received = torch.cat(found)
-        self.wait()  # before anybody sends the next
-        assert [len(part) for part in found] == list(n_received), "a rank was told another number of rows"
+        # Before anybody sends the next.
+        self.wait()
+        assert [len(part) for part in found] == list(n_received), (
+            "a rank was told another number of rows"
+        )
         return received
 
     def wait(self) -> None:
@@ -44,9 +50,13 @@ class HubLine:
     """A rank's end of it."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
-        self._hub, self.rank, self.size = hub, rank, hub.size
+        self._hub = hub
+        self.rank = rank
+        self.size = hub.size
 
-    def all_to_all(self, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> torch.Tensor:
+    def all_to_all(
+        self, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]
+    ) -> torch.Tensor:
         assert (sent.dtype, sent.ndim) == (torch.uint8, 2)
         return self._hub.exchange(self.rank, sent, n_sent, n_received)
 
@@ -60,7 +70,9 @@ class RankThreads:
 
     def __init__(self, size: int) -> None:
         self._hubs = [Hub(size) for _ in range(2)]
-        self.peers = [RankGroup(*(HubLine(hub, rank) for hub in self._hubs)) for rank in range(size)]
+        self.peers = [
+            RankGroup(*(HubLine(hub, rank) for hub in self._hubs)) for rank in range(size)
+        ]
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
         """What the program returns on each rank, or the error that it raised there."""

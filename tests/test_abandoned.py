@@ -15,13 +15,17 @@ from tqdm import tqdm
 from pinfeed import Feeder, HostEmbedding, RowOptimizer, train_rows, wrap_loader
 from pinfeed.errors import ClosedError
 
-pytestmark = pytest.mark.skipif(sys.version_info < (3, 11), reason="before Python 3.11 such a loop is refused")
+pytestmark = pytest.mark.skipif(
+    sys.version_info < (3, 11), reason="before Python 3.11 such a loop is refused"
+)
 
 N = 5
 
 
 def rows_loop() -> Any:
-    return train_rows([torch.tensor([i]) for i in range(N)], {HostEmbedding(N, 2): lambda ids: ids}, device="cpu")
+    return train_rows(
+        [torch.tensor([i]) for i in range(N)], {HostEmbedding(N, 2): lambda ids: ids}, device="cpu"
+    )
 
 
 FEEDERS: dict[str, Callable[[], Any]] = {
@@ -92,9 +96,13 @@ def error_of(run: Callable[[Any], None], feeder: Any) -> BaseException:
     return info.value
 
 
-@pytest.mark.parametrize(("kind", "looked_at"), [*((kind, False) for kind in FEEDERS), ("Feeder", True)])
+@pytest.mark.parametrize(
+    ("kind", "looked_at"), [*((kind, False) for kind in FEEDERS), ("Feeder", True)]
+)
 @pytest.mark.parametrize("run", LEFT_BY)
-def test_a_loop_that_a_traceback_keeps_gives_way(kind: str, run: Callable[[Any], None], looked_at: bool) -> None:
+def test_a_loop_that_a_traceback_keeps_gives_way(
+    kind: str, run: Callable[[Any], None], looked_at: bool
+) -> None:
     with FEEDERS[kind]() as feeder:
         error = error_of(run, feeder)
         traceback = error.__traceback__
@@ -153,7 +161,9 @@ def keep_in_a_generator(feeder: Any) -> Iterable[Any]:
 
 @pytest.mark.parametrize("keep", [keep_in_a_list, keep_in_an_object, keep_in_a_generator])
 @pytest.mark.parametrize("kind", FEEDERS)
-def test_a_loop_that_somebody_can_go_on_with_is_refused(kind: str, keep: Callable[[Any], Any]) -> None:
+def test_a_loop_that_somebody_can_go_on_with_is_refused(
+    kind: str, keep: Callable[[Any], Any]
+) -> None:
     with FEEDERS[kind]() as feeder:
         try:
             batches = keep(feeder)
@@ -172,7 +182,9 @@ def test_a_loop_that_runs_is_refused(kind: str) -> None:
         for _ in feeder:
             with pytest.raises(ClosedError, match="is running"):
                 iter(feeder)
-        begun, go_on, n = threading.Event(), threading.Event(), 0
+        begun = threading.Event()
+        go_on = threading.Event()
+        n = 0
 
         def run() -> None:
             nonlocal n

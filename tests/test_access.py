@@ -29,7 +29,8 @@ from pinfeed.rows.orders import Order
 from pinfeed.stores.disk import page_cache as pagecache
 
 N, WIDTH = 5000, 64
-BLOCK = 256  # rows, 64 KiB: what is worth a seek
+# Rows, 64 KiB: what is worth a seek.
+BLOCK = 256
 
 
 @pytest.fixture(scope="module")
@@ -97,13 +98,19 @@ def strategies(store: MmapStore, order: Order) -> Iterator[ReadStrategy]:
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 @pytest.mark.parametrize("batch_size", [1, 100, 700, 3000])
 def test_every_way_gives_the_rows(
-    store: MmapStore, array: np.ndarray, order: Order, batch_size: int, monkeypatch: pytest.MonkeyPatch
+    store: MmapStore,
+    array: np.ndarray,
+    order: Order,
+    batch_size: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(in_memory, "_PIECE_BYTES", KiB(20))
     monkeypatch.setattr(advised, "_STEP_BYTES", KiB(20))
     for access in strategies(store, order):
         for epoch, start in ((0, 0), (1, 0), (2, 1)):
-            for numbers, values in served(access, order, batch_size=batch_size, epoch=epoch, start=start):
+            for numbers, values in served(
+                access, order, batch_size=batch_size, epoch=epoch, start=start
+            ):
                 np.testing.assert_array_equal(values, array[numbers])
         access.close()
 
@@ -116,7 +123,9 @@ def test_nothing_runs_after_an_epoch_that_is_left(
     monkeypatch.setattr(in_memory, "_PIECE_BYTES", KiB(4))
     for access in strategies(store, order):
         for epoch in range(3):
-            for numbers, values in itertools.islice(served(access, order, batch_size=64, epoch=epoch), 3):
+            for numbers, values in itertools.islice(
+                served(access, order, batch_size=64, epoch=epoch), 3
+            ):
                 np.testing.assert_array_equal(values, array[numbers])
         for numbers, values in served(access, order, batch_size=64, epoch=3):
             np.testing.assert_array_equal(values, array[numbers])
@@ -148,7 +157,10 @@ def test_the_end_of_the_data_lets_the_last_batches_have_their_window(
 ) -> None:
     """With several readers, one finds the end while others still wait for rows."""
     monkeypatch.setattr(readahead_windows, "_N_THREADS", 1)
-    windows, numbers = orders.windows(rows.block_shuffled(0, block_rows=BLOCK, window_blocks=20), N, 0), np.arange(N)
+    windows, numbers = (
+        orders.windows(rows.block_shuffled(0, block_rows=BLOCK, window_blocks=20), N, 0),
+        np.arange(N),
+    )
     assert windows is not None
     with Slow(path) as store:
         access = WindowReadahead(store, windows.window_rows, N)
@@ -159,7 +171,9 @@ def test_the_end_of_the_data_lets_the_last_batches_have_their_window(
         access.close()
 
 
-def test_rows_that_are_not_there_yet_are_read_one_by_one(path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_that_are_not_there_yet_are_read_one_by_one(
+    path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(in_memory, "_SOON_S", 0)
     monkeypatch.setattr(in_memory, "_PIECE_BYTES", KiB(64))
     with Slow(path) as store:
@@ -178,14 +192,19 @@ def test_rows_that_are_not_there_yet_are_read_one_by_one(path: Path, array: np.n
 
 def test_a_file_that_was_written_is_brought_in_again(tmp_path: Path, array: np.ndarray) -> None:
     np.save(tmp_path / "x.npy", array)
-    with Feeder(tmp_path / "x.npy", batch_size=1000, shuffle=True) as feeder, MmapStore(tmp_path / "x.npy", mode="r+") as other:
+    with (
+        Feeder(tmp_path / "x.npy", batch_size=1000, shuffle=True) as feeder,
+        MmapStore(tmp_path / "x.npy", mode="r+") as other,
+    ):
         assert "brought into memory" in str(feeder.plan)
         assert sum(float(x.double().sum()) for x in feeder) == array.sum(dtype=float)
         other.scatter(np.arange(N), np.ones((N, WIDTH), np.float32))
         assert sum(float(x.double().sum()) for x in feeder) == N * WIDTH
 
 
-def test_an_error_while_a_file_is_brought_in_comes_with_the_batch_that_needs_the_rows(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_a_file_is_brought_in_comes_with_the_batch_that_needs_the_rows(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Broken(MmapStore):
         def gather_at(self, numbers: np.ndarray, out: np.ndarray, positions: np.ndarray) -> None:
             raise errors.ReadError("a bad sector")
@@ -223,7 +242,9 @@ def test_an_error_in_a_window_comes_with_its_batch(path: Path, array: np.ndarray
         access.close()
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(
     limit_kib=st.integers(3200, 6000),
     batch=st.integers(1, 300),
@@ -242,12 +263,14 @@ def test_a_feeder_gives_the_rows_by_whatever_way_its_limit_allows(
             return
         with feeder:
             assert feeder.plan.host_bytes <= KiB(limit_kib)
-            expected = [draw().rows for draw in OrderBatches(order, N, feeder.plan.batch_size).epoch(0)]
+            expected = [
+                draw().rows for draw in OrderBatches(order, N, feeder.plan.batch_size).epoch(0)
+            ]
             for numbers, x in zip(expected, feeder, strict=True):
                 np.testing.assert_array_equal(x.numpy(), array[numbers])
 
 
-# ---- the choice ------------------------------------------------------------------------------------------------------
+# ---- the choice ----------------------------------------------------------------------------------
 
 
 def chosen(store: Any, order: Any, free: int, n_batch_rows: int = 300) -> tuple[type, str]:
@@ -260,21 +283,35 @@ def chosen(store: Any, order: Any, free: int, n_batch_rows: int = 300) -> tuple[
 
 def test_the_way_is_chosen_from_size_order_limit_and_share(path: Path) -> None:
     blocks = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=2)
-    with MmapStore(path) as store, MmapStore(path, mode="r+") as written, MmapStore(path, keep_cache=False) as passing:
-        assert chosen(store, rows.sequential(), MiB(100)) == (DirectReads, "x.npy, 1.2 MiB: read in sequence")
+    with (
+        MmapStore(path) as store,
+        MmapStore(path, mode="r+") as written,
+        MmapStore(path, keep_cache=False) as passing,
+    ):
+        assert chosen(store, rows.sequential(), MiB(100)) == (
+            DirectReads,
+            "x.npy, 1.2 MiB: read in sequence",
+        )
         assert chosen(store, rows.shuffled(0), MiB(100))[0] is InMemoryCopy
         assert chosen(store, blocks, MiB(100))[0] is InMemoryCopy
         assert chosen(store, [1, 2, 3], MiB(100))[0] is InMemoryCopy, "a sampler's rows may be any"
         assert chosen(store, rows.shuffled(0), MiB(1))[0] is PageCacheReadahead
-        assert chosen(passing, rows.shuffled(0), MiB(1))[0] is DirectReads, "what is not kept need not be brought in"
+        assert chosen(passing, rows.shuffled(0), MiB(1))[0] is DirectReads, (
+            "what is not kept need not be brought in"
+        )
         assert chosen(store, blocks, MiB(1))[0] is WindowReadahead
         assert chosen(store, blocks, KiB(100))[0] is PageCacheReadahead
-        assert chosen(written, rows.shuffled(0), MiB(100))[0] is PageCacheReadahead, "a copy in memory would not see what is written"
-        assert chosen(written, blocks, MiB(100))[0] is PageCacheReadahead
-        assert chosen(store, rows.per_rank(rows.shuffled(0), rank=0, world_size=2), MiB(100))[0] is PageCacheReadahead, (
-            "half of its rows is not most"
+        assert chosen(written, rows.shuffled(0), MiB(100))[0] is PageCacheReadahead, (
+            "a copy in memory would not see what is written"
         )
-        assert chosen(store, rows.block_shuffled(0, block_rows=2), MiB(1))[0] is PageCacheReadahead, "blocks that are not worth a seek"
+        assert chosen(written, blocks, MiB(100))[0] is PageCacheReadahead
+        assert (
+            chosen(store, rows.per_rank(rows.shuffled(0), rank=0, world_size=2), MiB(100))[0]
+            is PageCacheReadahead
+        ), "half of its rows is not most"
+        assert (
+            chosen(store, rows.block_shuffled(0, block_rows=2), MiB(1))[0] is PageCacheReadahead
+        ), "blocks that are not worth a seek"
 
 
 def test_arrays_need_no_way(array: np.ndarray) -> None:
@@ -290,10 +327,15 @@ def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
             "x.npy, 1.2 MiB: brought into memory while its rows are served: it fits, and an epoch has 100% of its rows",
         )
         assert feeder.plan.notes[0] in str(feeder.plan)
-        assert any(item.what == "rows of a file" and item.total >= N * WIDTH * 4 for item in feeder.plan.items)
+        assert any(
+            item.what == "rows of a file" and item.total >= N * WIDTH * 4
+            for item in feeder.plan.items
+        )
 
 
-def test_processes_on_one_machine_share_what_is_free(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_on_one_machine_share_what_is_free(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("pinfeed.pipeline.planner.free_host_bytes", lambda: MiB(20))
     with Feeder(path, batch_size=100, shuffle=True) as feeder:
         assert "brought into memory" in feeder.plan.notes[0]
@@ -328,7 +370,7 @@ def test_parts_of_a_store_are_gathered_in_steps(array: np.ndarray, store: MmapSt
     np.testing.assert_array_equal(read(part), array[:60:3])
 
 
-# ---- the page cache --------------------------------------------------------------------------------------------------
+# ---- the page cache ------------------------------------------------------------------------------
 
 
 def drop(path: Path) -> None:
@@ -373,24 +415,38 @@ def dropped(monkeypatch: pytest.MonkeyPatch) -> Dropped:
 
 
 @pytest.mark.parametrize("was_there", ["nothing", "half", "all"])
-@pytest.mark.parametrize("order", [rows.sequential(), rows.shuffled(0), rows.block_shuffled(0, block_rows=64)], ids=str)
+@pytest.mark.parametrize(
+    "order", [rows.sequential(), rows.shuffled(0), rows.block_shuffled(0, block_rows=64)], ids=str
+)
 def test_the_page_cache_is_left_as_it_was_found(
     large: Path, order: Order, was_there: str, dropped: Dropped, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     size = large.stat().st_size
     there = np.zeros(-(-size // mmap.PAGESIZE), bool)
-    there[{"nothing": slice(0), "half": slice(len(there) // 2), "all": slice(None)}[was_there]] = True
-    monkeypatch.setattr(pagecache, "cached_pages", lambda fd, begin, end: there[begin // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)])
+    there[{"nothing": slice(0), "half": slice(len(there) // 2), "all": slice(None)}[was_there]] = (
+        True
+    )
+    monkeypatch.setattr(
+        pagecache,
+        "cached_pages",
+        lambda fd, begin, end: there[begin // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)],
+    )
     config = Config(cpu_memory_limit=MiB(40), preferred_batch_size=512)
-    with MmapStore(large, keep_cache=False) as store, Feeder(store, config=config, rows=order) as feeder:
-        assert sum(float(x.double().sum()) for x in feeder) == float(np.arange(MiB(96) // 4, dtype=np.float32).sum(dtype=float))
+    with (
+        MmapStore(large, keep_cache=False) as store,
+        Feeder(store, config=config, rows=order) as feeder,
+    ):
+        assert sum(float(x.double().sum()) for x in feeder) == float(
+            np.arange(MiB(96) // 4, dtype=np.float32).sum(dtype=float)
+        )
         while_it_was_read = dropped.pages(size).mean()
     assert not (dropped.pages(size) & there).any(), "what others had brought in stays"
     steps = dropped.pages(size) | there
     assert steps[: len(there) // 2 - 256].all(), "all else goes, as far as it can be told apart"
     assert steps[len(there) // 2 + 256 :].all()
     if was_there == "nothing" and not isinstance(order, orders.Shuffled):
-        # Rows in random order are swept where they were not in the page cache, which is the kernel's affair.
+        # Rows in random order are swept where they were not in the page cache, which is the
+        # kernel's affair.
         assert while_it_was_read > 0.3, "in sweeps, before the file is closed"
 
 

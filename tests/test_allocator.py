@@ -6,14 +6,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pinfeed.training.memory_model.caching_allocator import CachingAllocator, Event, OutOfMemory, Replay
+from pinfeed.training.memory_model.caching_allocator import (
+    CachingAllocator,
+    Event,
+    OutOfMemory,
+    Replay,
+)
 
 MIB = 1 << 20
 
 
 def program(seed: int, sizes: list[int]) -> list[Event]:
     """Tensors come in order, and go some time later, all of them."""
-    rng, events, live = random.Random(seed), [], []
+    rng = random.Random(seed)
+    events = []
+    live = []
     for number, size in enumerate(sizes):
         events.append((number, size))
         live.append((number, size))
@@ -23,12 +30,17 @@ def program(seed: int, sizes: list[int]) -> list[Event]:
     return events + [(number, -size) for number, size in live]
 
 
-SIZES = st.lists(st.one_of(st.integers(1, 5000), st.integers(1, 3 * MIB), st.integers(9 * MIB, 50 * MIB)), max_size=40)
+SIZES = st.lists(
+    st.one_of(st.integers(1, 5000), st.integers(1, 3 * MIB), st.integers(9 * MIB, 50 * MIB)),
+    max_size=40,
+)
 
 
 @given(SIZES, st.integers(0, 9))
 def test_what_is_reserved_holds_what_is_allocated(sizes: list[int], seed: int) -> None:
-    allocator, live, most = CachingAllocator(), {}, 0
+    allocator = CachingAllocator()
+    live = {}
+    most = 0
     for number, nbytes in program(seed, sizes):
         if nbytes > 0:
             allocator.malloc(number, nbytes)
@@ -42,7 +54,9 @@ def test_what_is_reserved_holds_what_is_allocated(sizes: list[int], seed: int) -
     assert most <= allocator.most_allocated <= allocator.most_reserved == allocator.reserved
     free = [block for blocks in allocator._free.values() for block in blocks]
     assert sum(block.size for block in free) == allocator.reserved
-    assert all(block.before is None and block.after is None for block in free), "all that is free is joined again"
+    assert all(block.before is None and block.after is None for block in free), (
+        "all that is free is joined again"
+    )
 
 
 @given(SIZES, st.integers(0, 9))

@@ -52,17 +52,23 @@ def wrapped(**arguments: Any) -> Any:
 
 def read(**arguments: Any) -> Any:
     functions = {"read_input": lambda i: [i], "get_output": lambda i: [i]}
-    return wrap_readers(range(4), range(4), **{**functions, "batch_size": 2, "device": "cpu", **arguments})  # type: ignore[arg-type]
+    return wrap_readers(
+        range(4), range(4), **{**functions, "batch_size": 2, "device": "cpu", **arguments}
+    )  # type: ignore[arg-type]
 
 
 def trained(**arguments: Any) -> Any:
-    return train_rows(loader(), {HostEmbedding(4, 2): lambda batch: batch}, device="cpu", **arguments)
+    return train_rows(
+        loader(), {HostEmbedding(4, 2): lambda batch: batch}, device="cpu", **arguments
+    )
 
 
-# ---- whole numbers ---------------------------------------------------------------------------------------------------
+# ---- whole numbers -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [fed, wrapped, read, trained, Config], ids=lambda make: make.__name__)
+@pytest.mark.parametrize(
+    "make", [fed, wrapped, read, trained, Config], ids=lambda make: make.__name__
+)
 def test_a_depth_that_takes_memory_for_nothing_is_refused(make: Callable[..., Any]) -> None:
     message = "depth=1000000: expected a whole number, from 0 to 1,024 (0 is the synchronous loop); each batch ahead takes memory"
     with pytest.raises(ArgumentError, match=re.escape(message)):
@@ -93,12 +99,17 @@ def test_the_largest_depth_feeds_the_same_batches() -> None:
         (Config, "gpu_memory_limit"),
         (Config, "one_read_count"),
         (lambda **arguments: rows.block_shuffled(**{"block_rows": 2, **arguments}), "block_rows"),
-        (lambda **arguments: rows.block_shuffled(**{"block_rows": 2, **arguments}), "window_blocks"),
+        (
+            lambda **arguments: rows.block_shuffled(**{"block_rows": 2, **arguments}),
+            "window_blocks",
+        ),
         (lambda **arguments: RemoteStore("memory://x.npy", **arguments), "attempts"),
     ],
 )
 def test_what_is_counted_is_a_whole_number(make: Callable[..., Any], name: str, value: Any) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(f"{name}={value!r}: expected a whole number")):
+    with pytest.raises(
+        ArgumentError, match=re.escape(f"{name}={value!r}: expected a whole number")
+    ):
         make(**{name: value})
 
 
@@ -108,7 +119,10 @@ def test_block_rows_of_none_is_no_number() -> None:
 
 
 def test_readers_beyond_counting_are_refused() -> None:
-    with pytest.raises(ArgumentError, match="n_readers=1000000: expected a whole number, from 1 to 1,024; each is a thread"):
+    with pytest.raises(
+        ArgumentError,
+        match="n_readers=1000000: expected a whole number, from 1 to 1,024; each is a thread",
+    ):
         read(n_readers=10**6)
 
 
@@ -117,7 +131,10 @@ def test_readers_beyond_counting_are_refused() -> None:
     [
         {"batch_size": 10**30},
         {"batch_size": None, "config": Config(preferred_batch_size=10**30)},
-        {"batch_size": 8, "rows": rows.block_shuffled(10**40, block_rows=10**30, window_blocks=10**30)},
+        {
+            "batch_size": 8,
+            "rows": rows.block_shuffled(10**40, block_rows=10**30, window_blocks=10**30),
+        },
     ],
 )
 def test_sizes_beyond_the_rows_mean_all_of_them(arguments: dict[str, Any]) -> None:
@@ -129,7 +146,9 @@ def test_numbers_of_other_libraries_are_whole_numbers() -> None:
     config = Config(preferred_batch_size=np.uint8(4), depth=np.uint8(1))  # type: ignore[arg-type]
     assert (type(config.preferred_batch_size), type(config.depth)) == (int, int)
     with (
-        fed(batch_size=np.int64(4), depth=np.uint8(1), shuffle=True, seed=torch.tensor(3)) as feeder,
+        fed(
+            batch_size=np.int64(4), depth=np.uint8(1), shuffle=True, seed=torch.tensor(3)
+        ) as feeder,
         fed(batch_size=4, shuffle=True, seed=3) as same,
     ):
         assert [batch.tolist() for batch in feeder] == [batch.tolist() for batch in same]
@@ -137,11 +156,13 @@ def test_numbers_of_other_libraries_are_whole_numbers() -> None:
 
 @pytest.mark.parametrize("headroom", ["a", None, -0.1, 1])
 def test_headroom_is_a_share(headroom: Any) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(f"headroom={headroom!r}: expected a share in [0, 1)")):
+    with pytest.raises(
+        ArgumentError, match=re.escape(f"headroom={headroom!r}: expected a share in [0, 1)")
+    ):
         Config(headroom=headroom)
 
 
-# ---- seeds -----------------------------------------------------------------------------------------------------------
+# ---- seeds ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("seed", NO_NUMBERS, ids=repr)
@@ -163,7 +184,9 @@ def test_a_seed_is_a_whole_number(make: Callable[[Any], Any], seed: Any) -> None
 
 @pytest.mark.parametrize("arguments", [{"seed": 1}, {"seed": 0}])
 @pytest.mark.parametrize("make", [fed, read])
-def test_a_seed_that_shuffles_nothing_is_refused(make: Callable[..., Any], arguments: dict[str, Any]) -> None:
+def test_a_seed_that_shuffles_nothing_is_refused(
+    make: Callable[..., Any], arguments: dict[str, Any]
+) -> None:
     message = f"seed={arguments['seed']} was given and shuffle was not; expected shuffle=True, which alone uses the seed"
     with pytest.raises(ArgumentError, match=re.escape(message)):
         make(**arguments)
@@ -172,24 +195,40 @@ def test_a_seed_that_shuffles_nothing_is_refused(make: Callable[..., Any], argum
 
 
 def test_a_seed_beside_an_order_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=re.escape("leave seed out (an order has its own: rows=pinfeed.rows.shuffled(seed=1))")):
+    with pytest.raises(
+        ArgumentError,
+        match=re.escape(
+            "leave seed out (an order has its own: rows=pinfeed.rows.shuffled(seed=1))"
+        ),
+    ):
         fed(rows=rows.sequential(), seed=1)
 
 
-# ---- ranks and flags -------------------------------------------------------------------------------------------------
+# ---- ranks and flags -----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("rank", "world_size"), [("0", 2), (0, "2"), (0, 2.0), (True, 2), (-1, 2), (2, 2), (0, 0), (0, -1)])
+@pytest.mark.parametrize(
+    ("rank", "world_size"),
+    [("0", 2), (0, "2"), (0, 2.0), (True, 2), (-1, 2), (2, 2), (0, 0), (0, -1)],
+)
 def test_ranks_are_whole_numbers(rank: Any, world_size: Any) -> None:
     message = f"rank={rank!r}, world_size={world_size!r}"
-    with pytest.raises(ArgumentError, match=re.escape(f"{message}: expected 0 <= rank < world_size, both whole numbers")):
+    with pytest.raises(
+        ArgumentError,
+        match=re.escape(f"{message}: expected 0 <= rank < world_size, both whole numbers"),
+    ):
         rows.per_rank(rows.shuffled(), rank=rank, world_size=world_size)
-    with pytest.raises(ArgumentError, match=re.escape(f"Ranks({message}): expected 0 <= rank < world_size, both whole numbers")):
+    with pytest.raises(
+        ArgumentError,
+        match=re.escape(f"Ranks({message}): expected 0 <= rank < world_size, both whole numbers"),
+    ):
         Ranks(rank=rank, world_size=world_size)
 
 
 def test_the_share_of_what_is_no_order_is_refused() -> None:
-    with pytest.raises(ArgumentError, match=re.escape("order=[1, 2]: expected an order of pinfeed.rows")):
+    with pytest.raises(
+        ArgumentError, match=re.escape("order=[1, 2]: expected an order of pinfeed.rows")
+    ):
         rows.per_rank([1, 2], rank=0, world_size=2)  # type: ignore[arg-type]
 
 
@@ -208,13 +247,32 @@ def test_the_share_of_what_is_no_order_is_refused() -> None:
         (read, "progress"),
         (read, "timeline"),
         (Ranks, "split_batches"),
-        (lambda drop_last: rows.per_rank(rows.shuffled(), rank=0, world_size=2, drop_last=drop_last), "drop_last"),
-        (lambda overwrite: MmapStore.create("is-not-made.npy", (3, 3), overwrite=overwrite), "overwrite"),
-        (lambda overwrite: HostEmbedding(4, 2, store="is-not-made.npy", overwrite=overwrite), "overwrite"),
+        (
+            lambda drop_last: rows.per_rank(
+                rows.shuffled(), rank=0, world_size=2, drop_last=drop_last
+            ),
+            "drop_last",
+        ),
+        (
+            lambda overwrite: MmapStore.create("is-not-made.npy", (3, 3), overwrite=overwrite),
+            "overwrite",
+        ),
+        (
+            lambda overwrite: HostEmbedding(4, 2, store="is-not-made.npy", overwrite=overwrite),
+            "overwrite",
+        ),
         (lambda freeze: HostEmbedding.from_pretrained(torch.ones(4, 2), freeze=freeze), "freeze"),
         (HostEmbedding(4, 2).requires_grad_, "requires_grad"),
-        (lambda scale_grad_by_freq: HostEmbedding(4, 2, scale_grad_by_freq=scale_grad_by_freq), "scale_grad_by_freq"),
-        (lambda include_last_offset: HostEmbeddingBag(4, 2, include_last_offset=include_last_offset), "include_last_offset"),
+        (
+            lambda scale_grad_by_freq: HostEmbedding(4, 2, scale_grad_by_freq=scale_grad_by_freq),
+            "scale_grad_by_freq",
+        ),
+        (
+            lambda include_last_offset: HostEmbeddingBag(
+                4, 2, include_last_offset=include_last_offset
+            ),
+            "include_last_offset",
+        ),
     ],
 )
 def test_a_word_is_neither_true_nor_false(make: Callable[..., Any], name: str) -> None:
@@ -222,7 +280,10 @@ def test_a_word_is_neither_true_nor_false(make: Callable[..., Any], name: str) -
         make(**{name: "False"})
 
 
-@pytest.mark.parametrize("make", [MmapStore.create, lambda path, shape, **flags: HostEmbedding(*shape, store=path, **flags)])
+@pytest.mark.parametrize(
+    "make",
+    [MmapStore.create, lambda path, shape, **flags: HostEmbedding(*shape, store=path, **flags)],
+)
 def test_a_word_does_not_replace_a_file(tmp_path: Path, make: Callable[..., Any]) -> None:
     path = tmp_path / "x.npy"
     np.save(path, np.arange(20.0).reshape(10, 2))
@@ -234,7 +295,7 @@ def test_a_word_does_not_replace_a_file(tmp_path: Path, make: Callable[..., Any]
         MmapStore(path, keep_cache="no")  # type: ignore[arg-type]
 
 
-# ---- numbers, dtypes, paths and stores of tables ---------------------------------------------------------------------
+# ---- numbers, dtypes, paths and stores of tables -------------------------------------------------
 
 
 def table(**arguments: Any) -> HostEmbedding:
@@ -264,14 +325,21 @@ def uniform(**arguments: Any) -> PinnedStore:
     ],
     ids=lambda value: getattr(value, "__name__", None) or str(value),
 )
-def test_numbers_that_are_none(make: Callable[..., Any], name: str, values: list[Any], expected: str) -> None:
+def test_numbers_that_are_none(
+    make: Callable[..., Any], name: str, values: list[Any], expected: str
+) -> None:
     for value in values:
-        with pytest.raises(ArgumentError, match=re.escape(f"{name}={value!r}: expected {expected}")):
+        with pytest.raises(
+            ArgumentError, match=re.escape(f"{name}={value!r}: expected {expected}")
+        ):
             make(**{name: value})
 
 
 def test_numbers_of_numpy_are_numbers() -> None:
-    assert table(padding_idx=np.int64(-1), max_norm=np.float32(1), norm_type=np.int64(1)).padding_idx == 3
+    assert (
+        table(padding_idx=np.int64(-1), max_norm=np.float32(1), norm_type=np.int64(1)).padding_idx
+        == 3
+    )
     assert normal(std=0, mean=np.float64(2)).array.tolist() == [[2, 2]] * 3
 
 
@@ -292,10 +360,18 @@ DTYPE_TAKERS = [
 @pytest.mark.parametrize("make", DTYPE_TAKERS)
 @pytest.mark.parametrize(
     ("dtype", "name"),
-    [(torch.float16, "float16"), (torch.bfloat16, "bfloat16"), (np.float64, "float64"), (float, "float64"), ("f4", "float32")],
+    [
+        (torch.float16, "float16"),
+        (torch.bfloat16, "bfloat16"),
+        (np.float64, "float64"),
+        (float, "float64"),
+        ("f4", "float32"),
+    ],
     ids=str,
 )
-def test_a_dtype_is_spelled_as_in_torch_or_numpy(tmp_path: Path, make: Callable[..., Any], dtype: Any, name: str) -> None:
+def test_a_dtype_is_spelled_as_in_torch_or_numpy(
+    tmp_path: Path, make: Callable[..., Any], dtype: Any, name: str
+) -> None:
     store = make(tmp_path / "x.npy", dtype)
     assert store.dtype.name == name
     store.close()
@@ -304,7 +380,10 @@ def test_a_dtype_is_spelled_as_in_torch_or_numpy(tmp_path: Path, make: Callable[
 @pytest.mark.parametrize("make", DTYPE_TAKERS)
 @pytest.mark.parametrize("dtype", ["float33", torch.qint8, 3, "M8[s]"], ids=str)
 def test_a_dtype_that_is_none(tmp_path: Path, make: Callable[..., Any], dtype: Any) -> None:
-    with pytest.raises(errors.StoreError, match=r"(is unknown|no torch counterpart).*; expected one of bfloat16, bool, "):
+    with pytest.raises(
+        errors.StoreError,
+        match=r"(is unknown|no torch counterpart).*; expected one of bfloat16, bool, ",
+    ):
         make(tmp_path / "x.npy", dtype)
 
 
@@ -320,13 +399,20 @@ PATH_TAKERS = [lambda path: MmapStore.create(path, (3, 2)), HostEmbedding(4, 2).
 @pytest.mark.parametrize("path", [None, 3, b"x.npy"], ids=repr)
 @pytest.mark.parametrize("make", PATH_TAKERS)
 def test_what_is_no_path(make: Callable[[Any], Any], path: Any) -> None:
-    with pytest.raises(ArgumentError, match=re.escape(f"path={path!r}: expected a path, as a str or a pathlib.Path")):
+    with pytest.raises(
+        ArgumentError,
+        match=re.escape(f"path={path!r}: expected a path, as a str or a pathlib.Path"),
+    ):
         make(path)
 
 
 @pytest.mark.parametrize("make", [*PATH_TAKERS, lambda path: HostEmbedding(4, 2, store=path)])
-def test_a_file_in_a_directory_that_does_not_exist(tmp_path: Path, make: Callable[[Any], Any]) -> None:
-    with pytest.raises(errors.FileMissing, match=re.escape(f"make it with os.makedirs({str(tmp_path / 'run')!r})")):
+def test_a_file_in_a_directory_that_does_not_exist(
+    tmp_path: Path, make: Callable[[Any], Any]
+) -> None:
+    with pytest.raises(
+        errors.FileMissing, match=re.escape(f"make it with os.makedirs({str(tmp_path / 'run')!r})")
+    ):
         make(tmp_path / "run" / "x.npy")
     assert not list(tmp_path.iterdir())
 
@@ -338,26 +424,43 @@ def test_a_directory_is_no_file(tmp_path: Path, make: Callable[[Any], Any]) -> N
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("store", [np.zeros((4, 2)), torch.zeros(4, 2), 3, [1]], ids=lambda store: type(store).__name__)
+@pytest.mark.parametrize(
+    "store", [np.zeros((4, 2)), torch.zeros(4, 2), 3, [1]], ids=lambda store: type(store).__name__
+)
 def test_rows_in_place_of_a_store(store: Any) -> None:
-    with pytest.raises(ArgumentError, match=rf"store={type(store).__name__}; expected a path of a .npy file, or a Store; .*ArrayStore"):
+    with pytest.raises(
+        ArgumentError,
+        match=rf"store={type(store).__name__}; expected a path of a .npy file, or a Store; .*ArrayStore",
+    ):
         HostEmbedding(4, 2, store=store)
 
 
-@pytest.mark.parametrize("source", [[[1.0, 2.0]], [np.zeros((2, 2))] * 2, ((1.0, 2.0),)], ids=["numbers", "arrays", "tuple"])
+@pytest.mark.parametrize(
+    "source",
+    [[[1.0, 2.0]], [np.zeros((2, 2))] * 2, ((1.0, 2.0),)],
+    ids=["numbers", "arrays", "tuple"],
+)
 @pytest.mark.parametrize("make", [HostEmbedding.from_pretrained, PinnedStore])
 def test_rows_in_a_list_are_an_array_first(make: Callable[[Any], Any], source: Any) -> None:
-    with pytest.raises(errors.StoreError, match=re.escape("rows in a list are given as np.asarray(list)")):
+    with pytest.raises(
+        errors.StoreError, match=re.escape("rows in a list are given as np.asarray(list)")
+    ):
         make(source)
 
 
 def test_a_shape_in_place_of_rows() -> None:
-    with pytest.raises(errors.StoreError, match=re.escape("got the tuple (3, 4); expected rows, or a path of them; a store of a")):
+    with pytest.raises(
+        errors.StoreError,
+        match=re.escape("got the tuple (3, 4); expected rows, or a path of them; a store of a"),
+    ):
         PinnedStore((3, 4))
 
 
 def test_a_table_that_is_larger_than_memory() -> None:
-    with pytest.raises(MemoryError, match=r"takes 35,184,372,088,832 bytes of memory, .* HostEmbedding\(\.\.\., store=path\)"):
+    with pytest.raises(
+        MemoryError,
+        match=r"takes 35,184,372,088,832 bytes of memory, .* HostEmbedding\(\.\.\., store=path\)",
+    ):
         HostEmbedding(2**40, 8, pin=False)
 
 
@@ -374,20 +477,27 @@ def test_an_init_that_fills_another_tensor(tmp_path: Path, init: Callable[..., A
     assert found.store.array.tolist() == [[1, 1]] * 4  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("init", [nn.init.ones_, lambda tensor: tensor.fill_(1)[0], lambda tensor: [tensor.fill_(1)]])
+@pytest.mark.parametrize(
+    "init", [nn.init.ones_, lambda tensor: tensor.fill_(1)[0], lambda tensor: [tensor.fill_(1)]]
+)
 def test_an_init_that_fills_its_tensor(init: Callable[..., Any]) -> None:
     assert table(init=init).read([0, 3]).tolist() == [[1, 1]] * 2
 
 
 def test_ids_in_lists_and_arrays() -> None:
     rows = torch.arange(8.0).view(4, 2)
-    one, bag = HostEmbedding.from_pretrained(rows), HostEmbeddingBag.from_pretrained(rows, mode="sum")
+    one, bag = (
+        HostEmbedding.from_pretrained(rows),
+        HostEmbeddingBag.from_pretrained(rows, mode="sum"),
+    )
     for ids in ([3, 1], (3, 1), np.array([3, 1], np.uint8), torch.tensor([3, 1])):
         torch.testing.assert_close(one(ids), rows[[3, 1]], rtol=0, atol=0)
         torch.testing.assert_close(bag(ids, [0, 1]), rows[[3, 1]], rtol=0, atol=0)
     assert one([]).shape == (0, 2)
     for wrong in ([1.5], ["a"], [[1], [1, 2]], None, [True]):
-        with pytest.raises(errors.RowIndexError, match="expected integers in a tensor, an array or a list"):
+        with pytest.raises(
+            errors.RowIndexError, match="expected integers in a tensor, an array or a list"
+        ):
             one(wrong)
     with pytest.raises(errors.RowIndexError, match="offsets: a list of float64; expected integers"):
         bag([3, 1], [0.5])
@@ -395,7 +505,9 @@ def test_ids_in_lists_and_arrays() -> None:
 
 def test_ids_in_lists_and_arrays_in_a_loop() -> None:
     words = table()
-    for (x,) in train_rows([(torch.tensor([2, 1]),)], {words: lambda batch: batch[0]}, device="cpu"):
+    for (x,) in train_rows(
+        [(torch.tensor([2, 1]),)], {words: lambda batch: batch[0]}, device="cpu"
+    ):
         expected = words(x)
         torch.testing.assert_close(words([2, 1]), expected)
         torch.testing.assert_close(words(np.array([2, 1])), expected)
@@ -403,7 +515,7 @@ def test_ids_in_lists_and_arrays_in_a_loop() -> None:
             words([3])
 
 
-# ---- words of other libraries ----------------------------------------------------------------------------------------
+# ---- words of other libraries --------------------------------------------------------------------
 
 OF_DATA_LOADER = [name for name in inspect.signature(DataLoader).parameters if name != "dataset"]
 
@@ -411,7 +523,9 @@ OF_DATA_LOADER = [name for name in inspect.signature(DataLoader).parameters if n
 @pytest.mark.parametrize("make", [fed, wrapped, read, trained], ids=lambda make: make.__name__)
 def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> None:
     """With a hint, not with a list or a guess."""
-    own = inspect.signature({fed: Feeder, wrapped: wrap_loader, read: wrap_readers, trained: train_rows}[make]).parameters
+    own = inspect.signature(
+        {fed: Feeder, wrapped: wrap_loader, read: wrap_readers, trained: train_rows}[make]
+    ).parameters
     for name in OF_DATA_LOADER:
         if name in own:
             continue
@@ -424,11 +538,19 @@ def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> No
     ("make", "arguments", "message"),
     [
         (fed, {"sampler": [1]}, "Feeder has no argument 'sampler'; give it as rows="),
-        (fed, {"num_workers": 4}, "Feeder has no argument 'num_workers'; pinfeed runs as many reader threads as help; leave it out"),
+        (
+            fed,
+            {"num_workers": 4},
+            "Feeder has no argument 'num_workers'; pinfeed runs as many reader threads as help; leave it out",
+        ),
         (fed, {"gpu_memory_limit": 1}, "config=pinfeed.Config(gpu_memory_limit=...)"),
         (fed, {"batchsize": 8}, "Feeder has no argument 'batchsize'; did you mean 'batch_size'?"),
         (fed, {"Shuffle": True}, "did you mean 'shuffle'?"),
-        (fed, {"colour": 1}, "Feeder has no argument 'colour'; expected one of source, batch_size, config, rows, "),
+        (
+            fed,
+            {"colour": 1},
+            "Feeder has no argument 'colour'; expected one of source, batch_size, config, rows, ",
+        ),
         (
             wrapped,
             {"num_workers": 4},
@@ -436,18 +558,52 @@ def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> No
         ),
         (wrapped, {"seed": 4}, "generator=torch.Generator().manual_seed(seed)"),
         (wrapped, {"dept": 4}, "did you mean 'depth'?"),
-        (read, {"dataset": 4}, "wrap_readers has no argument 'dataset'; the lists of inputs and of outputs come first, without names"),
-        (read, {"num_workers": 4}, "wrap_readers has no argument 'num_workers'; the threads that read are n_readers="),
-        (Config, {"batch_size": 4}, "Config has no argument 'batch_size'; give it to the feeder, or give preferred_batch_size="),
-        (Config, {"gpu_memory": 4}, "Config has no argument 'gpu_memory'; give gpu_memory_limit=, in bytes: pinfeed.GiB(8)"),
+        (
+            read,
+            {"dataset": 4},
+            "wrap_readers has no argument 'dataset'; the lists of inputs and of outputs come first, without names",
+        ),
+        (
+            read,
+            {"num_workers": 4},
+            "wrap_readers has no argument 'num_workers'; the threads that read are n_readers=",
+        ),
+        (
+            Config,
+            {"batch_size": 4},
+            "Config has no argument 'batch_size'; give it to the feeder, or give preferred_batch_size=",
+        ),
+        (
+            Config,
+            {"gpu_memory": 4},
+            "Config has no argument 'gpu_memory'; give gpu_memory_limit=, in bytes: pinfeed.GiB(8)",
+        ),
         (Config, {"Depth": 4}, "Config has no argument 'Depth'; did you mean 'depth'?"),
-        (Trainer, {"epochs": 4}, "Trainer has no argument 'epochs'; give it to train(): trainer.train(n_epochs)"),
-        (BigBatch, {"batch_size": 4}, "BigBatch has no argument 'batch_size'; the batch is what backward() is given"),
-        (rows.block_shuffled, {"block_size": 4}, "block_shuffled has no argument 'block_size'; the rows of a block are block_rows="),
-        (trained, {"optimiser": None}, "train_rows has no argument 'optimiser'; did you mean 'optimizer'?"),
+        (
+            Trainer,
+            {"epochs": 4},
+            "Trainer has no argument 'epochs'; give it to train(): trainer.train(n_epochs)",
+        ),
+        (
+            BigBatch,
+            {"batch_size": 4},
+            "BigBatch has no argument 'batch_size'; the batch is what backward() is given",
+        ),
+        (
+            rows.block_shuffled,
+            {"block_size": 4},
+            "block_shuffled has no argument 'block_size'; the rows of a block are block_rows=",
+        ),
+        (
+            trained,
+            {"optimiser": None},
+            "train_rows has no argument 'optimiser'; did you mean 'optimizer'?",
+        ),
     ],
 )
-def test_a_word_gets_what_to_give_instead(make: Callable[..., Any], arguments: dict[str, Any], message: str) -> None:
+def test_a_word_gets_what_to_give_instead(
+    make: Callable[..., Any], arguments: dict[str, Any], message: str
+) -> None:
     with pytest.raises(errors.UnknownArgument, match=re.escape(message)) as caught:
         make(**arguments)
     assert isinstance(caught.value, TypeError), "as it is without pinfeed"
@@ -457,24 +613,48 @@ def test_words_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
     path, rows_of = tmp_path / "x.npy", torch.ones(4, 2)
     np.save(path, rows_of.numpy())
     for call, message in [
-        (lambda: table(sparse=True), "HostEmbedding has no argument 'sparse'; the rows of a batch alone are moved"),
-        (lambda: table(device="cuda"), "HostEmbedding has no argument 'device'; the table stays in host memory"),
-        (lambda: table(_weight=rows_of), "give the rows to HostEmbedding.from_pretrained(rows, freeze=False)"),
-        (lambda: HostEmbedding.from_pretrained(rows_of, sparse=True), "has no argument 'sparse'; the rows"),
+        (
+            lambda: table(sparse=True),
+            "HostEmbedding has no argument 'sparse'; the rows of a batch alone are moved",
+        ),
+        (
+            lambda: table(device="cuda"),
+            "HostEmbedding has no argument 'device'; the table stays in host memory",
+        ),
+        (
+            lambda: table(_weight=rows_of),
+            "give the rows to HostEmbedding.from_pretrained(rows, freeze=False)",
+        ),
+        (
+            lambda: HostEmbedding.from_pretrained(rows_of, sparse=True),
+            "has no argument 'sparse'; the rows",
+        ),
         (lambda: HostEmbeddingBag(4, 2, sparse=True), "has no argument 'sparse'; the rows"),
         (
             lambda: HostEmbeddingBag(10, 2, "sum"),  # type: ignore[misc]
             "embedding_dim alone; give the others by name: HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
         ),
-        (lambda: MmapStore(path, mmap_mode="r"), "MmapStore has no argument 'mmap_mode'; give mode='r' to read"),  # type: ignore[call-arg]
+        (
+            lambda: MmapStore(path, mmap_mode="r"),
+            "MmapStore has no argument 'mmap_mode'; give mode='r' to read",
+        ),  # type: ignore[call-arg]
         (lambda: MmapStore(path, "r+"), "give the others by name: MmapStore(path, mode=...)"),  # type: ignore[misc]
-        (lambda: PinnedStore(path, pinned=True), "PinnedStore has no argument 'pinned'; give pin=True"),  # type: ignore[call-arg]
-        (lambda: RowDataset(path, 4), "RowDataset got 2 arguments without a name; expected source alone"),  # type: ignore[call-arg]
+        (
+            lambda: PinnedStore(path, pinned=True),
+            "PinnedStore has no argument 'pinned'; give pin=True",
+        ),  # type: ignore[call-arg]
+        (
+            lambda: RowDataset(path, 4),
+            "RowDataset got 2 arguments without a name; expected source alone",
+        ),  # type: ignore[call-arg]
     ]:
         with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
             call()
     for name in OF_DATA_LOADER:
-        with pytest.raises(errors.UnknownArgument, match=f"has no argument '{name}'; a RowDataset has rows and no batches"):
+        with pytest.raises(
+            errors.UnknownArgument,
+            match=f"has no argument '{name}'; a RowDataset has rows and no batches",
+        ):
             RowDataset(path, **{name: 4})
 
 
@@ -491,7 +671,10 @@ def test_a_batch_size_without_its_name() -> None:
     message = "Feeder got 2 arguments without a name; expected source alone; give the others by name: Feeder(source, batch_size=...)"
     with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
         Feeder(np.zeros(8), 4)  # type: ignore[misc]
-    with pytest.raises(errors.UnknownArgument, match=re.escape("give the others by name: wrap_loader(loader, device=...)")):
+    with pytest.raises(
+        errors.UnknownArgument,
+        match=re.escape("give the others by name: wrap_loader(loader, device=...)"),
+    ):
         wrap_loader(loader(), "cpu")  # type: ignore[misc]
 
 
@@ -504,7 +687,9 @@ def test_a_config_is_a_dataclass_like_any_other() -> None:
     config = Config(depth=3)
     assert dataclasses.replace(config, depth=4) == Config(depth=4)
     assert pickle.loads(pickle.dumps(config)) == config
-    with pytest.raises(errors.UnknownArgument, match="has no argument 'dept'; did you mean 'depth'"):
+    with pytest.raises(
+        errors.UnknownArgument, match="has no argument 'dept'; did you mean 'depth'"
+    ):
         dataclasses.replace(config, dept=4)  # type: ignore[call-arg]
 
 
@@ -513,8 +698,14 @@ def test_the_batch_size_of_a_feeder() -> None:
         assert (feeder.batch_size, of_any_size.batch_size) == (2, None)
 
 
-@pytest.mark.parametrize("function", [Feeder, wrap_loader, wrap_readers, train_rows, Config, Trainer, BigBatch])
+@pytest.mark.parametrize(
+    "function", [Feeder, wrap_loader, wrap_readers, train_rows, Config, Trainer, BigBatch]
+)
 def test_signatures_name_every_argument(function: Callable[..., Any]) -> None:
     parameters = inspect.signature(function).parameters.values()
     assert len(parameters) > 4
-    assert all(one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY) and one.annotation is not one.empty for one in parameters)
+    assert all(
+        one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
+        and one.annotation is not one.empty
+        for one in parameters
+    )

@@ -16,7 +16,9 @@ from pinfeed import ArrowStore, Feeder, errors
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
-ARROW_DTYPES = sorted(name for name in DTYPES if name != "bfloat16" and not name.startswith("complex"))
+ARROW_DTYPES = sorted(
+    name for name in DTYPES if name != "bfloat16" and not name.startswith("complex")
+)
 
 
 def fixed(array: np.ndarray) -> pa.Array:
@@ -32,7 +34,9 @@ def lists(array: np.ndarray) -> pa.Array:
     column = pa.array(array.reshape(-1))
     for axis in range(array.ndim - 1, 0, -1):
         n = int(np.prod(array.shape[:axis]))
-        column = pa.ListArray.from_arrays(pa.array(np.arange(n + 1) * array.shape[axis], pa.int32()), column)
+        column = pa.ListArray.from_arrays(
+            pa.array(np.arange(n + 1) * array.shape[axis], pa.int32()), column
+        )
     return column
 
 
@@ -61,7 +65,10 @@ class TestChunksOfLists(ArrowTests):
 class TestChunksOfAMemoryMappedFile(ArrowTests):
     def make(self, array: np.ndarray, tmp_path: Path) -> ArrowStore:
         table = pa.table({"x": cut(fixed(array))})
-        with pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as writer:
+        with (
+            pa.OSFile(str(tmp_path / "x.arrow"), "wb") as sink,
+            pa.ipc.new_file(sink, table.schema) as writer,
+        ):
             writer.write_table(table)
         with pa.memory_map(str(tmp_path / "x.arrow")) as source:
             return ArrowStore(pa.ipc.open_file(source).read_all()["x"])
@@ -77,7 +84,7 @@ class TestIndices(ArrowTests):
         return ArrowStore(cut(fixed(shuffled)), indices=cut(pa.array(where)))
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("make", [fixed, lists, lambda array: cut(lists(array))])
@@ -127,7 +134,7 @@ def test_more_rows_of_many_chunks_than_are_brought_together_at_a_time() -> None:
     np.testing.assert_array_equal(out, array[rows])
 
 
-# ---- tables and datasets ---------------------------------------------------------------------------------------------
+# ---- tables and datasets -------------------------------------------------------------------------
 
 
 def dataset(n: int = 30) -> Dataset:
@@ -163,7 +170,9 @@ VIEWS: dict[str, Any] = {
     "selected": lambda data, path: data.select([5, 3, 3, 29, 0]),
     "a range": lambda data, path: data.select(range(4, 20)).select([2, 1]),
     "filtered": lambda data, path: data.filter(lambda row: row["label"] > 4),
-    "concatenated": lambda data, path: concatenate_datasets([data.shuffle(seed=2), data.select([7, 8])]),
+    "concatenated": lambda data, path: concatenate_datasets(
+        [data.shuffle(seed=2), data.select([7, 8])]
+    ),
     "split": lambda data, path: data.train_test_split(0.3, seed=0)["test"],
     "two columns": lambda data, path: data.with_format(columns=["label", "x"]),
     "selected columns": lambda data, path: data.select_columns(["flag", "image"]),
@@ -180,12 +189,16 @@ def test_a_dataset(view: Any, tmp_path: Path) -> None:
             assert list(batch.data) == list(want[0])
             for name, tensor in batch.data.items():
                 assert tensor.tolist() == [row[name] for row in want]
-                assert tensor.dtype == getattr(torch, data.features[name].dtype if name != "x" else "float32")
+                assert tensor.dtype == getattr(
+                    torch, data.features[name].dtype if name != "x" else "float32"
+                )
 
 
 def test_parts_of_a_structure() -> None:
     data, weights = dataset(), np.linspace(0, 1, 30)
-    with Feeder((data, {"w": weights, "again": data.data.column("label")}), batch_size=8, device="cpu") as feeder:
+    with Feeder(
+        (data, {"w": weights, "again": data.data.column("label")}), batch_size=8, device="cpu"
+    ) as feeder:
         rows, others = next(iter(feeder))
     assert rows["label"].tolist() == others["again"].tolist() == data["label"][:8]
     np.testing.assert_array_equal(others["w"], weights[:8])
@@ -211,7 +224,10 @@ def test_a_format(kind: str) -> None:
         assert torch.equal(tensor, want)
         assert tensor.dtype == want.dtype
     wide = Dataset.from_dict({"d": np.zeros((3, 2))}).with_format(kind)
-    with pytest.raises(errors.StoreError, match=rf"source\['d'\]: with_format\('{kind}'\) gives float32 of what is stored as float64"):
+    with pytest.raises(
+        errors.StoreError,
+        match=rf"source\['d'\]: with_format\('{kind}'\) gives float32 of what is stored as float64",
+    ):
         Feeder(wide, batch_size=1, device="cpu")
 
 
@@ -219,7 +235,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "nulls": (pa.array([1, None]), "has nulls.*fill them"),
     "nulls in lists": (pa.array([[1.0, None], [2.0, 3.0]]), "has nulls"),
     "null lists": (pa.array([[1.0], None], pa.list_(pa.float64(), 1)), "has nulls"),
-    "ragged": (pa.array([[1], [2, 3]]), r"lists of different lengths \(rows of shape \(1,\) and \(2,\)\).*pad them"),
+    "ragged": (
+        pa.array([[1], [2, 3]]),
+        r"lists of different lengths \(rows of shape \(1,\) and \(2,\)\).*pad them",
+    ),
     "ragged chunks": (pa.chunked_array([[[1]], [[2, 3]]]), "lists of different lengths"),
     "ragged inside": (pa.array([[[1], [2]], [[3], [4, 5]]]), "lists of different lengths"),
     "text": (pa.array(["a"]), "a column of string; expected numbers.*leave the column out"),
@@ -228,7 +247,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "dates": (pa.array(np.zeros(2, "M8[s]")), 'cast it to "int64"'),
     "struct": (pa.array([{"a": 1}]), "flatten it"),
     "decimal": (pa.array([1.5]).cast(pa.decimal128(5, 2)), 'cast it to "float64"'),
-    "extension": (pa.array([1, 0], pa.int8()).cast(pa.bool8()), "a column of extension<arrow.bool8>"),
+    "extension": (
+        pa.array([1, 0], pa.int8()).cast(pa.bool8()),
+        "a column of extension<arrow.bool8>",
+    ),
     "nothing but nulls": (pa.nulls(2), "has nulls"),
     "empty": (pa.array([], pa.int8()), "without rows"),
     "no chunks": (pa.chunked_array([], pa.int8()), "without rows"),
@@ -246,7 +268,9 @@ def test_what_is_no_dataset_of_numbers_is_refused() -> None:
     data = dataset()
     with pytest.raises(errors.StoreError, match=r"a dataset with a transform.*reset_format"):
         Feeder(data.with_transform(lambda rows: rows), batch_size=1)
-    with pytest.raises(errors.StoreError, match=r"unequal numbers of rows: source\['train'\]\['x'\] has 30"):
+    with pytest.raises(
+        errors.StoreError, match=r"unequal numbers of rows: source\['train'\]\['x'\] has 30"
+    ):
         Feeder(DatasetDict({"train": data, "test": data.select([1])}), batch_size=1)
     with pytest.raises(errors.StoreError, match="columns of the same name: a, a"):
         Feeder(pa.Table.from_arrays([pa.array([1]), pa.array([2])], names=["a", "a"]), batch_size=1)

@@ -22,7 +22,11 @@ from pinfeed.stores.disk import file_reader, linux_aio
 from pinfeed.testing import SimDevice
 
 N, SIZE = 600, 20
-ORDERS = {"sequence": rows.sequential(), "shuffled": rows.shuffled(3), "blocks": rows.block_shuffled(3, block_rows=32)}
+ORDERS = {
+    "sequence": rows.sequential(),
+    "shuffled": rows.shuffled(3),
+    "blocks": rows.block_shuffled(3, block_rows=32),
+}
 
 
 @pytest.fixture
@@ -36,15 +40,17 @@ def path(x: np.ndarray, tmp_path: Path) -> Path:
     return tmp_path / "x.npy"
 
 
-# ---- the disk --------------------------------------------------------------------------------------------------------
+# ---- the disk ------------------------------------------------------------------------------------
 
 
 class Disk:
     """The system's calls that read files, with faults in the rows of one batch, in those of scattered rows as in those of runs."""
 
     def __init__(self, patch: pytest.MonkeyPatch, fault: str, n_good: int) -> None:
-        self.fault, self.n_good = fault, n_good
-        self._preadv, self._reap = os.preadv, linux_aio.Requests._reap
+        self.fault = fault
+        self.n_good = n_good
+        self._preadv = os.preadv
+        self._reap = linux_aio.Requests._reap
         patch.setattr(file_reader.os, "preadv", self.preadv)
         patch.setattr(linux_aio.Requests, "_reap", lambda requests, n: self.reap(requests, n))
 
@@ -66,15 +72,21 @@ class Disk:
         if self.fault == "EINTR":
             events["result"] = -errno.EINTR
         if self.fault == "EIO" and n and self.is_bad():
-            events["result"][0], self.n_good = -errno.EIO, 0
+            events["result"][0] = -errno.EIO
+            self.n_good = 0
         return events
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize(("depth", "n_good"), [(0, 3), (1, 0), (3, 3)])
-def test_an_error_of_the_disk(path: Path, x: np.ndarray, order: str, depth: int, n_good: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_disk(
+    path: Path, x: np.ndarray, order: str, depth: int, n_good: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The file is open for writing, so that its rows are not brought into memory, where they would need no disk."""
-    with MmapStore(path, mode="r+") as store, Feeder(store, batch_size=SIZE, rows=ORDERS[order], depth=depth) as feeder:
+    with (
+        MmapStore(path, mode="r+") as store,
+        Feeder(store, batch_size=SIZE, rows=ORDERS[order], depth=depth) as feeder,
+    ):
         want = [x[batch.rows] for batch in feeder.batches()]
         feeder.set_epoch(0)
         with monkeypatch.context() as patch:
@@ -85,11 +97,14 @@ def test_an_error_of_the_disk(path: Path, x: np.ndarray, order: str, depth: int,
                     got.append(batch.numpy(force=True))  # noqa: PERF401  # those before the error
         assert caught.value.errno == errno.EIO
         assert "read_run" in "".join(traceback.format_tb(caught.value.__traceback__))
-        del caught  # its traceback keeps the file open
+        # Its traceback keeps the file open.
+        del caught
         assert len(got) == n_good
         assert all(map(np.array_equal, got, want))
         feeder.set_epoch(0)
-        assert all(map(np.array_equal, [batch.numpy(force=True) for batch in feeder], want)), "the disk is well again"
+        assert all(map(np.array_equal, [batch.numpy(force=True) for batch in feeder], want)), (
+            "the disk is well again"
+        )
 
 
 @pytest.mark.parametrize("fault", ["short", "EINTR"])
@@ -110,9 +125,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     where.mkdir()
     if (
         shutil.which("mount") is None
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "none", where], capture_output=True).returncode
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "none", where], capture_output=True
+        ).returncode
     ):
-        pytest.skip("no file system can be mounted here; test_no_room_for_a_file does the same with a limit")
+        pytest.skip(
+            "no file system can be mounted here; test_no_room_for_a_file does the same with a limit"
+        )
     try:
         yield where
     finally:
@@ -135,7 +154,9 @@ def fill(directory: Path, left: int) -> None:
     (directory / "ballast").write_bytes(bytes(max(0, shutil.disk_usage(directory).free - left)))
 
 
-def refused_save(directory: Path, room: Callable[[], contextlib.AbstractContextManager[None]]) -> None:
+def refused_save(
+    directory: Path, room: Callable[[], contextlib.AbstractContextManager[None]]
+) -> None:
     table = HostEmbedding(500, 64, init="ones", name="table")  # 128 KB
     first = checkpoint.save(directory / "run", table=table, step=1)
     table.reset_parameters("zeros")
@@ -161,8 +182,12 @@ def test_a_disk_that_is_full(small_disk: Path) -> None:
     refused_save(small_disk, room)
     shutil.rmtree(small_disk / "run")
     (small_disk / "table.npy").unlink()
-    with MmapStore.create(small_disk / "rows.npy", (4096, 128), "float32") as store, Feeder(store, batch_size=64, depth=2) as feeder:
-        with pytest.raises(OSError, match="No space left") as caught:  # 2 MiB, most of which is a hole
+    with (
+        MmapStore.create(small_disk / "rows.npy", (4096, 128), "float32") as store,
+        Feeder(store, batch_size=64, depth=2) as feeder,
+    ):
+        with pytest.raises(OSError, match="No space left") as caught:
+            # 2 MiB, most of which is a hole.
             for batch in feeder.batches():
                 batch.write_back(batch.data + batch.rows[0] + 1)
         assert caught.value.filename == str(small_disk / "rows.npy")
@@ -175,12 +200,19 @@ def test_a_disk_that_is_full(small_disk: Path) -> None:
 
 
 @pytest.mark.parametrize("overwrite", [False, True])
-def test_a_file_that_is_larger_than_the_file_system_allows(tmp_path: Path, path: Path, x: np.ndarray, overwrite: bool) -> None:
+def test_a_file_that_is_larger_than_the_file_system_allows(
+    tmp_path: Path, path: Path, x: np.ndarray, overwrite: bool
+) -> None:
     with (
         file_limit(50_000),
-        pytest.raises(errors.StoreError, match=r"\.npy: shape \(5000, 4\) of float32 takes 80,000 bytes, which the file"),
+        pytest.raises(
+            errors.StoreError,
+            match=r"\.npy: shape \(5000, 4\) of float32 takes 80,000 bytes, which the file",
+        ),
     ):
-        MmapStore.create(path if overwrite else tmp_path / "new.npy", (5000, 4), overwrite=overwrite)
+        MmapStore.create(
+            path if overwrite else tmp_path / "new.npy", (5000, 4), overwrite=overwrite
+        )
     assert os.listdir(tmp_path) == ["x.npy"]
     np.testing.assert_array_equal(np.load(path), x)
 
@@ -206,7 +238,10 @@ def test_a_file_that_is_replaced_while_it_is_streamed(path: Path, x: np.ndarray)
     with Feeder(path, batch_size=SIZE) as feeder:
         np.save(path.with_name("other.npy"), x[:, :3])
         path.with_name("other.npy").replace(path)
-        with pytest.raises(errors.ReadError, match=r"x\.npy was replaced by another file since its header was read; open it again"):
+        with pytest.raises(
+            errors.ReadError,
+            match=r"x\.npy was replaced by another file since its header was read; open it again",
+        ):
             next(iter(feeder))
 
 
@@ -220,7 +255,10 @@ def test_a_file_that_is_deleted_while_it_is_streamed(path: Path, x: np.ndarray) 
 
 
 def test_a_file_that_becomes_read_only(path: Path, x: np.ndarray) -> None:
-    """What is open for writing stays so; who opens it later is told. (root may write whatever the mode says.)"""
+    """What is open for writing stays so; who opens it later is told.
+
+    (root may write whatever the mode says.)
+    """
     with MmapStore(path, mode="r+") as store, Feeder(store, batch_size=SIZE) as feeder:
         for i, batch in enumerate(feeder.batches()):
             batch.write_back(batch.data + 1)
@@ -240,7 +278,12 @@ def test_a_file_that_becomes_read_only(path: Path, x: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize(
-    "open_it", [MmapStore, lambda path: MmapStore.raw(path, shape=(3,), dtype="u1"), lambda path: MmapStore.safetensors(path, "w")]
+    "open_it",
+    [
+        MmapStore,
+        lambda path: MmapStore.raw(path, shape=(3,), dtype="u1"),
+        lambda path: MmapStore.safetensors(path, "w"),
+    ],
 )
 def test_a_pipe_is_not_waited_for(open_it: Callable[[Path], Any], tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "x.npy")
@@ -251,20 +294,26 @@ def test_a_pipe_is_not_waited_for(open_it: Callable[[Path], Any], tmp_path: Path
 @pytest.mark.parametrize("shape", [(2**62, 0, 2**62), (2**40, 2**40, 0)])
 def test_rows_of_no_bytes_beyond_number(shape: tuple[int, ...], tmp_path: Path) -> None:
     with open(tmp_path / "x.npy", "wb") as file:
-        np.lib.format.write_array_header_2_0(file, {"descr": "<f4", "fortran_order": False, "shape": shape})
-    with pytest.raises(errors.StoreError, match="has no bytes, and more of them than numpy can count"):
+        np.lib.format.write_array_header_2_0(
+            file, {"descr": "<f4", "fortran_order": False, "shape": shape}
+        )
+    with pytest.raises(
+        errors.StoreError, match="has no bytes, and more of them than numpy can count"
+    ):
         MmapStore(tmp_path / "x.npy")
 
 
 def test_shards_of_more_rows_than_can_be_counted(tmp_path: Path) -> None:
     for name in "ab":
         with open(tmp_path / f"{name}.npy", "wb") as file:
-            np.lib.format.write_array_header_2_0(file, {"descr": "|u1", "fortran_order": False, "shape": (2**62, 0)})
+            np.lib.format.write_array_header_2_0(
+                file, {"descr": "|u1", "fortran_order": False, "shape": (2**62, 0)}
+            )
     with pytest.raises(errors.StoreError, match="more rows than can be counted"):
         MmapStore(tmp_path / "*.npy")
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 class Scarce(HostDevice):
@@ -293,7 +342,9 @@ def test_no_memory_on_the_device(x: np.ndarray, depth: int, n: int) -> None:
         assert len(got) <= n
         device.n = np.inf
         np.testing.assert_array_equal(torch.cat(list(feeder)).numpy(), x)
-        np.testing.assert_array_equal(torch.cat(got).numpy() if got else x[:0], x[: SIZE * len(got)])
+        np.testing.assert_array_equal(
+            torch.cat(got).numpy() if got else x[:0], x[: SIZE * len(got)]
+        )
 
 
 def test_no_memory_for_a_write_back(x: np.ndarray) -> None:
@@ -337,7 +388,8 @@ def test_no_memory_on_a_gpu(x: np.ndarray) -> None:
     torch.cuda.empty_cache()
     reserved, total = torch.cuda.memory_reserved(), torch.cuda.mem_get_info()[1]
     with Feeder(table, batch_size=1 << 13, device="cuda") as feeder:
-        torch.cuda.set_per_process_memory_fraction((reserved + (64 << 20)) / total)  # a batch is 128 MiB
+        # A batch is 128 MiB.
+        torch.cuda.set_per_process_memory_fraction((reserved + (64 << 20)) / total)
         try:
             with pytest.raises(torch.OutOfMemoryError):
                 list(feeder)
@@ -348,7 +400,8 @@ def test_no_memory_on_a_gpu(x: np.ndarray) -> None:
 
 def test_no_memory_on_the_host() -> None:
     """The system refuses a batch; the feeder lives on, and so do smaller ones."""
-    table = np.broadcast_to(np.float32(3), (1 << 20, 1 << 10))  # 4 GiB, which are nowhere
+    # 4 GiB, which are nowhere.
+    table = np.broadcast_to(np.float32(3), (1 << 20, 1 << 10))
 
     class Chunks:
         def __iter__(self) -> Iterator[np.ndarray]:
@@ -361,14 +414,17 @@ def test_no_memory_on_the_host() -> None:
         try:
             loop = iter(feeder)
             assert next(loop).shape == (100, 1 << 10)
-            with pytest.raises(MemoryError, match=r"the system has no 4294967296 bytes for rows .* ask for smaller batches or free memory"):
+            with pytest.raises(
+                MemoryError,
+                match=r"the system has no 4294967296 bytes for rows .* ask for smaller batches or free memory",
+            ):
                 next(loop)
         finally:
             resource.setrlimit(resource.RLIMIT_AS, limits)
         assert len(next(iter(feeder))) == 100
 
 
-# ---- what can be handed to another process ---------------------------------------------------------------------------
+# ---- what can be handed to another process -------------------------------------------------------
 
 
 def test_a_store_of_files_is_opened_again_where_it_is_unpickled(path: Path, x: np.ndarray) -> None:
@@ -382,7 +438,9 @@ def test_a_store_of_files_is_opened_again_where_it_is_unpickled(path: Path, x: n
         store.gather(np.array([5, 3]), out)
     with (
         MmapStore(path, mode="r+") as store,
-        pytest.raises(errors.CopyError, match="both would write to the same files; hand over the path"),
+        pytest.raises(
+            errors.CopyError, match="both would write to the same files; hand over the path"
+        ),
     ):
         pickle.dumps(store)
 
@@ -392,11 +450,15 @@ def test_page_locked_rows_are_copied_with_their_memory(x: np.ndarray) -> None:
     assert type(store) is PinnedStore
     np.testing.assert_array_equal(store.array, x)
     locked = PinnedStore(x, pin=False)
-    locked.page_locked = True  # as it is where there is a GPU
+    # As it is where there is a GPU.
+    locked.page_locked = True
     again = pickle.loads(pickle.dumps(locked))
-    assert again.page_locked == torch.cuda.is_available(), "never ordinary memory that says it is page-locked"
+    assert again.page_locked == torch.cuda.is_available(), (
+        "never ordinary memory that says it is page-locked"
+    )
     pid = os.fork()
-    if pid == 0:  # the driver's memory is not there
+    if pid == 0:
+        # The driver's memory is not there.
         try:
             locked.gather(np.array([1]), np.empty((1, 4), np.float32))
         except errors.ClosedError:
@@ -408,7 +470,10 @@ def test_page_locked_rows_are_copied_with_their_memory(x: np.ndarray) -> None:
 def test_two_feeders_on_one_store(x: np.ndarray) -> None:
     """Both may read; where one writes, the other sees each row as it was or as it is, and the writer's own loop is exact."""
     table = np.zeros((N, 4))
-    with Feeder(table, batch_size=SIZE, depth=3) as writer, Feeder(table, batch_size=SIZE, depth=3, shuffle=True) as reader:
+    with (
+        Feeder(table, batch_size=SIZE, depth=3) as writer,
+        Feeder(table, batch_size=SIZE, depth=3, shuffle=True) as reader,
+    ):
         for epoch in range(5):
             for written, read in zip(writer.batches(), reader, strict=True):
                 assert (written.data == epoch).all()

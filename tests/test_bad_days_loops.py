@@ -18,7 +18,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from pinfeed import ArrayStore, Feeder, HostEmbedding, MmapStore, RowOptimizer, errors, rows, train_rows, wrap_loader, wrap_readers
+from pinfeed import (
+    ArrayStore,
+    Feeder,
+    HostEmbedding,
+    MmapStore,
+    RowOptimizer,
+    errors,
+    rows,
+    train_rows,
+    wrap_loader,
+    wrap_readers,
+)
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.memory.host import resident_bytes
 from pinfeed.testing import SimDevice
@@ -46,17 +57,24 @@ class Failing(ArrayStore):
         super().scatter(rows, values)
 
 
-# ---- at any batch ----------------------------------------------------------------------------------------------------
+# ---- at any batch --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [0, 7, N // SIZE - 1], ids=["first", "middle", "last"])
 @pytest.mark.parametrize("depth", [None, 0, 1, 4])
 @pytest.mark.parametrize("make_device", [HostDevice, SimDevice])
-def test_a_store_that_fails_at_any_batch(bad: int, depth: int | None, make_device: Callable[[], Any]) -> None:
+def test_a_store_that_fails_at_any_batch(
+    bad: int, depth: int | None, make_device: Callable[[], Any]
+) -> None:
     """The batches before it are lent, the error is raised, once; and when the fault has passed, the loop can be run again."""
     store, device = Failing(np.arange(N * 2.0).reshape(N, 2)), make_device()
     with Feeder(store, batch_size=SIZE, depth=depth, device=device) as feeder:
-        for store.gather_at, want in ((bad * SIZE + 3, bad), (-1, N // SIZE), (bad * SIZE, bad), (-1, N // SIZE)):
+        for store.gather_at, want in (
+            (bad * SIZE + 3, bad),
+            (-1, N // SIZE),
+            (bad * SIZE, bad),
+            (-1, N // SIZE),
+        ):
             count = 0
             with pytest.raises(Fault) if want == bad else contextlib.nullcontext():
                 for batch in feeder:
@@ -84,7 +102,9 @@ def test_a_write_back_that_fails_at_any_batch(bad: int, depth: int) -> None:
 
 
 SOURCES: dict[str, Callable[[Callable[[int], Any], int], Any]] = {
-    "loader": lambda sample, depth: wrap_loader(DataLoader(_Dataset(sample), batch_size=SIZE), depth=depth, device="cpu"),
+    "loader": lambda sample, depth: wrap_loader(
+        DataLoader(_Dataset(sample), batch_size=SIZE), depth=depth, device="cpu"
+    ),
     "readers": lambda sample, depth: wrap_readers(
         range(N),
         range(N),
@@ -131,7 +151,7 @@ def test_a_source_that_fails_at_any_batch(source: str, depth: int, bad: int) -> 
             bad_sample = -1
 
 
-# ---- leaving ---------------------------------------------------------------------------------------------------------
+# ---- leaving -------------------------------------------------------------------------------------
 
 
 class Sly(ThreadPoolExecutor):
@@ -172,11 +192,12 @@ def test_a_loop_that_is_left_while_fills_wait_for_their_turn(n_readers: int) -> 
         loop = iter(feeder)
         next(loop)
         asked.wait()
-        del loop  # as break does
+        # As break does
+        del loop
         assert len(list(feeder)) == N // SIZE
 
 
-# ---- threads ---------------------------------------------------------------------------------------------------------
+# ---- threads -------------------------------------------------------------------------------------
 
 
 def test_a_feeder_in_each_of_eight_threads(tmp_path: Path) -> None:
@@ -186,15 +207,22 @@ def test_a_feeder_in_each_of_eight_threads(tmp_path: Path) -> None:
 
     def run(i: int) -> bool:
         together.wait()
-        with Feeder(tmp_path / "x.npy" if i % 2 else table, batch_size=SIZE, shuffle=True, seed=i, depth=i) as feeder:
-            return all((torch.cat(list(feeder)).sort(0).values.numpy() == table).all() for _ in range(3))
+        with Feeder(
+            tmp_path / "x.npy" if i % 2 else table, batch_size=SIZE, shuffle=True, seed=i, depth=i
+        ) as feeder:
+            return all(
+                (torch.cat(list(feeder)).sort(0).values.numpy() == table).all() for _ in range(3)
+            )
 
     with ThreadPoolExecutor(8) as threads:
         assert all(threads.map(run, range(8)))
 
 
 def test_one_feeder_in_two_threads() -> None:
-    """One of them gets the loop. Its iterator, handed to the other as well, is in use whenever the first waits."""
+    """One of them gets the loop.
+
+    Its iterator, handed to the other as well, is in use whenever the first waits.
+    """
     for _ in range(5):
         together = threading.Barrier(2)
         with Feeder(np.zeros((N, 2)), batch_size=SIZE) as feeder:
@@ -208,7 +236,8 @@ def test_one_feeder_in_two_threads() -> None:
 
             with ThreadPoolExecutor(2) as threads:
                 results = sorted(
-                    (future.result() for future in [threads.submit(run) for _ in range(2)]), key=lambda r: isinstance(r, Exception)
+                    (future.result() for future in [threads.submit(run) for _ in range(2)]),
+                    key=lambda r: isinstance(r, Exception),
                 )
             assert isinstance(results[1], errors.ClosedError)
             assert "a loop over this feeder is running" in str(results[1])
@@ -225,7 +254,10 @@ def test_one_iterator_in_two_threads() -> None:
                 go_on.wait()
             super().gather(rows, out)
 
-    with Feeder(Slow(np.zeros((N, 2))), batch_size=SIZE, depth=0) as feeder, ThreadPoolExecutor(1) as other:
+    with (
+        Feeder(Slow(np.zeros((N, 2))), batch_size=SIZE, depth=0) as feeder,
+        ThreadPoolExecutor(1) as other,
+    ):
         loop = iter(feeder)
         next(loop)
         waiting = other.submit(next, loop)
@@ -247,25 +279,41 @@ def test_a_feeder_is_not_copied(copied: Callable[[Any], Any]) -> None:
         SOURCES["readers"](lambda i: np.zeros(3), 2),
         train_rows([torch.arange(3)], {table: lambda batch: batch}, optimizer=optimizer),
     ):
-        with feeder, pytest.raises(errors.CopyError, match=r"cannot be pickled or copied: .* make it where it is used"):
+        with (
+            feeder,
+            pytest.raises(
+                errors.CopyError, match=r"cannot be pickled or copied: .* make it where it is used"
+            ),
+        ):
             copied(feeder)
 
 
-# ---- many, and for long ----------------------------------------------------------------------------------------------
+# ---- many, and for long --------------------------------------------------------------------------
 
 
 def assert_thousands_leave_nothing(path: Path, n: int) -> None:
     x = np.load(path)
 
     def make(i: int) -> None:
-        with Feeder(path if i % 3 else (x, path), batch_size=64, shuffle=i % 2 == 0, depth=i % 4, device="cpu") as feeder:
+        with Feeder(
+            path if i % 3 else (x, path),
+            batch_size=64,
+            shuffle=i % 2 == 0,
+            depth=i % 4,
+            device="cpu",
+        ) as feeder:
             next(iter(feeder))
             if i % 5 == 0:
                 loop = iter(feeder)
-                next(loop)  # and is left to close()
+                # And is left to close().
+                next(loop)
 
     def found() -> tuple[int, int, int]:
-        return threading.active_count(), len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("\n")
+        return (
+            threading.active_count(),
+            len(os.listdir("/proc/self/fd")),
+            Path("/proc/self/maps").read_text().count("\n"),
+        )
 
     for i in range(n // 5):
         make(i)
@@ -275,11 +323,14 @@ def assert_thousands_leave_nothing(path: Path, n: int) -> None:
     threads, files, maps = (after - once for after, once in zip(found(), before, strict=True))
     assert (threads, files) == (0, 0)
     assert maps < 20
-    assert resident_bytes()["anonymous"] - memory < (4 << 20) + 300 * n, "less than 300 bytes a feeder, and what the allocator keeps"
+    assert resident_bytes()["anonymous"] - memory < (4 << 20) + 300 * n, (
+        "less than 300 bytes a feeder, and what the allocator keeps"
+    )
 
 
 def test_hundreds_of_feeders_leave_nothing(tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", np.zeros((4096, 64), np.float32))  # 1 MiB: one that was kept by each would be seen
+    # 1 MiB: one that was kept by each would be seen.
+    np.save(tmp_path / "x.npy", np.zeros((4096, 64), np.float32))
     assert_thousands_leave_nothing(tmp_path / "x.npy", 80)
 
 
@@ -321,12 +372,21 @@ def soak(path: Path, seconds: float, seed: int) -> int:
     for n_loops in itertools.count():
         if time.monotonic() > end and n_loops >= 20:
             return n_loops
-        order = rng.choice([rows.sequential(), rows.shuffled(n_loops), rows.block_shuffled(n_loops, block_rows=64)])
-        n, stop, device = rng.choice([7, 64, 500]), rng.choice([1, 3, 10**9]), rng.choice([HostDevice(), "cpu"])
+        order = rng.choice(
+            [rows.sequential(), rows.shuffled(n_loops), rows.block_shuffled(n_loops, block_rows=64)]
+        )
+        n = rng.choice([7, 64, 500])
+        stop = rng.choice([1, 3, 10**9])
+        device = rng.choice([HostDevice(), "cpu"])
         with Moody(path, mode="r+") as store:
             store.rate = rng.choice([0, 0, 0.02])
             written: list[np.ndarray] = []
-            with contextlib.suppress(Fault), Feeder(store, batch_size=n, rows=order, depth=rng.randrange(6), device=device) as feeder:
+            with (
+                contextlib.suppress(Fault),
+                Feeder(
+                    store, batch_size=n, rows=order, depth=rng.randrange(6), device=device
+                ) as feeder,
+            ):
                 for i, batch in enumerate(feeder.batches(), 1):
                     np.testing.assert_array_equal(batch.data.numpy(), want[batch.rows])
                     batch.write_back(batch.data + 1)
@@ -338,7 +398,8 @@ def soak(path: Path, seconds: float, seed: int) -> int:
             store.rate = 0.0
             found = np.empty_like(want)
             store.gather(np.arange(len(want)), found)
-        for batch_rows in written:  # those that have landed are the first of them
+        for batch_rows in written:
+            # Those that have landed are the first of them.
             if (found[batch_rows] == want[batch_rows]).all():
                 break
             want[batch_rows] += 1
@@ -359,5 +420,7 @@ def test_some_loops_with_random_faults(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("unhurried")
 def test_an_hour_of_random_faults(tmp_path: Path) -> None:
     """So many seconds as the environment variable PINFEED_SOAK_S says, an hour without it."""
-    n_loops = soak(tmp_path / "x.npy", float(os.environ.get("PINFEED_SOAK_S", "3600")), seed=int(time.time()))
+    n_loops = soak(
+        tmp_path / "x.npy", float(os.environ.get("PINFEED_SOAK_S", "3600")), seed=int(time.time())
+    )
     print(f"{n_loops} loops")

@@ -1,6 +1,7 @@
 """Bad days of processes: Ctrl-C, kill -9, fork, spawn, and the end of the interpreter.
 
-Children are forked from this process wherever that is what happens to a user's, too: they need not import torch again.
+Children are forked from this process wherever that is what happens to a user's, too: they need not
+import torch again.
 """
 
 import contextlib
@@ -26,12 +27,23 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from pinfeed import ArrayStore, Feeder, HostEmbedding, MmapStore, RowOptimizer, checkpoint, errors, train_rows
+from pinfeed import (
+    ArrayStore,
+    Feeder,
+    HostEmbedding,
+    MmapStore,
+    RowOptimizer,
+    checkpoint,
+    errors,
+    train_rows,
+)
 from pinfeed.stores import sharded_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 
-N, SIZE, LIMIT_S = 2000, 10, 30
+N = 2000
+SIZE = 10
+LIMIT_S = 30
 
 
 def forked(run: Callable[[], object], limit_s: int = LIMIT_S) -> int:
@@ -61,10 +73,14 @@ def rows_of(store: Any) -> np.ndarray:
 
 def threads_left() -> list[threading.Thread]:
     gc.collect()
-    return [thread for thread in threading.enumerate() if thread.name.startswith("pinfeed") and thread.ident is not None]
+    return [
+        thread
+        for thread in threading.enumerate()
+        if thread.name.startswith("pinfeed") and thread.ident is not None
+    ]
 
 
-# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
+# ---- Ctrl-C --------------------------------------------------------------------------------------
 
 
 def go_on_after_interrupts(store: Any, ready: int) -> None:
@@ -79,7 +95,8 @@ def go_on_after_interrupts(store: Any, ready: int) -> None:
                     batch.write_back(batch.data + 1)
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-    except KeyboardInterrupt:  # the second one, just then
+    except KeyboardInterrupt:
+        # The second one, just then.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     feeder.land()
     before = rows_of(store)
@@ -92,13 +109,19 @@ def go_on_after_interrupts(store: Any, ready: int) -> None:
     assert (rows_of(store) == before + 1).all()
     feeder.close()
     for thread in threads_left():
-        thread.join(5)  # one whose start was interrupted is known to no pool, has no work, and ends by itself
+        # One whose start was interrupted is known to no pool, has no work, and ends by itself.
+        thread.join(5)
     assert not threads_left()
 
 
 @pytest.mark.parametrize("twice", [False, True], ids=["once", "twice"])
 @pytest.mark.parametrize(
-    ("kind", "n"), [("array", 3), ("file", 1), *(pytest.param(k, 40, marks=pytest.mark.stress) for k in ("array", "file"))]
+    ("kind", "n"),
+    [
+        ("array", 3),
+        ("file", 1),
+        *(pytest.param(k, 40, marks=pytest.mark.stress) for k in ("array", "file")),
+    ],
 )
 def test_ctrl_c_at_random_moments(kind: str, n: int, twice: bool, tmp_path: Path) -> None:
     """Python may lose one that hits a finalizer ("Exception ignored in ..."): then it is pressed again."""
@@ -114,7 +137,8 @@ def test_ctrl_c_at_random_moments(kind: str, n: int, twice: bool, tmp_path: Path
         assert os.read(read, 1) == b"!"
         os.close(read)
         store.close()
-        time.sleep(rng.uniform(0, 0.02))  # the moment is random; whatever it hits, the end must be the same
+        # The moment is random; whatever it hits, the end must be the same.
+        time.sleep(rng.uniform(0, 0.02))
         for gap in [0.0, rng.choice([0, 0.0003, 0.002])] if twice else [0.0]:
             time.sleep(gap)
             os.kill(pid, signal.SIGINT)
@@ -142,7 +166,8 @@ def test_ctrl_c_while_the_first_one_waits_for_a_reader() -> None:
 
         def twice(*_: Any) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            signal.setitimer(signal.ITIMER_REAL, 0.2)  # when the first one waits
+            # When the first one waits.
+            signal.setitimer(signal.ITIMER_REAL, 0.2)
             raise KeyboardInterrupt
 
         def again(*_: Any) -> None:
@@ -150,7 +175,9 @@ def test_ctrl_c_while_the_first_one_waits_for_a_reader() -> None:
 
         signal.signal(signal.SIGINT, twice)
         signal.signal(signal.SIGALRM, again)
-        feeder = Feeder(Slow(np.arange(N * 2.0).reshape(N, 2)), batch_size=SIZE, depth=3, device="cpu")
+        feeder = Feeder(
+            Slow(np.arange(N * 2.0).reshape(N, 2)), batch_size=SIZE, depth=3, device="cpu"
+        )
         try:
             for i, _ in enumerate(feeder):
                 if i == 0:
@@ -172,7 +199,12 @@ def train_after_interrupts(moments: list[tuple[float, float]]) -> None:
     """Interrupt a loop over rows of a table four times, so soon one after the other that some hit its end; the next one has to train."""
     table = HostEmbedding(9, 2, init="zeros")
     optimizer = RowOptimizer(torch.optim.SGD, [table], lr=1.0)
-    loop = train_rows([torch.tensor([i % 9]) for i in range(200)], {table: lambda ids: ids}, optimizer=optimizer, device="cpu")
+    loop = train_rows(
+        [torch.tensor([i % 9]) for i in range(200)],
+        {table: lambda ids: ids},
+        optimizer=optimizer,
+        device="cpu",
+    )
     left = 0
 
     def press(number: int, frame: FrameType | None) -> None:
@@ -187,14 +219,16 @@ def train_after_interrupts(moments: list[tuple[float, float]]) -> None:
         raise KeyboardInterrupt
 
     def train() -> None:
-        torch.set_grad_enabled(True)  # as torch leaves it where an interrupt hits the end of its own step
+        # As torch leaves it where an interrupt hits the end of its own step.
+        torch.set_grad_enabled(True)
         optimizer.zero_grad()
         for ids in loop:
             table(ids).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    sys.unraisablehook = lambda _: None  # of interrupts that hit a finalizer
+    # Of interrupts that hit a finalizer.
+    sys.unraisablehook = lambda _: None
     signal.signal(signal.SIGALRM, press)
     for first, gap in moments:
         left = 4
@@ -214,12 +248,13 @@ def test_interrupts_faster_than_a_loop_over_rows_ends(n: int) -> None:
     assert status(forked(lambda: train_after_interrupts(moments), limit_s=10 * LIMIT_S)) == 0
 
 
-# ---- kill -9 ---------------------------------------------------------------------------------------------------------
+# ---- kill -9 -------------------------------------------------------------------------------------
 
 
 def test_killed_while_rows_are_written_back(tmp_path: Path) -> None:
     """Each row, which lies in one page here, is an old one or a new one; a checkpoint brings all of them back to one moment."""
-    np.save(tmp_path / "rows.npy", np.zeros((N, 16)))  # 128 bytes a row, from byte 128 on
+    # 128 bytes a row, from byte 128 on.
+    np.save(tmp_path / "rows.npy", np.zeros((N, 16)))
     rng = random.Random(3)
     with MmapStore(tmp_path / "rows.npy", mode="r+") as store:
         checkpoint.save(tmp_path / "run", rows=store, step=0)
@@ -227,7 +262,10 @@ def test_killed_while_rows_are_written_back(tmp_path: Path) -> None:
         read, write = os.pipe()
 
         def run(ready: int = write) -> None:
-            with MmapStore(tmp_path / "rows.npy", mode="r+") as store, Feeder(store, batch_size=500, shuffle=True) as feeder:
+            with (
+                MmapStore(tmp_path / "rows.npy", mode="r+") as store,
+                Feeder(store, batch_size=500, shuffle=True) as feeder,
+            ):
                 while True:
                     for batch in feeder.batches():
                         batch.write_back(batch.data + 1)
@@ -250,7 +288,7 @@ def test_killed_while_rows_are_written_back(tmp_path: Path) -> None:
         assert not np.load(tmp_path / "rows.npy").any()
 
 
-# ---- fork and spawn --------------------------------------------------------------------------------------------------
+# ---- fork and spawn ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["array", "file", "writable file"])
@@ -280,14 +318,20 @@ def test_fork_in_a_loop(tmp_path: Path) -> None:
     """The child has not the loop's threads: it is told; it can end, and make feeders of its own."""
     x = np.arange(N * 2.0).reshape(N, 2)
     np.save(tmp_path / "x.npy", x)
-    with MmapStore(tmp_path / "x.npy", mode="r+") as store, Feeder(store, batch_size=SIZE, depth=3) as feeder:
+    with (
+        MmapStore(tmp_path / "x.npy", mode="r+") as store,
+        Feeder(store, batch_size=SIZE, depth=3) as feeder,
+    ):
         loop = feeder.batches()
         batch = next(loop)
         batch.write_back(batch.data)
 
         def run() -> None:
             for use in (lambda: next(loop), lambda: iter(feeder), feeder.land):
-                with pytest.raises(errors.ClosedError, match="this process was forked while the loop ran, and has not its threads"):
+                with pytest.raises(
+                    errors.ClosedError,
+                    match="this process was forked while the loop ran, and has not its threads",
+                ):
                     use()
             feeder.close()
             with Feeder(store, batch_size=SIZE) as own:
@@ -332,7 +376,9 @@ def test_workers_of_a_loader_are_forked_in_a_loop(tmp_path: Path) -> None:
     with MmapStore(tmp_path / "x.npy") as store, Feeder(store, batch_size=1, depth=2) as feeder:
         for x in feeder:
             if x.item() == 3:
-                loader = DataLoader(Slices(store), batch_size=None, num_workers=2, multiprocessing_context="fork")
+                loader = DataLoader(
+                    Slices(store), batch_size=None, num_workers=2, multiprocessing_context="fork"
+                )
                 assert list(loader) == list(range(20))
         assert x.item() == 19
 
@@ -366,7 +412,7 @@ def test_spawn(tmp_path: Path) -> None:
         results.join_thread()
 
 
-# ---- the end of the interpreter --------------------------------------------------------------------------------------
+# ---- the end of the interpreter ------------------------------------------------------------------
 
 EXIT = """
 import sys, threading
@@ -469,7 +515,15 @@ def test_loops_in_threads_outlive_the_main_thread(tmp_path: Path) -> None:
     command = [sys.executable, "-W", "error", "-c", OUTLIVED, str(tmp_path / "x.npy")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
-    loops = ["a feeder", "a feeder", "a file", "a loader", "functions", "rows of a table", "write-backs"]
+    loops = [
+        "a feeder",
+        "a feeder",
+        "a file",
+        "a loader",
+        "functions",
+        "rows of a table",
+        "write-backs",
+    ]
     assert sorted(done.stdout.splitlines()) == [f"{name} 100" for name in loops]
 
 
@@ -480,7 +534,9 @@ def test_a_loop_in_a_thread_outlives_the_main_thread_of_a_child() -> None:
         threading.main_thread().join()
         counts.put(sum(1 for _ in Feeder(np.zeros((N, 2)), batch_size=SIZE, device="cpu")))
 
-    process = multiprocessing.get_context("fork").Process(target=lambda: threading.Thread(target=run).start())
+    process = multiprocessing.get_context("fork").Process(
+        target=lambda: threading.Thread(target=run).start()
+    )
     process.start()
     process.join(LIMIT_S)
     assert process.exitcode == 0

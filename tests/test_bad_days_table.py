@@ -11,7 +11,11 @@ ROWS = [
     for line in (ROOT / "docs/bad-days.md").read_text().splitlines()
     if line.startswith("| ") and not line.startswith("| fault")
 ]
-TESTS = {name for path in (ROOT / "tests").glob("test_*.py") for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)}
+TESTS = {
+    name
+    for path in (ROOT / "tests").glob("test_*.py")
+    for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
+}
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0][:40])

@@ -17,7 +17,20 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from pinfeed import ArrayStore, Config, Feeder, HostEmbedding, MiB, MmapStore, Ranks, errors, rows, train_rows, wrap_loader, wrap_readers
+from pinfeed import (
+    ArrayStore,
+    Config,
+    Feeder,
+    HostEmbedding,
+    MiB,
+    MmapStore,
+    Ranks,
+    errors,
+    rows,
+    train_rows,
+    wrap_loader,
+    wrap_readers,
+)
 
 DEPTHS = [0, 1, 3]
 
@@ -31,23 +44,63 @@ def x() -> np.ndarray:
     ("arguments", "kind", "message"),
     [
         ({}, errors.ArgumentError, "neither batch_size nor config"),
-        ({"batch_size": 0}, errors.ArgumentError, "batch_size=0: expected a whole number, at least 1"),
+        (
+            {"batch_size": 0},
+            errors.ArgumentError,
+            "batch_size=0: expected a whole number, at least 1",
+        ),
         ({"batch_size": 2.5}, errors.ArgumentError, "batch_size=2.5: expected a whole number"),
-        ({"batch_size": 2, "depth": 1.5}, errors.ArgumentError, "depth=1.5: expected a whole number"),
+        (
+            {"batch_size": 2, "depth": 1.5},
+            errors.ArgumentError,
+            "depth=1.5: expected a whole number",
+        ),
         ({"config": 5}, errors.ArgumentError, "config=5: expected a pinfeed.Config"),
         ({"batch_size": 2, "rows": 5}, errors.ArgumentError, "rows=5: expected an order"),
         ({"batch_size": 3, "config": Config()}, errors.ArgumentError, "both batch_size and config"),
         ({"batch_size": 3, "depth": -1}, errors.ArgumentError, "depth=-1"),
-        ({"batch_size": 3, "rows": rows.sequential(), "shuffle": True}, errors.ArgumentError, "both rows and shuffle"),
-        ({"batch_size": 3, "rows": [[1], [2]]}, errors.ArgumentError, "whole batches and batch_size"),
+        (
+            {"batch_size": 3, "rows": rows.sequential(), "shuffle": True},
+            errors.ArgumentError,
+            "both rows and shuffle",
+        ),
+        (
+            {"batch_size": 3, "rows": [[1], [2]]},
+            errors.ArgumentError,
+            "whole batches and batch_size",
+        ),
         ({"rows": [1, 2]}, errors.ArgumentError, "give batch_size="),
-        ({"batch_size": 3, "rows": np.zeros((4, 2))}, errors.RowIndexError, "rows: got ndarray of float64; expected an order of"),
-        ({"batch_size": 3, "rows": ["1", "2"]}, errors.RowIndexError, "rows: got list of <U1; expected an order of"),
-        ({"batch_size": 3, "rows": lambda: [1]}, errors.ArgumentError, "row numbers; give what the function returns$"),
-        ({"batch_size": 3, "rows": rows.shuffled}, errors.ArgumentError, r"call it: rows=pinfeed.rows.shuffled\(\.\.\.\)$"),
-        ({"batch_size": 3, "rows": rows.block_shuffled}, errors.ArgumentError, r"call it: rows=pinfeed.rows.block_shuffled\(\.\.\.\)$"),
+        (
+            {"batch_size": 3, "rows": np.zeros((4, 2))},
+            errors.RowIndexError,
+            "rows: got ndarray of float64; expected an order of",
+        ),
+        (
+            {"batch_size": 3, "rows": ["1", "2"]},
+            errors.RowIndexError,
+            "rows: got list of <U1; expected an order of",
+        ),
+        (
+            {"batch_size": 3, "rows": lambda: [1]},
+            errors.ArgumentError,
+            "row numbers; give what the function returns$",
+        ),
+        (
+            {"batch_size": 3, "rows": rows.shuffled},
+            errors.ArgumentError,
+            r"call it: rows=pinfeed.rows.shuffled\(\.\.\.\)$",
+        ),
+        (
+            {"batch_size": 3, "rows": rows.block_shuffled},
+            errors.ArgumentError,
+            r"call it: rows=pinfeed.rows.block_shuffled\(\.\.\.\)$",
+        ),
         ({"rows": []}, errors.ArgumentError, "rows is empty"),
-        ({"rows": [[1, 100]]}, errors.RowIndexError, "batch 0 of rows: row 100 is out of range; expected 0 <= row < 100"),
+        (
+            {"rows": [[1, 100]]},
+            errors.RowIndexError,
+            "batch 0 of rows: row 100 is out of range; expected 0 <= row < 100",
+        ),
         ({"rows": [[1], [-1]]}, errors.RowIndexError, "batch 1 of rows: row -1"),
         ({"rows": [[1.5]]}, errors.RowIndexError, "float64"),
         ({"rows": np.ones(100, bool), "batch_size": 3}, errors.RowIndexError, "bool"),
@@ -55,7 +108,9 @@ def x() -> np.ndarray:
     ],
     ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),
 )
-def test_arguments_that_cannot_be(x: np.ndarray, arguments: dict[str, Any], kind: type[Exception], message: str) -> None:
+def test_arguments_that_cannot_be(
+    x: np.ndarray, arguments: dict[str, Any], kind: type[Exception], message: str
+) -> None:
     with pytest.raises(kind, match=message):
         Feeder(x, **arguments)
 
@@ -66,7 +121,11 @@ def test_sources_of_unequal_length(x: np.ndarray) -> None:
 
 
 def test_sources_that_are_none(x: np.ndarray, tmp_path: Path) -> None:
-    for source, message in [((), "no arrays"), ({"a": None}, "got NoneType"), ((x, 3), r"source\[1\]: got int")]:
+    for source, message in [
+        ((), "no arrays"),
+        ({"a": None}, "got NoneType"),
+        ((x, 3), r"source\[1\]: got int"),
+    ]:
         with pytest.raises(errors.StoreError, match=message):
             Feeder(source, batch_size=3)
     with pytest.raises(FileNotFoundError, match="no such file"):
@@ -74,7 +133,11 @@ def test_sources_that_are_none(x: np.ndarray, tmp_path: Path) -> None:
 
 
 def test_a_store_of_ones_own_that_says_impossible_things() -> None:
-    for said, message in [({"n_rows": 0}, "n_rows=0"), ({"dtype": np.dtype(">f4")}, "byte order"), ({"dtype": np.dtype("U3")}, "no torch")]:
+    for said, message in [
+        ({"n_rows": 0}, "n_rows=0"),
+        ({"dtype": np.dtype(">f4")}, "byte order"),
+        ({"dtype": np.dtype("U3")}, "no torch"),
+    ]:
         store = ArrayStore(np.zeros(3))
         with pytest.raises(errors.StoreError, match=message):
             Feeder(type("Odd", (ArrayStore,), said)(store.array), batch_size=1)
@@ -101,7 +164,7 @@ def test_row_numbers_out_of_range_come_after_the_good_batches(x: np.ndarray) -> 
             next(loop)
 
 
-# ---- write_back ------------------------------------------------------------------------------------------------------
+# ---- write_back ----------------------------------------------------------------------------------
 
 
 def first(feeder: Feeder) -> Any:
@@ -112,20 +175,35 @@ def first(feeder: Feeder) -> Any:
     ("values", "message"),
     [
         (torch.zeros(2, 3), r"shape \(2, 3\), expected \(4, 3\)"),
-        (torch.zeros(4, 3, dtype=torch.float64), r"dtype \(convert with \.to\(\)\) float64, expected float32"),
+        (
+            torch.zeros(4, 3, dtype=torch.float64),
+            r"dtype \(convert with \.to\(\)\) float64, expected float32",
+        ),
         (torch.zeros(4, 3, device="meta"), "device meta, expected cpu"),
         (
             np.zeros((4, 3), np.float32),
             r"got ndarray; expected .* dtype float32 on cpu; give torch\.as_tensor\(array, device='cpu'\)",
         ),
-        (torch.eye(4, 3).to_sparse(), r"got Tensor of layout torch\.sparse_coo; expected a dense tensor of shape \(4, 3\)"),
+        (
+            torch.eye(4, 3).to_sparse(),
+            r"got Tensor of layout torch\.sparse_coo; expected a dense tensor of shape \(4, 3\)",
+        ),
         (
             torch.nested.as_nested_tensor([torch.zeros(3)] * 4, layout=torch.jagged),
             "got NestedTensor of layout torch.jagged; expected a dense",
         ),
-        (5, r"write_back of source: got int; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu"),
-        ((torch.zeros(4, 3),), r"write_back of a tuple; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu$"),
-        ({"x": torch.zeros(4, 3)}, r"write_back of a dict; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu$"),
+        (
+            5,
+            r"write_back of source: got int; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu",
+        ),
+        (
+            (torch.zeros(4, 3),),
+            r"write_back of a tuple; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu$",
+        ),
+        (
+            {"x": torch.zeros(4, 3)},
+            r"write_back of a dict; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu$",
+        ),
         (
             None,
             r"write_back of None; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu; rows that stay as they are need no",
@@ -140,7 +218,8 @@ def test_values_that_do_not_fit(x: np.ndarray, values: Any, message: str) -> Non
         batch = next(loop)
         with pytest.raises(errors.WriteBackError, match=message):
             batch.write_back(values)
-        batch.write_back(batch.data)  # nothing had been written: it still can be
+        # Nothing had been written: it still can be.
+        batch.write_back(batch.data)
         del loop
     np.testing.assert_array_equal(x, kept)
 
@@ -148,12 +227,27 @@ def test_values_that_do_not_fit(x: np.ndarray, values: Any, message: str) -> Non
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"x": None}, r"write_back of a dict without \['y'\]; expected a dense tensor of shape \(4, 3\) .* for source\['x'\] and"),
-        ({"x": None, "z": None}, r"a dict without \['y'\] and with \['z'\], which the source does not have; expected"),
-        ((None, None), r"a tuple without \['x'\], \['y'\] and with \[0\], \[1\], which the source does not have; expected"),
+        (
+            {"x": None},
+            r"write_back of a dict without \['y'\]; expected a dense tensor of shape \(4, 3\) .* for source\['x'\] and",
+        ),
+        (
+            {"x": None, "z": None},
+            r"a dict without \['y'\] and with \['z'\], which the source does not have; expected",
+        ),
+        (
+            (None, None),
+            r"a tuple without \['x'\], \['y'\] and with \[0\], \[1\], which the source does not have; expected",
+        ),
         (torch.zeros(4, 3), r"write_back of a Tensor without \['x'\], \['y'\]; expected"),
-        (None, r"write_back of None; expected .*float32 on cpu for source\['x'\] and a dense tensor of shape \(4,\) and dtype int64"),
-        ({"x": None, "y": torch.zeros(4)}, r"source\['y'\]: dtype \(convert with \.to\(\)\) float32, expected int64"),
+        (
+            None,
+            r"write_back of None; expected .*float32 on cpu for source\['x'\] and a dense tensor of shape \(4,\) and dtype int64",
+        ),
+        (
+            {"x": None, "y": torch.zeros(4)},
+            r"source\['y'\]: dtype \(convert with \.to\(\)\) float32, expected int64",
+        ),
     ],
     ids=str,
 )
@@ -162,7 +256,8 @@ def test_values_of_another_structure(x: np.ndarray, values: Any, message: str) -
         batch = next(loop := feeder.batches())
         with pytest.raises(errors.WriteBackError, match=message):
             batch.write_back(values)
-        batch.write_back({"x": batch.data["x"] + 1, "y": None})  # nothing had been written: it still can be
+        # Nothing had been written: it still can be.
+        batch.write_back({"x": batch.data["x"] + 1, "y": None})
         del loop
     assert x[3, 2] == 12
 
@@ -181,7 +276,10 @@ def test_write_back_to_a_read_only_store(x: np.ndarray, tmp_path: Path) -> None:
         with Feeder(source, batch_size=4) as feeder:
             loop = feeder.batches()
             batch = next(loop)
-            with pytest.raises(errors.WriteBackError, match=r'read-only; open a file with MmapStore\(path, mode="r\+"\)'):
+            with pytest.raises(
+                errors.WriteBackError,
+                match=r'read-only; open a file with MmapStore\(path, mode="r\+"\)',
+            ):
                 batch.write_back(batch.data)
             del loop
 
@@ -219,10 +317,13 @@ def test_write_back_to_rows_that_are_given_twice(x: np.ndarray, tmp_path: Path) 
         with Feeder(source, batch_size=4) as feeder:
             loop = feeder.batches()
             batch = next(loop)
-            with pytest.raises(errors.WriteBackError, match=r"source\[0\] and source\[1\] have rows in common"):
+            with pytest.raises(
+                errors.WriteBackError, match=r"source\[0\] and source\[1\] have rows in common"
+            ):
                 batch.write_back((batch.data[0], None))
             del loop
-    with Feeder((x[:, :1], x[:, 1:]), batch_size=4) as feeder:  # columns of one array have no memory in common
+    with Feeder((x[:, :1], x[:, 1:]), batch_size=4) as feeder:
+        # Columns of one array have no memory in common.
         for batch in feeder.batches():
             batch.write_back((batch.data[0] + 1, batch.data[1]))
     file.close()
@@ -238,15 +339,19 @@ def test_write_back_of_a_dict_in_another_order(x: np.ndarray) -> None:
     np.testing.assert_array_equal(y, x * 2 + 1)
 
 
-# ---- errors of what the loop depends on ------------------------------------------------------------------------------
+# ---- errors of what the loop depends on ----------------------------------------------------------
 
 
 class Flaky(ArrayStore):
     """Fails when it is asked for a certain row."""
 
-    def __init__(self, array: np.ndarray, error: BaseException, *, gather: int = -1, scatter: int = -1) -> None:
+    def __init__(
+        self, array: np.ndarray, error: BaseException, *, gather: int = -1, scatter: int = -1
+    ) -> None:
         super().__init__(array)
-        self._error, self._bad_gather, self._bad_scatter = error, gather, scatter
+        self._error = error
+        self._bad_gather = gather
+        self._bad_scatter = scatter
 
     def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
         if self._bad_gather in rows:
@@ -263,20 +368,29 @@ class Flaky(ArrayStore):
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_an_error_of_a_store_comes_after_the_good_batches_with_its_traceback(x: np.ndarray, depth: int) -> None:
-    with Feeder(Flaky(x, ValueError("disk on fire"), gather=25), batch_size=10, depth=depth) as feeder:
+def test_an_error_of_a_store_comes_after_the_good_batches_with_its_traceback(
+    x: np.ndarray, depth: int
+) -> None:
+    with Feeder(
+        Flaky(x, ValueError("disk on fire"), gather=25), batch_size=10, depth=depth
+    ) as feeder:
         loop = iter(feeder)
         assert [next(loop)[0, 0].item() for _ in range(2)] == [0, 30]
         with pytest.raises(ValueError, match="disk on fire") as caught:
             next(loop)
         assert "raise_it" in "".join(traceback.format_tb(caught.value.__traceback__))
         assert next(loop, None) is None
-        assert len(next(iter(feeder))) == 10  # the feeder itself is whole
+        # The feeder itself is whole.
+        assert len(next(iter(feeder))) == 10
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("error", [StopIteration("x"), SystemExit(0), GeneratorExit(), StopAsyncIteration()], ids=repr)
-def test_what_would_end_the_loop_in_silence_is_an_error(x: np.ndarray, depth: int, error: BaseException) -> None:
+@pytest.mark.parametrize(
+    "error", [StopIteration("x"), SystemExit(0), GeneratorExit(), StopAsyncIteration()], ids=repr
+)
+def test_what_would_end_the_loop_in_silence_is_an_error(
+    x: np.ndarray, depth: int, error: BaseException
+) -> None:
     with Feeder(Flaky(x, error, gather=25), batch_size=10, depth=depth) as feeder:
         loop = iter(feeder)
         assert [len(next(loop)) for _ in range(2)] == [10, 10]
@@ -299,7 +413,9 @@ def test_an_error_of_a_sampler(x: np.ndarray, depth: int, error: BaseException) 
     with Feeder(x, rows=Sampler(), depth=depth) as feeder:
         loop = iter(feeder)
         assert len(next(loop)) == 1
-        with pytest.raises(KeyError if isinstance(error, KeyError) else errors.WorkerError) as caught:
+        with pytest.raises(
+            KeyError if isinstance(error, KeyError) else errors.WorkerError
+        ) as caught:
             next(loop)
         assert caught.value is error or caught.value.__cause__ is error
 
@@ -320,22 +436,29 @@ def test_a_sampler_that_ends_early(x: np.ndarray) -> None:
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
-def test_an_error_of_a_write_back_reaches_the_loop_and_no_later_write_overtakes_it(depth: int) -> None:
+def test_an_error_of_a_write_back_reaches_the_loop_and_no_later_write_overtakes_it(
+    depth: int,
+) -> None:
     table = np.zeros((100, 2))
-    with Feeder(Flaky(table, OSError(28, "No space left"), scatter=25), batch_size=10, depth=depth) as feeder:
+    with Feeder(
+        Flaky(table, OSError(28, "No space left"), scatter=25), batch_size=10, depth=depth
+    ) as feeder:
         with pytest.raises(OSError, match="No space left") as caught:
             for batch in feeder.batches():
                 batch.write_back(batch.data + 1)
         assert "raise_it" in "".join(traceback.format_tb(caught.value.__traceback__))
         assert table[:20].all()
         assert not table[20:].any()
-        feeder.close()  # the error was raised: once is enough
+        # The error was raised: once is enough.
+        feeder.close()
 
 
 @pytest.mark.parametrize("depth", [1, 3])
 def test_an_error_of_the_last_write_back_is_raised_when_the_loop_was_left(depth: int) -> None:
     table = np.zeros((100, 2))
-    feeder = Feeder(Flaky(table, OSError(28, "No space left"), scatter=5), batch_size=10, depth=depth)
+    feeder = Feeder(
+        Flaky(table, OSError(28, "No space left"), scatter=5), batch_size=10, depth=depth
+    )
     for batch in feeder.batches():
         batch.write_back(batch.data + 1)
         break
@@ -355,7 +478,7 @@ def test_a_file_that_shrinks_while_it_is_streamed(tmp_path: Path) -> None:
                     file.truncate(100_000)
 
 
-# ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
+# ---- Ctrl-C --------------------------------------------------------------------------------------
 
 PROGRAM = """
     import sys, time, numpy as np, threading, pinfeed
@@ -392,7 +515,9 @@ PROGRAM = """
 @pytest.mark.parametrize("slow", [False, True], ids=["in the body", "in a large batch"])
 def test_ctrl_c_ends_a_loop_at_once(depth: int, slow: bool) -> None:
     """A batch of 256 MiB is gathered in sixteen steps, half a second each here; the loop does not wait for the last one."""
-    program = textwrap.dedent(PROGRAM.format(depth=depth, slow=slow, batch_size=1 << 16 if slow else 10))
+    program = textwrap.dedent(
+        PROGRAM.format(depth=depth, slow=slow, batch_size=1 << 16 if slow else 10)
+    )
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
@@ -406,13 +531,20 @@ def test_ctrl_c_ends_a_loop_at_once(depth: int, slow: bool) -> None:
 
 def test_the_interpreter_can_end_with_a_live_feeder() -> None:
     program = "import numpy as np, pinfeed; f = pinfeed.Feeder(np.zeros((1000, 2)), batch_size=2); i = iter(f); next(i); print('end')"
-    done = subprocess.run([sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60
+    )
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 
 def test_import_is_quick_and_loads_no_framework() -> None:
     program = "import sys, pinfeed; print([m for m in ('torch', 'cupy', 'tqdm', 'matplotlib') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60).stdout == "[]\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        ).stdout
+        == "[]\n"
+    )
 
 
 def test_public_names_are_sorted_and_there() -> None:
@@ -439,11 +571,15 @@ def test_words_in_the_place_of_objects(options: dict[str, Any], words: str) -> N
 def test_paths_of_shards_are_no_parallel_sources(tmp_path: Path) -> None:
     for i in (1, 2):
         np.save(tmp_path / f"{i}.npy", np.zeros((i, 2)))
-    with pytest.raises(errors.StoreError, match=r"unequal numbers of rows: .*; shards of one source are a pattern"):
+    with pytest.raises(
+        errors.StoreError, match=r"unequal numbers of rows: .*; shards of one source are a pattern"
+    ):
         Feeder([str(tmp_path / "1.npy"), str(tmp_path / "2.npy")], batch_size=1)
 
 
-def test_a_list_of_files_that_are_alike_is_warned_of_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_list_of_files_that_are_alike_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     files = [str(tmp_path / f"part-{i}.npy") for i in range(4)]
     for file in files:
         np.save(file, np.zeros((5, 2)))
@@ -460,7 +596,9 @@ def test_a_list_of_files_that_are_alike_is_warned_of_once(tmp_path: Path, caplog
     assert said[1].startswith(f"source=[{files[0]!r}, {files[1]!r}, ...] is a list of 4 files")
 
 
-def test_sources_side_by_side_are_not_warned_of(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_sources_side_by_side_are_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     for name, dtype in (("a-0", "f4"), ("a-1", "f4"), ("b-0", "f4"), ("b-1", "f4"), ("c-0", "i4")):
         np.save(tmp_path / f"{name}.npy", np.zeros((5, 2), dtype))
     at = {path.stem: str(path) for path in tmp_path.iterdir()}
@@ -495,8 +633,14 @@ def test_an_epoch_of_nothing_is_told_of(caplog: pytest.LogCaptureFixture) -> Non
 
 
 NO_BATCH: list[Any] = [
-    ({"ranks": Ranks("drop", rank=0, world_size=1000)}, "rank 0 of 1000 has no batch: 0 of 8 {}, batches of 2; lower world_size"),
-    ({"ranks": Ranks("join", rank=9, world_size=10)}, "rank 9 of 10 has no batch: 0 of 8 {}, batches of 2; lower world_size"),
+    (
+        {"ranks": Ranks("drop", rank=0, world_size=1000)},
+        "rank 0 of 1000 has no batch: 0 of 8 {}, batches of 2; lower world_size",
+    ),
+    (
+        {"ranks": Ranks("join", rank=9, world_size=10)},
+        "rank 9 of 10 has no batch: 0 of 8 {}, batches of 2; lower world_size",
+    ),
     (
         {"ranks": Ranks("drop", rank=1, world_size=8), "drop_last": True},
         "rank 1 of 8 has no batch: 1 of 8 {}, batches of 2, drop_last=True; lower world_size",
@@ -505,7 +649,9 @@ NO_BATCH: list[Any] = [
 
 
 @pytest.mark.parametrize(("arguments", "message"), NO_BATCH)
-def test_ranks_that_have_nothing_are_told_of(arguments: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_ranks_that_have_nothing_are_told_of(
+    arguments: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
     with Feeder(np.zeros((8, 2)), batch_size=2, **arguments) as feeder:
         assert list(feeder) == []
     functions: dict[str, Any] = {"read_input": lambda i: [i], "get_output": lambda i: [i]}
@@ -516,19 +662,31 @@ def test_ranks_that_have_nothing_are_told_of(arguments: dict[str, Any], message:
 
 
 def test_ranks_that_have_a_batch_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
-    with Feeder(np.zeros((8, 2)), batch_size=2, ranks=Ranks("join", rank=7, world_size=8)) as feeder:
+    with Feeder(
+        np.zeros((8, 2)), batch_size=2, ranks=Ranks("join", rank=7, world_size=8)
+    ) as feeder:
         assert [len(batch) for batch in feeder] == [1]
     assert caplog.messages == []
 
 
-@pytest.mark.parametrize("arguments", [{}, {"shuffle": True, "depth": 0}, {"ranks": Ranks(rank=0, world_size=2)}], ids=str)
-def test_no_identities_are_told_of(arguments: dict[str, Any], caplog: pytest.LogCaptureFixture) -> None:
-    with wrap_readers([], [], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=2, **arguments) as reader:
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"shuffle": True, "depth": 0}, {"ranks": Ranks(rank=0, world_size=2)}],
+    ids=str,
+)
+def test_no_identities_are_told_of(
+    arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with wrap_readers(
+        [], [], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=2, **arguments
+    ) as reader:
         assert list(reader) == []
-    assert caplog.messages == ["there are no identities, so that epochs have no batch; give at least one"]
+    assert caplog.messages == [
+        "there are no identities, so that epochs have no batch; give at least one"
+    ]
 
 
-# ---- loaders that give no batches ------------------------------------------------------------------------------------
+# ---- loaders that give no batches ----------------------------------------------------------------
 
 
 class _Items(Dataset[Any]):
@@ -537,12 +695,30 @@ class _Items(Dataset[Any]):
 
 
 NO_LOADERS: list[Any] = [
-    ({"x": torch.zeros(2, 3)}, "loader is a dict, and iterating it gives its keys or columns; expected a DataLoader"),
-    (pyarrow.table({"x": [1, 2]}), "loader is a Table, and iterating it gives its keys or columns; expected a DataLoader"),
-    (torch.zeros(2, 3), "loader is a Tensor, and iterating it gives single samples; expected a DataLoader"),
-    (np.zeros((2, 3)), r"single samples; expected a DataLoader .*; give DataLoader\(dataset, batch_size=\.\.\.\), or let pinfeed.Feeder"),
-    (TensorDataset(torch.zeros(2, 3)), "loader is a TensorDataset, a Dataset, which gives single samples; expected a DataLoader"),
-    (_Items(), r"loader is a _Items, a Dataset, .*; give DataLoader\(dataset, batch_size=\.\.\.\), or batch_size=None where each"),
+    (
+        {"x": torch.zeros(2, 3)},
+        "loader is a dict, and iterating it gives its keys or columns; expected a DataLoader",
+    ),
+    (
+        pyarrow.table({"x": [1, 2]}),
+        "loader is a Table, and iterating it gives its keys or columns; expected a DataLoader",
+    ),
+    (
+        torch.zeros(2, 3),
+        "loader is a Tensor, and iterating it gives single samples; expected a DataLoader",
+    ),
+    (
+        np.zeros((2, 3)),
+        r"single samples; expected a DataLoader .*; give DataLoader\(dataset, batch_size=\.\.\.\), or let pinfeed.Feeder",
+    ),
+    (
+        TensorDataset(torch.zeros(2, 3)),
+        "loader is a TensorDataset, a Dataset, which gives single samples; expected a DataLoader",
+    ),
+    (
+        _Items(),
+        r"loader is a _Items, a Dataset, .*; give DataLoader\(dataset, batch_size=\.\.\.\), or batch_size=None where each",
+    ),
 ]
 
 
@@ -567,21 +743,24 @@ class _Own(_Items):
 
 
 @pytest.mark.parametrize(
-    "make", [lambda: [torch.ones(2)], lambda: iter([torch.ones(2)]), _Stream, _Own], ids=["list", "iterator", "stream", "its own iteration"]
+    "make",
+    [lambda: [torch.ones(2)], lambda: iter([torch.ones(2)]), _Stream, _Own],
+    ids=["list", "iterator", "stream", "its own iteration"],
 )
 def test_other_iterables_are_loaders(make: Any) -> None:
     with wrap_loader(make(), device="cpu") as loader:
         assert [batch.tolist() for batch in loader] == [[1, 1]]
 
 
-# ---- write_back in worker processes ----------------------------------------------------------------------------------
+# ---- write_back in worker processes --------------------------------------------------------------
 
 
 class _Writing(IterableDataset[Any]):
     """Adds 1 to all rows of a source, and writes down what pinfeed logs."""
 
     def __init__(self, log: Path, source: Any) -> None:
-        self._log, self._source = log, source
+        self._log = log
+        self._source = source
 
     def __iter__(self) -> Iterator[Any]:
         logging.getLogger("pinfeed").addHandler(logging.FileHandler(self._log))
@@ -591,16 +770,30 @@ class _Writing(IterableDataset[Any]):
                 yield len(batch.rows)
 
 
-@pytest.mark.parametrize(("kind", "is_changed"), [("array", False), ("tensor", False), ("shared", True), ("memmap", True)])
-def test_write_back_to_the_copy_of_a_worker_process_is_warned_of(kind: str, is_changed: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "is_changed"),
+    [("array", False), ("tensor", False), ("shared", True), ("memmap", True)],
+)
+def test_write_back_to_the_copy_of_a_worker_process_is_warned_of(
+    kind: str, is_changed: bool, tmp_path: Path
+) -> None:
     source: Any = np.zeros((4, 2)) if kind == "array" else torch.zeros(4, 2)
     if kind == "shared":
         source.share_memory_()
     elif kind == "memmap":
         source = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", shape=(4, 2))
-    loader = DataLoader(_Writing(tmp_path / "log", source), batch_size=None, num_workers=1, multiprocessing_context="fork")
+    loader = DataLoader(
+        _Writing(tmp_path / "log", source),
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context="fork",
+    )
     assert list(loader) == [2, 2]
     assert bool((source == 1).all()) == is_changed
     said = (tmp_path / "log").read_text().splitlines()
     assert len(said) == (not is_changed)
-    assert all("changes that process's copy of an array, and the array of the main process stays as it is" in line for line in said)
+    assert all(
+        "changes that process's copy of an array, and the array of the main process stays as it is"
+        in line
+        for line in said
+    )

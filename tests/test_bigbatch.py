@@ -27,7 +27,9 @@ WHOLE = [strategy for strategy in STRATEGIES if strategy not in ("accumulate", "
 
 def mlp(*middle: nn.Module) -> nn.Module:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(20, 50), *middle, nn.ReLU(), nn.Linear(50, 40), nn.ReLU(), nn.Linear(40, 7))
+    return nn.Sequential(
+        nn.Linear(20, 50), *middle, nn.ReLU(), nn.Linear(50, 40), nn.ReLU(), nn.Linear(40, 7)
+    )
 
 
 def contrastive(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -73,7 +75,9 @@ def both(
     with BigBatch(other, loss, chunk_size=chunk_size, strategy=strategy, **options) as big:
         got = big.backward(X, targets)
     if case == "dropout" and strategy != "accumulate":
-        assert torch.equal(torch.get_rng_state(), after), "random numbers go on as after the plain step"
+        assert torch.equal(torch.get_rng_state(), after), (
+            "random numbers go on as after the plain step"
+        )
     return plain, want.detach(), other, got, big
 
 
@@ -81,7 +85,9 @@ def both(
 @pytest.mark.parametrize("strategy", ["accumulate", "two_pass"])
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ("norm", "contrastive")])
 def test_chunks_give_the_gradients_of_the_whole(case: str, strategy: str, chunk_size: int) -> None:
-    plain, want, other, got, _ = both(case, strategy, chunk_size, reduction="mean" if case == "tokens" else None)
+    plain, want, other, got, _ = both(
+        case, strategy, chunk_size, reduction="mean" if case == "tokens" else None
+    )
     # Dropout draws for a chunk what it draws for these rows of a batch, on the CPU at least.
     torch.testing.assert_close(gradients(other), gradients(plain), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(got, want)
@@ -110,12 +116,19 @@ def test_a_loss_of_the_whole_batch_is_not_accumulated() -> None:
 
 @pytest.mark.parametrize("strategy", ["accumulate", "two_pass"])
 def test_statistics_of_chunks_are_warned_of(strategy: str) -> None:
-    with pytest.warns(UserWarning, match="1 normalizes over chunks of 5 samples, not over the whole batch"):
+    with pytest.warns(
+        UserWarning, match="1 normalizes over chunks of 5 samples, not over the whole batch"
+    ):
         both("norm", strategy)
 
 
 @pytest.mark.parametrize(
-    ("case", "strategy"), [(case, "two_pass" if case in ("contrastive", "tokens") else "accumulate") for case in CASES if case != "norm"]
+    ("case", "strategy"),
+    [
+        (case, "two_pass" if case in ("contrastive", "tokens") else "accumulate")
+        for case in CASES
+        if case != "norm"
+    ],
 )
 def test_what_is_right_is_chosen(case: str, strategy: str) -> None:
     plain, _, other, _, big = both(case, "auto")
@@ -127,11 +140,13 @@ def test_what_is_right_is_chosen(case: str, strategy: str) -> None:
 
 def test_what_would_be_wrong_is_refused() -> None:
     with pytest.raises(
-        errors.ArgumentError, match=r"chunks do not give the gradients of 23 samples \(accumulate, two_pass: 1 normalizes over the batch\)"
+        errors.ArgumentError,
+        match=r"chunks do not give the gradients of 23 samples \(accumulate, two_pass: 1 normalizes over the batch\)",
     ):
         both("norm", "auto")
     model = mlp(nn.BatchNorm1d(50)).eval()
-    with BigBatch(model, functional.cross_entropy, chunk_size=5) as big:  # statistics that stay as they are
+    with BigBatch(model, functional.cross_entropy, chunk_size=5) as big:
+        # Statistics that stay as they are.
         big.backward(X, Y)
         assert big.chosen is not None
         assert big.chosen.strategy == "accumulate"
@@ -139,8 +154,14 @@ def test_what_would_be_wrong_is_refused() -> None:
 
 def test_a_limit_chooses() -> None:
     def made(strategy: str, limit: int, *middle: nn.Module) -> str:
-        model = nn.Sequential(nn.Linear(100, 1000), *middle, *(layer for _ in range(6) for layer in (nn.ReLU(), nn.Linear(1000, 1000))))
-        config = Config(cpu_memory_limit=MiB(4096), gpu_memory_limit=limit, optimizer=torch.optim.SGD)
+        model = nn.Sequential(
+            nn.Linear(100, 1000),
+            *middle,
+            *(layer for _ in range(6) for layer in (nn.ReLU(), nn.Linear(1000, 1000))),
+        )
+        config = Config(
+            cpu_memory_limit=MiB(4096), gpu_memory_limit=limit, optimizer=torch.optim.SGD
+        )
         with BigBatch(model, nn.MSELoss(), config=config, strategy=strategy) as big:
             big.backward(torch.zeros(6000, 100), torch.zeros(6000, 1000))
             assert big.chosen is not None
@@ -212,29 +233,37 @@ class Small(nn.Module):
     def __init__(self, most: int, where: str, *, dropout: float = 0.0) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.first, self.drop, self.last = nn.Linear(20, 50), nn.Dropout(dropout), nn.Linear(50, 7)
-        self.most, self.where = most, where
+        self.first = nn.Linear(20, 50)
+        self.drop = nn.Dropout(dropout)
+        self.last = nn.Linear(50, 7)
+        self.most = most
+        self.where = where
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = self.drop(torch.relu(self.first(x)))
         if self.where == "forward" and torch.is_grad_enabled() and len(x) > self.most:
             raise RuntimeError("CUDA error: out of memory")
         if self.where == "backward":
-            y = Failing.apply(y, self.most)  # the last layer has its gradients by then
+            # The last layer has its gradients by then.
+            y = Failing.apply(y, self.most)
         return self.last(y)
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 @pytest.mark.parametrize("strategy", ["auto", "accumulate", "two_pass"])
 @pytest.mark.parametrize(("chunk_size", "most"), [(8, 3), (23, 1), (100, 5), (8, 8)])
-def test_a_chunk_that_does_not_fit_is_cut(where: str, strategy: str, chunk_size: int, most: int) -> None:
+def test_a_chunk_that_does_not_fit_is_cut(
+    where: str, strategy: str, chunk_size: int, most: int
+) -> None:
     """No sample is lost, none counts twice, and gradients that were there stay."""
     plain, model = Small(100, where), Small(most, where)
     for one in (plain, model):
         one.last.weight.grad = torch.ones(7, 50)
     functional.cross_entropy(plain(X), IGNORED).backward()
     # The plain step of two samples, to compare with, does not fit where one sample is the most.
-    with BigBatch(model, functional.cross_entropy, chunk_size=chunk_size, strategy=strategy, prove=most > 1) as big:
+    with BigBatch(
+        model, functional.cross_entropy, chunk_size=chunk_size, strategy=strategy, prove=most > 1
+    ) as big:
         big.backward(X, IGNORED)
         first = big.n_halved
         assert (first > 0) == (min(chunk_size, 23) > most)
@@ -263,7 +292,12 @@ def test_one_sample_that_does_not_fit() -> None:
         model.first.weight.grad = before = torch.ones(50, 20)
         with (
             pytest.raises(torch.OutOfMemoryError),
-            BigBatch(model, contrastive if strategy == "two_pass" else functional.cross_entropy, chunk_size=4, strategy=strategy) as big,
+            BigBatch(
+                model,
+                contrastive if strategy == "two_pass" else functional.cross_entropy,
+                chunk_size=4,
+                strategy=strategy,
+            ) as big,
         ):
             big.backward(X, Y)
         assert model.first.weight.grad is before
@@ -274,7 +308,9 @@ def test_an_error_of_another_kind_surfaces() -> None:
     for strategy in STRATEGIES:
         with (
             pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
-            BigBatch(mlp(), functional.cross_entropy, chunk_size=4, strategy=strategy, reduction="mean") as big,
+            BigBatch(
+                mlp(), functional.cross_entropy, chunk_size=4, strategy=strategy, reduction="mean"
+            ) as big,
         ):
             big.backward(torch.zeros(9, 19), torch.zeros(9, dtype=torch.int64))
 
@@ -284,7 +320,8 @@ def test_structures_of_inputs_and_targets() -> None:
         def __init__(self) -> None:
             super().__init__()
             torch.manual_seed(0)
-            self.a, self.b = nn.Linear(20, 8), nn.Embedding(7, 8)
+            self.a = nn.Linear(20, 8)
+            self.b = nn.Embedding(7, 8)
 
         def forward(self, x: torch.Tensor, ids: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"sum": self.a(x) + self.b(ids), "ids": ids}
@@ -294,7 +331,9 @@ def test_structures_of_inputs_and_targets() -> None:
 
     plain = Two()
     loss(plain(X, Y), {"y": X[:, 0]}).backward()
-    for inputs, strategy in itertools.product(((X, Y), {"x": X.numpy(), "ids": Y}), ("auto", "two_pass")):
+    for inputs, strategy in itertools.product(
+        ((X, Y), {"x": X.numpy(), "ids": Y}), ("auto", "two_pass")
+    ):
         model = Two()
         with BigBatch(model, loss, chunk_size=4, strategy=strategy) as big:
             big.backward(inputs, {"y": X[:, 0]})
@@ -326,21 +365,32 @@ def test_a_scaler_and_autocast() -> None:
     (1024 * loss).backward()
     for strategy in STRATEGIES:
         model, scaler = mlp(), torch.amp.GradScaler("cpu", init_scale=1024)
-        with BigBatch(model, functional.cross_entropy, chunk_size=8, strategy=strategy, autocast=torch.bfloat16, scaler=scaler) as big:
+        with BigBatch(
+            model,
+            functional.cross_entropy,
+            chunk_size=8,
+            strategy=strategy,
+            autocast=torch.bfloat16,
+            scaler=scaler,
+        ) as big:
             got = big.backward(X, Y)
         torch.testing.assert_close(got, loss.detach(), rtol=1e-2, atol=1e-2)
         assert (gradients(model) - gradients(plain)).norm() < 0.03 * gradients(plain).norm()
 
 
 @pytest.mark.parametrize(
-    ("case", "strategy", "exact"), [("dropout", "two_pass", True), ("norm", "checkpoint", True), ("norm", "accumulate", False)]
+    ("case", "strategy", "exact"),
+    [("dropout", "two_pass", True), ("norm", "checkpoint", True), ("norm", "accumulate", False)],
 )
 def test_a_check_tells(case: str, strategy: str, exact: bool) -> None:
     make, loss, targets = CASES[case]
     model = make()
     model[0].weight.grad = before = torch.ones(50, 20)
     state, numbers = copy.deepcopy(model.state_dict()), torch.get_rng_state()
-    with BigBatch(model, loss, chunk_size=100, strategy=strategy) as big, warnings.catch_warnings(record=True) as said:
+    with (
+        BigBatch(model, loss, chunk_size=100, strategy=strategy) as big,
+        warnings.catch_warnings(record=True) as said,
+    ):
         warnings.simplefilter("always")
         found = big.check(X, targets)
     assert bool(said) != exact
@@ -377,7 +427,12 @@ def test_training_in_chunks_is_training() -> None:
 
 
 @settings(max_examples=40, deadline=None)
-@given(n=st.integers(1, 12), chunk_size=st.integers(1, 13), ignored=st.sets(st.integers(0, 11)), strategy=st.sampled_from(STRATEGIES))
+@given(
+    n=st.integers(1, 12),
+    chunk_size=st.integers(1, 13),
+    ignored=st.sets(st.integers(0, 11)),
+    strategy=st.sampled_from(STRATEGIES),
+)
 def test_any_sizes(n: int, chunk_size: int, ignored: set[int], strategy: str) -> None:
     targets = Y[:n].clone()
     targets[[i for i in ignored if i < n - 1]] = -100
@@ -422,23 +477,30 @@ def test_batches_that_cannot_be() -> None:
         with pytest.raises(errors.ArgumentError, match="expected a pair of inputs and targets"):
             big.backward(iter([X]))
         with pytest.raises(
-            errors.ArgumentError, match=r"the batch has no targets, and cross_entropy compares outputs with targets; .*pairs$"
+            errors.ArgumentError,
+            match=r"the batch has no targets, and cross_entropy compares outputs with targets; .*pairs$",
         ):
             big.backward(X)
-        with pytest.raises(errors.ArgumentError, match=r"no targets, .*; the inputs are a pair: give backward\(\*batch\)$"):
+        with pytest.raises(
+            errors.ArgumentError,
+            match=r"no targets, .*; the inputs are a pair: give backward\(\*batch\)$",
+        ):
             big.check((X, Y))
-        said = (
-            r"^the plain step fails on 3 samples of the batch \(.*dtype.*\), so that no strategy can be compared with it; expected inputs"
-        )
+        said = r"^the plain step fails on 3 samples of the batch \(.*dtype.*\), so that no strategy can be compared with it; expected inputs"
         with pytest.raises(errors.ArgumentError, match=said):
             big.backward(X.double(), Y)
     with pytest.raises(errors.ClosedError, match="this BigBatch is closed"):
         big.check(X, Y)
-    with pytest.raises(errors.ArgumentError, match="neither chunk_size nor a config"), BigBatch(mlp(), functional.cross_entropy) as big:
+    with (
+        pytest.raises(errors.ArgumentError, match="neither chunk_size nor a config"),
+        BigBatch(mlp(), functional.cross_entropy) as big,
+    ):
         big.backward(X, Y)
 
 
-def of(model: nn.Module, loss: Any, strategy: str, x: Any = X, y: Any = Y, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def of(
+    model: nn.Module, loss: Any, strategy: str, x: Any = X, y: Any = Y, **options: Any
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Gradients of the plain step and of a strategy, of copies of a model."""
     plain, other = copy.deepcopy(model), copy.deepcopy(model)
     torch.manual_seed(2)
@@ -453,11 +515,18 @@ def of(model: nn.Module, loss: Any, strategy: str, x: Any = X, y: Any = Y, **opt
     "loss",
     [
         lambda outputs, targets: functional.relu(outputs.sum(1)).sum(),
-        lambda outputs, targets: functional.cross_entropy(outputs, targets, reduction="sum") / targets.gt(3).sum().clamp(min=1),
+        lambda outputs, targets: (
+            functional.cross_entropy(outputs, targets, reduction="sum")
+            / targets.gt(3).sum().clamp(min=1)
+        ),
         lambda outputs, targets: functional.cross_entropy(outputs, targets) + 0.01 * outputs.var(),
-        lambda outputs, targets: functional.cross_entropy(outputs, targets, reduction="none").topk(8).values.mean(),
+        lambda outputs, targets: (
+            functional.cross_entropy(outputs, targets, reduction="none").topk(8).values.mean()
+        ),
         functools.partial(functional.cross_entropy, ignore_index=0),
-        functools.partial(functional.cross_entropy, weight=torch.linspace(1, 2, 7), reduction="sum"),
+        functools.partial(
+            functional.cross_entropy, weight=torch.linspace(1, 2, 7), reduction="sum"
+        ),
         nn.CrossEntropyLoss(label_smoothing=0.2, weight=torch.linspace(1, 2, 7)),
     ],
 )
@@ -481,13 +550,18 @@ def test_parts_that_are_there_twice_or_do_more() -> None:
     torch.manual_seed(0)
     act = nn.Tanh()
     shared = nn.Sequential(nn.Linear(20, 20), act, nn.Linear(20, 20), act, nn.Linear(20, 7))
-    residual = nn.Sequential(Residual(nn.Linear(20, 20), nn.Tanh()), Residual(nn.Linear(20, 20), nn.Tanh()), nn.Linear(20, 7))
+    residual = nn.Sequential(
+        Residual(nn.Linear(20, 20), nn.Tanh()),
+        Residual(nn.Linear(20, 20), nn.Tanh()),
+        nn.Linear(20, 7),
+    )
     only = nn.ModuleDict({"a": Residual(nn.Linear(20, 20), nn.Tanh())})
 
     class Uses(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.parts, self.head = only, nn.Linear(20, 7)
+            self.parts = only
+            self.head = nn.Linear(20, 7)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.head(self.parts["a"](x))
@@ -512,7 +586,12 @@ def test_what_is_computed_again_begins_as_before(strategy: str) -> None:
             return self.inner(x) * self.count
 
     torch.manual_seed(0)
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(20, 20)), nn.Tanh(), Counted(), nn.Linear(20, 7))
+    model = nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(20, 20)),
+        nn.Tanh(),
+        Counted(),
+        nn.Linear(20, 7),
+    )
     plain, other = copy.deepcopy(model), copy.deepcopy(model)
     functional.cross_entropy(plain(X), Y).backward()
     with BigBatch(other, functional.cross_entropy, chunk_size=23, strategy=strategy) as big:
@@ -524,12 +603,19 @@ def test_what_is_computed_again_begins_as_before(strategy: str) -> None:
 
 def test_norms_of_batches_in_eval_mode() -> None:
     with pytest.raises(errors.ArgumentError, match="1 normalizes over the batch"):
-        of(mlp(nn.BatchNorm1d(50, track_running_stats=False)).eval(), functional.cross_entropy, "auto")
+        of(
+            mlp(nn.BatchNorm1d(50, track_running_stats=False)).eval(),
+            functional.cross_entropy,
+            "auto",
+        )
 
 
 def test_statistics_are_counted_once_in_two_passes() -> None:
     model = mlp(nn.BatchNorm1d(50))
-    with pytest.warns(UserWarning, match="normalizes"), BigBatch(model, contrastive, chunk_size=12, strategy="two_pass") as big:
+    with (
+        pytest.warns(UserWarning, match="normalizes"),
+        BigBatch(model, contrastive, chunk_size=12, strategy="two_pass") as big,
+    ):
         big.backward(X, Y)
     assert model[1].num_batches_tracked == 2
 
@@ -543,7 +629,10 @@ def test_a_model_that_gives_its_loss() -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.inner(x).square().mean()
 
-    with BigBatch(Whole(), lambda loss, _: loss, chunk_size=5) as big, pytest.raises(errors.ArgumentError, match="as if it were a loss"):
+    with (
+        BigBatch(Whole(), lambda loss, _: loss, chunk_size=5) as big,
+        pytest.raises(errors.ArgumentError, match="as if it were a loss"),
+    ):
         big.backward(X)
 
 
@@ -563,8 +652,12 @@ def test_outputs_that_want_no_gradient() -> None:
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:strategy='accumulate' does not give the gradients of the plain step. the loss fails")
-@pytest.mark.parametrize("where", ["source", "accumulate", "two_pass", "plain", "checkpoint", "offload"])
+@pytest.mark.filterwarnings(
+    "ignore:strategy='accumulate' does not give the gradients of the plain step. the loss fails"
+)
+@pytest.mark.parametrize(
+    "where", ["source", "accumulate", "two_pass", "plain", "checkpoint", "offload"]
+)
 def test_after_an_error_gradients_are_as_before(where: str) -> None:
     model = mlp()
     for p in model.parameters():
@@ -582,13 +675,23 @@ def test_after_an_error_gradients_are_as_before(where: str) -> None:
     kind: Any = ValueError if where == "source" else (RuntimeError, IndexError)
     targets = Y.clone()
     targets[-1] = 99  # no class
-    with BigBatch(model, failing, chunk_size=5, strategy="auto" if where == "source" else where, reduction="mean") as big:
+    with BigBatch(
+        model,
+        failing,
+        chunk_size=5,
+        strategy="auto" if where == "source" else where,
+        reduction="mean",
+    ) as big:
         with pytest.raises(kind):
             if where == "source":
                 big.backward(source())
             else:
                 big.backward(X, targets)
-        assert all(torch.equal(p.grad, torch.ones_like(p)) for p in model.parameters() if p.grad is not None)
+        assert all(
+            torch.equal(p.grad, torch.ones_like(p))
+            for p in model.parameters()
+            if p.grad is not None
+        )
         assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
 
 
@@ -607,7 +710,9 @@ def test_after_an_error_that_is_kept_it_goes_on() -> None:
 
 def test_it_is_decided_for_each_shape() -> None:
     model = nn.Sequential(nn.Linear(8, 512), nn.ReLU(), nn.Linear(512, 8))
-    config = Config(cpu_memory_limit=MiB(4096), gpu_memory_limit=MiB(100), optimizer=torch.optim.SGD)
+    config = Config(
+        cpu_memory_limit=MiB(4096), gpu_memory_limit=MiB(100), optimizer=torch.optim.SGD
+    )
     with BigBatch(model, nn.MSELoss(), config=config) as big:
         big.backward(torch.zeros(64, 8, 8), torch.zeros(64, 8, 8))
         assert big.chosen is not None
@@ -652,7 +757,9 @@ def test_numbers_count_one_by_one() -> None:
 
 
 def test_nothing_to_learn_from() -> None:
-    model, plain, nothing = mlp(), mlp(), torch.full((23,), -100)
+    model = mlp()
+    plain = mlp()
+    nothing = torch.full((23,), -100)
     functional.cross_entropy(plain(X), nothing).backward()
     with BigBatch(model, functional.cross_entropy, chunk_size=5, strategy="accumulate") as big:
         assert big.backward(X, nothing).isnan()

@@ -21,7 +21,16 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 from pinfeed import Feeder
 from pinfeed.errors import DeviceError
 from pinfeed.memory import buffer_pool
-from pinfeed.memory.buffer_pool import PAGE, BufferPool, Bytes, anonymous, block_nbytes, locked_bytes, page_locked, unlock_freed
+from pinfeed.memory.buffer_pool import (
+    PAGE,
+    BufferPool,
+    Bytes,
+    anonymous,
+    block_nbytes,
+    locked_bytes,
+    page_locked,
+    unlock_freed,
+)
 from pinfeed.memory.host import resident_bytes
 
 
@@ -30,7 +39,10 @@ def address_of(array: np.ndarray) -> int:
 
 
 def is_mapped(address: int) -> bool:
-    spans = (line.split(maxsplit=1)[0].split("-") for line in Path("/proc/self/maps").read_text().splitlines())
+    spans = (
+        line.split(maxsplit=1)[0].split("-")
+        for line in Path("/proc/self/maps").read_text().splitlines()
+    )
     return any(int(start, 16) <= address < int(end, 16) for start, end in spans)
 
 
@@ -53,7 +65,7 @@ class System:
         return [made() is not None for made in self._made]
 
 
-# -- sizes -----------------------------------------------------------------------------------------------------------
+# -- sizes -----------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
@@ -89,7 +101,7 @@ def test_anonymous_memory_leaves_the_process_with_its_last_array() -> None:
     assert resident_bytes()["anonymous"] - before < 8 << 20
 
 
-# -- the pool --------------------------------------------------------------------------------------------------------
+# -- the pool --------------------------------------------------------------------------------------
 
 
 def test_a_block_is_used_again_when_its_array_dies() -> None:
@@ -98,7 +110,8 @@ def test_a_block_is_used_again_when_its_array_dies() -> None:
     array = pool.take(100)
     address, array[:] = address_of(array), 7
     del array
-    again = pool.take(PAGE)  # as many pages
+    # As many pages
+    again = pool.take(PAGE)
     assert address_of(again) == address
     assert (again[:100] == 7).all(), "old contents"
     assert system.sizes == [100]
@@ -115,7 +128,9 @@ VIEWS: dict[str, Any] = {
     "tensor": torch.from_numpy,
     "tensor of a slice": lambda array: torch.from_numpy(array[8:24]),
     "slice of a tensor": lambda array: torch.from_numpy(array[8:24])[1:2],
-    "view of a tensor": lambda array: torch.from_numpy(array[8:24]).view(torch.float32).reshape(2, 2),
+    "view of a tensor": lambda array: (
+        torch.from_numpy(array[8:24]).view(torch.float32).reshape(2, 2)
+    ),
     "storage of a tensor": lambda array: torch.from_numpy(array).untyped_storage(),
     "array of a tensor": lambda array: torch.from_numpy(array)[5:].numpy(),
     "dlpack": lambda array: torch.from_dlpack(array),
@@ -272,7 +287,8 @@ class PoolModel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.alive: weakref.WeakSet[Any] = weakref.WeakSet()
-        self.system, self.next_mark = System(), 0
+        self.system = System()
+        self.next_mark = 0
         self.pool = BufferPool(2, self.system.make)
 
     @rule(target=arrays, pages=st.integers(1, 2))
@@ -298,14 +314,17 @@ class PoolModel(RuleBasedStateMachine):
 
     @invariant()
     def few_are_kept(self) -> None:
-        assert sum(self.system.alive) <= len({held.mark for held in self.alive}) + 2 * 2, "two free blocks of each of two sizes"
+        assert sum(self.system.alive) <= len({held.mark for held in self.alive}) + 2 * 2, (
+            "two free blocks of each of two sizes"
+        )
 
 
 class Held:
     """An array with what was written to it."""
 
     def __init__(self, model: PoolModel, array: Any, mark: int) -> None:
-        self.array, self.mark = array, mark
+        self.array = array
+        self.mark = mark
         model.alive.add(self)
 
 
@@ -313,7 +332,7 @@ TestPool = PoolModel.TestCase
 TestPool.settings = settings(deadline=None, max_examples=60)
 
 
-# -- page-locked memory ----------------------------------------------------------------------------------------------
+# -- page-locked memory ----------------------------------------------------------------------------
 
 
 class Driver:
@@ -363,7 +382,9 @@ def test_locked_memory_is_unlocked_after_its_last_array(nbytes: int) -> None:
     assert len(driver.locked) == 1
     before = locked_bytes()
     del tensor
-    assert len(driver.locked) == 1, "a finalizer may run in a thread that captures a CUDA graph, and must not call the driver"
+    assert len(driver.locked) == 1, (
+        "a finalizer may run in a thread that captures a CUDA graph, and must not call the driver"
+    )
     assert locked_bytes() == before
     unlock_freed()
     assert driver.locked == {}
@@ -403,7 +424,11 @@ def test_pages_are_there_before_they_are_locked(monkeypatch: pytest.MonkeyPatch)
     """By several threads, each with pieces of its own."""
     monkeypatch.setattr(buffer_pool, "_TOUCH_BYTES", 1 << 20)
     before, there = resident_bytes()["anonymous"], []
-    memory = page_locked((16 << 20) + 5, lambda address, nbytes: there.append(resident_bytes()["anonymous"]), lambda address: None)
+    memory = page_locked(
+        (16 << 20) + 5,
+        lambda address, nbytes: there.append(resident_bytes()["anonymous"]),
+        lambda address: None,
+    )
     assert there[0] - before > 15 << 20
     assert not memory.any()
 
@@ -412,9 +437,7 @@ def test_pages_are_there_before_they_are_locked(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("small_pieces")
 def test_a_refused_lock_leaves_nothing_locked(refuse: int) -> None:
     driver = Driver(refuse)
-    message = (
-        rf"{6 * PAGE} bytes cannot be page-locked \(RuntimeError: the driver refuses {2 * PAGE} bytes; `ulimit -l` is .* bytes are locked\)"
-    )
+    message = rf"{6 * PAGE} bytes cannot be page-locked \(RuntimeError: the driver refuses {2 * PAGE} bytes; `ulimit -l` is .* bytes are locked\)"
     with pytest.raises(DeviceError, match=message):
         page_locked(6 * PAGE, driver.lock, driver.unlock)
     assert driver.locked == {}
@@ -431,7 +454,9 @@ def test_nothing_is_locked_while_a_refusal_is_handled() -> None:
 
 
 @pytest.mark.parametrize("failing", ["mmap", "madvise"])
-def test_memory_that_the_system_does_not_have_cannot_be_locked(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_the_system_does_not_have_cannot_be_locked(
+    failing: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The system's refusal is the same error as the driver's."""
 
     class Mapping(mmap.mmap):
@@ -445,7 +470,10 @@ def test_memory_that_the_system_does_not_have_cannot_be_locked(failing: str, mon
 
     monkeypatch.setattr(buffer_pool.mmap, "mmap", Mapping)
     driver = Driver()
-    with pytest.raises(DeviceError, match=rf"{6 * PAGE} bytes cannot be page-locked \(.*(Cannot allocate memory|Invalid argument)"):
+    with pytest.raises(
+        DeviceError,
+        match=rf"{6 * PAGE} bytes cannot be page-locked \(.*(Cannot allocate memory|Invalid argument)",
+    ):
         page_locked(6 * PAGE, driver.lock, driver.unlock)
     assert driver.calls == []
 
@@ -471,20 +499,26 @@ def test_a_loop_unlocks_what_was_freed_when_it_asks_for_a_batch() -> None:
         assert not driver.locked
 
 
-def test_memory_that_the_driver_does_not_unlock_stays(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_memory_that_the_driver_does_not_unlock_stays(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     """Another array at its address would be copied from the pages that the driver knows."""
 
     def unlock(address: int) -> None:
         raise RuntimeError("cudaHostUnregister failed with CUDA error 900")
 
-    unlock_freed()  # of earlier tests
+    # Of earlier tests
+    unlock_freed()
     monkeypatch.setattr(buffer_pool, "_kept", [])
     before = locked_bytes()
     memory = page_locked(PAGE, lambda address, nbytes: None, unlock)
     address = address_of(memory)
     del memory
     unlock_freed()
-    assert f"{PAGE} bytes of page-locked memory could not be unlocked, and stay as they are (cudaHostUnregister failed" in caplog.text
+    assert (
+        f"{PAGE} bytes of page-locked memory could not be unlocked, and stay as they are (cudaHostUnregister failed"
+        in caplog.text
+    )
     assert is_mapped(address)
     assert locked_bytes() == before + PAGE
     buffer_pool._locked.discard((address, PAGE))
@@ -562,4 +596,9 @@ os.write(1, f"{os.waitpid(child, 0)[1]} ".encode())
 
 
 def run(rest: str) -> str:
-    return subprocess.run([sys.executable, "-c", PROGRAM.format(rest=rest)], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", PROGRAM.format(rest=rest)],
+        check=True,
+        capture_output=True,
+        text=True,
+    ).stdout

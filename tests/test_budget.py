@@ -40,7 +40,9 @@ MODEL: dict[str, Any] = {
     limit=st.integers(0, 10**10),
     most=st.one_of(st.none(), st.integers(0, 10**6)),
 )
-def test_the_largest_that_fits(slope: float, base: float, step: int, limit: int, most: int | None) -> None:
+def test_the_largest_that_fits(
+    slope: float, base: float, step: int, limit: int, most: int | None
+) -> None:
     calls = []
 
     def need(n: int) -> float:
@@ -48,7 +50,8 @@ def test_the_largest_that_fits(slope: float, base: float, step: int, limit: int,
         return -(-max(base, slope * n) // step) * step
 
     if most is None and slope < 1:
-        most = 10**6  # else it would never end
+        # Else it would never end.
+        most = 10**6
     found = largest_that_fits(need, limit, most)
     assert 0 <= found <= (most if most is not None else found)
     assert not found or need(found) <= limit
@@ -69,10 +72,19 @@ def test_a_model_that_refuses_a_batch_of_one() -> None:
 @pytest.mark.parametrize("one_read_count", [1, 7])
 @pytest.mark.parametrize("gpu", [MiB(24), MiB(64)])
 def test_one_more_read_would_not_fit_on_the_gpu(gpu: int, one_read_count: int) -> None:
-    config = Config(cpu_memory_limit=GiB(1), gpu_memory_limit=gpu + MiB(32), one_read_count=one_read_count, **MODEL)
+    config = Config(
+        cpu_memory_limit=GiB(1),
+        gpu_memory_limit=gpu + MiB(32),
+        one_read_count=one_read_count,
+        **MODEL,
+    )
     assert config.batch_size % one_read_count == 0
     assert config.batch_size > 100
-    assert config.budget.gpu_bytes <= gpu + MiB(32) < config._at(config.batch_size + one_read_count, None).gpu_bytes
+    assert (
+        config.budget.gpu_bytes
+        <= gpu + MiB(32)
+        < config._at(config.batch_size + one_read_count, None).gpu_bytes
+    )
     assert config.budget.gpu_memory_limit == gpu + MiB(32)
 
 
@@ -80,23 +92,43 @@ def test_one_more_would_not_fit_on_the_host() -> None:
     config = Config(cpu_memory_limit=MiB(32), device="cpu", **MODEL)
     assert config.budget.gpu_memory_limit is None
     assert config.budget.cpu_bytes <= MiB(32) < config._at(config.batch_size + 1, None).cpu_bytes
-    on_gpu = Config(cpu_memory_limit=MiB(6), gpu_memory_limit=GiB(1), **MODEL)  # where only batches are on the host
+    # Where only batches are on the host.
+    on_gpu = Config(cpu_memory_limit=MiB(6), gpu_memory_limit=GiB(1), **MODEL)
     assert on_gpu.budget.cpu_bytes <= MiB(6) < on_gpu._at(on_gpu.batch_size + 1, None).cpu_bytes
 
 
 @pytest.mark.parametrize(
     ("one_read_count", "preferred", "total", "batch_size"),
-    [(2, 16, None, 16), (3, 16, None, 15), (4, 6, None, 4), (5, 4, None, 5), (1, 100, 40, 40), (3, None, 4, 12), (1, 1, None, 1)],
+    [
+        (2, 16, None, 16),
+        (3, 16, None, 15),
+        (4, 6, None, 4),
+        (5, 4, None, 5),
+        (1, 100, 40, 40),
+        (3, None, 4, 12),
+        (1, 1, None, 1),
+    ],
 )
-def test_sizes_that_are_preferred(one_read_count: int, preferred: int | None, total: int | None, batch_size: int) -> None:
+def test_sizes_that_are_preferred(
+    one_read_count: int, preferred: int | None, total: int | None, batch_size: int
+) -> None:
     config = Config(
-        gpu_memory_limit=GiB(1), one_read_count=one_read_count, preferred_batch_size=preferred, total_sample_count=total, **MODEL
+        gpu_memory_limit=GiB(1),
+        one_read_count=one_read_count,
+        preferred_batch_size=preferred,
+        total_sample_count=total,
+        **MODEL,
     )
     assert config.batch_size == batch_size
 
 
 def test_a_small_model_has_a_batch_that_training_wants() -> None:
-    arguments: dict[str, Any] = {"cpu_memory_limit": GiB(1), "gpu_memory_limit": GiB(1), "model": nn.Linear(2, 2), "input_shape": (2,)}
+    arguments: dict[str, Any] = {
+        "cpu_memory_limit": GiB(1),
+        "gpu_memory_limit": GiB(1),
+        "model": nn.Linear(2, 2),
+        "input_shape": (2,),
+    }
     assert Config(**arguments).batch_size == 1 << 16
     assert Config(one_read_count=3, **arguments).batch_size == 65_535
     assert Config(preferred_batch_size=100_000, **arguments).batch_size == 100_000
@@ -104,9 +136,23 @@ def test_a_small_model_has_a_batch_that_training_wants() -> None:
 
 
 def test_counts() -> None:
-    config = Config(gpu_memory_limit=GiB(1), one_read_count=2, preferred_batch_size=16, total_sample_count=2050, depth=3, **MODEL)
-    assert (config.batch_size, config.batch_count, config.sample_count_in_memory) == (16, 256, 5 * 16)
-    assert Config(gpu_memory_limit=GiB(1), preferred_batch_size=16, **MODEL).sample_count_in_memory == 4 * 16
+    config = Config(
+        gpu_memory_limit=GiB(1),
+        one_read_count=2,
+        preferred_batch_size=16,
+        total_sample_count=2050,
+        depth=3,
+        **MODEL,
+    )
+    assert (config.batch_size, config.batch_count, config.sample_count_in_memory) == (
+        16,
+        256,
+        5 * 16,
+    )
+    assert (
+        Config(gpu_memory_limit=GiB(1), preferred_batch_size=16, **MODEL).sample_count_in_memory
+        == 4 * 16
+    )
     with pytest.raises(errors.ArgumentError, match="total_sample_count was not given"):
         _ = Config(gpu_memory_limit=GiB(1), preferred_batch_size=16, **MODEL).batch_count
     with pytest.raises(errors.ArgumentError, match="there is no model, so the batch is not known"):
@@ -118,7 +164,10 @@ def test_limits_that_cannot_hold() -> None:
         Config(gpu_memory_limit=MiB(1), one_read_count=64, **MODEL)
     need = int(re.search(r"\((\d+) bytes\): ", str(refused.value))[1])  # type: ignore[index]
     assert "a batch of 64 needs" in str(refused.value)
-    assert "gpu_memory_limit is 1.0 MiB (1048576 bytes); raise gpu_memory_limit, lower depth (now 2)" in str(refused.value)
+    assert (
+        "gpu_memory_limit is 1.0 MiB (1048576 bytes); raise gpu_memory_limit, lower depth (now 2)"
+        in str(refused.value)
+    )
     Config(gpu_memory_limit=need, one_read_count=64, **MODEL)
     with pytest.raises(errors.NotEnoughGPUMemory):
         Config(gpu_memory_limit=need - 1, one_read_count=64, **MODEL)
@@ -130,15 +179,28 @@ def test_limits_that_cannot_hold() -> None:
 
 
 def test_a_table_of_where_each_byte_goes() -> None:
-    config = Config(cpu_memory_limit=GiB(1), gpu_memory_limit=MiB(64), preferred_batch_size=1000, **MODEL)
+    config = Config(
+        cpu_memory_limit=GiB(1), gpu_memory_limit=MiB(64), preferred_batch_size=1000, **MODEL
+    )
     budget = config.budget
     text = str(budget)
-    for what in ("parameters", "gradients", "activations", "workspace", "reserve", "staging", "batches of 1000 samples", "of 64.0 MiB"):
+    for what in (
+        "parameters",
+        "gradients",
+        "activations",
+        "workspace",
+        "reserve",
+        "staging",
+        "batches of 1000 samples",
+        "of 64.0 MiB",
+    ):
         assert what in text
     assert budget.gpu_bytes == sum(item.total for item in budget.items if item.place == "device")
     batches = next(item for item in budget.items if item.what == "batches")
     assert batches.total == 4 * (-(-1000 * 256 // 512) * 512 + -(-1000 * 8 // 512) * 512)
-    assert [item.what for item in budget.items].count("batch") == 0, "the step's batch is one of the feeder's"
+    assert [item.what for item in budget.items].count("batch") == 0, (
+        "the step's batch is one of the feeder's"
+    )
 
 
 def test_the_feeder_gets_what_is_left() -> None:
@@ -166,7 +228,10 @@ def test_a_model_that_is_there_stays_as_it_is() -> None:
     assert not optimizer.state
     assert all(p.grad is None for p in model.parameters())
     assert dataclasses.replace(config, preferred_batch_size=2).batch_size == 2
-    same = Config(gpu_memory_limit=MiB(64), **({**MODEL, "model": None} | {"model_class": mlp, "optimizer": torch.optim.Adam}))
+    same = Config(
+        gpu_memory_limit=MiB(64),
+        **({**MODEL, "model": None} | {"model_class": mlp, "optimizer": torch.optim.Adam}),
+    )
     assert same.batch_size == config.batch_size
 
 
@@ -187,9 +252,15 @@ def test_what_cannot_be(arguments: dict[str, Any], said: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
 def test_without_a_gpu() -> None:
-    with pytest.raises(errors.ArgumentError, match="there is no GPU here to ask what is free; give gpu_memory_limit"):
+    with pytest.raises(
+        errors.ArgumentError,
+        match="there is no GPU here to ask what is free; give gpu_memory_limit",
+    ):
         Config(device="cuda", **MODEL)
-    assert Config(cpu_memory_limit=MiB(64), preferred_batch_size=4, **MODEL).budget.gpu_memory_limit is None
+    assert (
+        Config(cpu_memory_limit=MiB(64), preferred_batch_size=4, **MODEL).budget.gpu_memory_limit
+        is None
+    )
 
 
 def test_the_heap_gives_back_what_is_freed() -> None:
@@ -200,7 +271,8 @@ def test_the_heap_gives_back_what_is_freed() -> None:
         "if sys.argv[1] == 'enforce': pinfeed.Config().enforce(malloc=True)\n"
         "kept = []\n"
         "for n in range(40):\n"
-        "    many = [torch.ones(2 << 18) for _ in range(20)]\n"  # 2 MiB each, under a block that is kept
+        # 2 MiB each, under a block that is kept.
+        "    many = [torch.ones(2 << 18) for _ in range(20)]\n"
         "    kept.append(torch.ones(1 << 16))\n"
         "    del many\n"
         "print(resident_bytes()['anonymous'])\n"
@@ -212,7 +284,11 @@ def run(script: str, argument: str) -> int:
     import subprocess
     import sys
 
-    return int(subprocess.run([sys.executable, "-c", script, argument], capture_output=True, text=True, check=True).stdout)
+    return int(
+        subprocess.run(
+            [sys.executable, "-c", script, argument], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 @pytest.mark.gpu
@@ -231,7 +307,8 @@ class Recurrent(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.head = nn.LSTM(32, 128, batch_first=True), nn.Linear(128, 10)
+        self.inner = nn.LSTM(32, 128, batch_first=True)
+        self.head = nn.Linear(128, 10)
         self.scratch: Any = None
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -249,8 +326,16 @@ def test_a_probe_returns_a_batch_that_ran() -> None:
 
     model = Recurrent()
     torch.manual_seed(3)
-    state, want = {name: value.clone() for name, value in model.state_dict().items()}, torch.get_rng_state()
-    config = Config(cpu_memory_limit=MiB(160), device="cpu", one_read_count=8, **(MODEL | {"model": model, "input_shape": (48, 32)}))
+    state, want = (
+        {name: value.clone() for name, value in model.state_dict().items()},
+        torch.get_rng_state(),
+    )
+    config = Config(
+        cpu_memory_limit=MiB(160),
+        device="cpu",
+        one_read_count=8,
+        **(MODEL | {"model": model, "input_shape": (48, 32)}),
+    )
     found = config.probe(make_batch)
     assert config.budget.seen is None
     assert found.batch_size in ran
@@ -271,7 +356,9 @@ def test_a_probe_returns_a_batch_that_ran() -> None:
         MemoryError(),
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
-        RuntimeError("[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError(
+            "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+        ),
         np._core._exceptions._ArrayMemoryError((3,), np.dtype("f4")),  # type: ignore[attr-defined]
     ],
     ids=lambda error: type(error).__name__,

@@ -21,7 +21,10 @@ from pinfeed import HostEmbedding, RowOptimizer, checkpoint, train_rows
 from pinfeed.errors import ArgumentError, CheckpointError, ClosedError, StoreError
 from pinfeed.tensors.dtypes import BFLOAT16
 
-N, DIM, SAMPLES, SIZE = 40, 6, 60, 7
+N = 40
+DIM = 6
+SAMPLES = 60
+SIZE = 7
 
 
 class Training:
@@ -41,13 +44,24 @@ class Training:
         ids, y = torch.randint(0, N, (n, 3)), torch.randn(n)
         own = torch.Generator().manual_seed(3) if generator else None
         samples = TensorDataset(ids, y)
-        self.loader = DataLoader(samples, batch_size=SIZE, shuffle=True, generator=own, num_workers=workers, drop_last=drop_last)
-        self.table = HostEmbedding(N, DIM, name="words", store=None if path is None else path / "words.npy")
+        self.loader = DataLoader(
+            samples,
+            batch_size=SIZE,
+            shuffle=True,
+            generator=own,
+            num_workers=workers,
+            drop_last=drop_last,
+        )
+        self.table = HostEmbedding(
+            N, DIM, name="words", store=None if path is None else path / "words.npy"
+        )
         self.rows = RowOptimizer(torch.optim.Adam, [self.table], lr=0.05, amsgrad=True)
         self.model = nn.Sequential(nn.Dropout(0.3), nn.Linear(DIM, 1))
         self.dense = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.rows, 5, 0.5)
-        self.batches = train_rows(self.loader, {self.table: lambda batch: batch[0]}, optimizer=self.rows, depth=depth)
+        self.batches = train_rows(
+            self.loader, {self.table: lambda batch: batch[0]}, optimizer=self.rows, depth=depth
+        )
         self.losses: list[float] = []
 
     @property
@@ -61,7 +75,14 @@ class Training:
             "batches": self.batches,
         }
 
-    def run(self, until_epoch: int, *, save_at: int = -1, path: pathlib.Path | None = None, stop: bool = False) -> "Training":
+    def run(
+        self,
+        until_epoch: int,
+        *,
+        save_at: int = -1,
+        path: pathlib.Path | None = None,
+        stop: bool = False,
+    ) -> "Training":
         for _ in range(self.batches.epoch, until_epoch):
             for ids, y in self.batches:
                 loss = ((self.model(self.table(ids).sum(1))[:, 0] - y) ** 2).mean()
@@ -99,12 +120,17 @@ def assert_equal(one: Training, other: Training) -> None:
 @pytest.mark.parametrize("save_at", [1, 4, 9, 13, 18])
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("generator", [False, True])
-def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: pathlib.Path, save_at: int, depth: int, generator: bool) -> None:
+def test_a_resumed_run_equals_one_that_was_not_interrupted(
+    tmp_path: pathlib.Path, save_at: int, depth: int, generator: bool
+) -> None:
     whole = Training(depth=depth, generator=generator).run(3)
-    saved = Training(depth=depth, generator=generator).run(3, save_at=save_at, path=tmp_path, stop=True)
+    saved = Training(depth=depth, generator=generator).run(
+        3, save_at=save_at, path=tmp_path, stop=True
+    )
     assert saved.losses == whole.losses[:save_at]
     resumed = Training(depth=depth, generator=generator)
-    torch.manual_seed(99)  # another process's generators
+    # Another process's generators
+    torch.manual_seed(99)
     np.random.seed(99)  # noqa: NPY002
     assert checkpoint.resume(tmp_path, **resumed.parts) == {"step": save_at}
     resumed.run(3)
@@ -112,9 +138,14 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(tmp_path: pathlib.Pat
     assert_equal(resumed, whole)
 
 
-@pytest.mark.parametrize(("n", "drop_last"), [(3 * SIZE, False), (3 * SIZE, True), (3 * SIZE + 2, True), (2 * SIZE + 1, False)])
+@pytest.mark.parametrize(
+    ("n", "drop_last"),
+    [(3 * SIZE, False), (3 * SIZE, True), (3 * SIZE + 2, True), (2 * SIZE + 1, False)],
+)
 @pytest.mark.parametrize("depth", [0, 2])
-def test_a_run_that_was_saved_in_the_last_batch_of_an_epoch(tmp_path: pathlib.Path, n: int, drop_last: bool, depth: int) -> None:
+def test_a_run_that_was_saved_in_the_last_batch_of_an_epoch(
+    tmp_path: pathlib.Path, n: int, drop_last: bool, depth: int
+) -> None:
     """The loader's own generator is where the epoch leaves it: what the loader draws when it is asked for its end counts as well."""
     options: dict[str, Any] = {"depth": depth, "generator": True, "n": n, "drop_last": drop_last}
     whole = Training(**options).run(3)
@@ -145,7 +176,8 @@ def test_worker_processes(tmp_path: pathlib.Path) -> None:
 def test_a_table_in_a_file_goes_back_to_where_it_was_saved(tmp_path: pathlib.Path) -> None:
     """The program that resumes is the one that began: it makes the same table, with the same path."""
     whole = Training().run(2)
-    saved = Training(path=tmp_path).run(1, save_at=4, path=tmp_path / "checkpoint")  # goes on training the file after the save
+    # Goes on training the file after the save.
+    saved = Training(path=tmp_path).run(1, save_at=4, path=tmp_path / "checkpoint")
     resumed = Training(path=tmp_path)
     checkpoint.resume(tmp_path / "checkpoint", **resumed.parts)
     assert_equal(resumed.run(2), whole)
@@ -154,7 +186,9 @@ def test_a_table_in_a_file_goes_back_to_where_it_was_saved(tmp_path: pathlib.Pat
         training.rows.close()
 
 
-def test_files_of_a_run_that_is_not_resumed_are_neither_used_nor_changed(tmp_path: pathlib.Path) -> None:
+def test_files_of_a_run_that_is_not_resumed_are_neither_used_nor_changed(
+    tmp_path: pathlib.Path,
+) -> None:
     before = Training(path=tmp_path).run(1)
     checkpoint.save(tmp_path / "checkpoint", **before.parts)
     before.table.close()
@@ -201,7 +235,9 @@ def test_only_the_last_saves_are_kept(tmp_path: pathlib.Path) -> None:
 def test_so_many_saves_are_kept(tmp_path: pathlib.Path, keep: int) -> None:
     for i in range(8):
         checkpoint.save(tmp_path, keep=keep, i=i)
-        assert [child.name for child in sorted(tmp_path.iterdir())] == [f"{n:08d}" for n in range(max(1, i + 2 - keep), i + 2)]
+        assert [child.name for child in sorted(tmp_path.iterdir())] == [
+            f"{n:08d}" for n in range(max(1, i + 2 - keep), i + 2)
+        ]
 
 
 @pytest.mark.parametrize("name", ["random", ".x", "a/b", "../x", ""])
@@ -212,10 +248,20 @@ def test_names_that_are_no_files(tmp_path: pathlib.Path, name: str) -> None:
 
 
 def test_numbers_of_numpy_are_saved_as_pythons(tmp_path: pathlib.Path) -> None:
-    values = {"step": np.int64(3), "loss": np.float32(0.1), "done": np.bool_(True), "more": [np.uint8(1), {"a": np.float16(0.5)}]}
+    values = {
+        "step": np.int64(3),
+        "loss": np.float32(0.1),
+        "done": np.bool_(True),
+        "more": [np.uint8(1), {"a": np.float16(0.5)}],
+    }
     checkpoint.save(tmp_path, **values)
     found = checkpoint.resume(tmp_path)
-    assert found == {"step": 3, "loss": float(np.float32(0.1)), "done": True, "more": [1, {"a": 0.5}]}
+    assert found == {
+        "step": 3,
+        "loss": float(np.float32(0.1)),
+        "done": True,
+        "more": [1, {"a": 0.5}],
+    }
     assert [type(found[name]) for name in ("step", "loss", "done")] == [int, float, bool]
 
 
@@ -223,12 +269,17 @@ def test_numbers_of_numpy_are_saved_as_pythons(tmp_path: pathlib.Path) -> None:
     ("value", "message"),
     [
         (nn.Linear, r"x: Linear is a class; expected an object of it; give x=Linear\(\.\.\.\)"),
-        (nn.Linear(1, 1).state_dict(), "x: a OrderedDict of tensors cannot be saved; .* give x=model, whose state_dict is saved"),
+        (
+            nn.Linear(1, 1).state_dict(),
+            "x: a OrderedDict of tensors cannot be saved; .* give x=model, whose state_dict is saved",
+        ),
         ({"a": torch.ones(1)}, "x: a dict of tensors cannot be saved"),
     ],
     ids=["class", "state_dict", "dict"],
 )
-def test_what_stands_for_a_module_is_refused(tmp_path: pathlib.Path, value: Any, message: str) -> None:
+def test_what_stands_for_a_module_is_refused(
+    tmp_path: pathlib.Path, value: Any, message: str
+) -> None:
     with pytest.raises(ArgumentError, match=message):
         checkpoint.save(tmp_path / "c", x=value)
     assert not (tmp_path / "c").exists()
@@ -236,13 +287,18 @@ def test_what_stands_for_a_module_is_refused(tmp_path: pathlib.Path, value: Any,
 
 def test_an_object_without_a_name(tmp_path: pathlib.Path) -> None:
     for function in (checkpoint.save, checkpoint.resume):
-        with pytest.raises(ArgumentError, match=r"expected path alone; .* by name: \w+\(path, model=model, optimizer=optimizer\)"):
+        with pytest.raises(
+            ArgumentError,
+            match=r"expected path alone; .* by name: \w+\(path, model=model, optimizer=optimizer\)",
+        ):
             function(tmp_path / "c", nn.Linear(1, 1))  # type: ignore[operator]
     assert not (tmp_path / "c").exists()
 
 
 @pytest.mark.parametrize("path", [None, 3, b"c", ["c"]], ids=repr)
-@pytest.mark.parametrize("function", [checkpoint.save, checkpoint.resume, checkpoint.exists, checkpoint.check])
+@pytest.mark.parametrize(
+    "function", [checkpoint.save, checkpoint.resume, checkpoint.exists, checkpoint.check]
+)
 def test_a_directory_that_is_no_path(function: Any, path: Any) -> None:
     with pytest.raises(ArgumentError, match="expected a path, as a str or a"):
         function(path)
@@ -251,7 +307,9 @@ def test_a_directory_that_is_no_path(function: Any, path: Any) -> None:
 def test_one_save_in_place_of_the_directory(tmp_path: pathlib.Path) -> None:
     one = checkpoint.save(tmp_path / "c", step=1)
     for function in (checkpoint.resume, checkpoint.check):
-        with pytest.raises(CheckpointError, match=f"00000001 is one save; .* give {str(tmp_path / 'c')!r}"):
+        with pytest.raises(
+            CheckpointError, match=f"00000001 is one save; .* give {str(tmp_path / 'c')!r}"
+        ):
             function(one)
 
 
@@ -291,7 +349,13 @@ def test_tensors_are_saved_exactly(tmp_path: pathlib.Path, name: str, given: boo
 
 @pytest.mark.parametrize(
     "array",
-    [np.array(2.5), np.arange(12.0).reshape(3, 4)[::-1, ::2], np.ones(3, BFLOAT16), np.array([True, False]), np.arange(3, dtype="u2")],
+    [
+        np.array(2.5),
+        np.arange(12.0).reshape(3, 4)[::-1, ::2],
+        np.ones(3, BFLOAT16),
+        np.array([True, False]),
+        np.arange(3, dtype="u2"),
+    ],
     ids=str,
 )
 def test_arrays_are_saved_exactly(tmp_path: pathlib.Path, array: np.ndarray) -> None:
@@ -317,7 +381,10 @@ def test_arrays_are_saved_exactly(tmp_path: pathlib.Path, array: np.ndarray) -> 
     ids=repr,
 )
 def test_tensors_and_arrays_that_cannot_be_saved(tmp_path: pathlib.Path, value: Any) -> None:
-    with pytest.raises(ArgumentError, match=r"x: a .* cannot be saved; expected .* dense tensors and arrays of numbers"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"x: a .* cannot be saved; expected .* dense tensors and arrays of numbers",
+    ):
         checkpoint.save(tmp_path / "c", x=value)
     assert not (tmp_path / "c").exists()
 
@@ -331,7 +398,9 @@ def test_a_tensor_of_a_checkpoint_that_is_damaged(tmp_path: pathlib.Path) -> Non
         checkpoint.resume(tmp_path, table=table)
     torch.save({"no": "tensor"}, directory / "x.pt")
     sign(directory, lambda body: body["files"].update({"x.pt": of_file(directory / "x.pt")}))
-    with pytest.raises(CheckpointError, match=r"x.pt is damaged: it has a dict, expected a dense tensor"):
+    with pytest.raises(
+        CheckpointError, match=r"x.pt is damaged: it has a dict, expected a dense tensor"
+    ):
         checkpoint.resume(tmp_path, table=table)
     assert table.read(range(4)).tolist() == [[0, 0]] * 4
 
@@ -344,7 +413,9 @@ def test_a_state_that_is_refused_leaves_the_rows_as_they_are(tmp_path: pathlib.P
     table = HostEmbedding(4, 2, init="ones", name="table")
     checkpoint.save(tmp_path, table=table, model=torch.nn.Linear(2, 2))
     table.reset_parameters("zeros")
-    with pytest.raises(CheckpointError, match="model does not take over its state: RuntimeError: Error"):
+    with pytest.raises(
+        CheckpointError, match="model does not take over its state: RuntimeError: Error"
+    ):
         checkpoint.resume(tmp_path, table=table, model=torch.nn.Linear(3, 2))
     assert table.read(range(4)).tolist() == [[0, 0]] * 4
 
@@ -358,7 +429,9 @@ def test_the_cause_is_told_where_an_object_refuses_its_state(tmp_path: pathlib.P
             raise MemoryError
 
     checkpoint.save(tmp_path, mine=Refusing())
-    with pytest.raises(CheckpointError, match=r"mine does not take over its state: MemoryError$") as refusal:
+    with pytest.raises(
+        CheckpointError, match=r"mine does not take over its state: MemoryError$"
+    ) as refusal:
         checkpoint.resume(tmp_path, mine=Refusing())
     assert isinstance(refusal.value.__cause__, MemoryError)
 
@@ -368,7 +441,9 @@ def sign(directory: pathlib.Path, change: Callable[[dict[str, Any]], object]) ->
     body = json.loads(json.loads((directory / "manifest.json").read_text())["body"])
     change(body)
     text = json.dumps(body)
-    (directory / "manifest.json").write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "body": text}))
+    (directory / "manifest.json").write_text(
+        json.dumps({"crc32": zlib.crc32(text.encode()), "body": text})
+    )
 
 
 def test_rows_that_the_manifest_does_not_list(tmp_path: pathlib.Path) -> None:
@@ -380,7 +455,9 @@ def test_rows_that_the_manifest_does_not_list(tmp_path: pathlib.Path) -> None:
 
 def test_a_manifest_with_checksums_that_are_none(tmp_path: pathlib.Path) -> None:
     sign(checkpoint.save(tmp_path), lambda body: body["files"]["random.pt"]["crc32"].append(None))
-    with pytest.raises(CheckpointError, match=r"random.pt is damaged: its checksum is wrong in piece 1 of 1"):
+    with pytest.raises(
+        CheckpointError, match=r"random.pt is damaged: its checksum is wrong in piece 1 of 1"
+    ):
         checkpoint.check(tmp_path)
 
 
@@ -395,9 +472,14 @@ def test_rows_are_plain_npy_files(tmp_path: pathlib.Path) -> None:
     assert not [name for name in os.listdir(tmp_path) if "writing" in name]
 
 
-@pytest.mark.parametrize("name", ["table.npy", "rows.0.max_exp_avg_sq.npy", "rows.pt", "model.pt", "random.pt", "manifest.json"])
+@pytest.mark.parametrize(
+    "name",
+    ["table.npy", "rows.0.max_exp_avg_sq.npy", "rows.pt", "model.pt", "random.pt", "manifest.json"],
+)
 @pytest.mark.parametrize("damage", ["a bit", "cut", "gone", "longer"])
-def test_a_damaged_file_is_named_and_nothing_is_changed(tmp_path: pathlib.Path, name: str, damage: str) -> None:
+def test_a_damaged_file_is_named_and_nothing_is_changed(
+    tmp_path: pathlib.Path, name: str, damage: str
+) -> None:
     training = Training().run(1)
     path = checkpoint.save(tmp_path, **training.parts) / name
     data = path.read_bytes()
@@ -434,10 +516,15 @@ def test_other_objects_are_refused(tmp_path: pathlib.Path) -> None:
     assert not checkpoint.exists(tmp_path)
     checkpoint.save(tmp_path, **training.parts)
     assert checkpoint.exists(tmp_path)
-    with pytest.raises(CheckpointError, match="has batches, dense, model, rows, scheduler, table; resume was given table"):
+    with pytest.raises(
+        CheckpointError,
+        match="has batches, dense, model, rows, scheduler, table; resume was given table",
+    ):
         checkpoint.resume(tmp_path, table=training.table)
     wrong = {**training.parts, "table": HostEmbedding(N, DIM + 1)}
-    with pytest.raises(CheckpointError, match=r"table\.npy has shape \(40, 6\), float32; expected \(40, 7\)"):
+    with pytest.raises(
+        CheckpointError, match=r"table\.npy has shape \(40, 6\), float32; expected \(40, 7\)"
+    ):
         checkpoint.resume(tmp_path, **wrong)
     with pytest.raises(ArgumentError, match="x: a object cannot be saved"):
         checkpoint.save(tmp_path, x=object())
@@ -462,7 +549,10 @@ class Unsafe:
 def test_memory_is_one_piece(tmp_path: pathlib.Path) -> None:
     table = HostEmbedding(400_000, 64, init="zeros")  # 102 MB
     checkpoint.save(tmp_path, table=table)
-    for work in (lambda: checkpoint.save(tmp_path, table=table), lambda: checkpoint.resume(tmp_path, table=table)):
+    for work in (
+        lambda: checkpoint.save(tmp_path, table=table),
+        lambda: checkpoint.resume(tmp_path, table=table),
+    ):
         tracemalloc.start()
         work()
         peak = tracemalloc.get_traced_memory()[1]
@@ -505,7 +595,8 @@ def test_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
     """A run that saves at every step is killed again and again, and ends as one that was not."""
     script = tmp_path / "runs.py"
     script.write_text(RUNS.format(tests=str(pathlib.Path(__file__).parent)))
-    moments = np.random.default_rng(5).uniform(0.02, 0.3, 3).astype(str)  # whatever they hit, the end must be the same
+    # Whatever they hit, the end must be the same.
+    moments = np.random.default_rng(5).uniform(0.02, 0.3, 3).astype(str)
     done = subprocess.run(
         [sys.executable, script, tmp_path / "checkpoint", *moments],
         capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},

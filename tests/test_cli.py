@@ -66,10 +66,17 @@ def values(*arguments: str, status: int = 0) -> dict[str, Any]:
 
 def python(*arguments: str, stdout: Any = subprocess.PIPE) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    return subprocess.run([sys.executable, *arguments], stdout=stdout, stderr=subprocess.PIPE, text=True, check=False, env=environment)
+    return subprocess.run(
+        [sys.executable, *arguments],
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+        env=environment,
+    )
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
+# ---- the command ---------------------------------------------------------------------------------
 def test_as_a_program() -> None:
     """In a process of its own, and without torch."""
     good = python("-X", "importtime", "-m", "pinfeed", "inspect", "x.npy")
@@ -102,13 +109,28 @@ def test_help_and_version_need_no_torch() -> None:
         (["bench"], "Missing argument 'FILE...'"),
         (["inspect"], "Missing argument 'FILE...'"),
         (["polish"], "No such command 'polish'"),
-        (["plan", "x.npy", "--cpu-limit", "2G"], "'2G' is not a size; expected bytes, at least 1, such as 2GiB, 512MiB or 1.5e9"),
+        (
+            ["plan", "x.npy", "--cpu-limit", "2G"],
+            "'2G' is not a size; expected bytes, at least 1, such as 2GiB, 512MiB or 1.5e9",
+        ),
         (["plan", "x.npy", "--cpu-limit", "0"], "'0' is not a size"),
-        (["plan", "x.npy", "--shuffle", "--block-rows", "8"], "--shuffle and --block-rows: give one of them"),
-        (["plan", "x.npy", "--seed", "3"], "--seed 3 was given, and neither --shuffle nor --block-rows, which use it"),
-        (["bench", "x.npy", "--seed", "0"], "--seed 0 was given, and neither --shuffle nor --block-rows"),
+        (
+            ["plan", "x.npy", "--shuffle", "--block-rows", "8"],
+            "--shuffle and --block-rows: give one of them",
+        ),
+        (
+            ["plan", "x.npy", "--seed", "3"],
+            "--seed 3 was given, and neither --shuffle nor --block-rows, which use it",
+        ),
+        (
+            ["bench", "x.npy", "--seed", "0"],
+            "--seed 0 was given, and neither --shuffle nor --block-rows",
+        ),
         (["plan", "x.npy", "--depth", "-1"], "Invalid value for '--depth'"),
-        (["bench", "x.npy", "--workers", "two"], "'two' is not a list of numbers; expected such as 0 or 0,2,8"),
+        (
+            ["bench", "x.npy", "--workers", "two"],
+            "'two' is not a list of numbers; expected such as 0 or 0,2,8",
+        ),
         (["doctor", "--rows", "5"], "--rows and --row-bytes go together"),
         (["doctor", "x.npy", "--row-bytes", "5"], "a file has its own; give one of them"),
     ],
@@ -174,7 +196,10 @@ def test_sizes(text: str, nbytes: int) -> None:
     assert options.size(text) == nbytes
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "-1", "2G", "2GiBs", "1e999", "nan", "0.5", "1,5e9", "2 G iB", "0x10", "9e18GiB"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "GiB", "-1", "2G", "2GiBs", "1e999", "nan", "0.5", "1,5e9", "2 G iB", "0x10", "9e18GiB"],
+)
 def test_no_sizes(text: str) -> None:
     with pytest.raises(click.BadParameter, match="is not a size; expected bytes"):
         options.size(text)
@@ -183,10 +208,13 @@ def test_no_sizes(text: str) -> None:
 def test_what_is_printed_fits_a_terminal() -> None:
     assert max(map(len, wrapped("ab " * 100, first="  ", rest="    ").splitlines())) <= 80
     assert wrapped("x" * 100) == "x" * 100, "a path is not broken"
-    assert json.loads(json_of({"a": float("nan"), "b": (1, {"c": float("inf")})})) == {"a": None, "b": [1, {"c": None}]}
+    assert json.loads(json_of({"a": float("nan"), "b": (1, {"c": float("inf")})})) == {
+        "a": None,
+        "b": [1, {"c": None}],
+    }
 
 
-# ---- inspect ---------------------------------------------------------------------------------------------------------
+# ---- inspect -------------------------------------------------------------------------------------
 def test_inspect_says_what_is_there() -> None:
     result = run("inspect", "x.npy")
     assert result.exit_code == 0
@@ -226,14 +254,20 @@ def test_inspect_shards() -> None:
     result = run("inspect", "s-*.npy")
     assert result.exit_code == 0
     assert "Together: 500 rows, 46.9 KiB, in 2 shards" in result.stdout
-    assert values("inspect", "s-0.npy", "s-1.npy")["source"] == {"files": 2, "rows": 500, "bytes": 48000}
+    assert values("inspect", "s-0.npy", "s-1.npy")["source"] == {
+        "files": 2,
+        "rows": 500,
+        "bytes": 48000,
+    }
 
 
 def test_inspect_shards_that_are_none_of_one_source() -> None:
     np.save("s-2.npy", X.reshape(500, -1))
     result = run("inspect", "s-*.npy")
     assert result.exit_code == 1
-    assert "not shards of one source: s-0.npy has rows of shape (3, 8), float32" in " ".join(result.stdout.split())
+    assert "not shards of one source: s-0.npy has rows of shape (3, 8), float32" in " ".join(
+        result.stdout.split()
+    )
     assert values("inspect", "s-*.npy", status=1)["source"] is None
 
 
@@ -260,24 +294,39 @@ DAMAGE: dict[str, tuple[Callable[[str], None], str]] = {
     "missing": (lambda path: None, "no such file"),
     "empty": (lambda path: Path(path).touch(), "is empty (0 bytes)"),
     "text": (raw(lambda b: b"a,b\n1,2\n3,4\n5,6\n"), "is not a .npy file (it starts with b'a,b"),
-    "zip": (raw(lambda b: b"PK\x03\x04" + b[4:]), "looks like a zip archive: of a .npz save each array alone"),
+    "zip": (
+        raw(lambda b: b"PK\x03\x04" + b[4:]),
+        "looks like a zip archive: of a .npz save each array alone",
+    ),
     "pickle": (raw(lambda b: b"\x80\x04" + b[2:]), "looks like a pickle"),
     "hdf5": (raw(lambda b: b"\x89HDF\r\n\x1a\n" + b[8:]), "looks like an HDF5 file"),
     "cut in the header": (raw(lambda b: b[:60]), "the .npy header is damaged"),
     "bad header": (raw(lambda b: b[:20] + b"?????" + b[25:]), "the .npy header is damaged"),
     "negative shape": (raw(lambda b: b.replace(b"(500,", b"(-50,")), "the .npy header is damaged"),
     "unknown version": (raw(lambda b: b[:6] + b"\x09" + b[7:]), ".npy version 9.0 is not known"),
-    "huge header": (raw(lambda b: b[:6] + b"\x02\x00\xff\xff\xff\x7f" + b[12:]), "a header of 2147483647 bytes"),
-    "truncated": (raw(lambda b: b[:-100]), "is truncated: 500 rows of 96 bytes from byte 128 on need 48128 bytes"),
+    "huge header": (
+        raw(lambda b: b[:6] + b"\x02\x00\xff\xff\xff\x7f" + b[12:]),
+        "a header of 2147483647 bytes",
+    ),
+    "truncated": (
+        raw(lambda b: b[:-100]),
+        "is truncated: 500 rows of 96 bytes from byte 128 on need 48128 bytes",
+    ),
     "extra bytes": (raw(lambda b: b + b[-192:]), "192 bytes more than its header tells, 2.00 rows"),
     "objects": (saved(np.array([{}, Bomb()], dtype=object)), "Python objects are never unpickled"),
-    "structured": (saved(np.zeros(3, [("a", "f4"), ("b", "i8")])), "save each field as an array of its own"),
+    "structured": (
+        saved(np.zeros(3, [("a", "f4"), ("b", "i8")])),
+        "save each field as an array of its own",
+    ),
     "dates": (saved(np.zeros(3, "M8[s]")), 'convert with .view("int64")'),
     "bfloat16": (saved(X.astype(ml_dtypes.bfloat16)), 'MmapStore(path, dtype="bfloat16")'),
     "fortran": (saved(np.asfortranarray(X)), "Fortran order"),
     "no rows": (saved(X[:0]), "has no rows"),
     "a number": (saved(np.float32(3)), "holds a single number"),
-    "a folder": (lambda path: Path(path).mkdir(), "is a directory; it has no .npy files and no checkpoint"),
+    "a folder": (
+        lambda path: Path(path).mkdir(),
+        "is a directory; it has no .npy files and no checkpoint",
+    ),
     "a pipe": (os.mkfifo, "is no regular file"),
 }
 
@@ -304,7 +353,10 @@ def test_inspect_of_a_folder_with_files_names_them(folder: Path) -> None:
 def test_inspect_of_a_checkpoint_of_ranks(folder: Path) -> None:
     for rank in range(2):
         pinfeed.checkpoint.save(folder / "run" / f"{rank}-of-2", step=rank)
-    assert "give the parts of its checkpoint, one for each rank: run/*-of-*" in values("inspect", "run", status=1)["findings"][0]
+    assert (
+        "give the parts of its checkpoint, one for each rank: run/*-of-*"
+        in values("inspect", "run", status=1)["findings"][0]
+    )
     assert [part["kind"] for part in values("inspect", "run/*-of-*")["files"]] == ["checkpoint"] * 2
 
 
@@ -314,9 +366,16 @@ def test_inspect_safetensors() -> None:
     result = run("inspect", "m.safetensors")
     assert result.exit_code == 0
     assert "embedding.weight  (500, 3, 8)  F32" in result.stdout
-    assert values("inspect", "m.safetensors")["files"][0]["tensors"][0] == {"name": "bias", "shape": [8], "dtype": "F32"}
+    assert values("inspect", "m.safetensors")["files"][0]["tensors"][0] == {
+        "name": "bias",
+        "shape": [8],
+        "dtype": "F32",
+    }
     Path("m.safetensors").write_bytes(b"\xff" * 100)
-    assert "is not a safetensors file, or it is damaged" in values("inspect", "m.safetensors", status=1)["findings"][0]
+    assert (
+        "is not a safetensors file, or it is damaged"
+        in values("inspect", "m.safetensors", status=1)["findings"][0]
+    )
 
 
 def test_inspect_checkpoint() -> None:
@@ -330,27 +389,42 @@ def test_inspect_checkpoint() -> None:
     assert "its checksum is wrong in piece 0" in values("inspect", "run", status=1)["findings"][0]
 
 
-# ---- plan ------------------------------------------------------------------------------------------------------------
+# ---- plan ----------------------------------------------------------------------------------------
 @pytest.mark.parametrize(
     ("arguments", "feeder"),
     [
         (["--batch-size", "64"], {"batch_size": 64}),
-        (["--batch-size", "64", "--shuffle", "--seed", "3"], {"batch_size": 64, "shuffle": True, "seed": 3}),
+        (
+            ["--batch-size", "64", "--shuffle", "--seed", "3"],
+            {"batch_size": 64, "shuffle": True, "seed": 3},
+        ),
         (
             ["--batch-size", "9", "--block-rows", "50", "--depth", "0"],
             {"batch_size": 9, "rows": rows.block_shuffled(block_rows=50), "depth": 0},
         ),
         (["--cpu-limit", "4MiB"], {"config": Config(cpu_memory_limit=MiB(4))}),
-        (["--cpu-limit", "4MiB", "--depth", "5"], {"config": Config(cpu_memory_limit=MiB(4)), "depth": 5}),
-        (["--cpu-limit", "1GiB", "--batch-size", "3"], {"config": Config(cpu_memory_limit=GiB(1), preferred_batch_size=3)}),
+        (
+            ["--cpu-limit", "4MiB", "--depth", "5"],
+            {"config": Config(cpu_memory_limit=MiB(4)), "depth": 5},
+        ),
+        (
+            ["--cpu-limit", "1GiB", "--batch-size", "3"],
+            {"config": Config(cpu_memory_limit=GiB(1), preferred_batch_size=3)},
+        ),
     ],
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=no_gpu)])
 def test_plan_is_the_feeders(arguments: list[str], feeder: dict[str, Any], device: str) -> None:
     """For a GPU that is not here, that of a feeder on a device with memory of its own."""
     if device == "cuda" and "config" in feeder:
-        limits = {"cpu_memory_limit": feeder["config"].cpu_memory_limit, "preferred_batch_size": feeder["config"].preferred_batch_size}
-        arguments, feeder = [*arguments, "--gpu-limit", "1MiB"], {**feeder, "config": Config(gpu_memory_limit=MiB(1), **limits)}
+        limits = {
+            "cpu_memory_limit": feeder["config"].cpu_memory_limit,
+            "preferred_batch_size": feeder["config"].preferred_batch_size,
+        }
+        arguments, feeder = (
+            [*arguments, "--gpu-limit", "1MiB"],
+            {**feeder, "config": Config(gpu_memory_limit=MiB(1), **limits)},
+        )
     with Feeder("x.npy", device="cpu" if device == "cpu" else SimDevice(), **feeder) as expected:
         found = values("plan", "x.npy", "--device", device, *arguments)
         assert found["plan"] == json.loads(json_of(plan_values(expected.plan)))
@@ -375,10 +449,18 @@ def test_plan_in_words() -> None:
 def test_plan_of_sources_side_by_side() -> None:
     """Inputs, in shards, and labels: the plan is that of a feeder over a tuple."""
     np.save("y.npy", np.arange(500))
-    with MmapStore(["s-0.npy", "s-1.npy"]) as store, Feeder((store, "y.npy"), batch_size=32, device="cpu") as expected:
-        found = values("plan", "s-0.npy", "s-1.npy", "--with", "y.npy", "--batch-size", "32", "--device", "cpu")
+    with (
+        MmapStore(["s-0.npy", "s-1.npy"]) as store,
+        Feeder((store, "y.npy"), batch_size=32, device="cpu") as expected,
+    ):
+        found = values(
+            "plan", "s-0.npy", "s-1.npy", "--with", "y.npy", "--batch-size", "32", "--device", "cpu"
+        )
         assert found["plan"] == json.loads(json_of(plan_values(expected.plan)))
-    assert [(source["rows"], source["dtype"]) for source in (found["source"], *found["with"])] == [(500, "float32"), (500, "int64")]
+    assert [(source["rows"], source["dtype"]) for source in (found["source"], *found["with"])] == [
+        (500, "float32"),
+        (500, "int64"),
+    ]
     assert values("plan", "x.npy")["with"] == []
     shown = run("plan", "x.npy", "--with", "s-*.npy", "--with", "y.npy").stdout
     assert shown.startswith("x.npy: 500 rows")
@@ -391,7 +473,10 @@ def test_sources_side_by_side_have_equally_many_rows() -> None:
     for command in ("plan", "bench"):
         result = run(command, "x.npy", "--with", "s-0.npy")
         assert result.exit_code == 3
-        assert "unequal numbers of rows: x.npy has 500, s-0.npy has 300; expected equally many" in result.stderr
+        assert (
+            "unequal numbers of rows: x.npy has 500, s-0.npy has 300; expected equally many"
+            in result.stderr
+        )
 
 
 def test_labels_among_the_shards_are_told_apart() -> None:
@@ -403,7 +488,10 @@ def test_labels_among_the_shards_are_told_apart() -> None:
 
 @no_gpu
 def test_plan_for_a_gpu_that_is_not_here() -> None:
-    assert "There is no GPU here" in run("plan", "x.npy", "--device", "cuda", "--batch-size", "8").stdout
+    assert (
+        "There is no GPU here"
+        in run("plan", "x.npy", "--device", "cuda", "--batch-size", "8").stdout
+    )
     result = run("plan", "x.npy", "--device", "cuda", "--cpu-limit", "1GiB")
     assert result.exit_code == 3
     assert "give gpu_memory_limit (--gpu-limit)" in result.stderr
@@ -419,12 +507,16 @@ def test_a_plan_that_does_not_fit_is_a_finding() -> None:
 
 
 def test_a_batch_that_does_not_fit_is_a_finding() -> None:
-    (finding,) = values("plan", "x.npy", "--cpu-limit", "3200KiB", "--depth", "1", "--batch-size", "400", status=1)["findings"]
+    (finding,) = values(
+        "plan", "x.npy", "--cpu-limit", "3200KiB", "--depth", "1", "--batch-size", "400", status=1
+    )["findings"]
     assert re.fullmatch(r"batches of 400 rows were wanted; the limits hold \d+", finding)
-    assert not values("plan", "x.npy", "--cpu-limit", "8MiB", "--batch-size", "4000")["findings"], "there are only 500 rows"
+    assert not values("plan", "x.npy", "--cpu-limit", "8MiB", "--batch-size", "4000")["findings"], (
+        "there are only 500 rows"
+    )
 
 
-# ---- bench -----------------------------------------------------------------------------------------------------------
+# ---- bench ---------------------------------------------------------------------------------------
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(bandwidth, "_MEMORY_BYTES", MiB(1))
@@ -432,8 +524,15 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def test_bench(quick: list[str]) -> None:
-    found = values("bench", "s-0.npy", "s-1.npy", "--shuffle", "--batch-size", "32", "--workers", "0,1", *quick)
-    assert (found["batch_size"], found["order"], found["device"], found["warm"]) == (32, "shuffled", "cpu", True)
+    found = values(
+        "bench", "s-0.npy", "s-1.npy", "--shuffle", "--batch-size", "32", "--workers", "0,1", *quick
+    )
+    assert (found["batch_size"], found["order"], found["device"], found["warm"]) == (
+        32,
+        "shuffled",
+        "cpu",
+        True,
+    )
     assert found["ceilings_gb_per_s"]["copy in memory"] > 0
     others = [f"DataLoader, {what}, {n} workers" for what in ("batches", "rows") for n in (0, 1)]
     assert [timing["name"] for timing in found["contestants"]] == ["pinfeed", *others]
@@ -447,7 +546,18 @@ def test_bench(quick: list[str]) -> None:
 
 def test_bench_of_sources_side_by_side(quick: list[str]) -> None:
     np.save("y.npy", np.arange(500))
-    found = values("bench", "x.npy", "--with", "y.npy", "--shuffle", "--batch-size", "32", "--workers", "0,1", *quick)
+    found = values(
+        "bench",
+        "x.npy",
+        "--with",
+        "y.npy",
+        "--shuffle",
+        "--batch-size",
+        "32",
+        "--workers",
+        "0,1",
+        *quick,
+    )
     assert found["with"][0]["dtype"] == "int64"
     for timing in found["contestants"]:
         assert timing["problem"] == ""
@@ -457,14 +567,20 @@ def test_bench_of_sources_side_by_side(quick: list[str]) -> None:
     with MmapStore("x.npy") as x, MmapStore("y.npy") as y:
         trial = bench.Trial([x, y], rows.shuffled(1), 32, "cpu", 0.01)
         np.save("z.npy", np.arange(500)[::-1])
-        trial.sources = [["x.npy"], ["z.npy"]]  # what is compared with
+        # What is compared with.
+        trial.sources = [["x.npy"], ["z.npy"]]
         assert [timing.equal for timing in trial.timings([])] == [False]
 
 
 def test_bench_cold_in_words(quick: list[str]) -> None:
     result = run("bench", "x.npy", "--cold", "--workers", "0", *quick)
     assert result.exit_code == 0, result.output
-    for said in ("cold: dropped from the page cache", "disk, in sequence", "DataLoader, rows, 0 workers", "pinfeed "):
+    for said in (
+        "cold: dropped from the page cache",
+        "disk, in sequence",
+        "DataLoader, rows, 0 workers",
+        "pinfeed ",
+    ):
         assert said in " ".join(result.stdout.split())
     assert max(map(len, result.stdout.splitlines())) <= 80
 
@@ -475,7 +591,12 @@ def test_everybody_has_the_same_rows(block_rows: int | None) -> None:
     order, _ = options.order_of(block_rows is None, block_rows, 5)
     with MmapStore(["s-0.npy", "s-1.npy"]) as store:
         trial = bench.Trial([store], order, 32, "cpu", 0.01)
-        with trial._feeder() as epochs, bench.loader_epochs(trial.sources, trial.batches, "cpu", n_workers=0, by_row=True) as others:
+        with (
+            trial._feeder() as epochs,
+            bench.loader_epochs(
+                trial.sources, trial.batches, "cpu", n_workers=0, by_row=True
+            ) as others,
+        ):
             for epoch in (0, 1):
                 assert torch.equal(torch.cat(list(epochs(epoch))), torch.cat(list(others(epoch))))
         assert all(timing.equal for timing in trial.timings([]))
@@ -490,10 +611,17 @@ def test_a_loader_that_fails_says_why(quick: list[str], monkeypatch: pytest.Monk
     def collate(_: Any) -> Any:
         raise RuntimeError("no room\nat all")
 
-    monkeypatch.setattr(torch.utils.data._utils.collate, "default_collate", collate)  # of rows; batches are not collated
+    # Of rows; batches are not collated.
+    monkeypatch.setattr(torch.utils.data._utils.collate, "default_collate", collate)
     found = values("bench", "x.npy", "--workers", "0", *quick)
-    assert [timing["problem"] for timing in found["contestants"]] == ["", "", "RuntimeError: no room at all"]
-    assert found["contestants"][2]["first_epoch"] is found["contestants"][2]["pinfeed_ratio"] is None
+    assert [timing["problem"] for timing in found["contestants"]] == [
+        "",
+        "",
+        "RuntimeError: no room at all",
+    ]
+    assert (
+        found["contestants"][2]["first_epoch"] is found["contestants"][2]["pinfeed_ratio"] is None
+    )
     shown = " ".join(run("bench", "x.npy", "--workers", "0", *quick).stdout.split())
     assert "DataLoader, rows, 0 workers failed" in shown
     assert "DataLoader, rows, 0 workers: RuntimeError: no room at all" in shown
@@ -523,17 +651,25 @@ def test_bench_of_rows_without_bytes() -> None:
     assert "rows of no bytes; there is nothing to time" in run("bench", "none.npy").stderr
 
 
-# ---- the page cache, and ceilings ------------------------------------------------------------------------------------
-def test_files_are_brought_into_the_page_cache(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+# ---- the page cache, and ceilings ----------------------------------------------------------------
+def test_files_are_brought_into_the_page_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """What the kernel then keeps there is its own affair, so that it is told here."""
     assert read_through(["x.npy", "s-0.npy"])
     assert not read_through(["x.npy"], seconds=-1), "it ends when the time is up"
     n_there = 3
-    monkeypatch.setattr(page_cache, "cached_pages", lambda fd, begin, end: np.arange(-(-(end - begin) // 4096)) < n_there)
+    monkeypatch.setattr(
+        page_cache,
+        "cached_pages",
+        lambda fd, begin, end: np.arange(-(-(end - begin) // 4096)) < n_there,
+    )
     n_pages = sum(-(-os.path.getsize(path) // 4096) for path in ("x.npy", "s-0.npy"))
     assert cached_share(["x.npy", "s-0.npy"]) == 6 / n_pages
     asked: list[int] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda fd, offset, length, advice: asked.append(advice))
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda fd, offset, length, advice: asked.append(advice)
+    )
     monkeypatch.setattr(page_cache.time, "sleep", lambda _: None)
     drop(["x.npy"])
     assert asked == [os.POSIX_FADV_DONTNEED] * 20, "some pages stay: they may be in use"
@@ -542,7 +678,9 @@ def test_files_are_brought_into_the_page_cache(folder: Path, monkeypatch: pytest
     assert asked == [os.POSIX_FADV_DONTNEED]
 
 
-def test_the_disk_is_measured_on_a_scratch_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_disk_is_measured_on_a_scratch_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(disk, "_SPAN_BYTES", MiB(8))
     before = sorted(folder.iterdir())
     found, problem = disk.look_at_disk(None, 0, 4096, str(folder))
@@ -559,7 +697,9 @@ def test_the_disk_is_measured_on_a_file(monkeypatch: pytest.MonkeyPatch) -> None
     np.save("large.npy", np.ones((12, 1 << 20), np.uint8))
     found, _ = disk.look_at_disk("large.npy", 128, 1 << 20, None)
     assert found is not None
-    assert (found.what, found.nbytes, found.random) == ("large.npy", MiB(8), None), "too few rows for a random order"
+    assert (found.what, found.nbytes, found.random) == ("large.npy", MiB(8), None), (
+        "too few rows for a random order"
+    )
     assert ("dropped from the page cache" in str(found)) == found.cold
 
 
@@ -578,7 +718,7 @@ def test_a_folder_that_cannot_be_written() -> None:
     assert problem.endswith("; --dir names a folder that can be written")
 
 
-# ---- doctor ----------------------------------------------------------------------------------------------------------
+# ---- doctor --------------------------------------------------------------------------------------
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk, "_SPAN_BYTES", MiB(8))
@@ -592,8 +732,12 @@ def test_doctor_agrees_with_memory() -> None:
     assert found["host"]["memory"] == limits[0].total
     assert found["host"]["lock_limit"] == lock_limit()
     assert found["host"]["usable_cores"] == len(os.sched_getaffinity(0))
-    assert [limit["name"] for limit in found["host"]["limits"]] == [limit.name for limit in limits[1:] if limit.total < limits[0].total]
-    assert abs(found["host"]["free"] - free_host_bytes()) < limits[0].total / 4, "memory comes and goes meanwhile"
+    assert [limit["name"] for limit in found["host"]["limits"]] == [
+        limit.name for limit in limits[1:] if limit.total < limits[0].total
+    ]
+    assert abs(found["host"]["free"] - free_host_bytes()) < limits[0].total / 4, (
+        "memory comes and goes meanwhile"
+    )
     assert found["gpu"]["torch"] == torch.__version__
     assert found["gb_per_s"]["memory_copy"] > 0
     assert found["gb_per_s"]["disk"]["sequential"] > 0
@@ -611,7 +755,15 @@ def test_doctor_sees_the_limits_of_the_process() -> None:
 def test_doctor_of_a_file() -> None:
     result = run("doctor", "x.npy", "--batch-size", "10")
     assert result.exit_code == 0, result.output
-    for said in ("This machine", "At best", "Optional packages", "Route", "Would pinfeed help?", "x.npy: 500 rows", "batches of 10 rows"):
+    for said in (
+        "This machine",
+        "At best",
+        "Optional packages",
+        "Route",
+        "Would pinfeed help?",
+        "x.npy: 500 rows",
+        "batches of 10 rows",
+    ):
         assert said in result.stdout
     assert max(len(line) for line in result.stdout.splitlines() if "pip install" not in line) <= 80
     found = values("doctor", "--rows", "1000000000", "--row-bytes", "1MiB", "--batch-size", "2")
@@ -621,12 +773,15 @@ def test_doctor_of_a_file() -> None:
 
 
 def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "fsspec", None)  # as where it is not installed
+    # As where it is not installed.
+    monkeypatch.setitem(sys.modules, "fsspec", None)
     found = {package.name: package for package in packages(Gpu("", 0, 0, 0, "2.9", None, None, ""))}
     assert not found["fsspec"].here
     assert found["matplotlib"].here
     assert "CuPy" not in found, "nobody without a GPU needs it"
-    assert install_line([found["matplotlib"], found["fsspec"]]) == 'pip install "pinfeed[plot,remote]"'
+    assert (
+        install_line([found["matplotlib"], found["fsspec"]]) == 'pip install "pinfeed[plot,remote]"'
+    )
 
 
 @no_gpu
@@ -670,7 +825,12 @@ RATES = Ceilings(memory=10.0, sequential=2.0, random=0.2, link=50.0)
         (GiB(90), "H200", "perhaps", "would fit on the GPU"),
         (GiB(200), "H200", "perhaps", "fits in memory (500.0 GiB free), and not on the GPU"),
         (GiB(400), "H200", "yes", "streams it from the disk and copies batches to the GPU"),
-        (GiB(40), "", "perhaps", "there is no GPU to be fed. If numpy.load and indexing are fast enough, keep them"),
+        (
+            GiB(40),
+            "",
+            "perhaps",
+            "there is no GPU to be fed. If numpy.load and indexing are fast enough, keep them",
+        ),
         (GiB(400), "", "yes", "also without a GPU"),
     ],
 )
@@ -683,7 +843,13 @@ def test_whether_it_helps(nbytes: int, gpu: str, helps: str, said: str) -> None:
 
 @pytest.mark.parametrize(
     ("ms", "text"),
-    [(12_345.6, "12,346 ms"), (9.96, "10 ms"), (9.94, "9.9 ms"), (0.01234, "0.012 ms"), (0.0000123, "less than 0.001 ms")],
+    [
+        (12_345.6, "12,346 ms"),
+        (9.96, "10 ms"),
+        (9.94, "9.9 ms"),
+        (0.01234, "0.012 ms"),
+        (0.0000123, "less than 0.001 ms"),
+    ],
 )
 def test_milliseconds_as_people_read_them(ms: float, text: str) -> None:
     assert spelled(ms) == text
@@ -691,7 +857,9 @@ def test_milliseconds_as_people_read_them(ms: float, text: str) -> None:
 
 def test_times_of_a_batch() -> None:
     data = Data(n_rows=1 << 30, row_nbytes=1000, batch_size=1000)
-    assert RATES.batch_ms(data.batch_nbytes) == pytest.approx({"memory": 0.1, "disk in sequence": 0.5, "disk at random": 5, "link": 0.02})
+    assert RATES.batch_ms(data.batch_nbytes) == pytest.approx(
+        {"memory": 0.1, "disk in sequence": 0.5, "disk at random": 5, "link": 0.02}
+    )
     why = advise(data, RATES, free_host=GiB(1), gpu="", free_gpu=0).why
     assert "0.5 ms at best if the disk is read in sequence" in why[1]
     assert "fully random order (shuffle=True) take 5 ms" in why[2]
@@ -706,7 +874,7 @@ def test_cores_and_limits_in_words() -> None:
     assert Package("a", "b", "c", here=True).problem == ""
 
 
-# ---- on a GPU --------------------------------------------------------------------------------------------------------
+# ---- on a GPU ------------------------------------------------------------------------------------
 @pytest.mark.gpu
 @pytest.mark.usefixtures("small")
 def test_doctor_on_a_gpu() -> None:
@@ -715,7 +883,10 @@ def test_doctor_on_a_gpu() -> None:
     assert found["gpu"]["driver_cuda"]
     assert min(found["gb_per_s"]["link"].values()) > 0
     assert found["advice"]["helps"] == "no"
-    assert "Rows of this size in a PinnedStore go by the" in found["route"] or "needs CuPy" in found["route"]
+    assert (
+        "Rows of this size in a PinnedStore go by the" in found["route"]
+        or "needs CuPy" in found["route"]
+    )
     assert run("doctor", "x.npy").exit_code == 0
 
 
@@ -723,14 +894,26 @@ def test_doctor_on_a_gpu() -> None:
 def test_plan_on_a_gpu() -> None:
     config = Config(cpu_memory_limit=MiB(64), gpu_memory_limit=MiB(1))
     with Feeder("x.npy", config=config, shuffle=True, device="cuda") as feeder:
-        found = values("plan", "x.npy", "--cpu-limit", "64MiB", "--gpu-limit", "1MiB", "--shuffle", "--device", "cuda")
+        found = values(
+            "plan",
+            "x.npy",
+            "--cpu-limit",
+            "64MiB",
+            "--gpu-limit",
+            "1MiB",
+            "--shuffle",
+            "--device",
+            "cuda",
+        )
         assert found["plan"] == json.loads(json_of(plan_values(feeder.plan)))
         assert found["device"] == feeder.device
 
 
 @pytest.mark.gpu
 def test_bench_on_a_gpu() -> None:
-    found = values("bench", "x.npy", "--shuffle", "--seconds", "0.05", "--workers", "0", "--device", "cuda")
+    found = values(
+        "bench", "x.npy", "--shuffle", "--seconds", "0.05", "--workers", "0", "--device", "cuda"
+    )
     assert found["device"].startswith("cuda")
     assert found["ceilings_gb_per_s"]["link to the GPU"] > 0
     assert [timing["problem"] for timing in found["contestants"]] == ["", "", ""]

@@ -14,17 +14,21 @@ from pinfeed import Feeder, HostEmbedding, PinnedStore, RowOptimizer, train_rows
 @pytest.mark.parametrize(
     ("device", "options"),
     [
-        ("cpu", {"backend": "aot_eager"}),  # traced, and not built: that would take a C++ compiler and long
+        # Traced, and not built: that would take a C++ compiler and long.
+        ("cpu", {"backend": "aot_eager"}),
         pytest.param("cuda", {}, marks=pytest.mark.gpu),
-        pytest.param("cuda", {"mode": "reduce-overhead"}, marks=pytest.mark.gpu),  # CUDA graphs, captured while batches are on their way
+        # CUDA graphs, captured while batches are on their way.
+        pytest.param("cuda", {"mode": "reduce-overhead"}, marks=pytest.mark.gpu),
     ],
 )
-@pytest.mark.filterwarnings("default")  # of the compiler
+# Of the compiler
+@pytest.mark.filterwarnings("default")
 def test_rows_are_trained_by_a_compiled_model(device: str, options: dict[str, Any]) -> None:
     weight = torch.linspace(-1, 1, 64 * 64).reshape(64, 64).to(device)
     rng = np.random.default_rng(0)
     batches = [rng.permutation(1000)[:128] for _ in range(12)]
-    torch._inductor.config.compile_threads = 1  # the compiler's processes would outlive the test
+    # The compiler's processes would outlive the test.
+    torch._inductor.config.compile_threads = 1
     compiled = torch.compile(lambda x: torch.tanh(x @ weight).square().sum(), **options)
     found = []
     for depth in (0, 2):
@@ -43,9 +47,8 @@ def test_rows_are_trained_by_a_compiled_model(device: str, options: dict[str, An
     assert losses[0] != losses[-1]
 
 
-@pytest.mark.filterwarnings(
-    "ignore:The .grad attribute of a Tensor that is not a leaf"
-)  # the compiler looks at what rows were computed from
+# The compiler looks at what rows were computed from.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_table_is_trained_through_a_compiled_model() -> None:
     """Compiled once, though every batch looks up another number of different ids; and the same as the synchronous loop, not compiled."""
     ids = torch.randint(200, (10, 32), generator=torch.Generator().manual_seed(0))
@@ -56,7 +59,9 @@ def test_a_table_is_trained_through_a_compiled_model() -> None:
         model = torch.nn.Linear(8, 1).to("cuda" if torch.cuda.is_available() else "cpu")
         compiled = torch.compile(model, backend=counter) if depth else model
         optimizer, losses = RowOptimizer(torch.optim.Adagrad, [table], lr=0.1), []
-        for batch in train_rows(list(ids), {table: lambda batch: batch}, optimizer=optimizer, depth=depth):
+        for batch in train_rows(
+            list(ids), {table: lambda batch: batch}, optimizer=optimizer, depth=depth
+        ):
             loss = compiled(table(batch)).square().mean()
             loss.backward()
             optimizer.step()

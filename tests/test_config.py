@@ -12,16 +12,25 @@ from pinfeed import Config, GiB, KiB, MiB
 from pinfeed.errors import ArgumentError, BudgetError
 from pinfeed.memory.limits import Demand, Plan, check_depth, human, human_rate, plan_items
 
-FREE = GiB(1000)  # more than any limit here
+# More than any limit here.
+FREE = GiB(1000)
 
 
 def load_of(**changes: Any) -> Demand:
-    whole = {"row_nbytes": (512,), "writable": (False,), "resident_bytes": 0, "n_rows": 10**6, "unified": False} | changes
+    whole = {
+        "row_nbytes": (512,),
+        "writable": (False,),
+        "resident_bytes": 0,
+        "n_rows": 10**6,
+        "unified": False,
+    } | changes
     return Demand(**({"staged": (True,) * len(whole["row_nbytes"])} | whole))  # type: ignore[arg-type]
 
 
 def loads() -> st.SearchStrategy[Demand]:
-    store = st.tuples(st.one_of(st.integers(0, 64), st.integers(0, 1 << 20)), st.booleans(), st.booleans())
+    store = st.tuples(
+        st.one_of(st.integers(0, 64), st.integers(0, 1 << 20)), st.booleans(), st.booleans()
+    )
 
     def demand(stores: list[tuple[int, bool, bool]], **rest: Any) -> Demand:
         row_nbytes, writable, staged = zip(*stores, strict=True)
@@ -42,7 +51,9 @@ PREFERRED = st.one_of(st.none(), st.integers(1, 50), st.integers(1, 10**7))
 
 
 def plan_of(load: Demand, cpu: int, gpu: int, depth: int = 2, preferred: int | None = None) -> Plan:
-    config = Config(cpu_memory_limit=cpu, gpu_memory_limit=gpu, depth=depth, preferred_batch_size=preferred)
+    config = Config(
+        cpu_memory_limit=cpu, gpu_memory_limit=gpu, depth=depth, preferred_batch_size=preferred
+    )
     return config.plan(load, free_host_bytes=0, free_device_bytes=0)
 
 
@@ -53,12 +64,14 @@ def plan_or_none(*args: Any, **kwargs: Any) -> Plan | None:
         return None
 
 
-# -- the plan --------------------------------------------------------------------------------------------------------
+# -- the plan --------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH, preferred=PREFERRED)
-def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(load: Demand, cpu: int, gpu: int, depth: int, preferred: int | None) -> None:
+def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(
+    load: Demand, cpu: int, gpu: int, depth: int, preferred: int | None
+) -> None:
     def excess(batch_size: int) -> bool:
         larger = Plan(batch_size, depth, load.route, plan_items(load, batch_size, depth))
         return larger.host_bytes > cpu or (not load.unified and larger.device_bytes > gpu)
@@ -67,7 +80,9 @@ def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(load: Demand, cpu:
     if plan is None:
         assert excess(1)
         return
-    largest = min(load.n_rows, preferred or max(1, min(1 << 16, MiB(64) // max(1, sum(load.row_nbytes)))))
+    largest = min(
+        load.n_rows, preferred or max(1, min(1 << 16, MiB(64) // max(1, sum(load.row_nbytes))))
+    )
     assert 1 <= plan.batch_size <= largest
     assert plan.host_bytes <= cpu
     assert plan.device_bytes == 0 if load.unified else plan.device_bytes <= gpu
@@ -78,7 +93,9 @@ def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(load: Demand, cpu:
 
 @settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, more=st.integers(0, MiB(64)), depth=DEPTH)
-def test_more_memory_never_gives_a_smaller_batch(load: Demand, cpu: int, gpu: int, more: int, depth: int) -> None:
+def test_more_memory_never_gives_a_smaller_batch(
+    load: Demand, cpu: int, gpu: int, more: int, depth: int
+) -> None:
     small = plan_or_none(load, cpu, gpu, depth)
     assume(small is not None)
     assert small is not None
@@ -92,7 +109,9 @@ def test_more_memory_never_gives_a_smaller_batch(load: Demand, cpu: int, gpu: in
 
 @settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH)
-def test_more_depth_never_gives_a_larger_batch(load: Demand, cpu: int, gpu: int, depth: int) -> None:
+def test_more_depth_never_gives_a_larger_batch(
+    load: Demand, cpu: int, gpu: int, depth: int
+) -> None:
     deep = plan_or_none(load, cpu, gpu, depth + 1)
     assert deep is None or plan_of(load, cpu, gpu, depth).batch_size >= deep.batch_size
 
@@ -105,7 +124,11 @@ def test_a_plan_is_the_sum_of_its_items(load: Demand, batch_size: int, depth: in
     assert all(item.total == item.count * item.nbytes for item in items)
     assert plan.host_bytes + plan.device_bytes == sum(item.total for item in items)
     assert plan.device_bytes == sum(item.total for item in items if item.place == "device")
-    assert plan.pinned_bytes == sum(item.total for item in items if item.place == "pinned") <= plan.host_bytes
+    assert (
+        plan.pinned_bytes
+        == sum(item.total for item in items if item.place == "pinned")
+        <= plan.host_bytes
+    )
     assert len({item.what for item in items}) == len(items)
     assert all(item.count > 0 for item in items)
 
@@ -113,17 +136,23 @@ def test_a_plan_is_the_sum_of_its_items(load: Demand, batch_size: int, depth: in
 @settings(deadline=None)
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
 def test_memory_grows_with_the_batch(load: Demand, batch_size: int, depth: int) -> None:
-    small, large = (Plan(n, depth, load.route, plan_items(load, n, depth)) for n in (batch_size, batch_size + 1))
+    small, large = (
+        Plan(n, depth, load.route, plan_items(load, n, depth)) for n in (batch_size, batch_size + 1)
+    )
     assert small.host_bytes < large.host_bytes
     assert small.device_bytes <= large.device_bytes
 
 
 @settings(deadline=None)
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
-def test_every_batch_that_is_there_at_a_time_is_planned(load: Demand, batch_size: int, depth: int) -> None:
+def test_every_batch_that_is_there_at_a_time_is_planned(
+    load: Demand, batch_size: int, depth: int
+) -> None:
     items = {item.what: item for item in plan_items(load, batch_size, depth)}
     batch_nbytes = batch_size * sum(load.row_nbytes)
-    written_nbytes = batch_size * sum(nbytes for nbytes, writable in zip(load.row_nbytes, load.writable, strict=True) if writable)
+    written_nbytes = batch_size * sum(
+        nbytes for nbytes, writable in zip(load.row_nbytes, load.writable, strict=True) if writable
+    )
     batches = items["batches"]
     assert (batches.count, batches.place) == (depth + 2, "host" if load.unified else "device")
     assert batches.nbytes >= batch_nbytes
@@ -134,13 +163,23 @@ def test_every_batch_that_is_there_at_a_time_is_planned(load: Demand, batch_size
     assert ("staging" in items) == (not load.unified and any(load.staged))
     if "staging" in items:
         assert (items["staging"].count, items["staging"].place) == (depth + 1, "pinned")
-        staged = [batch_size * nbytes for nbytes, staged in zip(load.row_nbytes, load.staged, strict=True) if staged]
+        staged = [
+            batch_size * nbytes
+            for nbytes, staged in zip(load.row_nbytes, load.staged, strict=True)
+            if staged
+        ]
         assert sum(staged) <= items["staging"].nbytes <= sum(staged) + 4096 * len(staged)
-        assert ("staging of a write-back" in items) == any(map(all, zip(load.writable, load.staged, strict=True)))
+        assert ("staging of a write-back" in items) == any(
+            map(all, zip(load.writable, load.staged, strict=True))
+        )
     assert items["row numbers"].nbytes == batch_size * 8
-    for what, place in (("page-locked row numbers", "pinned"), ("uploaded row numbers", "device")):  # for kernels
+    for what, place in (("page-locked row numbers", "pinned"), ("uploaded row numbers", "device")):
+        # For kernels
         assert (what in items) == (not load.unified and not all(load.staged))
-        assert what not in items or (items[what].place, items[what].nbytes >= batch_size * 8) == (place, True)
+        assert what not in items or (items[what].place, items[what].nbytes >= batch_size * 8) == (
+            place,
+            True,
+        )
     shared = items.get("rows that two batches share")
     assert (shared is not None) == (any(load.writable) and not load.unified)
     assert shared is None or shared.nbytes >= batch_size * 16
@@ -156,7 +195,13 @@ def test_a_read_only_load_has_no_write_backs() -> None:
 
 
 def test_a_plan_in_numbers() -> None:
-    plan = plan_of(load_of(row_nbytes=(1024, 8), writable=(False, False)), MiB(64), MiB(16), depth=2, preferred=1000)
+    plan = plan_of(
+        load_of(row_nbytes=(1024, 8), writable=(False, False)),
+        MiB(64),
+        MiB(16),
+        depth=2,
+        preferred=1000,
+    )
     by_name = {item.what: (item.place, item.count, item.nbytes) for item in plan.items}
     assert plan.batch_size == 1000
     assert by_name["batches"] == ("device", 4, 1_024_000 + 8192)
@@ -175,15 +220,29 @@ def test_the_batch_is_bounded_by_what_is_preferred_and_what_there_is() -> None:
 
 @pytest.mark.parametrize(
     ("row_nbytes", "batch_size"),
-    [((4,), 65_536), ((1000, 24), 65_536), ((2048,), 32_768), ((MiB(40), 8), 1), ((MiB(100),), 1), ((0,), 65_536)],
+    [
+        ((4,), 65_536),
+        ((1000, 24), 65_536),
+        ((2048,), 32_768),
+        ((MiB(40), 8), 1),
+        ((MiB(100),), 1),
+        ((0,), 65_536),
+    ],
 )
-def test_without_a_preferred_size_a_batch_is_bounded(row_nbytes: tuple[int, ...], batch_size: int) -> None:
+def test_without_a_preferred_size_a_batch_is_bounded(
+    row_nbytes: tuple[int, ...], batch_size: int
+) -> None:
     load = load_of(row_nbytes=row_nbytes, writable=(False,) * len(row_nbytes))
     plan = plan_of(load, GiB(900), GiB(900))
     assert plan.batch_size == batch_size
-    assert plan.notes == (f"{batch_size:,} rows a batch, as larger ones move no more rows per second; preferred_batch_size takes more",)
+    assert plan.notes == (
+        f"{batch_size:,} rows a batch, as larger ones move no more rows per second; preferred_batch_size takes more",
+    )
     more = plan_of(load, GiB(900), GiB(900), preferred=100_000)
-    assert (more.batch_size, more.notes) == (100_000 if sum(row_nbytes) < MiB(1) else more.batch_size, ())
+    assert (more.batch_size, more.notes) == (
+        100_000 if sum(row_nbytes) < MiB(1) else more.batch_size,
+        (),
+    )
     assert more.batch_size > batch_size
 
 
@@ -202,7 +261,10 @@ def test_memory_of_the_host_is_one_limit_where_batches_live_there() -> None:
 def test_without_a_limit_the_free_memory_less_the_headroom_is_the_limit(headroom: float) -> None:
     load = load_of(row_nbytes=(100_000,), n_rows=10**9)
     plan = Config(headroom=headroom).plan(load, free_host_bytes=GiB(40), free_device_bytes=GiB(8))
-    assert (plan.cpu_memory_limit, plan.gpu_memory_limit) == (int(GiB(40) * (1 - headroom)), int(GiB(8) * (1 - headroom)))
+    assert (plan.cpu_memory_limit, plan.gpu_memory_limit) == (
+        int(GiB(40) * (1 - headroom)),
+        int(GiB(8) * (1 - headroom)),
+    )
     assert plan == plan_of(load, int(GiB(40) * (1 - headroom)), int(GiB(8) * (1 - headroom)))
 
 
@@ -213,12 +275,14 @@ def test_a_limit_that_is_given_needs_no_free_memory() -> None:
     )
 
 
-# -- refusals --------------------------------------------------------------------------------------------------------
+# -- refusals --------------------------------------------------------------------------------------
 
 
 @settings(deadline=None)
 @given(load=loads(), cpu=LIMIT, gpu=LIMIT, depth=DEPTH)
-def test_a_refusal_tells_what_is_needed_and_what_the_limit_is(load: Demand, cpu: int, gpu: int, depth: int) -> None:
+def test_a_refusal_tells_what_is_needed_and_what_the_limit_is(
+    load: Demand, cpu: int, gpu: int, depth: int
+) -> None:
     try:
         plan_of(load, cpu, gpu, depth)
     except BudgetError as error:
@@ -227,12 +291,19 @@ def test_a_refusal_tells_what_is_needed_and_what_the_limit_is(load: Demand, cpu:
         return
     least = Plan(1, depth, load.route, plan_items(load, 1, depth))
     on_device = not load.unified and least.device_bytes > gpu
-    name, limit, need, kind = ("gpu", gpu, least.device_bytes, "device") if on_device else ("cpu", cpu, least.host_bytes, "host")
+    name, limit, need, kind = (
+        ("gpu", gpu, least.device_bytes, "device")
+        if on_device
+        else ("cpu", cpu, least.host_bytes, "host")
+    )
     assert need > limit
     assert f"one row per slot needs {human(need)} ({need} bytes) of {kind} memory" in message
     assert f"{name}_memory_limit is {human(limit)} ({limit} bytes)" in message
     assert f"lower depth (now {depth}) or raise {name}_memory_limit" in message
-    assert all((f"for {item.what}" in message) == ((item.place == "device") == on_device) for item in least.items)
+    assert all(
+        (f"for {item.what}" in message) == ((item.place == "device") == on_device)
+        for item in least.items
+    )
 
 
 @pytest.mark.parametrize("short", [0, 1])
@@ -240,7 +311,10 @@ def test_a_refusal_tells_what_is_needed_and_what_the_limit_is(load: Demand, cpu:
 def test_a_refusal_is_exact_to_the_byte(short: int, unified: bool) -> None:
     load = load_of(row_nbytes=(10_000_000,), unified=unified, writable=(True,))
     least = Plan(1, 3, "staged", plan_items(load, 1, 3))
-    for cpu, gpu in ((least.host_bytes - short, FREE), (least.host_bytes, least.device_bytes - short)):
+    for cpu, gpu in (
+        (least.host_bytes - short, FREE),
+        (least.host_bytes, least.device_bytes - short),
+    ):
         plan = plan_or_none(load, cpu, max(1, gpu), 3)
         refused = short and (cpu < least.host_bytes or (gpu < least.device_bytes and not unified))
         assert (plan is None) == bool(refused)
@@ -248,9 +322,19 @@ def test_a_refusal_is_exact_to_the_byte(short: int, unified: bool) -> None:
 
 
 def test_a_refusal_of_what_is_free_says_so() -> None:
-    with pytest.raises(BudgetError, match=re.escape("cpu_memory_limit is 90 B (90 bytes), what is free less the headroom; lower depth")):
+    with pytest.raises(
+        BudgetError,
+        match=re.escape(
+            "cpu_memory_limit is 90 B (90 bytes), what is free less the headroom; lower depth"
+        ),
+    ):
         Config().plan(load_of(), free_host_bytes=100, free_device_bytes=FREE)
-    with pytest.raises(BudgetError, match=re.escape("gpu_memory_limit is 0 B (0 bytes), what is free less the headroom; lower depth")):
+    with pytest.raises(
+        BudgetError,
+        match=re.escape(
+            "gpu_memory_limit is 0 B (0 bytes), what is free less the headroom; lower depth"
+        ),
+    ):
         Config().plan(load_of(), free_host_bytes=FREE, free_device_bytes=0)
 
 
@@ -274,7 +358,10 @@ def test_the_headroom_is_a_share(headroom: float) -> None:
 
 
 def test_the_depth_is_a_number_of_batches() -> None:
-    with pytest.raises(ArgumentError, match=r"depth=-1: expected a whole number, from 0 to 1,024 \(0 is the synchronous loop\)"):
+    with pytest.raises(
+        ArgumentError,
+        match=r"depth=-1: expected a whole number, from 0 to 1,024 \(0 is the synchronous loop\)",
+    ):
         Config(depth=-1)
     with pytest.raises(ArgumentError, match="depth=-2"):
         check_depth(-2)
@@ -290,7 +377,7 @@ def test_a_config_has_names_and_does_not_change() -> None:
     assert Config() == Config(depth=None, headroom=0.1)
 
 
-# -- words -----------------------------------------------------------------------------------------------------------
+# -- words -----------------------------------------------------------------------------------------
 
 
 def test_units() -> None:
@@ -350,7 +437,15 @@ def test_rates_as_people_read_them(bytes_per_s: float, text: str) -> None:
 
 
 def test_a_plan_in_words() -> None:
-    text = str(plan_of(load_of(row_nbytes=(1024,), writable=(True,), resident_bytes=MiB(16)), GiB(1), MiB(64), depth=3, preferred=1024))
+    text = str(
+        plan_of(
+            load_of(row_nbytes=(1024,), writable=(True,), resident_bytes=MiB(16)),
+            GiB(1),
+            MiB(64),
+            depth=3,
+            preferred=1024,
+        )
+    )
     first, host, device, *items = text.splitlines()
     assert first == "batches of 1024 rows, 3 ahead, staged route"
     assert re.fullmatch(r"host: \d+\.\d MiB of 1\.0 GiB, of it page-locked: 5\.0 MiB", host)

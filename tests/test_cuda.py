@@ -1,4 +1,7 @@
-"""What only a GPU can show. Run with ``pytest -m gpu``; ``python -m benchmarks.gpu`` does, and writes down what it saw."""
+"""What only a GPU can show.
+
+Run with ``pytest -m gpu``; ``python -m benchmarks.gpu`` does, and writes down what it saw.
+"""
 
 import contextlib
 import gc
@@ -23,7 +26,8 @@ from pinfeed.testing.suites import DeviceTests, StoreTests
 
 pytestmark = pytest.mark.gpu
 
-LATE = 20_000_000  # clock ticks: about 10 ms, a thousand times what a small copy takes
+# Clock ticks: about 10 ms, a thousand times what a small copy takes.
+LATE = 20_000_000
 
 
 @contextlib.contextmanager
@@ -99,8 +103,12 @@ def table_of(kind: str, values: np.ndarray, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("lateness", ["none", "compute", "read", "write", "all"])
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
-@pytest.mark.parametrize(("kind", "route"), [("array", None), ("pinned", "direct"), ("pinned", "staged"), ("file", None)])
-def test_equal_to_the_synchronous_loop(kind: str, route: str | None, depth: int, lateness: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "route"), [("array", None), ("pinned", "direct"), ("pinned", "staged"), ("file", None)]
+)
+def test_equal_to_the_synchronous_loop(
+    kind: str, route: str | None, depth: int, lateness: str, tmp_path: Path
+) -> None:
     if kind == "pinned":
         pytest.importorskip("cupy")
     rng = np.random.default_rng(depth)
@@ -117,13 +125,18 @@ def test_equal_to_the_synchronous_loop(kind: str, route: str | None, depth: int,
         assert route is None or feeder.plan.route == route
         transfer = feeder._loop._transfer
         for batch in feeder.batches():
-            for name, stream in (("compute", feeder._stores.device.current_stream()), ("read", transfer._read), ("write", transfer._write)):
+            for name, stream in (
+                ("compute", feeder._stores.device.current_stream()),
+                ("read", transfer._read),
+                ("write", transfer._write),
+            ):
                 if lateness in (name, "all"):
                     late(stream)
             got.append(batch.data.clone())
             batch.write_back(batch.data.mul_(3).add_(1))
             batch.data.fill_(-1)
-            scratch = torch.full_like(batch.data, -2)  # takes memory that was freed before
+            # Takes memory that was freed before.
+            scratch = torch.full_like(batch.data, -2)
             del batch, scratch
     for g, w in zip(got, seen, strict=True):
         np.testing.assert_array_equal(g.cpu().numpy(), w)
@@ -163,10 +176,14 @@ def test_the_consumer_may_change_its_stream() -> None:
 
 @pytest.mark.parametrize("write", [False, True])
 def test_memory_is_within_the_plan(write: bool, tmp_path: Path) -> None:
-    x = np.ones((4096, 4096), np.float32)  # not zeros, whose pages would only be there once they are written
+    # Not zeros, whose pages would only be there once they are written.
+    x = np.ones((4096, 4096), np.float32)
     x.flags.writeable = write
     config = Config(cpu_memory_limit=MiB(64), gpu_memory_limit=MiB(32))
-    before, pinned_before = torch.cuda.memory_allocated(), resident_bytes()["shared"] + resident_bytes()["anonymous"]
+    before, pinned_before = (
+        torch.cuda.memory_allocated(),
+        resident_bytes()["shared"] + resident_bytes()["anonymous"],
+    )
     with Feeder(x, config=config, device="cuda") as feeder:
         for batch in feeder.batches():
             if write:
@@ -181,7 +198,12 @@ def test_the_loop_makes_no_call_that_blocks() -> None:
     """torch reports implicit synchronisations, of any thread."""
     store = PinnedStore.zeros((4096, 64), pin="auto")
     rng = np.random.default_rng(0)
-    with Feeder(store, rows=[rng.permutation(4096)[:512] for _ in range(40)], device="cuda") as feeder, no_synchronization():
+    with (
+        Feeder(
+            store, rows=[rng.permutation(4096)[:512] for _ in range(40)], device="cuda"
+        ) as feeder,
+        no_synchronization(),
+    ):
         for batch in feeder.batches():
             batch.write_back(batch.data + 1)
     assert store.array.sum() == 40 * 512 * 64
@@ -192,7 +214,10 @@ def test_wrap_loader() -> None:
     for pin in (False, True):
         loader = DataLoader(data, batch_size=32, pin_memory=pin)
         got = [(x.cpu(), y.cpu()) for x, y in wrap_loader(loader, device="cuda")]
-        assert all(torch.equal(a, c) and torch.equal(b, d) for (a, b), (c, d) in zip(got, loader, strict=True))
+        assert all(
+            torch.equal(a, c) and torch.equal(b, d)
+            for (a, b), (c, d) in zip(got, loader, strict=True)
+        )
 
 
 def test_pinned_store_takes_exactly_what_it_needs_and_gives_it_back() -> None:
@@ -204,11 +229,15 @@ def test_pinned_store_takes_exactly_what_it_needs_and_gives_it_back() -> None:
     gc.collect()
     unlock_freed()
     with pytest.raises(RuntimeError, match="cudaHostUnregister failed"):
-        unlock_on(torch.device("cuda"), address)  # it was unlocked already
-    assert float(torch.zeros(1, device="cuda").add_(1)) == 1  # the failed call left no code behind that the next launch reports
+        # It was unlocked already.
+        unlock_on(torch.device("cuda"), address)
+    # The failed call left no code behind that the next launch reports.
+    assert float(torch.zeros(1, device="cuda").add_(1)) == 1
 
 
-@pytest.mark.parametrize("row_nbytes", [1, 2, 3, 4, 6, 8, 12, 16, 20, 48, 100, 512, 600, 4096, 614_400, 3_000_001])
+@pytest.mark.parametrize(
+    "row_nbytes", [1, 2, 3, 4, 6, 8, 12, 16, 20, 48, 100, 512, 600, 4096, 614_400, 3_000_001]
+)
 def test_rows_of_every_size(row_nbytes: int) -> None:
     """By kernels, as numpy gives them; several stores at once, of different sizes."""
     pytest.importorskip("cupy")
@@ -258,20 +287,34 @@ def test_no_memory_is_allocated_once_it_runs(route: str) -> None:
     pytest.importorskip("cupy")
     store = PinnedStore.zeros((100_000, 64))
     rng = np.random.default_rng(0)
-    with Feeder(store, rows=[rng.permutation(100_000)[:4096] for _ in range(60)], device="cuda", route=route) as feeder:
-        streams = [feeder._stores.device.current_stream(), feeder._loop._transfer._read, feeder._loop._transfer._write]
+    with Feeder(
+        store, rows=[rng.permutation(100_000)[:4096] for _ in range(60)], device="cuda", route=route
+    ) as feeder:
+        streams = [
+            feeder._stores.device.current_stream(),
+            feeder._loop._transfer._read,
+            feeder._loop._transfer._write,
+        ]
 
         def allocated(lateness: list[Any]) -> int:
-            before = torch.cuda.memory_stats()["num_device_alloc"] + torch.cuda.host_memory_stats()["num_host_alloc"]
+            before = (
+                torch.cuda.memory_stats()["num_device_alloc"]
+                + torch.cuda.host_memory_stats()["num_host_alloc"]
+            )
             for batch in feeder.batches():
                 for stream in lateness:
                     late(stream)
                 batch.write_back(batch.data + 1)
                 del batch
             torch.cuda.synchronize()
-            return torch.cuda.memory_stats()["num_device_alloc"] + torch.cuda.host_memory_stats()["num_host_alloc"] - before
+            return (
+                torch.cuda.memory_stats()["num_device_alloc"]
+                + torch.cuda.host_memory_stats()["num_host_alloc"]
+                - before
+            )
 
-        assert allocated(streams) > 0  # as much is under way as there can be
+        # As much is under way as there can be.
+        assert allocated(streams) > 0
         assert allocated([]) <= 2
 
 
@@ -283,13 +326,15 @@ def test_beside_a_graph_and_autocast(route: str) -> None:
     weight = torch.randn(64, 64, device="cuda")
     static = torch.zeros(256, 64, device="cuda")
     graph, out = torch.cuda.CUDAGraph(), torch.empty(256, 64, device="cuda")
-    torch.mm(static, weight)  # loads what a capture must not load
+    # Loads what a capture must not load.
+    torch.mm(static, weight)
     torch.cuda.synchronize()
     rng = np.random.default_rng(0)
     batches = [rng.permutation(4096)[:256] for _ in range(30)]
     with Feeder(store, rows=batches, device="cuda", route=route) as feeder:
         for i, batch in enumerate(feeder.batches()):
-            if i == 3:  # while batches are on their way
+            if i == 3:
+                # While batches are on their way.
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     torch.mm(static, weight, out=out)
             np.testing.assert_array_equal(batch.data.cpu().numpy(), want[batches[i]])
@@ -311,7 +356,8 @@ def test_a_timeline_of_the_gpu(route: str, tmp_path: Path) -> None:
     store = PinnedStore.zeros((100_000, 64))
     batches = [np.random.default_rng(i).permutation(100_000)[:4096] for i in range(20)]
     with Feeder(store, rows=batches, device="cuda", route=route, timeline=True) as feeder:
-        list(feeder)  # the clock is set, and what is loaded lazily is there
+        # The clock is set, and what is loaded lazily is there.
+        list(feeder)
         n_before = len(feeder.timeline.spans)
         with no_synchronization():
             for batch in feeder.batches():
@@ -325,10 +371,12 @@ def test_a_timeline_of_the_gpu(route: str, tmp_path: Path) -> None:
     device = {span.batch: span for span in spans if span.lane == "device"}
     for copy in (span for span in spans if span.lane == "copy"):
         assert copy.start_s <= copy.end_s <= device[copy.batch].start_s + 1e-3
-    assert all(span.end_s - span.start_s > 1e-3 for span in device.values())  # what the GPU took, not what it took to queue it
+    # What the GPU took, not what it took to queue it.
+    assert all(span.end_s - span.start_s > 1e-3 for span in device.values())
     assert all(device[i].end_s <= device[i + 1].start_s + 1e-6 for i in range(19))
     lent = {span.batch: span for span in spans if span.lane == "lend"}
-    assert all(lent[i].start_s <= device[i].start_s + 1e-3 for i in range(20))  # the two clocks are one
+    # The two clocks are one.
+    assert all(lent[i].start_s <= device[i].start_s + 1e-3 for i in range(20))
 
 
 def test_a_loop_that_runs_ahead_of_the_gpu_is_not_starved() -> None:

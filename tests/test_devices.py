@@ -50,7 +50,11 @@ class TestForgetfulDevice(DeviceTests):
 
         return Forgetful(favour("home"))
 
-    @pytest.mark.xfail(strict=True, raises=AssertionError, reason="it gives memory away that another stream still reads")
+    @pytest.mark.xfail(
+        strict=True,
+        raises=AssertionError,
+        reason="it gives memory away that another stream still reads",
+    )
     def test_memory_lent_to_another_stream_is_not_given_away(self, device: Any) -> None:
         super().test_memory_lent_to_another_stream_is_not_given_away(device)
 
@@ -61,7 +65,10 @@ class TestForgetfulDevice(DeviceTests):
         ("tpu", "'tpu' is not a device"),
         ("mps", "not supported"),
         (3.5, "is not a device"),
-        ("cuda:99", "cuda:99' does not exist" if torch.cuda.is_available() else "finds no usable GPU"),
+        (
+            "cuda:99",
+            "cuda:99' does not exist" if torch.cuda.is_available() else "finds no usable GPU",
+        ),
     ],
 )
 def test_a_device_that_does_not_exist(device: Any, message: str) -> None:
@@ -85,7 +92,8 @@ class DriftingGpu:
     """A GPU whose clock is fast by ``drift``, and takes events at the host's time ``now_s``."""
 
     def __init__(self, drift: float) -> None:
-        self.now_s, self._drift = 100.0, drift
+        self.now_s = 100.0
+        self._drift = drift
 
     def event(self) -> "DriftingEvent":
         return DriftingEvent(self.now_s * (1 + self._drift) * 1e3)
@@ -108,7 +116,8 @@ def test_the_clock_of_a_gpu_follows_that_of_the_host(drift: float, gap_s: float)
     def mark() -> Any:
         nonlocal n_marks
         n_marks += 1
-        return None if n_marks % 5 == 0 else (gpu.event(), gpu.now_s)  # a GPU that is busy
+        # A GPU that is busy.
+        return None if n_marks % 5 == 0 else (gpu.event(), gpu.now_s)
 
     clock, last_s = CudaClock(mark, (gpu.event(), gpu.now_s)), 0.0
     n = max(20, round(600 / gap_s))
@@ -117,7 +126,9 @@ def test_the_clock_of_a_gpu_follows_that_of_the_host(drift: float, gap_s: float)
         begin = gpu.event()
         gpu.now_s += 1e-4
         begin_s, end_s = clock.at_s(begin), clock.at_s(gpu.event())
-        assert abs(end_s - gpu.now_s) < (1.2e-4 * (10 + gap_s) if i * gap_s < 30 + 3 * gap_s else 1e-5)
+        assert abs(end_s - gpu.now_s) < (
+            1.2e-4 * (10 + gap_s) if i * gap_s < 30 + 3 * gap_s else 1e-5
+        )
         assert end_s - begin_s == pytest.approx(1e-4, abs=1e-6)
         assert last_s < begin_s
         last_s = end_s

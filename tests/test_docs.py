@@ -30,7 +30,8 @@ def blocks(page: Path) -> list[str]:
 def one_thread() -> Iterator[None]:
     torch.manual_seed(0)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # small tensors: threads would only wait for each other
+    # Small tensors: threads would only wait for each other.
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
@@ -46,7 +47,9 @@ def test_code_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_kind_of_page_is_run() -> None:
-    assert {"README.md", "CONTRIBUTING.md", "docs/index.md", "docs/moving.md"} <= {name for name, page in NAMES.items() if blocks(page)}
+    assert {"README.md", "CONTRIBUTING.md", "docs/index.md", "docs/moving.md"} <= {
+        name for name, page in NAMES.items() if blocks(page)
+    }
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -55,7 +58,9 @@ def test_links_lead_to_files(name: str) -> None:
     text = re.sub(r"<!--.*?-->", "", page.read_text(), flags=re.DOTALL)
     for target in re.findall(r"\]\(([^)#\s]+)[^)]*\)", text):
         if not re.match(r"\w+:", target):
-            assert (page.parent / target).exists(), f"{name} has a link to {target}, which is not there"
+            assert (page.parent / target).exists(), (
+                f"{name} has a link to {target}, which is not there"
+            )
 
 
 def test_every_package_is_on_the_map_and_the_map_is_short() -> None:
@@ -72,29 +77,51 @@ def test_the_root_has_nothing_but_packages() -> None:
 
 def test_every_public_name_is_in_the_reference() -> None:
     text = "\n".join(page.read_text() for page in (ROOT / "docs/reference").glob("*.md"))
-    shown = {"pinfeed.errors." + name for name in vars(pinfeed.errors)} if "::: pinfeed.errors\n" in text else set()
+    shown = (
+        {"pinfeed.errors." + name for name in vars(pinfeed.errors)}
+        if "::: pinfeed.errors\n" in text
+        else set()
+    )
     shown |= set(re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE))
-    missing = [name for name in pinfeed.__all__ if not {f"pinfeed.{name}", f"pinfeed.errors.{name}"} & shown]
+    missing = [
+        name
+        for name in pinfeed.__all__
+        if not {f"pinfeed.{name}", f"pinfeed.errors.{name}"} & shown
+    ]
     assert not missing, f"docs/reference shows no {', '.join(missing)}"
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_can_be_copied(name: str) -> None:
-    """Commands alone have no prompt. With it stand commands and their output; the guide's copy button leaves both out."""
+    """Commands alone have no prompt.
+
+    With it stand commands and their output; the guide's copy button leaves both out.
+    """
     text = NAMES[name].read_text()
     for block in re.findall(r"^```console\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         commands = [line.startswith("$ ") for line in block.splitlines()]
-        assert commands[0], f"{name} has a console block that does not begin with a command:\n{block}"
-        assert not all(commands), f"{name} has a console block without output; make it a bash block without prompts:\n{block}"
+        assert commands[0], (
+            f"{name} has a console block that does not begin with a command:\n{block}"
+        )
+        assert not all(commands), (
+            f"{name} has a console block without output; make it a bash block without prompts:\n{block}"
+        )
     for block in re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
-        assert not re.search(r"^\$ ", block, re.MULTILINE), f"{name} has prompts in a bash block:\n{block}"
+        assert not re.search(r"^\$ ", block, re.MULTILINE), (
+            f"{name} has prompts in a bash block:\n{block}"
+        )
 
 
 FETCHED = {
-    '<script src="https://unpkg.com/iframe-worker/shim"></script>': ["https://unpkg.com/iframe-worker/shim"],
+    '<script src="https://unpkg.com/iframe-worker/shim"></script>': [
+        "https://unpkg.com/iframe-worker/shim"
+    ],
     '<link rel="stylesheet" href="//fonts.example.org/a.css">': ["//fonts.example.org/a.css"],
     "<img alt=x src=http://example.org/x.png>": ["http://example.org/x.png"],
-    '@import "https://example.org/a.css"; a { background: url(//example.org/b.png) }': ["https://example.org/a.css", "//example.org/b.png"],
+    '@import "https://example.org/a.css"; a { background: url(//example.org/b.png) }': [
+        "https://example.org/a.css",
+        "//example.org/b.png",
+    ],
     '<pre class="mermaid"><code>': ["https://unpkg.com/mermaid"],
     '<a href="https://example.org">x</a> <script src="vendor/a.js"></script> <code>url(x) // https://example.org</code>': [],
 }
@@ -116,7 +143,8 @@ def test_what_a_page_fetches_is_found(text: str) -> None:
 
 def test_the_guide_is_configured_to_fetch_nothing() -> None:
     config = (ROOT / "mkdocs.yml").read_text()
-    # The offline plugin adds the shim of its search from unpkg.com, unless a file of that name is listed.
+    # The offline plugin adds the shim of its search from unpkg.com, unless a file of that name is
+    # listed.
     assert re.search(r"^  - offline\b", config, re.MULTILINE)
     assert re.search(r"^  font: false$", config, re.MULTILINE)
     listed = re.findall(r"(?:polyfills|extra_css|extra_javascript): \[(.*)\]", config)
@@ -129,13 +157,23 @@ def test_the_guide_is_configured_to_fetch_nothing() -> None:
 
 def test_files_of_others_have_their_licence() -> None:
     for path in (ROOT / "docs/vendor").iterdir():
-        assert "Permission is hereby granted, free of charge" in path.read_text(), f"{path.name} lacks its licence"
-        assert path.name in (ROOT / "CONTRIBUTING.md").read_text(), f"CONTRIBUTING does not say where {path.name} is from"
+        assert "Permission is hereby granted, free of charge" in path.read_text(), (
+            f"{path.name} lacks its licence"
+        )
+        assert path.name in (ROOT / "CONTRIBUTING.md").read_text(), (
+            f"CONTRIBUTING does not say where {path.name} is from"
+        )
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name.startswith("docs/")])
 def test_pages_fetch_nothing(name: str) -> None:
-    text = re.sub(r"^( *)```.*?^\1```$", "", NAMES[name].read_text(), flags=re.DOTALL | re.MULTILINE)
+    text = re.sub(
+        r"^( *)```.*?^\1```$", "", NAMES[name].read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     assert not hooks().fetched(text), f"{name} fetches from the network"
-    assert not re.search(r"!\[[^]]*\]\((?:https?:)?//", text), f"{name} has a picture from the network"
-    assert "```mermaid" not in NAMES[name].read_text(), f"{name} has a Mermaid diagram, which the theme draws with a script from unpkg.com"
+    assert not re.search(r"!\[[^]]*\]\((?:https?:)?//", text), (
+        f"{name} has a picture from the network"
+    )
+    assert "```mermaid" not in NAMES[name].read_text(), (
+        f"{name} has a Mermaid diagram, which the theme draws with a script from unpkg.com"
+    )

@@ -15,12 +15,30 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import pinfeed
-from pinfeed import ArrayStore, Feeder, HostEmbedding, HostEmbeddingBag, MmapStore, RowOptimizer, errors
+from pinfeed import (
+    ArrayStore,
+    Feeder,
+    HostEmbedding,
+    HostEmbeddingBag,
+    MmapStore,
+    RowOptimizer,
+    errors,
+)
 
 N, DIM = 40, 8
 FLOATS = [torch.float32, torch.float64, torch.float16, torch.bfloat16]
-INTEGERS = [torch.uint8, torch.int8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64, torch.uint64]
-train_rows = functools.partial(pinfeed.train_rows, device="cpu")  # compared bit for bit with a loop on the CPU
+INTEGERS = [
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.uint16,
+    torch.int32,
+    torch.uint32,
+    torch.int64,
+    torch.uint64,
+]
+# Compared bit for bit with a loop on the CPU.
+train_rows = functools.partial(pinfeed.train_rows, device="cpu")
 SGD = functools.partial(RowOptimizer, torch.optim.SGD, lr=0.1)
 Loss = Callable[[nn.Module, Any], torch.Tensor]
 
@@ -45,11 +63,19 @@ def squares(module: nn.Module, ids: Any) -> torch.Tensor:
     return (out.double() * torch.linspace(0.1, 0.9, out.numel()).view(out.shape)).square().sum()
 
 
-def trained_as(table: HostEmbedding, dense: nn.Module, loader: list[Any], loss_of: Loss = squares, **options: Any) -> None:
+def trained_as(
+    table: HostEmbedding,
+    dense: nn.Module,
+    loader: list[Any],
+    loss_of: Loss = squares,
+    **options: Any,
+) -> None:
     """Train both with SGD, and compare losses and rows bit for bit."""
     optimizer, plain = SGD([table]), torch.optim.SGD(dense.parameters(), lr=0.1)
     got, want = [], []
-    for batch in train_rows(loader, {table: options.pop("ids_of", itself)}, optimizer=optimizer, **options):
+    for batch in train_rows(
+        loader, {table: options.pop("ids_of", itself)}, optimizer=optimizer, **options
+    ):
         got.append(loss_of(table, batch))
         got[-1].backward()
         optimizer.step()
@@ -70,14 +96,17 @@ def step_ones(optimizer: RowOptimizer, out: torch.Tensor) -> None:
     optimizer.zero_grad()
 
 
-# ---- how a table begins ----------------------------------------------------------------------------------------------
+# ---- how a table begins --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)
 @pytest.mark.parametrize("where", ["memory", "file"])
 def test_the_same_seed_gives_the_same_table(dtype: torch.dtype, where: str, tmp_path: Path) -> None:
     drawn = []
-    for make in (nn.Embedding, functools.partial(HostEmbedding, store=tmp_path / "t.npy" if where == "file" else None)):
+    for make in (
+        nn.Embedding,
+        functools.partial(HostEmbedding, store=tmp_path / "t.npy" if where == "file" else None),
+    ):
         torch.manual_seed(5)
         drawn.append((make(N, 7, dtype=dtype, padding_idx=-3), torch.rand(1)))
     (dense, after), (table, same) = drawn
@@ -87,7 +116,9 @@ def test_the_same_seed_gives_the_same_table(dtype: torch.dtype, where: str, tmp_
     table.close()
 
 
-@pytest.mark.parametrize("init", ["xavier_uniform", "uniform", "kaiming_normal_", "zeros", "ones", nn.init.orthogonal_])
+@pytest.mark.parametrize(
+    "init", ["xavier_uniform", "uniform", "kaiming_normal_", "zeros", "ones", nn.init.orthogonal_]
+)
 def test_initialisers_are_those_of_torch(init: Any) -> None:
     fill = init if callable(init) else getattr(nn.init, init.removesuffix("_") + "_")
     torch.manual_seed(1)
@@ -100,11 +131,15 @@ def test_initialisers_are_those_of_torch(init: Any) -> None:
 
 def test_bad_sizes_and_initialisers(tmp_path: Path) -> None:
     for wrong in [(0, 4), (4, 0), (-1, 4), (2.5, 4), ("4", 4), (True, 4), (2**63, 4), (4, 2**70)]:
-        with pytest.raises(errors.ArgumentError, match="expected a whole number, from 1 to 9,223,372,036,854,775,807"):
+        with pytest.raises(
+            errors.ArgumentError,
+            match="expected a whole number, from 1 to 9,223,372,036,854,775,807",
+        ):
             HostEmbedding(*wrong)
     for store in (None, tmp_path / "t.npy"):
         with pytest.raises(
-            errors.StoreError, match=r"big: shape \(4611686018427387904, 8\) of float32 takes 147,573,952,589,676,412,928 bytes"
+            errors.StoreError,
+            match=r"big: shape \(4611686018427387904, 8\) of float32 takes 147,573,952,589,676,412,928 bytes",
         ):
             HostEmbedding(2**62, 8, store=store, name="big")
     for init in ("no_such", "constant", 3):
@@ -113,12 +148,14 @@ def test_bad_sizes_and_initialisers(tmp_path: Path) -> None:
     for padding in (4, -5):
         with pytest.raises(errors.ArgumentError, match=f"padding_idx={padding}"):
             HostEmbedding(4, 4, padding_idx=padding)
-    with pytest.raises(errors.StoreError, match=r"dtype=torch.int64; expected a floating point dtype"):
+    with pytest.raises(
+        errors.StoreError, match=r"dtype=torch.int64; expected a floating point dtype"
+    ):
         HostEmbedding(4, 4, dtype=torch.int64, store=tmp_path / "t.npy")
     assert list(tmp_path.iterdir()) == []
 
 
-# ---- where the rows are ----------------------------------------------------------------------------------------------
+# ---- where the rows are --------------------------------------------------------------------------
 
 
 def test_a_file_of_ones_own(tmp_path: Path) -> None:
@@ -131,13 +168,20 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     want = np.zeros((N, DIM), np.float32)
     want[[3, 7]] -= np.float32(0.1)
     np.testing.assert_array_equal(np.load(path), want)
-    for other in (HostEmbedding, lambda *shape, **more: HostEmbedding(*shape, dtype=torch.bfloat16, **more)):
+    for other in (
+        HostEmbedding,
+        lambda *shape, **more: HostEmbedding(*shape, dtype=torch.bfloat16, **more),
+    ):
         with pytest.raises(
-            errors.StoreError, match=r"users\.npy is there already, and is no \.npy file of shape .*; expected another path"
+            errors.StoreError,
+            match=r"users\.npy is there already, and is no \.npy file of shape .*; expected another path",
         ):
             other(N, 3 if other is HostEmbedding else DIM, store=path)
     found = HostEmbedding(N, DIM, store=path)
-    with pytest.raises(errors.StoreError, match=r"users\.npy was there already .* overwrite=True to begin anew, HostEmbedding.from_pre"):
+    with pytest.raises(
+        errors.StoreError,
+        match=r"users\.npy was there already .* overwrite=True to begin anew, HostEmbedding.from_pre",
+    ):
         found.read([0])
     found.close()
     np.testing.assert_array_equal(np.load(path), want)
@@ -156,9 +200,14 @@ def test_a_store_that_is_given() -> None:
         with pytest.raises(errors.StoreError, match="a store of"):
             HostEmbedding(*shape, store=ArrayStore(array), dtype=dtype)
     for shared in (torch.ones(1, DIM).expand(N, DIM), np.broadcast_to(np.float32(1), (N, DIM))):
-        with pytest.raises(errors.StoreError, match="init cannot fill a read-only ArrayStore as a whole"):
+        with pytest.raises(
+            errors.StoreError, match="init cannot fill a read-only ArrayStore as a whole"
+        ):
             HostEmbedding(N, DIM, store=ArrayStore(shared), init="zeros")
-        with pytest.raises(errors.ArgumentError, match=r"in a read-only store .* an array with memory for each element"):
+        with pytest.raises(
+            errors.ArgumentError,
+            match=r"in a read-only store .* an array with memory for each element",
+        ):
             SGD([HostEmbedding.from_pretrained(shared, freeze=False)])
         assert (np.asarray(shared) == 1).all()
     with pytest.raises(errors.StoreError, match="floating point"):
@@ -171,7 +220,12 @@ def test_from_pretrained(kind: str, freeze: bool, tmp_path: Path) -> None:
     rows = np.random.default_rng(0).normal(size=(N, DIM)).astype(np.float32)
     array, path = rows.copy(), tmp_path / "rows.npy"
     np.save(path, rows)
-    given = {"tensor": torch.from_numpy(array), "array": array, "path": path, "store": ArrayStore(array)}[kind]
+    given = {
+        "tensor": torch.from_numpy(array),
+        "array": array,
+        "path": path,
+        "store": ArrayStore(array),
+    }[kind]
     table = HostEmbedding.from_pretrained(given, freeze=freeze, padding_idx=1, name="words")
     if freeze:
         with pytest.raises(errors.ArgumentError, match="words is frozen"):
@@ -184,12 +238,18 @@ def test_from_pretrained(kind: str, freeze: bool, tmp_path: Path) -> None:
             step_ones(optimizers, table(ids))
     table.close()
     if not freeze:
-        rows[0] -= np.float32(0.1)  # and not the padding
+        # And not the padding.
+        rows[0] -= np.float32(0.1)
     np.testing.assert_array_equal(np.load(path) if kind == "path" else array, rows)
 
 
 def test_from_pretrained_of_what_is_no_table(tmp_path: Path) -> None:
-    for wrong in (np.zeros(4, np.float32), np.zeros((2, 2), np.int64), torch.zeros(2, 2, 2), [[1.0]]):
+    for wrong in (
+        np.zeros(4, np.float32),
+        np.zeros((2, 2), np.int64),
+        torch.zeros(2, 2, 2),
+        [[1.0]],
+    ):
         with pytest.raises(errors.StoreError):
             HostEmbedding.from_pretrained(wrong)
     with pytest.raises(errors.FileMissing):
@@ -206,16 +266,30 @@ def test_to_embedding_is_a_copy() -> None:
     assert not table.requires_grad_(False).to_embedding().weight.requires_grad
 
 
-@pytest.mark.parametrize(("n", "dim", "dtype"), [(2**25, 65, torch.float32), (2**31 + 1000, 2, torch.float16)], ids=["items", "rows"])
+@pytest.mark.parametrize(
+    ("n", "dim", "dtype"),
+    [(2**25, 65, torch.float32), (2**31 + 1000, 2, torch.float16)],
+    ids=["items", "rows"],
+)
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adagrad])
-def test_past_two_to_the_31(n: int, dim: int, dtype: torch.dtype, kind: Any, tmp_path: Path) -> None:
+def test_past_two_to_the_31(
+    n: int, dim: int, dtype: torch.dtype, kind: Any, tmp_path: Path
+) -> None:
     """A file of holes: what was not trained takes no room."""
     assert n * dim > 2**31
     table = HostEmbedding(n, dim, store=tmp_path / "t.npy", init="zeros", dtype=dtype)
     optimizer = RowOptimizer(kind, [table], lr=0.5)
-    for ids in train_rows([torch.tensor([n - 1, 0, n - 3]), torch.tensor([[n - 1], [n // 2]])], {table: itself}, optimizer=optimizer):
+    for ids in train_rows(
+        [torch.tensor([n - 1, 0, n - 3]), torch.tensor([[n - 1], [n // 2]])],
+        {table: itself},
+        optimizer=optimizer,
+    ):
         step_ones(optimizer, table(ids))
-    want = torch.tensor([-0.5, -0.5, -0.5, -1.0, 0]) if kind is torch.optim.SGD else torch.tensor([-0.5, -0.5, -0.5, -0.8536, 0])
+    want = (
+        torch.tensor([-0.5, -0.5, -0.5, -1.0, 0])
+        if kind is torch.optim.SGD
+        else torch.tensor([-0.5, -0.5, -0.5, -0.8536, 0])
+    )
     got = table.read([0, n // 2, n - 3, n - 1, n - 2])
     torch.testing.assert_close(got, want.to(dtype)[:, None].expand(5, dim), rtol=1e-3, atol=0)
     optimizer.close()
@@ -226,7 +300,7 @@ def test_past_two_to_the_31(n: int, dim: int, dtype: torch.dtype, kind: Any, tmp
         os.truncate(path, 0)
 
 
-# ---- as nn.Embedding -------------------------------------------------------------------------------------------------
+# ---- as nn.Embedding -----------------------------------------------------------------------------
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -243,11 +317,18 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.mark.parametrize("depth", [0, 3])
 def test_options_are_those_of_nn_embedding(options: dict[str, Any], depth: int) -> None:
     table = HostEmbedding(N, DIM, **options)
-    trained_as(table, table.to_embedding(), [*batches(), torch.empty(0, 2, dtype=torch.int64), *batches()], depth=depth)
+    trained_as(
+        table,
+        table.to_embedding(),
+        [*batches(), torch.empty(0, 2, dtype=torch.int64), *batches()],
+        depth=depth,
+    )
 
 
 @pytest.mark.parametrize(
-    ("dtype", "dim"), [(dtype, dim) for dtype in FLOATS for dim in (1, 7, 16, 64) if dtype.itemsize > 2 or dim == 64], ids=str
+    ("dtype", "dim"),
+    [(dtype, dim) for dtype in FLOATS for dim in (1, 7, 16, 64) if dtype.itemsize > 2 or dim == 64],
+    ids=str,
 )
 def test_every_dtype_trains(dtype: torch.dtype, dim: int) -> None:
     """Short floats in whole vectors: torch rounds what is left over of a tensor in another way, and a block has other ends than a table."""
@@ -270,7 +351,12 @@ def test_ids_of_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]
 def test_ids_may_be_announced_in_any_form() -> None:
     """Tensors of unequal dtypes, arrays, lists, numbers, nested; and by a key."""
     table = HostEmbedding(N, DIM)
-    batch = {"a": torch.tensor([1, 2]), "b": torch.tensor([[3]], dtype=torch.uint64), "c": np.array([4], np.uint16), "d": [[5, 6], [7]]}
+    batch = {
+        "a": torch.tensor([1, 2]),
+        "b": torch.tensor([[3]], dtype=torch.uint64),
+        "c": np.array([4], np.uint16),
+        "d": [[5, 6], [7]],
+    }
     for _ in train_rows([batch], {table: lambda b: [(b["a"], b["b"]), {"c": b["c"]}, b["d"], 8]}):
         assert table.block.rows.tolist() == list(range(1, 9))
     for got in train_rows([batch], {table: "a"}):
@@ -294,7 +380,12 @@ def test_bad_ids(ids: torch.Tensor, word: str, depth: int) -> None:
     table = HostEmbedding(N, DIM, init="zeros", name="users")
     optimizer, match = SGD([table]), f"users.*{word}"
     with pytest.raises(errors.RowIndexError, match=match):
-        for batch in train_rows([torch.tensor([4]), ids, torch.tensor([5])], {table: itself}, optimizer=optimizer, depth=depth):
+        for batch in train_rows(
+            [torch.tensor([4]), ids, torch.tensor([5])],
+            {table: itself},
+            optimizer=optimizer,
+            depth=depth,
+        ):
             with pytest.raises(errors.RowIndexError, match=match):
                 table(ids)
             step_ones(optimizer, table(batch))
@@ -307,14 +398,16 @@ def test_bad_ids(ids: torch.Tensor, word: str, depth: int) -> None:
 
 def test_ids_that_were_not_announced() -> None:
     table = HostEmbedding(N, DIM, name="users")
-    for ids in train_rows([torch.tensor([4, 6]), torch.tensor([], dtype=torch.int64)], {table: itself}):
+    for ids in train_rows(
+        [torch.tensor([4, 6]), torch.tensor([], dtype=torch.int64)], {table: itself}
+    ):
         assert table(ids).shape == (*ids.shape, DIM)
         for other in (5, 0, N - 1):
             with pytest.raises(errors.RowIndexError, match=f"users: id {other} was not announced"):
                 table(torch.tensor([[other]]))
 
 
-# ---- in a loop and outside -------------------------------------------------------------------------------------------
+# ---- in a loop and outside -----------------------------------------------------------------------
 
 
 def test_outside_a_loop() -> None:
@@ -337,17 +430,24 @@ def test_outside_a_loop() -> None:
 def test_read_sees_the_latest_rows() -> None:
     table = HostEmbedding(N, DIM, init="zeros")
     optimizer = SGD([table])
-    for number, ids in enumerate(train_rows([torch.tensor([1, 2])] * 5, {table: itself}, optimizer=optimizer)):
+    for number, ids in enumerate(
+        train_rows([torch.tensor([1, 2])] * 5, {table: itself}, optimizer=optimizer)
+    ):
         assert torch.equal(table.read([2, 9])[0], table(torch.tensor(2)).detach())
         step_ones(optimizer, table(ids))
         assert table.read([1])[0, 0].item() == pytest.approx(-0.1 * (number + 1))
         assert table.read([[9]]).shape == (1, 1, DIM)
-        step_ones(optimizer, table(ids) * 0)  # goes on after a read
+        # Goes on after a read.
+        step_ones(optimizer, table(ids) * 0)
 
 
 def test_a_model_does_not_see_the_rows() -> None:
     model = nn.ModuleDict({"users": HostEmbedding(N, DIM), "head": nn.Linear(DIM, 1)})
-    assert [name for name, _ in model.named_parameters()] == list(model.state_dict()) == ["head.weight", "head.bias"]
+    assert (
+        [name for name, _ in model.named_parameters()]
+        == list(model.state_dict())
+        == ["head.weight", "head.bias"]
+    )
     assert "40, 8, store=PinnedStore" in repr(model)
     before = model["users"].read(range(N))
     for ids in train_rows(batches(2), {model["users"]: itself}):
@@ -367,13 +467,22 @@ def test_a_table_is_copied_with_its_rows() -> None:
 def test_two_tables_and_one_looked_up_twice() -> None:
     items, users = HostEmbedding(N, DIM), HostEmbedding(N + 1, DIM)
     dense = nn.ModuleList([items.to_embedding(), users.to_embedding()])
-    loader = [{"had": had, "next": had.flip(0)[:2] // 2, "user": torch.tensor([i, 40])} for i, had in enumerate(batches(6, (4,)))]
+    loader = [
+        {"had": had, "next": had.flip(0)[:2] // 2, "user": torch.tensor([i, 40])}
+        for i, had in enumerate(batches(6, (4,)))
+    ]
 
     def loss_of(tables: Any, batch: Any) -> Any:
-        return (tables[0](batch["had"]).sum() * tables[0](batch["next"]) * tables[1](batch["user"])).square().mean()
+        return (
+            (tables[0](batch["had"]).sum() * tables[0](batch["next"]) * tables[1](batch["user"]))
+            .square()
+            .mean()
+        )
 
     optimizers, plain = [SGD([items]), SGD([users])], torch.optim.SGD(dense.parameters(), lr=0.1)
-    for batch in train_rows(loader, {items: lambda b: (b["had"], b["next"]), users: "user"}, optimizer=optimizers):
+    for batch in train_rows(
+        loader, {items: lambda b: (b["had"], b["next"]), users: "user"}, optimizer=optimizers
+    ):
         loss_of([items, users], batch).backward()
         for optimizer in optimizers:
             optimizer.step()
@@ -397,7 +506,7 @@ def test_one_loop_over_a_table_at_a_time() -> None:
         train_rows(batches(), {table: itself, HostEmbedding(N, DIM, store=table.store): itself})
 
 
-# ---- loaders, and how loops end --------------------------------------------------------------------------------------
+# ---- loaders, and how loops end ------------------------------------------------------------------
 
 
 class Once:
@@ -412,7 +521,9 @@ LOADERS: dict[str, Callable[[], Any]] = {
     "generator": lambda: (ids for ids in batches()),
     "generators": Once,
     "DataLoader": lambda: DataLoader(torch.stack(batches()).flatten(0, 1), batch_size=5),
-    "workers": lambda: DataLoader(torch.stack(batches()).flatten(0, 1), batch_size=5, num_workers=2),
+    "workers": lambda: DataLoader(
+        torch.stack(batches()).flatten(0, 1), batch_size=5, num_workers=2
+    ),
     "Feeder": lambda: Feeder(torch.stack(batches()).flatten(0, 1), batch_size=5, device="cpu"),
 }
 
@@ -423,7 +534,9 @@ def test_loaders(kind: str) -> None:
     dense, loader = table.to_embedding(), LOADERS[kind]()
     optimizer, plain = SGD([table]), torch.optim.SGD(dense.parameters(), lr=0.1)
     for epoch in range(1 if kind == "generator" else 2):
-        for ids, same in zip(train_rows(loader, {table: itself}, optimizer=optimizer), batches(), strict=True):
+        for ids, same in zip(
+            train_rows(loader, {table: itself}, optimizer=optimizer), batches(), strict=True
+        ):
             assert torch.equal(ids, same), epoch
             step_ones(optimizer, squares(table, ids))
             plain.zero_grad()
@@ -439,7 +552,12 @@ def test_loaders(kind: str) -> None:
 def test_what_was_stepped_is_in_the_store(how: str, depth: int) -> None:
     table = HostEmbedding(N, DIM, init="zeros")
     optimizer = SGD([table])
-    loop = train_rows([torch.tensor([i, i + 1]) for i in range(9)], {table: itself}, optimizer=optimizer, depth=depth)
+    loop = train_rows(
+        [torch.tensor([i, i + 1]) for i in range(9)],
+        {table: itself},
+        optimizer=optimizer,
+        depth=depth,
+    )
 
     def body() -> None:
         for number, ids in enumerate(loop):
@@ -457,7 +575,8 @@ def test_what_was_stepped_is_in_the_store(how: str, depth: int) -> None:
     else:
         body()
     if how != "close":
-        assert next(iter(loop)).tolist() == [0, 1]  # it can go on
+        # It can go on.
+        assert next(iter(loop)).tolist() == [0, 1]
     assert (table.read(range(N))[:, 0] * -10).round().tolist() == [1, 2, 2, 1] + [0] * (N - 4)
     with pytest.raises(errors.ClosedError):
         _ = table.weight
@@ -468,7 +587,9 @@ def test_what_was_stepped_is_in_the_store(how: str, depth: int) -> None:
 def test_losses_that_are_kept_do_no_harm() -> None:
     table = HostEmbedding(N, DIM)
     twin = HostEmbedding(N, DIM, store=ArrayStore(table.read(range(N))))
-    optimizer, kept, losses = SGD([table]), [], []
+    optimizer = SGD([table])
+    kept = []
+    losses = []
     for ids in train_rows(batches(8), {table: itself}, optimizer=optimizer):
         loss = squares(table, ids)
         kept.append((loss, table.weight, table(ids)))
@@ -482,18 +603,27 @@ def test_losses_that_are_kept_do_no_harm() -> None:
     assert torch.equal(table.read(range(N)), twin.read(range(N)))
 
 
-# ---- bags ------------------------------------------------------------------------------------------------------------
+# ---- bags ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("mode", "form"), [*itertools.product(["sum", "mean", "max"], ["2-d", "offsets", "last offset"]), ("sum", "weights")]
+    ("mode", "form"),
+    [
+        *itertools.product(["sum", "mean", "max"], ["2-d", "offsets", "last offset"]),
+        ("sum", "weights"),
+    ],
 )
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"max_norm": 1.5}], ids=str)
 def test_bags(mode: str, form: str, options: dict[str, Any]) -> None:
-    table = HostEmbeddingBag(N, DIM, mode=mode, include_last_offset=form == "last offset", **options)
+    table = HostEmbeddingBag(
+        N, DIM, mode=mode, include_last_offset=form == "last offset", **options
+    )
     dense = nn.EmbeddingBag(N, DIM, mode=mode, include_last_offset=form == "last offset", **options)
     dense.weight.data.copy_(table.read(range(N)))
-    offsets = {"offsets": torch.tensor([0, 2, 2, 7]), "last offset": torch.tensor([0, 2, 2, 20])}.get(form)
+    offsets = {
+        "offsets": torch.tensor([0, 2, 2, 7]),
+        "last offset": torch.tensor([0, 2, 2, 20]),
+    }.get(form)
     weights = torch.linspace(-1, 1, 20).view(5, 4) if form == "weights" else None
 
     def loss_of(module: Any, ids: torch.Tensor) -> torch.Tensor:
@@ -501,7 +631,8 @@ def test_bags(mode: str, form: str, options: dict[str, Any]) -> None:
 
     loader = batches(shape=(5, 4) if offsets is None else (20,))
     for ids in loader:
-        ids.view(-1)[7] = 3  # torch adds weighted rows in another way where there is a padding
+        # torch adds weighted rows in another way where there is a padding.
+        ids.view(-1)[7] = 3
     trained_as(table, dense, loader, loss_of)
 
 

@@ -29,7 +29,10 @@ def measured(model: Any, x: Any, y: Any, loss: Any, optimizer: Any) -> int:
             stepper.step()
             stepper.zero_grad()
     now = most = 0
-    for event in sorted((e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"), key=lambda e: e.start_ns()):
+    for event in sorted(
+        (e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"),
+        key=lambda e: e.start_ns(),
+    ):
         now += event.nbytes()
         most = max(most, now)
     return most
@@ -38,7 +41,9 @@ def measured(model: Any, x: Any, y: Any, loss: Any, optimizer: Any) -> int:
 class Checkpointed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -49,7 +54,8 @@ class Checkpointed(nn.Module):
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(500, 64), nn.Linear(64, 500)
+        self.embedding = nn.Embedding(500, 64)
+        self.head = nn.Linear(64, 500)
         self.layer = nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True)
         self.head.weight = self.embedding.weight  # tied
 
@@ -72,7 +78,9 @@ class Copied(nn.Module):
 
 
 def mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 500), nn.ReLU(), nn.Linear(500, 10))
+    return nn.Sequential(
+        nn.Linear(300, 500), nn.ReLU(), nn.Linear(500, 500), nn.ReLU(), nn.Linear(500, 10)
+    )
 
 
 def frozen() -> nn.Module:
@@ -84,8 +92,22 @@ def frozen() -> nn.Module:
 CASES = {
     "mlp": (mlp, (300,), "float32", (), "int64"),
     "frozen": (frozen, (300,), "float32", (), "int64"),
-    "norm": (lambda: nn.Sequential(nn.Linear(100, 400), nn.BatchNorm1d(400), nn.Tanh(), nn.Linear(400, 9)), (100,), "float32", (), "int64"),
-    "dropout": (lambda: nn.Sequential(nn.Linear(100, 400), nn.Dropout(), nn.Linear(400, 9)), (100,), "float32", (), "int64"),
+    "norm": (
+        lambda: nn.Sequential(
+            nn.Linear(100, 400), nn.BatchNorm1d(400), nn.Tanh(), nn.Linear(400, 9)
+        ),
+        (100,),
+        "float32",
+        (),
+        "int64",
+    ),
+    "dropout": (
+        lambda: nn.Sequential(nn.Linear(100, 400), nn.Dropout(), nn.Linear(400, 9)),
+        (100,),
+        "float32",
+        (),
+        "int64",
+    ),
     "checkpoint": (Checkpointed, (256,), "float32", (), "int64"),
     "copies of a layer": (Copied, (256,), "float32", (), "int64"),
     "attention": (Attention, (16,), "int64", (), "int64"),
@@ -112,12 +134,21 @@ def test_it_is_what_the_allocator_is_asked_for(case: str, batch_size: int, optim
     x = torch.zeros((batch_size, *shape), dtype=getattr(torch, dtype))
     y = torch.zeros(n_targets, dtype=torch.int64).reshape(batch_size, *target)
     parts = samples_of(shape, dtype, "input"), samples_of(target, target_dtype, "output")
-    estimate = StepEstimator(model, *parts, loss=loss, optimizer=optimizer, device="cpu").at(batch_size)
+    estimate = StepEstimator(model, *parts, loss=loss, optimizer=optimizer, device="cpu").at(
+        batch_size
+    )
     wanted = measured(model, x, y, loss, optimizer)
     assert wanted * 0.99 <= estimate.allocated_bytes <= wanted * 1.01
     assert estimate.confidence == "exact"
-    assert sum(estimate.breakdown.values()) == estimate.reserved_bytes == estimate.allocated_bytes == max(estimate.phases.values())
-    of_instance = StepEstimator(model(), *parts, loss=loss, optimizer=optimizer, device="cpu").at(batch_size)
+    assert (
+        sum(estimate.breakdown.values())
+        == estimate.reserved_bytes
+        == estimate.allocated_bytes
+        == max(estimate.phases.values())
+    )
+    of_instance = StepEstimator(model(), *parts, loss=loss, optimizer=optimizer, device="cpu").at(
+        batch_size
+    )
     assert of_instance.breakdown == estimate.breakdown
 
 
@@ -125,26 +156,47 @@ def test_where_each_byte_goes() -> None:
     model = mlp()
     n = sum(p.numel() for p in model.parameters())
     parts = samples_of((300,), "float32", "input"), samples_of((), "int64", "output")
-    small = StepEstimator(model, *parts, loss=nn.functional.cross_entropy, optimizer=torch.optim.Adam, device="cpu").at(1)
+    small = StepEstimator(
+        model, *parts, loss=nn.functional.cross_entropy, optimizer=torch.optim.Adam, device="cpu"
+    ).at(1)
     assert small.breakdown["parameters"] == pytest.approx(4 * n, rel=0.01)
     assert small.breakdown["gradients"] == pytest.approx(4 * n, rel=0.01)
     assert small.breakdown["optimizer state"] == pytest.approx(8 * n, rel=0.01)
-    large = StepEstimator(model, *parts, loss=nn.functional.cross_entropy, optimizer=torch.optim.Adam, device="cpu").at(8192)
+    large = StepEstimator(
+        model, *parts, loss=nn.functional.cross_entropy, optimizer=torch.optim.Adam, device="cpu"
+    ).at(8192)
     assert large.breakdown["batch"] == 8192 * (1200 + 8)
     assert large.breakdown["activations"] > 8192 * 4 * 1000
     assert large.phases["backward"] > large.phases["optimizer"]
-    cuda = StepEstimator(model, *parts, loss=nn.functional.cross_entropy, optimizer=torch.optim.Adam).at(8192)
+    cuda = StepEstimator(
+        model, *parts, loss=nn.functional.cross_entropy, optimizer=torch.optim.Adam
+    ).at(8192)
     assert cuda.reserved_bytes > cuda.allocated_bytes
     assert sum(cuda.breakdown.values()) == cuda.reserved_bytes
-    for text in ("parameters", "activations", "reserve", "in all", "100.0%", "confidence: exact", f"{n:,} trainable, 0 frozen"):
+    for text in (
+        "parameters",
+        "activations",
+        "reserve",
+        "in all",
+        "100.0%",
+        "confidence: exact",
+        f"{n:,} trainable, 0 frozen",
+    ):
         assert text in str(cuda)
 
 
 def test_an_optimizer_that_is_there_is_taken_as_it_is() -> None:
     model = mlp()
-    slow = torch.optim.Adam([{"params": model[0].parameters(), "lr": 0.1}, {"params": model[2].parameters(), "amsgrad": True}])
+    slow = torch.optim.Adam(
+        [
+            {"params": model[0].parameters(), "lr": 0.1},
+            {"params": model[2].parameters(), "amsgrad": True},
+        ]
+    )
     parts = samples_of((300,), "float32", "input"), samples_of((), "int64", "output")
-    estimate = StepEstimator(model, *parts, loss=nn.functional.cross_entropy, optimizer=slow, device="cpu").at(2)
+    estimate = StepEstimator(
+        model, *parts, loss=nn.functional.cross_entropy, optimizer=slow, device="cpu"
+    ).at(2)
     first, second = (sum(4 * p.numel() for p in model[i].parameters()) for i in (0, 2))
     assert estimate.breakdown["optimizer state"] == pytest.approx(2 * first + 3 * second, rel=0.01)
     assert not slow.state
@@ -165,23 +217,37 @@ def test_layers_have_each_parameter_once() -> None:
             return self.inner(x) * self.scale
 
     estimate = StepEstimator(Model, samples_of((3,), "float32", "input"), None, device="cpu").at(2)
-    assert [(layer.name, layer.n_trainable, layer.n_frozen, layer.nbytes) for layer in estimate.layers] == [
+    assert [
+        (layer.name, layer.n_trainable, layer.n_frozen, layer.nbytes) for layer in estimate.layers
+    ] == [
         ("", 3, 0, 24),
         ("inner.0", 12, 4, 64),
         ("inner.1.0", 12, 0, 48),
         ("tied", 0 + 4, 0, 16),
     ]
-    table = StepEstimator(Model, samples_of((3,), "float32", "input"), None, device="cpu").at(2).layer_table()
+    table = (
+        StepEstimator(Model, samples_of((3,), "float32", "input"), None, device="cpu")
+        .at(2)
+        .layer_table()
+    )
     assert "(model)" in table
     assert "inner.1.0" in table
-    assert estimate.notes == ("no loss was given: the sum of the outputs was taken", "no optimizer was given: AdamW was taken")
+    assert estimate.notes == (
+        "no loss was given: the sum of the outputs was taken",
+        "no optimizer was given: AdamW was taken",
+    )
 
 
 def test_on_cuda_masks_are_bytes_and_attention_keeps_no_matrix() -> None:
     parts = samples_of((1000,), "float32", "input"), samples_of((1000,), "float32", "output")
     model = nn.Sequential(nn.Linear(1000, 1000), nn.Dropout(0.5))
-    cpu, cuda = (StepEstimator(model, *parts, loss=nn.functional.l1_loss, device=device).at(10_000) for device in ("cpu", "cuda"))
-    assert cpu.breakdown["activations"] - cuda.breakdown["activations"] == pytest.approx(3 * 10_000 * 1000, rel=0.01)
+    cpu, cuda = (
+        StepEstimator(model, *parts, loss=nn.functional.l1_loss, device=device).at(10_000)
+        for device in ("cpu", "cuda")
+    )
+    assert cpu.breakdown["activations"] - cuda.breakdown["activations"] == pytest.approx(
+        3 * 10_000 * 1000, rel=0.01
+    )
     assert torch.nn.functional.dropout.__module__ == "torch.nn.functional"
 
     class Attends(nn.Module):
@@ -189,7 +255,10 @@ def test_on_cuda_masks_are_bytes_and_attention_keeps_no_matrix() -> None:
             return nn.functional.scaled_dot_product_attention(x, x, x, dropout_p=0.1)
 
     model = nn.Sequential(nn.Linear(64, 64), Attends())
-    parts = samples_of((8, 1024, 64), "float32", "input"), samples_of((8, 1024, 64), "float32", "output")
+    parts = (
+        samples_of((8, 1024, 64), "float32", "input"),
+        samples_of((8, 1024, 64), "float32", "output"),
+    )
     estimate = StepEstimator(model, *parts, loss=nn.functional.mse_loss).at(4)
     assert estimate.allocated_bytes < 4 * 8 * 1024 * 1024 * 4
 
@@ -203,11 +272,20 @@ def test_on_cuda_masks_are_bytes_and_attention_keeps_no_matrix() -> None:
             "close",
             "Conv2d: what a convolution takes",
         ),
-        (lambda: Recurrent(), (5, 3), "low", "LSTM: its kernels keep more than is seen here; run probe()"),
+        (
+            lambda: Recurrent(),
+            (5, 3),
+            "low",
+            "LSTM: its kernels keep more than is seen here; run probe()",
+        ),
     ],
 )
-def test_what_is_not_seen_is_said(model: Any, shape: tuple[int, ...], confidence: str, said: str) -> None:
-    estimate = StepEstimator(model, samples_of(shape, "float32", "input"), None, optimizer=torch.optim.SGD).at(2)
+def test_what_is_not_seen_is_said(
+    model: Any, shape: tuple[int, ...], confidence: str, said: str
+) -> None:
+    estimate = StepEstimator(
+        model, samples_of(shape, "float32", "input"), None, optimizer=torch.optim.SGD
+    ).at(2)
     assert estimate.confidence == confidence
     assert any(note.startswith(said) for note in estimate.notes)
 
@@ -231,9 +309,14 @@ class Looks(nn.Module):
         return y if y.sum().item() > 0 else -y
 
 
-@pytest.mark.parametrize(("model", "shape"), [(Looks, (3,)), (mlp, (7,))], ids=["looks at values", "another shape"])
+@pytest.mark.parametrize(
+    ("model", "shape"), [(Looks, (3,)), (mlp, (7,))], ids=["looks at values", "another shape"]
+)
 def test_what_cannot_be_predicted_is_refused(model: Any, shape: tuple[int, ...]) -> None:
-    with pytest.raises(errors.EstimateError, match=rf"the step cannot be predicted: .*inputs \(2, {shape[0]}\) float32, .* probe"):
+    with pytest.raises(
+        errors.EstimateError,
+        match=rf"the step cannot be predicted: .*inputs \(2, {shape[0]}\) float32, .* probe",
+    ):
         StepEstimator(model, samples_of(shape, "float32", "input"), None).at(2)
 
 
@@ -246,7 +329,8 @@ def test_many_inputs() -> None:
     class Two(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.a, self.b = nn.Embedding(10, 4), nn.Linear(3, 4)
+            self.a = nn.Embedding(10, 4)
+            self.b = nn.Linear(3, 4)
 
         def forward(self, ids: torch.Tensor, x: torch.Tensor) -> dict[str, torch.Tensor]:
             return {"sum": self.a(ids).sum(1) + self.b(x)}
@@ -278,7 +362,9 @@ def test_samples_that_are_none(shape: Any, dtype: Any, said: str) -> None:
         samples_of(shape, dtype, "input")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, "float64", "torch.float64", "double", float, "f8"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, "float64", "torch.float64", "double", float, "f8"]
+)
 def test_a_dtype_however_it_is_spelled(dtype: Any) -> None:
     assert samples_of((2, 3), dtype, "input").dtypes == (torch.float64,)
     assert samples_of((2, 3), dtype, "input").nbytes == (48,)
@@ -311,14 +397,17 @@ def test_tensors_that_are_plain_attributes() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.inner, self.mask, self.last = nn.Linear(5, 5), torch.ones(5), None
+            self.inner = nn.Linear(5, 5)
+            self.mask = torch.ones(5)
+            self.last = None
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.last = self.inner(x) * self.mask
             return self.last
 
     model = Masked()
-    model(torch.zeros(2, 5))  # it keeps a tensor of a graph
+    # It keeps a tensor of a graph.
+    model(torch.zeros(2, 5))
     estimate = StepEstimator(model, samples_of((5,), "float32", "input"), None).at(4)
     assert estimate.allocated_bytes > 0
 
@@ -328,14 +417,19 @@ def test_other_threads_compute_as_ever() -> None:
     with as_on_cuda():
         assert (torch.nn.functional.dropout(x, 0.5) == 0).any()
         torch.manual_seed(0)
-        one = nn.functional.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None], dropout_p=0.999)
+        one = nn.functional.scaled_dot_product_attention(
+            x[:, None], x[:, None], x[:, None], dropout_p=0.999
+        )
     assert (one == 0).any()
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        *(({"batch_size": size}, f"batch_size={size!r}: expected a whole number, from 1 to ") for size in ("2", 2.0, True, 0, 2**70)),
+        *(
+            ({"batch_size": size}, f"batch_size={size!r}: expected a whole number, from 1 to ")
+            for size in ("2", 2.0, True, 0, 2**70)
+        ),
         ({"device": "gpu"}, "device='gpu': expected 'cuda' or 'cpu'"),
         ({"autocast": "bfloat16"}, "autocast='bfloat16': expected a floating-point dtype of torch"),
     ],

@@ -22,8 +22,10 @@ def example(name: str) -> ModuleType:
     return module
 
 
-@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")  # Lightning asks it of torch
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")  # the resumed trainer is to save nothing
+# Lightning asks it of torch.
+@pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
+# The resumed trainer is to save nothing.
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_lightning() -> None:
     example("lightning_module").main()
 
@@ -37,13 +39,16 @@ def test_datasets(capsys: pytest.CaptureFixture[str]) -> None:
     assert "source['name']: a column of string" in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # StatefulDataLoader calls it
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")  # one process, as it says
+# StatefulDataLoader calls it
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+# One process, as it says.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_stateful_loader() -> None:
     example("stateful_loader").main()
 
 
-NOT_A_LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf"  # the compiler looks at what a table's rows were computed from
+# The compiler looks at what a table's rows were computed from.
+NOT_A_LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf"
 
 
 @pytest.mark.filterwarnings(NOT_A_LEAF)
@@ -52,7 +57,9 @@ def test_compiled() -> None:
 
 
 @pytest.mark.stress
-@pytest.mark.filterwarnings("default")  # of the compiler
+# Of the compiler
+@pytest.mark.filterwarnings("default")
 def test_compiled_to_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)  # the compiler's processes would outlive the test
+    # The compiler's processes would outlive the test.
+    monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
     example("compiled").main("inductor")

@@ -34,7 +34,7 @@ def numbers(feeder: Any) -> list[list[int]]:
     return [batch.rows.tolist() for batch in feeder.batches()]
 
 
-# ---- what is yielded -------------------------------------------------------------------------------------------------
+# ---- what is yielded -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -66,7 +66,8 @@ def test_structure_is_that_of_the_source(x: np.ndarray, tmp_path: Path) -> None:
 @pytest.mark.parametrize("row_shape", [(), (3,), (2, 3, 4, 5)], ids=str)
 def test_every_dtype_and_rank(dtype: torch.dtype, row_shape: tuple[int, ...]) -> None:
     """There and back, with rows that are forwarded."""
-    want = torch.arange(20 * int(np.prod(row_shape))).reshape(20, *row_shape).remainder(120)  # torch itself cannot index every dtype
+    # torch itself cannot index every dtype.
+    want = torch.arange(20 * int(np.prod(row_shape))).reshape(20, *row_shape).remainder(120)
     table = want.to(dtype)
     with Feeder(table, rows=[[0, 1, 2, 3], [3, 2, 10], [10, 3]]) as feeder:
         for batch in feeder.batches():
@@ -113,7 +114,7 @@ def test_len_and_drop_last(x: np.ndarray) -> None:
         assert [len(b) for b in feeder] == [100]
 
 
-# ---- which rows ------------------------------------------------------------------------------------------------------
+# ---- which rows ----------------------------------------------------------------------------------
 
 
 def test_every_epoch_has_another_order_and_the_same_for_the_same_seed(x: np.ndarray) -> None:
@@ -121,7 +122,9 @@ def test_every_epoch_has_another_order_and_the_same_for_the_same_seed(x: np.ndar
         with Feeder(x, batch_size=30, shuffle=True, seed=seed) as feeder:
             return [numbers(feeder) for _ in range(3)]
 
-    first, again, other = epochs(1), epochs(1), epochs(2)
+    first = epochs(1)
+    again = epochs(1)
+    other = epochs(2)
     assert first == again
     assert first != other
     assert len({str(e) for e in first}) == 3
@@ -134,7 +137,10 @@ def test_every_epoch_has_another_order_and_the_same_for_the_same_seed(x: np.ndar
         ([[1, 2, 3], [9], [4, 4]], [[1, 2, 3], [9], [4, 4]]),
         ([np.array([5, 6]), np.array([7], np.uint8)], [[5, 6], [7]]),
         ([torch.tensor([5, 6])], [[5, 6]]),
-        (BatchSampler(SequentialSampler(range(10)), 4, drop_last=False), [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]),
+        (
+            BatchSampler(SequentialSampler(range(10)), 4, drop_last=False),
+            [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]],
+        ),
     ],
     ids=["lists", "arrays", "tensors", "BatchSampler"],
 )
@@ -147,7 +153,12 @@ def test_rows_that_are_batches(x: np.ndarray, given: Any, wanted: list[list[int]
 
 @pytest.mark.parametrize(
     "given",
-    [np.array([5, 3, 99, 5, 0]), [5, 3, 99, 5, 0], (i for i in [5, 3, 99, 5, 0]), torch.tensor([5, 3, 99, 5, 0])],
+    [
+        np.array([5, 3, 99, 5, 0]),
+        [5, 3, 99, 5, 0],
+        (i for i in [5, 3, 99, 5, 0]),
+        torch.tensor([5, 3, 99, 5, 0]),
+    ],
     ids=["array", "list", "generator", "tensor"],
 )
 def test_rows_that_are_single(x: np.ndarray, given: Any) -> None:
@@ -170,10 +181,19 @@ def test_samplers_of_torch(x: np.ndarray) -> None:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 @pytest.mark.parametrize("in_batches", [False, True])
-def test_the_epoch_that_a_samplers_owner_has_set(x: np.ndarray, in_batches: bool, depth: int) -> None:
-    """It is the loop's, as it is with a DataLoader; the epochs after it follow. Setting it to the same one again counts as well."""
+def test_the_epoch_that_a_samplers_owner_has_set(
+    x: np.ndarray, in_batches: bool, depth: int
+) -> None:
+    """It is the loop's, as it is with a DataLoader; the epochs after it follow.
+
+    Setting it to the same one again counts as well.
+    """
     shared, same = (DistributedSampler(x, num_replicas=2, rank=0, seed=5) for _ in range(2))  # type: ignore[arg-type]
-    rows: dict[str, Any] = {"rows": BatchSampler(shared, 16, drop_last=False)} if in_batches else {"rows": shared, "batch_size": 16}
+    rows: dict[str, Any] = (
+        {"rows": BatchSampler(shared, 16, drop_last=False)}
+        if in_batches
+        else {"rows": shared, "batch_size": 16}
+    )
 
     def order(epoch: int) -> list[int]:
         same.set_epoch(epoch)
@@ -194,7 +214,8 @@ def test_the_epoch_that_a_samplers_owner_has_set(x: np.ndarray, in_batches: bool
         assert (feeder.epoch, loop()) == (2, order(2)), "what was called last"
         assert (feeder.epoch, loop()) == (3, order(3))
         for _ in feeder:
-            shared.set_epoch(9)  # which does not change the order of this epoch
+            # Which does not change the order of this epoch.
+            shared.set_epoch(9)
             state = feeder.state_dict()
             break
         assert (state["epoch"], feeder.epoch) == (4, 9)
@@ -208,10 +229,18 @@ def test_two_feeders_with_one_sampler(x: np.ndarray) -> None:
         same.set_epoch(epoch)
         return list(same)
 
-    with Feeder(x, rows=shared, batch_size=10) as images, Feeder(np.arange(100), rows=shared, batch_size=10) as labels:
+    with (
+        Feeder(x, rows=shared, batch_size=10) as images,
+        Feeder(np.arange(100), rows=shared, batch_size=10) as labels,
+    ):
         for epoch in range(3):
-            both = [(batch.rows.tolist(), other.tolist()) for batch, other in zip(images.batches(), labels, strict=True)]
-            assert [list(itertools.chain(*rows)) for rows in zip(*both, strict=True)] == [order(epoch)] * 2
+            both = [
+                (batch.rows.tolist(), other.tolist())
+                for batch, other in zip(images.batches(), labels, strict=True)
+            ]
+            assert [list(itertools.chain(*rows)) for rows in zip(*both, strict=True)] == [
+                order(epoch)
+            ] * 2
             assert shared.epoch == images.epoch == labels.epoch == epoch + 1
         for epoch in range(3, 6):
             assert list(itertools.chain(*numbers(images))) == order(epoch)
@@ -229,7 +258,10 @@ def test_a_sampler_whose_epoch_is_another_number_is_refused(x: np.ndarray) -> No
         def set_epoch(self, number: int) -> None:
             self.epoch = 100 + number
 
-    with Feeder(x, rows=Iterated(), batch_size=5) as feeder, pytest.raises(errors.ArgumentError, match="leaves epoch=103"):
+    with (
+        Feeder(x, rows=Iterated(), batch_size=5) as feeder,
+        pytest.raises(errors.ArgumentError, match="leaves epoch=103"),
+    ):
         feeder.set_epoch(3)
 
 
@@ -266,7 +298,9 @@ def test_a_sampler_that_does_not_tell_its_epoch_is_its_owners(x: np.ndarray) -> 
             list(feeder)
 
 
-def test_a_sampler_that_is_resumed_as_its_owner_does(x: np.ndarray, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_sampler_that_is_resumed_as_its_owner_does(
+    x: np.ndarray, caplog: pytest.LogCaptureFixture
+) -> None:
     def make() -> tuple[Any, Feeder]:
         sampler = DistributedSampler(x, num_replicas=2, rank=0, seed=5)  # type: ignore[arg-type]
         return sampler, Feeder(x, rows=sampler, batch_size=16)
@@ -325,7 +359,9 @@ def test_orders_of_pinfeed(x: np.ndarray) -> None:
         assert sorted(itertools.chain(*numbers(feeder))) == list(range(100))
     shares = []
     for rank in range(3):
-        with Feeder(x, rows=rows.per_rank(rows.shuffled(7), rank=rank, world_size=3), batch_size=9) as feeder:
+        with Feeder(
+            x, rows=rows.per_rank(rows.shuffled(7), rank=rank, world_size=3), batch_size=9
+        ) as feeder:
             shares.append(list(itertools.chain(*numbers(feeder))))
     assert [len(s) for s in shares] == [34] * 3
     assert set(itertools.chain(*shares)) == set(range(100))
@@ -340,7 +376,7 @@ def test_set_epoch(x: np.ndarray) -> None:
         assert numbers(feeder) == epochs[2]
 
 
-# ---- ending ----------------------------------------------------------------------------------------------------------
+# ---- ending --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -378,7 +414,12 @@ def test_close(x: np.ndarray) -> None:
     feeder.close()
     feeder.close()
     assert next(loop, None) is None
-    for use in (lambda: iter(feeder), feeder.batches, lambda: feeder.set_epoch(0), lambda: feeder.load_state_dict({})):
+    for use in (
+        lambda: iter(feeder),
+        feeder.batches,
+        lambda: feeder.set_epoch(0),
+        lambda: feeder.load_state_dict({}),
+    ):
         with pytest.raises(errors.ClosedError, match="closed"):
             use()
 
@@ -463,7 +504,9 @@ def test_a_second_loop_at_the_same_time(x: np.ndarray) -> None:
         assert len(list(feeder)) == 10
 
 
-def test_files_that_a_feeder_opened_are_closed_and_stores_that_it_was_given_are_not(x: np.ndarray, tmp_path: Path) -> None:
+def test_files_that_a_feeder_opened_are_closed_and_stores_that_it_was_given_are_not(
+    x: np.ndarray, tmp_path: Path
+) -> None:
     np.save(tmp_path / "x.npy", x)
     store = MmapStore(tmp_path / "x.npy")
     with Feeder((store, tmp_path / "x.npy"), batch_size=10) as feeder:
@@ -491,7 +534,9 @@ def test_a_memory_map_is_streamed_from_its_file(x: np.ndarray, tmp_path: Path) -
                 np.testing.assert_array_equal(batch.data.numpy(force=True), given[batch.rows])
 
 
-def test_a_memory_map_whose_file_was_replaced_is_what_was_mapped(x: np.ndarray, tmp_path: Path) -> None:
+def test_a_memory_map_whose_file_was_replaced_is_what_was_mapped(
+    x: np.ndarray, tmp_path: Path
+) -> None:
     np.save(tmp_path / "x.npy", x)
     mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
     np.save(tmp_path / "other.npy", x + 1)
@@ -500,7 +545,7 @@ def test_a_memory_map_whose_file_was_replaced_is_what_was_mapped(x: np.ndarray, 
         np.testing.assert_array_equal(next(iter(feeder)).numpy(force=True), x)
 
 
-# ---- writing back ----------------------------------------------------------------------------------------------------
+# ---- writing back --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -520,7 +565,9 @@ def test_rows_written_back_equal_the_plain_loop(depth: int, kind: str, tmp_path:
             np.testing.assert_array_equal(batch.data.numpy(force=True), expected)
             batch.write_back(batch.data.mul_(0.5).add_(1))
             batch.data.zero_()
-        np.testing.assert_array_equal(table if kind == "array" else np.load(tmp_path / "t.npy"), want)
+        np.testing.assert_array_equal(
+            table if kind == "array" else np.load(tmp_path / "t.npy"), want
+        )
     store.close()
 
 
@@ -543,7 +590,7 @@ def test_values_that_need_gradients_can_be_written() -> None:
     assert table.all()
 
 
-# ---- resuming --------------------------------------------------------------------------------------------------------
+# ---- resuming ------------------------------------------------------------------------------------
 
 
 def feeder_of(x: np.ndarray, kind: str, depth: int = 3) -> Feeder:
@@ -602,7 +649,9 @@ def test_an_epoch_without_a_length_that_was_whole_is_not_begun_again(x: np.ndarr
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "blocks", "sampler", "batches"])
-def test_set_epoch_keeps_a_position_in_that_epoch(x: np.ndarray, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_set_epoch_keeps_a_position_in_that_epoch(
+    x: np.ndarray, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
     """As the loop of a program that goes on does: ``for epoch in range(feeder.epoch, n): feeder.set_epoch(epoch)``."""
     with feeder_of(x, kind) as feeder:
         want = [numbers(feeder) for _ in range(3)]
@@ -655,7 +704,9 @@ def test_resume_twice_in_one_epoch(x: np.ndarray) -> None:
     assert got == want
 
 
-def test_after_a_break_the_next_loop_is_the_next_epoch_and_the_state_is_where_it_broke(x: np.ndarray) -> None:
+def test_after_a_break_the_next_loop_is_the_next_epoch_and_the_state_is_where_it_broke(
+    x: np.ndarray,
+) -> None:
     with feeder_of(x, "shuffled") as feeder:
         epochs = [numbers(feeder) for _ in range(2)]
     with feeder_of(x, "shuffled") as feeder:
@@ -679,23 +730,30 @@ def test_a_state_of_another_feeder_is_refused(x: np.ndarray) -> None:
 
 
 def test_a_sampler_that_does_not_repeat_itself_is_found_out(x: np.ndarray) -> None:
-    with Feeder(x, rows=RandomSampler(x, generator=torch.Generator().manual_seed(0)), batch_size=10) as feeder:
+    with Feeder(
+        x, rows=RandomSampler(x, generator=torch.Generator().manual_seed(0)), batch_size=10
+    ) as feeder:
         next(iter(feeder))
         state = feeder.state_dict()
-    with Feeder(x, rows=RandomSampler(x, generator=torch.Generator().manual_seed(1)), batch_size=10) as feeder:
+    with Feeder(
+        x, rows=RandomSampler(x, generator=torch.Generator().manual_seed(1)), batch_size=10
+    ) as feeder:
         feeder.load_state_dict(state)
         with pytest.raises(errors.ArgumentError, match="gave other rows"):
             list(feeder)
 
 
-# ---- plan, statistics ------------------------------------------------------------------------------------------------
+# ---- plan, statistics ----------------------------------------------------------------------------
 
 
 def test_the_plan_sizes_the_batch(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((5000, 256), np.float32))
     with Feeder(tmp_path / "x.npy", config=Config(cpu_memory_limit=MiB(10))) as feeder:
         assert feeder.plan.host_bytes <= MiB(10)
-        assert {len(batch) for batch in feeder} == {feeder.plan.batch_size, 5000 % feeder.plan.batch_size}
+        assert {len(batch) for batch in feeder} == {
+            feeder.plan.batch_size,
+            5000 % feeder.plan.batch_size,
+        }
         assert "of 10.0 MiB" in str(feeder.plan)
     with (
         Feeder(tmp_path / "x.npy", batch_size=10) as feeder,
@@ -709,7 +767,10 @@ def test_the_bound_of_a_batch_is_said_and_leaves_whole_batches_alone() -> None:
     x = np.zeros((100_000, 1), np.float32)
     with Feeder(x, config=config, device="cpu") as feeder:
         assert feeder.plan.batch_size == 1 << 16
-        assert "65,536 rows a batch, as larger ones move no more rows per second; preferred_batch_size takes more" in str(feeder.plan)
+        assert (
+            "65,536 rows a batch, as larger ones move no more rows per second; preferred_batch_size takes more"
+            in str(feeder.plan)
+        )
     with Feeder(x, config=config, rows=[np.arange(90_000)], device="cpu") as feeder:
         assert [len(batch) for batch in feeder] == [90_000]
 
@@ -727,7 +788,9 @@ def test_batches_larger_than_planned_are_refused(x: np.ndarray) -> None:
         yield from ([i] for i in range(3))
         yield list(range(100))
 
-    with Feeder(x, rows=endless(), config=Config(cpu_memory_limit=MiB(8), preferred_batch_size=20)) as feeder:
+    with Feeder(
+        x, rows=endless(), config=Config(cpu_memory_limit=MiB(8), preferred_batch_size=20)
+    ) as feeder:
         loop = iter(feeder)
         assert [len(next(loop)) for _ in range(3)] == [1, 1, 1]
         with pytest.raises(errors.ArgumentError, match="100 rows; expected at most 20"):
@@ -759,14 +822,22 @@ def test_the_timeline_can_be_saved(x: np.ndarray, tmp_path: Path) -> None:
         feeder.timeline.save(tmp_path / "t.json")
         feeder.timeline.save(tmp_path / "t.png")
         end = max(span.end_s for span in feeder.timeline.spans)
-        feeder.timeline.save(tmp_path / "last.json", last_s=end / 1000)  # spans that began before are cut, not left out
+        # Spans that began before are cut, not left out.
+        feeder.timeline.save(tmp_path / "last.json", last_s=end / 1000)
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     assert {event["name"].split()[0] for event in events} >= {"read", "wait", "compute"}
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
-    events = [event for event in json.loads((tmp_path / "last.json").read_text())["traceEvents"] if event["ph"] != "M"]
+    events = [
+        event
+        for event in json.loads((tmp_path / "last.json").read_text())["traceEvents"]
+        if event["ph"] != "M"
+    ]
     assert events
     assert min(event["ts"] for event in events) >= end * 0.998e6
-    with Feeder(x, batch_size=10) as feeder, pytest.raises(errors.ArgumentError, match="timeline=True"):
+    with (
+        Feeder(x, batch_size=10) as feeder,
+        pytest.raises(errors.ArgumentError, match="timeline=True"),
+    ):
         _ = feeder.timeline
 
 
@@ -790,7 +861,7 @@ def test_each_loop_in_a_thread_of_its_own(x: np.ndarray) -> None:
     assert all(results[i] == list(range(100)) for i in range(4))
 
 
-# ---- small batches that are gathered together ------------------------------------------------------------------------
+# ---- small batches that are gathered together ----------------------------------------------------
 
 
 class Broken(ArrayStore):
@@ -798,7 +869,8 @@ class Broken(ArrayStore):
 
     def __init__(self, array: np.ndarray, row: int, times: float) -> None:
         super().__init__(array)
-        self.row, self.times = row, times
+        self.row = row
+        self.times = times
 
     def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
         if self.row in rows and self.times > 0:
@@ -822,7 +894,10 @@ def test_batches_before_an_error_are_lent_however_many_are_gathered_together(row
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_an_error_that_does_not_happen_again_is_raised_all_the_same(times: int) -> None:
-    with Feeder(Broken(np.arange(1000.0), 333, times), batch_size=10) as feeder, pytest.raises(OSError, match="row 333"):
+    with (
+        Feeder(Broken(np.arange(1000.0), 333, times), batch_size=10) as feeder,
+        pytest.raises(OSError, match="row 333"),
+    ):
         list(feeder)
 
 
@@ -833,7 +908,9 @@ def test_batches_that_were_gathered_together_are_each_ones_own() -> None:
         for x in batches[::2]:
             version = batches[1]._version
             x.add_(1)
-            assert batches[1]._version == version, "autograd would take it for a change of the other one"
+            assert batches[1]._version == version, (
+                "autograd would take it for a change of the other one"
+            )
             assert not x._is_view()
     assert [x[0, 0].item() for x in batches] == [10.0 * i + (i % 2 == 0) for i in range(30)]
 
@@ -865,12 +942,18 @@ def test_the_plan_says_why_rows_go_as_they_do() -> None:
             return "because it was measured"
 
     array = np.zeros((100, 2))
-    for options in ({"batch_size": 10}, {"batch_size": 10, "route": "staged"}, {"rows": [np.arange(7), np.arange(3)]}):
+    for options in (
+        {"batch_size": 10},
+        {"batch_size": 10, "route": "staged"},
+        {"rows": [np.arange(7), np.arange(3)]},
+    ):
         with Feeder(array, device=Choosing(), **options) as feeder:  # type: ignore[arg-type]
             assert feeder.plan.notes[0] == "because it was measured"
             assert str(feeder.plan).splitlines()[-1] == "because it was measured"
     assert asked == [(1, 10, None), (1, 10, "staged"), (1, 7, None)]
-    with pytest.raises(errors.ArgumentError, match="route='fast': expected 'direct', 'staged' or None"):
+    with pytest.raises(
+        errors.ArgumentError, match="route='fast': expected 'direct', 'staged' or None"
+    ):
         Feeder(array, batch_size=10, route="fast")
 
 
@@ -897,7 +980,7 @@ def test_rows_that_the_user_writes_over(kind: str, depth: int) -> None:
         assert (x[batch] == np.arange(100.0)[batch] + 1).all()
 
 
-# ---- closing ---------------------------------------------------------------------------------------------------------
+# ---- closing -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -925,7 +1008,7 @@ def test_a_feeder_that_another_thread_closes(x: np.ndarray, depth: int) -> None:
         next(loop)
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
+# ---- verify --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
@@ -941,13 +1024,17 @@ def test_rows_that_the_body_changes_by_itself_are_noticed(depth: int, change: fl
                 prefetched.set()
 
     a, b = np.arange(200.0).reshape(100, 2), np.ones(100, np.float32)
-    with Feeder({"a": Told(a), "b": b}, batch_size=10, depth=depth, verify=True, device="cpu") as feeder:
+    with Feeder(
+        {"a": Told(a), "b": b}, batch_size=10, depth=depth, verify=True, device="cpu"
+    ) as feeder:
         loop = iter(feeder)
         next(loop)
         prefetched.wait()
         a[13] *= change
         a[17] *= change
-        with pytest.raises(errors.VerificationError, match=r"batch 1: 2 of 10 rows of source\['a'\] .* row 13;"):
+        with pytest.raises(
+            errors.VerificationError, match=r"batch 1: 2 of 10 rows of source\['a'\] .* row 13;"
+        ):
             next(loop)
         assert len(list(feeder)) == 10
 
@@ -971,7 +1058,9 @@ def test_what_changes_as_it_should_passes_verification(depth: int) -> None:
     x = torch.full((40, 3), torch.nan, dtype=torch.bfloat16)
     y = torch.zeros(40)
     order = [rows % 40 for rows in np.random.default_rng(0).integers(0, 40, (30, 1)) + np.arange(8)]
-    with Feeder((x, y, np.empty((40, 0))), rows=order, depth=depth, verify=True, device="cpu") as feeder:
+    with Feeder(
+        (x, y, np.empty((40, 0))), rows=order, depth=depth, verify=True, device="cpu"
+    ) as feeder:
         for batch in feeder.batches():
             batch.write_back((None, batch.data[1] + 1, None))
             if depth == 0:

@@ -32,7 +32,8 @@ from pinfeed.stores.remote import has_protocol
 from pinfeed.tensors.dtypes import BFLOAT16, DTYPES
 from pinfeed.testing.suites import ROW_SHAPES, StoreTests, sample
 
-get_loop()  # fsspec's thread stays, and is nobody's leak
+# fsspec's thread stays, and is nobody's leak.
+get_loop()
 
 
 def gathered(store: Any, wanted: Any) -> np.ndarray:
@@ -44,7 +45,8 @@ def gathered(store: Any, wanted: Any) -> np.ndarray:
 def npy(array: np.ndarray, version: tuple[int, int] | None = None) -> bytes:
     file = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # numpy's, of versions that old numpys cannot read
+        # numpy's, of versions that old numpys cannot read.
+        warnings.simplefilter("ignore", UserWarning)
         np.lib.format.write_array(file, array, version)
     return file.getvalue()
 
@@ -60,13 +62,15 @@ class FileTests(StoreTests):
         raise NotImplementedError
 
 
-# ---- raw files -------------------------------------------------------------------------------------------------------
+# ---- raw files -----------------------------------------------------------------------------------
 
 
 class TestRaw(FileTests):
     def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
         (tmp_path / "x.bin").write_bytes(b"head!" + array.tobytes() + b"tail")
-        return MmapStore.raw(tmp_path / "x.bin", shape=array.shape, dtype=array.dtype, offset=5, mode="r+")
+        return MmapStore.raw(
+            tmp_path / "x.bin", shape=array.shape, dtype=array.dtype, offset=5, mode="r+"
+        )
 
 
 class TestRawShardsOfTheOtherByteOrder(FileTests):
@@ -75,8 +79,12 @@ class TestRawShardsOfTheOtherByteOrder(FileTests):
             pytest.skip("numpy has no byte order for bfloat16")
         dtype = array.dtype.newbyteorder(">")
         for i, (start, stop) in enumerate(itertools.pairwise([0, 1, 1, 5, 6, len(array)])):
-            (tmp_path / f"x-{i}.bin").write_bytes(b"odd" + array[start:stop].astype(dtype).tobytes())
-        return MmapStore.raw(tmp_path / "x-*.bin", shape=(-1, *array.shape[1:]), dtype=dtype, offset=3, mode="r+")
+            (tmp_path / f"x-{i}.bin").write_bytes(
+                b"odd" + array[start:stop].astype(dtype).tobytes()
+            )
+        return MmapStore.raw(
+            tmp_path / "x-*.bin", shape=(-1, *array.shape[1:]), dtype=dtype, offset=3, mode="r+"
+        )
 
 
 def raw(tmp_path: Path, nbytes: int, **how: Any) -> MmapStore:
@@ -89,18 +97,27 @@ def test_raw_finds_out_how_many_rows_there_are(tmp_path: Path) -> None:
         assert (store.n_rows, store.row_shape, store.dtype) == (4, (3,), BFLOAT16)
     with raw(tmp_path, 26, shape=[-1, np.int64(3)], dtype="i2", offset=np.int64(2)) as store:
         assert (store.n_rows, store.row_shape) == (4, (3,))
-    with raw(tmp_path, 24, shape=(2, 3), dtype="<i2") as store:  # what is left over is somebody else's
+    with raw(tmp_path, 24, shape=(2, 3), dtype="<i2") as store:
+        # What is left over is somebody else's.
         assert store.n_rows == 2
 
 
 @pytest.mark.parametrize(
     ("nbytes", "how", "message"),
     [
-        (23, {"shape": (4, 3), "dtype": "i2"}, "4 rows of 6 bytes from byte 0 on need 24 bytes in all; the file has 23"),
+        (
+            23,
+            {"shape": (4, 3), "dtype": "i2"},
+            "4 rows of 6 bytes from byte 0 on need 24 bytes in all; the file has 23",
+        ),
         (24, {"shape": (4, 3), "dtype": "i2", "offset": 1}, "from byte 1 on need 25 bytes"),
         (25, {"shape": (-1, 3), "dtype": "i2"}, "4 rows of 6 bytes and 1 bytes more"),
         (24, {"shape": (-1, 3), "dtype": "i2", "offset": 2}, "3 rows of 6 bytes and 4 bytes more"),
-        (24, {"shape": (-1, 3), "dtype": "i2", "offset": 30}, "from byte 30 on need 30 bytes in all; the file has 24"),
+        (
+            24,
+            {"shape": (-1, 3), "dtype": "i2", "offset": 30},
+            "from byte 30 on need 30 bytes in all; the file has 24",
+        ),
         (24, {"shape": (-1, 0), "dtype": "i2"}, "rows of no bytes"),
         (24, {"shape": (), "dtype": "i2"}, r"expected \(n_rows, \.\.\.\)"),
         (24, {"shape": (-2, 3), "dtype": "i2"}, "expected"),
@@ -113,8 +130,16 @@ def test_raw_finds_out_how_many_rows_there_are(tmp_path: Path) -> None:
         (24, {"shape": ("2", 2), "dtype": "i2"}, "expected .*, whole numbers"),
         (24, {"shape": "22", "dtype": "i2"}, "shape='22'; expected .*, whole numbers"),
         (24, {"shape": 12, "dtype": "i2"}, "shape=12; expected .*, whole numbers"),
-        (24, {"shape": (2, 2), "dtype": "i2", "offset": 1.5}, "offset=1.5; expected a whole number of bytes"),
-        (24, {"shape": (2, 2), "dtype": "i2", "offset": True}, "offset=True; expected a whole number of bytes"),
+        (
+            24,
+            {"shape": (2, 2), "dtype": "i2", "offset": 1.5},
+            "offset=1.5; expected a whole number of bytes",
+        ),
+        (
+            24,
+            {"shape": (2, 2), "dtype": "i2", "offset": True},
+            "offset=True; expected a whole number of bytes",
+        ),
         (24, {"shape": (0, 3), "dtype": "i2"}, "no rows"),
         (0, {"shape": (-1, 3), "dtype": "i2"}, "no rows"),
         (24, {"shape": (3,), "dtype": "O"}, "never unpickled"),
@@ -155,11 +180,15 @@ with MmapStore.raw({str(tmp_path / "*.bin")!r}, shape=(2,), dtype="f8", mode="r+
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=100)
 
 
-# ---- safetensors -----------------------------------------------------------------------------------------------------
+# ---- safetensors ---------------------------------------------------------------------------------
 
 
 def torch_of(array: np.ndarray) -> torch.Tensor:
-    return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16) if array.dtype == BFLOAT16 else torch.from_numpy(array)
+    return (
+        torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
+        if array.dtype == BFLOAT16
+        else torch.from_numpy(array)
+    )
 
 
 class TestSafetensors(FileTests):
@@ -169,15 +198,27 @@ class TestSafetensors(FileTests):
         if array.dtype == np.complex128:
             pytest.skip("the format has no complex128")
         before, behind = torch.zeros(5, dtype=torch.float64), torch.arange(13, dtype=torch.uint8)
-        tensors = {"a": before, "x": torch_of(array), "empty": torch.zeros(0, 3), "z": behind, "scalar": torch.tensor(True)}
-        save_file(tensors, tmp_path / "x.safetensors", metadata={"format": "pt", "odd": "é" * len(array.shape)})
+        tensors = {
+            "a": before,
+            "x": torch_of(array),
+            "empty": torch.zeros(0, 3),
+            "z": behind,
+            "scalar": torch.tensor(True),
+        }
+        save_file(
+            tensors,
+            tmp_path / "x.safetensors",
+            metadata={"format": "pt", "odd": "é" * len(array.shape)},
+        )
         return MmapStore.safetensors(tmp_path / "x.safetensors", "x", mode="r+")
 
 
 def test_a_tensor_in_shards(tmp_path: Path) -> None:
     array = sample(13, (3, 5), BFLOAT16)
     for i, (start, stop) in enumerate(itertools.pairwise([0, 1, 1, 5, 6, 13])):
-        save_file({"x": torch_of(array[start:stop]), "y": torch.zeros(i)}, tmp_path / f"x-{i}.safetensors")
+        save_file(
+            {"x": torch_of(array[start:stop]), "y": torch.zeros(i)}, tmp_path / f"x-{i}.safetensors"
+        )
     with MmapStore.safetensors(tmp_path / "x-*.safetensors", "x") as store:
         wanted = np.random.default_rng(0).integers(0, 13, 50)
         np.testing.assert_array_equal(gathered(store, wanted), array[wanted])
@@ -188,10 +229,18 @@ def odd_file(path: Path, tensors: dict[str, np.ndarray]) -> Path:
     names = {np.dtype(np.uint8): "U8", np.dtype("<i8"): "I64", np.dtype("<f4"): "F32"}
     header, end = {}, 0
     for name, array in tensors.items():
-        header[name] = {"dtype": names[array.dtype], "shape": array.shape, "data_offsets": [end, end + array.nbytes]}
+        header[name] = {
+            "dtype": names[array.dtype],
+            "shape": array.shape,
+            "data_offsets": [end, end + array.nbytes],
+        }
         end += array.nbytes
     text = json.dumps(dict(reversed(header.items()))).encode()
-    path.write_bytes(len(text).to_bytes(8, "little") + text + b"".join(array.tobytes() for array in tensors.values()))
+    path.write_bytes(
+        len(text).to_bytes(8, "little")
+        + text
+        + b"".join(array.tobytes() for array in tensors.values())
+    )
     return path
 
 
@@ -216,18 +265,29 @@ def test_tensors_at_odd_addresses(tmp_path: Path) -> None:
 
 
 def test_a_write_to_one_tensor_leaves_the_others(tmp_path: Path) -> None:
-    tensors = {"a": np.arange(3, dtype=np.uint8), "b": np.arange(24, dtype=np.int64).reshape(8, 3), "c": np.ones(7, np.float32)}
+    tensors = {
+        "a": np.arange(3, dtype=np.uint8),
+        "b": np.arange(24, dtype=np.int64).reshape(8, 3),
+        "c": np.ones(7, np.float32),
+    }
     path = odd_file(tmp_path / "x.safetensors", tensors)
     with MmapStore.safetensors(path, "b", mode="r+") as store:
         store.scatter(np.arange(8), -tensors["b"])
     for name, sign in (("a", 1), ("b", -1), ("c", 1)):
         with MmapStore.safetensors(path, name) as store:
-            np.testing.assert_array_equal(gathered(store, np.arange(store.n_rows)), sign * tensors[name].astype(store.dtype))
+            np.testing.assert_array_equal(
+                gathered(store, np.arange(store.n_rows)), sign * tensors[name].astype(store.dtype)
+            )
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    tensors = {"w": torch.ones(4, 3), "scalar": torch.tensor(3.0), "f8": torch.zeros(4, dtype=torch.float8_e5m2), "behind": torch.ones(2)}
+    tensors = {
+        "w": torch.ones(4, 3),
+        "scalar": torch.tensor(3.0),
+        "f8": torch.zeros(4, dtype=torch.float8_e5m2),
+        "behind": torch.ones(2),
+    }
     save_file(tensors, tmp_path / "x.safetensors")
     return tmp_path / "x.safetensors"
 
@@ -256,7 +316,11 @@ def test_not_every_name_of_a_large_model_is_listed(tmp_path: Path) -> None:
         MmapStore.safetensors(tmp_path / "x.safetensors", "x")
 
 
-@pytest.mark.parametrize("damage", [b"", b"\xff" * 100, npy(np.zeros(9)), b"\0" * 8, b"\x02" + b"\0" * 7 + b"[]"], ids=repr)
+@pytest.mark.parametrize(
+    "damage",
+    [b"", b"\xff" * 100, npy(np.zeros(9)), b"\0" * 8, b"\x02" + b"\0" * 7 + b"[]"],
+    ids=repr,
+)
 def test_what_is_no_safetensors_file(tmp_path: Path, damage: bytes) -> None:
     (tmp_path / "x.safetensors").write_bytes(damage)
     with pytest.raises(errors.StoreError, match="is not a safetensors file, or it is damaged"):
@@ -273,7 +337,9 @@ def test_every_truncation_of_a_safetensors_file_is_noticed(model: Path) -> None:
 
 @settings(deadline=None, max_examples=300)
 @given(position=st.integers(0, 300), byte=st.integers(0, 255))
-def test_one_damaged_byte_of_a_safetensors_file(tmp_path_factory: pytest.TempPathFactory, position: int, byte: int) -> None:
+def test_one_damaged_byte_of_a_safetensors_file(
+    tmp_path_factory: pytest.TempPathFactory, position: int, byte: int
+) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.safetensors"
     save_file({"w": torch.ones(4, 3), "v": torch.ones(5)}, path)
     content = bytearray(path.read_bytes())
@@ -302,7 +368,7 @@ def test_packages_that_are_not_installed(model: Path, monkeypatch: pytest.Monkey
         RemoteStore("memory://x.npy")
 
 
-# ---- remote files ----------------------------------------------------------------------------------------------------
+# ---- remote files --------------------------------------------------------------------------------
 
 
 class Shaky(MemoryFileSystem):
@@ -319,7 +385,9 @@ class Shaky(MemoryFileSystem):
     def _strip_protocol(cls, path: str) -> str:
         return super()._strip_protocol(path.removeprefix("shaky:/"))
 
-    def cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+    def cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **options: Any
+    ) -> bytes:
         self.requests.append((start or 0, end or 0))
         return self._suffer(super().cat_file(path, start, end, **options))
 
@@ -346,7 +414,9 @@ class Crowd(AsyncFileSystem):
     async def _info(self, path: str, **options: Any) -> dict[str, Any]:
         return {"name": path, "size": len(self.content), "type": "file"}
 
-    async def _cat_file(self, path: str, start: int | None = None, end: int | None = None, **options: Any) -> bytes:
+    async def _cat_file(
+        self, path: str, start: int | None = None, end: int | None = None, **options: Any
+    ) -> bytes:
         Crowd.waiting += 1
         while Crowd.waiting < self.least:
             await asyncio.sleep(0)
@@ -372,7 +442,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         fs.store.clear()
 
 
-def put(array: np.ndarray, url: str = "memory://x.npy", version: tuple[int, int] | None = None) -> str:
+def put(
+    array: np.ndarray, url: str = "memory://x.npy", version: tuple[int, int] | None = None
+) -> str:
     fs, path = fsspec.core.url_to_fs(url)
     fs.pipe_file(path, npy(array, version))
     return url
@@ -383,18 +455,28 @@ PROTOCOLS = ["memory", "file"]
 
 def urls_of(protocol: str, array: np.ndarray, tmp_path: Path, cuts: list[int]) -> list[str]:
     root = f"file://{tmp_path}" if protocol == "file" else f"{protocol}://data"
-    return [put(array[start:stop], f"{root}/x-{i}.npy") for i, (start, stop) in enumerate(itertools.pairwise([0, *cuts, len(array)]))]
+    return [
+        put(array[start:stop], f"{root}/x-{i}.npy")
+        for i, (start, stop) in enumerate(itertools.pairwise([0, *cuts, len(array)]))
+    ]
 
 
 @pytest.mark.parametrize("protocol", PROTOCOLS)
 @pytest.mark.parametrize("dtype", sorted(DTYPES))
 @pytest.mark.parametrize("order", "<>")
-def test_remote_rows_of_every_dtype_and_rank(protocol: str, dtype: str, order: str, tmp_path: Path) -> None:
+def test_remote_rows_of_every_dtype_and_rank(
+    protocol: str, dtype: str, order: str, tmp_path: Path
+) -> None:
     for row_shape in ROW_SHAPES:
         array = sample(13, row_shape, DTYPES[dtype])
         saved = array if dtype == "bfloat16" else array.astype(array.dtype.newbyteorder(order))
         with RemoteStore(urls_of(protocol, saved, tmp_path, [1, 1, 5]), dtype=dtype) as store:
-            assert (store.n_rows, store.row_shape, store.dtype, store.writable) == (13, row_shape, DTYPES[dtype], False)
+            assert (store.n_rows, store.row_shape, store.dtype, store.writable) == (
+                13,
+                row_shape,
+                DTYPES[dtype],
+                False,
+            )
             wanted = np.array([12, 0, 5, 5, 1, 4])
             np.testing.assert_array_equal(gathered(store, wanted), array[wanted])
             np.testing.assert_array_equal(gathered(store, np.arange(13)), array)
@@ -403,26 +485,47 @@ def test_remote_rows_of_every_dtype_and_rank(protocol: str, dtype: str, order: s
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
 def test_remote_headers_of_every_version(version: tuple[int, int]) -> None:
     array = sample(9, (4,), np.dtype(np.int32))
-    np.testing.assert_array_equal(gathered(RemoteStore(put(array, version=version)), [8, 3]), array[[8, 3]])
+    np.testing.assert_array_equal(
+        gathered(RemoteStore(put(array, version=version)), [8, 3]), array[[8, 3]]
+    )
 
 
 @settings(deadline=None, max_examples=300)
 @given(data=st.data())
-def test_any_rows_of_any_remote_shards(data: st.DataObject, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_any_rows_of_any_remote_shards(
+    data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """With ranges, windows and gaps of all sizes beside the rows: what is asked for, at most once, in answers that are not too large."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(byte_ranges, "RANGE_BYTES", 8 << data.draw(st.integers(0, 6), "range"))
         patch.setattr(byte_ranges, "WINDOW_BYTES", 8 << data.draw(st.integers(6, 9), "window"))
-        patch.setattr(byte_ranges, "_GAP_BYTES", data.draw(st.sampled_from([0, 1, 23, 24, 100, 1000]), "gap"))
-        patch.setattr(byte_ranges, "_REQUESTS", data.draw(st.sampled_from([1, 2, 1000]), "requests"))
-        dtype = np.dtype(data.draw(st.sampled_from(["<f4", ">f4", "u1", "<i8", ">i8", "?"]), "dtype"))
-        array = sample(data.draw(st.integers(1, 60), "n"), (data.draw(st.integers(0, 9), "width"),), dtype)
+        patch.setattr(
+            byte_ranges, "_GAP_BYTES", data.draw(st.sampled_from([0, 1, 23, 24, 100, 1000]), "gap")
+        )
+        patch.setattr(
+            byte_ranges, "_REQUESTS", data.draw(st.sampled_from([1, 2, 1000]), "requests")
+        )
+        dtype = np.dtype(
+            data.draw(st.sampled_from(["<f4", ">f4", "u1", "<i8", ">i8", "?"]), "dtype")
+        )
+        array = sample(
+            data.draw(st.integers(1, 60), "n"), (data.draw(st.integers(0, 9), "width"),), dtype
+        )
         cuts = sorted(data.draw(st.lists(st.integers(0, len(array)), max_size=4), "cuts"))
         protocol = data.draw(st.sampled_from(["shaky", "file"]), "protocol")
         store = RemoteStore(urls_of(protocol, array, tmp_path_factory.getbasetemp(), cuts))
-        run = st.tuples(st.integers(0, len(array)), st.integers(0, len(array))).map(lambda ends: list(range(min(ends), max(ends))))
-        wanted = np.array(data.draw(st.one_of(st.lists(st.integers(0, len(array) - 1), max_size=80), run), "rows"), np.int64)
-        positions = np.array(data.draw(st.permutations(range(len(wanted) + 3)), "positions")[: len(wanted)], np.int64)
+        run = st.tuples(st.integers(0, len(array)), st.integers(0, len(array))).map(
+            lambda ends: list(range(min(ends), max(ends)))
+        )
+        wanted = np.array(
+            data.draw(
+                st.one_of(st.lists(st.integers(0, len(array) - 1), max_size=80), run), "rows"
+            ),
+            np.int64,
+        )
+        positions = np.array(
+            data.draw(st.permutations(range(len(wanted) + 3)), "positions")[: len(wanted)], np.int64
+        )
         out = np.full((len(wanted) + 3, *store.row_shape), 3, store.dtype)
         expected = out.copy()
         expected[positions] = array[wanted]
@@ -430,22 +533,36 @@ def test_any_rows_of_any_remote_shards(data: st.DataObject, tmp_path_factory: py
         store.gather_at(wanted, out, positions)
         np.testing.assert_array_equal(out, expected)
         np.testing.assert_array_equal(gathered(store, wanted), array[wanted])
-        assert all(0 < end - begin <= max(byte_ranges.RANGE_BYTES, store.row_nbytes) for begin, end in Shaky.requests)
+        assert all(
+            0 < end - begin <= max(byte_ranges.RANGE_BYTES, store.row_nbytes)
+            for begin, end in Shaky.requests
+        )
 
 
 def test_neighbours_are_fetched_by_one_request_and_strangers_are_not() -> None:
     store = RemoteStore(put(sample(1000, (1024,), np.dtype(np.uint8)), "shaky://x.npy"))
-    gathered(store, [500, 3, 1, 564, 66, 1])  # 64 KiB between 1 and 66, and between 500 and 564; more between 66 and 500
-    assert [(begin - 128, end - 128) for begin, end in Shaky.requests] == [(1 << 10, 67 << 10), (500 << 10, 565 << 10)]
+    # 64 KiB between 1 and 66, and between 500 and 564; more between 66 and 500.
+    gathered(store, [500, 3, 1, 564, 66, 1])
+    assert [(begin - 128, end - 128) for begin, end in Shaky.requests] == [
+        (1 << 10, 67 << 10),
+        (500 << 10, 565 << 10),
+    ]
 
 
 @pytest.mark.parametrize("case", ["run", "shuffled", "one row, often", "large rows"])
 def test_a_gather_takes_no_more_memory_than_it_says(case: str) -> None:
-    array = np.zeros((20, 3 << 20) if case == "large rows" else (60_000, 1024), ">u2" if case == "shuffled" else np.uint8)
+    array = np.zeros(
+        (20, 3 << 20) if case == "large rows" else (60_000, 1024),
+        ">u2" if case == "shuffled" else np.uint8,
+    )
     store = RemoteStore(put(array))
     wanted = np.arange(len(array))
     if case != "run":
-        wanted = np.full(len(array), 7) if case == "one row, often" else np.random.default_rng(0).permutation(len(array))
+        wanted = (
+            np.full(len(array), 7)
+            if case == "one row, often"
+            else np.random.default_rng(0).permutation(len(array))
+        )
     out = np.zeros((len(wanted), *store.row_shape), store.dtype)
     store.gather(wanted[:2], out[:2])
     tracemalloc.start()
@@ -459,15 +576,21 @@ def test_a_gather_takes_no_more_memory_than_it_says(case: str) -> None:
 
 def test_requests_wait_at_the_same_time() -> None:
     array = sample(32, (1 << 20,), np.dtype(np.uint8))
-    Crowd.content, Crowd.least, Crowd.waiting = npy(array), 8, 0  # eight ranges are a window
+    # Eight ranges are a window.
+    Crowd.content = npy(array)
+    Crowd.least = 8
+    Crowd.waiting = 0
     store = RemoteStore("crowd://x.npy")
     np.testing.assert_array_equal(gathered(store, np.arange(16)), array[:16])
-    Crowd.least, Crowd.waiting = 3, 0
+    Crowd.least = 3
+    Crowd.waiting = 0
     np.testing.assert_array_equal(gathered(store, [31, 0, 15]), array[[31, 0, 15]])
 
 
 def test_shards_are_asked_at_the_same_time() -> None:
-    Crowd.content, Crowd.least, Crowd.waiting = npy(np.arange(10.0)), 100, 0
+    Crowd.content = npy(np.arange(10.0))
+    Crowd.least = 100
+    Crowd.waiting = 0
     store = RemoteStore([f"crowd://{i}.npy" for i in range(100)])
     assert gathered(store, np.arange(100) * 10 + 3).tolist() == [3] * 100
 
@@ -493,12 +616,22 @@ def test_a_feeder_of_urls(depth: int) -> None:
     """By their names, opened and closed by the feeder; equal to the array at any depth."""
     array, labels = sample(500, (7,), np.dtype(np.float32)), np.arange(500)
     urls_of("memory", array, Path(), [100, 333])
-    with Feeder({"x": "memory://data/x-*.npy", "y": put(labels)}, batch_size=64, shuffle=True, depth=depth, device="cpu") as feeder:
+    with Feeder(
+        {"x": "memory://data/x-*.npy", "y": put(labels)},
+        batch_size=64,
+        shuffle=True,
+        depth=depth,
+        device="cpu",
+    ) as feeder:
         for epoch in range(2):
             order = rows.shuffled(0).bind(500, epoch)(np.arange(500))
             batches = list(feeder)
-            np.testing.assert_array_equal(torch.cat([batch["x"] for batch in batches]).numpy(), array[order])
-            np.testing.assert_array_equal(torch.cat([batch["y"] for batch in batches]).numpy(), order)
+            np.testing.assert_array_equal(
+                torch.cat([batch["x"] for batch in batches]).numpy(), array[order]
+            )
+            np.testing.assert_array_equal(
+                torch.cat([batch["y"] for batch in batches]).numpy(), order
+            )
 
 
 def test_an_error_of_a_remote_file_reaches_the_loop() -> None:
@@ -516,7 +649,14 @@ def test_a_pattern_is_expanded_in_sorted_order() -> None:
     for name in ("b", "a", "c"):
         put(np.full(2, ord(name)), f"memory://data/{name}.npy")
     put(np.arange(3), "memory://data/[d].npy")
-    assert gathered(RemoteStore("memory://data/?.npy"), np.arange(6)).tolist() == [97, 97, 98, 98, 99, 99]
+    assert gathered(RemoteStore("memory://data/?.npy"), np.arange(6)).tolist() == [
+        97,
+        97,
+        98,
+        98,
+        99,
+        99,
+    ]
     assert RemoteStore("memory://data/[d].npy").n_rows == 3, "a file of that very name"
     with pytest.raises(errors.FileMissing, match=r"memory://data/e\*: no file matches"):
         RemoteStore("memory://data/e*")
@@ -533,11 +673,18 @@ def test_the_same_file_twice() -> None:
     assert gathered(RemoteStore([url, url]), np.arange(10)).tolist() == [*range(5), *range(5)]
 
 
-# ---- what fails, and what is tried again -----------------------------------------------------------------------------
+# ---- what fails, and what is tried again ---------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "fault", [OSError(5, "I/O"), TimeoutError(), ConnectionResetError(), RuntimeError("of a client library")], ids=repr
+    "fault",
+    [
+        OSError(5, "I/O"),
+        TimeoutError(),
+        ConnectionResetError(),
+        RuntimeError("of a client library"),
+    ],
+    ids=repr,
 )
 @pytest.mark.parametrize("n", [1, 4])
 def test_what_may_pass_is_tried_again(fault: Exception, n: int) -> None:
@@ -546,7 +693,8 @@ def test_what_may_pass_is_tried_again(fault: Exception, n: int) -> None:
     Shaky.faults.extend([fault] * n)
     store = RemoteStore("shaky://x.npy")
     wanted = [90, 3, 40]
-    Shaky.faults.extend([None, fault, None, *[fault] * (n - 1)])  # one of three, n times
+    # One of three, n times.
+    Shaky.faults.extend([None, fault, None, *[fault] * (n - 1)])
     np.testing.assert_array_equal(gathered(store, wanted), array[wanted])
     assert len(Shaky.requests) == 3 + n
     assert len(set(Shaky.requests[3:])) == 1, "only what failed is asked for again"
@@ -574,7 +722,9 @@ def test_what_does_not_pass_in_so_many_attempts() -> None:
     assert isinstance(caught.value.__cause__, ConnectionError)
     assert gathered(store, [5]).tolist() == [5], "the next gather is a new one"
     Shaky.faults.extend([ConnectionError("no route")] * 5)
-    with pytest.raises(errors.ReadError, match=r"shaky://x\.npy: ConnectionError: no route \(attempt 5 of 5"):
+    with pytest.raises(
+        errors.ReadError, match=r"shaky://x\.npy: ConnectionError: no route \(attempt 5 of 5"
+    ):
         RemoteStore("shaky://x.npy")
 
 
@@ -617,7 +767,9 @@ def test_a_busy_web_server_is_asked_again(status: int) -> None:
 def test_a_range_that_is_short_means_that_the_file_has_shrunk(fault: Any, n: int) -> None:
     store = RemoteStore(put(np.arange(100), "shaky://x.npy"))
     Shaky.faults.append(fault)
-    with pytest.raises(errors.ReadError, match=rf"shaky://x\.npy, bytes 168 to 176: only {n} of them .* has shrunk"):
+    with pytest.raises(
+        errors.ReadError, match=rf"shaky://x\.npy, bytes 168 to 176: only {n} of them .* has shrunk"
+    ):
         gathered(store, [5])
     assert len(Shaky.requests) == 1
 
@@ -636,11 +788,13 @@ def test_a_remote_file_that_is_replaced_by_a_shorter_one() -> None:
 def test_a_server_that_gives_more_than_a_range() -> None:
     store = RemoteStore(put(np.arange(100), "shaky://x.npy"))
     Shaky.faults.append(50)
-    with pytest.raises(errors.ReadError, match="got 50 bytes; its server does not give parts of files"):
+    with pytest.raises(
+        errors.ReadError, match="got 50 bytes; its server does not give parts of files"
+    ):
         gathered(store, [5])
 
 
-# ---- what is no remote file ------------------------------------------------------------------------------------------
+# ---- what is no remote file ----------------------------------------------------------------------
 
 
 def test_remote_files_that_cannot_be_served() -> None:
@@ -693,12 +847,23 @@ def test_a_number_of_attempts_that_is_none() -> None:
 
 
 def test_a_file_system_that_is_not_installed() -> None:
-    fsspec.register_implementation("absent", "no_such_package.FileSystem", clobber=True, errtxt="Install no_such_package")
+    fsspec.register_implementation(
+        "absent", "no_such_package.FileSystem", clobber=True, errtxt="Install no_such_package"
+    )
     with pytest.raises(errors.MissingDependency, match=r"absent://x\.npy: Install no_such_package"):
         RemoteStore("absent://x.npy")
 
 
-@pytest.mark.parametrize("path", ["s3://b/x.npy", "https://h/x.npy?a=b", "file:///x", "simplecache::s3://b/x", "zip://x.npy::s3://b/x.zip"])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "s3://b/x.npy",
+        "https://h/x.npy?a=b",
+        "file:///x",
+        "simplecache::s3://b/x",
+        "zip://x.npy::s3://b/x.zip",
+    ],
+)
 def test_urls(path: str) -> None:
     assert has_protocol(path)
     for store in (MmapStore, PinnedStore):
@@ -708,7 +873,20 @@ def test_urls(path: str) -> None:
         MmapStore(["x.npy", path])
 
 
-@pytest.mark.parametrize("path", ["x.npy", "/data/x.npy", r"C:\x.npy", "C://x.npy", "a:b", "a::b.npy", "/mnt/s3://x", Path("s3://x"), None])
+@pytest.mark.parametrize(
+    "path",
+    [
+        "x.npy",
+        "/data/x.npy",
+        r"C:\x.npy",
+        "C://x.npy",
+        "a:b",
+        "a::b.npy",
+        "/mnt/s3://x",
+        Path("s3://x"),
+        None,
+    ],
+)
 def test_local_paths(path: Any) -> None:
     assert not has_protocol(path)
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.forwarding import Write, WriteLog, WrittenRows, newest
 
-N = 12  # rows of the store: few, so that batches overlap
+# Rows of the store: few, so that batches overlap.
+N = 12
 UNIQUE = st.lists(st.integers(0, N - 1), unique=True)
 REPEATED = st.lists(st.integers(0, N - 1), max_size=20)
 
@@ -25,20 +26,34 @@ def rows_of(numbers: list[int]) -> np.ndarray:
 def test_overlap_is_every_pair_of_equal_rows(written: list[int], batch: list[int]) -> None:
     dst_pos, src_pos = WrittenRows(rows_of(written)).overlap(rows_of(batch))
     assert dst_pos.dtype == src_pos.dtype == np.intp
-    pairs = [(i, j) for i, wanted in enumerate(batch) for j, row in enumerate(written) if wanted == row]
+    pairs = [
+        (i, j) for i, wanted in enumerate(batch) for j, row in enumerate(written) if wanted == row
+    ]
     assert list(zip(dst_pos.tolist(), src_pos.tolist(), strict=True)) == pairs
 
 
 @settings(deadline=None)
-@given(written=st.lists(st.integers(0, 2**63 - 1), unique=True), batch=st.lists(st.integers(0, 2**63 - 1)), both=st.data())
-def test_overlap_of_large_row_numbers(written: list[int], batch: list[int], both: st.DataObject) -> None:
+@given(
+    written=st.lists(st.integers(0, 2**63 - 1), unique=True),
+    batch=st.lists(st.integers(0, 2**63 - 1)),
+    both=st.data(),
+)
+def test_overlap_of_large_row_numbers(
+    written: list[int], batch: list[int], both: st.DataObject
+) -> None:
     if written:
         batch += both.draw(st.lists(st.sampled_from(written)))
     dst_pos, src_pos = WrittenRows(rows_of(written)).overlap(rows_of(batch))
-    assert [batch[i] for i in dst_pos] == [written[j] for j in src_pos] == [row for row in batch if row in written]
+    assert (
+        [batch[i] for i in dst_pos]
+        == [written[j] for j in src_pos]
+        == [row for row in batch if row in written]
+    )
 
 
-@pytest.mark.parametrize(("written", "batch"), [([], []), ([], [1, 2]), ([1, 2], []), ([1, 2], [0, 3]), ([0], [N - 1])])
+@pytest.mark.parametrize(
+    ("written", "batch"), [([], []), ([], [1, 2]), ([1, 2], []), ([1, 2], [0, 3]), ([0], [N - 1])]
+)
 def test_no_overlap(written: list[int], batch: list[int]) -> None:
     dst_pos, src_pos = WrittenRows(rows_of(written)).overlap(rows_of(batch))
     assert len(dst_pos) == len(src_pos) == 0
@@ -63,13 +78,14 @@ def test_a_row_that_is_there_twice_is_refused_by_name(rows: list[int]) -> None:
     with pytest.raises(WriteBackError) as refusal:
         WrittenRows(rows_of(rows))
     found = re.match(
-        rf"write_back of {len(rows)} rows in which row (\d+) stands more than once; expected every row once", str(refusal.value)
+        rf"write_back of {len(rows)} rows in which row (\d+) stands more than once; expected every row once",
+        str(refusal.value),
     )
     assert found is not None
     assert int(found[1]) in twice
 
 
-# -- the log ---------------------------------------------------------------------------------------------------------
+# -- the log ---------------------------------------------------------------------------------------
 
 
 def test_writes_are_numbered_from_zero_and_kept_in_order() -> None:
@@ -110,7 +126,9 @@ def test_a_refused_write_takes_no_number() -> None:
 
 EVENTS = st.lists(
     st.one_of(
-        st.tuples(st.sampled_from(["write", "write the first store", "write the second store"]), UNIQUE),
+        st.tuples(
+            st.sampled_from(["write", "write the first store", "write the second store"]), UNIQUE
+        ),
         st.tuples(st.just("gather"), REPEATED),
         st.tuples(st.just("land"), st.none()),
         st.tuples(st.just("lend"), st.none()),
@@ -121,15 +139,22 @@ EVENTS = st.lists(
 
 @settings(deadline=None, max_examples=300)
 @given(EVENTS)
-def test_a_batch_with_later_writes_copied_over_is_as_if_gathered_now(events: list[tuple[str, Any]]) -> None:
+def test_a_batch_with_later_writes_copied_over_is_as_if_gathered_now(
+    events: list[tuple[str, Any]],
+) -> None:
     """Writes are made, land in order and late; batches are gathered and lent in order; every batch is what the store will be."""
-    log, stores, truth = WriteLog(), np.zeros((2, N)), np.zeros((2, N))
+    log = WriteLog()
+    stores = np.zeros((2, N))
+    truth = np.zeros((2, N))
     under_way: list[Write] = []
     gathered: list[tuple[np.ndarray, np.ndarray, int]] = []
     for value, (event, rows) in enumerate(events, 1):
         if event.startswith("write"):
             values = value + np.arange(len(rows)) / 100
-            held = [None if event == f"write the {other} store" else values for other in ("second", "first")]
+            held = [
+                None if event == f"write the {other} store" else values
+                for other in ("second", "first")
+            ]
             under_way.append(log.append([WrittenRows(rows_of(rows), whole=event == "write")], held))
             put(truth, rows_of(rows), np.arange(len(rows)), held)
         elif event == "land" and under_way:
@@ -146,7 +171,9 @@ def test_a_batch_with_later_writes_copied_over_is_as_if_gathered_now(events: lis
             log.forget(min([log.landed, *(seen for *_, seen in gathered)]))
 
 
-def put(stores: np.ndarray, at: np.ndarray, src_pos: np.ndarray, values: list[np.ndarray | None]) -> None:
+def put(
+    stores: np.ndarray, at: np.ndarray, src_pos: np.ndarray, values: list[np.ndarray | None]
+) -> None:
     for store, new in zip(stores, values, strict=True):
         if new is not None:
             store[at] = new[src_pos]
@@ -157,4 +184,7 @@ def test_a_row_is_copied_once_where_every_write_is_whole() -> None:
     for i in range(3):
         log.append([WrittenRows(rows_of([0, 10 + i, [4, 3, 3][i]]))], [])
     found = newest(log.since(0), 0, rows_of([4, 0, 3, 0]))
-    assert [(write.number, dst.tolist(), src.tolist()) for write, dst, src in found] == [(0, [0], [2]), (2, [1, 2, 3], [0, 2, 0])]
+    assert [(write.number, dst.tolist(), src.tolist()) for write, dst, src in found] == [
+        (0, [0], [2]),
+        (2, [1, 2, 3], [0, 2, 0]),
+    ]

@@ -1,6 +1,7 @@
 """Files that anybody may have written: whatever their bytes, what comes out is rows or a PinfeedError, and nothing of them is executed.
 
-Default runs are short; ``-m stress`` runs each for 100,000 examples (PINFEED_FUZZ_EXAMPLES for another number).
+Default runs are short; ``-m stress`` runs each for 100,000 examples (PINFEED_FUZZ_EXAMPLES for
+another number).
 """
 
 import io
@@ -30,7 +31,11 @@ N_STRESS = int(os.environ.get("PINFEED_FUZZ_EXAMPLES", "100000"))
 QUIET = {"deadline": None, "suppress_health_check": list(HealthCheck), "database": None}
 
 mutations = st.lists(
-    st.tuples(st.sampled_from(["set", "cut", "insert", "repeat"]), st.floats(0, 1), st.binary(min_size=1, max_size=9)),
+    st.tuples(
+        st.sampled_from(["set", "cut", "insert", "repeat"]),
+        st.floats(0, 1),
+        st.binary(min_size=1, max_size=9),
+    ),
     min_size=1,
     max_size=6,
 )
@@ -58,7 +63,8 @@ def rows_or_refusal(open_it: Callable[[], MmapStore], most_bytes: int) -> np.nda
     """The rows, all of them; None where the file was refused."""
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # numpy's, of numbers as Python 2 wrote them
+            # numpy's, of numbers as Python 2 wrote them.
+            warnings.simplefilter("ignore")
             store = open_it()
     except errors.PinfeedError as error:
         return None if len(str(error)) < 1000 else pytest.fail(f"a long-winded error: {error}")
@@ -70,7 +76,7 @@ def rows_or_refusal(open_it: Callable[[], MmapStore], most_bytes: int) -> np.nda
         return out
 
 
-# ---- .npy ------------------------------------------------------------------------------------------------------------
+# ---- .npy ----------------------------------------------------------------------------------------
 
 TOKENS = [
     "'descr'",
@@ -122,7 +128,20 @@ TOKENS = [
 ]
 fields = st.fixed_dictionaries(
     {
-        "descr": st.sampled_from(["'<f4'", "'>i2'", "'|u1'", "'<f8'", "'|b1'", "'|O'", "[('a', '<f4')]", "'|V4'", "'<U2'", "'<M8[s]'"]),
+        "descr": st.sampled_from(
+            [
+                "'<f4'",
+                "'>i2'",
+                "'|u1'",
+                "'<f8'",
+                "'|b1'",
+                "'|O'",
+                "[('a', '<f4')]",
+                "'|V4'",
+                "'<U2'",
+                "'<M8[s]'",
+            ]
+        ),
         "fortran_order": st.sampled_from(["False", "True", "0", "None"]),
         "shape": st.one_of(
             st.lists(st.integers(0, 4), max_size=4).map(lambda shape: repr(tuple(shape))),
@@ -177,12 +196,35 @@ ODD_VALUES = {
     ],
 }
 GOOD_VALUES = {"descr": "'<f4'", "fortran_order": "False", "shape": "(2, 3)"}
-AROUND = [" ", "\t", "\n", "\r\n", "\f", "\v", "\0", "\xa0", "\x1f", "\u2028", "#", "# é", ";", ",", "x", "()", "{}", "\\", "L"]
+AROUND = [
+    " ",
+    "\t",
+    "\n",
+    "\r\n",
+    "\f",
+    "\v",
+    "\0",
+    "\xa0",
+    "\x1f",
+    "\u2028",
+    "#",
+    "# é",
+    ";",
+    ",",
+    "x",
+    "()",
+    "{}",
+    "\\",
+    "L",
+]
 """What may stand before and behind a dict."""
 changes_of_headers = st.one_of(
     *(st.tuples(st.just(key), st.sampled_from(odd)) for key, odd in ODD_VALUES.items()),
     st.tuples(st.sampled_from(["without"]), st.sampled_from([*GOOD_VALUES])),
-    st.tuples(st.sampled_from(["more", "Shape", "", b"shape", 1]), st.sampled_from([*GOOD_VALUES.values()])),
+    st.tuples(
+        st.sampled_from(["more", "Shape", "", b"shape", 1]),
+        st.sampled_from([*GOOD_VALUES.values()]),
+    ),
     st.tuples(st.sampled_from(["before", "behind"]), st.sampled_from(AROUND)),
 )
 
@@ -192,22 +234,35 @@ def changed_header(changes: list[tuple[Any, str]]) -> str:
     for key, value in changes:
         found.pop(value, None) if key == "without" else found.update({key: value})
     before, behind = found.pop("before"), found.pop("behind")
-    return before + "{" + ", ".join(f"{key!r}: {value}" for key, value in found.items()) + ", }" + behind
+    return (
+        before
+        + "{"
+        + ", ".join(f"{key!r}: {value}" for key, value in found.items())
+        + ", }"
+        + behind
+    )
 
 
 other_headers = st.lists(changes_of_headers, max_size=3).map(changed_header)
 headers = st.one_of(
     other_headers,
-    fields.map(lambda found: "{" + ", ".join(f"{key!r}: {value}" for key, value in found.items()) + ", }"),
+    fields.map(
+        lambda found: "{" + ", ".join(f"{key!r}: {value}" for key, value in found.items()) + ", }"
+    ),
     st.lists(st.sampled_from(TOKENS), max_size=30).map("".join),
 )
 npy_files = st.one_of(
-    st.tuples(headers, st.sampled_from([1, 2, 3]), st.integers(0, 300), st.sampled_from(["utf-8", "latin-1", "utf-16"])).map(
-        lambda parts: npy_file(*parts)
-    ),
-    st.tuples(st.sampled_from([(1, 0), (2, 0), (3, 0)]), st.sampled_from(["<f4", ">i2", "|u1", "<c16"]), mutations).map(
-        lambda parts: mutated(saved(parts[0], parts[1]), parts[2])
-    ),
+    st.tuples(
+        headers,
+        st.sampled_from([1, 2, 3]),
+        st.integers(0, 300),
+        st.sampled_from(["utf-8", "latin-1", "utf-16"]),
+    ).map(lambda parts: npy_file(*parts)),
+    st.tuples(
+        st.sampled_from([(1, 0), (2, 0), (3, 0)]),
+        st.sampled_from(["<f4", ">i2", "|u1", "<c16"]),
+        mutations,
+    ).map(lambda parts: mutated(saved(parts[0], parts[1]), parts[2])),
 )
 
 
@@ -226,7 +281,8 @@ def npy_file(header: str, version: int, n_bytes: int, encoding: str = "utf-8") -
 def saved(version: tuple[int, int], code: str) -> bytes:
     file = io.BytesIO()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of versions that old numpys cannot read
+        # Of versions that old numpys cannot read.
+        warnings.simplefilter("ignore", UserWarning)
         np.lib.format.write_array(file, np.arange(15).astype(code).reshape(5, 3), version)
     return file.getvalue()
 
@@ -236,7 +292,9 @@ def numpys(content: bytes) -> np.ndarray | None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:
-            return np.lib.format.read_array(io.BytesIO(content), allow_pickle=False, max_header_size=1 << 16)
+            return np.lib.format.read_array(
+                io.BytesIO(content), allow_pickle=False, max_header_size=1 << 16
+            )
         except Exception:
             return None
 
@@ -273,7 +331,8 @@ SAID = "'descr': '<f4', 'fortran_order': False, 'shape': (2, 3)"
         (f"{{{SAID.replace('False', 'None')}}}", 3, "utf-8", False),
         (f"{{{SAID}, 'more': 1}}", 3, "utf-8", False),
         (f"{{{SAID.replace('2, 3', 'True, 3')}}}", 1, "latin-1", False),
-        (f"{{{SAID.replace('2, 3', '2L, 3')}}}", 1, "latin-1", True),  # as Python 2 wrote it
+        # As Python 2 wrote it.
+        (f"{{{SAID.replace('2, 3', '2L, 3')}}}", 1, "latin-1", True),
         (f"{{{SAID.replace('2, 3', '2L, 3')}}}", 3, "utf-8", False),
         (f"{{{SAID}}} # é", 1, "latin-1", True),
         (f"{{{SAID}}} # é", 1, "utf-8", True),
@@ -285,14 +344,20 @@ SAID = "'descr': '<f4', 'fortran_order': False, 'shape': (2, 3)"
         (f"{{{SAID}}}" + " " * 20_000, 2, "latin-1", True),
     ],
 )
-def test_a_header_that_numpy_takes_or_refuses(scratch: Path, header: str, version: int, encoding: str, taken: bool) -> None:
+def test_a_header_that_numpy_takes_or_refuses(
+    scratch: Path, header: str, version: int, encoding: str, taken: bool
+) -> None:
     content = npy_file(header, version, 0, encoding)
     assert (numpys(content) is not None) == taken
     same_as_numpy(scratch / "x.npy", content)
 
 
 @settings(max_examples=1000, derandomize=True, **QUIET)
-@given(header=other_headers, version=st.sampled_from([1, 2, 3]), encoding=st.sampled_from(["utf-8", "latin-1"]))
+@given(
+    header=other_headers,
+    version=st.sampled_from([1, 2, 3]),
+    encoding=st.sampled_from(["utf-8", "latin-1"]),
+)
 def test_any_npy_header(scratch: Path, header: str, version: int, encoding: str) -> None:
     same_as_numpy(scratch / "x.npy", npy_file(header, version, 0, encoding))
 
@@ -311,7 +376,7 @@ def test_any_npy_file_for_long(scratch: Path, content: bytes) -> None:
     same_as_numpy(scratch / "x.npy", content)
 
 
-# ---- safetensors, raw ------------------------------------------------------------------------------------------------
+# ---- safetensors, raw ----------------------------------------------------------------------------
 
 tensors_headers = st.one_of(
     st.fixed_dictionaries(
@@ -322,17 +387,30 @@ tensors_headers = st.one_of(
                 optional={
                     "dtype": st.sampled_from(["F32", "I8", "BF16", "F4", "X", 3, None]),
                     "shape": st.lists(st.sampled_from([0, 1, 2, 3, -1, 2**40, 2**63]), max_size=3),
-                    "data_offsets": st.lists(st.sampled_from([0, 4, 6, 12, 24, -1, 2**62, 2**70]), max_size=3),
+                    "data_offsets": st.lists(
+                        st.sampled_from([0, 4, 6, 12, 24, -1, 2**62, 2**70]), max_size=3
+                    ),
                 },
             ),
-            "__metadata__": st.dictionaries(st.text(max_size=2), st.one_of(st.text(max_size=2), st.integers()), max_size=2),
+            "__metadata__": st.dictionaries(
+                st.text(max_size=2), st.one_of(st.text(max_size=2), st.integers()), max_size=2
+            ),
         },
     ).map(json.dumps),
-    st.sampled_from(["[" * 5000, '{"w":' * 3000, '{"w": NaN}', '{"w": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}, "w": 3}']),
+    st.sampled_from(
+        [
+            "[" * 5000,
+            '{"w":' * 3000,
+            '{"w": NaN}',
+            '{"w": {"dtype": "I8", "shape": [1], "data_offsets": [0, 1]}, "w": 3}',
+        ]
+    ),
 )
 
 
-def check_safetensors(path: Path, header: str, changes: list[tuple[str, float, bytes]], whole: bool) -> None:
+def check_safetensors(
+    path: Path, header: str, changes: list[tuple[str, float, bytes]], whole: bool
+) -> None:
     content = len(header.encode()).to_bytes(8, "little") + header.encode() + bytes(24)
     if whole:
         save_file({"w": torch.ones(4, 3), "v": torch.ones(5)}, path)
@@ -351,7 +429,9 @@ def test_any_safetensors_file(scratch: Path, header: str, changes: Any, whole: b
 @pytest.mark.usefixtures("unhurried")
 @settings(max_examples=N_STRESS, **QUIET)
 @given(header=tensors_headers, changes=st.one_of(st.just([]), mutations), whole=st.booleans())
-def test_any_safetensors_file_for_long(scratch: Path, header: str, changes: Any, whole: bool) -> None:
+def test_any_safetensors_file_for_long(
+    scratch: Path, header: str, changes: Any, whole: bool
+) -> None:
     check_safetensors(scratch / "x.safetensors", header, changes, whole)
 
 
@@ -362,12 +442,16 @@ def test_any_safetensors_file_for_long(scratch: Path, header: str, changes: Any,
     dtype=st.sampled_from(["u1", "<f4", ">i8", "bfloat16"]),
     offset=st.sampled_from([-1, 0, 1, 7, 2**63]),
 )
-def test_any_raw_file(scratch: Path, n_bytes: int, shape: tuple[int, ...], dtype: str, offset: int) -> None:
+def test_any_raw_file(
+    scratch: Path, n_bytes: int, shape: tuple[int, ...], dtype: str, offset: int
+) -> None:
     (scratch / "x.bin").write_bytes(bytes(n_bytes))
-    rows_or_refusal(lambda: MmapStore.raw(scratch / "x.bin", shape=shape, dtype=dtype, offset=offset), n_bytes)
+    rows_or_refusal(
+        lambda: MmapStore.raw(scratch / "x.bin", shape=shape, dtype=dtype, offset=offset), n_bytes
+    )
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 class Run:
@@ -375,12 +459,17 @@ class Run:
 
     def __init__(self) -> None:
         torch.manual_seed(1)
-        self.table, self.model = HostEmbedding(20, 3, name="table"), nn.Linear(3, 2)
+        self.table = HostEmbedding(20, 3, name="table")
+        self.model = nn.Linear(3, 2)
         self.parts: dict[str, Any] = {"table": self.table, "model": self.model}
 
     @property
     def values(self) -> list[bytes]:
-        arrays = [self.table.read(range(20)), *self.model.state_dict().values(), torch.get_rng_state()]
+        arrays = [
+            self.table.read(range(20)),
+            *self.model.state_dict().values(),
+            torch.get_rng_state(),
+        ]
         return [array.numpy().tobytes() for array in arrays]
 
 
@@ -392,7 +481,9 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def signed(directory: Path, body: Any) -> None:
     """Write a manifest whose checksum is right."""
     text = json.dumps(body)
-    (directory / "manifest.json").write_text(json.dumps({"crc32": zlib.crc32(text.encode()), "body": text}))
+    (directory / "manifest.json").write_text(
+        json.dumps({"crc32": zlib.crc32(text.encode()), "body": text})
+    )
 
 
 def forge(directory: Path, name: str, content: bytes) -> None:
@@ -401,7 +492,9 @@ def forge(directory: Path, name: str, content: bytes) -> None:
     body = json.loads(json.loads((directory / "manifest.json").read_text())["body"])
     body["files"][name] = {
         "bytes": len(content),
-        "crc32": [zlib.crc32(content[i : i + (16 << 20)]) for i in range(0, len(content), 16 << 20)],
+        "crc32": [
+            zlib.crc32(content[i : i + (16 << 20)]) for i in range(0, len(content), 16 << 20)
+        ],
     }
     signed(directory, body)
 
@@ -415,7 +508,8 @@ def refused_or_resumed(root: Path, whole: Path, change: Callable[[Path], object]
     try:
         checkpoint.resume(root, **run.parts)
     except errors.CheckpointError as error:
-        if "does not take over its state" not in str(error):  # that of the object itself, half of which it may have taken
+        if "does not take over its state" not in str(error):
+            # That of the object itself, half of which it may have taken.
             assert run.values == before, "refused, and changed all the same"
 
 
@@ -431,7 +525,11 @@ json_values = st.recursive(
     ),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from(["bytes", "crc32", "kind", "stores", "value", "../x", "a\0", ""]), inner, max_size=3),
+        st.dictionaries(
+            st.sampled_from(["bytes", "crc32", "kind", "stores", "value", "../x", "a\0", ""]),
+            inner,
+            max_size=3,
+        ),
     ),
     max_leaves=6,
 )
@@ -467,17 +565,25 @@ places = st.sampled_from(
 
 @settings(max_examples=50, **QUIET)
 @given(name=st.sampled_from(FILES), changes=mutations, forged=st.booleans())
-def test_any_file_of_a_checkpoint(scratch: Path, whole: Path, name: str, changes: Any, forged: bool) -> None:
+def test_any_file_of_a_checkpoint(
+    scratch: Path, whole: Path, name: str, changes: Any, forged: bool
+) -> None:
     content = mutated((whole / name).read_bytes(), changes)
     forged = forged and name != "manifest.json"
     refused_or_resumed(
-        scratch / "run", whole, lambda directory: forge(directory, name, content) if forged else (directory / name).write_bytes(content)
+        scratch / "run",
+        whole,
+        lambda directory: (
+            forge(directory, name, content) if forged else (directory / name).write_bytes(content)
+        ),
     )
 
 
 @settings(max_examples=50, **QUIET)
 @given(path=places, value=json_values)
-def test_any_manifest_of_a_checkpoint(scratch: Path, whole: Path, path: list[str], value: Any) -> None:
+def test_any_manifest_of_a_checkpoint(
+    scratch: Path, whole: Path, path: list[str], value: Any
+) -> None:
     body = changed_body(whole, path, value)
     refused_or_resumed(scratch / "run", whole, lambda directory: signed(directory, body))
 
@@ -486,11 +592,17 @@ def test_any_manifest_of_a_checkpoint(scratch: Path, whole: Path, path: list[str
 @pytest.mark.usefixtures("unhurried")
 @settings(max_examples=N_STRESS // 2, **QUIET)
 @given(name=st.sampled_from(FILES), changes=mutations, forged=st.booleans())
-def test_any_file_of_a_checkpoint_for_long(scratch: Path, whole: Path, name: str, changes: Any, forged: bool) -> None:
+def test_any_file_of_a_checkpoint_for_long(
+    scratch: Path, whole: Path, name: str, changes: Any, forged: bool
+) -> None:
     content = mutated((whole / name).read_bytes(), changes)
     forged = forged and name != "manifest.json"
     refused_or_resumed(
-        scratch / "run", whole, lambda directory: forge(directory, name, content) if forged else (directory / name).write_bytes(content)
+        scratch / "run",
+        whole,
+        lambda directory: (
+            forge(directory, name, content) if forged else (directory / name).write_bytes(content)
+        ),
     )
 
 
@@ -498,7 +610,9 @@ def test_any_file_of_a_checkpoint_for_long(scratch: Path, whole: Path, name: str
 @pytest.mark.usefixtures("unhurried")
 @settings(max_examples=N_STRESS // 2, **QUIET)
 @given(path=places, value=json_values)
-def test_any_manifest_of_a_checkpoint_for_long(scratch: Path, whole: Path, path: list[str], value: Any) -> None:
+def test_any_manifest_of_a_checkpoint_for_long(
+    scratch: Path, whole: Path, path: list[str], value: Any
+) -> None:
     body = changed_body(whole, path, value)
     refused_or_resumed(scratch / "run", whole, lambda directory: signed(directory, body))
 
@@ -514,13 +628,19 @@ class Executed:
 
 @pytest.mark.parametrize("name", ["model.pt", "random.pt", "table.npy"])
 @pytest.mark.parametrize("how", ["pickle", "torch"])
-def test_no_code_of_a_checkpoint_is_executed(scratch: Path, whole: Path, name: str, how: str) -> None:
+def test_no_code_of_a_checkpoint_is_executed(
+    scratch: Path, whole: Path, name: str, how: str
+) -> None:
     file = io.BytesIO()
     torch.save({"weight": Executed()}, file) if how == "torch" else pickle.dump(Executed(), file)
-    refused_or_resumed(scratch / "run", whole, lambda directory: forge(directory, name, file.getvalue()))
+    refused_or_resumed(
+        scratch / "run", whole, lambda directory: forge(directory, name, file.getvalue())
+    )
     objects = io.BytesIO()
     np.save(objects, np.array([Executed()] * 20, dtype=object), allow_pickle=True)
-    refused_or_resumed(scratch / "run", whole, lambda directory: forge(directory, "table.npy", objects.getvalue()))
+    refused_or_resumed(
+        scratch / "run", whole, lambda directory: forge(directory, "table.npy", objects.getvalue())
+    )
 
 
 HOSTILE: dict[str, Callable[[Path], Any]] = {
@@ -537,11 +657,15 @@ FORGED: dict[str, bytes] = {
     "nothing": b"",
     "no .npy file": b"PK\x03\x04",
     "a damaged header": npy_file("{'descr': '<f4', 'fortran_order': 1, 'shape': (20, 3)}", 1, 240),
-    "fewer rows than told": npy_file("{'descr': '<f4', 'fortran_order': False, 'shape': (2000, 3)}", 1, 0),
+    "fewer rows than told": npy_file(
+        "{'descr': '<f4', 'fortran_order': False, 'shape': (2000, 3)}", 1, 0
+    ),
     "another shape": npy_file("{'descr': '<f4', 'fortran_order': False, 'shape': (20, 4)}", 1, 240),
     "another order": npy_file("{'descr': '<f4', 'fortran_order': True, 'shape': (20, 3)}", 1, 240),
     "another dtype": npy_file("{'descr': '<f8', 'fortran_order': False, 'shape': (20, 3)}", 1, 240),
-    "the other byte order": npy_file("{'descr': '>f4', 'fortran_order': False, 'shape': (20, 3)}", 1, 240),
+    "the other byte order": npy_file(
+        "{'descr': '>f4', 'fortran_order': False, 'shape': (20, 3)}", 1, 240
+    ),
     "objects": npy_file("{'descr': '|O', 'fortran_order': False, 'shape': (20, 3)}", 1, 240),
     "a single number": npy_file("{'descr': '<f4', 'fortran_order': False, 'shape': ()}", 1, 240),
 }
@@ -569,7 +693,9 @@ def _linked_outside(path: Path) -> None:
 
 @pytest.mark.parametrize("how", HOSTILE)
 @pytest.mark.parametrize("name", FILES)
-def test_what_stands_for_a_file_of_a_checkpoint(scratch: Path, whole: Path, name: str, how: str) -> None:
+def test_what_stands_for_a_file_of_a_checkpoint(
+    scratch: Path, whole: Path, name: str, how: str
+) -> None:
     root = scratch / "run"
     shutil.rmtree(root, ignore_errors=True)
     HOSTILE[how](Path(shutil.copytree(whole, root / whole.name)) / name)

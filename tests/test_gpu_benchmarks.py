@@ -137,7 +137,9 @@ def test_a_part_that_hangs_is_killed_and_its_cells_are_kept(tmp_path: Path) -> N
 def test_a_part_that_dies_is_recorded_and_leaves_its_time_to_others(tmp_path: Path) -> None:
     chosen = [part("dying"), part("quick", share=3.0)]
     out = tmp_path / "out"
-    written = run_parts(chosen, seconds=120, out=out, device="cpu", command="a test", prefix="test", least_s=0)
+    written = run_parts(
+        chosen, seconds=120, out=out, device="cpu", command="a test", prefix="test", least_s=0
+    )
     dying, quick = (json.loads(path.read_text()) for path in written)
     assert dying["status"] == "crashed with exit status 3"
     assert [cell["n"] for cell in dying["cells"]] == [1]
@@ -150,7 +152,9 @@ def test_a_part_that_dies_is_recorded_and_leaves_its_time_to_others(tmp_path: Pa
 
 
 def test_a_part_without_time_is_not_started(tmp_path: Path) -> None:
-    written = run_parts([part("quick")], seconds=0, out=tmp_path, device="cpu", command="a test", prefix="test")
+    written = run_parts(
+        [part("quick")], seconds=0, out=tmp_path, device="cpu", command="a test", prefix="test"
+    )
     assert json.loads(written[0].read_text())["status"] == "not started"
 
 

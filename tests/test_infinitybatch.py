@@ -26,9 +26,13 @@ from pinfeed.compat.infinitybatch.tools import (
     is_equal_with_error,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore::pinfeed.compat.infinitybatch.InfinityBatchWarning")  # no CUDA; the same devices
+# No CUDA; the same devices.
+pytestmark = pytest.mark.filterwarnings("ignore::pinfeed.compat.infinitybatch.InfinityBatchWarning")
 
-N, IN, OUT, BATCH = 40, 6, 3, 12
+N = 40
+IN = 6
+OUT = 3
+BATCH = 12
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +46,10 @@ def one_thread() -> Iterator[None]:
 def loader() -> "DataLoader[Any]":
     generator = torch.Generator().manual_seed(5)
     return DataLoader(
-        TensorDataset(torch.randn(N, IN, generator=generator), torch.randint(OUT, (N,), generator=generator)), batch_size=BATCH
+        TensorDataset(
+            torch.randn(N, IN, generator=generator), torch.randint(OUT, (N,), generator=generator)
+        ),
+        batch_size=BATCH,
     )
 
 
@@ -51,7 +58,9 @@ def MyModel(middle: nn.Module | None = None) -> nn.Module:
     return nn.Sequential(nn.Linear(IN, 8), middle or nn.Tanh(), nn.Linear(8, OUT))
 
 
-def by_hand(n_epochs: int, model: nn.Module | None = None) -> tuple[nn.Module, list[list[tuple[float, int]]]]:
+def by_hand(
+    n_epochs: int, model: nn.Module | None = None
+) -> tuple[nn.Module, list[list[tuple[float, int]]]]:
     model = model or MyModel()
     optimizer, losses = torch.optim.Adam(model.parameters()), []
     for _ in range(n_epochs):
@@ -79,8 +88,12 @@ def assert_equal(ib: Any, model: nn.Module, losses: list[list[tuple[float, int]]
     for a, b in zip(ib.model.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(a.cpu(), b)
     if losses is not None:
-        assert [[n for _, n in epoch] for epoch in ib.losses] == [[n for _, n in epoch] for epoch in losses]
-        assert [x for epoch in ib.losses for x, _ in epoch] == pytest.approx([x for epoch in losses for x, _ in epoch], rel=1e-5)
+        assert [[n for _, n in epoch] for epoch in ib.losses] == [
+            [n for _, n in epoch] for epoch in losses
+        ]
+        assert [x for epoch in ib.losses for x, _ in epoch] == pytest.approx(
+            [x for epoch in losses for x, _ in epoch], rel=1e-5
+        )
 
 
 def test_simple_use_case(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,7 +127,10 @@ def test_custom_use_case(as_printed: bool, chunk_size: int | None) -> None:
             ib.step()
             ib.zero_grad()
     assert_equal(ib, by_hand(3)[0], None)
-    assert ib.chosen.strategy == ("plain" if chunk_size is None else "two_pass") or ib.chosen.chunk_size == 4
+    assert (
+        ib.chosen.strategy == ("plain" if chunk_size is None else "two_pass")
+        or ib.chosen.chunk_size == 4
+    )
 
 
 def test_a_loop_of_its_own_calls() -> None:
@@ -128,7 +144,8 @@ def test_a_loop_of_its_own_calls() -> None:
             ib.zero_grad()
     assert_equal(ib, *by_hand(2))
     ib.epochstart_()
-    for inputs, targets in loader():  # not through ib.dataloader
+    for inputs, targets in loader():
+        # Not through ib.dataloader
         ib.batch_(inputs)
         ib.targets[-1].append(targets)
         ib.loss()
@@ -151,11 +168,20 @@ def test_all_at_once_and_a_loss_of_the_whole_batch() -> None:
             spread(other(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-    ib = infinitybatch.InfinityBatch(model, torch.optim.SGD(model.parameters(), lr=0.1), spread, loader(), "cpu", False, chunk_size=5)
+    ib = infinitybatch.InfinityBatch(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        spread,
+        loader(),
+        "cpu",
+        False,
+        chunk_size=5,
+    )
     ib.train(2)
     assert_equal(ib, other, None)
     ib.train(1)
-    assert len(ib.losses) == 1  # train begins anew
+    # Train begins anew
+    assert len(ib.losses) == 1
 
 
 @pytest.mark.parametrize("strategy", ["plain", "two_pass", "checkpoint", "offload"])
@@ -168,13 +194,17 @@ def test_every_strategy_gives_the_same(strategy: str) -> None:
 def test_batch_norm_sees_the_whole_batch() -> None:
     middle = nn.BatchNorm1d(8)
     model = MyModel(middle)
-    ib = infinitybatch.InfinityBatch(model, torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss(), loader(), verbose=False)
+    ib = infinitybatch.InfinityBatch(
+        model, torch.optim.Adam(model.parameters()), nn.CrossEntropyLoss(), loader(), verbose=False
+    )
     ib.train(2)
     other, losses = by_hand(2, MyModel(nn.BatchNorm1d(8)))
     assert_equal(ib, other, losses)
     assert is_equal_network(model, other)
     for options in ({"chunk_size": 5}, {"chunk_size": 5, "strategy": "two_pass"}):
-        small = infinitybatch.InfinityBatch(model, ib.optimizer, ib.criterion, loader(), verbose=False, **options)
+        small = infinitybatch.InfinityBatch(
+            model, ib.optimizer, ib.criterion, loader(), verbose=False, **options
+        )
         with pytest.raises(ValueError, match="normalizes over the batch"):
             small.epoch()
 
@@ -209,7 +239,8 @@ def test_memory_is_bounded() -> None:
     model = MyModel()
     for chunk_size, most in ((8, 0), (None, 10**9)):
         ib = infinitybatch.InfinityBatch(model, chunk_size=chunk_size, verbose=False)
-        ib.batch_(torch.randn(512, IN))  # the first batch is compared with the plain step
+        # The first batch is compared with the plain step.
+        ib.batch_(torch.randn(512, IN))
         saved.clear()
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = ib.batch_(torch.randn(512, IN))
@@ -226,11 +257,14 @@ def test_containers_keep_the_last_batch() -> None:
         return nn.functional.cross_entropy(outputs, targets)
 
     model = MyModel()
-    ib = infinitybatch.InfinityBatch(model, torch.optim.Adam(model.parameters()), criterion, loader(), verbose=False)
+    ib = infinitybatch.InfinityBatch(
+        model, torch.optim.Adam(model.parameters()), criterion, loader(), verbose=False
+    )
     ib.train(3)
     gc.collect()
     assert len(seen) == 24
-    assert sum(ref() is not None for ref in seen) <= 1  # the targets of the last batch
+    # The targets of the last batch.
+    assert sum(ref() is not None for ref in seen) <= 1
     assert [len(epoch) for epoch in ib.inputs] == [len(epoch) for epoch in ib.targets] == [0, 0, 1]
     assert ib.outputs[-1][-1].shape == (4, OUT)
     assert not ib.outputs[-1][-1].requires_grad
@@ -253,14 +287,18 @@ def test_structures_and_what_cannot_be_predicted() -> None:
             self.inner = nn.Linear(IN, 2)
 
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-            out = self.inner(x) if float(y.sum()) > -1e9 else x  # depends on data
+            # Depends on data
+            out = self.inner(x) if float(y.sum()) > -1e9 else x
             return {"a": out, "n": y.round().long()}
 
-    model, x, y = Two(), torch.randn(7, IN), torch.arange(7.0)
+    model = Two()
+    x = torch.randn(7, IN)
+    y = torch.arange(7.0)
     outputs = infinitybatch.InfinityBatch(model, verbose=False, chunk_size=3).batch_((x, y))
     assert torch.equal(outputs["n"], torch.arange(7))
     outputs["a"].square().sum().backward()
-    found, model.inner.weight.grad = model.inner.weight.grad, None
+    found = model.inner.weight.grad
+    model.inner.weight.grad = None
     model(x, y)["a"].square().sum().backward()
     torch.testing.assert_close(found, model.inner.weight.grad)
     ib = infinitybatch.InfinityBatch(model, verbose=False)
@@ -302,7 +340,9 @@ def test_what_is_missing_is_said() -> None:
     }  # fmt: skip
     for name in parts:
         ib = infinitybatch.InfinityBatch(**(parts | {name: None}), verbose=False)
-        with pytest.raises(infinitybatch.InfinityBatchError, match=f"{name} was not set; set it, as ib.{name}"):
+        with pytest.raises(
+            infinitybatch.InfinityBatchError, match=f"{name} was not set; set it, as ib.{name}"
+        ):
             ib.train(1)
     ib = infinitybatch.InfinityBatch(**(parts | {"dataloader": []}), verbose=False)
     for act, words in [
@@ -391,13 +431,22 @@ def test_determinize(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def manager(model: nn.Module, **options: Any) -> Any:
     return infinitybatch.InfinityBatch(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), loader(), verbose=False, **options
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(),
+        loader(),
+        verbose=False,
+        **options,
     )
 
 
 @pytest.mark.parametrize(
     "layer",
-    [lambda x: x - x.mean(0), lambda x: functional.batch_norm(x, None, None, training=True), lambda x: x + x.roll(1, 0)],
+    [
+        lambda x: x - x.mean(0),
+        lambda x: functional.batch_norm(x, None, None, training=True),
+        lambda x: x + x.roll(1, 0),
+    ],
     ids=["minus the mean", "F.batch_norm", "the sample before"],
 )
 def test_a_model_whose_samples_see_each_other_is_refused(layer: Any) -> None:
@@ -422,7 +471,9 @@ def test_buffers_take_one_step_for_each_batch() -> None:
 
     model = MyModel(Counts())
     ib = manager(model, chunk_size=5, strategy="two_pass")
-    with pytest.warns(UserWarning, match="strategy='two_pass' does not give the gradients of the plain step"):
+    with pytest.warns(
+        UserWarning, match="strategy='two_pass' does not give the gradients of the plain step"
+    ):
         ib.epoch()
     assert model[1].count == N
 

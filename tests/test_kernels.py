@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from pinfeed.devices import kernels
 from pinfeed.devices.kernels import MAX_TABLES, SOURCE, Move, launches
 
-# What CUDA gives a kernel. Alignment is checked at every access: a GPU stops at a word that is not where it must be.
+# What CUDA gives a kernel. Alignment is checked at every access: a GPU stops at a word that is not
+# where it must be.
 CUDA = r"""
 #include <cstdint>
 struct alignas(16) uint4 { unsigned x, y, z, w; };
@@ -55,22 +56,35 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     folder = tmp_path_factory.mktemp("kernels")
     (folder / "kernels.cpp").write_text(CUDA + SOURCE + RUN)
     options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-Wall", "-Wno-unknown-pragmas", "-Werror"]
-    subprocess.run([compiler, *options, "-o", folder / "kernels.so", folder / "kernels.cpp"], check=True)
+    subprocess.run(
+        [compiler, *options, "-o", folder / "kernels.so", folder / "kernels.cpp"], check=True
+    )
     function: Any = ctypes.CDLL(str(folder / "kernels.so")).run
     function.restype = ctypes.c_longlong
     table = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_longlong, ctypes.c_int]
-    function.argtypes = [ctypes.c_uint, ctypes.c_uint, ctypes.c_int, ctypes.c_void_p, ctypes.c_uint, *table * MAX_TABLES]
+    function.argtypes = [
+        ctypes.c_uint,
+        ctypes.c_uint,
+        ctypes.c_int,
+        ctypes.c_void_p,
+        ctypes.c_uint,
+        *table * MAX_TABLES,
+    ]
     return function
 
 
-def bytes_at(offset: int, shape: tuple[int, int], rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+def bytes_at(
+    offset: int, shape: tuple[int, int], rng: np.random.Generator
+) -> tuple[np.ndarray, np.ndarray]:
     """Rows of random bytes that begin so far after a multiple of 16, and the memory that they lie in, with room on both sides."""
     whole = rng.integers(256, size=shape[0] * shape[1] + 96, dtype=np.uint8)
     begin = -whole.ctypes.data % 16 + 32 + offset
     return whole[begin : begin + shape[0] * shape[1]].reshape(shape), whole
 
 
-SIZES = st.lists(st.sampled_from([1, 2, 3, 4, 7, 8, 12, 16, 24, 48, 100, 512, 600, 4096]), min_size=1, max_size=6)
+SIZES = st.lists(
+    st.sampled_from([1, 2, 3, 4, 7, 8, 12, 16, 24, 48, 100, 512, 600, 4096]), min_size=1, max_size=6
+)
 
 
 @settings(deadline=None, max_examples=150)
@@ -84,15 +98,35 @@ SIZES = st.lists(st.sampled_from([1, 2, 3, 4, 7, 8, 12, 16, 24, 48, 100, 512, 60
     seed=st.integers(0, 99),
 )
 def test_rows_come_and_go(
-    run: Run, sizes: list[int], offsets: list[int], n_table: int, share: float, shape: tuple[int, int], step: int, seed: int
+    run: Run,
+    sizes: list[int],
+    offsets: list[int],
+    n_table: int,
+    share: float,
+    shape: tuple[int, int],
+    step: int,
+    seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
     rows = np.flatnonzero(rng.random(n_table) < share).astype(np.int64)
-    tables, memory = zip(*(bytes_at(offset, (n_table, size), rng) for size, offset in zip(sizes, offsets, strict=False)), strict=True)
-    packed, _room = zip(
-        *(bytes_at(offset, (len(rows), size), rng) for size, offset in zip(sizes, reversed(offsets), strict=False)), strict=True
+    tables, memory = zip(
+        *(
+            bytes_at(offset, (n_table, size), rng)
+            for size, offset in zip(sizes, offsets, strict=False)
+        ),
+        strict=True,
     )
-    moves = [Move(table.ctypes.data, there.ctypes.data, size) for table, there, size in zip(tables, packed, sizes, strict=True)]
+    packed, _room = zip(
+        *(
+            bytes_at(offset, (len(rows), size), rng)
+            for size, offset in zip(sizes, reversed(offsets), strict=False)
+        ),
+        strict=True,
+    )
+    moves = [
+        Move(table.ctypes.data, there.ctypes.data, size)
+        for table, there, size in zip(tables, packed, sizes, strict=True)
+    ]
     before = [whole.copy() for whole in memory]
 
     def move(gather: bool) -> None:
@@ -120,10 +154,14 @@ def test_rows_come_and_go(
         np.testing.assert_array_equal(whole[begin + table.size :], was[begin + table.size :])
 
 
-@pytest.mark.parametrize(("sizes", "n_rows"), [([512] * 3, 10**7), ([1], 10**9), ([1 << 29], 5), ([600 << 10, 4], 10**5)])
+@pytest.mark.parametrize(
+    ("sizes", "n_rows"), [([512] * 3, 10**7), ([1], 10**9), ([1 << 29], 5), ([600 << 10, 4], 10**5)]
+)
 def test_a_launch_counts_words_in_32_bits(sizes: list[int], n_rows: int) -> None:
     done = 0
-    for n_blocks, (_rows, n, *rest) in launches(1 << 40, n_rows, [Move(0, 0, size) for size in sizes], 32):
+    for n_blocks, (_rows, n, *rest) in launches(
+        1 << 40, n_rows, [Move(0, 0, size) for size in sizes], 32
+    ):
         assert n_blocks == 32
         assert _rows == (1 << 40) + 8 * done
         assert rest[1] == done * sizes[0]
@@ -132,14 +170,28 @@ def test_a_launch_counts_words_in_32_bits(sizes: list[int], n_rows: int) -> None
     assert done == n_rows
 
 
-@pytest.mark.parametrize(("sizes", "n_rows", "n_blocks"), [([24], 6, 1), ([512], 1000, 63), ([64, 1, 512], 32, 2), ([512], 8192, 64)])
+@pytest.mark.parametrize(
+    ("sizes", "n_rows", "n_blocks"),
+    [([24], 6, 1), ([512], 1000, 63), ([64, 1, 512], 32, 2), ([512], 8192, 64)],
+)
 def test_a_small_batch_takes_few_blocks(sizes: list[int], n_rows: int, n_blocks: int) -> None:
-    assert [blocks for blocks, _ in launches(0, n_rows, [Move(0, 0, size) for size in sizes], 64)] == [n_blocks]
+    assert [
+        blocks for blocks, _ in launches(0, n_rows, [Move(0, 0, size) for size in sizes], 64)
+    ] == [n_blocks]
 
 
 @pytest.mark.parametrize(
     ("table", "packed", "row_nbytes", "width"),
-    [(0, 0, 512, 16), (8, 0, 512, 8), (0, 4, 512, 4), (16, 16, 24, 8), (16, 16, 12, 4), (16, 2, 16, 2), (0, 0, 7, 1), (1, 0, 16, 1)],
+    [
+        (0, 0, 512, 16),
+        (8, 0, 512, 8),
+        (0, 4, 512, 4),
+        (16, 16, 24, 8),
+        (16, 16, 12, 4),
+        (16, 2, 16, 2),
+        (0, 0, 7, 1),
+        (1, 0, 16, 1),
+    ],
 )
 def test_the_widest_word_that_fits(table: int, packed: int, row_nbytes: int, width: int) -> None:
     assert Move(table, packed, row_nbytes).width == width
@@ -163,12 +215,16 @@ def spilled(architecture: int, source: str = SOURCE) -> dict[str, int]:
     options = [b"-std=c++17", b"--gpu-architecture=sm_%d" % architecture, b"--ptxas-options=-v"]
     result = nvrtc.nvrtcCompileProgram(program, len(options), options)
     log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
-    checked(nvrtc.nvrtcGetProgramLog(program, log))  # the binding writes into it
+    # The binding writes into it.
+    checked(nvrtc.nvrtcGetProgramLog(program, log))
     text = log.decode()
     assert result[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS, text
     assert checked(nvrtc.nvrtcGetCUBINSize(program)) > 0
     checked(nvrtc.nvrtcDestroyProgram(program))
-    return {name: int(nbytes) for name, nbytes in re.findall(r"properties for (\w+)\n.*?(\d+) bytes spill stores", text)}
+    return {
+        name: int(nbytes)
+        for name, nbytes in re.findall(r"properties for (\w+)\n.*?(\d+) bytes spill stores", text)
+    }
 
 
 @pytest.mark.parametrize("architecture", [75, 80, 90, 100])
@@ -179,7 +235,8 @@ def test_they_compile_for_gpus_and_spill_no_register(architecture: int) -> None:
 def test_spilled_registers_are_noticed() -> None:
     bounds = "__launch_bounds__(512)"
     assert bounds in SOURCE
-    assert min(spilled(90, SOURCE.replace(bounds, "__launch_bounds__(1024, 2)")).values()) > 0  # 32 registers for a thread
+    # 32 registers for a thread.
+    assert min(spilled(90, SOURCE.replace(bounds, "__launch_bounds__(1024, 2)")).values()) > 0
 
 
 def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -209,8 +266,20 @@ def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatc
         def get_function(self, name: str) -> Callable[..., None]:
             def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
                 assert current == [3, (0, 77)]
-                assert [argument.nbytes for argument in arguments] == [8, 4, *[8, 8, 8, 4] * MAX_TABLES]
-                assert run(*grid, *block, name == "gather_rows", *(int(argument) for argument in arguments)) == 0
+                assert [argument.nbytes for argument in arguments] == [
+                    8,
+                    4,
+                    *[8, 8, 8, 4] * MAX_TABLES,
+                ]
+                assert (
+                    run(
+                        *grid,
+                        *block,
+                        name == "gather_rows",
+                        *(int(argument) for argument in arguments),
+                    )
+                    == 0
+                )
 
             return launch
 

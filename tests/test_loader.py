@@ -20,7 +20,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler, IterableDataset, RandomSampler, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    TensorDataset,
+)
 
 from pinfeed import errors, wrap_loader
 from pinfeed.devices.cpu import HostDevice
@@ -43,7 +51,12 @@ class CopyingDevice(HostDevice):
 
     def adopt(self, part: Any, stream: Any) -> Any:
         value = part.host_value
-        plain = type(value) is torch.Tensor and value.layout is torch.strided and not value.is_nested and not value.requires_grad
+        plain = (
+            type(value) is torch.Tensor
+            and value.layout is torch.strided
+            and not value.is_nested
+            and not value.requires_grad
+        )
         return None if plain else value.to("cpu")
 
     def reaches(self, source: Any) -> bool:
@@ -98,8 +111,11 @@ class Numbers(Dataset[Any]):
 class Stream(IterableDataset[Any]):
     """The same, split among the workers."""
 
-    def __init__(self, make: Callable[[float], Any] = torch.tensor, *, length: int | None = None) -> None:
-        self.make, self.length = make, length
+    def __init__(
+        self, make: Callable[[float], Any] = torch.tensor, *, length: int | None = None
+    ) -> None:
+        self.make = make
+        self.length = length
 
     def __iter__(self) -> Iterator[Any]:
         info = torch.utils.data.get_worker_info()
@@ -113,11 +129,17 @@ class SizedStream(Stream):
 
 
 def structured(x: float) -> dict[str, Any]:
-    return {"pair": Pair(torch.full((2, 3), x), int(x)), "name": f"sample {x}", "more": [(torch.tensor([x]), x)]}
+    return {
+        "pair": Pair(torch.full((2, 3), x), int(x)),
+        "name": f"sample {x}",
+        "more": [(torch.tensor([x]), x)],
+    }
 
 
 def as_sample(samples: list[Any]) -> Sample:
-    return Sample(torch.stack(samples), {"n": len(samples), "names": [str(sample) for sample in samples]})
+    return Sample(
+        torch.stack(samples), {"n": len(samples), "names": [str(sample) for sample in samples]}
+    )
 
 
 def same(a: Any, b: Any) -> bool:
@@ -125,7 +147,11 @@ def same(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+        return (
+            a.dtype == b.dtype
+            and a.shape == b.shape
+            and torch.equal(a.nan_to_num(), b.nan_to_num())
+        )
     if isinstance(a, dict):
         return list(a) == list(b) and all(same(a[key], b[key]) for key in a)
     if isinstance(a, (tuple, list)):
@@ -144,10 +170,12 @@ def starts(batches: Iterable[Any]) -> list[int]:
     return [int(batch[0]) for batch in batches]
 
 
-# ---- the same batches ------------------------------------------------------------------------------------------------
+# ---- the same batches ----------------------------------------------------------------------------
 
 LOADERS: dict[str, Callable[[], Any]] = {
-    "tensors": lambda: DataLoader(TensorDataset(torch.arange(N * 6.0).reshape(N, 2, 3), torch.arange(N)), batch_size=SIZE),
+    "tensors": lambda: DataLoader(
+        TensorDataset(torch.arange(N * 6.0).reshape(N, 2, 3), torch.arange(N)), batch_size=SIZE
+    ),
     "structured": lambda: DataLoader(Numbers(structured), batch_size=SIZE),
     "dataclasses": lambda: DataLoader(Numbers(), batch_size=SIZE, collate_fn=as_sample),
     "drop_last": lambda: DataLoader(Numbers(), batch_size=SIZE, drop_last=True),
@@ -169,7 +197,9 @@ def test_the_same_batches(make: Callable[[], Any], device: Any, depth: int) -> N
             assert all_same(loader, wanted)
 
 
-@pytest.mark.parametrize("dataset", [Numbers(structured), Stream(structured)], ids=["map", "iterable"])
+@pytest.mark.parametrize(
+    "dataset", [Numbers(structured), Stream(structured)], ids=["map", "iterable"]
+)
 def test_workers(dataset: Any, device: Any) -> None:
     bare = DataLoader(dataset, batch_size=2, num_workers=2)
     assert all_same(wrap_loader(bare, device=device), bare)
@@ -180,19 +210,25 @@ def test_persistent_workers() -> None:
     bare = DataLoader(Numbers(), batch_size=SIZE, num_workers=2, persistent_workers=True)
     with wrap_loader(bare, device="cpu") as loader:
         workers = set()
-        for last in (12, 4, 12):  # the second epoch is left
+        for last in (12, 4, 12):
+            # The second epoch is left.
             for batch in loader:
                 workers.add(tuple(process.pid for process in multiprocessing.active_children()))
                 if batch[0] == last:
                     break
             assert batch[0] == last
         assert len(workers) == 1
-    assert starts(bare) == STARTS  # it is the user's, and goes on
+    # It is the user's, and goes on.
+    assert starts(bare) == STARTS
 
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_an_empty_loader(device: Any, depth: int) -> None:
-    for bare in (DataLoader(TensorDataset(torch.empty(0, 3)), batch_size=2), DataLoader(Numbers(), batch_size=20, drop_last=True), []):
+    for bare in (
+        DataLoader(TensorDataset(torch.empty(0, 3)), batch_size=2),
+        DataLoader(Numbers(), batch_size=20, drop_last=True),
+        [],
+    ):
         loader = wrap_loader(bare, device=device, depth=depth)
         assert len(loader) == 0
         for _ in range(2):
@@ -202,7 +238,9 @@ def test_an_empty_loader(device: Any, depth: int) -> None:
 
 @pytest.mark.parametrize("dtype", NUMPY, ids=str)
 def test_dtypes(dtype: torch.dtype, device: Any) -> None:
-    batches = [torch.randint(0, 2, shape).to(dtype) for shape in [(3, 2), (), (0, 4), (5, 2), (2, 3, 1)]]
+    batches = [
+        torch.randint(0, 2, shape).to(dtype) for shape in [(3, 2), (), (0, 4), (5, 2), (2, 3, 1)]
+    ]
     for got, wanted in zip(wrap_loader(batches, device=device), batches, strict=True):
         assert (got.dtype, got.shape) == (wanted.dtype, wanted.shape)
         assert got.tolist() == wanted.tolist()
@@ -210,7 +248,16 @@ def test_dtypes(dtype: torch.dtype, device: Any) -> None:
 
 def test_tensors_in_any_layout_of_memory(device: Any) -> None:
     x = torch.arange(24.0).reshape(2, 3, 4)
-    views = [x.mT, x[:, ::2], x.expand(2, 2, 3, 4), x.flip(0), (x + 1j * x).conj(), (x + 1j * x).conj().imag, x[1:, 1:], x.permute(2, 0, 1)]
+    views = [
+        x.mT,
+        x[:, ::2],
+        x.expand(2, 2, 3, 4),
+        x.flip(0),
+        (x + 1j * x).conj(),
+        (x + 1j * x).conj().imag,
+        x[1:, 1:],
+        x.permute(2, 0, 1),
+    ]
     assert all_same(wrap_loader(views, device=device), views)
 
 
@@ -221,14 +268,16 @@ class Tagged(torch.Tensor):
 def special_tensors() -> list[Any]:
     x, ragged = torch.eye(4), [torch.ones(3), torch.ones(1)]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch calls some of them new
+        # torch calls some of them new.
+        warnings.simplefilter("ignore")
         return [
             x.to_sparse(),
             x.to_sparse_csr(),
             x.as_subclass(Tagged),
             torch.nn.Parameter(x),
             x.clone().requires_grad_(),
-            torch.max(x, dim=1),  # a tuple of torch's own
+            # A tuple of torch's own.
+            torch.max(x, dim=1),
             torch.nn.utils.rnn.pack_sequence(ragged),
             torch.nested.nested_tensor(ragged),
             torch.nested.nested_tensor(ragged, layout=torch.jagged),
@@ -244,7 +293,11 @@ def test_special_tensors(device: Any) -> None:
             assert getattr(got, "requires_grad", False) == getattr(value, "requires_grad", False)
 
 
-@pytest.mark.parametrize("leaf", ["text", b"bytes", None, 7, 2.5, np.arange(3), np.float32(1), {1, 2}, collections.deque([1])], ids=repr)
+@pytest.mark.parametrize(
+    "leaf",
+    ["text", b"bytes", None, 7, 2.5, np.arange(3), np.float32(1), {1, 2}, collections.deque([1])],
+    ids=repr,
+)
 def test_other_leaves_pass_through(leaf: Any, device: Any) -> None:
     for x, rest in wrap_loader([(torch.ones(2), {"leaf": [leaf]})], device=device):
         assert x.tolist() == [1, 1]
@@ -281,7 +334,8 @@ def test_kept_batches_stay_valid(device: Any) -> None:
     dataset = TensorDataset(torch.arange(200.0).reshape(100, 2))
     kept = list(wrap_loader(DataLoader(dataset, batch_size=5), device=device, depth=1))
     assert torch.equal(torch.cat([x for (x,) in kept]), dataset.tensors[0])
-    kept[3][0].zero_()  # the user's own
+    # The user's own
+    kept[3][0].zero_()
     assert torch.equal(kept[4][0], dataset.tensors[0][20:25])
     assert torch.equal(dataset.tensors[0][15], torch.tensor([30.0, 31.0]))
 
@@ -296,7 +350,7 @@ def test_a_loaders_own_containers_stay_as_they_are(device: Any) -> None:
     assert batch["x"][0] is x
 
 
-# ---- randomness ------------------------------------------------------------------------------------------------------
+# ---- randomness ----------------------------------------------------------------------------------
 
 
 def noisy(x: float) -> torch.Tensor:
@@ -314,9 +368,15 @@ def shuffling() -> Any:
 
 RANDOM: dict[str, Callable[[Callable[[Any], Any]], Any]] = {
     "shuffle": lambda wrap: wrap(shuffling()),
-    "replacement": lambda wrap: wrap(DataLoader(Numbers(), sampler=RandomSampler(range(N), replacement=True, num_samples=9))),
-    "generator": lambda wrap: wrap(DataLoader(Numbers(), shuffle=True, generator=torch.Generator().manual_seed(5))),
-    "workers": lambda wrap: wrap(DataLoader(Numbers(seeded), batch_size=7, shuffle=True, num_workers=2)),
+    "replacement": lambda wrap: wrap(
+        DataLoader(Numbers(), sampler=RandomSampler(range(N), replacement=True, num_samples=9))
+    ),
+    "generator": lambda wrap: wrap(
+        DataLoader(Numbers(), shuffle=True, generator=torch.Generator().manual_seed(5))
+    ),
+    "workers": lambda wrap: wrap(
+        DataLoader(Numbers(seeded), batch_size=7, shuffle=True, num_workers=2)
+    ),
     "two at a time": lambda wrap: Zipped(wrap(shuffling()), wrap(shuffling())),
 }
 
@@ -345,9 +405,13 @@ def trained(loader: Any) -> list[Any]:
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("make", RANDOM.values(), ids=RANDOM)
-def test_random_numbers_are_those_of_the_loader_alone(make: Callable[[Callable[[Any], Any]], Any], depth: int) -> None:
+def test_random_numbers_are_those_of_the_loader_alone(
+    make: Callable[[Callable[[Any], Any]], Any], depth: int
+) -> None:
     wanted = trained(make(lambda loader: loader))
-    assert same(trained(make(lambda loader: wrap_loader(loader, device="cpu", depth=depth))), wanted)
+    assert same(
+        trained(make(lambda loader: wrap_loader(loader, device="cpu", depth=depth))), wanted
+    )
 
 
 def test_an_iterator_draws_its_seed_when_it_is_made() -> None:
@@ -393,7 +457,7 @@ def test_a_loop_begins_in_the_callers_thread(depth: int, reader: str) -> None:
     assert bare.seen == ["MainThread", reader]
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def broken(x: float) -> torch.Tensor:
@@ -421,7 +485,10 @@ def stopping_collate(samples: list[Any]) -> torch.Tensor:
 
 
 def until_error(loader: Any, kind: type[BaseException]) -> tuple[list[int], BaseException]:
-    """First samples of the batches that came, and then the error. (pytest.raises would make a cycle of it and the loop's frames.)"""
+    """First samples of the batches that came, and then the error.
+
+    (pytest.raises would make a cycle of it and the loop's frames.)
+    """
     got: list[int] = []
     try:
         got.extend(int(batch[0]) for batch in loader)  # one by one
@@ -447,7 +514,8 @@ def frames(error: BaseException | None) -> list[str]:
 @pytest.mark.parametrize("dataset", [Numbers(broken), Stream(broken)], ids=["map", "iterable"])
 def test_errors_come_after_the_good_batches_with_their_traceback(dataset: Any, depth: int) -> None:
     loader = wrap_loader(DataLoader(dataset, batch_size=SIZE), device="cpu", depth=depth)
-    for _ in range(2):  # an error ends its loop, not the loader
+    for _ in range(2):
+        # An error ends its loop, not the loader.
         got, error = until_error(loader, KeyError)
         assert got == [0, 4]
         assert error.args == ("number nine",)
@@ -455,7 +523,10 @@ def test_errors_come_after_the_good_batches_with_their_traceback(dataset: Any, d
 
 
 def test_errors_of_workers_come_after_the_good_batches_with_their_traceback() -> None:
-    got, error = until_error(wrap_loader(DataLoader(Numbers(broken), batch_size=SIZE, num_workers=2), device="cpu"), KeyError)
+    got, error = until_error(
+        wrap_loader(DataLoader(Numbers(broken), batch_size=SIZE, num_workers=2), device="cpu"),
+        KeyError,
+    )
     assert got == [0, 4]
     assert "in broken" in str(error)
     let_go(error)
@@ -464,9 +535,20 @@ def test_errors_of_workers_come_after_the_good_batches_with_their_traceback() ->
 
 SILENT: dict[str, tuple[Callable[[], Any], str]] = {
     "StopIteration": (lambda: DataLoader(Numbers(stopping), batch_size=SIZE), "stopping"),
-    "StopIteration, no length": (lambda: DataLoader(Numbers(stopping), batch_sampler=BatchSampler(Endless(), SIZE, False)), "stopping"),
-    "StopIteration, collate": (lambda: DataLoader(Numbers(), batch_size=SIZE, collate_fn=stopping_collate), "stopping"),
-    "StopIteration, samples": (lambda: DataLoader(Numbers(lambda x: [stopping(x)]), sampler=range(0, N, 3), batch_size=None), "stopping"),
+    "StopIteration, no length": (
+        lambda: DataLoader(Numbers(stopping), batch_sampler=BatchSampler(Endless(), SIZE, False)),
+        "stopping",
+    ),
+    "StopIteration, collate": (
+        lambda: DataLoader(Numbers(), batch_size=SIZE, collate_fn=stopping_collate),
+        "stopping",
+    ),
+    "StopIteration, samples": (
+        lambda: DataLoader(
+            Numbers(lambda x: [stopping(x)]), sampler=range(0, N, 3), batch_size=None
+        ),
+        "stopping",
+    ),
     "StopIteration, iterable": (lambda: DataLoader(Stream(stopping), batch_size=SIZE), "stopping"),
     "SystemExit": (lambda: DataLoader(Numbers(exiting), batch_size=SIZE), "exiting"),
     "SystemExit, iterable": (lambda: DataLoader(Stream(exiting), batch_size=SIZE), "exiting"),
@@ -483,7 +565,9 @@ class Endless:
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize(("make", "where"), SILENT.values(), ids=SILENT)
-def test_what_would_end_the_loop_in_silence_is_an_error(make: Callable[[], Any], where: str, depth: int) -> None:
+def test_what_would_end_the_loop_in_silence_is_an_error(
+    make: Callable[[], Any], where: str, depth: int
+) -> None:
     got, error = until_error(wrap_loader(make(), device="cpu", depth=depth), errors.WorkerError)
     assert got in ([0, 4], [0, 3, 6])
     raised = r"raised (StopIteration\(\)|SystemExit\(3\)), which would end the loop in silence"
@@ -523,13 +607,18 @@ def test_system_exit_in_a_worker_is_an_error() -> None:
         else:
             print("silence")
         """
-    run = subprocess.run([sys.executable, "-c", "if True:" + program], capture_output=True, text=True, timeout=100)
+    run = subprocess.run(
+        [sys.executable, "-c", "if True:" + program], capture_output=True, text=True, timeout=100
+    )
     assert run.stdout.startswith("an error:"), run
 
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_an_interrupt_is_one(depth: int) -> None:
-    got, _ = until_error(wrap_loader(DataLoader(Numbers(interrupted), batch_size=SIZE), device="cpu", depth=depth), KeyboardInterrupt)
+    got, _ = until_error(
+        wrap_loader(DataLoader(Numbers(interrupted), batch_size=SIZE), device="cpu", depth=depth),
+        KeyboardInterrupt,
+    )
     assert got == [0, 4]
 
 
@@ -585,7 +674,8 @@ def test_an_error_at_the_begin_is_raised_there() -> None:
         for _ in range(2):
             with pytest.raises(KeyError, match="no batches today") as caught:
                 iter(loader)
-            kept.append(caught)  # as sys.last_exc is: no loop runs
+            # As sys.last_exc is: no loop runs.
+            kept.append(caught)
     for kind in (StopIteration, SystemExit):
         with pytest.raises(errors.WorkerError, match="no batches today"):
             iter(wrap_loader(Refusing(kind), device="cpu"))
@@ -628,7 +718,7 @@ def test_nothing_holds_the_loaders_iterator_after_an_error(depth: int) -> None:
         gc.enable()
 
 
-# ---- epochs, closing -------------------------------------------------------------------------------------------------
+# ---- epochs, closing -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -649,7 +739,8 @@ def test_workers_end_with_a_loop_that_is_left() -> None:
     iterator = iter(loader)
     assert len(multiprocessing.active_children()) == 2
     del iterator
-    loader.close()  # what was begun and never asked for a batch
+    # What was begun and never asked for a batch.
+    loader.close()
     assert not multiprocessing.active_children()
 
 
@@ -670,14 +761,17 @@ def test_two_loops_at_a_time() -> None:
     bare = DataLoader(Numbers(), batch_size=SIZE)
     with wrap_loader(bare, device="cpu") as loader:
         first = iter(loader)
-        for _ in range(2):  # before it has given a batch, and after
+        for _ in range(2):
+            # Before it has given a batch, and after.
             with pytest.raises(errors.ClosedError, match="loop over this feeder is running"):
                 iter(loader)
             next(first)
         assert starts(first) == [8, 12]
         assert starts(loader) == STARTS
         with wrap_loader(bare, device="cpu") as second:
-            assert [(int(a[0]), int(b[0])) for a, b in zip(loader, second, strict=True)] == [(i, i) for i in STARTS]
+            assert [(int(a[0]), int(b[0])) for a, b in zip(loader, second, strict=True)] == [
+                (i, i) for i in STARTS
+            ]
 
 
 def test_after_close() -> None:
@@ -727,7 +821,9 @@ class JoinedDevice(HostDevice):
 def test_a_wrapped_loader_is_a_loader() -> None:
     """The inner loop runs in the outer one's reader, and has ended when that has."""
     device = JoinedDevice()
-    loader = wrap_loader(wrap_loader(DataLoader(Numbers(), batch_size=SIZE), device=device), device="cpu")
+    loader = wrap_loader(
+        wrap_loader(DataLoader(Numbers(), batch_size=SIZE), device=device), device="cpu"
+    )
     try:
         assert starts(loader) == STARTS
         assert device.joined_by == ["pinfeed-read_0"], "nothing was written: there is no writer"
@@ -737,7 +833,7 @@ def test_a_wrapped_loader_is_a_loader() -> None:
                 thread.join()
 
 
-# ---- what it knows ---------------------------------------------------------------------------------------------------
+# ---- what it knows -------------------------------------------------------------------------------
 
 
 def test_attributes_are_the_loaders() -> None:
@@ -768,7 +864,9 @@ def test_what_the_loader_must_not_answer_for_it() -> None:
 
     loader = wrap_loader(Saving(Numbers()), device="cpu")
     assert not hasattr(loader, "_private")
-    with pytest.raises(AttributeError, match="Saving has no state_dict, so the loop cannot be resumed"):
+    with pytest.raises(
+        AttributeError, match="Saving has no state_dict, so the loop cannot be resumed"
+    ):
         loader.state_dict()
 
 
@@ -784,7 +882,9 @@ class Epochs(Numbers):
 
 
 def test_set_epoch_reaches_sampler_batch_sampler_and_dataset_once() -> None:
-    dataset, sampler, batch_sampler = Epochs(), Epochs(), Epochs()
+    dataset = Epochs()
+    sampler = Epochs()
+    batch_sampler = Epochs()
     batch_sampler.sampler = sampler  # type: ignore[attr-defined]
     for bare, told in (
         (DataLoader(dataset, sampler=sampler), [dataset, sampler]),
@@ -800,7 +900,11 @@ def test_set_epoch_reaches_sampler_batch_sampler_and_dataset_once() -> None:
 
 def test_set_epoch_shuffles_anew() -> None:
     def make() -> Any:
-        return DataLoader(Numbers(), batch_size=2, sampler=DistributedSampler(range(N), num_replicas=2, rank=1, shuffle=True))
+        return DataLoader(
+            Numbers(),
+            batch_size=2,
+            sampler=DistributedSampler(range(N), num_replicas=2, rank=1, shuffle=True),
+        )
 
     bare, loader = make(), wrap_loader(make(), device="cpu")
     epochs = []
@@ -833,7 +937,10 @@ def test_set_epoch_in_the_loop_is_refused_and_reaches_nobody() -> None:
 
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     for dataset, wanted in ((Numbers(), "4/4"), (Stream(), "4batch")):
-        assert starts(wrap_loader(DataLoader(dataset, batch_size=SIZE), device="cpu", progress=True)) == STARTS
+        assert (
+            starts(wrap_loader(DataLoader(dataset, batch_size=SIZE), device="cpu", progress=True))
+            == STARTS
+        )
         assert wanted in capsys.readouterr().err
     list(wrap_loader(DataLoader(Numbers()), device="cpu"))
     assert capsys.readouterr().err == ""
@@ -848,13 +955,23 @@ def test_stats_count_what_was_lent(device: Any, depth: int) -> None:
     assert (loader.stats.batches, loader.stats.rows, loader.stats.bytes) == (4, N, N * 20 * moved)
     for _ in loader:
         break
-    assert (loader.stats.batches, loader.stats.rows, loader.stats.bytes) == (5, N + SIZE, (N + SIZE) * 20 * moved)
+    assert (loader.stats.batches, loader.stats.rows, loader.stats.bytes) == (
+        5,
+        N + SIZE,
+        (N + SIZE) * 20 * moved,
+    )
     assert loader.stats.seconds >= loader.stats.wait_s > 0
 
 
 @pytest.mark.parametrize(
     ("batch", "n"),
-    [(torch.ones(3, 2), 3), (["a", torch.tensor(1.0), np.zeros((2, 5))], 2), (torch.tensor(1.0), 1), ("text", 1), ({}, 1)],
+    [
+        (torch.ones(3, 2), 3),
+        (["a", torch.tensor(1.0), np.zeros((2, 5))], 2),
+        (torch.tensor(1.0), 1),
+        ("text", 1),
+        ({}, 1),
+    ],
 )
 def test_stats_count_samples(batch: Any, n: int) -> None:
     loader = wrap_loader([batch], device="cpu")
@@ -866,7 +983,12 @@ def test_timeline(device: Any) -> None:
     loader = wrap_loader(DataLoader(Numbers(), batch_size=SIZE), device=device, timeline=True)
     list(loader)
     lanes = collections.Counter(span.lane for span in loader.timeline.spans)
-    assert (lanes["read"], lanes["wait"], lanes["compute"], lanes["copy"]) == (4, 4, 4, 0 if device == "cpu" else 4)
+    assert (lanes["read"], lanes["wait"], lanes["compute"], lanes["copy"]) == (
+        4,
+        4,
+        4,
+        0 if device == "cpu" else 4,
+    )
     with pytest.raises(errors.ArgumentError, match="timeline=True"):
         _ = wrap_loader([], device="cpu").timeline
 
@@ -874,7 +996,9 @@ def test_timeline(device: Any) -> None:
 def test_arguments() -> None:
     with pytest.raises(errors.ArgumentError, match="depth"):
         wrap_loader([], depth=-1)
-    with pytest.raises(errors.ArgumentError, match="loader=3 cannot be iterated; expected a DataLoader"):
+    with pytest.raises(
+        errors.ArgumentError, match="loader=3 cannot be iterated; expected a DataLoader"
+    ):
         wrap_loader(3)
     with pytest.raises(errors.DeviceError, match="'tpu'"):
         wrap_loader([], device="tpu")

@@ -20,13 +20,21 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 V2 = ("memory.max", "memory.current", "inactive_file")
 
 
-def group(directory: Path, limit: object, usage: object, cache: int | None, names: tuple[str, str, str] = V2) -> None:
+def group(
+    directory: Path,
+    limit: object,
+    usage: object,
+    cache: int | None,
+    names: tuple[str, str, str] = V2,
+) -> None:
     """Files of one control group; ``cache=None``: it has no memory.stat."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / names[0]).write_text(f"{limit}\n")
     (directory / names[1]).write_text(f"{usage}\n")
     if cache is not None:
-        (directory / "memory.stat").write_text(f"anon 7\ninactive_anon 500\n{names[2]} {cache}\nactive_file 900\nx{names[2]} 300\n")
+        (directory / "memory.stat").write_text(
+            f"anon 7\ninactive_anon 500\n{names[2]} {cache}\nactive_file 900\nx{names[2]} 300\n"
+        )
 
 
 def free(tmp_path: Path, *lines: str) -> int:
@@ -70,7 +78,10 @@ def test_version_2_without_any_limit(tmp_path: Path) -> None:
 
 def test_version_1(tmp_path: Path) -> None:
     group(tmp_path / "fs/memory/app/job", 10_000, 4000, 1000, V1)
-    assert free(tmp_path, "9:name=systemd:/app/job", "4:cpu,memory:/app/job", "1:cpu:/", "0::/") == 7000
+    assert (
+        free(tmp_path, "9:name=systemd:/app/job", "4:cpu,memory:/app/job", "1:cpu:/", "0::/")
+        == 7000
+    )
 
 
 def test_version_1_nested(tmp_path: Path) -> None:
@@ -112,7 +123,14 @@ def test_limits_by_name(tmp_path: Path) -> None:
     ("files", "quota"),
     [
         ({"fs/app/cpu.max": "150000 100000"}, 1.5),
-        ({"fs/app/job/cpu.max": "max 100000", "fs/app/cpu.max": "400000 100000", "fs/cpu.max": "200000 100000"}, 2.0),
+        (
+            {
+                "fs/app/job/cpu.max": "max 100000",
+                "fs/app/cpu.max": "400000 100000",
+                "fs/cpu.max": "200000 100000",
+            },
+            2.0,
+        ),
         ({"fs/app/job/cpu.max": "max 100000"}, None),
         ({"fs/cpu/app/cpu.cfs_quota_us": "50000", "fs/cpu/app/cpu.cfs_period_us": "100000"}, 0.5),
         ({"fs/cpu/app/cpu.cfs_quota_us": "-1", "fs/cpu/app/cpu.cfs_period_us": "100000"}, None),
@@ -120,7 +138,9 @@ def test_limits_by_name(tmp_path: Path) -> None:
         ({}, None),
     ],
 )
-def test_cores_that_groups_grant(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+def test_cores_that_groups_grant(
+    files: dict[str, str], quota: float | None, tmp_path: Path
+) -> None:
     for name, text in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(f"{text}\n")
@@ -148,7 +168,9 @@ def test_a_group_that_says_nothing_of_its_cache_still_limits(tmp_path: Path) -> 
     assert free(tmp_path, "0::/app") == 6000
 
 
-@pytest.mark.parametrize("stat", ["", "\n", "inactive_file\n", "inactive_file many\n", "inactive_anon 5\n"])
+@pytest.mark.parametrize(
+    "stat", ["", "\n", "inactive_file\n", "inactive_file many\n", "inactive_anon 5\n"]
+)
 def test_a_cache_that_cannot_be_read_counts_as_used(tmp_path: Path, stat: str) -> None:
     group(tmp_path / "fs/app", 10_000, 4000, None)
     (tmp_path / "fs/app/memory.stat").write_text(stat)
@@ -200,11 +222,14 @@ print(free_host_bytes())
 """
     if resource.getrlimit(getattr(resource, limit))[1] != resource.RLIM_INFINITY:
         pytest.skip("a limit is set already, and cannot be raised")
-    out = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True).stdout.split()
+    out = subprocess.run(
+        [sys.executable, "-c", program], check=True, capture_output=True, text=True
+    ).stdout.split()
     unbound, before, taken, wrong, none = map(int, out)
     assert before < 1 << 32
     assert none == 0
-    if unbound > 1 << 33:  # so that it is this limit that counts
+    if unbound > 1 << 33:
+        # So that it is this limit that counts.
         assert abs(taken - (1 << 26)) < 1 << 22
         assert abs(wrong) < 1 << 22
 
@@ -230,7 +255,12 @@ from pinfeed.training.trainer.recorder import Recorder
 
 def without_proc(program: str, *arguments: str) -> str:
     """What a program prints where there is no ``/proc``."""
-    done = subprocess.run([sys.executable, "-c", HIDDEN + program, *arguments], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", HIDDEN + program, *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
@@ -298,9 +328,13 @@ recorder.history.draw(sys.argv[1])
 
 
 @pytest.mark.parametrize("missing", ["RssAnon", "VmHWM"])
-def test_kinds_that_the_kernel_does_not_tell(missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_that_the_kernel_does_not_tell(
+    missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     lines = Path("/proc/self/status").read_text().splitlines(keepends=True)
-    (tmp_path / "status").write_text("".join(line for line in lines if not line.startswith(f"{missing}:")))
+    (tmp_path / "status").write_text(
+        "".join(line for line in lines if not line.startswith(f"{missing}:"))
+    )
     monkeypatch.setattr("pinfeed.memory.host._STATUS", str(tmp_path / "status"))
     found = resident_bytes()
     assert (found["anonymous"] is None) == (missing == "RssAnon")
@@ -310,14 +344,17 @@ def test_kinds_that_the_kernel_does_not_tell(missing: str, tmp_path: Path, monke
 @pytest.mark.parametrize("platform", ["darwin", "win32"])
 def test_other_systems_are_refused_at_import(platform: str) -> None:
     program = f"import sys; sys.platform = {platform!r}; import pinfeed"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert f"ImportError: pinfeed runs on Linux, and this is {platform}" in done.stderr
 
 
 def test_memory_of_worker_processes_is_not_called_page_locked() -> None:
     before = ProcessMemory.now()
-    held = torch.zeros(MiB(32), dtype=torch.uint8).share_memory_()  # as a worker process hands a batch over
+    # As a worker process hands a batch over.
+    held = torch.zeros(MiB(32), dtype=torch.uint8).share_memory_()
     held.fill_(1)
     now = ProcessMemory.now()
     assert now.shared is not None
@@ -352,7 +389,8 @@ def test_resident_memory_is_told_by_kind(tmp_path: Path) -> None:
 )
 def test_a_loop_that_writes_back_takes_the_memory_that_was_planned(sizes: list[int]) -> None:
     x = np.ones((200, 4096), np.float32)
-    for rows in ([np.arange(2)] * 3, [np.arange(size) for size in sizes]):  # the first loop loads what the later ones need
+    for rows in ([np.arange(2)] * 3, [np.arange(size) for size in sizes]):
+        # The first loop loads what the later ones need.
         peak = before = resident_bytes()["anonymous"]
         with Feeder(x, rows=rows, device="cpu") as feeder:
             for batch in feeder.batches():
@@ -404,7 +442,8 @@ WAYS = {
 
 def test_resident_memory_stays_within_the_plan(tmp_path: Path) -> None:
     """In every way in which a file is read, over two epochs: the growth of the peak is that of the plan, and 32 MiB."""
-    np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (MiB(256) // 4096, 1024))  # a hole: it costs no disk
+    # A hole: it costs no disk.
+    np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (MiB(256) // 4096, 1024))
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "x.npy"), repr(list(WAYS))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
@@ -418,5 +457,7 @@ def check_growth(line: str, limit: int, way: str) -> None:
     growth, planned, mapped = map(int, numbers)
     assert way in note
     assert planned <= MiB(limit)
-    assert growth <= planned + MiB(32), f"{note}: grew by {growth >> 20} MiB, planned {planned >> 20}"
+    assert growth <= planned + MiB(32), (
+        f"{note}: grew by {growth >> 20} MiB, planned {planned >> 20}"
+    )
     assert mapped < MiB(400), "libraries, and nothing of the file"

@@ -18,7 +18,15 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from pinfeed import ArrayStore, Feeder, HostEmbedding, MmapStore, RowDataset, StoreError, wrap_loader
+from pinfeed import (
+    ArrayStore,
+    Feeder,
+    HostEmbedding,
+    MmapStore,
+    RowDataset,
+    StoreError,
+    wrap_loader,
+)
 
 X = np.arange(12, dtype=np.float32).reshape(4, 3)
 
@@ -78,13 +86,25 @@ def refusal(source: Any) -> str:
 @pytest.mark.parametrize(
     ("source", "hint"),
     [
-        (pandas.DataFrame({"a": [1.0, 2.0], "b": [3, 4]}), "give np.ascontiguousarray(df.to_numpy()) where all columns are numbers"),
+        (
+            pandas.DataFrame({"a": [1.0, 2.0], "b": [3, 4]}),
+            "give np.ascontiguousarray(df.to_numpy()) where all columns are numbers",
+        ),
         (pandas.Series([1.0, 2.0]), "give series.to_numpy()"),
         (of("polars", "DataFrame"), "give df.to_arrow()"),
-        (of("h5py", "Dataset"), "copy it in pieces into pinfeed.MmapStore.create(path, shape, dtype)"),
-        (of("h5py", "File", base=type("Group", (), {"__module__": "h5py"})), "for each of its datasets, copy it in pieces"),
+        (
+            of("h5py", "Dataset"),
+            "copy it in pieces into pinfeed.MmapStore.create(path, shape, dtype)",
+        ),
+        (
+            of("h5py", "File", base=type("Group", (), {"__module__": "h5py"})),
+            "for each of its datasets, copy it in pieces",
+        ),
         (of("zarr", "Array"), "copy it in pieces into pinfeed.MmapStore.create"),
-        (Lazy(X), "source: got Lazy; expected a path, a numpy array, a CPU tensor, an Arrow table or a Store; copy it in pieces"),
+        (
+            Lazy(X),
+            "source: got Lazy; expected a path, a numpy array, a CPU tensor, an Arrow table or a Store; copy it in pieces",
+        ),
         ({"x": X, "y": Lazy(X)}, "source['y']: got Lazy; "),
         (of("cupy", "ndarray"), "it is on the GPU already"),
         (of("scipy", "csr_matrix"), "give matrix.toarray()"),
@@ -101,7 +121,10 @@ def refusal(source: Any) -> str:
         (map(int, [1]), "give np.stack(list(rows))"),
         (collections.deque([X]), "give np.stack(list(rows))"),
         ({1.0, 2.0}, "give np.stack(list(rows))"),
-        ([1, 2, 3], "source[0]: got int; expected a path, a numpy array, a CPU tensor, an Arrow table or a Store; numbers in a list"),
+        (
+            [1, 2, 3],
+            "source[0]: got int; expected a path, a numpy array, a CPU tensor, an Arrow table or a Store; numbers in a list",
+        ),
         (3.5, "source: got float"),
         (range(5), "np.asarray(list)"),
         (None, "source: got NoneType"),
@@ -109,12 +132,21 @@ def refusal(source: Any) -> str:
         (ArrayStore, "ArrayStore is a class: give an object of it"),
         (np.ndarray, "ndarray is a class"),
         (torch.zeros(4, 3, device="meta"), "a meta tensor, which has a shape and no data"),
-        (torch.eye(4).to_sparse(), "got a torch.sparse_coo tensor of torch.float32; expected a dense one"),
+        (
+            torch.eye(4).to_sparse(),
+            "got a torch.sparse_coo tensor of torch.float32; expected a dense one",
+        ),
         (torch.eye(4).to_sparse(), "give tensor.to_dense()"),
-        (torch.nested.as_nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged), "pad them: tensor.to_padded_tensor(0)"),
+        (
+            torch.nested.as_nested_tensor([torch.zeros(2), torch.zeros(3)], layout=torch.jagged),
+            "pad them: tensor.to_padded_tensor(0)",
+        ),
         (np.array([X[0], None], dtype=object), "np.stack(list(array)) where each object is a row"),
         (np.array(["a", "bb"]), "text: number it, np.unique(array, return_inverse=True)[1]"),
-        (np.zeros(4, [("a", "f4")]), "save each field as an array of its own and give a dict of them"),
+        (
+            np.zeros(4, [("a", "f4")]),
+            "save each field as an array of its own and give a dict of them",
+        ),
     ],
     ids=lambda value: type(value).__name__ if not isinstance(value, str) else "",
 )
@@ -126,7 +158,9 @@ def test_what_a_dataframe_is_given_as() -> None:
     frame = pandas.DataFrame({"a": [1.0, 2.0], "b": [3.0, 4.0]})
     with Feeder(np.ascontiguousarray(frame.to_numpy()), batch_size=2, device="cpu") as feeder:
         assert next(iter(feeder)).tolist() == [[1, 3], [2, 4]]
-    with Feeder({name: frame[name].to_numpy() for name in frame}, batch_size=2, device="cpu") as feeder:
+    with Feeder(
+        {name: frame[name].to_numpy() for name in frame}, batch_size=2, device="cpu"
+    ) as feeder:
         assert next(iter(feeder))["b"].tolist() == [3, 4]
 
 
@@ -162,7 +196,7 @@ def test_a_dataclass_of_arrays_is_a_structure() -> None:
         assert next(iter(feeder)).y.tolist() == [0, 3, 6, 9]
 
 
-# ---- files -----------------------------------------------------------------------------------------------------------
+# ---- files ---------------------------------------------------------------------------------------
 
 TABLE = pyarrow.table({"a": [1.0, 2.0], "b": [3.0, 4.0]})
 
@@ -172,17 +206,50 @@ def arrow(path: Path) -> None:
 
 
 WRITE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "x.parquet": (lambda path: pyarrow.parquet.write_table(TABLE, path), "a Parquet file: give pyarrow.parquet.read_table(path)"),
-    "x.arrow": (arrow, "an Arrow file: give pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all()"),
-    "x.csv": (lambda path: pyarrow.csv.write_csv(TABLE, path), "a table as text: give pyarrow.csv.read_csv(path)"),
-    "x.npz": (lambda path: np.savez(path, x=X), "a .npz archive: save each array alone, np.save(name, np.load(path)[name])"),
-    "x.pt": (lambda path: torch.save(torch.zeros(3), path), "a file of torch.save: load it with torch.load(path, weights_only=True)"),
-    "x.json": (lambda path: path.write_text(json.dumps([1, 2, 3])), "JSON: save its numbers as an array"),
-    "x.jsonl": (lambda path: path.write_text('{"a": 1}\n{"a": 2}\n'), "JSON by lines: give pyarrow.json.read_json(path)"),
-    "x.safetensors": (lambda path: path.write_bytes(bytes(64)), "give pinfeed.MmapStore.safetensors(path, name)"),
-    "x.h5": (lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64)), "an HDF5 file: for each of its datasets, copy it in pieces"),
-    "x.hdf5": (lambda path: path.write_bytes(bytes(512)), "an HDF5 file: for each of its datasets, copy it in pieces"),
-    "x.zarr": (Path.mkdir, "is a directory (it looks like a Zarr array: open it with zarr, and copy it in pieces"),
+    "x.parquet": (
+        lambda path: pyarrow.parquet.write_table(TABLE, path),
+        "a Parquet file: give pyarrow.parquet.read_table(path)",
+    ),
+    "x.arrow": (
+        arrow,
+        "an Arrow file: give pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all()",
+    ),
+    "x.csv": (
+        lambda path: pyarrow.csv.write_csv(TABLE, path),
+        "a table as text: give pyarrow.csv.read_csv(path)",
+    ),
+    "x.npz": (
+        lambda path: np.savez(path, x=X),
+        "a .npz archive: save each array alone, np.save(name, np.load(path)[name])",
+    ),
+    "x.pt": (
+        lambda path: torch.save(torch.zeros(3), path),
+        "a file of torch.save: load it with torch.load(path, weights_only=True)",
+    ),
+    "x.json": (
+        lambda path: path.write_text(json.dumps([1, 2, 3])),
+        "JSON: save its numbers as an array",
+    ),
+    "x.jsonl": (
+        lambda path: path.write_text('{"a": 1}\n{"a": 2}\n'),
+        "JSON by lines: give pyarrow.json.read_json(path)",
+    ),
+    "x.safetensors": (
+        lambda path: path.write_bytes(bytes(64)),
+        "give pinfeed.MmapStore.safetensors(path, name)",
+    ),
+    "x.h5": (
+        lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64)),
+        "an HDF5 file: for each of its datasets, copy it in pieces",
+    ),
+    "x.hdf5": (
+        lambda path: path.write_bytes(bytes(512)),
+        "an HDF5 file: for each of its datasets, copy it in pieces",
+    ),
+    "x.zarr": (
+        Path.mkdir,
+        "is a directory (it looks like a Zarr array: open it with zarr, and copy it in pieces",
+    ),
 }
 
 
@@ -201,7 +268,9 @@ def test_a_file_of_another_format(tmp_path: Path, name: str) -> None:
         ("x.arrow", lambda path: pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all()),
     ],
 )
-def test_what_a_file_of_columns_is_given_as(tmp_path: Path, name: str, read: Callable[[str], Any]) -> None:
+def test_what_a_file_of_columns_is_given_as(
+    tmp_path: Path, name: str, read: Callable[[str], Any]
+) -> None:
     WRITE[name][0](tmp_path / name)
     with Feeder(read(str(tmp_path / name)), batch_size=2, device="cpu") as feeder:
         assert next(iter(feeder))["b"].tolist() == [3, 4]

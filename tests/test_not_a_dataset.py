@@ -13,7 +13,14 @@ from pinfeed import Feeder, restartable, wrap_loader, wrap_readers
 MAKE: list[Callable[[], Any]] = [
     lambda: Feeder(np.zeros((8, 2)), batch_size=2, device="cpu"),
     lambda: wrap_loader(DataLoader(TensorDataset(torch.zeros(4, 2))), device="cpu"),
-    lambda: wrap_readers(range(4), range(4), read_input=lambda i: [i], get_output=lambda i: [i], batch_size=1, device="cpu"),
+    lambda: wrap_readers(
+        range(4),
+        range(4),
+        read_input=lambda i: [i],
+        get_output=lambda i: [i],
+        batch_size=1,
+        device="cpu",
+    ),
     lambda: restartable(Feeder(np.zeros((8, 2)), batch_size=2, device="cpu")),
 ]
 
@@ -44,6 +51,9 @@ def test_a_feeder_is_no_sequence_and_no_iterator(make: Callable[[], Any]) -> Non
 def test_len_of_a_wrapped_loader_that_does_not_know() -> None:
     for loader in (DataLoader(Endless()), (i for i in range(3))):
         with wrap_loader(loader, device="cpu") as feeder:
-            with pytest.raises(TypeError, match=r"len\(\) fails \(object of type '\w+' has no len\(\)\), so the number of batches is not"):
+            with pytest.raises(
+                TypeError,
+                match=r"len\(\) fails \(object of type '\w+' has no len\(\)\), so the number of batches is not",
+            ):
                 len(feeder)
             assert len(list(feeder)) == 3

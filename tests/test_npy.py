@@ -23,16 +23,25 @@ VERSIONS = [(1, 0), (2, 0), (3, 0)]
 
 def save(path: Path, array: np.ndarray, version: tuple[int, int] | None = None) -> str:
     with path.open("wb") as file, warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # numpy's, of versions that old numpys cannot read
+        # numpy's, of versions that old numpys cannot read.
+        warnings.simplefilter("ignore", UserWarning)
         np.lib.format.write_array(file, array, version)
     return str(path)
 
 
-def file_of(header: str | bytes, version: int = 1, data: bytes = bytes(64), length: int | None = None) -> bytes:
+def file_of(
+    header: str | bytes, version: int = 1, data: bytes = bytes(64), length: int | None = None
+) -> bytes:
     """A .npy file with any text as its header."""
     text = header if isinstance(header, bytes) else header.encode()
     length = len(text) if length is None else length
-    return b"\x93NUMPY" + bytes([version, 0]) + length.to_bytes(2 if version == 1 else 4, "little") + text + data
+    return (
+        b"\x93NUMPY"
+        + bytes([version, 0])
+        + length.to_bytes(2 if version == 1 else 4, "little")
+        + text
+        + data
+    )
 
 
 def write(path: Path, content: bytes) -> str:
@@ -44,13 +53,15 @@ def header_of(shape: str = "(2, 3)", descr: str = "'<f4'", fortran: str = "False
     return f"{{'descr': {descr}, 'fortran_order': {fortran}, 'shape': {shape}, }}"
 
 
-# -- what numpy writes -----------------------------------------------------------------------------------------------
+# -- what numpy writes -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 @pytest.mark.parametrize("order", "<>")
 @pytest.mark.parametrize("code", NUMERIC)
-def test_numbers_of_every_kind_and_version(tmp_path: Path, code: str, order: str, version: tuple[int, int]) -> None:
+def test_numbers_of_every_kind_and_version(
+    tmp_path: Path, code: str, order: str, version: tuple[int, int]
+) -> None:
     array = np.arange(24).astype(np.dtype(code).newbyteorder(order)).reshape(4, 3, 2)
     path = save(tmp_path / "x.npy", array, version)
     header = read_header(path)
@@ -88,13 +99,19 @@ def test_a_large_file_is_not_read(tmp_path: Path) -> None:
     with open(path, "r+b") as file:
         file.truncate((1 << 40) + 200)  # sparse
     header = read_header(path)
-    assert (header.n_rows, header.row_shape, header.end) == (1 << 36, (4,), header.offset + (1 << 40))
+    assert (header.n_rows, header.row_shape, header.end) == (
+        1 << 36,
+        (4,),
+        header.offset + (1 << 40),
+    )
 
 
 def test_fortran_order_matters_from_two_axes_on(tmp_path: Path) -> None:
     path = write(tmp_path / "x.npy", file_of(header_of(shape="(4,)", fortran="True")))
     assert read_header(path).n_rows == 4
-    with pytest.raises(StoreError, match=r"x\.npy is in Fortran order, .* save np\.ascontiguousarray\(array\)"):
+    with pytest.raises(
+        StoreError, match=r"x\.npy is in Fortran order, .* save np\.ascontiguousarray\(array\)"
+    ):
         read_header(save(tmp_path / "x.npy", np.asfortranarray(np.zeros((4, 3)))))
     column = np.asfortranarray(np.zeros((4, 1)))
     assert read_header(save(tmp_path / "x.npy", column)).row_shape == (1,)
@@ -105,7 +122,7 @@ def test_keys_may_come_in_any_order(tmp_path: Path) -> None:
     assert read_header(write(tmp_path / "x.npy", file_of(text))).row_shape == (3,)
 
 
-# -- what the items are ----------------------------------------------------------------------------------------------
+# -- what the items are ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -115,10 +132,16 @@ def test_keys_may_come_in_any_order(tmp_path: Path) -> None:
         ([("a", "f4"), ("b", "i4")], "a structured dtype: save each field as an array of its own"),
         ("M8[s]", r'dtype datetime64\[s\] .*dates: convert with \.view\("int64"\)'),
         ("m8[ns]", r'dtype timedelta64\[ns\] .*dates: convert with \.view\("int64"\)'),
-        ("S3", r"dtype \|S3 has no torch counterpart \(text: number it, np\.unique.*\); expected one of bfloat16, bool, "),
+        (
+            "S3",
+            r"dtype \|S3 has no torch counterpart \(text: number it, np\.unique.*\); expected one of bfloat16, bool, ",
+        ),
         ("U3", "dtype <U3 has no torch counterpart"),
         ("g", "has no torch counterpart"),
-        ("V3", r'dtype \|V3 says nothing of its items; if they are bfloat16, say so: MmapStore\(path, dtype="bfloat16"\)'),
+        (
+            "V3",
+            r'dtype \|V3 says nothing of its items; if they are bfloat16, say so: MmapStore\(path, dtype="bfloat16"\)',
+        ),
     ],
 )
 def test_items_that_torch_has_not_are_refused(tmp_path: Path, dtype: Any, message: str) -> None:
@@ -141,7 +164,10 @@ def test_bfloat16_has_to_be_said(tmp_path: Path) -> None:
 def test_items_can_be_taken_for_others_of_their_size(tmp_path: Path) -> None:
     path = save(tmp_path / "x.npy", np.zeros(3, np.uint16))
     assert read_header(path, np.dtype(np.int16)).dtype == np.int16
-    with pytest.raises(StoreError, match=r"has items of dtype uint16; expected 4 plain bytes each, .* to be taken for float32"):
+    with pytest.raises(
+        StoreError,
+        match=r"has items of dtype uint16; expected 4 plain bytes each, .* to be taken for float32",
+    ):
         read_header(path, np.dtype(np.float32))
     with pytest.raises(StoreError, match="has items of dtype object; expected 8 plain bytes each"):
         read_header(save(tmp_path / "x.npy", np.zeros(3, object)), np.dtype(np.int64))
@@ -150,20 +176,28 @@ def test_items_can_be_taken_for_others_of_their_size(tmp_path: Path) -> None:
 def test_the_byte_order_of_the_file_is_kept(tmp_path: Path) -> None:
     path = save(tmp_path / "x.npy", np.arange(3, dtype=">f4"))
     assert read_header(path, np.dtype(np.float32)).dtype == np.dtype(">f4")
-    with pytest.raises(StoreError, match="has items of dtype >f4; expected 4 plain bytes each, in this machine's byte order"):
+    with pytest.raises(
+        StoreError,
+        match="has items of dtype >f4; expected 4 plain bytes each, in this machine's byte order",
+    ):
         read_header(path, np.dtype(np.int32))
 
 
-# -- what is no .npy file --------------------------------------------------------------------------------------------
+# -- what is no .npy file --------------------------------------------------------------------------
 
 
 def test_a_missing_file(tmp_path: Path) -> None:
-    with pytest.raises(FileMissing, match=rf"{re.escape(str(tmp_path))}/x\.npy: no such file \(looked in .*\); expected a \.npy file"):
+    with pytest.raises(
+        FileMissing,
+        match=rf"{re.escape(str(tmp_path))}/x\.npy: no such file \(looked in .*\); expected a \.npy file",
+    ):
         read_header(str(tmp_path / "x.npy"))
 
 
 def test_a_directory(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"is a directory; expected a \.npy file, or a pattern such as .*/\*\.npy"):
+    with pytest.raises(
+        StoreError, match=r"is a directory; expected a \.npy file, or a pattern such as .*/\*\.npy"
+    ):
         read_header(str(tmp_path))
 
 
@@ -172,9 +206,18 @@ def test_a_directory(tmp_path: Path) -> None:
     [
         (b"", "is empty (0 bytes)"),
         (b"\n", r"is not a .npy file (it starts with b'\n'); expected one that"),
-        (b"PK\x03\x04" + bytes(100), "is not a .npy file; it looks like a zip archive: of a .npz save each array alone"),
-        (b"hello, world, this is text", "is not a .npy file (it starts with b'hello,'); expected one that"),
-        (b"\x93NUMPX" + bytes(100), "is not a .npy file (it starts with b'\\x93NUMPX'); expected one that"),
+        (
+            b"PK\x03\x04" + bytes(100),
+            "is not a .npy file; it looks like a zip archive: of a .npz save each array alone",
+        ),
+        (
+            b"hello, world, this is text",
+            "is not a .npy file (it starts with b'hello,'); expected one that",
+        ),
+        (
+            b"\x93NUMPX" + bytes(100),
+            "is not a .npy file (it starts with b'\\x93NUMPX'); expected one that",
+        ),
     ],
 )
 def test_another_kind_of_file(tmp_path: Path, content: bytes, said: str) -> None:
@@ -191,12 +234,19 @@ def test_an_npz_file_is_another_kind(tmp_path: Path) -> None:
 @pytest.mark.parametrize("version", [(0, 0), (4, 0), (1, 1), (255, 255)])
 def test_another_version(tmp_path: Path, version: tuple[int, int]) -> None:
     content = b"\x93NUMPY" + bytes(version) + file_of(header_of())[8:]
-    with pytest.raises(StoreError, match=re.escape(f"version {version[0]}.{version[1]} is not known; expected 1.0, 2.0 or 3.0")):
+    with pytest.raises(
+        StoreError,
+        match=re.escape(
+            f"version {version[0]}.{version[1]} is not known; expected 1.0, 2.0 or 3.0"
+        ),
+    ):
         read_header(write(tmp_path / "x.npy", content))
 
 
 def test_a_single_number(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match=r"holds a single number \(shape \(\)\); expected \(n_rows, \.\.\.\)"):
+    with pytest.raises(
+        StoreError, match=r"holds a single number \(shape \(\)\); expected \(n_rows, \.\.\.\)"
+    ):
         read_header(save(tmp_path / "x.npy", np.array(3.0)))
 
 
@@ -213,11 +263,14 @@ def test_every_truncation_is_noticed(tmp_path: Path, version: tuple[int, int]) -
 def test_missing_rows_are_told(tmp_path: Path) -> None:
     path = Path(save(tmp_path / "x.npy", np.zeros((10, 3), np.float32)))
     path.write_bytes(path.read_bytes()[:-1])
-    with pytest.raises(StoreError, match="is truncated: 10 rows of 12 bytes from byte 128 on need 248 bytes in all; the file has 247"):
+    with pytest.raises(
+        StoreError,
+        match="is truncated: 10 rows of 12 bytes from byte 128 on need 248 bytes in all; the file has 247",
+    ):
         read_header(str(path))
 
 
-# -- hostile headers -------------------------------------------------------------------------------------------------
+# -- hostile headers -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", [2, 3])
@@ -251,7 +304,11 @@ def test_shapes_that_cannot_be(tmp_path: Path, shape: str) -> None:
     assert len(str(refusal.value)) < 500
 
 
-@pytest.mark.parametrize("shape", ["(5, 4)", f"({(1 << 63) - 1},)", "(" + f"{(1 << 63) - 1}," * 64 + ")"], ids=lambda shape: shape[:20])
+@pytest.mark.parametrize(
+    "shape",
+    ["(5, 4)", f"({(1 << 63) - 1},)", "(" + f"{(1 << 63) - 1}," * 64 + ")"],
+    ids=lambda shape: shape[:20],
+)
 def test_shapes_larger_than_the_file(tmp_path: Path, shape: str) -> None:
     with pytest.raises(StoreError, match="is truncated"):
         read_header(write(tmp_path / "x.npy", file_of(header_of(shape=shape))))
@@ -287,7 +344,9 @@ HEADERS: list[str | bytes] = [
 @pytest.mark.parametrize("version", [1, 3])
 @pytest.mark.parametrize("text", HEADERS, ids=lambda text: repr(text[:30]))
 def test_headers_that_are_none(tmp_path: Path, text: str | bytes, version: int) -> None:
-    with pytest.raises(StoreError, match=r"x\.npy: the \.npy header is damaged \(.*\); save the array again") as refusal:
+    with pytest.raises(
+        StoreError, match=r"x\.npy: the \.npy header is damaged \(.*\); save the array again"
+    ) as refusal:
         read_header(write(tmp_path / "x.npy", file_of(text, version)))
     assert len(str(refusal.value)) < 500
 
@@ -306,36 +365,62 @@ def header_or_refusal(path: Path, content: bytes) -> RowLayout | None:
 
 @settings(deadline=None, max_examples=400)
 @given(
-    version=st.sampled_from([b"\1\0", b"\2\0", b"\3\0", b""]), length=st.sampled_from([None, 0, 10, 118]), content=st.binary(max_size=300)
+    version=st.sampled_from([b"\1\0", b"\2\0", b"\3\0", b""]),
+    length=st.sampled_from([None, 0, 10, 118]),
+    content=st.binary(max_size=300),
 )
-def test_any_bytes_behind_the_magic(scratch: Path, version: bytes, length: int | None, content: bytes) -> None:
+def test_any_bytes_behind_the_magic(
+    scratch: Path, version: bytes, length: int | None, content: bytes
+) -> None:
     size = b"" if length is None else length.to_bytes(2 if version == b"\1\0" else 4, "little")
     header_or_refusal(scratch, b"\x93NUMPY" + version + size + content)
 
 
 @settings(deadline=None, max_examples=400)
-@given(text=st.text(alphabet="{}()[]',:.<>|=-+0123456789abcdefgorstuvx \\\"\n#é", max_size=60), version=st.sampled_from([1, 2, 3]))
+@given(
+    text=st.text(alphabet="{}()[]',:.<>|=-+0123456789abcdefgorstuvx \\\"\n#é", max_size=60),
+    version=st.sampled_from([1, 2, 3]),
+)
 @example(text="'<f4'", version=1)
 def test_any_text_as_header_or_description(scratch: Path, text: str, version: int) -> None:
-    for header in (text, header_of(descr=text), header_of(descr=repr(text)), header_of(shape=text), header_of(fortran=text)):
+    for header in (
+        text,
+        header_of(descr=text),
+        header_of(descr=repr(text)),
+        header_of(shape=text),
+        header_of(fortran=text),
+    ):
         header_or_refusal(scratch, file_of(header, version))
 
 
 LITERALS = st.recursive(
     st.one_of(
-        st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text(max_size=4), st.just("<f4")
+        st.none(),
+        st.booleans(),
+        st.integers(),
+        st.floats(allow_nan=False, allow_infinity=False),
+        st.text(max_size=4),
+        st.just("<f4"),
     ),
     lambda inner: st.one_of(
-        st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple), st.dictionaries(st.text(max_size=3), inner)
+        st.lists(inner, max_size=4),
+        st.lists(inner, max_size=4).map(tuple),
+        st.dictionaries(st.text(max_size=3), inner),
     ),
     max_leaves=8,
 )
 
 
 @settings(deadline=None, max_examples=400)
-@given(descr=LITERALS, fortran=LITERALS, shape=st.one_of(LITERALS, st.lists(st.integers(0, 9)).map(tuple)))
+@given(
+    descr=LITERALS,
+    fortran=LITERALS,
+    shape=st.one_of(LITERALS, st.lists(st.integers(0, 9)).map(tuple)),
+)
 def test_any_literals_as_fields(scratch: Path, descr: Any, fortran: Any, shape: Any) -> None:
-    header_or_refusal(scratch, file_of(repr({"descr": descr, "fortran_order": fortran, "shape": shape}), 3))
+    header_or_refusal(
+        scratch, file_of(repr({"descr": descr, "fortran_order": fortran, "shape": shape}), 3)
+    )
 
 
 def valid(version: tuple[int, int]) -> bytes:
@@ -348,7 +433,9 @@ def valid(version: tuple[int, int]) -> bytes:
 
 @settings(deadline=None, max_examples=1000)
 @given(version=st.sampled_from(VERSIONS), position=st.integers(0, 79), byte=st.integers(0, 255))
-def test_one_damaged_byte(scratch: Path, version: tuple[int, int], position: int, byte: int) -> None:
+def test_one_damaged_byte(
+    scratch: Path, version: tuple[int, int], position: int, byte: int
+) -> None:
     content = bytearray(valid(version))
     content[position] = byte
     header = header_or_refusal(scratch, bytes(content))
@@ -358,8 +445,15 @@ def test_one_damaged_byte(scratch: Path, version: tuple[int, int], position: int
 
 
 @settings(deadline=None, max_examples=300)
-@given(version=st.sampled_from(VERSIONS), position=st.integers(0, 127), removed=st.integers(0, 5), added=st.binary(max_size=5))
-def test_damage_that_moves_the_rest(scratch: Path, version: tuple[int, int], position: int, removed: int, added: bytes) -> None:
+@given(
+    version=st.sampled_from(VERSIONS),
+    position=st.integers(0, 127),
+    removed=st.integers(0, 5),
+    added=st.binary(max_size=5),
+)
+def test_damage_that_moves_the_rest(
+    scratch: Path, version: tuple[int, int], position: int, removed: int, added: bytes
+) -> None:
     content = valid(version)
     content = content[:position] + added + content[position + removed :]
     header = header_or_refusal(scratch, content)

@@ -19,7 +19,8 @@ from pinfeed import GiB, KiB, MiB
 from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.training.offload.offload import Offload
 
-LATE = 20_000_000  # clock ticks: about 10 ms, a thousand times what a small copy takes
+# Clock ticks: about 10 ms, a thousand times what a small copy takes.
+LATE = 20_000_000
 ALL = {"threshold": 0, "host_limit": MiB(64), "window": 1}
 
 
@@ -32,13 +33,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(n_threads)
 
 
-# ---- models ----------------------------------------------------------------------------------------------------------
+# ---- models --------------------------------------------------------------------------------------
 class Block(nn.Module):
     """Convolutions, BatchNorm that is used twice, an in-place ReLU, a residual, dropout."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.again, self.norm = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.again = nn.Conv2d(8, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
         self.drop = nn.Dropout(0.3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -52,13 +55,17 @@ class UNet(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.down, self.mid, self.up = nn.Conv2d(3, 4, 3, 2, 1), nn.Conv2d(4, 4, 3, padding=1), nn.ConvTranspose2d(4, 3, 2, 2)
+        self.down = nn.Conv2d(3, 4, 3, 2, 1)
+        self.mid = nn.Conv2d(4, 4, 3, padding=1)
+        self.up = nn.ConvTranspose2d(4, 3, 2, 2)
         self.end = nn.Conv2d(6, 2, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = torch.tanh(self.down(x))
         y = self.up(torch.sigmoid(self.mid(y)))
-        return self.end(torch.cat((x, y.exp() * y), 1).to(memory_format=torch.channels_last)).flatten(1)
+        return self.end(
+            torch.cat((x, y.exp() * y), 1).to(memory_format=torch.channels_last)
+        ).flatten(1)
 
 
 class Attention(nn.Module):
@@ -66,23 +73,31 @@ class Attention(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embed, self.qkv, self.norm = nn.Embedding(11, 16), nn.Linear(16, 48), nn.LayerNorm(16)
+        self.embed = nn.Embedding(11, 16)
+        self.qkv = nn.Linear(16, 48)
+        self.norm = nn.LayerNorm(16)
         self.out = nn.Linear(16, 11, bias=False)
         self.out.weight = self.embed.weight
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
-        q, k, v = (t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1))
+        q, k, v = (
+            t.unflatten(-1, (2, 8)).transpose(1, 2) for t in self.qkv(self.norm(x)).chunk(3, -1)
+        )
         p = functional.dropout((q @ k.mT / 8**0.5).softmax(-1), 0.2)
         return self.out(
-            x + (p @ v).transpose(1, 2).flatten(2) + functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+            x
+            + (p @ v).transpose(1, 2).flatten(2)
+            + functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         )
 
 
 class Recurrent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.lstm, self.gru, self.cell = nn.LSTM(5, 8, 2, bidirectional=True), nn.GRU(16, 8), nn.LSTMCell(8, 8)
+        self.lstm = nn.LSTM(5, 8, 2, bidirectional=True)
+        self.gru = nn.GRU(16, 8)
+        self.cell = nn.LSTMCell(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y, _ = self.gru(self.lstm(x)[0])
@@ -106,10 +121,24 @@ class Views(nn.Module):
         gates = a.sigmoid_() * b.sigmoid_() + c.tanh_() * d.sigmoid_()
         windows = y.exp().as_strided((4, 5), (1, 3), 2)
         complex_ = torch.view_as_complex(torch.view_as_real(torch.fft.fft(y)))
-        z = (complex_ * complex_.conj()).imag + torch.view_as_real(complex_.conj().resolve_conj().conj() * complex_).sum(-1)
+        z = (complex_ * complex_.conj()).imag + torch.view_as_real(
+            complex_.conj().resolve_conj().conj() * complex_
+        ).sum(-1)
         wide = y[:1].expand(6, -1) * y[1:2]
         small = [y[i : i + 1, :2].exp() * y[i, i].sin() for i in range(4)]
-        return torch.cat([t.flatten() for t in (gates, windows * windows.flip(0), z, wide.exp(), *small, (y.t() * y.t()[0]).cos())])
+        return torch.cat(
+            [
+                t.flatten()
+                for t in (
+                    gates,
+                    windows * windows.flip(0),
+                    z,
+                    wide.exp(),
+                    *small,
+                    (y.t() * y.t()[0]).cos(),
+                )
+            ]
+        )
 
 
 class Twice(torch.autograd.Function):
@@ -123,7 +152,11 @@ class Twice(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        return grad * ctx.saved_tensors[1] + ctx.saved_tensors[0] * ctx.saved_tensors[2] - ctx.saved_tensors[0] * ctx.saved_tensors[2]
+        return (
+            grad * ctx.saved_tensors[1]
+            + ctx.saved_tensors[0] * ctx.saved_tensors[2]
+            - ctx.saved_tensors[0] * ctx.saved_tensors[2]
+        )
 
 
 class Odd(nn.Module):
@@ -131,12 +164,15 @@ class Odd(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = nn.Linear(6, 8), nn.Linear(8, 8)
+        self.first = nn.Linear(6, 8)
+        self.second = nn.Linear(8, 8)
         self.register_buffer("scale", torch.rand(8) + 0.5)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         y = Twice.apply(self.first(x)) * self.scale
-        y = checkpoint(lambda t: functional.dropout(torch.tanh(self.second(t)), 0.4), y, use_reentrant=False)
+        y = checkpoint(
+            lambda t: functional.dropout(torch.tanh(self.second(t)), 0.4), y, use_reentrant=False
+        )
         with torch.autocast(x.device.type, torch.bfloat16):
             z = self.second(y) * self.second(y)
         sparse = torch.eye(len(x), device=x.device).to_sparse()
@@ -148,7 +184,10 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "conv": (Block, lambda: torch.randn(4, 3, 8, 8)),
     "unet": (UNet, lambda: torch.randn(2, 3, 8, 8)),
     "attention": (Attention, lambda: torch.randint(0, 11, (3, 7))),
-    "encoder": (lambda: nn.TransformerEncoderLayer(16, 4, 32, 0.1, batch_first=True), lambda: torch.randn(2, 5, 16)),
+    "encoder": (
+        lambda: nn.TransformerEncoderLayer(16, 4, 32, 0.1, batch_first=True),
+        lambda: torch.randn(2, 5, 16),
+    ),
     "recurrent": (Recurrent, lambda: torch.randn(6, 3, 5)),
     "views": (Views, lambda: torch.randn(6, 12)),
     "odd": (Odd, lambda: torch.randn(5, 6)),
@@ -161,7 +200,9 @@ def made(name: str) -> tuple[nn.Module, list[torch.Tensor]]:
     return model(), [inputs() for _ in range(3)]
 
 
-def trained(name: str, offload: Offload | None, device: str = "cpu", late: Sequence[Any] = ()) -> list[torch.Tensor]:
+def trained(
+    name: str, offload: Offload | None, device: str = "cpu", late: Sequence[Any] = ()
+) -> list[torch.Tensor]:
     """Losses, gradients and what else a model has after three steps."""
     model, inputs = made(name)
     model.to(device)
@@ -207,7 +248,7 @@ def test_every_bit_is_that_of_the_plain_steps(name: str, window: int, limit: int
         assert stats.host_bytes == 0
 
 
-# ---- what goes ------------------------------------------------------------------------------------------------------
+# ---- what goes -----------------------------------------------------------------------------------
 def alive(storage: Any) -> Callable[[], bool]:
     there = weakref.ref(storage)
     return lambda: there() is not None
@@ -233,7 +274,8 @@ def test_storages_are_released_and_come_back() -> None:
         y.sum().backward()
         assert offload.stats.restored_bytes == 5 * 40_000
         assert offload.stats.n_missed == 1
-    got, x.grad = x.grad, None
+    got = x.grad
+    x.grad = None
     chain(x, 5)[0].sum().backward()
     assert torch.equal(got, x.grad)
 
@@ -246,7 +288,8 @@ def test_a_storage_goes_once_and_comes_back_once() -> None:
             a, b, c = y.chunk(3, 1)
             loss = (y * y).sum() + (a * b.sin()).sum() + (c.t() * a.t()).sum()
         stats = offload.stats
-        assert stats.n_storages == 2  # y, and the sine
+        # y, and the sine.
+        assert stats.n_storages == 2
         assert stats.n_tensors == 8
         loss.backward()
         assert offload.stats.restored_bytes == stats.offloaded_bytes == 8 * 24 * 4 + 8 * 8 * 4
@@ -261,14 +304,16 @@ def test_a_storage_changed_in_between_goes_again() -> None:
         first = (y * torch.ones(50).add_(1)).sum()
         z = x.exp() + 0
         kept = z * 3
-        z.mul_(2)  # z itself was not saved
+        # z itself was not saved.
+        z.mul_(2)
         return first + (z * kept).sum()
 
     with Offload("cpu", **ALL) as offload:
         with offload.step():
             loss = loss_of()
         loss.backward()
-    got, x.grad = x.grad, None
+    got = x.grad
+    x.grad = None
     loss_of().backward()
     assert torch.equal(got, x.grad)
 
@@ -281,7 +326,8 @@ def test_what_stays() -> None:
             model[0](x).sum()
             (model[0].weight.t()[:2] * 2.0).exp_()
             x[1:].sum(0) * model[0].weight
-        assert offload.stats.offloaded_bytes == (2 + 1) * 64 * 4  # what exp_ gave, and the sum
+        # What exp_ gave, and the sum.
+        assert offload.stats.offloaded_bytes == (2 + 1) * 64 * 4
     with Offload("cpu", host_limit=MiB(64)) as offload:
         with offload.step(model):
             model(x)  # 8 KiB each
@@ -299,10 +345,12 @@ def test_a_small_part_of_much_goes_alone() -> None:
             loss = (data[300:310] @ weight).sum()
         assert offload.stats.offloaded_bytes <= 10 * 32 + 512
         loss.backward()
-        assert torch.equal(weight.grad, torch.autograd.grad((data[300:310] @ weight).sum(), weight)[0])
+        assert torch.equal(
+            weight.grad, torch.autograd.grad((data[300:310] @ weight).sum(), weight)[0]
+        )
 
 
-# ---- the host -------------------------------------------------------------------------------------------------------
+# ---- the host ------------------------------------------------------------------------------------
 def test_the_second_step_makes_no_block() -> None:
     with Offload("cpu", **ALL) as offload:
         found = []
@@ -326,7 +374,9 @@ def test_blocks_of_other_sizes_make_way() -> None:
             with offload.step():
                 y = chain(x[:n] * 1.0, 4)[0]
             assert offload.stats.blocks_bytes <= MiB(9)
-            assert offload.stats.host_bytes == MiB(9) // (n * 4) * n * 4 if n < 1 << 20 else 2 * n * 4
+            assert (
+                offload.stats.host_bytes == MiB(9) // (n * 4) * n * 4 if n < 1 << 20 else 2 * n * 4
+            )
             y.sum().backward()
             assert offload.stats.host_bytes == 0
         assert offload.stats.peak_host_bytes <= MiB(9)
@@ -374,7 +424,11 @@ def test_a_graph_without_a_backward_pass_gives_all_back() -> None:
         assert offload.stats.n_blocks_made == 3
 
 
-@pytest.mark.parametrize("sizes", [{"threshold": KiB(64)}, {"threshold": 0, "host_limit": 0}, ALL], ids=["small", "no room", "moved"])
+@pytest.mark.parametrize(
+    "sizes",
+    [{"threshold": KiB(64)}, {"threshold": 0, "host_limit": 0}, ALL],
+    ids=["small", "no room", "moved"],
+)
 def test_what_is_saved_keeps_no_graph_alive(sizes: dict[str, int]) -> None:
     """An output that its own node saves must not be a cycle, which only the garbage collector would find."""
     with Offload("cpu", **sizes) as offload:
@@ -390,7 +444,7 @@ def test_what_is_saved_keeps_no_graph_alive(sizes: dict[str, int]) -> None:
             gc.enable()
 
 
-# ---- graphs ---------------------------------------------------------------------------------------------------------
+# ---- graphs --------------------------------------------------------------------------------------
 @pytest.mark.parametrize("window", [1, KiB(40), MiB(1)])
 def test_retained_graphs(window: int) -> None:
     x = torch.randn(5000, requires_grad=True)
@@ -439,7 +493,10 @@ def test_another_graph_does_not_keep_the_window() -> None:
 
 
 def test_gradients_of_gradients() -> None:
-    model, x = nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1), nn.Softplus()), torch.randn(9, 20)
+    model, x = (
+        nn.Sequential(nn.Linear(20, 20), nn.Tanh(), nn.Linear(20, 1), nn.Softplus()),
+        torch.randn(9, 20),
+    )
 
     def penalty(x: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_()
@@ -455,9 +512,12 @@ def test_gradients_of_gradients() -> None:
         assert offload.stats.host_bytes == 0
         with offload.step(model):
             y = model(x.clone().requires_grad_()).sum()
-        first = torch.autograd.grad(y, tuple(model.parameters())[:1], create_graph=True)  # after the step
+        # After the step
+        first = torch.autograd.grad(y, tuple(model.parameters())[:1], create_graph=True)
         first[0].square().sum().backward()
-    assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True) if other is not None)
+    assert all(
+        torch.equal(one, other) for one, other in zip(got, want, strict=True) if other is not None
+    )
 
 
 @pytest.mark.parametrize("where", ["moved", "kept"])
@@ -532,16 +592,23 @@ def test_a_copied_model_is_another_one() -> None:
     with Offload("cpu", **ALL) as offload:
         with offload.step(model):
             other(model(x)).sum()
-        assert offload.stats.n_storages == 2  # x, and what came between; the weights of both are leaves
+        # x, and what came between; the weights of both are leaves.
+        assert offload.stats.n_storages == 2
 
 
-# ---- CUDA -----------------------------------------------------------------------------------------------------------
+# ---- CUDA ----------------------------------------------------------------------------------------
 @pytest.fixture
 def same_kernels() -> Iterator[None]:
-    """Have torch choose kernels that add up in one order, where it has them. For cuBLAS, conftest.py does the same."""
+    """Have torch choose kernels that add up in one order, where it has them.
+
+    For cuBLAS, conftest.py does the same.
+    """
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True), sdpa_kernel(SDPBackend.MATH):
+        with (
+            torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True),
+            sdpa_kernel(SDPBackend.MATH),
+        ):
             yield
     finally:
         torch.use_deterministic_algorithms(False)
@@ -556,8 +623,17 @@ def same_kernels() -> Iterator[None]:
 def test_every_bit_on_cuda(name: str, window: int, late: str) -> None:
     with Offload("cuda", host_limit=MiB(64), threshold=0, window=window) as offload:
         spill = offload._spill
-        streams = {"compute": offload.device.current_stream(), "write": spill._write, "read": spill._read}
-        got = trained(name, offload, "cuda", [stream for key, stream in streams.items() if late in (key, "all")])
+        streams = {
+            "compute": offload.device.current_stream(),
+            "write": spill._write,
+            "read": spill._read,
+        }
+        got = trained(
+            name,
+            offload,
+            "cuda",
+            [stream for key, stream in streams.items() if late in (key, "all")],
+        )
         assert_same(got, trained(name, None, "cuda"))
         assert offload.stats.offloaded_bytes > 0
         assert offload.stats.host_bytes == 0
@@ -598,7 +674,11 @@ def test_memory_of_another_stream_on_cuda(late: str) -> None:
     other = torch.cuda.Stream()
     with Offload("cuda", host_limit=MiB(128), threshold=0, window=1) as offload:
         for _ in range(3):
-            streams = {"compute": torch.cuda.current_stream(), "write": offload._spill._write.raw, "other": other}
+            streams = {
+                "compute": torch.cuda.current_stream(),
+                "write": offload._spill._write.raw,
+                "other": other,
+            }
             other.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(other):
                 y = x * 2
@@ -622,7 +702,8 @@ def test_memory_of_another_stream_on_cuda(late: str) -> None:
 def test_the_host_does_not_wait_on_cuda() -> None:
     x = torch.randn(1 << 20, device="cuda", requires_grad=True)
     with Offload("cuda", host_limit=MiB(128), window=MiB(8)) as offload:
-        for _ in range(2):  # blocks are page-locked in the first step
+        for _ in range(2):
+            # Blocks are page-locked in the first step.
             torch.cuda.synchronize()
             with torch.cuda.stream(offload._spill._write.raw):
                 torch.cuda._sleep(100 * LATE)

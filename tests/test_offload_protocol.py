@@ -35,12 +35,16 @@ class SimStorages(Storages):
         return len(owner.contents)
 
     def piece(self, tensor: Any, cut: Range) -> SimTensor:
-        raw = torch.empty(0, dtype=torch.uint8).set_(tensor.raw.untyped_storage(), cut.start, (cut.nbytes,), (1,))
+        raw = torch.empty(0, dtype=torch.uint8).set_(
+            tensor.raw.untyped_storage(), cut.start, (cut.nbytes,), (1,)
+        )
         return SimTensor(tensor.sim, tensor.memory, raw)
 
     def remade(self, piece: Any, geometry: Geometry) -> torch.Tensor:
         first = piece.raw.storage_offset() // geometry.dtype.itemsize + geometry.offset
-        raw = torch.empty(0, dtype=geometry.dtype).set_(piece.raw.untyped_storage(), first, geometry.shape, geometry.strides)
+        raw = torch.empty(0, dtype=geometry.dtype).set_(
+            piece.raw.untyped_storage(), first, geometry.shape, geometry.strides
+        )
         return lazily(SimTensor(piece.sim, piece.memory, raw), geometry)
 
     def watch(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -89,15 +93,23 @@ class Run:
 
     Args:
         n_steps: How many.
-        does: What the steps do in turn: ``plain``, ``drop`` the graph without a backward pass, ``retain`` it for a second one, ``part`` for
-            one through the beginning only, ``two`` graphs at a time.
+        does: What the steps do in turn: ``plain``, ``drop`` the graph without a backward pass,
+            ``retain`` it for a second one, ``part`` for one through the beginning only, ``two``
+            graphs at a time.
         streams: Where the steps run in turn, one behind the other.
     """
 
-    def __init__(self, n_steps: int = 3, does: tuple[str, ...] = ("plain",), streams: tuple[str, ...] = ("compute",)) -> None:
+    def __init__(
+        self,
+        n_steps: int = 3,
+        does: tuple[str, ...] = ("plain",),
+        streams: tuple[str, ...] = ("compute",),
+    ) -> None:
         torch.manual_seed(0)
-        self.model, self.inputs = Model(), [torch.randn(8, 8) for _ in range(n_steps)]
-        self.does, self.streams = does, streams
+        self.model = Model()
+        self.inputs = [torch.randn(8, 8) for _ in range(n_steps)]
+        self.does = does
+        self.streams = streams
         self.found: list[torch.Tensor] = []
 
     def plainly(self) -> list[torch.Tensor]:
@@ -127,7 +139,9 @@ class Run:
             self.found = [device.host(tensor) for tensor in self.found]
             later = [device.host(tensor) for tensor in later]
             device.drain()
-        assert all(bool((tensor == 7).all()) for tensor in later), "memory written after the loop had ended"
+        assert all(bool((tensor == 7).all()) for tensor in later), (
+            "memory written after the loop had ended"
+        )
         return self.found
 
     def doing(self, i: int) -> str:
@@ -139,7 +153,9 @@ class Run:
             return
         loss = y.sum() if other is None else (y * other).sum()
         if doing in ("retain", "part"):
-            self.found += torch.autograd.grad(loss, weights[2 if doing == "part" else 0 :], retain_graph=True)
+            self.found += torch.autograd.grad(
+                loss, weights[2 if doing == "part" else 0 :], retain_graph=True
+            )
         self.found += torch.autograd.grad(loss, weights)
 
     @staticmethod
@@ -152,7 +168,11 @@ class Run:
         ]
 
 
-OPTIONS: list[dict[str, Any]] = [{"window": window, "host_limit": limit} for window in (1, 600, MiB(1)) for limit in (MiB(1), KiB(32))]
+OPTIONS: list[dict[str, Any]] = [
+    {"window": window, "host_limit": limit}
+    for window in (1, 600, MiB(1))
+    for limit in (MiB(1), KiB(32))
+]
 DOES = ("plain", "drop", "retain", "two", "part", "plain")
 
 
@@ -168,7 +188,13 @@ def test_all_that_a_loop_may_do(options: dict[str, Any]) -> None:
         check(SimTorchDevice(choose), options, len(DOES), DOES, ("compute", "second")[: 1 + i % 2])
 
 
-@pytest.mark.parametrize("corner", [pytest.param(corner, marks=[pytest.mark.stress] if i % 3 else []) for i, corner in enumerate(CORNERS)])
+@pytest.mark.parametrize(
+    "corner",
+    [
+        pytest.param(corner, marks=[pytest.mark.stress] if i % 3 else [])
+        for i, corner in enumerate(CORNERS)
+    ],
+)
 def test_corner_schedules(corner: str) -> None:
     rng = random.Random(corner)
     check(SimTorchDevice(CORNERS[corner]()), rng.choice(OPTIONS), 3, tuple(rng.sample(DOES, 3)))
@@ -177,7 +203,13 @@ def test_corner_schedules(corner: str) -> None:
 def random_run(seed: int) -> None:
     rng = random.Random(seed)
     does = tuple(rng.choice(DOES) for _ in range(3))
-    check(SimTorchDevice(randomly(seed)), rng.choice(OPTIONS), 3, does, rng.choice([("compute",), ("compute", "second")]))
+    check(
+        SimTorchDevice(randomly(seed)),
+        rng.choice(OPTIONS),
+        3,
+        does,
+        rng.choice([("compute",), ("compute", "second")]),
+    )
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -195,7 +227,10 @@ def test_many_random_schedules(start: int) -> None:
 def test_the_device_holds_no_more_than_the_windows() -> None:
     def peak(window: int | None) -> int:
         device = SimTorchDevice(lazy)
-        with device.factories(), SimOffload(device, threshold=0, host_limit=MiB(1), window=window or 1) as offload:
+        with (
+            device.factories(),
+            SimOffload(device, threshold=0, host_limit=MiB(1), window=window or 1) as offload,
+        ):
             y = x = torch.randn(1000, requires_grad=True).to(META).requires_grad_()
             with offload.step() if window else torch.enable_grad():
                 for _ in range(20):
@@ -212,14 +247,20 @@ def test_the_device_holds_no_more_than_the_windows() -> None:
     assert peak(4 * 4000) <= least + 2 * 4 * 4000
 
 
-# ---- every synchronisation is needed --------------------------------------------------------------------------------
+# ---- every synchronisation is needed -------------------------------------------------------------
 def in_two_streams(device: SimTorchDevice) -> None:
     """Steps in streams that have nothing to do with each other, but for the blocks on the host that they use one after the other."""
     torch.manual_seed(0)
     values = [torch.randn(64) for _ in range(4)]
-    want = [torch.autograd.grad((y := x.clone().requires_grad_()).exp().tanh().sum(), y)[0] for x in values]
+    want = [
+        torch.autograd.grad((y := x.clone().requires_grad_()).exp().tanh().sum(), y)[0]
+        for x in values
+    ]
     found = []
-    with device.factories(), SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload:
+    with (
+        device.factories(),
+        SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload,
+    ):
         inputs = [x.to(META).requires_grad_() for x in values]
         device.drain()
         for i, x in enumerate(inputs):
@@ -243,10 +284,12 @@ def elsewhere(device: SimTorchDevice) -> None:
                 with offload.step():
                     y = moved.exp()
                     node, computed = y.grad_fn, device.current_stream().record()
-                    y = y.tanh()  # and the first one is let go of
+                    # And the first one is let go of.
+                    y = y.tanh()
                 Run.temporaries()
                 if window == 1:
-                    assert y.grad_fn._saved_result is not None  # the first one is fetched ahead
+                    # The first one is fetched ahead.
+                    assert y.grad_fn._saved_result is not None
                 del y
                 device.switch(f"of {window}")
                 device.current_stream().wait(computed)
@@ -258,14 +301,18 @@ def elsewhere(device: SimTorchDevice) -> None:
 
 def passed(device: SimTorchDevice) -> None:
     """What was fetched ahead is not wanted any more, and its memory is taken again."""
-    with device.factories(), SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload:
+    with (
+        device.factories(),
+        SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload,
+    ):
         x = torch.randn(64).to(META).requires_grad_()
         with offload.step():
             y = x.exp().tanh()
         assert y.grad_fn._saved_result is not None
         del y
         with offload.step():
-            pass  # where it sees that the graph is gone
+            # Where it sees that the graph is gone.
+            pass
         later = [torch.full((64,), 3.0, device=META) for _ in range(4)]
         device.drain()
         assert all(bool((tensor.raw == 3).all()) for tensor in later)
@@ -280,7 +327,8 @@ def closed(device: SimTorchDevice) -> None:
                 with offload.step():
                     y = x.exp().tanh().exp().tanh()
                 if touched:
-                    assert y.grad_fn._saved_result is not None  # it is on its way back, and the one before
+                    # It is on its way back, and the one before.
+                    assert y.grad_fn._saved_result is not None
                 if not kept:
                     del y
             if kept and after:
@@ -301,7 +349,10 @@ def foreign(device: SimTorchDevice) -> None:
     """A saved tensor was allocated for another stream than the one that saves it, and that stream goes on."""
     torch.manual_seed(0)
     values = torch.randn(64)
-    with device.factories(), SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload:
+    with (
+        device.factories(),
+        SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload,
+    ):
         x = values.to(META).requires_grad_()
         switch(device, "other")
         y = x * 2
@@ -309,7 +360,8 @@ def foreign(device: SimTorchDevice) -> None:
         with offload.step():
             z = y.sin()  # saves y
             del y
-            w = z.exp()  # saves another tensor, and lets go of y
+            # Saves another tensor, and lets go of y.
+            w = z.exp()
         device.switch("other")
         later = [torch.full((64,), 3.0, device=META) for _ in range(4)]
         device.switch("compute")
@@ -325,16 +377,21 @@ def saved_twice(device: SimTorchDevice) -> None:
     """Two streams save one tensor, each for a result of its own; the one that allocated it goes on first."""
     torch.manual_seed(0)
     values = torch.randn(64)
-    with device.factories(), SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload:
+    with (
+        device.factories(),
+        SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload,
+    ):
         x = values.to(META).requires_grad_()
         with offload.step():
             y = x * 2
             a = y.sin()
             switch(device, "other")
-            b = y.cos()  # saves the same piece
+            # Saves the same piece.
+            b = y.cos()
             device.switch("compute")
             del y
-            a = a.exp()  # saves another tensor, and lets go of the piece
+            # Saves another tensor, and lets go of the piece.
+            a = a.exp()
         later = [torch.full((64,), 3.0, device=META) for _ in range(4)]
         switch(device, "other")
         switch(device, "compute")
@@ -349,7 +406,17 @@ def all_of_it(device: SimTorchDevice) -> None:
     check(device, OPTIONS[1], 3, DOES[:3], ("compute", "second"))
 
 
-SCENES = [closed, passed, in_two_streams, elsewhere, foreign, saved_twice, at_once, ahead, all_of_it]
+SCENES = [
+    closed,
+    passed,
+    in_two_streams,
+    elsewhere,
+    foreign,
+    saved_twice,
+    at_once,
+    ahead,
+    all_of_it,
+]
 WORST = (
     "fast ",
     "fast read+pinfeed-read",
@@ -362,7 +429,11 @@ WORST = (
 
 def worst() -> Iterator[Any]:
     yield from (CORNERS[corner]() for corner in CORNERS if corner in WORST)
-    yield from (favour("compute", "write"), favour("compute", "second", "stream 1"), favour("stream 1", "stream 3", "write"))
+    yield from (
+        favour("compute", "write"),
+        favour("compute", "second", "stream 1"),
+        favour("stream 1", "stream 3", "write"),
+    )
     yield from (favour("compute", "of 1", "of 300"), favour("compute", "of 1", "of 300", "read"))
     yield from (favour("other"), favour("other", "compute"))
 
@@ -383,11 +454,15 @@ def synchronisations() -> list[tuple[str, int]]:
     return sorted(sites)
 
 
-@pytest.mark.parametrize("site", synchronisations(), ids=lambda site: linecache.getline(*site).split("#")[0].strip())
+@pytest.mark.parametrize(
+    "site", synchronisations(), ids=lambda site: linecache.getline(*site).split("#")[0].strip()
+)
 def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
     """A device that is deaf to one of them computes something else, or uses freed memory, in some schedule."""
     assert site[0].endswith("offload_transfer.py"), "a wait or sync outside of offload_transfer.py"
-    assert any(fails(scene, SimTorchDevice(choose, deaf_to=site)) for scene in SCENES for choose in worst())
+    assert any(
+        fails(scene, SimTorchDevice(choose, deaf_to=site)) for scene in SCENES for choose in worst()
+    )
 
 
 @pytest.mark.parametrize("scene", [foreign, saved_twice], ids=lambda scene: scene.__name__)

@@ -142,7 +142,10 @@ def told(make: Callable[[], nn.Module]) -> tuple[Callable[[], nn.Module], Any]:
         made.append(make())
         return made[-1]
 
-    return remembered, lambda outputs, targets: functional.cross_entropy(outputs, targets) + made[-1].auxiliary
+    return (
+        remembered,
+        lambda outputs, targets: functional.cross_entropy(outputs, targets) + made[-1].auxiliary,
+    )
 
 
 class Momentum(nn.Module):
@@ -150,7 +153,8 @@ class Momentum(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.second = net(), net()
+        self.first = net()
+        self.second = net()
         self.second.requires_grad_(False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -219,7 +223,11 @@ def by_python(x: torch.Tensor) -> torch.Tensor:
 
 
 def pairs_of(outputs: torch.Tensor, _: Any) -> torch.Tensor:
-    return (outputs @ outputs.flatten(1).T if outputs.ndim == 2 else outputs.flatten(1)).logsumexp(1).mean()
+    return (
+        (outputs @ outputs.flatten(1).T if outputs.ndim == 2 else outputs.flatten(1))
+        .logsumexp(1)
+        .mean()
+    )
 
 
 def narrow() -> nn.Module:
@@ -249,7 +257,11 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "softmax over samples": (lambda: net(Calls(lambda x: x.softmax(0))), cross_entropy, Y),
     "shuffled samples": (lambda: net(Calls(shuffled)), cross_entropy, Y),
     "the sample before": (lambda: net(Calls(lambda x: x + x.roll(1, 0))), cross_entropy, Y),
-    "spectral_norm": (lambda: net(parametrizations.spectral_norm(nn.Linear(8, 8))), cross_entropy, Y),
+    "spectral_norm": (
+        lambda: net(parametrizations.spectral_norm(nn.Linear(8, 8))),
+        cross_entropy,
+        Y,
+    ),
     "old spectral_norm": (lambda: net(old_spectral_norm(nn.Linear(8, 8))), cross_entropy, Y),
     "an average as a buffer": (lambda: net(Average(True)), cross_entropy, Y),
     "an average as an attribute": (lambda: net(Average(False)), cross_entropy, Y),
@@ -260,12 +272,20 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "a network that follows another": (Momentum, cross_entropy, Y),
     "a branch by torch's numbers": (lambda: net(Calls(sometimes)), cross_entropy, Y),
     "a branch by Python's numbers": (lambda: net(Calls(by_python)), cross_entropy, Y),
-    "sorted random numbers": (lambda: net(Calls(lambda x: x + 0.3 * x[torch.rand(len(x)).argsort()])), cross_entropy, Y),
+    "sorted random numbers": (
+        lambda: net(Calls(lambda x: x + 0.3 * x[torch.rand(len(x)).argsort()])),
+        cross_entropy,
+        Y,
+    ),
     "a generator of its own": (lambda: net(Generated()), pairs_of, Y),
     "an average from the first batch on": (lambda: net(Bank()), cross_entropy, Y),
     "an encoder in eval mode": (Encoder, pairs_of, Y),
     "beside a bfloat16 layer": (narrow, cross_entropy, Y),
-    "beside a large offset": (lambda: net(Calls(lambda x: x - 0.1 * x.mean(0)), Calls(lambda x: x + 1e4 - 1e4)), square, Y),
+    "beside a large offset": (
+        lambda: net(Calls(lambda x: x - 0.1 * x.mean(0)), Calls(lambda x: x + 1e4 - 1e4)),
+        square,
+        Y,
+    ),
 }
 
 
@@ -279,7 +299,9 @@ class Packed(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         lengths = torch.full((len(x),), 6)
-        packed = nn.utils.rnn.pack_padded_sequence(x[:, :, None], lengths, batch_first=True, enforce_sorted=True)
+        packed = nn.utils.rnn.pack_padded_sequence(
+            x[:, :, None], lengths, batch_first=True, enforce_sorted=True
+        )
         return self.gru(packed)[1][0]
 
 
@@ -293,15 +315,30 @@ class Again(nn.Module):
 
 
 RIGHT: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
-    "uint8 classes, one ignored": (net, nn.CrossEntropyLoss(ignore_index=0), IGNORED.byte(), "accumulate"),
-    "uint8 classes with weights": (net, nn.CrossEntropyLoss(weight=torch.arange(1.0, 6)), Y.byte(), "accumulate"),
+    "uint8 classes, one ignored": (
+        net,
+        nn.CrossEntropyLoss(ignore_index=0),
+        IGNORED.byte(),
+        "accumulate",
+    ),
+    "uint8 classes with weights": (
+        net,
+        nn.CrossEntropyLoss(weight=torch.arange(1.0, 6)),
+        Y.byte(),
+        "accumulate",
+    ),
     "size_average=False": (
         functools.partial(net, last=1),
         functools.partial(functional.mse_loss, size_average=False),
         X[:, :1],
         "accumulate",
     ),
-    "reduce=True": (functools.partial(net, last=1), functools.partial(functional.mse_loss, reduce=True), X[:, :1], "accumulate"),
+    "reduce=True": (
+        functools.partial(net, last=1),
+        functools.partial(functional.mse_loss, reduce=True),
+        X[:, :1],
+        "accumulate",
+    ),
     "weights of samples": (
         functools.partial(net, last=1),
         nn.BCEWithLogitsLoss(weight=torch.rand(N, 1)),
@@ -310,11 +347,26 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
     ),
     "GroupNorm": (lambda: net(nn.GroupNorm(2, 8)), cross_entropy, Y, "accumulate"),
     "dropout": (lambda: net(nn.Dropout(0.4)), cross_entropy, Y, "accumulate"),
-    "dropout, a loss of pairs": (lambda: net(nn.Dropout(0.4)), lambda o, y: (o @ o.T).logsumexp(1).mean(), Y, "two_pass"),
+    "dropout, a loss of pairs": (
+        lambda: net(nn.Dropout(0.4)),
+        lambda o, y: (o @ o.T).logsumexp(1).mean(),
+        Y,
+        "two_pass",
+    ),
     "sorted by length": (lambda: Packed(), lambda o, _: o.square().mean(), Y, "two_pass"),
     "computed again": (lambda: Again(), cross_entropy, Y, "accumulate"),
-    "a frozen layer": (lambda: net(nn.Linear(8, 8).requires_grad_(False)), cross_entropy, Y, "accumulate"),
-    "weight_norm": (lambda: net(parametrizations.weight_norm(nn.Linear(8, 8))), cross_entropy, Y, "accumulate"),
+    "a frozen layer": (
+        lambda: net(nn.Linear(8, 8).requires_grad_(False)),
+        cross_entropy,
+        Y,
+        "accumulate",
+    ),
+    "weight_norm": (
+        lambda: net(parametrizations.weight_norm(nn.Linear(8, 8))),
+        cross_entropy,
+        Y,
+        "accumulate",
+    ),
 }
 
 
@@ -362,7 +414,11 @@ def test_what_chunks_would_change_is_refused(case: str) -> None:
     assert torch.equal(torch.get_rng_state(), generator)
     after = state_of(model)
     for name, value in before.items():
-        assert torch.equal(after[name], value) if isinstance(value, torch.Tensor) else after[name] == value, name
+        assert (
+            torch.equal(after[name], value)
+            if isinstance(value, torch.Tensor)
+            else after[name] == value
+        ), name
 
 
 @pytest.mark.parametrize("strategy", ["offload", "checkpoint"])
@@ -376,20 +432,29 @@ def test_what_sees_the_whole_batch_is_right(case: str, strategy: str) -> None:
     loss(plain(X), targets).backward()
     torch.manual_seed(2)
     random.seed(2)
-    with BigBatch(model, loss, strategy=strategy) as big, warnings.catch_warnings(record=True) as said:
+    with (
+        BigBatch(model, loss, strategy=strategy) as big,
+        warnings.catch_warnings(record=True) as said,
+    ):
         warnings.simplefilter("always")
         big.backward(X, targets)
     assert error_of(plain, model) < 1e-6 or (said and strategy == "checkpoint")
 
 
 @pytest.mark.parametrize("strategy", ["accumulate", "two_pass"])
-@pytest.mark.parametrize("case", ["minus the mean", "a hook of a parameter", "an average as a buffer"])
+@pytest.mark.parametrize(
+    "case", ["minus the mean", "a hook of a parameter", "an average as a buffer"]
+)
 def test_a_strategy_that_was_named_is_warned_of(case: str, strategy: str) -> None:
     make, loss, targets = WRONG[case]
     with BigBatch(make(), loss, chunk_size=CHUNK, strategy=strategy) as big:
-        with pytest.warns(UserWarning, match=f"strategy='{strategy}' does not give the gradients of the plain step: "):
+        with pytest.warns(
+            UserWarning,
+            match=f"strategy='{strategy}' does not give the gradients of the plain step: ",
+        ):
             big.backward(X, targets)
-        big.backward(X, targets)  # it is said once
+        # It is said once.
+        big.backward(X, targets)
     with BigBatch(make(), loss, chunk_size=CHUNK, strategy=strategy, prove=False) as big:
         big.backward(X, targets)
 
@@ -400,7 +465,8 @@ def test_what_chunks_do_not_change_is_computed_in_chunks(case: str) -> None:
     plain, model = twice(make)
     torch.manual_seed(1)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch deprecates size_average
+        # torch deprecates size_average
+        warnings.simplefilter("ignore")
         loss(plain(X), targets).backward()
         torch.manual_seed(1)
         with BigBatch(model, loss, chunk_size=CHUNK) as big:
@@ -422,7 +488,9 @@ def test_a_loss_that_is_no_mean_is_not_accumulated() -> None:
         big.backward(X, Y)
     assert big.chosen is not None
     assert big.chosen.strategy == "two_pass"
-    assert "accumulate is wrong: the losses of chunks do not make that of the batch" in big.chosen.why
+    assert (
+        "accumulate is wrong: the losses of chunks do not make that of the batch" in big.chosen.why
+    )
     assert error_of(plain, model) < 1e-5
 
 
@@ -451,20 +519,32 @@ def test_a_model_that_changes_its_inputs() -> None:
     with BigBatch(model, cross_entropy, chunk_size=CHUNK) as big:
         big.backward(X.clone(), Y)
         assert error_of(plain, model) < 1e-5
-    with BigBatch(model, pairs_of, chunk_size=CHUNK) as big, pytest.raises(errors.ArgumentError, match="chunks do not give"):
+    with (
+        BigBatch(model, pairs_of, chunk_size=CHUNK) as big,
+        pytest.raises(errors.ArgumentError, match="chunks do not give"),
+    ):
         big.backward(X.clone(), Y)
 
 
 @pytest.mark.parametrize(
     ("inputs", "said"),
     [
-        ({"x": X, "lengths": [3] * N}, r"\['lengths'\] is a list with a value for each of 24 samples"),
-        ({"x": X, "names": np.array(["a"] * N)}, r"\['names'\] is an array of <U1; expected numbers"),
+        (
+            {"x": X, "lengths": [3] * N},
+            r"\['lengths'\] is a list with a value for each of 24 samples",
+        ),
+        (
+            {"x": X, "names": np.array(["a"] * N)},
+            r"\['names'\] is an array of <U1; expected numbers",
+        ),
         (X.to_sparse(), "sparse_coo tensor, which cannot be cut"),
     ],
 )
 def test_inputs_that_cannot_be_cut(inputs: Any, said: str) -> None:
-    with BigBatch(net(), cross_entropy, chunk_size=CHUNK) as big, pytest.raises(errors.ArgumentError, match=said):
+    with (
+        BigBatch(net(), cross_entropy, chunk_size=CHUNK) as big,
+        pytest.raises(errors.ArgumentError, match=said),
+    ):
         big.backward(inputs, Y)
 
 
@@ -490,7 +570,10 @@ def test_the_weights_of_rare_classes_are_seen() -> None:
 def test_batches_of_any_size_are_proved(sizes: list[int]) -> None:
     model = net(Calls(lambda x: x - x.mean(0)))
     batches = list(zip(X.split(sizes), Y.split(sizes), strict=True))
-    with BigBatch(model, cross_entropy, chunk_size=CHUNK) as big, pytest.raises(errors.ArgumentError, match="can only be added"):
+    with (
+        BigBatch(model, cross_entropy, chunk_size=CHUNK) as big,
+        pytest.raises(errors.ArgumentError, match="can only be added"),
+    ):
         big.backward(iter(batches))
     plain, model = twice(net)
     cross_entropy(plain(X), Y).backward()
@@ -502,7 +585,10 @@ def test_batches_of_any_size_are_proved(sizes: list[int]) -> None:
 def test_a_later_batch_of_another_shape_is_proved() -> None:
     model = net(Calls(lambda x: x - x.mean(0) if x.ndim == 3 else x))
     batches = [(X, X[:, :5]), (X[:, None].expand(-1, 2, -1), X[:, None, :5].expand(-1, 2, -1))]
-    with BigBatch(model, nn.MSELoss(), chunk_size=CHUNK) as big, pytest.raises(errors.ArgumentError, match="can only be added"):
+    with (
+        BigBatch(model, nn.MSELoss(), chunk_size=CHUNK) as big,
+        pytest.raises(errors.ArgumentError, match="can only be added"),
+    ):
         big.backward(iter(batches))
     assert all(p.grad is None for p in model.parameters())
 
@@ -517,7 +603,10 @@ def test_a_named_strategy_on_a_source_is_warned_of_once() -> None:
 
 def test_batches_that_come_one_by_one_are_proved() -> None:
     model = net(Calls(lambda x: x - x.mean(0)))
-    with BigBatch(model, cross_entropy, chunk_size=CHUNK) as big, pytest.raises(errors.ArgumentError, match="can only be added"):
+    with (
+        BigBatch(model, cross_entropy, chunk_size=CHUNK) as big,
+        pytest.raises(errors.ArgumentError, match="can only be added"),
+    ):
         big.backward(iter([(X, Y)]))
     with BigBatch(model, cross_entropy, chunk_size=CHUNK, prove=False) as big:
         big.backward(iter([(X, Y)]))
@@ -525,7 +614,7 @@ def test_batches_that_come_one_by_one_are_proved() -> None:
         big.backward(iter([(X.numpy(), Y.numpy())]))
 
 
-# ---- random models ---------------------------------------------------------------------------------------------------
+# ---- random models -------------------------------------------------------------------------------
 class Sum(nn.Module):
     """Adds what a part of the model computes to its input."""
 
@@ -582,7 +671,8 @@ class Shaped(nn.Module):
 
     def __init__(self, body: nn.Module, shape: str) -> None:
         super().__init__()
-        self.body, self.shape = body, shape
+        self.body = body
+        self.shape = shape
 
     def forward(self, x: torch.Tensor) -> Any:
         y = self.body(x)
@@ -609,7 +699,9 @@ def random_loss(rng: random.Random) -> tuple[Any, Callable[[torch.Tensor], torch
         nn.CrossEntropyLoss(reduction=rng.choice(["mean", "sum"])),
         nn.CrossEntropyLoss(ignore_index=rng.randrange(5)),
         nn.CrossEntropyLoss(weight=torch.arange(1.0, 6), label_smoothing=rng.choice([0, 0.2])),
-        functools.partial(functional.cross_entropy, ignore_index=-100, reduction=rng.choice(["mean", "sum"])),
+        functools.partial(
+            functional.cross_entropy, ignore_index=-100, reduction=rng.choice(["mean", "sum"])
+        ),
         functional.multi_margin_loss,
     ]
     numbers: list[Any] = [
@@ -617,7 +709,9 @@ def random_loss(rng: random.Random) -> tuple[Any, Callable[[torch.Tensor], torch
         functools.partial(functional.mse_loss, size_average=rng.choice([True, False])),
         functools.partial(functional.smooth_l1_loss, beta=0.5),
         nn.KLDivLoss(reduction=rng.choice(["batchmean", "sum", "mean"])),
-        lambda o, y: (functional.normalize(o, dim=1) @ functional.normalize(y, dim=1).T).logsumexp(1).mean(),
+        lambda o, y: (
+            (functional.normalize(o, dim=1) @ functional.normalize(y, dim=1).T).logsumexp(1).mean()
+        ),
         lambda o, y: (o - y).square().sum(1).topk(3).values.mean(),
     ]
     if rng.random() < 0.5:
@@ -643,7 +737,8 @@ class Program:
         if not self.is_exact:
             layers.insert(rng.randint(0, len(layers)), rng.choice(TOGETHER)())
         if rng.random() < 0.3:
-            layers.append(layers[0])  # it is there twice
+            # It is there twice.
+            layers.append(layers[0])
         shape = rng.choice(["tensor"] * 3 + ["dict", "tuple", "auxiliary", "transposed"])
         self.is_exact = self.is_exact and shape not in ("auxiliary", "transposed")
         self.model = Shaped(nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 5)), shape)
@@ -661,7 +756,8 @@ class Program:
         self.chunk_size = rng.randint(1, n - 1)
 
 
-@pytest.mark.filterwarnings("ignore")  # torch warns of what it deprecates
+# torch warns of what it deprecates.
+@pytest.mark.filterwarnings("ignore")
 def outcome_of(seed: int) -> str:
     """``refused``, or the strategy that was chosen; checks that its gradients are right."""
     program, plain = Program(seed), Program(seed)
@@ -684,7 +780,9 @@ def outcome_of(seed: int) -> str:
 @pytest.mark.parametrize("first", range(0, 200, 20))
 def test_no_random_model_is_wrong_in_silence(first: int) -> None:
     for seed in range(first, first + 20):
-        assert outcome_of(seed) != "refused" or not Program(seed).is_exact, f"seed {seed}: refused, and chunks would be exact"
+        assert outcome_of(seed) != "refused" or not Program(seed).is_exact, (
+            f"seed {seed}: refused, and chunks would be exact"
+        )
 
 
 @pytest.mark.stress

@@ -15,7 +15,10 @@ from pinfeed import ArrayStore, Feeder
 from pinfeed.testing import SimDevice, favour, lazy
 
 N, D = 12, 2
-FIXED = [np.array(r) for r in ([0, 1, 2], [3, 4, 5, 6, 7], [2, 1], [8, 9], [9, 2, 0], [1], [10, 11], [9, 8, 1])]
+FIXED = [
+    np.array(r)
+    for r in ([0, 1, 2], [3, 4, 5, 6, 7], [2, 1], [8, 9], [9, 2, 0], [1], [10, 11], [9, 8, 1])
+]
 GROWING = [np.array(r) for r in ([0], [1], [0], [1], [3], [3, 4, 5, 6, 7], [2, 1], [8, 9, 5, 4, 0])]
 CORNERS = corners(dict.fromkeys(("compute", "read"), (5, 9, 14, 20, 27, 35)))
 
@@ -24,9 +27,16 @@ class Run:
     """One loop that changes the rows it is given: the same program, on the feeder and as the synchronous loop."""
 
     def __init__(
-        self, batches: list[np.ndarray], stop_after: int | None = None, switch_after: int | None = None, timeline: bool = False
+        self,
+        batches: list[np.ndarray],
+        stop_after: int | None = None,
+        switch_after: int | None = None,
+        timeline: bool = False,
     ) -> None:
-        self.batches, self.stop_after, self.switch_after, self.timeline = batches, stop_after, switch_after, timeline
+        self.batches = batches
+        self.stop_after = stop_after
+        self.switch_after = switch_after
+        self.timeline = timeline
         self.x = np.arange(N * D, dtype=np.float64).reshape(N, D)
         self.y = np.arange(N, dtype=np.int32)
         self.seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -44,23 +54,32 @@ class Run:
         """``known=False``: the feeder cannot know how large batches become."""
         rows: Any = self.batches if known else Unsized(self.batches)
         stores = (ArrayStore(self.x), {"y": ArrayStore(self.y)})
-        with Feeder(stores, rows=rows, depth=depth, device=device, timeline=self.timeline) as feeder:
+        with Feeder(
+            stores, rows=rows, depth=depth, device=device, timeline=self.timeline
+        ) as feeder:
             for i, batch in enumerate(feeder.batches()):
                 self.step(device, i, batch)
                 if i + 1 == self.stop_after:
                     break
                 if self.switch_after is not None and i + 1 >= self.switch_after:
                     device.switch(("compute", "another")[(i - self.switch_after) % 2])  # to and fro
-                del batch  # not held while the next one is made: its memory can be given out again
-        self.x, self.y = self.x.copy(), self.y.copy()  # what the user reads right after the loop
+                # Not held while the next one is made: its memory can be given out again.
+                del batch
+        # What the user reads right after the loop.
+        self.x, self.y = self.x.copy(), self.y.copy()
         del feeder, stores
         later = [
-            device.array((max(map(len, self.batches)), *shape), dtype) for shape, dtype in (((D,), "f8"), ((), "i4")) for _ in range(8)
+            device.array((max(map(len, self.batches)), *shape), dtype)
+            for shape, dtype in (((D,), "f8"), ((), "i4"))
+            for _ in range(8)
         ]
-        for array in later:  # what the user computes next, in whatever memory the loop has left
+        for array in later:
+            # What the user computes next, in whatever memory the loop has left.
             device.launch(lambda a: a.fill(7), array)
         device.drain()
-        assert all((array._array == 7).all() for array in later), "memory written after the loop had ended"
+        assert all((array._array == 7).all() for array in later), (
+            "memory written after the loop had ended"
+        )
         return self
 
     def step(self, device: SimDevice, i: int, batch: Any) -> None:
@@ -68,7 +87,8 @@ class Run:
         device.launch(lambda x, y: self.seen.__setitem__(i, (x.copy(), y.copy())), x, y)
         new_x = new_y = None
         if i % 5 != 4:
-            new_x = x if i % 2 else device.array(x.shape, x.dtype)  # in place, or a new array
+            # In place, or a new array.
+            new_x = x if i % 2 else device.array(x.shape, x.dtype)
             device.launch(lambda x, new: np.copyto(new, x * 2 + 1), x, new_x)
         if i % 3:
             new_y = y
@@ -77,8 +97,10 @@ class Run:
             batch.write_back((new_x, {"y": new_y}))
         for array in (new_x, new_y):
             if array is not None:
-                device.launch(lambda a: a.fill(-1), array)  # values were copied: the user may change them at once
-        for shape, dtype in (((5, D), "f8"), ((5,), "i4")):  # what a model needs in between, as large as the largest batch
+                # Values were copied: the user may change them at once.
+                device.launch(lambda a: a.fill(-1), array)
+        for shape, dtype in (((5, D), "f8"), ((5,), "i4")):
+            # What a model needs in between, as large as the largest batch.
             device.launch(lambda a: a.fill(-2), device.array(shape, dtype))
 
 
@@ -92,10 +114,20 @@ class Unsized:
         return iter(self._batches)
 
 
-def check(device: SimDevice, depth: int, batches: list[np.ndarray] | None = None, *, known: bool = True, **kwargs: Any) -> None:
+def check(
+    device: SimDevice,
+    depth: int,
+    batches: list[np.ndarray] | None = None,
+    *,
+    known: bool = True,
+    **kwargs: Any,
+) -> None:
     if batches is None:
         batches = FIXED if known else GROWING
-    want, got = Run(batches, **kwargs).synchronous(), Run(batches, **kwargs).fed(device, depth, known)
+    want, got = (
+        Run(batches, **kwargs).synchronous(),
+        Run(batches, **kwargs).fed(device, depth, known),
+    )
     assert want.seen.keys() == got.seen.keys()
     for i, (x, y) in want.seen.items():
         np.testing.assert_array_equal(got.seen[i][0], x)
@@ -104,11 +136,17 @@ def check(device: SimDevice, depth: int, batches: list[np.ndarray] | None = None
     np.testing.assert_array_equal(got.y, want.y)
 
 
-@pytest.mark.parametrize(("direct", "duplex"), [(False, True), (True, True), (True, False)], ids=["staged", "direct", "direct, in turn"])
+@pytest.mark.parametrize(
+    ("direct", "duplex"),
+    [(False, True), (True, True), (True, False)],
+    ids=["staged", "direct", "direct, in turn"],
+)
 @pytest.mark.parametrize("stop_after", [None, 3])
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 @pytest.mark.parametrize("corner", CORNERS)
-def test_corner_schedules(corner: str, depth: int, stop_after: int | None, direct: bool, duplex: bool) -> None:
+def test_corner_schedules(
+    corner: str, depth: int, stop_after: int | None, direct: bool, duplex: bool
+) -> None:
     check(SimDevice(CORNERS[corner](), direct=direct, duplex=duplex), depth, stop_after=stop_after)
 
 
@@ -118,15 +156,34 @@ def test_random_schedules(seed: int) -> None:
     batches = [np.array(rng.sample(range(N), rng.randint(1, 5))) for _ in range(8)]
     device = SimDevice(randomly(seed), direct=rng.random() < 0.5, duplex=rng.random() < 0.7)
     known, switch_after = rng.random() < 0.5, rng.choice([None, 1, 3])
-    check(device, rng.randint(0, 4), batches, known=known, switch_after=switch_after, timeline=rng.random() < 0.3)
+    check(
+        device,
+        rng.randint(0, 4),
+        batches,
+        known=known,
+        switch_after=switch_after,
+        timeline=rng.random() < 0.3,
+    )
 
 
-row_batches = st.lists(st.lists(st.integers(0, N - 1), min_size=1, max_size=5, unique=True).map(np.array), min_size=1, max_size=8)
+row_batches = st.lists(
+    st.lists(st.integers(0, N - 1), min_size=1, max_size=5, unique=True).map(np.array),
+    min_size=1,
+    max_size=8,
+)
 
 
-@given(st.lists(st.integers(0, 5), max_size=300), row_batches, st.integers(0, 3), st.booleans(), st.booleans())
+@given(
+    st.lists(st.integers(0, 5), max_size=300),
+    row_batches,
+    st.integers(0, 3),
+    st.booleans(),
+    st.booleans(),
+)
 @settings(max_examples=100, deadline=None)
-def test_any_schedule(moves: list[int], batches: list[np.ndarray], depth: int, direct: bool, known: bool) -> None:
+def test_any_schedule(
+    moves: list[int], batches: list[np.ndarray], depth: int, direct: bool, known: bool
+) -> None:
     coming = iter(moves)
 
     def choose(ready: Any) -> str | None:
@@ -136,7 +193,9 @@ def test_any_schedule(moves: list[int], batches: list[np.ndarray], depth: int, d
 
 
 VARIANTS: list[tuple[bool, dict[str, Any]]] = [
-    (direct, kwargs) for direct in (False, True) for kwargs in ({}, {"stop_after": 3}, {"known": False}, {"switch_after": 2})
+    (direct, kwargs)
+    for direct in (False, True)
+    for kwargs in ({}, {"stop_after": 3}, {"known": False}, {"switch_after": 2})
 ]
 
 
@@ -160,11 +219,17 @@ def test_a_timeline_waits_for_nothing() -> None:
     assert sites[0] == sites[1]
 
 
-@pytest.mark.parametrize("site", synchronisations(), ids=lambda s: linecache.getline(*s).split("#")[0].strip())
+@pytest.mark.parametrize(
+    "site", synchronisations(), ids=lambda s: linecache.getline(*s).split("#")[0].strip()
+)
 def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
     """A device that is deaf to one of them computes something else, or uses freed memory, in some schedule."""
     assert site[0].endswith("transfer.py"), "a wait or sync outside of transfer.py"
-    devices = ((SimDevice(choose(), direct=direct, deaf_to=site), kwargs) for choose in CORNERS.values() for direct, kwargs in VARIANTS)
+    devices = (
+        (SimDevice(choose(), direct=direct, deaf_to=site), kwargs)
+        for choose in CORNERS.values()
+        for direct, kwargs in VARIANTS
+    )
     assert any(fails(device, kwargs) for device, kwargs in devices)
 
 
@@ -175,7 +240,11 @@ def test_memory_used_in_another_stream_must_be_shared_with_it() -> None:
         def share(self, tensor: Any, stream: Any) -> None:
             pass
 
-    assert any(fails(Forgetful(choose()), {"switch_after": after}) for choose in CORNERS.values() for after in (1, 2))
+    assert any(
+        fails(Forgetful(choose()), {"switch_after": after})
+        for choose in CORNERS.values()
+        for after in (1, 2)
+    )
 
 
 def fails(device: SimDevice, kwargs: dict[str, Any]) -> bool:
@@ -198,7 +267,8 @@ def test_a_write_back_that_fails_half_way_leaves_nothing_queued() -> None:
                 raise MemoryError
             return super().staging(nbytes)
 
-    device = Full(lazy)  # three slots of two stores take six, and the write-back two more
+    # Three slots of two stores take six, and the write-back two more.
+    device = Full(lazy)
     run = Run(FIXED)
     with pytest.raises(MemoryError):
         run.fed(device, 2)
@@ -226,7 +296,10 @@ def test_a_loop_that_drops_its_batches_stays_within_the_plan(depth: int) -> None
 
 @pytest.mark.parametrize("corner", CORNERS)
 def test_copies_of_a_fill_that_failed_are_over_before_it_is_tried_again(corner: str) -> None:
-    """The device refuses one copy of a slot whose other copies are queued. Their memory may be the user's next array otherwise."""
+    """The device refuses one copy of a slot whose other copies are queued.
+
+    Their memory may be the user's next array otherwise.
+    """
 
     class Refusing(SimDevice):
         def copy(self, src: Any, dst: Any, stream: Any) -> None:
@@ -234,13 +307,16 @@ def test_copies_of_a_fill_that_failed_are_over_before_it_is_tried_again(corner: 
                 raise RuntimeError("the copy is refused")
             super().copy(src, dst, stream)
 
-    device, size, n_good = Refusing(CORNERS[corner]()), 4, 11
+    device = Refusing(CORNERS[corner]())
+    size = 4
+    n_good = 11
     x, y = np.arange(64 * size, dtype=np.float64), np.zeros(64 * size, np.int32)
     y[n_good * size] = -1
     seen: dict[int, np.ndarray] = {}
     own: list[Any] = []
     with Feeder((ArrayStore(x), ArrayStore(y)), batch_size=size, device=device) as feeder:
-        assert len(feeder._loop._transfer.slots) == 4  # each of eight batches: the refused one is the fourth of the second slot
+        # Each of eight batches: the refused one is the fourth of the second slot.
+        assert len(feeder._loop._transfer.slots) == 4
         sizes = [n * size * 8 for n in (1, 3, 8)]
         with pytest.raises(RuntimeError, match="the copy is refused"):
             for i, (batch, _) in enumerate(feeder):

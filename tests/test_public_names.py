@@ -15,11 +15,16 @@ from pinfeed import ArrayStore, Config, Feeder, devices, restartable, wrap_loade
 
 
 def run(program: str) -> str:
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True).stdout
+    return subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True
+    ).stdout
 
 
 def test_a_public_name_is_one_thing() -> None:
-    """An editor that imports a name by itself takes it from any module that has it. ``compat`` has the names of other systems."""
+    """An editor that imports a name by itself takes it from any module that has it.
+
+    ``compat`` has the names of other systems.
+    """
     modules = [
         importlib.import_module(found.name)
         for found in pkgutil.walk_packages(pinfeed.__path__, "pinfeed.")
@@ -54,7 +59,9 @@ def test_dir_has_the_public_names_and_loads_nothing() -> None:
 
 
 def test_a_star_import_has_the_public_names() -> None:
-    program = "from pinfeed import *; print(*sorted(name for name in dir() if not name.startswith('__')))"
+    program = (
+        "from pinfeed import *; print(*sorted(name for name in dir() if not name.startswith('__')))"
+    )
     assert run(program).split() == sorted(pinfeed.__all__)
 
 

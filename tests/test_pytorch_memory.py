@@ -79,11 +79,13 @@ def order_of(epoch: Any) -> list[int]:
     return [i for batch in labels(epoch) for i in batch]
 
 
-# ---- the programs of the README --------------------------------------------------------------------------------------
+# ---- the programs of the README ------------------------------------------------------------------
 
 README: list[Callable[..., Any]] = [
     lambda config, *rest: Feeder(config, *rest).generate_epochs(epoch_count=3),
-    lambda config, *rest: multiply_epochs(epoch_generator=generate_epoch(config, *rest), epoch_count=3),
+    lambda config, *rest: multiply_epochs(
+        epoch_generator=generate_epoch(config, *rest), epoch_count=3
+    ),
 ]
 
 
@@ -128,37 +130,63 @@ def test_the_programs_of_the_readme(make: Callable[..., Any]) -> None:
             means.append(x_batch.mean().item())
         seen.append(means)
     assert [len(means) for means in seen] == [4] * 3
-    assert seen[0] != seen[1] != seen[2]  # the variations vary
+    # The variations vary
+    assert seen[0] != seen[1] != seen[2]
 
 
 def test_the_names_of_the_first_readmes() -> None:
     inspector = InspectNetwork(Net(), (1, 3, 64, 64))
     assert inspector.get_parameter_count() == get_parameter_count(Net) == 2528
     assert inspector.get_intermediate_variable_count() == get_variable_count(Net, (1, 3, 64, 64))
-    shapes: dict[str, Any] = {"total_sample_count": 8, "input_shape": (3, 64, 64), "output_shape": (256,)}
+    shapes: dict[str, Any] = {
+        "total_sample_count": 8,
+        "input_shape": (3, 64, 64),
+        "output_shape": (256,),
+    }
     config = Config(cpu_memory_limit=GiB(2), gpu_memory_limit=GiB(1.5), network=Net(), **shapes)
     assert config.parameter_count == 2528
     assert dataclasses.replace(config, total_sample_count=4).parameter_count == 2528
-    with pytest.raises(errors.ArgumentError, match="model_class and network are two names of one argument"):
-        Config(cpu_memory_limit=GiB(2), gpu_memory_limit=GiB(1.5), network=Net(), model_class=Net, **shapes)
+    with pytest.raises(
+        errors.ArgumentError, match="model_class and network are two names of one argument"
+    ):
+        Config(
+            cpu_memory_limit=GiB(2),
+            gpu_memory_limit=GiB(1.5),
+            network=Net(),
+            model_class=Net,
+            **shapes,
+        )
     with pytest.raises(errors.ArgumentError, match="model_class=None: expected a torch module"):
         Config(cpu_memory_limit=GiB(2), gpu_memory_limit=GiB(1.5), **shapes)
 
 
 def test_the_numbers_of_the_readme() -> None:
-    config = Config(GiB(2), GiB(1.5), (1, 3, 1024, 1024), (1, 256), Net, 2048, np.float32, np.float32, 2, 16)
+    config = Config(
+        GiB(2), GiB(1.5), (1, 3, 1024, 1024), (1, 256), Net, 2048, np.float32, np.float32, 2, 16
+    )
     assert config.parameter_count == 2528
     assert config.total_intermediate_variable_count == 1_049_104
     assert (config.input_item_size, config.input_size, config.output_size) == (4, 12_582_912, 1024)
     assert config.sample_size == 12_583_936
-    assert (config.batch_size, config.sample_count_in_single_batch, config.batch_count) == (16, 8, 256)
+    assert (config.batch_size, config.sample_count_in_single_batch, config.batch_count) == (
+        16,
+        8,
+        256,
+    )
     assert config.sample_batch_memory_footprint == 16 * config.sample_size
-    assert (config.allowed_sample_count, config.total_read_count, config.batch_count_in_memory) == (80, 26, 10)
+    assert (config.allowed_sample_count, config.total_read_count, config.batch_count_in_memory) == (
+        80,
+        26,
+        10,
+    )
     used = config.model_memory_usage + config.batch_size * config.single_sample_memory_usage
     assert 0 <= config.budget.gpu_bytes - used < config.batch_size
     assert config.single_sample_memory_usage > config.sample_size + 4 * 8 * 256 * 256
-    without = Config(GiB(2), GiB(1.5), (3, 1024, 1024), (256,), Net, 2048, np.float32, np.float32, 2)
-    assert config.batch_size < without.batch_size < 94  # which the gradients, and the batches under way, had no place beside
+    without = Config(
+        GiB(2), GiB(1.5), (3, 1024, 1024), (256,), Net, 2048, np.float32, np.float32, 2
+    )
+    # Which the gradients, and the batches under way, had no place beside.
+    assert config.batch_size < without.batch_size < 94
     assert without.batch_size % 2 == 0
     for given in (config, without):
         assert given.budget.gpu_bytes <= GiB(1.5)
@@ -166,9 +194,17 @@ def test_the_numbers_of_the_readme() -> None:
         assert given.budget.fits
 
 
-@pytest.mark.parametrize(("one_read_count", "preferred", "batch_size"), [(2, 16, 16), (3, 16, 15), (4, 6, 4), (5, 4, 5), (1, 0, 10)])
-def test_a_batch_is_a_multiple_of_what_is_read_at_once(one_read_count: int, preferred: int, batch_size: int) -> None:
-    assert small(one_read_count=one_read_count, preferred_batch_size=preferred).batch_size == batch_size
+@pytest.mark.parametrize(
+    ("one_read_count", "preferred", "batch_size"),
+    [(2, 16, 16), (3, 16, 15), (4, 6, 4), (5, 4, 5), (1, 0, 10)],
+)
+def test_a_batch_is_a_multiple_of_what_is_read_at_once(
+    one_read_count: int, preferred: int, batch_size: int
+) -> None:
+    assert (
+        small(one_read_count=one_read_count, preferred_batch_size=preferred).batch_size
+        == batch_size
+    )
 
 
 def test_the_limit_that_binds_decides() -> None:
@@ -189,7 +225,7 @@ def test_sizes() -> None:
     assert (round_to(17, 5), round_to(4, 5)) == (15, 0)
 
 
-# ---- what networks take ----------------------------------------------------------------------------------------------
+# ---- what networks take --------------------------------------------------------------------------
 
 
 class Towers(nn.Module):
@@ -198,7 +234,9 @@ class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(12))
-        self.inner = nn.Sequential(nn.Sequential(nn.Linear(10, 10), nn.ReLU(inplace=True)), nn.Flatten())
+        self.inner = nn.Sequential(
+            nn.Sequential(nn.Linear(10, 10), nn.ReLU(inplace=True)), nn.Flatten()
+        )
         self.rnn = nn.LSTM(10, 3, batch_first=True)
 
     def forward(self, x: torch.Tensor) -> Any:
@@ -208,10 +246,19 @@ class Towers(nn.Module):
 def test_what_is_counted_is_counted_once() -> None:
     true = sum(p.numel() for p in Towers().parameters())
     assert get_parameter_count(Towers) == get_parameter_count(Towers()) == true
-    assert get_variable_count(Towers, (1, 10)) == get_variable_count(Towers, (10,)) == 2 * (10 + 3 * 3)
+    assert (
+        get_variable_count(Towers, (1, 10)) == get_variable_count(Towers, (10,)) == 2 * (10 + 3 * 3)
+    )
     assert get_variable_count(lambda: nn.Sequential(nn.Embedding(5, 4)), (1, 7)) == 2 * 28
     layers = summary_of_network(Towers, (1, 10))
-    assert [layer["layer_type_name"] for layer in layers] == ["Linear", "ReLU", "Sequential", "Flatten", "Sequential", "LSTM"]
+    assert [layer["layer_type_name"] for layer in layers] == [
+        "Linear",
+        "ReLU",
+        "Sequential",
+        "Flatten",
+        "Sequential",
+        "LSTM",
+    ]
     assert [layer["parameter_count"] for layer in layers] == [110, 0, 110, 0, 110, true - 122]
     assert layers[-1]["input_shape"] == (1, 1, 10)
     assert layers[-1]["output_shape"] == ((1, 1, 3), (1, 1, 3), (1, 1, 3))
@@ -233,8 +280,12 @@ TAKEN = [
 
 
 @pytest.mark.parametrize(("model", "shape", "dtype", "sample"), TAKEN)
-def test_shapes_and_dtypes_that_networks_take(model: Any, shape: Any, dtype: Any, sample: Any, caplog: pytest.LogCaptureFixture) -> None:
-    config = small(model_class=model, input_shape=shape, input_dtype=dtype, preferred_batch_size=3, depth=0)
+def test_shapes_and_dtypes_that_networks_take(
+    model: Any, shape: Any, dtype: Any, sample: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = small(
+        model_class=model, input_shape=shape, input_dtype=dtype, preferred_batch_size=3, depth=0
+    )
     assert config._network.sample_shape == sample
     assert config.batch_size == 3
     assert not caplog.records
@@ -243,22 +294,34 @@ def test_shapes_and_dtypes_that_networks_take(model: Any, shape: Any, dtype: Any
 def test_a_network_stays_as_it_is() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout()).eval()
     before = [p.detach().clone() for p in model.parameters()]
-    config = small(model_class=model, optimizer=torch.optim.SGD(model.parameters(), lr=1, momentum=0.9), loss=lambda y, _: y.square().sum())
+    config = small(
+        model_class=model,
+        optimizer=torch.optim.SGD(model.parameters(), lr=1, momentum=0.9),
+        loss=lambda y, _: y.square().sum(),
+    )
     assert config.parameter_count == 6
     assert config.budget.step.breakdown["optimizer state"]
     assert not model.training
     assert not model[1].training
-    assert all(torch.equal(p, old) and p.grad is None for p, old in zip(model.parameters(), before, strict=True))
+    assert all(
+        torch.equal(p, old) and p.grad is None
+        for p, old in zip(model.parameters(), before, strict=True)
+    )
 
 
 def test_a_pair_of_inputs() -> None:
     model = nn.Bilinear(2, 3, 4)
-    config = small(model_class=model, input_shape=((2,), (3,)), input_dtype=("float32", "float64"), output_shape=(4,))
+    config = small(
+        model_class=model,
+        input_shape=((2,), (3,)),
+        input_dtype=("float32", "float64"),
+        output_shape=(4,),
+    )
     assert config.sample_size == 8 + 24 + 32
     assert config.batch_size == 10
 
 
-# ---- epochs ----------------------------------------------------------------------------------------------------------
+# ---- epochs --------------------------------------------------------------------------------------
 
 
 def test_full_batches_of_a_feeder_and_all_of_generate_epoch() -> None:
@@ -266,13 +329,20 @@ def test_full_batches_of_a_feeder_and_all_of_generate_epoch() -> None:
         assert labels(epoch) == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert labels(epoch) == []
     config = small(preferred_batch_size=4)
-    assert labels(generate_epoch(config, range(10), range(10), image, label)) == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
+    assert labels(generate_epoch(config, range(10), range(10), image, label)) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9],
+    ]
     assert labels(generate_epoch(config, iter([]), iter([]), image, label)) == []
 
 
 def test_many_batches() -> None:
     config = small(preferred_batch_size=1)
-    assert sum(map(len, labels(generate_epoch(config, range(1100), range(1100), image, label)))) == 1100
+    assert (
+        sum(map(len, labels(generate_epoch(config, range(1100), range(1100), image, label))))
+        == 1100
+    )
 
 
 def test_batches_are_what_was_made_of_them() -> None:
@@ -293,7 +363,10 @@ def test_batches_are_what_was_made_of_them() -> None:
         def to(self, device: Any) -> Any:
             raise AssertionError
 
-    several = feeder(apply_on_input_batch=Batch, apply_on_output_batch=lambda samples: {"labels": torch.tensor(list(samples))})
+    several = feeder(
+        apply_on_input_batch=Batch,
+        apply_on_output_batch=lambda samples: {"labels": torch.tensor(list(samples))},
+    )
     for i, (x, y) in enumerate(next(several.generate_epochs())):
         assert x is made[i]
         assert x.samples[0].tolist() == [4 * i] * 2
@@ -301,12 +374,18 @@ def test_batches_are_what_was_made_of_them() -> None:
 
 
 def test_tensors_on_a_device() -> None:
-    for x, y in next(feeder(device="cpu", apply_on_output_batch=lambda samples: np.array(list(samples))).generate_epochs()):
+    for x, y in next(
+        feeder(
+            device="cpu", apply_on_output_batch=lambda samples: np.array(list(samples))
+        ).generate_epochs()
+    ):
         assert isinstance(x, torch.Tensor)
         assert isinstance(y, torch.Tensor)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, "bfloat16", torch.float16, np.float64, float, "torch.int32"])
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, "bfloat16", torch.float16, np.float64, float, "torch.int32"]
+)
 def test_stacked_samples_have_the_dtype_of_the_config(dtype: Any) -> None:
     config = small(preferred_batch_size=4, input_dtype=dtype, model_class=lambda: nn.Linear(2, 2))
     x, _ = next(next(feeder(config=config).generate_epochs()))
@@ -334,7 +413,8 @@ def test_memory_is_flat_over_epochs_and_every_epoch_is_read() -> None:
     last = 0.0
     for epoch in reading.generate_epochs(epoch_count=5):
         for x, _ in epoch:
-            assert x[0][0] > last  # read after the batch before, in this epoch too
+            # Read after the batch before, in this epoch too.
+            assert x[0][0] > last
             last = x[-1][0]
             n_batches += 1
             most = max(most, len(alive))
@@ -358,12 +438,16 @@ def test_batches_are_read_ahead_in_another_thread() -> None:
     config = small(preferred_batch_size=4, total_sample_count=12)
     for epoch in feeder(12, config=config, read_input=read_input).generate_epochs():
         next(epoch)
-        assert ahead.wait(30)  # the third batch, while the loop has the first
+        # The third batch, while the loop has the first.
+        assert ahead.wait(30)
         epoch.close()
     assert threading.main_thread() not in threads
     threads.clear()
     synchronous = small(preferred_batch_size=4, total_sample_count=12, depth=0)
-    assert len(labels(next(feeder(12, config=synchronous, read_input=read_input).generate_epochs()))) == 3
+    assert (
+        len(labels(next(feeder(12, config=synchronous, read_input=read_input).generate_epochs())))
+        == 3
+    )
     assert threads == {threading.main_thread()}
 
 
@@ -376,7 +460,10 @@ def test_epochs_that_are_left_and_epochs_at_the_same_time() -> None:
     del epoch
     assert threading.active_count() == n_threads
     first, second = feeder().generate_epochs(2)
-    assert [(a.tolist(), b.tolist()) for (_, a), (_, b) in zip(first, second, strict=True)] == [([0, 1, 2, 3],) * 2, ([4, 5, 6, 7],) * 2]
+    assert [(a.tolist(), b.tolist()) for (_, a), (_, b) in zip(first, second, strict=True)] == [
+        ([0, 1, 2, 3],) * 2,
+        ([4, 5, 6, 7],) * 2,
+    ]
 
 
 def test_shuffled_epochs() -> None:
@@ -384,7 +471,10 @@ def test_shuffled_epochs() -> None:
     first, second = (order_of(epoch) for epoch in reading.generate_epochs(2))
     (third,) = (order_of(epoch) for epoch in reading.generate_epochs())
     assert len({tuple(order) for order in (first, second, third)}) == 3
-    assert [order_of(epoch) for epoch in feeder(shuffle=True, seed=3).generate_epochs(2)] == [first, second]
+    assert [order_of(epoch) for epoch in feeder(shuffle=True, seed=3).generate_epochs(2)] == [
+        first,
+        second,
+    ]
 
 
 def test_what_can_be_multiplied() -> None:
@@ -398,16 +488,19 @@ def test_what_can_be_multiplied() -> None:
         multiply_epochs(pair for pair in epoch)
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def test_limits_that_cannot_hold_a_read_are_refused_at_once() -> None:
     assert issubclass(NotEnoughGPURam, errors.NotEnoughGPUMemory)
-    with pytest.raises(NotEnoughGPURam, match="gpu_memory_limit"):  # the model alone
+    with pytest.raises(NotEnoughGPURam, match="gpu_memory_limit"):
+        # The model alone
         small(model_class=lambda: nn.Linear(2, 10_000_000), gpu_memory_limit=MiB(64))
     with pytest.raises(NotEnoughGPURam, match=r"gpu_memory_limit is 5\.9 KiB"):
         small(gpu_memory_limit=6000, one_read_count=64)
-    with pytest.raises(errors.NotEnoughCPUMemory, match=r"5 of them at a time; cpu_memory_limit is 4\.0 MiB"):
+    with pytest.raises(
+        errors.NotEnoughCPUMemory, match=r"5 of them at a time; cpu_memory_limit is 4\.0 MiB"
+    ):
         small(cpu_memory_limit=MiB(4), one_read_count=100_000)
 
 
@@ -439,7 +532,10 @@ def test_readers_that_cannot_be() -> None:
         Feeder(config, range(10), range(9), image, label)
     with pytest.raises(errors.ArgumentError, match="apply_on_input_batch=3"):
         generate_epoch(config, range(10), range(10), image, label, 3)  # type: ignore[arg-type]
-    with pytest.raises(errors.ArgumentError, match=r"outputs\[1\] = 1: got 4 samples; expected one_read_count=1|got more than 1"):
+    with pytest.raises(
+        errors.ArgumentError,
+        match=r"outputs\[1\] = 1: got 4 samples; expected one_read_count=1|got more than 1",
+    ):
         labels(next(feeder(get_output=lambda i: iter([i] * 4)).generate_epochs()))
     with pytest.raises(errors.ArgumentError, match="took 0 samples"):
         labels(next(feeder(apply_on_input_batch=lambda batch: batch).generate_epochs()))

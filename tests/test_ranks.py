@@ -19,16 +19,27 @@ from torch.nn.functional import mse_loss
 from pinfeed import rows
 
 ROOT = Path(__file__).parent.parent
-TIMEOUT_S = 100  # of jobs that take some seconds: a hang fails loudly
+# Of jobs that take some seconds: a hang fails loudly.
+TIMEOUT_S = 100
 
 Reports = dict[int, list[dict[str, Any]]]
 
 
 def launch(*arguments: str, status: int = 0) -> str:
     """The output of ``python ARGUMENTS``; all that it has started is gone afterwards."""
-    environment = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    }
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options: Any = {"env": environment, "stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True, "start_new_session": True}
+    options: Any = {
+        "env": environment,
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.STDOUT,
+        "text": True,
+        "start_new_session": True,
+    }
     with subprocess.Popen([sys.executable, *arguments], **options) as process:
         try:
             output = process.communicate(timeout=TIMEOUT_S)[0]
@@ -49,7 +60,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reports(folder: Path) -> Reports:
-    return {world: [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)] for world in WORLDS}
+    return {
+        world: [json.loads((folder / f"{world}-{rank}.json").read_text()) for rank in range(world)]
+        for world in WORLDS
+    }
 
 
 def flat(batches: Sequence[list[int]]) -> list[int]:
@@ -63,15 +77,28 @@ def steps(ranks: list[list[list[int]]]) -> list[list[int]]:
 
 @pytest.mark.parametrize("world", WORLDS)
 def test_ranks_of_a_job_share_an_epoch(reports: Reports, world: int) -> None:
-    shares = {name: [report["shares"][name] for report in reports[world]] for name in reports[world][0]["shares"]}
+    shares = {
+        name: [report["shares"][name] for report in reports[world]]
+        for name in reports[world][0]["shares"]
+    }
     everything = list(range(N_ROWS))
-    assert len({tuple(map(len, mine)) for mine in shares["pad"]}) == len({tuple(map(len, mine)) for mine in shares["drop"]}) == 1
+    assert (
+        len({tuple(map(len, mine)) for mine in shares["pad"]})
+        == len({tuple(map(len, mine)) for mine in shares["drop"]})
+        == 1
+    )
     assert set(flat(flat(shares["pad"]))) == set(everything)  # type: ignore[arg-type]
-    assert len(set(flat(flat(shares["drop"])))) == len(flat(flat(shares["drop"]))) == N_ROWS // world * world  # type: ignore[arg-type]
+    assert (
+        len(set(flat(flat(shares["drop"]))))
+        == len(flat(flat(shares["drop"])))
+        == N_ROWS // world * world
+    )  # type: ignore[arg-type]
     for name in ("join", "blocks", "split", "readers"):
         assert sorted(flat(flat(shares[name]))) == everything  # type: ignore[arg-type]
     order = rows.shuffled(0).bind(N_ROWS, 0)(np.arange(N_ROWS)).tolist()
-    assert steps(shares["split"]) == [order[i : i + GLOBAL_BATCH] for i in range(0, N_ROWS, GLOBAL_BATCH)]
+    assert steps(shares["split"]) == [
+        order[i : i + GLOBAL_BATCH] for i in range(0, N_ROWS, GLOBAL_BATCH)
+    ]
     half = shares["group"][: max(1, world // 2)]
     assert sorted(flat(flat(half))) == everything  # type: ignore[arg-type]
     assert shares["group"][len(half) :] == half[: world - len(half)], "every group has all rows"
@@ -80,10 +107,15 @@ def test_ranks_of_a_job_share_an_epoch(reports: Reports, world: int) -> None:
 @pytest.mark.parametrize("world", WORLDS)
 def test_a_feeder_that_was_told_nothing_of_ranks_warns_once(reports: Reports, world: int) -> None:
     for rank, report in enumerate(reports[world]):
-        assert [sorted(flat(batches)) for batches in report["warnings"]["rows"]] == [list(range(6))] * 4
+        assert [sorted(flat(batches)) for batches in report["warnings"]["rows"]] == [
+            list(range(6))
+        ] * 4
         assert len(report["warnings"]["said"]) == (1 if world > 1 and rank == 0 else 0)
     if world > 1:
-        assert f"each of the {world} processes iterates all rows" in reports[world][0]["warnings"]["said"][0]
+        assert (
+            f"each of the {world} processes iterates all rows"
+            in reports[world][0]["warnings"]["said"][0]
+        )
 
 
 def test_training_is_the_same_at_any_world_size(reports: Reports) -> None:
@@ -108,7 +140,8 @@ def test_uneven_ranks_under_join(reports: Reports, world: int) -> None:
     net = model()
     for batches in itertools.zip_longest(*[one["batches"] for one in joined]):
         losses = [mse_loss(net(x[batch]), y[batch]) for batch in batches if batch is not None]
-        (gradient,) = torch.autograd.grad(sum(losses) / world, net.weight)  # a rank that is done adds nothing
+        # A rank that is done adds nothing.
+        (gradient,) = torch.autograd.grad(sum(losses) / world, net.weight)
         net.weight.data -= 0.05 * gradient
     for one in joined:
         np.testing.assert_allclose(one["parameters"], parameters(net), rtol=1e-12)
@@ -116,7 +149,9 @@ def test_uneven_ranks_under_join(reports: Reports, world: int) -> None:
 
 @pytest.mark.parametrize("name", ["split", "each"])
 def test_four_ranks_go_on_where_two_left(reports: Reports, name: str) -> None:
-    before, after, whole = (steps([report["resume"][name] for report in reports[world]]) for world in (2, 4, 1))
+    before, after, whole = (
+        steps([report["resume"][name] for report in reports[world]]) for world in (2, 4, 1)
+    )
     assert flat(before) + flat(after) == flat(whole), "the very next row, and every row once"
     if name == "split":
         assert before + after == whole, "the very next global batch"
@@ -126,7 +161,9 @@ def test_four_ranks_go_on_where_two_left(reports: Reports, name: str) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
-def test_a_rank_that_fails_leaves_nobody_waiting(reports: Reports, folder: Path, world: int) -> None:
+def test_a_rank_that_fails_leaves_nobody_waiting(
+    reports: Reports, folder: Path, world: int
+) -> None:
     for rank, report in enumerate(reports[world]):
         kind, message = report["crash"]["error"]
         assert kind == ("OSError" if rank == 1 else "RuntimeError")
@@ -139,18 +176,33 @@ def test_a_rank_that_fails_leaves_nobody_waiting(reports: Reports, folder: Path,
 def test_two_processes_of_torchrun_go_on_with_the_example_of_one(folder: Path) -> None:
     """And end with the losses of one that did it all."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    output = launch(*torchrun, str(ROOT / "examples" / "ddp.py"), "--folder", str(folder / "left"), *EXAMPLE)
+    output = launch(
+        *torchrun, str(ROOT / "examples" / "ddp.py"), "--folder", str(folder / "left"), *EXAMPLE
+    )
     for rank in (0, 1):
-        assert f"rank {rank} of 2: 1000 of 2000 rows (drop), its part of global batches of 100 rows, on" in output
+        assert (
+            f"rank {rank} of 2: 1000 of 2000 rows (drop), its part of global batches of 100 rows, on"
+            in output
+        )
     assert output.count("goes on after 23 batches") == 2
-    first, second = (line for line in (folder / "whole.txt").read_text().splitlines() if "mean loss" in line)
+    first, second = (
+        line for line in (folder / "whole.txt").read_text().splitlines() if "mean loss" in line
+    )
     assert first in (folder / "left.txt").read_text()
     assert second in output
 
 
 @pytest.mark.gpu
 def test_a_process_of_a_gpu_job_takes_its_gpu(tmp_path: Path) -> None:
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(torch.cuda.device_count())]
-    output = launch(*torchrun, str(ROOT / "examples" / "ddp.py"), "--folder", str(tmp_path), *EXAMPLE)
+    torchrun = [
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        str(torch.cuda.device_count()),
+    ]
+    output = launch(
+        *torchrun, str(ROOT / "examples" / "ddp.py"), "--folder", str(tmp_path), *EXAMPLE
+    )
     for index in range(torch.cuda.device_count()):
         assert f"on cuda:{index}, nccl" in output

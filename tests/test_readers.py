@@ -76,10 +76,12 @@ def labels(batches: Any) -> list[list[int]]:
     return [y.tolist() for _, y in batches]
 
 
-# ---- the same batches ------------------------------------------------------------------------------------------------
+# ---- the same batches ----------------------------------------------------------------------------
 
 
-def synchronous(n: int, count: int, batches_per_slot: int, order: Any, epoch: int, drop_last: bool) -> list[list[int]]:
+def synchronous(
+    n: int, count: int, batches_per_slot: int, order: Any, epoch: int, drop_last: bool
+) -> list[list[int]]:
     """The samples of each batch, as a plain loop would read them."""
     identities = order.bind(n, epoch)(np.arange(n)).tolist()
     cut = [identities[i : i + batches_per_slot] for i in range(0, n, batches_per_slot)]
@@ -151,7 +153,14 @@ def test_the_batches_of_the_synchronous_loop(
             assert labels(feeder) == wanted
 
 
-SCHEDULES = [lazy, favour(*STREAMS), favour(*SLOTS), favour("read", "pinfeed-read"), favour("compute"), *(randomly(i) for i in range(8))]
+SCHEDULES = [
+    lazy,
+    favour(*STREAMS),
+    favour(*SLOTS),
+    favour("read", "pinfeed-read"),
+    favour("compute"),
+    *(randomly(i) for i in range(8)),
+]
 
 
 @pytest.mark.parametrize("applied", [False, True])
@@ -161,12 +170,24 @@ def test_any_schedule_of_a_device(choose: Any, depth: int, n_readers: int, appli
     device = SimDevice(choose)
     seen: dict[int, Any] = {}
     arguments: dict[str, Any] = {"apply_on_input_batch": stack} if applied else {}
-    with wrapped(11, **several(2), batch_size=6, depth=depth, n_readers=n_readers, device=device, shuffle=True, **arguments) as feeder:
+    with wrapped(
+        11,
+        **several(2),
+        batch_size=6,
+        depth=depth,
+        n_readers=n_readers,
+        device=device,
+        shuffle=True,
+        **arguments,
+    ) as feeder:
         for epoch in range(2):
             for i, (x, y) in enumerate(feeder):
-                device.launch(lambda x, y, key=(epoch, i): seen.__setitem__(key, (x.copy(), y.copy())), x, y)
+                device.launch(
+                    lambda x, y, key=(epoch, i): seen.__setitem__(key, (x.copy(), y.copy())), x, y
+                )
                 for array in (x, y):
-                    device.launch(lambda a: a.fill(-1), array)  # the user's own
+                    # The user's own
+                    device.launch(lambda a: a.fill(-1), array)
                 del x, y, array
     device.drain()
     for epoch in range(2):
@@ -186,7 +207,9 @@ def test_every_epoch_is_read_anew(depth: int) -> None:
         yield 10 * i + reads[i]
 
     with wrapped(4, get_output=noisy, depth=depth) as feeder:
-        assert [labels(feeder) for _ in range(3)] == [[[e, 10 + e], [20 + e, 30 + e]] for e in (1, 2, 3)]
+        assert [labels(feeder) for _ in range(3)] == [
+            [[e, 10 + e], [20 + e, 30 + e]] for e in (1, 2, 3)
+        ]
 
 
 def test_the_remainder() -> None:
@@ -205,7 +228,7 @@ def test_set_epoch() -> None:
     assert labels(wrapped(50, shuffle=True, seed=4)) != epochs[0]
 
 
-# ---- samples and batches ---------------------------------------------------------------------------------------------
+# ---- samples and batches -------------------------------------------------------------------------
 
 SAMPLES: dict[str, tuple[Any, torch.dtype, tuple[int, ...]]] = {
     "array": (np.arange(6, dtype=np.int16).reshape(2, 3), torch.int16, (2, 3)),
@@ -228,7 +251,11 @@ SAMPLES: dict[str, tuple[Any, torch.dtype, tuple[int, ...]]] = {
 @pytest.mark.parametrize("name", SAMPLES)
 def test_what_a_sample_may_be(name: str, device: Any) -> None:
     sample, dtype, shape = SAMPLES[name]
-    wanted = torch.as_tensor(np.ascontiguousarray(sample).astype(sample.dtype.newbyteorder("=")) if name == "big-endian" else 0)
+    wanted = torch.as_tensor(
+        np.ascontiguousarray(sample).astype(sample.dtype.newbyteorder("="))
+        if name == "big-endian"
+        else 0
+    )
     for x, _ in wrapped(3, read_input=lambda i: [sample], device=device):
         assert (x.dtype, x.shape[1:]) == (dtype, shape)
         assert not x.requires_grad
@@ -241,13 +268,19 @@ def test_what_a_sample_may_be(name: str, device: Any) -> None:
                 assert row.tolist() == (wanted.tolist() if name == "big-endian" else [0, 1, 2])
 
 
-@pytest.mark.parametrize("dtype", ["float16", np.float32, torch.int32, "bfloat16", torch.bfloat16, np.uint8])
+@pytest.mark.parametrize(
+    "dtype", ["float16", np.float32, torch.int32, "bfloat16", torch.bfloat16, np.uint8]
+)
 def test_samples_are_converted(dtype: Any, device: Any) -> None:
     def mixed(i: int) -> Iterator[Any]:
         yield np.array([1, 2]) if i % 2 else np.array([1.0, 2.5])
 
     wanted = (
-        getattr(torch, dtype) if isinstance(dtype, str) else dtype if isinstance(dtype, torch.dtype) else getattr(torch, dtype.__name__)
+        getattr(torch, dtype)
+        if isinstance(dtype, str)
+        else dtype
+        if isinstance(dtype, torch.dtype)
+        else getattr(torch, dtype.__name__)
     )
     for x, y in wrapped(read_input=mixed, input_dtype=dtype, output_dtype=dtype, device=device):
         assert x.dtype == y.dtype == wanted
@@ -263,9 +296,18 @@ def test_a_function_may_fill_one_array_again(depth: int, n_readers: int) -> None
             yield buffer
 
     batches = wrapped(
-        4, read_input=reading, get_output=lambda i: range(3), one_read_count=3, batch_size=6, depth=depth, n_readers=n_readers
+        4,
+        read_input=reading,
+        get_output=lambda i: range(3),
+        one_read_count=3,
+        batch_size=6,
+        depth=depth,
+        n_readers=n_readers,
     )
-    assert [x[:, 0].tolist() for x, _ in batches] == [[0, 1, 2, 10, 11, 12], [20, 21, 22, 30, 31, 32]]
+    assert [x[:, 0].tolist() for x, _ in batches] == [
+        [0, 1, 2, 10, 11, 12],
+        [20, 21, 22, 30, 31, 32],
+    ]
 
 
 @pytest.mark.parametrize(("depth", "n_readers"), PACES)
@@ -279,7 +321,8 @@ def test_apply_may_fill_one_array_again(device: Any, depth: int, n_readers: int)
 
     kept = list(wrapped(apply_on_input_batch=fill, depth=depth, n_readers=n_readers, device=device))
     assert [x[:, 0, 0].tolist() for x, _ in kept] == [[0, 1], [2, 3], [4, 5]]
-    kept[0][0].fill_(7)  # the user's own
+    # The user's own
+    kept[0][0].fill_(7)
     assert buffer.max() == 5
 
 
@@ -296,12 +339,25 @@ def test_apply_gives_any_structure(depth: int, n_readers: int) -> None:
         given = list(samples)
         x = np.stack(given)
         x.flags.writeable = False
-        return {"x": x, "names": [f"{int(a[0, 0])}" for a in given], "pair": (torch.ones(1).expand(3), 2.5), "bag": Bag(), "none": None}
+        return {
+            "x": x,
+            "names": [f"{int(a[0, 0])}" for a in given],
+            "pair": (torch.ones(1).expand(3), 2.5),
+            "bag": Bag(),
+            "none": None,
+        }
 
     def total(samples: Iterator[int]) -> int:
         return sum(samples)
 
-    seen = list(wrapped(apply_on_input_batch=apply, apply_on_output_batch=total, depth=depth, n_readers=n_readers))
+    seen = list(
+        wrapped(
+            apply_on_input_batch=apply,
+            apply_on_output_batch=total,
+            depth=depth,
+            n_readers=n_readers,
+        )
+    )
     assert [(x["names"], y) for x, y in seen] == [(["0", "1"], 1), (["2", "3"], 5), (["4", "5"], 9)]
     for x, _ in seen:
         assert list(x) == ["x", "names", "pair", "bag", "none"]
@@ -312,7 +368,9 @@ def test_apply_gives_any_structure(depth: int, n_readers: int) -> None:
 
 def test_apply_takes_samples_of_several_shapes() -> None:
     def padded(samples: Iterator[Any]) -> torch.Tensor:
-        return torch.nn.utils.rnn.pad_sequence([torch.as_tensor(sample) for sample in samples], batch_first=True)
+        return torch.nn.utils.rnn.pad_sequence(
+            [torch.as_tensor(sample) for sample in samples], batch_first=True
+        )
 
     batches = wrapped(4, read_input=lambda i: [np.ones(i + 1)], apply_on_input_batch=padded)
     assert [x.tolist() for x, _ in batches] == [[[1, 0], [1, 1]], [[1, 1, 1, 0], [1, 1, 1, 1]]]
@@ -323,7 +381,7 @@ def test_kept_batches_stay_valid(device: Any) -> None:
     assert torch.equal(torch.cat([x for x, _ in kept])[:, 0, 0], torch.arange(200.0))
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 class Sample(np.ndarray):
@@ -334,7 +392,10 @@ class Watch:
     """Counts the samples that are alive, whenever one is made."""
 
     def __init__(self, n_identities: int) -> None:
-        self.n_identities, self.alive, self.most, self.made = n_identities, 0, [], 0
+        self.n_identities = n_identities
+        self.alive = 0
+        self.most = []
+        self.made = 0
         self._lock = threading.Lock()
 
     def __call__(self, i: int) -> Iterator[Sample]:
@@ -345,7 +406,8 @@ class Watch:
         made = np.zeros((4, 4)).view(Sample)
         weakref.finalize(made, self.gone)
         with self._lock:
-            self.alive, self.made = self.alive + 1, self.made + 1
+            self.alive = self.alive + 1
+            self.made = self.made + 1
             if self.made % (2 * self.n_identities) == 1:
                 self.most.append(0)
             self.most[-1] = max(self.most[-1], self.alive)
@@ -356,14 +418,22 @@ class Watch:
             self.alive -= 1
 
 
-@pytest.mark.parametrize(("depth", "n_readers", "limit"), [(0, 1, 1), (2, 1, 1), (5, 1, 1), (2, 3, 3)])
+@pytest.mark.parametrize(
+    ("depth", "n_readers", "limit"), [(0, 1, 1), (2, 1, 1), (5, 1, 1), (2, 3, 3)]
+)
 def test_samples_do_not_pile_up(depth: int, n_readers: int, limit: int) -> None:
     """In 3 epochs of 50 batches no more samples are alive than are being read: each is written to its batch at once."""
     watch = Watch(200)
     gc.disable()
     try:
         with wrapped(
-            200, read_input=watch, get_output=lambda i: [0, 0], one_read_count=2, batch_size=8, depth=depth, n_readers=n_readers
+            200,
+            read_input=watch,
+            get_output=lambda i: [0, 0],
+            one_read_count=2,
+            batch_size=8,
+            depth=depth,
+            n_readers=n_readers,
         ) as f:
             for _ in range(3):
                 assert len(list(f)) == 50
@@ -377,14 +447,24 @@ def test_samples_do_not_pile_up(depth: int, n_readers: int, limit: int) -> None:
 
 @pytest.mark.parametrize(("depth", "n_readers"), PACES)
 def test_samples_that_apply_collects_do_not_pile_up(depth: int, n_readers: int) -> None:
-    watch, arguments = Watch(200), {"depth": depth, "n_readers": n_readers, "one_read_count": 2, "batch_size": 8}
+    watch, arguments = (
+        Watch(200),
+        {"depth": depth, "n_readers": n_readers, "one_read_count": 2, "batch_size": 8},
+    )
     gc.disable()
     try:
-        with wrapped(200, read_input=watch, get_output=lambda i: [0, 0], apply_on_input_batch=list, **arguments) as feeder:
+        with wrapped(
+            200,
+            read_input=watch,
+            get_output=lambda i: [0, 0],
+            apply_on_input_batch=list,
+            **arguments,
+        ) as feeder:
             for _ in range(3):
                 for x, _ in feeder:
                     assert len(x) == 8
-        assert max(watch.most) <= 2 * 8  # of one batch, while the one before it is let go of
+        # Of one batch, while the one before it is let go of.
+        assert max(watch.most) <= 2 * 8
         assert watch.alive == 0
     finally:
         gc.enable()
@@ -405,26 +485,36 @@ def test_what_is_done_is_forgotten() -> None:
     """Not only when the epoch is."""
 
     def n_generators() -> int:
-        return sum(type(thing) is GeneratorType and thing.__name__ == "samples" for thing in gc.get_objects())
+        return sum(
+            type(thing) is GeneratorType and thing.__name__ == "samples"
+            for thing in gc.get_objects()
+        )
 
     with wrapped(100) as feeder:
         for k, _ in enumerate(feeder):
-            if k == 45:  # of 50: each batch has begun four of them
+            if k == 45:
+                # Of 50: each batch has begun four of them.
                 assert n_generators() < 10
 
 
-# ---- threads ---------------------------------------------------------------------------------------------------------
+# ---- threads -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("depth", "n_readers", "names"),
-    [(0, 1, "MainThread"), (0, 4, "MainThread"), (2, 1, "pinfeed-read_0"), (2, 2, r"pinfeed-identity_[01]")],
+    [
+        (0, 1, "MainThread"),
+        (0, 4, "MainThread"),
+        (2, 1, "pinfeed-read_0"),
+        (2, 2, r"pinfeed-identity_[01]"),
+    ],
 )
 def test_who_reads(depth: int, n_readers: int, names: str) -> None:
     seen = set()
 
     def reading(i: int) -> Iterator[int]:
-        if i % 2:  # the first one of a batch is begun by the reader itself
+        if i % 2:
+            # The first one of a batch is begun by the reader itself.
             seen.add(threading.current_thread().name)
         yield i
 
@@ -439,10 +529,14 @@ def test_identities_are_read_at_the_same_time_and_come_in_order(applied: bool) -
 
     def reading(i: int) -> Iterator[int]:
         yield i
-        together.wait()  # until all of them are here
+        # Until all of them are here.
+        together.wait()
 
     arguments: dict[str, Any] = {"apply_on_input_batch": stack} if applied else {}
-    assert [x.tolist() for x, _ in wrapped(4, read_input=reading, batch_size=4, n_readers=4, **arguments)] == [[0, 1, 2, 3]]
+    assert [
+        x.tolist()
+        for x, _ in wrapped(4, read_input=reading, batch_size=4, n_readers=4, **arguments)
+    ] == [[0, 1, 2, 3]]
 
 
 def test_batches_are_read_ahead() -> None:
@@ -458,11 +552,14 @@ def test_batches_are_read_ahead() -> None:
         break
 
 
-# ---- errors ----------------------------------------------------------------------------------------------------------
+# ---- errors --------------------------------------------------------------------------------------
 
 
 def until_error(batches: Any, kind: type[BaseException]) -> tuple[list[list[int]], BaseException]:
-    """The labels that came, and then the error. (pytest.raises would make a cycle of it and the loop's frames.)"""
+    """The labels that came, and then the error.
+
+    (pytest.raises would make a cycle of it and the loop's frames.)
+    """
     got: list[list[int]] = []
     try:
         got.extend(y.tolist() for _, y in batches)
@@ -503,7 +600,8 @@ def test_errors_come_after_the_good_batches_with_traceback_and_identity(
     if applied:
         arguments[f"apply_on_{kind}_batch"] = stack
     with wrapped(8, depth=depth, n_readers=n_readers, **arguments) as feeder:
-        for _ in range(2):  # an error ends its loop, not the feeder
+        for _ in range(2):
+            # An error ends its loop, not the feeder.
             got, error = until_error(feeder, KeyError)
             assert got == [[0, 1], [2, 3]]
             assert error.args == ("five",)
@@ -515,14 +613,26 @@ def test_errors_come_after_the_good_batches_with_traceback_and_identity(
 
 @pytest.mark.parametrize("applied", [False, True])
 @pytest.mark.parametrize(("depth", "n_readers"), PACES)
-@pytest.mark.parametrize(("count", "wanted"), [(0, "got 0 samples"), (1, "got 1 samples"), (3, "got more than 2 samples")])
+@pytest.mark.parametrize(
+    ("count", "wanted"),
+    [(0, "got 0 samples"), (1, "got 1 samples"), (3, "got more than 2 samples")],
+)
 @pytest.mark.parametrize("identity", [2, 3])
-def test_a_count_that_does_not_match(identity: int, count: int, wanted: str, depth: int, n_readers: int, applied: bool) -> None:
+def test_a_count_that_does_not_match(
+    identity: int, count: int, wanted: str, depth: int, n_readers: int, applied: bool
+) -> None:
     def reading(i: int) -> Iterator[int]:
         yield from range(count if i == identity else 2)
 
     arguments: dict[str, Any] = {"apply_on_output_batch": stack} if applied else {}
-    with wrapped(6, **{**several(2), "get_output": reading}, batch_size=4, depth=depth, n_readers=n_readers, **arguments) as feeder:
+    with wrapped(
+        6,
+        **{**several(2), "get_output": reading},
+        batch_size=4,
+        depth=depth,
+        n_readers=n_readers,
+        **arguments,
+    ) as feeder:
         got, error = until_error(feeder, errors.ArgumentError)
     assert got == [[0, 1, 0, 1]]
     call = rf"get_output\(outputs\[{identity}\]\), outputs\[{identity}\] = {identity}"
@@ -530,13 +640,22 @@ def test_a_count_that_does_not_match(identity: int, count: int, wanted: str, dep
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "nothing yielded": ({"read_input": lambda i: None}, r"read_input\(inputs\[0\]\), inputs\[0\] = 0: got NoneType; expected an iterable"),
-    "not yielded": ({"read_input": lambda i: np.ones((3, 2))}, "got more than 1 samples.*not yielded but returned"),
+    "nothing yielded": (
+        {"read_input": lambda i: None},
+        r"read_input\(inputs\[0\]\), inputs\[0\] = 0: got NoneType; expected an iterable",
+    ),
+    "not yielded": (
+        {"read_input": lambda i: np.ones((3, 2))},
+        "got more than 1 samples.*not yielded but returned",
+    ),
     "shapes": (
         {"read_input": lambda i: [np.ones(i + 1)]},
         r"inputs\[1\] = 1: got a sample of shape \(2,\); expected \(1,\).*apply_on_input",
     ),
-    "dtypes": ({"get_output": lambda i: [i / 2 if i else 0]}, r"outputs\[1\] = 1: got a sample of float64; expected int64.*output_dtype"),
+    "dtypes": (
+        {"get_output": lambda i: [i / 2 if i else 0]},
+        r"outputs\[1\] = 1: got a sample of float64; expected int64.*output_dtype",
+    ),
     "apply": (
         {"apply_on_input_batch": lambda samples: next(samples)},
         r"apply_on_input_batch took 1 samples of identities \[0, 1\]; expected .* 2",
@@ -550,19 +669,32 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 @pytest.mark.parametrize("name", BAD)
 def test_bad_samples(name: str, depth: int, n_readers: int) -> None:
     arguments, message = BAD[name]
-    with wrapped(6, depth=depth, n_readers=n_readers, **arguments) as feeder, pytest.raises(errors.ArgumentError, match=message):
+    with (
+        wrapped(6, depth=depth, n_readers=n_readers, **arguments) as feeder,
+        pytest.raises(errors.ArgumentError, match=message),
+    ):
         list(feeder)
 
 
-@pytest.mark.parametrize("sample", [{"a": 1}, np.array(["a"]), torch.eye(2).to_sparse(), np.datetime64("2020-01-01")], ids=str)
+@pytest.mark.parametrize(
+    "sample",
+    [{"a": 1}, np.array(["a"]), torch.eye(2).to_sparse(), np.datetime64("2020-01-01")],
+    ids=str,
+)
 def test_samples_that_torch_does_not_have(sample: Any) -> None:
-    with pytest.raises(errors.StoreError, match=r"read_input\(inputs\[0\]\), inputs\[0\] = 0: a sample"):
+    with pytest.raises(
+        errors.StoreError, match=r"read_input\(inputs\[0\]\), inputs\[0\] = 0: a sample"
+    ):
         list(wrapped(read_input=lambda i: [sample]))
 
 
 def test_a_batch_that_torch_does_not_have() -> None:
     with pytest.raises(errors.StoreError, match=r"apply_on_input_batch\['names'\]: dtype <U1"):
-        list(wrapped(apply_on_input_batch=lambda samples: {"names": np.array(["x" for _ in samples])}))
+        list(
+            wrapped(
+                apply_on_input_batch=lambda samples: {"names": np.array(["x" for _ in samples])}
+            )
+        )
 
 
 def stopping(i: int) -> list[int]:
@@ -579,10 +711,17 @@ def stopped(i: int) -> Iterator[int]:
 
 @pytest.mark.parametrize(("depth", "n_readers"), PACES)
 @pytest.mark.parametrize("function", [stopping, exiting, stopped])
-def test_what_would_end_the_loop_in_silence_is_an_error(function: Any, depth: int, n_readers: int) -> None:
-    got, error = until_error(wrapped(8, get_output=function, depth=depth, n_readers=n_readers), errors.WorkerError)
+def test_what_would_end_the_loop_in_silence_is_an_error(
+    function: Any, depth: int, n_readers: int
+) -> None:
+    got, error = until_error(
+        wrapped(8, get_output=function, depth=depth, n_readers=n_readers), errors.WorkerError
+    )
     assert got == [[0, 1], [2, 3]]
-    assert re.match(rf"{function.__name__} .*raised (StopIteration\(\)|SystemExit\(3\)), which would end the loop in silence", str(error))
+    assert re.match(
+        rf"{function.__name__} .*raised (StopIteration\(\)|SystemExit\(3\)), which would end the loop in silence",
+        str(error),
+    )
     if sys.version_info >= (3, 11):
         assert "outputs[5] = 5" in notes(error)
 
@@ -594,14 +733,19 @@ def test_an_interrupt_is_one(depth: int, n_readers: int) -> None:
             raise KeyboardInterrupt
         yield i
 
-    got, _ = until_error(wrapped(8, get_output=interrupted, depth=depth, n_readers=n_readers), KeyboardInterrupt)
+    got, _ = until_error(
+        wrapped(8, get_output=interrupted, depth=depth, n_readers=n_readers), KeyboardInterrupt
+    )
     assert got == [[0, 1], [2, 3]]
 
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_apply_that_asks_for_too_many_samples(depth: int) -> None:
     got, error = until_error(
-        wrapped(5, apply_on_input_batch=lambda samples: [next(samples), next(samples)], depth=depth), errors.WorkerError
+        wrapped(
+            5, apply_on_input_batch=lambda samples: [next(samples), next(samples)], depth=depth
+        ),
+        errors.WorkerError,
     )
     assert got == [[0, 1], [2, 3]]
     if sys.version_info >= (3, 11):
@@ -631,12 +775,18 @@ def test_a_value_that_cannot_be_shown() -> None:
         ({"one_read_count": 0}, "one_read_count=0"),
         ({"n_readers": True}, "n_readers=True"),
         ({"depth": -1}, "depth=-1"),
-        ({"batch_size": 16, "one_read_count": 3}, r"batch_size=16 is no multiple of one_read_count=3.*give batch_size=15 or 18"),
+        (
+            {"batch_size": 16, "one_read_count": 3},
+            r"batch_size=16 is no multiple of one_read_count=3.*give batch_size=15 or 18",
+        ),
         ({"batch_size": 2, "one_read_count": 3}, r"give batch_size=3$"),
         ({"read_input": 5}, "read_input=5: expected a function"),
         ({"get_output": None}, "get_output=None: expected a function"),
         ({"apply_on_output_batch": "stack"}, "apply_on_output_batch='stack': expected a function"),
-        ({"apply_on_input_batch": stack, "input_dtype": "f4"}, "both apply_on_input_batch and input_dtype"),
+        (
+            {"apply_on_input_batch": stack, "input_dtype": "f4"},
+            "both apply_on_input_batch and input_dtype",
+        ),
         ({"input_dtype": "float33"}, "input_dtype='float33' is no dtype"),
         ({"output_dtype": object}, "output_dtype=<class 'object'> is no dtype"),
         ({"output_dtype": torch.quint8}, "output_dtype=torch.quint8 is no dtype"),
@@ -655,7 +805,7 @@ def test_a_column_of_a_table_is_refused() -> None:
         wrapped(inputs=Series(range(6)))
 
 
-# ---- the end ---------------------------------------------------------------------------------------------------------
+# ---- the end -------------------------------------------------------------------------------------
 
 
 class Opened:
@@ -682,7 +832,11 @@ class Opened:
 def test_nothing_stays_open(ending: str, depth: int, n_readers: int, applied: bool) -> None:
     inputs, outputs = Opened(6 if ending == "error" else -1), Opened()
     arguments: dict[str, Any] = {"apply_on_output_batch": stack} if applied else {}
-    arguments |= {"depth": depth, "n_readers": n_readers, "one_read_count": 2 if ending != "count" else 1}
+    arguments |= {
+        "depth": depth,
+        "n_readers": n_readers,
+        "one_read_count": 2 if ending != "count" else 1,
+    }
     feeder = wrapped(20, read_input=inputs, get_output=outputs, batch_size=8, **arguments)
 
     def loop() -> None:
@@ -699,7 +853,8 @@ def test_nothing_stays_open(ending: str, depth: int, n_readers: int, applied: bo
         else:
             with pytest.raises((KeyError, errors.ArgumentError)) as caught:
                 loop()
-            assert caught.value.__traceback__ is not None  # it is still there, and holds no identity open
+            # It is still there, and holds no identity open.
+            assert caught.value.__traceback__ is not None
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("pinfeed")]
         assert not inputs.open | outputs.open
     finally:
@@ -721,7 +876,10 @@ def test_closing() -> None:
 
 @pytest.mark.parametrize("n_readers", [1, 3])
 def test_close_while_another_thread_waits_for_a_batch(n_readers: int) -> None:
-    asked, go_on, reads, caught = threading.Event(), threading.Event(), [], []
+    asked = threading.Event()
+    go_on = threading.Event()
+    reads = []
+    caught = []
 
     def reading(i: int) -> Iterator[int]:
         reads.append(i)
@@ -745,7 +903,8 @@ def test_close_while_another_thread_waits_for_a_batch(n_readers: int) -> None:
     go_on.set()
     thread.join()
     assert "closed while its loop was waiting" in str(caught[0])
-    assert len(reads) < 20  # the rest of the batch is not read
+    # The rest of the batch is not read.
+    assert len(reads) < 20
 
 
 @pytest.mark.parametrize("n_readers", [1, 2])
@@ -770,14 +929,16 @@ def test_a_loop_that_the_garbage_collector_ends_in_its_own_reader(n_readers: int
         next(cycle.loop)
         del cycle
         dropped.set()
-        while left := [thread for thread in threading.enumerate() if thread.name.startswith("pinfeed")]:
+        while left := [
+            thread for thread in threading.enumerate() if thread.name.startswith("pinfeed")
+        ]:
             left[0].join(10)
             assert not left[0].is_alive(), "a thread waits for itself"
     finally:
         gc.enable()
 
 
-# ---- resuming, numbers -----------------------------------------------------------------------------------------------
+# ---- resuming, numbers ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("depth", "n_readers"), PACES)

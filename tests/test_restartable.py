@@ -10,7 +10,9 @@ from torch.utils.data import DataLoader
 
 from pinfeed import ClosedError, Feeder, Ranks, errors, restartable, wrap_loader, wrap_readers
 
-N, SIZE, N_BATCHES = 20, 8, 3
+N = 20
+SIZE = 8
+N_BATCHES = 3
 
 
 def feeder(**options: Any) -> Feeder:
@@ -33,7 +35,8 @@ def test_a_new_loop_ends_the_one_before_and_is_the_next_epoch(depth: int) -> Non
         loop = restartable(plain)
         assert len(loop) == N_BATCHES
         first = iter(loop)
-        unused = iter(loop)  # was never asked for a batch: no epoch
+        # Was never asked for a batch: no epoch.
+        unused = iter(loop)
         second = iter(loop)
         assert take(second, N_BATCHES) == want[0]
         third = iter(loop)
@@ -51,7 +54,8 @@ def test_it_keeps_no_loop_alive() -> None:
         for _ in loop:
             break
         assert plain.epoch == 1
-        plain.set_epoch(0)  # which a running loop would refuse
+        # Which a running loop would refuse.
+        plain.set_epoch(0)
         for _ in loop:
             with pytest.raises(ClosedError):
                 iter(plain)
@@ -114,7 +118,12 @@ def test_resumed_wherever_it_was_left(make: Callable[[], Any], n_lent: int) -> N
 @pytest.mark.parametrize("uneven", ["pad", "drop"])
 def test_an_epoch_that_more_ranks_began(uneven: Any) -> None:
     def share(rank: int, world_size: int) -> Feeder:
-        return Feeder(np.arange(40), batch_size=2, ranks=Ranks(uneven, rank=rank, world_size=world_size), device="cpu")
+        return Feeder(
+            np.arange(40),
+            batch_size=2,
+            ranks=Ranks(uneven, rank=rank, world_size=world_size),
+            device="cpu",
+        )
 
     with share(0, 4) as plain:
         next(iter(plain))
@@ -153,7 +162,12 @@ def test_of_rows_whose_number_nobody_knows() -> None:
         assert (loop.state_dict()["epoch"], loop.state_dict()["batch"]) == (1, 0)
 
 
-@pytest.mark.parametrize("wrong", [None, [1], DataLoader(range(N))], ids=lambda value: type(value).__name__)  # type: ignore[arg-type]
+@pytest.mark.parametrize(
+    "wrong", [None, [1], DataLoader(range(N))], ids=lambda value: type(value).__name__
+)  # type: ignore[arg-type]
 def test_what_is_no_feeder_is_refused(wrong: Any) -> None:
-    with pytest.raises(errors.ArgumentError, match=r"expected a Feeder, or what wrap_loader or wrap_readers returned; give restartable\("):
+    with pytest.raises(
+        errors.ArgumentError,
+        match=r"expected a Feeder, or what wrap_loader or wrap_readers returned; give restartable\(",
+    ):
         restartable(wrong)

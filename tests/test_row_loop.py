@@ -11,7 +11,16 @@ import numpy as np
 import pytest
 import torch
 
-from pinfeed import ArrayStore, Feeder, HostEmbedding, HostEmbeddingBag, MmapStore, RowOptimizer, checkpoint, train_rows
+from pinfeed import (
+    ArrayStore,
+    Feeder,
+    HostEmbedding,
+    HostEmbeddingBag,
+    MmapStore,
+    RowOptimizer,
+    checkpoint,
+    train_rows,
+)
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.errors import ArgumentError, ClosedError, StoreError
 
@@ -43,7 +52,10 @@ def same(batch: Any) -> Any:
 def test_two_loops_made_before_either_begins() -> None:
     table = table_of_zeros()
     optimizer = sgd(table)
-    loops = [train_rows(ids_of([0, 1], [2, 3]), {table: same}, optimizer=optimizer, device="cpu") for _ in range(2)]
+    loops = [
+        train_rows(ids_of([0, 1], [2, 3]), {table: same}, optimizer=optimizer, device="cpu")
+        for _ in range(2)
+    ]
     one, other = map(iter, loops)
     step(table, optimizer, next(one))
     with pytest.raises(ClosedError, match="a loop over rows of table is running"):
@@ -89,17 +101,26 @@ def test_a_loop_that_the_garbage_collector_ends_in_the_writers_thread(depth: int
     table = HostEmbedding(N, 2, store=store, name="table")
     optimizer = sgd(table)
     cycle: list[Any] = []
-    loop = train_rows(ids_of(*([i % N] for i in range(20))), {table: same}, optimizer=optimizer, depth=depth, device="cpu")
+    loop = train_rows(
+        ids_of(*([i % N] for i in range(20))),
+        {table: same},
+        optimizer=optimizer,
+        depth=depth,
+        device="cpu",
+    )
     cycle.append((cycle, iter(loop)))
     del loop
     gc.collect()
     gc.disable()
     try:
-        for _ in range(depth + 1):  # as many write-backs as may be under way, and one more to come
+        for _ in range(depth + 1):
+            # As many write-backs as may be under way, and one more to come.
             step(table, optimizer, next(cycle[0][1]))
         del cycle
         dropped.set()
-        while left := [thread for thread in threading.enumerate() if thread.name.startswith("pinfeed")]:
+        while left := [
+            thread for thread in threading.enumerate() if thread.name.startswith("pinfeed")
+        ]:
             left[0].join(10)
             assert not left[0].is_alive(), "a thread waits for itself"
     finally:
@@ -111,7 +132,8 @@ def test_a_loop_that_the_garbage_collector_ends_in_the_writers_thread(depth: int
 def test_an_interrupt_while_rows_are_bound() -> None:
     table = table_of_zeros()
     optimizer = sgd(table)
-    bind, optimizer.bind = optimizer.bind, interrupted
+    bind = optimizer.bind
+    optimizer.bind = interrupted
     loop = train_rows(ids_of([0], [1]), {table: same}, optimizer=optimizer, device="cpu")
     with pytest.raises(KeyboardInterrupt):
         next(iter(loop))
@@ -140,7 +162,9 @@ def test_a_loop_that_was_closed_before_it_began_or_by_another_thread(depth: int)
     optimizer = sgd(table)
 
     def make() -> Any:
-        return train_rows(ids_of([0], [1], [2]), {table: same}, optimizer=optimizer, depth=depth, device="cpu")
+        return train_rows(
+            ids_of([0], [1], [2]), {table: same}, optimizer=optimizer, depth=depth, device="cpu"
+        )
 
     loop = make()
     batches = iter(loop)
@@ -167,22 +191,31 @@ def test_interrupts_while_a_loop_ends_leave_its_tables_free(next_loop: str) -> N
     """The second one hits what gives the rows back. What was written back until then has landed."""
     table, other = table_of_zeros(), table_of_zeros()
     optimizer = sgd(table)
-    loop = train_rows(ids_of([0], [1]), {table: same, other: same}, optimizer=optimizer, device="cpu")
+    loop = train_rows(
+        ids_of([0], [1]), {table: same, other: same}, optimizer=optimizer, device="cpu"
+    )
     batches = iter(loop)
     step(table, optimizer, next(batches))
-    release, optimizer.release = optimizer.release, interrupted
+    release = optimizer.release
+    optimizer.release = interrupted
     with pytest.raises(KeyboardInterrupt):
         batches.throw(KeyboardInterrupt)
     optimizer.release = release
     if next_loop != "none":
         # It takes one of the two tables before the dead loop is noticed by the other one.
         tables = {other: same, table: same}
-        again = loop if next_loop == "the same" else train_rows(ids_of([0], [1]), tables, optimizer=optimizer, device="cpu")
+        again = (
+            loop
+            if next_loop == "the same"
+            else train_rows(ids_of([0], [1]), tables, optimizer=optimizer, device="cpu")
+        )
         for batch in again:
             step(table, optimizer, batch)
     table.require_idle()
     other.require_idle()
-    assert table.read([0, 1]).tolist() == ([[-1, -1], [0, 0]] if next_loop == "none" else [[-2, -2], [-1, -1]])
+    assert table.read([0, 1]).tolist() == (
+        [[-1, -1], [0, 0]] if next_loop == "none" else [[-2, -2], [-1, -1]]
+    )
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -203,7 +236,10 @@ def test_an_optimizer_that_the_loop_was_not_given() -> None:
     optimizer = sgd(table)
     for batch in train_rows(ids_of([0]), {table: same}, device="cpu"):
         table(batch).sum().backward()
-        with pytest.raises(ArgumentError, match="the loop over rows of table was made without this optimizer; give it to train_rows"):
+        with pytest.raises(
+            ArgumentError,
+            match="the loop over rows of table was made without this optimizer; give it to train_rows",
+        ):
             optimizer.step()
 
 
@@ -230,7 +266,9 @@ def test_what_nobody_changed_is_not_written(writable: bool, training: bool) -> N
     table = HostEmbedding(N, 2, store=store, name="table").train(training)
     for batch in train_rows(ids_of([0], [1]), {table: same}, device=Counting()):
         table(batch).sum()
-    assert store.written == (2 if writable and training else 0), "in training, weight.data may have been changed"
+    assert store.written == (2 if writable and training else 0), (
+        "in training, weight.data may have been changed"
+    )
 
 
 @pytest.mark.parametrize("writable", [True, False])
@@ -261,14 +299,20 @@ def test_a_wrong_mode_makes_no_file(tmp_path: Path) -> None:
 
 def test_export_to_the_tables_own_file(tmp_path: Path) -> None:
     table = table_of_zeros(store=tmp_path / "table.npy")
-    with pytest.raises(StoreError, match="table's own file and has its rows; expected another path"):
+    with pytest.raises(
+        StoreError, match="table's own file and has its rows; expected another path"
+    ):
         table.export(tmp_path / "table.npy")
     optimizer = sgd(table)
     for batch in train_rows(ids_of([0]), {table: same}, optimizer=optimizer, device="cpu"):
         step(table, optimizer, batch)
     table.export(tmp_path / "other.npy")
     table.close()
-    assert np.load(tmp_path / "table.npy")[0].tolist() == np.load(tmp_path / "other.npy")[0].tolist() == [-1, -1]
+    assert (
+        np.load(tmp_path / "table.npy")[0].tolist()
+        == np.load(tmp_path / "other.npy")[0].tolist()
+        == [-1, -1]
+    )
 
 
 @pytest.mark.parametrize("kind", ["feeder", "store of a table"])
@@ -323,12 +367,20 @@ def test_state_of_the_table_as_a_whole_follows_the_weight() -> None:
         table = table_of_zeros()
         optimizer = RowOptimizer(Whole, [table], capturable=capturable)
         optimizer.load_state_dict(
-            {**optimizer.state_dict(), "tables": [{"begun": True, "state": {"step": torch.tensor(2.0), "column": torch.ones(2)}}]}
+            {
+                **optimizer.state_dict(),
+                "tables": [
+                    {"begun": True, "state": {"step": torch.tensor(2.0), "column": torch.ones(2)}}
+                ],
+            }
         )
         weight = torch.nn.Parameter(torch.empty(3, 2, device="meta"))
         optimizer.bind(table, weight, [])
         state = optimizer.inner.state[weight]
-        assert (state["column"].device.type, state["step"].device.type) == ("meta", "meta" if capturable else "cpu")
+        assert (state["column"].device.type, state["step"].device.type) == (
+            "meta",
+            "meta" if capturable else "cpu",
+        )
 
 
 def test_gradients_that_nobody_uses_are_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -339,7 +391,9 @@ def test_gradients_that_nobody_uses_are_told_of_once(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("dropped", [False, True])
-def test_a_step_that_was_forgotten_is_told_of_once(dropped: bool, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_step_that_was_forgotten_is_told_of_once(
+    dropped: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     table = HostEmbedding(10, 2, name="users", init="zeros")
     optimizer = sgd(table)
     loop = train_rows([torch.arange(4)] * 3, {table: same}, optimizer=optimizer)
@@ -357,5 +411,7 @@ def test_a_step_that_was_forgotten_is_told_of_once(dropped: bool, caplog: pytest
         table(ids).sum().backward()
         if dropped:
             optimizer.zero_grad()
-    assert caplog.text.count("users has gradients, and the body of the loop ended without a step") == 1
+    assert (
+        caplog.text.count("users has gradients, and the body of the loop ended without a step") == 1
+    )
     assert table.read(range(4))[:, 0].tolist() == [-3] * 4

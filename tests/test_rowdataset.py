@@ -43,7 +43,10 @@ def test_rows_and_batches_are_those_of_the_feeder(source: dict[str, Any]) -> Non
         assert same(dataset[-2:], of_feeder(source, [48, 49]))
         for i in (0, np.int64(31), torch.tensor(7)):
             row, batch = dataset[i], of_feeder(source, [int(i)])
-            assert same([row["x"], *row["pair"], row["y"]], [batch["x"][0], batch["pair"][0][0], batch["pair"][1][0], batch["y"][0]])
+            assert same(
+                [row["x"], *row["pair"], row["y"]],
+                [batch["x"][0], batch["pair"][0][0], batch["pair"][1][0], batch["y"][0]],
+            )
         assert same([dataset[i] for i in (4, 2)], dataset.__getitems__([4, 2]))
 
 
@@ -59,7 +62,8 @@ def test_rows_are_the_callers() -> None:
     dataset[2].fill_(9)
     dataset[:3].fill_(9)
     assert array.tolist() == list(range(6))
-    assert [float(row) for row in dataset] == list(range(6))  # as a sequence, to its IndexError
+    # As a sequence, to its IndexError.
+    assert [float(row) for row in dataset] == list(range(6))
 
 
 class Counting(ArrayStore):
@@ -79,7 +83,10 @@ def test_a_batch_of_a_dataloader_is_one_gather() -> None:
     found = list(DataLoader(RowDataset(store), batch_size=4))
     assert [batch.tolist() for batch in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     sampler = BatchSampler(range(10), 4, drop_last=False)
-    assert all(map(torch.equal, DataLoader(RowDataset(store), sampler=sampler, batch_size=None), found))  # nor is it collated
+    # Nor is it collated.
+    assert all(
+        map(torch.equal, DataLoader(RowDataset(store), sampler=sampler, batch_size=None), found)
+    )
     assert store.gathers == [4, 4, 2] * 2
 
 
@@ -97,10 +104,15 @@ def test_worker_processes(start: str, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", rng.normal(size=(N, 3)))
     source = (tmp_path / "x.npy", np.arange(N))
     with RowDataset(source) as dataset:
-        _ = dataset[[9, 3, 7]]  # what this process has open is not theirs
+        # What this process has open is not theirs.
+        _ = dataset[[9, 3, 7]]
         sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(0))
         loader = DataLoader(
-            dataset, batch_size=16, sampler=sampler, num_workers=1 if start == "spawn" else 2, multiprocessing_context=start
+            dataset,
+            batch_size=16,
+            sampler=sampler,
+            num_workers=1 if start == "spawn" else 2,
+            multiprocessing_context=start,
         )
         rows = torch.randperm(N, generator=torch.Generator().manual_seed(0)).split(16)
         assert same(list(loader), [list(of_feeder(source, part.tolist())) for part in rows])

@@ -12,11 +12,25 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    BatchSampler,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
 
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError
 from pinfeed.memory.limits import Demand, plan_items
-from pinfeed.rows.batches import Draw, OrderBatches, RowBatches, SamplerBatches, check_rows, largest_batch
+from pinfeed.rows.batches import (
+    Draw,
+    OrderBatches,
+    RowBatches,
+    SamplerBatches,
+    check_rows,
+    largest_batch,
+)
 from pinfeed.rows.orders import Order, Rows, block_shuffled, per_rank, sequential, shuffled, windows
 from pinfeed.rows.permutation import permutation
 
@@ -29,7 +43,29 @@ def drawn(draws: Iterator[Draw]) -> Iterator[tuple[Rows, int]]:
         yield group.rows, group.batches[-1][1]
 
 
-SIZES = [1, 2, 3, 4, 5, 7, 8, 9, 16, 100, 255, 256, 257, 1000, 4095, 4096, 4097, 65535, 65536, 65537, 131072]
+SIZES = [
+    1,
+    2,
+    3,
+    4,
+    5,
+    7,
+    8,
+    9,
+    16,
+    100,
+    255,
+    256,
+    257,
+    1000,
+    4095,
+    4096,
+    4097,
+    65535,
+    65536,
+    65537,
+    131072,
+]
 ORDERS: list[Order] = [
     sequential(),
     shuffled(3),
@@ -48,7 +84,9 @@ def whole(order: Order, n: int, epoch: int = 0) -> Rows:
     return order.bind(n, epoch)(np.arange(order.length(n)))
 
 
-def rows_of(batches: RowBatches, number: int = 0, start: int = 0, checksum: int = 0) -> list[list[int]]:
+def rows_of(
+    batches: RowBatches, number: int = 0, start: int = 0, checksum: int = 0
+) -> list[list[int]]:
     return [rows.tolist() for rows, _ in drawn(batches.epoch(number, start, checksum))]
 
 
@@ -56,7 +94,9 @@ class Sampler:
     """A sampler of the user's, with a length and with ``set_epoch``."""
 
     def __init__(self, elements: list[Any], length: int | None = None) -> None:
-        self.elements, self.length, self.epochs = elements, len(elements) if length is None else length, list[int]()
+        self.elements = elements
+        self.length = len(elements) if length is None else length
+        self.epochs = list[int]()
 
     def __len__(self) -> int:
         return self.length
@@ -80,7 +120,7 @@ class Unsized:
         return iter(self.elements)
 
 
-# -- permutations ----------------------------------------------------------------------------------------------------
+# -- permutations ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("n", SIZES)
@@ -103,7 +143,9 @@ def test_a_large_permutation_has_every_number_once(n: int, salt: str) -> None:
 
 @pytest.mark.parametrize("n", [10**12, (1 << 40) - 1, 1 << 40, (1 << 40) + 1, 1 << 62])
 def test_a_permutation_of_more_rows_than_memory(n: int) -> None:
-    positions = np.unique(np.concatenate([np.arange(20_000), np.arange(0, n, n // 50_000), np.arange(n - 20_000, n)]))
+    positions = np.unique(
+        np.concatenate([np.arange(20_000), np.arange(0, n, n // 50_000), np.arange(n - 20_000, n)])
+    )
     numbers = permutation(n, "huge")(positions)
     assert numbers.min() >= 0
     assert numbers.max() < n
@@ -124,13 +166,18 @@ def test_a_permutation_looks_random(n: int) -> None:
 
 def test_every_row_comes_first_equally_often() -> None:
     n, draws = 10, 5000
-    first = np.bincount([int(shuffled(seed).bind(n, 0)(np.zeros(1, np.int64))[0]) for seed in range(draws)], minlength=n)
+    first = np.bincount(
+        [int(shuffled(seed).bind(n, 0)(np.zeros(1, np.int64))[0]) for seed in range(draws)],
+        minlength=n,
+    )
     chi_square = ((first - draws / n) ** 2 / (draws / n)).sum()
     assert chi_square < 27.9, "0.1 % point of chi-square with 9 degrees of freedom"
 
 
 def test_every_row_comes_first_equally_often_in_a_large_permutation() -> None:
-    n, draws, bins = 70_000, 4000, 10
+    n = 70_000
+    draws = 4000
+    bins = 10
     first = [int(shuffled(7).bind(n, epoch)(np.zeros(1, np.int64))[0]) for epoch in range(draws)]
     chi_square = ((np.histogram(first, bins, (0, n))[0] - draws / bins) ** 2 / (draws / bins)).sum()
     assert chi_square < 27.9
@@ -140,10 +187,12 @@ def test_all_permutations_of_three_are_equally_likely() -> None:
     draws = 6000
     counts = Counter(tuple(whole(shuffled(seed), 3).tolist()) for seed in range(draws))
     assert set(counts) == set(itertools.permutations(range(3)))
-    assert sum((count - 1000) ** 2 / 1000 for count in counts.values()) < 20.5, "0.1 % point of chi-square with 5 degrees of freedom"
+    assert sum((count - 1000) ** 2 / 1000 for count in counts.values()) < 20.5, (
+        "0.1 % point of chi-square with 5 degrees of freedom"
+    )
 
 
-# -- orders ----------------------------------------------------------------------------------------------------------
+# -- orders ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=repr)
@@ -156,7 +205,9 @@ def test_an_order_can_be_asked_for_any_positions(order: Order, n: int) -> None:
     assert np.array_equal(order.bind(n, 5)(positions), rows[positions])
     at = order.bind(n, 5)
     for begin in range(0, length, 13):
-        assert np.array_equal(at(np.arange(begin, min(begin + 13, length))), rows[begin : begin + 13])
+        assert np.array_equal(
+            at(np.arange(begin, min(begin + 13, length))), rows[begin : begin + 13]
+        )
 
 
 @pytest.mark.parametrize("order", ORDERS[:6], ids=repr)
@@ -167,19 +218,29 @@ def test_an_epoch_has_every_row_once(order: Order, n: int) -> None:
 
 
 @settings(deadline=None)
-@given(n=st.integers(1, 500), block_rows=st.integers(1, 600), window_blocks=st.integers(1, 20), seed=st.integers())
-def test_a_block_shuffle_has_every_row_once_from_few_blocks_at_a_time(n: int, block_rows: int, window_blocks: int, seed: int) -> None:
+@given(
+    n=st.integers(1, 500),
+    block_rows=st.integers(1, 600),
+    window_blocks=st.integers(1, 20),
+    seed=st.integers(),
+)
+def test_a_block_shuffle_has_every_row_once_from_few_blocks_at_a_time(
+    n: int, block_rows: int, window_blocks: int, seed: int
+) -> None:
     rows = whole(block_shuffled(seed, block_rows=block_rows, window_blocks=window_blocks), n)
     assert np.array_equal(np.sort(rows), np.arange(n))
     window = block_rows * window_blocks
     for begin in range(0, n, window):
-        here = np.sort(rows[begin : begin + window])  # on the ring of rows: at most so many stretches
+        # On the ring of rows: at most so many stretches.
+        here = np.sort(rows[begin : begin + window])
         gaps = int((np.diff(np.append(here, here[0] + n)) != 1).sum())
         assert gaps <= min(window_blocks, -(-len(here) // block_rows))
 
 
 def test_a_block_shuffle_reads_whole_blocks() -> None:
-    n, block, blocks = 10_000, 64, 8
+    n = 10_000
+    block = 64
+    blocks = 8
     rows = whole(block_shuffled(1, block_rows=block, window_blocks=blocks), n)
     for begin in range(0, n - block * blocks, block * blocks):
         here = np.sort(rows[begin : begin + block * blocks])
@@ -209,10 +270,20 @@ def test_the_short_block_is_another_one_in_every_epoch() -> None:
 
 
 @pytest.mark.parametrize(
-    "order", [shuffled(1), block_shuffled(1, block_rows=5, window_blocks=4), block_shuffled(1, block_rows=1)], ids=repr
+    "order",
+    [
+        shuffled(1),
+        block_shuffled(1, block_rows=5, window_blocks=4),
+        block_shuffled(1, block_rows=1),
+    ],
+    ids=repr,
 )
 def test_every_epoch_and_every_seed_has_an_order_of_its_own(order: Any) -> None:
-    orders = [whole(type(order)(seed, *list(vars(order).values())[1:]), 100, epoch) for seed in (1, 2, -1) for epoch in range(5)]
+    orders = [
+        whole(type(order)(seed, *list(vars(order).values())[1:]), 100, epoch)
+        for seed in (1, 2, -1)
+        for epoch in range(5)
+    ]
     for one, other in itertools.combinations(orders, 2):
         assert (one == other).sum() < 12
     assert np.array_equal(whole(order, 100, 3), orders[3])
@@ -221,7 +292,10 @@ def test_every_epoch_and_every_seed_has_an_order_of_its_own(order: Any) -> None:
 def test_equal_arguments_are_equal_orders() -> None:
     assert shuffled(np.int64(4)) == shuffled(4)
     assert repr(shuffled(np.int64(4))) == repr(shuffled(4)) == "Shuffled(seed=4)"
-    assert repr(block_shuffled(1, block_rows=np.int64(2))) == "BlockShuffled(seed=1, block_rows=2, window_blocks=16)"
+    assert (
+        repr(block_shuffled(1, block_rows=np.int64(2)))
+        == "BlockShuffled(seed=1, block_rows=2, window_blocks=16)"
+    )
     assert shuffled(4) != shuffled(5)
 
 
@@ -237,26 +311,57 @@ GOLDEN: list[tuple[Order, int, int, list[int]]] = [
     (shuffled(12345678901234567890), 65536, 7, [61132, 61896, 4270, 27785, 24629, 64020]),
     (shuffled(0), 65537, 0, [326, 39159, 49181, 44193, 10906, 53368]),
     (shuffled(1), 10**6, 3, [566333, 811794, 4661, 357033, 100008, 938385]),
-    (shuffled(1), 10**12, 0, [466301852926, 94100070096, 395443500632, 518155575314, 451675316113, 251640407462]),
+    (
+        shuffled(1),
+        10**12,
+        0,
+        [466301852926, 94100070096, 395443500632, 518155575314, 451675316113, 251640407462],
+    ),
     (block_shuffled(0, block_rows=3, window_blocks=2), 17, 0, [13, 1, 15, 8, 4, 3]),
     (block_shuffled(0, block_rows=3, window_blocks=2), 17, 1, [11, 9, 15, 14, 13, 8]),
-    (block_shuffled(5, block_rows=4096), 10**6, 2, [192791, 949756, 446506, 591116, 421827, 219748]),
-    (block_shuffled(5, block_rows=10**5), 10**9, 0, [368027833, 757302822, 23596777, 470772946, 57305782, 752408403]),
+    (
+        block_shuffled(5, block_rows=4096),
+        10**6,
+        2,
+        [192791, 949756, 446506, 591116, 421827, 219748],
+    ),
+    (
+        block_shuffled(5, block_rows=10**5),
+        10**9,
+        0,
+        [368027833, 757302822, 23596777, 470772946, 57305782, 752408403],
+    ),
     (per_rank(shuffled(0), rank=1, world_size=4), 10, 0, [4, 4, 2, 2, 3, 3]),
-    (per_rank(block_shuffled(0, block_rows=3, window_blocks=2), rank=1, world_size=2), 17, 0, [6, 5, 10, 11, 12, 2]),
+    (
+        per_rank(block_shuffled(0, block_rows=3, window_blocks=2), rank=1, world_size=2),
+        17,
+        0,
+        [6, 5, 10, 11, 12, 2],
+    ),
 ]
 
 
 @pytest.mark.parametrize(("order", "n", "epoch", "rows"), GOLDEN)
-def test_orders_are_the_same_in_every_version(order: Order, n: int, epoch: int, rows: list[int]) -> None:
-    assert order.bind(n, epoch)(np.linspace(0, order.length(n), 6, endpoint=False).astype(np.int64)).tolist() == rows
+def test_orders_are_the_same_in_every_version(
+    order: Order, n: int, epoch: int, rows: list[int]
+) -> None:
+    assert (
+        order.bind(n, epoch)(
+            np.linspace(0, order.length(n), 6, endpoint=False).astype(np.int64)
+        ).tolist()
+        == rows
+    )
 
 
 @pytest.mark.parametrize("block_rows", [0, -1])
 def test_blocks_have_rows(block_rows: int) -> None:
-    with pytest.raises(ArgumentError, match=f"block_rows={block_rows}: expected a whole number, at least 1"):
+    with pytest.raises(
+        ArgumentError, match=f"block_rows={block_rows}: expected a whole number, at least 1"
+    ):
         block_shuffled(block_rows=block_rows)
-    with pytest.raises(ArgumentError, match=f"window_blocks={block_rows}: expected a whole number, at least 1"):
+    with pytest.raises(
+        ArgumentError, match=f"window_blocks={block_rows}: expected a whole number, at least 1"
+    ):
         block_shuffled(block_rows=1, window_blocks=block_rows)
 
 
@@ -280,9 +385,14 @@ def test_seeds_and_blocks_are_integers() -> None:
     ],
     ids=repr,
 )
-def test_an_order_takes_no_more_memory_than_is_planned_for_it(order: Order, n: int, batch_size: int) -> None:
+def test_an_order_takes_no_more_memory_than_is_planned_for_it(
+    order: Order, n: int, batch_size: int
+) -> None:
     load = Demand((4,), (False,), resident_bytes=0, n_rows=n, unified=True, staged=(False,))
-    planned = {item.what: item.total for item in plan_items(load, min(batch_size, order.length(n)), depth=0)}
+    planned = {
+        item.what: item.total
+        for item in plan_items(load, min(batch_size, order.length(n)), depth=0)
+    }
     batches = drawn(OrderBatches(order, n, batch_size).epoch(0))
     tracemalloc.start()
     held = None
@@ -294,7 +404,7 @@ def test_an_order_takes_no_more_memory_than_is_planned_for_it(order: Order, n: i
     assert peak < planned["the order of the rows"] + planned["row numbers"]
 
 
-# -- ranks -----------------------------------------------------------------------------------------------------------
+# -- ranks -----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
@@ -302,7 +412,9 @@ def test_an_order_takes_no_more_memory_than_is_planned_for_it(order: Order, n: i
 def test_ranks_are_cut_as_torch_cuts_them(world_size: int, drop_last: bool) -> None:
     for n in (*range(1, 40), 99, 100, 101):
         for rank in range(world_size):
-            theirs = DistributedSampler(range(n), num_replicas=world_size, rank=rank, shuffle=False, drop_last=drop_last)  # type: ignore[arg-type, var-annotated]
+            theirs = DistributedSampler(
+                range(n), num_replicas=world_size, rank=rank, shuffle=False, drop_last=drop_last
+            )  # type: ignore[arg-type, var-annotated]
             order = per_rank(sequential(), rank=rank, world_size=world_size, drop_last=drop_last)
             assert order.length(n) == len(theirs)
             assert whole(order, n).tolist() == list(theirs)
@@ -310,9 +422,14 @@ def test_ranks_are_cut_as_torch_cuts_them(world_size: int, drop_last: bool) -> N
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("order", ORDERS[:6], ids=repr)
-@pytest.mark.parametrize(("n", "world_size"), [(0, 2), (1, 4), (10, 1), (10, 3), (12, 3), (100, 7), (1000, 8)])
+@pytest.mark.parametrize(
+    ("n", "world_size"), [(0, 2), (1, 4), (10, 1), (10, 3), (12, 3), (100, 7), (1000, 8)]
+)
 def test_ranks_share_all_rows(order: Order, n: int, world_size: int, drop_last: bool) -> None:
-    orders = [per_rank(order, rank=rank, world_size=world_size, drop_last=drop_last) for rank in range(world_size)]
+    orders = [
+        per_rank(order, rank=rank, world_size=world_size, drop_last=drop_last)
+        for rank in range(world_size)
+    ]
     assert len({share.length(n) for share in orders}) == 1
     counts = np.bincount(np.concatenate([whole(share, n, 2) for share in orders]), minlength=n)
     spare = -n % world_size
@@ -323,17 +440,27 @@ def test_ranks_share_all_rows(order: Order, n: int, world_size: int, drop_last: 
         assert counts.min() >= 1, "no row is left out"
         assert (counts - 1).sum() == spare, "no more rows come twice than are needed"
         again = np.repeat(np.arange(n), counts - 1)
-        assert sorted(again) == sorted(np.resize(whole(order, n, 2), spare)), "they are the first ones of the order"
+        assert sorted(again) == sorted(np.resize(whole(order, n, 2), spare)), (
+            "they are the first ones of the order"
+        )
 
 
 def test_a_rank_of_a_block_shuffle_reads_blocks_of_its_own() -> None:
     n, block = 64_000, 100
     order = block_shuffled(1, block_rows=block, window_blocks=4)
-    blocks = [{int(row) // block for row in whole(per_rank(order, rank=rank, world_size=4), n)} for rank in range(4)]
-    assert sum(map(len, blocks)) < 1.1 * 4 * (n // block // 4 * 2), "a block that begins elsewhere touches two of these"
+    blocks = [
+        {int(row) // block for row in whole(per_rank(order, rank=rank, world_size=4), n)}
+        for rank in range(4)
+    ]
+    assert sum(map(len, blocks)) < 1.1 * 4 * (n // block // 4 * 2), (
+        "a block that begins elsewhere touches two of these"
+    )
     shared = sum(len(one & other) for one, other in itertools.combinations(blocks, 2))
     alone = sum(
-        len({int(row) // block for row in whole(order, n)[rank::4]} & {int(row) // block for row in whole(order, n)[other::4]})
+        len(
+            {int(row) // block for row in whole(order, n)[rank::4]}
+            & {int(row) // block for row in whole(order, n)[other::4]}
+        )
         for rank, other in itertools.combinations(range(4), 2)
     )
     assert alone == 6 * n // block, "cut row by row, every rank reads every block"
@@ -342,19 +469,35 @@ def test_a_rank_of_a_block_shuffle_reads_blocks_of_its_own() -> None:
 
 @pytest.mark.parametrize(("rank", "world_size"), [(-1, 2), (2, 2), (0, 0), (0, -1)])
 def test_a_rank_is_one_of_the_world(rank: int, world_size: int) -> None:
-    with pytest.raises(ArgumentError, match=f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size"):
+    with pytest.raises(
+        ArgumentError,
+        match=f"rank={rank}, world_size={world_size}: expected 0 <= rank < world_size",
+    ):
         per_rank(sequential(), rank=rank, world_size=world_size)
 
 
-# -- batches of orders -----------------------------------------------------------------------------------------------
+# -- batches of orders -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("drop_last", [False, True])
 @pytest.mark.parametrize("order", ORDERS, ids=repr)
 @pytest.mark.parametrize(
-    ("n", "batch_size"), [(1, 1), (1, 5), (20, 1), (20, 20), (20, 21), (100, 7), (1000, 10), (40_000, 9000), (40_000, 17_000)]
+    ("n", "batch_size"),
+    [
+        (1, 1),
+        (1, 5),
+        (20, 1),
+        (20, 20),
+        (20, 21),
+        (100, 7),
+        (1000, 10),
+        (40_000, 9000),
+        (40_000, 17_000),
+    ],
 )
-def test_batches_of_an_order_are_the_order_in_pieces(order: Order, n: int, batch_size: int, drop_last: bool) -> None:
+def test_batches_of_an_order_are_the_order_in_pieces(
+    order: Order, n: int, batch_size: int, drop_last: bool
+) -> None:
     batches = OrderBatches(order, n, batch_size, drop_last)
     got, rows = rows_of(batches, 3), whole(order, n, 3).tolist()
     want = [rows[i : i + batch_size] for i in range(0, len(rows), batch_size)]
@@ -391,14 +534,22 @@ class Broken:
 
 def test_rows_of_a_users_order_are_checked() -> None:
     assert isinstance(Broken(), Order)
-    with pytest.raises(RowIndexError, match=re.escape("rows=Broken(): row 10 is out of range; expected 0 <= row < 10")):
+    with pytest.raises(
+        RowIndexError,
+        match=re.escape("rows=Broken(): row 10 is out of range; expected 0 <= row < 10"),
+    ):
         rows_of(OrderBatches(Broken(), 10, 4))
 
 
 def test_the_fingerprint_tells_orders_apart() -> None:
     fingerprints = [
         OrderBatches(order, n, size, drop_last).fingerprint
-        for order in (shuffled(1), shuffled(2), per_rank(shuffled(1), rank=0, world_size=2), per_rank(shuffled(1), rank=1, world_size=2))
+        for order in (
+            shuffled(1),
+            shuffled(2),
+            per_rank(shuffled(1), rank=0, world_size=2),
+            per_rank(shuffled(1), rank=1, world_size=2),
+        )
         for n in (10, 11)
         for size in (2, 3)
         for drop_last in (False, True)
@@ -406,7 +557,7 @@ def test_the_fingerprint_tells_orders_apart() -> None:
     assert all(one != other for one, other in itertools.combinations(fingerprints, 2))
 
 
-# -- samplers --------------------------------------------------------------------------------------------------------
+# -- samplers --------------------------------------------------------------------------------------
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -446,7 +597,9 @@ def test_a_torch_batch_sampler_gives_whole_batches(drop_last: bool) -> None:
 
 def test_a_sampler_gives_another_order_in_every_epoch() -> None:
     random = SamplerBatches(RandomSampler(range(50), generator=generator()), 50, 10, False)
-    distributed = SamplerBatches(DistributedSampler(range(50), num_replicas=1, rank=0), 50, 10, False)  # type: ignore[arg-type]
+    distributed = SamplerBatches(
+        DistributedSampler(range(50), num_replicas=1, rank=0), 50, 10, False
+    )  # type: ignore[arg-type]
     for batches in (random, distributed):
         epochs = [rows_of(batches, number) for number in range(3)]
         assert all(one != other for one, other in itertools.combinations(epochs, 2))
@@ -561,7 +714,7 @@ def test_an_iterator_serves_one_epoch() -> None:
         rows_of(batches, 1)
 
 
-# -- resuming --------------------------------------------------------------------------------------------------------
+# -- resuming --------------------------------------------------------------------------------------
 
 SAMPLERS: list[Any] = [
     np.arange(30)[::-1].copy(),
@@ -577,7 +730,8 @@ SAMPLERS: list[Any] = [
 
 def batches_of(rows: Any, n_rows: int = 30) -> SamplerBatches:
     whole_batches = largest_batch(rows) is not None or (
-        isinstance(rows, Unsized) and any(isinstance(element, np.ndarray) for element in rows.elements)
+        isinstance(rows, Unsized)
+        and any(isinstance(element, np.ndarray) for element in rows.elements)
     )
     return SamplerBatches(rows, n_rows, None if whole_batches else 4, drop_last=False)
 
@@ -588,18 +742,26 @@ def test_a_resumed_epoch_is_the_rest_of_it(rows: Any) -> None:
     epoch = [(batch.tolist(), checksum) for batch, checksum in drawn(batches.epoch(2))]
     for start in range(len(epoch) + 1):
         checksum = epoch[start - 1][1] if start else 0
-        assert [(batch.tolist(), total) for batch, total in drawn(batches_of(rows).epoch(2, start, checksum))] == epoch[start:]
+        assert [
+            (batch.tolist(), total)
+            for batch, total in drawn(batches_of(rows).epoch(2, start, checksum))
+        ] == epoch[start:]
 
 
 @pytest.mark.parametrize("rows", [Sampler, Unsized], ids=lambda rows: rows.__name__)
 @pytest.mark.parametrize("start", [1, 2, 3])
 def test_another_order_is_noticed(rows: Any, start: int) -> None:
-    saved = [checksum for _, checksum in drawn(batches_of(rows(list(range(12)))).epoch(0))][start - 1]
+    saved = [checksum for _, checksum in drawn(batches_of(rows(list(range(12)))).epoch(0))][
+        start - 1
+    ]
     swapped = [1, 0, *range(2, 12)]
     cut = list(range(4 * start - 1))
     late = [*range(4 * start - 1), 11, *range(4 * start, 12)]
     for other in (swapped, cut, [], *([late] if start < 3 else [])):
-        with pytest.raises(ArgumentError, match=f"rows={rows.__name__} gave other rows for epoch 0 than when the state was saved"):
+        with pytest.raises(
+            ArgumentError,
+            match=f"rows={rows.__name__} gave other rows for epoch 0 than when the state was saved",
+        ):
             rows_of(batches_of(rows(other)), 0, start, saved)
 
 
@@ -630,7 +792,7 @@ def test_the_order_that_follows_a_matching_beginning_is_not_known() -> None:
     assert rows_of(batches_of(np.array([0, 1, 2, 3, 9, 8])), 0, 1, saved) == [[9, 8]]
 
 
-# -- errors ----------------------------------------------------------------------------------------------------------
+# -- errors ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -687,13 +849,28 @@ BAD_ARRAYS: list[Any] = [
 
 @pytest.mark.parametrize("rows", BAD_ARRAYS, ids=repr)
 def test_bad_rows_are_refused_at_once_where_they_are_given(rows: Any) -> None:
-    largest_batch(rows)  # comes first in a feeder
+    # Comes first in a feeder.
+    largest_batch(rows)
     with pytest.raises(RowIndexError):
         SamplerBatches(rows, 5, 4, False)
 
 
 @pytest.mark.parametrize(
-    "elements", [[0, 5], [0, -1], [0.5], [True], [[0], [5]], [[0], 1], [0, [1]], [[[0]]], ["0"], [{0, 1}], [None]], ids=repr
+    "elements",
+    [
+        [0, 5],
+        [0, -1],
+        [0.5],
+        [True],
+        [[0], [5]],
+        [[0], 1],
+        [0, [1]],
+        [[[0]]],
+        ["0"],
+        [{0, 1}],
+        [None],
+    ],
+    ids=repr,
 )
 def test_bad_rows_of_a_sampler_are_refused_when_they_come(elements: list[Any]) -> None:
     with pytest.raises(RowIndexError):
@@ -701,7 +878,9 @@ def test_bad_rows_of_a_sampler_are_refused_when_they_come(elements: list[Any]) -
 
 
 def test_a_bad_batch_is_named() -> None:
-    with pytest.raises(RowIndexError, match="batch 1 of rows: row 7 is out of range; expected 0 <= row < 5"):
+    with pytest.raises(
+        RowIndexError, match="batch 1 of rows: row 7 is out of range; expected 0 <= row < 5"
+    ):
         SamplerBatches([[0], [1, 7]], 5, None, False)
 
 
@@ -713,7 +892,9 @@ def test_rows_changed_by_the_user_are_checked_again() -> None:
         rows_of(batches)
 
 
-@pytest.mark.parametrize("rows", [[], (), np.empty(0, np.int64), np.empty((0, 3), np.int64), range(0)], ids=repr)
+@pytest.mark.parametrize(
+    "rows", [[], (), np.empty(0, np.int64), np.empty((0, 3), np.int64), range(0)], ids=repr
+)
 def test_empty_rows_are_refused(rows: Any) -> None:
     assert largest_batch(rows) is None
     with pytest.raises(ArgumentError, match="rows is empty"):
@@ -722,7 +903,9 @@ def test_empty_rows_are_refused(rows: Any) -> None:
 
 @pytest.mark.parametrize("rows", [[0, 1], np.arange(2), range(2)], ids=repr)
 def test_single_rows_need_a_batch_size(rows: Any) -> None:
-    with pytest.raises(ArgumentError, match="rows gives single row numbers: give batch_size= or config= as well"):
+    with pytest.raises(
+        ArgumentError, match="rows gives single row numbers: give batch_size= or config= as well"
+    ):
         SamplerBatches(rows, 5, None, False)
     with pytest.raises(ArgumentError, match="rows gives single row numbers"):
         rows_of(SamplerBatches(Sampler(list(rows)), 5, None, False))
@@ -745,7 +928,9 @@ def test_a_batch_larger_than_planned_is_refused() -> None:
 def test_a_sampler_that_gives_less_than_it_promised_is_an_error(
     elements: list[Any], length: int, drop_last: bool, promised: int, came: int
 ) -> None:
-    message = re.escape(f"rows=Sampler promised {promised} batches (its len) and ended after {came} in epoch 6")
+    message = re.escape(
+        f"rows=Sampler promised {promised} batches (its len) and ended after {came} in epoch 6"
+    )
     with pytest.raises(WorkerError, match=message):
         rows_of(SamplerBatches(Sampler(elements, length), 5, 2, drop_last), 6)
 
@@ -770,18 +955,23 @@ def test_an_error_of_a_sampler_goes_up() -> None:
     drop_last=st.booleans(),
     kind=st.sampled_from([list, np.array, Sampler, Unsized]),
 )
-def test_single_rows_come_in_order_or_are_refused(rows: list[int], batch_size: int, drop_last: bool, kind: Any) -> None:
+def test_single_rows_come_in_order_or_are_refused(
+    rows: list[int], batch_size: int, drop_last: bool, kind: Any
+) -> None:
     n_full = len(rows) // batch_size * batch_size
-    used = rows[:n_full] if drop_last and kind in (Sampler, Unsized) else rows  # what is given at once is checked at once
+    # What is given at once is checked at once.
+    used = rows[:n_full] if drop_last and kind in (Sampler, Unsized) else rows
     if not all(0 <= row < 10 for row in used):
         with pytest.raises(RowIndexError):
             rows_of(SamplerBatches(kind(rows), 10, batch_size, drop_last))
         return
-    want = [rows[i : i + batch_size] for i in range(0, n_full if drop_last else len(rows), batch_size)]
+    want = [
+        rows[i : i + batch_size] for i in range(0, n_full if drop_last else len(rows), batch_size)
+    ]
     assert rows_of(SamplerBatches(kind(rows), 10, batch_size, drop_last)) == want
 
 
-# ---- windows ---------------------------------------------------------------------------------------------------------
+# ---- windows -------------------------------------------------------------------------------------
 
 
 @given(
@@ -793,10 +983,19 @@ def test_single_rows_come_in_order_or_are_refused(rows: list[int], batch_size: i
     data=st.data(),
 )
 def test_a_position_has_a_row_of_its_window(
-    n_rows: int, block_rows: int, window_blocks: int, epoch: int, world_size: int, data: st.DataObject
+    n_rows: int,
+    block_rows: int,
+    window_blocks: int,
+    epoch: int,
+    world_size: int,
+    data: st.DataObject,
 ) -> None:
     whole = block_shuffled(7, block_rows=block_rows, window_blocks=window_blocks)
-    order: Order = per_rank(whole, rank=data.draw(st.integers(0, world_size - 1)), world_size=world_size) if world_size > 1 else whole
+    order: Order = (
+        per_rank(whole, rank=data.draw(st.integers(0, world_size - 1)), world_size=world_size)
+        if world_size > 1
+        else whole
+    )
     start = data.draw(st.integers(0, order.length(n_rows)))
     stop = data.draw(st.integers(start, order.length(n_rows)))
     found = windows(order, n_rows, epoch)
@@ -818,17 +1017,36 @@ def test_orders_without_windows() -> None:
         assert windows(order, 10, 0) is None
 
 
-@pytest.mark.parametrize("rows", [shuffled(1), sequential(), list(range(100)), np.arange(100)[::-1], [[1, 2], [3], [4, 5, 6]] * 9], ids=str)
+@pytest.mark.parametrize(
+    "rows",
+    [
+        shuffled(1),
+        sequential(),
+        list(range(100)),
+        np.arange(100)[::-1],
+        [[1, 2], [3], [4, 5, 6]] * 9,
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("start", [0, 3])
 def test_batches_that_are_drawn_together_are_the_same(rows: Any, start: int) -> None:
-    batches: RowBatches = OrderBatches(rows, 100, 7) if isinstance(rows, Order) else SamplerBatches(rows, 100, 7, drop_last=False)
+    batches: RowBatches = (
+        OrderBatches(rows, 100, 7)
+        if isinstance(rows, Order)
+        else SamplerBatches(rows, 100, 7, drop_last=False)
+    )
     alone = list(drawn(batches.epoch(1)))
     checksum = alone[start - 1][1] if start else 0
     for n in (1, 2, 5, 100):
         groups = [draw() for draw in batches.epoch(1, start, checksum, n)]
         assert all(len(group.batches) == n for group in groups[:-1])
-        assert [part for group in groups for part in group.batches] == [(len(wanted), total) for wanted, total in alone[start:]]
-        assert np.concatenate([group.rows for group in groups]).tolist() == np.concatenate([wanted for wanted, _ in alone[start:]]).tolist()
+        assert [part for group in groups for part in group.batches] == [
+            (len(wanted), total) for wanted, total in alone[start:]
+        ]
+        assert (
+            np.concatenate([group.rows for group in groups]).tolist()
+            == np.concatenate([wanted for wanted, _ in alone[start:]]).tolist()
+        )
 
 
 def test_batches_before_an_error_are_drawn() -> None:

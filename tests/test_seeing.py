@@ -32,7 +32,12 @@ from pinfeed.profiling import plot
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.progress_bar import ProgressBar
 from pinfeed.profiling.spans import LANES, Span, middle, ready, starved, totals, tracks
-from pinfeed.profiling.starvation import STRETCH_BATCHES, WARM_UP_BATCHES, StarvationMonitor, explanation
+from pinfeed.profiling.starvation import (
+    STRETCH_BATCHES,
+    WARM_UP_BATCHES,
+    StarvationMonitor,
+    explanation,
+)
 from pinfeed.profiling.stats import FeederStats, ProcessMemory, Totals
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.readahead import choose
@@ -58,7 +63,11 @@ class Clock:
 class OfMyOwn:
     """A store that pinfeed does not know."""
 
-    n_rows, row_shape, dtype, writable, resident_bytes = 10, (), np.dtype(np.float32), False, 0
+    n_rows = 10
+    row_shape = ()
+    dtype = np.dtype(np.float32)
+    writable = False
+    resident_bytes = 0
 
     def gather(self, rows: Any, out: Any) -> None: ...
     def scatter(self, rows: Any, values: Any) -> None: ...
@@ -69,9 +78,13 @@ class OfMyOwn:
 class Slow(ArrayStore):
     """Rows that take time to come and go."""
 
-    def __init__(self, array: np.ndarray, clock: Clock, gather_s: float = 0.0, scatter_s: float = 0.0) -> None:
+    def __init__(
+        self, array: np.ndarray, clock: Clock, gather_s: float = 0.0, scatter_s: float = 0.0
+    ) -> None:
         super().__init__(array)
-        self._clock, self._gather_s, self._scatter_s = clock, gather_s, scatter_s
+        self._clock = clock
+        self._gather_s = gather_s
+        self._scatter_s = scatter_s
 
     def gather(self, rows: Any, out: Any) -> None:
         self._clock.pass_s(self._gather_s)
@@ -94,7 +107,7 @@ def simulated(
     return feeder, clock, device
 
 
-# ---- spans -----------------------------------------------------------------------------------------------------------
+# ---- spans ---------------------------------------------------------------------------------------
 
 
 def check_spans(spans: list[Span], n: int, lanes: set[str]) -> None:
@@ -105,10 +118,18 @@ def check_spans(spans: list[Span], n: int, lanes: set[str]) -> None:
         assert sorted(span.batch for span in of_one) == list(range(n)), lane
         assert all(0 <= span.start_s <= span.end_s for span in of_one)
     for thread in (("wait", "lend", "compute"), ("copy",), ("device",), ("write",)):
-        of_thread = [span for span in sorted(spans, key=lambda span: (span.start_s, span.end_s)) if span.lane in thread]
-        assert all(one.end_s <= following.start_s for one, following in itertools.pairwise(of_thread))
+        of_thread = [
+            span
+            for span in sorted(spans, key=lambda span: (span.start_s, span.end_s))
+            if span.lane in thread
+        ]
+        assert all(
+            one.end_s <= following.start_s for one, following in itertools.pairwise(of_thread)
+        )
         for lane in thread:
-            assert [span.batch for span in of_thread if span.lane == lane] == list(range(n if lane in lanes else 0))
+            assert [span.batch for span in of_thread if span.lane == lane] == list(
+                range(n if lane in lanes else 0)
+            )
     stages = [lane for lane in ("read", "copy", "device", "write") if lane in lanes]
     for batch in range(n):
         of_batch = {span.lane: span for span in spans if span.batch == batch}
@@ -123,27 +144,43 @@ def check_spans(spans: list[Span], n: int, lanes: set[str]) -> None:
 @pytest.mark.parametrize("depth", [0, 1, 3])
 @pytest.mark.parametrize("device", ["cpu", "lazy", "eager", "read first", "compute first"])
 def test_every_batch_has_each_lane_once(device: str, depth: int) -> None:
-    schedules = {"lazy": lazy, "eager": favour(*ALL), "read first": favour("read", "pinfeed-read"), "compute first": favour("compute")}
+    schedules = {
+        "lazy": lazy,
+        "eager": favour(*ALL),
+        "read first": favour("read", "pinfeed-read"),
+        "compute first": favour("compute"),
+    }
     found: Any = "cpu" if device == "cpu" else SimDevice(schedules[device])
-    with Feeder(np.zeros((90, 3), np.float32), batch_size=10, depth=depth, device=found, timeline=True) as feeder:
+    with Feeder(
+        np.zeros((90, 3), np.float32), batch_size=10, depth=depth, device=found, timeline=True
+    ) as feeder:
         for batch in feeder.batches():
             batch.write_back(batch.data)
         spans = feeder.timeline.spans
-    check_spans(spans, 9, {"read", "wait", "lend", "compute", "write"} | ({"copy", "device"} if device != "cpu" else set()))
+    check_spans(
+        spans,
+        9,
+        {"read", "wait", "lend", "compute", "write"}
+        | ({"copy", "device"} if device != "cpu" else set()),
+    )
     assert {(span.rows, span.bytes) for span in spans} == {(10, 120)}
     end = max(span.end_s for span in spans if span.lane == "compute")
     assert all(span.end_s <= end for span in spans if span.lane == "read")
 
 
 def test_small_batches_are_read_together() -> None:
-    with Feeder(np.zeros((400, 3), np.float32), batch_size=10, device="cpu", timeline=True) as feeder:
+    with Feeder(
+        np.zeros((400, 3), np.float32), batch_size=10, device="cpu", timeline=True
+    ) as feeder:
         for _ in range(2):
             for _ in feeder:
                 pass
         spans = feeder.timeline.spans
     reads = [span for span in spans if span.lane == "read"]
     assert sum(span.n_batches for span in reads) == 80 > len(reads)
-    assert all((span.rows, span.bytes) == (10 * span.n_batches, 120 * span.n_batches) for span in reads)
+    assert all(
+        (span.rows, span.bytes) == (10 * span.n_batches, 120 * span.n_batches) for span in reads
+    )
     for loop in (0, 1):
         lent = [span.batch for span in spans if span.lane == "lend" and span.loop == loop]
         assert lent == list(range(40))
@@ -155,7 +192,11 @@ def test_a_loop_that_is_left() -> None:
         clock.pass_s(1.0)
     feeder.close()
     computed = [span for span in feeder.timeline.spans if span.lane == "compute"]
-    assert [(span.batch, span.end_s - span.start_s) for span in computed] == [(0, 1.0), (1, 1.0), (2, 1.0)]
+    assert [(span.batch, span.end_s - span.start_s) for span in computed] == [
+        (0, 1.0),
+        (1, 1.0),
+        (2, 1.0),
+    ]
     assert [span.batch for span in feeder.timeline.spans if span.lane == "device"] == [0, 1, 2]
 
 
@@ -167,13 +208,15 @@ def test_times_of_the_device_are_its_own() -> None:
     device.launch(lambda _: clock.pass_s(5.0), batch)
     clock.pass_s(1.0)
     recorded = feeder._loop._counters.timeline
-    assert {span.lane for span in recorded.spans} == {"read", "wait", "lend"}  # the device has done nothing yet, and nobody waits for it
+    # The device has done nothing yet, and nobody waits for it.
+    assert {span.lane for span in recorded.spans} == {"read", "wait", "lend"}
     next(loop)
     device.drain()
     found = {span.lane: span for span in recorded.spans if span.batch == 0}
     assert found["compute"].end_s - found["compute"].start_s == 1.0
     assert found["device"].end_s - found["device"].start_s == 5.0
-    assert found["copy"].start_s >= found["compute"].end_s  # so late was it
+    # So late was it.
+    assert found["copy"].start_s >= found["compute"].end_s
     del loop
     feeder.close()
 
@@ -191,7 +234,15 @@ def test_a_profiler_is_told_names() -> None:
         for batch in feeder.batches():
             batch.write_back(batch.data)
         feeder.close()
-        wanted = {f"pinfeed {lane} {batch}" for lane in ("read", "wait", "lend", "write") for batch in range(3)} if timeline else set()
+        wanted = (
+            {
+                f"pinfeed {lane} {batch}"
+                for lane in ("read", "wait", "lend", "write")
+                for batch in range(3)
+            }
+            if timeline
+            else set()
+        )
         assert {name for name in device.names if int(name.split()[-1]) < 3} == wanted
 
 
@@ -199,8 +250,14 @@ def test_wrapped_loaders_and_readers() -> None:
     loader = wrap_loader(DataLoader(torch.zeros(30, 2), batch_size=5), device="cpu", timeline=True)
     list(loader)
     check_spans(loader.timeline.spans, 6, {"read", "wait", "lend", "compute"})
-    reading: Any = {"read_input": lambda i: [np.zeros(3)], "get_output": lambda i: [i], "n_readers": 2}
-    with wrap_readers(range(12), range(12), **reading, batch_size=3, device="cpu", timeline=True) as feeder:
+    reading: Any = {
+        "read_input": lambda i: [np.zeros(3)],
+        "get_output": lambda i: [i],
+        "n_readers": 2,
+    }
+    with wrap_readers(
+        range(12), range(12), **reading, batch_size=3, device="cpu", timeline=True
+    ) as feeder:
         list(feeder)
         check_spans(feeder.timeline.spans, 4, {"read", "wait", "lend", "compute"})
 
@@ -229,7 +286,9 @@ def test_what_a_loader_takes_is_reading() -> None:
     loader._loop._counters.now = clock
     list(loader)
     assert loader.stats.draw_s == loader.stats.read_s == loader.stats.wait_s == 10.0
-    assert [span.end_s - span.start_s for span in loader.timeline.spans if span.lane == "read"] == [2.0] * 5
+    assert [span.end_s - span.start_s for span in loader.timeline.spans if span.lane == "read"] == [
+        2.0
+    ] * 5
 
 
 def test_nothing_is_recorded_unless_it_is_asked_for() -> None:
@@ -266,10 +325,18 @@ def test_a_timeline_keeps_the_last_spans() -> None:
     assert [span.batch for span in timeline.spans] == list(range(7, 57))
 
 
-# ---- what is told from spans ---------------------------------------------------------------------------------------
+# ---- what is told from spans ---------------------------------------------------------------------
 
 
-def a_run(read_s: float, step_s: float, *, copy_s: float = 0.0, n_readers: int = 2, depth: int = 2, n: int = 200) -> Timeline:
+def a_run(
+    read_s: float,
+    step_s: float,
+    *,
+    copy_s: float = 0.0,
+    n_readers: int = 2,
+    depth: int = 2,
+    n: int = 200,
+) -> Timeline:
     """A loop whose every part takes its time; with ``copy_s``, on a device of its own."""
     timeline = Timeline()
     timeline.begin(0.0, depth, n_readers)
@@ -279,7 +346,11 @@ def a_run(read_s: float, step_s: float, *, copy_s: float = 0.0, n_readers: int =
         clock.s = seconds
         return device.current_stream().record(timed=True)
 
-    free, copied, computed, asked, asks = [0.0] * n_readers, 0.0, 0.0, 0.0, [0.0] * (depth + 1)
+    free = [0.0] * n_readers
+    copied = 0.0
+    computed = 0.0
+    asked = 0.0
+    asks = [0.0] * (depth + 1)
     for batch in range(n):
         reader = free.index(min(free))
         start = max(free[reader], asks[batch])
@@ -354,7 +425,9 @@ def lines_of(path: Path, lane: str) -> int:
     image = 255 * matplotlib.image.imread(path)[:, :, :3]
     found = np.zeros(image.shape[1], bool)
     for batch in (0, 1):
-        shade = np.array([int(plot._colour(Span(lane, batch, 0, 1), False)[i : i + 2], 16) for i in (1, 3, 5)])
+        shade = np.array(
+            [int(plot._colour(Span(lane, batch, 0, 1), False)[i : i + 2], 16) for i in (1, 3, 5)]
+        )
         alike = np.abs(image - shade).max(2) < 40
         found |= np.lib.stride_tricks.sliding_window_view(alike, 20, axis=0).all(-1).any(0)
     return int((np.diff(found.astype(int)) == 1).sum())
@@ -372,7 +445,9 @@ def test_spans_shorter_than_a_pixel_are_seen(lane: str, tmp_path: Path) -> None:
 
 def test_what_takes_hardly_any_of_a_moment_is_seen(tmp_path: Path) -> None:
     spans = short_spans(4000)
-    plot.draw(spans, 0.0, 40.0, totals(spans, 0.0, 40.0, depth=2, n_readers=1), str(tmp_path / "t.png"))
+    plot.draw(
+        spans, 0.0, 40.0, totals(spans, 0.0, 40.0, depth=2, n_readers=1), str(tmp_path / "t.png")
+    )
     image = 255 * matplotlib.image.imread(tmp_path / "t.png")[:, :, :3]
     for lane in ("read", "copy", "write"):
         shade = np.array([int(plot._COLOURS[lane][i : i + 2], 16) for i in (1, 3, 5)])
@@ -380,7 +455,11 @@ def test_what_takes_hardly_any_of_a_moment_is_seen(tmp_path: Path) -> None:
 
 
 def test_a_stretch_from_the_middle_is_of_one_loop() -> None:
-    spans = [Span("wait", batch, loop * 10 + batch, loop * 10 + batch + 0.5, loop) for loop in range(3) for batch in range(10)]
+    spans = [
+        Span("wait", batch, loop * 10 + batch, loop * 10 + batch + 0.5, loop)
+        for loop in range(3)
+        for batch in range(10)
+    ]
     assert middle(spans, 4) == (13.0, 17.0)
     assert middle(spans, 20) == (10.0, 19.5)
     assert middle(spans, 30) == (0.0, 29.5)
@@ -398,12 +477,14 @@ def test_tracks_never_overlap() -> None:
 def test_starvation_is_that_of_whoever_computes() -> None:
     host = a_run(0.05, 0.01).spans
     assert starved(host) == [(span.start_s, span.end_s) for span in host if span.lane == "wait"]
-    device = a_run(0.004, 0.02, copy_s=0.005).spans  # the loop waits for batches, but the device has work
+    # The loop waits for batches, but the device has work.
+    device = a_run(0.004, 0.02, copy_s=0.005).spans
     stretch = totals(device, 1.0, 3.0, depth=2, n_readers=2)
     assert (stretch.watched, stretch.starved) == ("device", 0.0)
     short = [span for span in host if span.batch < 3]
     assert totals(short, 0.0, 1.0, depth=2, n_readers=2).bottleneck == "start"
-    assert starved(device)[0][0] == 0.0  # but for the first batch
+    # But for the first batch.
+    assert starved(device)[0][0] == 0.0
 
 
 def test_batches_that_are_ready() -> None:
@@ -413,11 +494,13 @@ def test_batches_that_are_ready() -> None:
     assert np.median(counts) >= 1
 
 
-# ---- traces ----------------------------------------------------------------------------------------------------------
+# ---- traces --------------------------------------------------------------------------------------
 
 
 def test_a_trace_is_one_that_perfetto_reads(tmp_path: Path) -> None:
-    feeder, clock, _ = simulated(favour("read", "compute"), gather_s=0.5, scatter_s=0.25, timeline=True, n=12)
+    feeder, clock, _ = simulated(
+        favour("read", "compute"), gather_s=0.5, scatter_s=0.25, timeline=True, n=12
+    )
     for batch in feeder.batches():
         clock.pass_s(0.125)
         batch.write_back(batch.data)
@@ -426,10 +509,18 @@ def test_a_trace_is_one_that_perfetto_reads(tmp_path: Path) -> None:
     document = json.loads((tmp_path / "t.json").read_text())
     events = document["traceEvents"]
     assert {event["ph"] for event in events} == {"M", "X", "C"}
-    named = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    named = {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
     assert list(named.values()) == ["read", "copy", "loop", "device", "write"]
-    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == ["pinfeed"]
-    order = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
+    assert [event["args"]["name"] for event in events if event["name"] == "process_name"] == [
+        "pinfeed"
+    ]
+    order = {
+        event["tid"]: event["args"]["sort_index"]
+        for event in events
+        if event["name"] == "thread_sort_index"
+    }
     assert sorted(named, key=order.__getitem__) == list(named)
     complete = [event for event in events if event["ph"] == "X"]
     assert {event["tid"] for event in complete} == set(named)
@@ -441,8 +532,11 @@ def test_a_trace_is_one_that_perfetto_reads(tmp_path: Path) -> None:
         assert event["name"] == f"{event['cat']} {event['args']['batch']}"
     reads = [event["dur"] for event in complete if event["cat"] == "read"]
     assert reads == [0.5e6] * 12
-    for tid in named:  # slices of a thread are one after the other, or one within the other
-        of_thread = sorted((event["ts"], -event["dur"]) for event in complete if event["tid"] == tid)
+    for tid in named:
+        # Slices of a thread are one after the other, or one within the other.
+        of_thread = sorted(
+            (event["ts"], -event["dur"]) for event in complete if event["tid"] == tid
+        )
         open_until: list[float] = []
         for start, minus in of_thread:
             while open_until and open_until[-1] <= start + 1e-3:
@@ -452,7 +546,7 @@ def test_a_trace_is_one_that_perfetto_reads(tmp_path: Path) -> None:
     assert all(event["args"]["batches"] >= 0 for event in events if event["ph"] == "C")
 
 
-# ---- statistics ------------------------------------------------------------------------------------------------------
+# ---- statistics ----------------------------------------------------------------------------------
 
 
 def test_statistics_of_an_interval_as_a_dict() -> None:
@@ -472,7 +566,9 @@ def test_statistics_of_an_interval_as_a_dict() -> None:
 
 
 @pytest.mark.parametrize(("fast", "is_starved"), [(("read",), False), (("read", "compute"), True)])
-def test_a_wait_counts_only_where_the_device_has_nothing_to_do(fast: tuple[str, ...], is_starved: bool) -> None:
+def test_a_wait_counts_only_where_the_device_has_nothing_to_do(
+    fast: tuple[str, ...], is_starved: bool
+) -> None:
     feeder, _, device = simulated(favour(*fast), gather_s=1.0, n=8)
     for batch in feeder:
         device.launch(lambda _: None, batch)
@@ -483,16 +579,24 @@ def test_a_wait_counts_only_where_the_device_has_nothing_to_do(fast: tuple[str, 
     assert stats.asynchronous
 
 
-@pytest.mark.parametrize(("fast", "counted_s"), [(("compute",), 4.0), ((), 0.0)])  # it is no loss while the values are still computed
+# It is no loss while the values are still computed.
+@pytest.mark.parametrize(("fast", "counted_s"), [(("compute",), 4.0), ((), 0.0)])
 def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float) -> None:
     clock = Clock()
     device = SimDevice(favour(*fast), now=clock)
-    counters, worker, stream = Counters(timeline=Timeline(), now=clock), device.worker("pinfeed-write"), device.current_stream()
+    counters = Counters(timeline=Timeline(), now=clock)
+    worker = device.worker("pinfeed-write")
+    stream = device.current_stream()
     log: WriteLog[HeldValues] = WriteLog()
-    landings = WriteQueue(lambda landing: worker.submit(clock.pass_s, 1.0), 1, lambda: True, counters)
+    landings = WriteQueue(
+        lambda landing: worker.submit(clock.pass_s, 1.0), 1, lambda: True, counters
+    )
     counters.enter(1, 1, asynchronous=True)
     for batch in range(5):
-        landings.add(PendingWrite(log.append([], HeldValues([], stream, stream.record())), [], log, batch), check=True)
+        landings.add(
+            PendingWrite(log.append([], HeldValues([], stream, stream.record())), [], log, batch),
+            check=True,
+        )
     landings.land()
     assert counters.stats().land_s == counted_s
     assert counters.timeline is not None
@@ -501,14 +605,22 @@ def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float
 
 
 @pytest.mark.parametrize(("fast", "counted_s"), [(("read", "compute"), 3.0), ((), 0.0)])
-def test_without_depth_a_loop_waits_for_each_write_back(fast: tuple[str, ...], counted_s: float) -> None:
+def test_without_depth_a_loop_waits_for_each_write_back(
+    fast: tuple[str, ...], counted_s: float
+) -> None:
     class Slow(ArrayStore):
         def scatter(self, rows: Any, values: Any) -> None:
             clock.pass_s(1.0)
             super().scatter(rows, values)
 
     clock = Clock()
-    with Feeder(Slow(np.zeros((30, 3))), batch_size=10, depth=0, device=SimDevice(favour(*fast), now=clock), timeline=True) as feeder:
+    with Feeder(
+        Slow(np.zeros((30, 3))),
+        batch_size=10,
+        depth=0,
+        device=SimDevice(favour(*fast), now=clock),
+        timeline=True,
+    ) as feeder:
         feeder._loop._counters.now = clock
         for batch in feeder.batches():
             batch.write_back(batch.data)
@@ -534,16 +646,41 @@ def test_readers_that_the_device_holds_up() -> None:
         assert feeder.stats.read_s == 0.0
 
 
-BASE: dict[str, Any] = {"batches": 100, "rows": 25_600, "bytes": 100 << 20, "seconds": 10.0, "depth": 2, "n_readers": 2}
+BASE: dict[str, Any] = {
+    "batches": 100,
+    "rows": 25_600,
+    "bytes": 100 << 20,
+    "seconds": 10.0,
+    "depth": 2,
+    "n_readers": 2,
+}
 CAUSES: dict[str, tuple[dict[str, Any], str]] = {
-    "computing": ({"wait_s": 0.2, "starved_s": 0.2, "read_s": 3.0}, "waited 2% of the time: computing is the bottleneck"),
-    "reading": ({"wait_s": 6.0, "starved_s": 6.0, "read_s": 19.0, "late": 98}, "waited 60% of the time: reading is the bottleneck"),
+    "computing": (
+        {"wait_s": 0.2, "starved_s": 0.2, "read_s": 3.0},
+        "waited 2% of the time: computing is the bottleneck",
+    ),
+    "reading": (
+        {"wait_s": 6.0, "starved_s": 6.0, "read_s": 19.0, "late": 98},
+        "waited 60% of the time: reading is the bottleneck",
+    ),
     "loop": ({"wait_s": 9.8, "starved_s": 9.8, "read_s": 19.0}, "it does almost nothing"),
     "unevenness": ({"wait_s": 4.0, "starved_s": 4.0, "read_s": 8.0, "late": 12}, "come unevenly"),
-    "copying": ({"wait_s": 6.0, "starved_s": 6.0, "read_s": 1.0, "held_s": 14.0, "asynchronous": True}, "copying to the device"),
-    "writing": ({"wait_s": 0.5, "starved_s": 0.5, "read_s": 1.0, "land_s": 5.0, "write_s": 9.9}, "writing back is the bottleneck"),
-    "start": ({"wait_s": 4.0, "starved_s": 4.0, "start_s": 3.5, "read_s": 8.0}, "first batch of a loop"),
-    "depth": ({"wait_s": 6.0, "starved_s": 6.0, "read_s": 6.0, "depth": 0}, "nothing is read ahead"),
+    "copying": (
+        {"wait_s": 6.0, "starved_s": 6.0, "read_s": 1.0, "held_s": 14.0, "asynchronous": True},
+        "copying to the device",
+    ),
+    "writing": (
+        {"wait_s": 0.5, "starved_s": 0.5, "read_s": 1.0, "land_s": 5.0, "write_s": 9.9},
+        "writing back is the bottleneck",
+    ),
+    "start": (
+        {"wait_s": 4.0, "starved_s": 4.0, "start_s": 3.5, "read_s": 8.0},
+        "first batch of a loop",
+    ),
+    "depth": (
+        {"wait_s": 6.0, "starved_s": 6.0, "read_s": 6.0, "depth": 0},
+        "nothing is read ahead",
+    ),
 }
 CHANGES = {
     "start": "Longer loops",
@@ -575,10 +712,12 @@ def test_without_a_loop_there_is_no_verdict() -> None:
     assert Totals().verdict == "no loop has run"
 
 
-# ---- the warning -----------------------------------------------------------------------------------------------------
+# ---- the warning ---------------------------------------------------------------------------------
 
 
-def run(watch: StarvationMonitor, counters: Counters, clock: Clock, waits: list[float], works_s: float) -> None:
+def run(
+    watch: StarvationMonitor, counters: Counters, clock: Clock, waits: list[float], works_s: float
+) -> None:
     """A loop, as far as a counters sees it."""
     asked = counters.enter(2, 1, asynchronous=False)
     watch.begin()
@@ -599,15 +738,22 @@ def run(watch: StarvationMonitor, counters: Counters, clock: Clock, waits: list[
     [
         ([0.3] * 60, 0.2, 1),
         ([0.3] * 600, 0.2, 1),
-        ([0.03] * 600, 0.2, 0),  # hides well enough
-        ([0.3] * 10, 0.2, 0),  # no evidence
-        ([0.001] * 800, 0.002, 0),  # two times 2.4 seconds
-        ([9.0] * WARM_UP_BATCHES + [0.0] * 100, 0.2, 0),  # the first batches only
-        ([0.0] * 100 + [0.3] * 100, 0.2, 1),  # starves later on
+        # Hides well enough
+        ([0.03] * 600, 0.2, 0),
+        # No evidence
+        ([0.3] * 10, 0.2, 0),
+        # Two times 2.4 seconds.
+        ([0.001] * 800, 0.002, 0),
+        # The first batches only.
+        ([9.0] * WARM_UP_BATCHES + [0.0] * 100, 0.2, 0),
+        # Starves later on
+        ([0.0] * 100 + [0.3] * 100, 0.2, 1),
         ([], 0.2, 0),
     ],
 )
-def test_a_loop_that_starves_is_warned_of_once(waits: list[float], works_s: float, warned: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loop_that_starves_is_warned_of_once(
+    waits: list[float], works_s: float, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
     clock = Clock()
     counters = Counters(now=clock)
     watch = StarvationMonitor(counters, lambda share: "feed it")
@@ -619,7 +765,16 @@ def test_a_loop_that_starves_is_warned_of_once(waits: list[float], works_s: floa
 
 
 def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
-    found = Totals(batches=1, rows=8, bytes=8, seconds=50.0, wait_s=40.0, starved_s=40.0, read_s=12.3456, depth=2)
+    found = Totals(
+        batches=1,
+        rows=8,
+        bytes=8,
+        seconds=50.0,
+        wait_s=40.0,
+        starved_s=40.0,
+        read_s=12.3456,
+        depth=2,
+    )
     assert "(8 B) takes 12,346 ms to read" in explanation(found, lambda share: "")
 
 
@@ -630,8 +785,15 @@ def test_short_loops_are_judged_together(caplog: pytest.LogCaptureFixture) -> No
     for _ in range(20):
         run(watch, counters, clock, [0.05] * (WARM_UP_BATCHES + STRETCH_BATCHES), 0.02)
     assert len(caplog.records) == 1
-    for _ in range(20):  # the first batches of a loop, which nobody can have ready, are no evidence
-        run(watch := StarvationMonitor(counters, str), counters, clock, [5.0] + [0.0] * (WARM_UP_BATCHES + STRETCH_BATCHES), 0.02)
+    for _ in range(20):
+        # The first batches of a loop, which nobody can have ready, are no evidence.
+        run(
+            watch := StarvationMonitor(counters, str),
+            counters,
+            clock,
+            [5.0] + [0.0] * (WARM_UP_BATCHES + STRETCH_BATCHES),
+            0.02,
+        )
     assert len(caplog.records) == 1
 
 
@@ -657,7 +819,8 @@ def test_a_feeder_that_keeps_up_does_not_warn(caplog: pytest.LogCaptureFixture) 
     feeder, clock, _ = simulated(favour("read", "compute"), gather_s=0.03, n=60)
     for _ in feeder:
         clock.pass_s(0.2)
-    assert feeder.stats.bottleneck != "computing"  # 13%: to be seen in the statistics
+    # 13%: to be seen in the statistics.
+    assert feeder.stats.bottleneck != "computing"
     feeder.close()
     assert not caplog.records
 
@@ -673,7 +836,10 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
             access.close()
         return found
 
-    shuffled, blocks = pinfeed.rows.shuffled(0), pinfeed.rows.block_shuffled(0, block_rows=256, window_blocks=1)
+    shuffled, blocks = (
+        pinfeed.rows.shuffled(0),
+        pinfeed.rows.block_shuffled(0, block_rows=256, window_blocks=1),
+    )
     assert "x.npy is still being brought into memory" in hint(shuffled, 1 << 30)
     assert "block_shuffled(seed, block_rows=256)" in hint(shuffled, 0)
     assert "With 250.0 KiB of memory for all of it" in hint(shuffled, 0)
@@ -682,44 +848,60 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     assert "Windows of x.npy" in hint(blocks, 240_000)
     own = choose([OfMyOwn()], shuffled, 100, 0).strategies[0].hint
     assert own.startswith("It is gather() of the OfMyOwn that is waited for")
-    assert "rows are in memory" in choose([ArrayStore(np.zeros(3))], shuffled, 100, 0).strategies[0].hint
+    assert (
+        "rows are in memory"
+        in choose([ArrayStore(np.zeros(3))], shuffled, 100, 0).strategies[0].hint
+    )
     store.close()
     loader = DataLoader(torch.zeros(10), num_workers=1)
     assert "num_workers=1" in LoaderSource(loader).hint(0.9)
     assert "smaller dtype" in LoaderSource(loader).hint(0.1)
     assert "loader (list)" in LoaderSource([1]).hint(0.9)
-    feeder = wrap_readers([1], [1], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=1, device="cpu")
+    feeder = wrap_readers(
+        [1], [1], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=1, device="cpu"
+    )
     assert "raise n_readers (is 1" in feeder._loop.source.hint(0.0)
     feeder.close()
-    loop = pinfeed.train_rows([], {pinfeed.HostEmbedding(5, 2, name="users"): "ids"}, device=HostDevice())
+    loop = pinfeed.train_rows(
+        [], {pinfeed.HostEmbedding(5, 2, name="users"): "ids"}, device=HostDevice()
+    )
     assert "gathering rows of users" in loop._loop.source.hint(0.2)
     assert "loader (list)" in loop._loop.source.hint(0.8)
 
 
-# ---- the bar ---------------------------------------------------------------------------------------------------------
+# ---- the bar -------------------------------------------------------------------------------------
 
 
 def test_a_bar_shows_rates_of_late() -> None:
     counted = Totals(seconds=2.0)
     bar = ProgressBar(total=10, totals=lambda: counted, file=io.StringIO())
-    counted = Totals(batches=4, rows=40_000, bytes=3 * 10**9, seconds=5.0, wait_s=1.5, starved_s=1.5)
+    counted = Totals(
+        batches=4, rows=40_000, bytes=3 * 10**9, seconds=5.0, wait_s=1.5, starved_s=1.5
+    )
     assert bar.format_dict["postfix"] == "13k rows/s, 1.00 GB/s, waited 50%"
-    counted = Totals(batches=8, rows=41_000, bytes=3 * 10**9, seconds=6.0, wait_s=1.5, starved_s=1.5)
+    counted = Totals(
+        batches=8, rows=41_000, bytes=3 * 10**9, seconds=6.0, wait_s=1.5, starved_s=1.5
+    )
     assert bar.format_dict["postfix"] == "1,000 rows/s, waited 0%", "nothing was moved"
-    counted = Totals(batches=9, rows=42_000, bytes=3 * 10**9, seconds=6.5, wait_s=2.0, starved_s=2.0)
-    assert bar.format_dict["postfix"] == "1,000 rows/s, waited 0%"  # so little time tells nothing
+    counted = Totals(
+        batches=9, rows=42_000, bytes=3 * 10**9, seconds=6.5, wait_s=2.0, starved_s=2.0
+    )
+    # So little time tells nothing.
+    assert bar.format_dict["postfix"] == "1,000 rows/s, waited 0%"
     bar.close()
 
 
 def test_a_feeder_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
-    with Feeder(np.zeros((100, 3), np.float32), batch_size=10, device="cpu", progress=True) as feeder:
+    with Feeder(
+        np.zeros((100, 3), np.float32), batch_size=10, device="cpu", progress=True
+    ) as feeder:
         list(feeder)
     shown = capsys.readouterr().err
     assert "10/10" in shown
     assert "rows/s" in shown
 
 
-# ---- in a notebook ---------------------------------------------------------------------------------------------------
+# ---- in a notebook -------------------------------------------------------------------------------
 
 
 class Hidden(TensorDataset):
@@ -738,11 +920,19 @@ def test_what_feeders_show_in_one_line(tmp_path: Path) -> None:
         assert repr(pinfeed.restartable(feeder)) == f"restartable(<Feeder: {shown}>)"
         assert repr(next(feeder.batches())) == "<Batch of 256 rows>"
     assert repr(feeder) == f"<Feeder: {shown}, closed>"
-    with Feeder(tuple(np.zeros((9, 2)) for _ in range(6)), rows=iter([[1], [2]]), device="cpu") as feeder:
+    with Feeder(
+        tuple(np.zeros((9, 2)) for _ in range(6)), rows=iter([[1], [2]]), device="cpu"
+    ) as feeder:
         assert "source[3] (2,) float64, and 2 more; batches of any size on cpu" in repr(feeder)
     loader = DataLoader(Hidden(torch.zeros(8, 2)), batch_size=2)
-    assert repr(wrap_loader(loader, device="cpu")) == "<LoaderFeeder: a DataLoader, batches of 2 on cpu, 2 ahead>"
-    assert repr(wrap_loader([1, 2], device="cpu", depth=0)) == "<LoaderFeeder: a list, its batches on cpu, 0 ahead>"
+    assert (
+        repr(wrap_loader(loader, device="cpu"))
+        == "<LoaderFeeder: a DataLoader, batches of 2 on cpu, 2 ahead>"
+    )
+    assert (
+        repr(wrap_loader([1, 2], device="cpu", depth=0))
+        == "<LoaderFeeder: a list, its batches on cpu, 0 ahead>"
+    )
     table = pinfeed.HostEmbedding(10_000, 8, name="users")
     assert repr(pinfeed.train_rows(loader, {table: lambda batch: batch[0]}, device="cpu")) == (
         "<RowLoop: a DataLoader, with rows of users (10,000, 8); batches on cpu, 2 ahead>"
@@ -759,17 +949,42 @@ def test_what_stores_show_in_one_line(tmp_path: Path) -> None:
     assert repr(ArrayStore(x)) == "<ArrayStore: 5,000 rows of shape (3,), float32>"
     x.flags.writeable = False
     assert repr(ArrayStore(x)) == "<ArrayStore: 5,000 rows of shape (3,), float32, read-only>"
-    assert repr(pinfeed.PinnedStore(x, pin=False)) == "<PinnedStore: 5,000 rows of shape (3,), float32, in ordinary memory>"
+    assert (
+        repr(pinfeed.PinnedStore(x, pin=False))
+        == "<PinnedStore: 5,000 rows of shape (3,), float32, in ordinary memory>"
+    )
     with MmapStore(tmp_path / "x.npy") as store:
         assert repr(store) == f"MmapStore({str(tmp_path / 'x.npy')!r}, mode='r')"
-    assert repr(pinfeed.ArrowStore(pyarrow.array([1, 2]), name="ids")) == "<ArrowStore ids: 2 rows of shape (), int64>"
+    assert (
+        repr(pinfeed.ArrowStore(pyarrow.array([1, 2]), name="ids"))
+        == "<ArrowStore ids: 2 rows of shape (), int64>"
+    )
     with pinfeed.RowDataset((x, x)) as dataset:
-        assert repr(dataset) == "<RowDataset: 5,000 rows of source[0] (3,) float32, source[1] (3,) float32>"
+        assert (
+            repr(dataset)
+            == "<RowDataset: 5,000 rows of source[0] (3,) float32, source[1] (3,) float32>"
+        )
 
 
 def test_a_repr_never_raises() -> None:
-    kinds = [Feeder, LoaderFeeder, ReaderFeeder, RowLoop, Restartable, pinfeed.Batch, pinfeed.RowDataset, Timeline]
-    for kind in (*kinds, ArrayStore, MmapStore, pinfeed.PinnedStore, pinfeed.ArrowStore, pinfeed.RemoteStore):
+    kinds = [
+        Feeder,
+        LoaderFeeder,
+        ReaderFeeder,
+        RowLoop,
+        Restartable,
+        pinfeed.Batch,
+        pinfeed.RowDataset,
+        Timeline,
+    ]
+    for kind in (
+        *kinds,
+        ArrayStore,
+        MmapStore,
+        pinfeed.PinnedStore,
+        pinfeed.ArrowStore,
+        pinfeed.RemoteStore,
+    ):
         assert repr(kind.__new__(kind)) == f"<{kind.__name__}>", "half made"
 
     class Broken(list[int]):
@@ -787,8 +1002,13 @@ def test_a_plan_as_a_table() -> None:
         Allocation("staging", "pinned", 3, MiB(1)),
         Allocation("numbers", "host", 1, KiB(512)),
     )
-    shown = Plan(64, 2, "staged", items, MiB(16), None, ("<x>.npy: read in sequence",))._repr_html_()
-    cells = [[cell.strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)] for row in shown.split("<tr>")]
+    shown = Plan(
+        64, 2, "staged", items, MiB(16), None, ("<x>.npy: read in sequence",)
+    )._repr_html_()
+    cells = [
+        [cell.strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)]
+        for row in shown.split("<tr>")
+    ]
     assert cells[2:] == [
         ["batches &amp; &lt;b&gt;", "device", "4 × 2.0 MiB", "8.0 MiB"],
         ["staging", "host, page-locked", "3 × 1.0 MiB", "3.0 MiB"],
@@ -796,7 +1016,10 @@ def test_a_plan_as_a_table() -> None:
         ["in all", "host", "", "3.5 MiB of 16.0 MiB"],
         ["in all", "device", "", "8.0 MiB"],
     ]
-    assert "<p>batches of 64 rows, 2 ahead, staged route</p><p>&lt;x&gt;.npy: read in sequence</p>" in shown
+    assert (
+        "<p>batches of 64 rows, 2 ahead, staged route</p><p>&lt;x&gt;.npy: read in sequence</p>"
+        in shown
+    )
 
 
 def test_a_plan_in_a_terminal() -> None:
@@ -813,7 +1036,9 @@ def test_a_config_in_a_terminal() -> None:
 
 @pytest.mark.parametrize(("nbytes", "rates"), [(0, "50 rows/s"), (4_000, "50 rows/s, 2.00 KB/s")])
 def test_bytes_are_left_out_where_none_were_moved(nbytes: int, rates: str) -> None:
-    totals = FeederStats(batches=1, rows=100, bytes=nbytes, seconds=2.0, memory=ProcessMemory(0, 0, 0, 0, 0))
+    totals = FeederStats(
+        batches=1, rows=100, bytes=nbytes, seconds=2.0, memory=ProcessMemory(0, 0, 0, 0, 0)
+    )
     assert f"100 rows in 2.00 s: {rates}; the loop" in str(totals)
     assert bool(re.search(r"<td>bytes *</td>", totals._repr_html_())) == (nbytes > 0)
 

@@ -22,14 +22,31 @@ from hypothesis import strategies as st
 from simranks import RankThreads
 from torch import distributed, nn
 
-from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, ShardedEmbedding, ShardedEmbeddingBag, checkpoint, train_rows
-from pinfeed.errors import ArgumentError, ClosedError, RankError, RowIndexError, StoreError, VerificationError
+from pinfeed import (
+    ArrayStore,
+    HostEmbedding,
+    RowOptimizer,
+    ShardedEmbedding,
+    ShardedEmbeddingBag,
+    checkpoint,
+    train_rows,
+)
+from pinfeed.errors import (
+    ArgumentError,
+    ClosedError,
+    RankError,
+    RowIndexError,
+    StoreError,
+    VerificationError,
+)
 from pinfeed.training.distributed import batch_rows, initialization, process_groups
 from pinfeed.training.distributed.row_partition import RowPartition
 from pinfeed.training.embeddings.source import Exchanged
 
 SHAPES = (11, 2), (7, 3)
-SGD, ADAM, ADAGRAD = torch.optim.SGD, torch.optim.Adam, torch.optim.Adagrad
+SGD = torch.optim.SGD
+ADAM = torch.optim.Adam
+ADAGRAD = torch.optim.Adagrad
 
 Ids = list[int]
 Batch = list[tuple[Ids, Ids]]
@@ -51,17 +68,27 @@ def whole_tables() -> list[np.ndarray[Any, Any]]:
     return [rng.integers(-3, 4, shape).astype("f8") for shape in SHAPES]
 
 
-def loss_of(tables: Sequence[Callable[[torch.Tensor], torch.Tensor]], ids: Sequence[torch.Tensor]) -> torch.Tensor:
+def loss_of(
+    tables: Sequence[Callable[[torch.Tensor], torch.Tensor]], ids: Sequence[torch.Tensor]
+) -> torch.Tensor:
     return sum((0.5 * table(i).sum(1) ** 2).sum() for table, i in zip(tables, ids, strict=True))  # type: ignore[return-value]
 
 
 def joined(batch: Batch) -> list[torch.Tensor]:
-    return [torch.tensor([i for of_rank in batch for i in of_rank[t]], dtype=torch.int64) for t in range(len(SHAPES))]
+    return [
+        torch.tensor([i for of_rank in batch for i in of_rank[t]], dtype=torch.int64)
+        for t in range(len(SHAPES))
+    ]
 
 
-def dense(batches: Sequence[Batch], does: Sequence[str], made: Any, lr: float) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+def dense(
+    batches: Sequence[Batch], does: Sequence[str], made: Any, lr: float
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
     """One process, nothing of pinfeed's: the tables at the end, and what was looked at on the way."""
-    tables = [nn.Embedding.from_pretrained(torch.from_numpy(array), freeze=False) for array in whole_tables()]
+    tables = [
+        nn.Embedding.from_pretrained(torch.from_numpy(array), freeze=False)
+        for array in whole_tables()
+    ]
     optimizer, seen = made([table.weight for table in tables], lr=lr), []
     for batch, action in zip(batches, does, strict=True):
         if action == "look":
@@ -75,23 +102,44 @@ def dense(batches: Sequence[Batch], does: Sequence[str], made: Any, lr: float) -
 
 
 def sharded(
-    batches: Sequence[Batch], does: Sequence[str], made: Any, lr: float, *, size: int, depth: int, **options: Any
+    batches: Sequence[Batch],
+    does: Sequence[str],
+    made: Any,
+    lr: float,
+    *,
+    size: int,
+    depth: int,
+    **options: Any,
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """The same on so many ranks: the whole tables as each of them reads them, and what was looked at on the way."""
     ranks, options = RankThreads(size), {"device": "cpu", **options}
 
     def program(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         tables = [
-            ShardedEmbedding.from_pretrained(array, freeze=False, process_group=ranks.peers[rank], gradients="sum", name=f"table {i}")
+            ShardedEmbedding.from_pretrained(
+                array,
+                freeze=False,
+                process_group=ranks.peers[rank],
+                gradients="sum",
+                name=f"table {i}",
+            )
             for i, array in enumerate(whole_tables())
         ]
         for table in tables:
-            assert table.store.n_rows == len(range(rank, table.num_embeddings, size)), "more than its share"
+            assert table.store.n_rows == len(range(rank, table.num_embeddings, size)), (
+                "more than its share"
+            )
         optimizer, seen = RowOptimizer(made, tables, lr=lr), []
         for table, state in optimizer.tables.items():
             assert all(store.n_rows == table.store.n_rows for store in state.stores)
         mine = [[torch.tensor(ids, dtype=torch.int64) for ids in batch[rank]] for batch in batches]
-        with train_rows(mine, {table: i for i, table in enumerate(tables)}, optimizer=optimizer, depth=depth, **options) as loop:
+        with train_rows(
+            mine,
+            {table: i for i, table in enumerate(tables)},
+            optimizer=optimizer,
+            depth=depth,
+            **options,
+        ) as loop:
             for batch, action in zip(loop, does, strict=True):
                 if action == "look":
                     seen += [table.read(range(table.num_embeddings)) for table in tables]
@@ -109,7 +157,10 @@ def sharded(
     return results
 
 
-def assert_equal(got: tuple[list[torch.Tensor], list[torch.Tensor]], want: tuple[list[torch.Tensor], list[torch.Tensor]]) -> None:
+def assert_equal(
+    got: tuple[list[torch.Tensor], list[torch.Tensor]],
+    want: tuple[list[torch.Tensor], list[torch.Tensor]],
+) -> None:
     for one, other in zip((*got[0], *got[1]), (*want[0], *want[1]), strict=True):
         np.testing.assert_array_equal(one, other)
 
@@ -127,7 +178,9 @@ def programs(draw: Any) -> tuple[int, list[Batch], list[str]]:
 
 @given(programs(), st.integers(0, 3))
 @settings(max_examples=20, deadline=None)
-def test_any_ids_at_any_depth_on_any_number_of_ranks(program: tuple[int, list[Batch], list[str]], depth: int) -> None:
+def test_any_ids_at_any_depth_on_any_number_of_ranks(
+    program: tuple[int, list[Batch], list[str]], depth: int
+) -> None:
     size, batches, does = program
     want = dense(batches, does, SGD, 0.5)
     for got in sharded(batches, does, SGD, 0.5, size=size, depth=depth):
@@ -139,12 +192,15 @@ class Late(ArrayStore):
 
     def __init__(self, n_rows: int) -> None:
         super().__init__(np.zeros((n_rows, 1)))
-        self.n_gathers, self.wrote, self.gathered = 0, False, threading.Event()
+        self.n_gathers = 0
+        self.wrote = False
+        self.gathered = threading.Event()
 
     def gather(self, rows: Any, out: Any) -> None:
         super().gather(rows, out)
         self.n_gathers += 0 in rows
-        if self.n_gathers > 2:  # for the ranks, for this rank, and again
+        if self.n_gathers > 2:
+            # For the ranks, for this rank, and again.
             self.gathered.set()
 
     def scatter(self, rows: Any, values: Any) -> None:
@@ -165,7 +221,10 @@ def test_writes_that_are_as_late_as_can_be(depth: int, later: str) -> None:
         seen = []
         for i, batch in enumerate(
             train_rows(
-                [torch.tensor([int(i not in (0, again))]) for i in range(again + 1)], {table: lambda b: b}, optimizer=optimizer, depth=depth
+                [torch.tensor([int(i not in (0, again))]) for i in range(again + 1)],
+                {table: lambda b: b},
+                optimizer=optimizer,
+                depth=depth,
             )
         ):
             seen.append(table(batch).item())
@@ -173,11 +232,12 @@ def test_writes_that_are_as_late_as_can_be(depth: int, later: str) -> None:
                 table(batch).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            table.train(later == "step")  # what is not trained, and not in training, is not written
+            # What is not trained, and not in training, is not written.
+            table.train(later == "step")
         assert seen[-1] == -1
 
 
-# ---- other optimizers, losses, kinds of tables -----------------------------------------------------------------------------
+# ---- other optimizers, losses, kinds of tables ---------------------------------------------------
 FIXED: list[Batch] = [
     [([0, 1, 2, 1, 3], [0, 1]), ([3, 3], [6, 2])],
     [([4, 5, 6, 7, 8], [4]), ([], [])],
@@ -191,7 +251,10 @@ STEPS = ["step"] * len(FIXED)
 
 @pytest.mark.parametrize("made", [SGD, ADAGRAD], ids=["SGD", "Adagrad"])
 def test_the_dense_loop_of_one_process(made: Any) -> None:
-    """Where the optimizer leaves a row alone whose gradient is zero. The sums are the same, but for the order of additions."""
+    """Where the optimizer leaves a row alone whose gradient is zero.
+
+    The sums are the same, but for the order of additions.
+    """
     tables, _ = dense(FIXED, STEPS, made, 0.1)
     for got, _ in sharded(FIXED, STEPS, made, 0.1, size=2, depth=2):
         for one, other in zip(got, tables, strict=True):
@@ -209,7 +272,9 @@ def test_every_row_crosses_once_in_each_direction(verify: bool) -> None:
         optimizer, found = RowOptimizer(SGD, [table], lr=1.0), []
         for n in (4, 3):
             mine = [batch[rank] for batch in batches[:n]]
-            loop = train_rows(mine, {table: lambda ids: ids}, optimizer=optimizer, device="cpu", verify=verify)
+            loop = train_rows(
+                mine, {table: lambda ids: ids}, optimizer=optimizer, device="cpu", verify=verify
+            )
             for ids in loop:
                 table(ids).sum().backward()
                 optimizer.step()
@@ -217,8 +282,13 @@ def test_every_row_crosses_once_in_each_direction(verify: bool) -> None:
         return found
 
     results = ranks.run(program)
-    four, three = (Exchanged(*np.sum(of_ranks, axis=0).tolist()) for of_ranks in zip(*results, strict=True))
-    n_elsewhere = [sum(i % size != rank for rank, ids in enumerate(batch) for i in set(ids.tolist())) for batch in batches]
+    four, three = (
+        Exchanged(*np.sum(of_ranks, axis=0).tolist()) for of_ranks in zip(*results, strict=True)
+    )
+    n_elsewhere = [
+        sum(i % size != rank for rank, ids in enumerate(batch) for i in set(ids.tolist()))
+        for batch in batches
+    ]
     assert four.ids == 8 * sum(n_elsewhere)
     assert four.gradients == four.rows + four.late_rows == 5 * 4 * sum(n_elsewhere)
     assert four.rows
@@ -228,7 +298,10 @@ def test_every_row_crosses_once_in_each_direction(verify: bool) -> None:
 
 def test_verify_finds_rows_that_came_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_rows, "bring_late", lambda tables: None)
-    with pytest.raises(VerificationError, match=r"table 0 of the loop, row \d+ differs from what the rank has that owns it"):
+    with pytest.raises(
+        VerificationError,
+        match=r"table 0 of the loop, row \d+ differs from what the rank has that owns it",
+    ):
         sharded(FIXED, STEPS, SGD, 0.5, size=2, depth=2, verify=True)
 
 
@@ -244,29 +317,52 @@ def test_tables_of_different_dtypes_in_one_exchange() -> None:
     ranks = RankThreads(3)
 
     def program(rank: int) -> Any:
-        wholes = [torch.arange(7 * n, dtype=dtype).reshape(7, n) for n, dtype in ((3, torch.bfloat16), (1, torch.float64))]
-        tables = [ShardedEmbedding.from_pretrained(whole, process_group=ranks.peers[rank], name=str(whole.dtype)) for whole in wholes]
+        wholes = [
+            torch.arange(7 * n, dtype=dtype).reshape(7, n)
+            for n, dtype in ((3, torch.bfloat16), (1, torch.float64))
+        ]
+        tables = [
+            ShardedEmbedding.from_pretrained(
+                whole, process_group=ranks.peers[rank], name=str(whole.dtype)
+            )
+            for whole in wholes
+        ]
         ids = torch.tensor([rank, 2 * rank, 6])
         with train_rows([ids], {table: lambda ids: ids for table in tables}, device="cpu") as loop:
             found = [[table(batch) for table in tables] for batch in loop]
-        return [bool((rows == whole[ids]).all()) for rows, whole in zip(found[0], wholes, strict=True)]
+        return [
+            bool((rows == whole[ids]).all()) for rows, whole in zip(found[0], wholes, strict=True)
+        ]
 
     assert ranks.run(program) == [[True, True]] * 3
 
 
-@pytest.mark.parametrize("made", [SGD, ADAM, ADAGRAD, torch.optim.SparseAdam], ids=lambda made: made.__name__)
+@pytest.mark.parametrize(
+    "made", [SGD, ADAM, ADAGRAD, torch.optim.SparseAdam], ids=lambda made: made.__name__
+)
 def test_every_depth_is_the_synchronous_loop(made: Any) -> None:
     """Bit for bit, whatever the sums round to."""
     does = ["step", "twice", "look", "step", "nothing", "step"]
     want, *others = sharded(FIXED, does, made, 0.1, size=2, depth=0)
-    for got in (*others, *(result for depth in (1, 2, 3) for result in sharded(FIXED, does, made, 0.1, size=2, depth=depth))):
+    for got in (
+        *others,
+        *(
+            result
+            for depth in (1, 2, 3)
+            for result in sharded(FIXED, does, made, 0.1, size=2, depth=depth)
+        ),
+    ):
         assert_equal(got, want)
 
 
-def trained(table: HostEmbedding, batches: Sequence[torch.Tensor], made: Any = ADAM, **options: Any) -> list[float]:
+def trained(
+    table: HostEmbedding, batches: Sequence[torch.Tensor], made: Any = ADAM, **options: Any
+) -> list[float]:
     """A mean over the batch; losses."""
     optimizer, losses = RowOptimizer(made, [table], lr=0.1), []
-    for ids in train_rows(batches, {table: lambda ids: ids}, optimizer=optimizer, device="cpu", **options):
+    for ids in train_rows(
+        batches, {table: lambda ids: ids}, optimizer=optimizer, device="cpu", **options
+    ):
         loss = table(ids).pow(2).sum(-1).mean()
         loss.backward()
         optimizer.step()
@@ -293,7 +389,9 @@ def test_means_are_averaged_and_the_padding_stays() -> None:
     first = ranks.run(lambda rank: tables[rank].read(5))
     got = ranks.run(lambda rank: trained(tables[rank], [batch[rank] for batch in batches]))
     np.testing.assert_allclose(np.mean(got, axis=0), losses, rtol=1e-9)
-    for table, padding in zip(ranks.run(lambda rank: tables[rank].read(range(n))), first, strict=True):
+    for table, padding in zip(
+        ranks.run(lambda rank: tables[rank].read(range(n))), first, strict=True
+    ):
         np.testing.assert_allclose(table, one.read(range(n)), rtol=1e-6, atol=1e-9)
         assert padding.tolist() == table[5].tolist() == [0] * 4
     assert [table.store.n_rows for table in tables] == [4, 3, 3, 3]
@@ -304,31 +402,43 @@ def test_bags() -> None:
     whole = torch.arange(8.0).reshape(4, 2)
 
     def program(rank: int) -> tuple[list[Any], list[Any]]:
-        bag = ShardedEmbeddingBag.from_pretrained(whole, freeze=False, mode="sum", process_group=ranks.peers[rank])
+        bag = ShardedEmbeddingBag.from_pretrained(
+            whole, freeze=False, mode="sum", process_group=ranks.peers[rank]
+        )
         optimizer = RowOptimizer(SGD, [bag], lr=1.0)
-        for ids in train_rows([torch.tensor([[0, 1 + rank]])], {bag: lambda ids: ids}, optimizer=optimizer, device="cpu"):
+        for ids in train_rows(
+            [torch.tensor([[0, 1 + rank]])],
+            {bag: lambda ids: ids},
+            optimizer=optimizer,
+            device="cpu",
+        ):
             out = bag(ids)
             out.sum().backward()
             optimizer.step()
         with torch.no_grad():
             return out.tolist(), bag(torch.tensor([[0, 1, 2, 3]])).tolist()
 
-    assert ranks.run(program) == [([[2, 4]], [[10, 14]]), ([[4, 6]], [[10, 14]])]  # 12 and 16, less 1 for row 0 and a half for 1 and 2
+    # 12 and 16, less 1 for row 0 and a half for 1 and 2.
+    assert ranks.run(program) == [([[2, 4]], [[10, 14]]), ([[4, 6]], [[10, 14]])]
 
 
 def test_a_frozen_table_and_a_loop_without_optimizer() -> None:
     ranks = RankThreads(2)
 
     def program(rank: int) -> list[Any]:
-        table = ShardedEmbedding.from_pretrained(torch.arange(6.0)[:, None], process_group=ranks.peers[rank])
-        with train_rows([torch.tensor([rank, 5])] * 3, {table: lambda ids: ids}, device="cpu") as loop:
+        table = ShardedEmbedding.from_pretrained(
+            torch.arange(6.0)[:, None], process_group=ranks.peers[rank]
+        )
+        with train_rows(
+            [torch.tensor([rank, 5])] * 3, {table: lambda ids: ids}, device="cpu"
+        ) as loop:
             found = [table(ids).flatten().tolist() for ids in loop]
         return [found, loop.exchanged.late_rows]
 
     assert ranks.run(program) == [[[[0, 5]] * 3, 0], [[[1, 5]] * 3, 0]]
 
 
-# ---- how it begins, and what it is made of -----------------------------------------------------------------------------------
+# ---- how it begins, and what it is made of -------------------------------------------------------
 @given(st.integers(1, 40), st.integers(1, 6), st.data())
 @settings(max_examples=30, deadline=None)
 def test_every_row_has_one_owner(n_rows: int, size: int, data: Any) -> None:
@@ -347,7 +457,9 @@ def test_every_row_has_one_owner(n_rows: int, size: int, data: Any) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
 @pytest.mark.parametrize("init", ["normal", "uniform", "xavier_uniform", "kaiming_normal", "ones"])
-def test_pieces_are_those_of_the_whole(init: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_are_those_of_the_whole(
+    init: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(initialization, "_PIECE_BYTES", 400)
     fill = getattr(nn.init, f"{init}_")
     for shape in ((1, 1), (37, 1), (100, 3), (64, 5)):
@@ -358,7 +470,9 @@ def test_pieces_are_those_of_the_whole(init: str, dtype: torch.dtype, monkeypatc
         torch.manual_seed(0)
         pieces = list(initialization.drawn(fill, shape, dtype))
         assert torch.equal(torch.cat([piece for _, piece in pieces]), whole)
-        assert [start for start, _ in pieces] == np.cumsum([0, *(len(piece) for _, piece in pieces)])[:-1].tolist()
+        assert [start for start, _ in pieces] == np.cumsum(
+            [0, *(len(piece) for _, piece in pieces)]
+        )[:-1].tolist()
         assert torch.equal(torch.get_rng_state(), state)
     assert len(pieces) > 1
 
@@ -366,13 +480,17 @@ def test_pieces_are_those_of_the_whole(init: str, dtype: torch.dtype, monkeypatc
 def test_what_cannot_be_made() -> None:
     peers = RankThreads(4).peers[0]
     wrong: list[tuple[dict[str, Any], str]] = [
+        # Depends on torch's version.
         (
             {"init": "orthogonal"},
             "init does nothing to a tensor without data|init calls aten.new_empty.default",
-        ),  # depends on torch's version
+        ),
         ({"init": "eye"}, "init calls aten.eye.*, which needs the whole table at once"),
         ({"init": lambda t: t.copy_(torch.zeros(9, 2, device="meta"))}, "init calls aten"),
-        ({"init": lambda t: t.copy_(torch.zeros(9, 2)).numpy()}, "init failed on a tensor without data"),
+        (
+            {"init": lambda t: t.copy_(torch.zeros(9, 2)).numpy()},
+            "init failed on a tensor without data",
+        ),
         ({"init": lambda t: t.normal_().uniform_()}, "init draws 2 times"),
         ({"max_norm": 1.0}, "max_norm=1.0 of a sharded table: it changes rows"),
         ({"scale_grad_by_freq": True}, "counts ids in the batches of all ranks"),
@@ -382,11 +500,18 @@ def test_what_cannot_be_made() -> None:
     ]
     for options, message in wrong:
         with pytest.raises(ArgumentError, match=message):
-            ShardedEmbedding(**{"num_embeddings": 9, "embedding_dim": 2, "process_group": peers, **options})
+            ShardedEmbedding(
+                **{"num_embeddings": 9, "embedding_dim": 2, "process_group": peers, **options}
+            )
     with pytest.raises(StoreError, match=r"a store of shape \(9, 2\); expected \(3, 2\)"):
         ShardedEmbedding(9, 2, process_group=peers, store=ArrayStore(np.zeros((9, 2), "f4")))
-    one, other = ShardedEmbedding(9, 2, process_group=peers, name="one"), HostEmbedding(9, 2, name="other")
-    with pytest.raises(ArgumentError, match=r"one \(sharded\), other \(not sharded\); expected all of them sharded"):
+    one, other = (
+        ShardedEmbedding(9, 2, process_group=peers, name="one"),
+        HostEmbedding(9, 2, name="other"),
+    )
+    with pytest.raises(
+        ArgumentError, match=r"one \(sharded\), other \(not sharded\); expected all of them sharded"
+    ):
         train_rows([[]], {one: 0, other: 0}, device="cpu")
 
 
@@ -395,7 +520,9 @@ def test_files_and_another_number_of_ranks(tmp_path: Path) -> None:
     ranks = RankThreads(3)
 
     def program(rank: int) -> Any:
-        table = ShardedEmbedding(10, 2, store=tmp_path / "users.npy", process_group=ranks.peers[rank])
+        table = ShardedEmbedding(
+            10, 2, store=tmp_path / "users.npy", process_group=ranks.peers[rank]
+        )
         trained(table, [torch.tensor([rank, 9])])
         table.export(tmp_path / "whole.npy")
         whole = table.to_embedding().weight.detach()
@@ -405,13 +532,21 @@ def test_files_and_another_number_of_ranks(tmp_path: Path) -> None:
     wholes = ranks.run(program)
     exported = torch.from_numpy(np.load(tmp_path / "whole.npy"))
     assert all(torch.equal(exported, whole) for whole in wholes)
-    assert {path.name for path in tmp_path.glob("users.*")} >= {f"users.{rank}-of-3.npy" for rank in range(3)}
+    assert {path.name for path in tmp_path.glob("users.*")} >= {
+        f"users.{rank}-of-3.npy" for rank in range(3)
+    }
     four = RankThreads(4)
-    tables = [ShardedEmbedding.from_pretrained(tmp_path / "whole.npy", process_group=peers) for peers in four.peers]
-    assert all(torch.equal(exported, whole) for whole in four.run(lambda rank: tables[rank].read(range(10))))
+    tables = [
+        ShardedEmbedding.from_pretrained(tmp_path / "whole.npy", process_group=peers)
+        for peers in four.peers
+    ]
+    assert all(
+        torch.equal(exported, whole)
+        for whole in four.run(lambda rank: tables[rank].read(range(10)))
+    )
 
 
-# ---- ranks that fail, leave, or do something else --------------------------------------------------------------------------
+# ---- ranks that fail, leave, or do something else ------------------------------------------------
 N = 8
 BATCHES = [[torch.tensor([rank, i, 7]) for rank in range(2)] for i in range(6)]
 
@@ -438,8 +573,15 @@ class Body:
     """A loop on two ranks in which rank 0 does something of its own."""
 
     def __init__(self, ranks: RankThreads, rank: int, *, store: str = "", **options: Any) -> None:
-        self.rank, self.peers = rank, ranks.peers[rank]
-        self.table = ShardedEmbedding(N, 2, process_group=self.peers, name="table", store=Failing(4, store if rank == 0 else ""))
+        self.rank = rank
+        self.peers = ranks.peers[rank]
+        self.table = ShardedEmbedding(
+            N,
+            2,
+            process_group=self.peers,
+            name="table",
+            store=Failing(4, store if rank == 0 else ""),
+        )
         self.optimizer = RowOptimizer(SGD, [self.table], lr=1.0)
         self.options: dict[str, Any] = {"depth": 2, "device": "cpu", **options}
 
@@ -447,7 +589,11 @@ class Body:
         """Batches done."""
         n = 0
         mine = [batch[self.rank] for batch in BATCHES]
-        for i, ids in enumerate(train_rows(loader or mine, {self.table: ids_of}, optimizer=self.optimizer, **self.options)):
+        for i, ids in enumerate(
+            train_rows(
+                loader or mine, {self.table: ids_of}, optimizer=self.optimizer, **self.options
+            )
+        ):
             self.table(ids).sum().backward()
             if self.body(i):
                 break
@@ -508,14 +654,18 @@ def everywhere(_: int, batches: Any) -> dict[str, Any]:
 
 
 def on_rank_0(**options: Callable[[Any], Any]) -> Callable[[int, Any], dict[str, Any]]:
-    return lambda rank, batches: {name: value(batches) for name, value in options.items()} if rank == 0 else {}
+    return lambda rank, batches: (
+        {name: value(batches) for name, value in options.items()} if rank == 0 else {}
+    )
 
 
 def wrong_id(batches: Any) -> Callable[[Any], Any]:
     return lambda ids: [N] if int(ids[1]) == 3 else ids
 
 
-SCENES: dict[str, tuple[Any, dict[str, Any], Callable[[int, Any], dict[str, Any]], Any, str, str]] = {
+SCENES: dict[
+    str, tuple[Any, dict[str, Any], Callable[[int, Any], dict[str, Any]], Any, str, str]
+] = {
     # What rank 0 does; the error there, or batches done; what both are told; what rank 1 is told.
     "a loader that ends": (
         Body,
@@ -549,7 +699,14 @@ SCENES: dict[str, tuple[Any, dict[str, Any], Callable[[int, Any], dict[str, Any]
         "number three",
         "rank 0: left its loop at batch 3 .break, or an error in its body",
     ),
-    "a body that breaks": (Breaks, {}, everywhere, 3, "", "rank 0: left its loop at batch 3 .*rank 1: calls step.. in batch 3"),
+    "a body that breaks": (
+        Breaks,
+        {},
+        everywhere,
+        3,
+        "",
+        "rank 0: left its loop at batch 3 .*rank 1: calls step.. in batch 3",
+    ),
     "no step": (
         StepsNot,
         {},
@@ -558,7 +715,14 @@ SCENES: dict[str, tuple[Any, dict[str, Any], Callable[[int, Any], dict[str, Any]
         "rank 0: (takes|has a) batch 4; rank 1: calls step.. in batch 3",
         "expected all ranks to do the same",
     ),
-    "another call": (Reads, {}, everywhere, RankError, "rank 0: reads rows; rank 1: calls step.. in batch 3", "the same"),
+    "another call": (
+        Reads,
+        {},
+        everywhere,
+        RankError,
+        "rank 0: reads rows; rank 1: calls step.. in batch 3",
+        "the same",
+    ),
     "a wrong row to read": (
         ReadsWrongly,
         {},
@@ -593,7 +757,9 @@ def test_nobody_waits_for_a_rank_that_does_not_come(scene: str, depth: int) -> N
     ranks = RankThreads(2)
 
     def program(rank: int) -> int:
-        n: int = kind(ranks, rank, depth=depth, **made).run(**given(rank, [batch[rank] for batch in BATCHES]))
+        n: int = kind(ranks, rank, depth=depth, **made).run(
+            **given(rank, [batch[rank] for batch in BATCHES])
+        )
         return n
 
     first, second = ranks.run(program)
@@ -610,7 +776,10 @@ def test_nobody_waits_for_a_rank_that_does_not_come(scene: str, depth: int) -> N
 def test_loops_that_differ() -> None:
     ranks = RankThreads(2)
     for error in ranks.run(lambda rank: Body(ranks, rank, depth=rank).run()):
-        assert re.search("rank 0: begins a loop .*depth=0.*rank 1: begins a loop .*depth=1.*; expected the same tables", str(error))
+        assert re.search(
+            "rank 0: begins a loop .*depth=0.*rank 1: begins a loop .*depth=1.*; expected the same tables",
+            str(error),
+        )
     assert ranks.run(lambda rank: Body(ranks, rank).run()) == [6, 6]
 
 
@@ -619,7 +788,9 @@ class Misused(Body):
 
     def body(self, i: int) -> bool:
         other = ShardedEmbedding(N, 2, process_group=self.peers)
-        with pytest.raises(ClosedError, match="a loop over sharded tables of these ranks is running"):
+        with pytest.raises(
+            ClosedError, match="a loop over sharded tables of these ranks is running"
+        ):
             next(iter(train_rows([torch.tensor([0])], {other: lambda ids: ids}, device="cpu")))
         self.optimizer.step()
         with pytest.raises(ArgumentError, match="table was looked up after step"):
@@ -649,14 +820,28 @@ def test_rows_are_not_read_by_a_reader() -> None:
         assert "in a thread that is not the one of the loop" in str(error)
 
 
-# ---- checkpoints -----------------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 def saved(
-    ranks: RankThreads, rank: int, path: Path, stop: int, *, going_on: bool = False, keep: int = 1, store: Path | None = None
+    ranks: RankThreads,
+    rank: int,
+    path: Path,
+    stop: int,
+    *,
+    going_on: bool = False,
+    keep: int = 1,
+    store: Path | None = None,
 ) -> torch.Tensor:
     """Train up to batch ``stop``, save in its body, and leave; the whole table."""
-    table = ShardedEmbedding(N, 2, process_group=ranks.peers[rank], init="ones", name="table", store=store)
+    table = ShardedEmbedding(
+        N, 2, process_group=ranks.peers[rank], init="ones", name="table", store=store
+    )
     optimizer = RowOptimizer(ADAM, [table], lr=0.1)
-    loop = train_rows([batch[rank] for batch in BATCHES], {table: lambda ids: ids}, optimizer=optimizer, device="cpu")
+    loop = train_rows(
+        [batch[rank] for batch in BATCHES],
+        {table: lambda ids: ids},
+        optimizer=optimizer,
+        device="cpu",
+    )
     things = {"table": table, "optimizer": optimizer, "loop": loop}
     with contextlib.closing(table), contextlib.closing(optimizer):
         if going_on:
@@ -690,13 +875,16 @@ def test_a_table_in_files_of_the_ranks_is_resumed_by_the_program_that_began(tmp_
     want = ranks.run(lambda rank: saved(ranks, rank, tmp_path / "whole", 6))
     ranks.run(lambda rank: saved(ranks, rank, tmp_path / "parts", 2, store=store))
     for path in tmp_path.glob("users.1-of-2.*"):
-        path.unlink()  # rank 1 has lost its files
+        # Rank 1 has lost its files.
+        path.unlink()
     first, second = ranks.run(lambda rank: saved(ranks, rank, tmp_path / "parts", 6, store=store))
     assert isinstance(first, StoreError)
     assert "users.0-of-2.npy was there already when table was made" in str(first)
     assert isinstance(second, RankError)
     assert "rank 0: failed (StoreError" in str(second)
-    got = ranks.run(lambda rank: saved(ranks, rank, tmp_path / "parts", 6, going_on=True, store=store))
+    got = ranks.run(
+        lambda rank: saved(ranks, rank, tmp_path / "parts", 6, going_on=True, store=store)
+    )
     assert torch.equal(got[0], want[0])
 
 
@@ -716,20 +904,27 @@ def test_a_save_that_one_rank_has_not(tmp_path: Path) -> None:
     assert not checkpoint.exists(tmp_path)
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 2, keep=2))
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, going_on=True, keep=2))
-    shutil.rmtree(tmp_path / "1-of-2" / "00000002")  # killed before it was there
+    # Killed before it was there.
+    shutil.rmtree(tmp_path / "1-of-2" / "00000002")
     want = ranks.run(lambda rank: saved(ranks, rank, tmp_path / "other", 4))
     got = ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, going_on=True))
     assert torch.equal(got[0], want[0])
-    assert [sorted(os.listdir(tmp_path / f"{rank}-of-2")) for rank in (0, 1)] == [["00000003"], ["00000003"]]
+    assert [sorted(os.listdir(tmp_path / f"{rank}-of-2")) for rank in (0, 1)] == [
+        ["00000003"],
+        ["00000003"],
+    ]
 
 
 def test_saves_that_stay_are_those_that_all_ranks_have(tmp_path: Path) -> None:
     ranks = RankThreads(2)
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 2, keep=2))
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, keep=2))
-    shutil.rmtree(tmp_path / "1-of-2" / "00000002")  # killed before it was there
+    # Killed before it was there.
+    shutil.rmtree(tmp_path / "1-of-2" / "00000002")
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, keep=2))
-    assert [sorted(os.listdir(tmp_path / f"{rank}-of-2")) for rank in (0, 1)] == [["00000001", "00000003"]] * 2
+    assert [sorted(os.listdir(tmp_path / f"{rank}-of-2")) for rank in (0, 1)] == [
+        ["00000001", "00000003"]
+    ] * 2
 
 
 def test_a_folder_that_is_named_as_if_there_were_many_ranks(tmp_path: Path) -> None:
@@ -750,20 +945,30 @@ def test_a_save_that_fails_on_one_rank(tmp_path: Path) -> None:
 def test_another_number_of_ranks(tmp_path: Path) -> None:
     ranks, three = RankThreads(2), RankThreads(3)
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 2))
-    for error in three.run(lambda rank: checkpoint.resume(tmp_path, table=ShardedEmbedding(N, 2, process_group=three.peers[rank]))):
+    for error in three.run(
+        lambda rank: checkpoint.resume(
+            tmp_path, table=ShardedEmbedding(N, 2, process_group=three.peers[rank])
+        )
+    ):
         assert "was saved by 2 ranks and is resumed by 3" in str(error)
-    for error in ranks.run(lambda rank: checkpoint.resume(tmp_path / "no", table=ShardedEmbedding(N, 2, process_group=ranks.peers[rank]))):
+    for error in ranks.run(
+        lambda rank: checkpoint.resume(
+            tmp_path / "no", table=ShardedEmbedding(N, 2, process_group=ranks.peers[rank])
+        )
+    ):
         assert "has no complete checkpoint that all of 2 ranks have" in str(error)
 
 
 def test_rank_0_cannot_export(tmp_path: Path) -> None:
     ranks = RankThreads(2)
-    first, second = ranks.run(lambda rank: Body(ranks, rank).table.export(tmp_path / "no" / "whole.npy"))
+    first, second = ranks.run(
+        lambda rank: Body(ranks, rank).table.export(tmp_path / "no" / "whole.npy")
+    )
     assert isinstance(first, FileNotFoundError)
     assert "rank 0: failed (FileMissing" in str(second)
 
 
-# ---- processes -------------------------------------------------------------------------------------------------------------
+# ---- processes -----------------------------------------------------------------------------------
 HERE = Path(__file__).parent
 
 
@@ -771,7 +976,12 @@ def in_time(*command: str, seconds: float = 60) -> str:
     """Run a program with its children; what it printed."""
     environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
-        [sys.executable, *command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True, env=environment
+        [sys.executable, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+        env=environment,
     )
     try:
         out, _ = process.communicate(timeout=seconds)
@@ -800,15 +1010,24 @@ def test_groups_go_with_the_one_that_they_were_made_beside(monkeypatch: pytest.M
     assert len(set(n_open[1:])) == 1, "threads of groups that are gone"
 
 
-def test_groups_wait_as_long_as_the_one_that_they_were_made_beside(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_groups_wait_as_long_as_the_one_that_they_were_made_beside(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(process_groups, "_peers", {})
-    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=100))
+    distributed.init_process_group(
+        "gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=100)
+    )
     try:
         ShardedEmbedding(N, 2)
-        ShardedEmbedding(N, 2, process_group=distributed.new_group([0], timeout=timedelta(seconds=7)))
+        ShardedEmbedding(
+            N, 2, process_group=distributed.new_group([0], timeout=timedelta(seconds=7))
+        )
         ShardedEmbedding(N, 2, process_group=distributed.new_group([0]))
         made = [group for _, groups in process_groups._peers.values() for group in groups]
-        timeouts = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in made]
+        timeouts = [
+            group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
+            for group in made
+        ]
     finally:
         distributed.destroy_process_group()
         process_groups._peers.clear()
@@ -820,7 +1039,10 @@ def test_processes(tmp_path: Path) -> None:
     out = in_time(str(HERE / "sharded_ranks.py"), str(tmp_path), "2", "4", "example", "absent")
     lonely = torch.load(tmp_path / "absent" / "0.pt")
     assert "RankError('rank 0 of 2 lost the others while they exchanged words: " in lonely["read"]
-    assert "RankError('rank 0 of 2 made a sharded table, and not all others did so within the timeout" in lonely["made"]
+    assert (
+        "RankError('rank 0 of 2 made a sharded table, and not all others did so within the timeout"
+        in lonely["made"]
+    )
     assert "(0:00:02)" in lonely["made"]
     losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\d\.\d+), \d+ steps/s", out)]
     assert len(losses) == 2
@@ -838,15 +1060,28 @@ def test_processes(tmp_path: Path) -> None:
         for rank, of_rank in enumerate(seen):
             assert of_rank["n own rows"] == len(range(rank, sharded_ranks.N, size))
             for depth in (0, 2):
-                assert torch.equal(of_rank[f"initial {depth}"], initial_rows), "the seed gives the same table"
-                torch.testing.assert_close(of_rank[f"table {depth}"], one.read(range(sharded_ranks.N)), rtol=1e-7, atol=1e-9)
-                torch.testing.assert_close(of_rank[f"layer {depth}"], scores.layer.weight.detach(), rtol=1e-9, atol=1e-12)
-            np.testing.assert_allclose(np.mean([other["losses 2"] for other in seen], axis=0), losses, rtol=1e-9)
+                assert torch.equal(of_rank[f"initial {depth}"], initial_rows), (
+                    "the seed gives the same table"
+                )
+                torch.testing.assert_close(
+                    of_rank[f"table {depth}"],
+                    one.read(range(sharded_ranks.N)),
+                    rtol=1e-7,
+                    atol=1e-9,
+                )
+                torch.testing.assert_close(
+                    of_rank[f"layer {depth}"], scores.layer.weight.detach(), rtol=1e-9, atol=1e-12
+                )
+            np.testing.assert_allclose(
+                np.mean([other["losses 2"] for other in seen], axis=0), losses, rtol=1e-9
+            )
             assert of_rank["losses 0"] == of_rank["losses 2"], "bit for bit, at any depth"
             for name in ("table 0", "exported"):
                 assert torch.equal(of_rank[name], seen[0]["table 2"])
             for name in ("exact 0", "exact 3", "resumed"):
-                assert torch.equal(of_rank[name], whole.read(range(sharded_ranks.N))), "bit for bit, where sums are exact"
+                assert torch.equal(of_rank[name], whole.read(range(sharded_ranks.N))), (
+                    "bit for bit, where sums are exact"
+                )
             assert of_rank["of a group"].tolist() == [[1] * sharded_ranks.DIM] * 2
             assert of_rank["n rows of a group"] == len(range(rank // 2, sharded_ranks.N, size // 2))
             assert f"rank {rank} is not in the process_group" in of_rank["of another group"]
@@ -854,12 +1089,19 @@ def test_processes(tmp_path: Path) -> None:
             assert of_rank["error"].startswith("ValueError" if rank == 1 else "RankError")
             assert "rank 0: has no batch 2; rank" in of_rank["uneven"]
             if rank != 1:
-                assert "lost the others" in of_rank["lost"] or "left its loop" in of_rank["lost"], of_rank["lost"]
+                assert "lost the others" in of_rank["lost"] or "left its loop" in of_rank["lost"], (
+                    of_rank["lost"]
+                )
 
 
 @pytest.mark.stress
 def test_the_example_under_torchrun() -> None:
-    arguments = ("--standalone", "--nproc-per-node=2", str(HERE.parent / "examples" / "sharded_tables.py"), "--ratings=4000")
+    arguments = (
+        "--standalone",
+        "--nproc-per-node=2",
+        str(HERE.parent / "examples" / "sharded_tables.py"),
+        "--ratings=4000",
+    )
     assert "epoch 2: loss" in in_time("-m", "torch.distributed.run", *arguments, seconds=110)
 
 
@@ -870,7 +1112,7 @@ def test_many_programs(program: tuple[int, list[Batch], list[str]], depth: int) 
     test_any_ids_at_any_depth_on_any_number_of_ranks.hypothesis.inner_test(program, depth)  # type: ignore[attr-defined]
 
 
-# ---- CUDA ------------------------------------------------------------------------------------------------------------------
+# ---- CUDA ----------------------------------------------------------------------------------------
 @pytest.mark.gpu
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_ranks_that_share_a_gpu(depth: int) -> None:
@@ -887,6 +1129,11 @@ def test_a_rank_on_each_gpu(tmp_path: Path) -> None:
     results = sorted((tmp_path / job).glob("*.pt"))
     assert len(results) == torch.cuda.device_count()
     whole = HostEmbedding.from_pretrained(sharded_ranks.whole_numbers(), freeze=False)
-    sharded_ranks.exact(whole, [batch.flatten() for batch in sharded_ranks.batches_of(len(results))], depth=0)
+    sharded_ranks.exact(
+        whole, [batch.flatten() for batch in sharded_ranks.batches_of(len(results))], depth=0
+    )
     for path in results:
-        assert all(torch.equal(seen, whole.read(range(sharded_ranks.N))) for seen in torch.load(path).values())
+        assert all(
+            torch.equal(seen, whole.read(range(sharded_ranks.N)))
+            for seen in torch.load(path).values()
+        )

@@ -30,12 +30,20 @@ from pinfeed.rows.ranks import world
 Uneven = Literal["pad", "drop", "join"]
 Batches = list[list[int]]
 
-ORDERS: list[Order] = [rows.sequential(), rows.shuffled(3), rows.block_shuffled(3, block_rows=4, window_blocks=3)]
+ORDERS: list[Order] = [
+    rows.sequential(),
+    rows.shuffled(3),
+    rows.block_shuffled(3, block_rows=4, window_blocks=3),
+]
 ORDER, UNEVEN = st.sampled_from(ORDERS), st.sampled_from(["pad", "drop", "join"])
 
 
-def shares(order: Order, ranks: Ranks, world_size: int, size: int, *, drop_last: bool = False) -> list[RankShard]:
-    return [RankShard(order, ranks, rank, world_size, drop_last, size) for rank in range(world_size)]
+def shares(
+    order: Order, ranks: Ranks, world_size: int, size: int, *, drop_last: bool = False
+) -> list[RankShard]:
+    return [
+        RankShard(order, ranks, rank, world_size, drop_last, size) for rank in range(world_size)
+    ]
 
 
 def batches_of(batches: RankBatches, epoch: int = 0, start: int = 0) -> Batches:
@@ -57,11 +65,24 @@ def whole(order: Order, n: int, epoch: int = 0) -> list[int]:
     return order.bind(n, epoch)(np.arange(n)).tolist()
 
 
-@given(n=st.integers(0, 200), world_size=st.integers(1, 9), size=st.integers(1, 12), order=ORDER, uneven=UNEVEN, data=st.data())
-def test_ranks_share_an_epoch(n: int, world_size: int, size: int, order: Order, uneven: Uneven, data: st.DataObject) -> None:
-    drop_last, split, epoch = uneven != "join" and data.draw(st.booleans()), data.draw(st.booleans()), data.draw(st.integers(0, 2))
+@given(
+    n=st.integers(0, 200),
+    world_size=st.integers(1, 9),
+    size=st.integers(1, 12),
+    order=ORDER,
+    uneven=UNEVEN,
+    data=st.data(),
+)
+def test_ranks_share_an_epoch(
+    n: int, world_size: int, size: int, order: Order, uneven: Uneven, data: st.DataObject
+) -> None:
+    drop_last = uneven != "join" and data.draw(st.booleans())
+    split = data.draw(st.booleans())
+    epoch = data.draw(st.integers(0, 2))
     size *= world_size if split else 1
-    all_shares = shares(order, Ranks(uneven, split_batches=split), world_size, size, drop_last=drop_last)
+    all_shares = shares(
+        order, Ranks(uneven, split_batches=split), world_size, size, drop_last=drop_last
+    )
     batches = [batches_of(RankBatches(share, n), epoch) for share in all_shares]
     assert [len(RankBatches(share, n)) for share in all_shares] == [len(batch) for batch in batches]
     lengths = [[len(batch) for batch in mine] for mine in batches]
@@ -69,7 +90,9 @@ def test_ranks_share_an_epoch(n: int, world_size: int, size: int, order: Order, 
         assert max(map(sum, lengths)) - min(map(sum, lengths)) <= 1
         assert len(lengths[0]) == max(map(len, lengths)) <= min(map(len, lengths)) + 1
     else:
-        assert all(other == lengths[0] for other in lengths), "as many rows in every step on every rank"
+        assert all(other == lengths[0] for other in lengths), (
+            "as many rows in every step on every rank"
+        )
     global_size = all_shares[0].batch_size * world_size
     count = Counter(row for mine in batches for batch in mine for row in batch)
     if uneven == "join":
@@ -81,18 +104,30 @@ def test_ranks_share_an_epoch(n: int, world_size: int, size: int, order: Order, 
         again = count - Counter(range(n))
         assert set(count) == set(range(n))
         assert again.total() == -n % world_size if n else again.total() == 0
-        assert again == Counter(np.resize(whole(order, n, epoch), again.total()).tolist()), "the first rows of the order come again"
+        assert again == Counter(np.resize(whole(order, n, epoch), again.total()).tolist()), (
+            "the first rows of the order come again"
+        )
     if split or not isinstance(order, orders.BlockShuffled):
         together, one = steps(batches), whole(order, n, epoch)
         for k, batch in enumerate(together[: n // global_size]):
-            assert batch == one[k * global_size : (k + 1) * global_size], "put together, the batches are those of one process"
+            assert batch == one[k * global_size : (k + 1) * global_size], (
+                "put together, the batches are those of one process"
+            )
         if uneven == "join":
             assert flat(together) == one
 
 
-@given(n=st.integers(1, 200), worlds=st.lists(st.integers(1, 6), min_size=2, max_size=4), order=ORDER, uneven=UNEVEN, data=st.data())
+@given(
+    n=st.integers(1, 200),
+    worlds=st.lists(st.integers(1, 6), min_size=2, max_size=4),
+    order=ORDER,
+    uneven=UNEVEN,
+    data=st.data(),
+)
 @settings(deadline=None)
-def test_an_epoch_goes_on_with_other_ranks(n: int, worlds: list[int], order: Order, uneven: Uneven, data: st.DataObject) -> None:
+def test_an_epoch_goes_on_with_other_ranks(
+    n: int, worlds: list[int], order: Order, uneven: Uneven, data: st.DataObject
+) -> None:
     size, epoch = data.draw(st.integers(1, 9)), 1
     state: Any = {"batch": 0, "ranks": {"world_size": worlds[0], "done": []}}
     seen: Counter[int] = Counter()
@@ -103,7 +138,10 @@ def test_an_epoch_goes_on_with_other_ranks(n: int, worlds: list[int], order: Ord
         assert len({done for _, done in resumed}) == 1
         for batches, (_, done) in zip(ours, resumed, strict=True):
             batches.begin(epoch, done)
-        todo = [batches_of(batches, epoch, start) for batches, (start, _) in zip(ours, resumed, strict=True)]
+        todo = [
+            batches_of(batches, epoch, start)
+            for batches, (start, _) in zip(ours, resumed, strict=True)
+        ]
         assert not ended or not any(todo), "an epoch that was done stays so"
         if uneven != "join":
             assert len({tuple(map(len, mine)) for mine in todo}) == 1
@@ -125,7 +163,9 @@ def test_an_epoch_goes_on_with_other_ranks(n: int, worlds: list[int], order: Ord
 
 
 @given(n=st.integers(1, 200), order=ORDER, uneven=UNEVEN, data=st.data())
-def test_split_batches_go_on_with_the_very_next_one(n: int, order: Order, uneven: Uneven, data: st.DataObject) -> None:
+def test_split_batches_go_on_with_the_very_next_one(
+    n: int, order: Order, uneven: Uneven, data: st.DataObject
+) -> None:
     size, worlds = 12, (1, 2, 3, 4, 6, 12)
     before, after = data.draw(st.sampled_from(worlds)), data.draw(st.sampled_from(worlds))
     ranks = Ranks(uneven, split_batches=True)
@@ -145,11 +185,23 @@ def test_split_batches_go_on_with_the_very_next_one(n: int, order: Order, uneven
         assert not any(todo)
 
 
-@given(n=st.integers(1, 300), world_size=st.integers(1, 4), size=st.integers(1, 9), uneven=UNEVEN, data=st.data())
-def test_windows_are_those_of_the_rows(n: int, world_size: int, size: int, uneven: Uneven, data: st.DataObject) -> None:
-    order = rows.block_shuffled(7, block_rows=data.draw(st.integers(1, 40)), window_blocks=data.draw(st.integers(1, 6)))
+@given(
+    n=st.integers(1, 300),
+    world_size=st.integers(1, 4),
+    size=st.integers(1, 9),
+    uneven=UNEVEN,
+    data=st.data(),
+)
+def test_windows_are_those_of_the_rows(
+    n: int, world_size: int, size: int, uneven: Uneven, data: st.DataObject
+) -> None:
+    order = rows.block_shuffled(
+        7, block_rows=data.draw(st.integers(1, 40)), window_blocks=data.draw(st.integers(1, 6))
+    )
     split, rank = data.draw(st.booleans()), data.draw(st.integers(0, world_size - 1))
-    share = shares(order, Ranks(uneven, split_batches=split), world_size, size * world_size if split else size)[rank]
+    share = shares(
+        order, Ranks(uneven, split_batches=split), world_size, size * world_size if split else size
+    )[rank]
     done = data.draw(st.sampled_from([(), ((3, 2 * size),)])) if not split else ()
     mine = share.rows(done)
     found = windows(mine, n, 1)
@@ -163,14 +215,21 @@ def test_windows_are_those_of_the_rows(n: int, world_size: int, size: int, uneve
         numbers = numbers[count:]
     assert len(numbers) == 0
     spans = found.spans(0, mine.length(n))
-    assert all(one[0] != other[0] for one, other in itertools.pairwise(spans)), "a window is read once, however many batches lie on it"
+    assert all(one[0] != other[0] for one, other in itertools.pairwise(spans)), (
+        "a window is read once, however many batches lie on it"
+    )
 
 
-# ---- feeders -----------------------------------------------------------------------------------------------------------
+# ---- feeders -------------------------------------------------------------------------------------
 
 
-def feeders(source: Any, world_size: int, uneven: Uneven = "pad", *, split: bool = False, **options: Any) -> list[Feeder]:
-    ranks = [Ranks(uneven, split_batches=split, rank=rank, world_size=world_size) for rank in range(world_size)]
+def feeders(
+    source: Any, world_size: int, uneven: Uneven = "pad", *, split: bool = False, **options: Any
+) -> list[Feeder]:
+    ranks = [
+        Ranks(uneven, split_batches=split, rank=rank, world_size=world_size)
+        for rank in range(world_size)
+    ]
     return [Feeder(source, ranks=mine, device="cpu", **options) for mine in ranks]
 
 
@@ -191,11 +250,17 @@ def test_a_file_goes_on_with_more_ranks_and_then_with_fewer(path: Path, split: b
         loops, states = [], []
         for feeder in ours:
             with feeder:
-                assert ("windows" in str(feeder.plan)) == (world_size > 1), "a single rank brings the file into memory"
-                assert ("every rank reads every block" in str(feeder.plan)) == (split and world_size > 1)
+                assert ("windows" in str(feeder.plan)) == (world_size > 1), (
+                    "a single rank brings the file into memory"
+                )
+                assert ("every rank reads every block" in str(feeder.plan)) == (
+                    split and world_size > 1
+                )
                 if state is not None:
                     feeder.load_state_dict(state)
-                loops.append([(x[:, 0] // 64).tolist() for x in itertools.islice(feeder, n_batches)])
+                loops.append(
+                    [(x[:, 0] // 64).tolist() for x in itertools.islice(feeder, n_batches)]
+                )
                 states.append(feeder.state_dict())
         assert all(other == states[0] for other in states)
         state = states[0]
@@ -204,7 +269,11 @@ def test_a_file_goes_on_with_more_ranks_and_then_with_fewer(path: Path, split: b
     if split:
         assert flat(seen) == whole(order, 4000)
     assert state is not None
-    assert (state["epoch"], state["batch"], state["ranks"]) == (1, 0, {"world_size": 1, "done": []}), "the next epoch is whole"
+    assert (state["epoch"], state["batch"], state["ranks"]) == (
+        1,
+        0,
+        {"world_size": 1, "done": []},
+    ), "the next epoch is whole"
 
 
 def test_set_epoch_and_the_next_epoch_are_whole_again() -> None:
@@ -220,7 +289,9 @@ def test_set_epoch_and_the_next_epoch_are_whole_again() -> None:
         assert sum(map(len, only)) == 32
         assert sum(map(len, only)) == 40, "the next epoch"
         only.load_state_dict(untouched)
-        assert only.state_dict()["ranks"]["done"] == [], "what was not begun is no part of the epoch's history"
+        assert only.state_dict()["ranks"]["done"] == [], (
+            "what was not begun is no part of the epoch's history"
+        )
         only.load_state_dict(state)
         only.set_epoch(0)
         assert sum(map(len, only)) == 32, "the position is in this epoch"
@@ -259,7 +330,13 @@ def test_identities_are_shared() -> None:
     def make(rank: int, world_size: int, split: bool) -> Any:
         ranks = Ranks("join", split_batches=split, rank=rank, world_size=world_size)
         numbers = list(range(1, 24))
-        options: Any = {"read_input": read, "get_output": read, "one_read_count": 2, "shuffle": True, "device": "cpu"}
+        options: Any = {
+            "read_input": read,
+            "get_output": read,
+            "one_read_count": 2,
+            "shuffle": True,
+            "device": "cpu",
+        }
         return wrap_readers(numbers, numbers, batch_size=8, ranks=ranks, **options)
 
     for split in (False, True):
@@ -278,18 +355,37 @@ def test_identities_are_shared() -> None:
                         state = feeder.state_dict()
         assert sorted(seen) == list(range(1, 24))
     with pytest.raises(ArgumentError, match="batch_size=4 is no multiple of one_read_count=3"):
-        wrap_readers([1], [1], read_input=read, get_output=read, one_read_count=3, batch_size=12, ranks=Ranks("pad", True, 0, 3))
+        wrap_readers(
+            [1],
+            [1],
+            read_input=read,
+            get_output=read,
+            one_read_count=3,
+            batch_size=12,
+            ranks=Ranks("pad", True, 0, 3),
+        )
 
 
 def test_a_config_must_hold_the_batches_of_all_ranks() -> None:
     x = np.zeros((1000, 1 << 10), np.float32)
-    (one, other) = feeders(x, 2, "drop", split=True, config=Config(cpu_memory_limit=MiB(8), preferred_batch_size=200))
+    (one, other) = feeders(
+        x, 2, "drop", split=True, config=Config(cpu_memory_limit=MiB(8), preferred_batch_size=200)
+    )
     with one, other:
         assert one.plan.batch_size == other.plan.batch_size == 100
-        assert "rank 1 of 2: 500 of 1000 rows (drop), its part of global batches of 200 rows" in str(other.plan)
-    with pytest.raises(BudgetError, match=r"hold batches of \d+ rows on rank 0, and all ranks need batches of 800; raise the limits"):
+        assert (
+            "rank 1 of 2: 500 of 1000 rows (drop), its part of global batches of 200 rows"
+            in str(other.plan)
+        )
+    with pytest.raises(
+        BudgetError,
+        match=r"hold batches of \d+ rows on rank 0, and all ranks need batches of 800; raise the limits",
+    ):
         feeders(x, 1, config=Config(cpu_memory_limit=MiB(8), preferred_batch_size=800))
-    with pytest.raises(ArgumentError, match="batches of one size on all ranks; give the config a preferred_batch_size"):
+    with pytest.raises(
+        ArgumentError,
+        match="batches of one size on all ranks; give the config a preferred_batch_size",
+    ):
         feeders(x, 1, config=Config(cpu_memory_limit=MiB(8)))
 
 
@@ -298,28 +394,45 @@ def test_a_share_of_a_sequence_is_read_in_sequence(path: Path) -> None:
     store = MmapStore(str(path))
     share = RankShard(rows.sequential(), Ranks(), 1, 3, False, 8)
     row_by_row = rows.per_rank(rows.sequential(), rank=1, world_size=3)
-    found = [choose([store], order, 100, MiB(100)).strategies[0] for order in (share.rows(), row_by_row)]
+    found = [
+        choose([store], order, 100, MiB(100)).strategies[0] for order in (share.rows(), row_by_row)
+    ]
     store.close()
     assert [type(access) for access in found] == [DirectReads, PageCacheReadahead]
 
 
-# ---- what is refused -----------------------------------------------------------------------------------------------------
+# ---- what is refused -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"ranks": "even"}, "ranks='even': expected 'pad', 'drop', 'join', 'all', a pinfeed.Ranks or None"),
+        (
+            {"ranks": "even"},
+            "ranks='even': expected 'pad', 'drop', 'join', 'all', a pinfeed.Ranks or None",
+        ),
         ({"ranks": 3}, "ranks=3: expected 'pad'"),
-        ({"ranks": "join", "drop_last": True}, "ranks='join' gives every row once and drop_last=True leaves rows out"),
-        ({"ranks": "pad", "rows": rows.per_rank(rows.shuffled(), rank=0, world_size=2)}, "would share it again"),
-        ({"ranks": "pad", "rows": SequentialSampler(range(10))}, "rows is a SequentialSampler, which says itself what a process has"),
+        (
+            {"ranks": "join", "drop_last": True},
+            "ranks='join' gives every row once and drop_last=True leaves rows out",
+        ),
+        (
+            {"ranks": "pad", "rows": rows.per_rank(rows.shuffled(), rank=0, world_size=2)},
+            "would share it again",
+        ),
+        (
+            {"ranks": "pad", "rows": SequentialSampler(range(10))},
+            "rows is a SequentialSampler, which says itself what a process has",
+        ),
         ({"ranks": "pad", "rows": [[1, 2]], "batch_size": None}, "rows is a list"),
         (
             {"ranks": Ranks(split_batches=True, rank=0, world_size=4), "batch_size": 10},
             "batch_size=10 is to be split among 4 ranks; expected a multiple of that: 8 or 12",
         ),
-        ({"ranks": Ranks(split_batches=True, rank=0, world_size=4), "batch_size": 3}, "expected a multiple of that: 4"),
+        (
+            {"ranks": Ranks(split_batches=True, rank=0, world_size=4), "batch_size": 3},
+            "expected a multiple of that: 4",
+        ),
     ],
 )
 def test_what_cannot_be_shared(arguments: dict[str, Any], message: str) -> None:
@@ -328,10 +441,17 @@ def test_what_cannot_be_shared(arguments: dict[str, Any], message: str) -> None:
 
 
 def test_ranks_that_cannot_be() -> None:
-    with pytest.raises(ArgumentError, match=re.escape("Ranks(rank=1, world_size=None): give both, or neither")):
+    with pytest.raises(
+        ArgumentError, match=re.escape("Ranks(rank=1, world_size=None): give both, or neither")
+    ):
         Ranks(rank=1)
     for rank, world_size in ((2, 2), (-1, 2), (0, 0), (0.5, 2)):
-        with pytest.raises(ArgumentError, match=re.escape(f"Ranks(rank={rank}, world_size={world_size}): expected 0 <= rank < world_size")):
+        with pytest.raises(
+            ArgumentError,
+            match=re.escape(
+                f"Ranks(rank={rank}, world_size={world_size}): expected 0 <= rank < world_size"
+            ),
+        ):
             Ranks(rank=rank, world_size=world_size)  # type: ignore[arg-type]
 
 
@@ -340,7 +460,10 @@ def test_ranks_that_cannot_be() -> None:
     [
         ({"ranks": None}, "not a state of a feeder with ranks="),
         ({"ranks": {"world_size": 2}}, "not a state of a feeder with ranks= (KeyError('done'))"),
-        ({"ranks": {"world_size": 0, "done": []}}, "not a state of a feeder with ranks=: {'world_size': 0, 'done': []}"),
+        (
+            {"ranks": {"world_size": 0, "done": []}},
+            "not a state of a feeder with ranks=: {'world_size': 0, 'done': []}",
+        ),
         ({"ranks": {"world_size": 2, "done": [[1, -1]]}}, "not a state of a feeder with ranks="),
         ({"batch": 7}, "a state of batch 7; 2 ranks have 5 batches"),
         ({"batch": -1}, "a state of batch -1"),
@@ -360,13 +483,18 @@ def test_states_that_cannot_be(change: dict[str, Any], message: str) -> None:
     with split, pytest.raises(ArgumentError, match=re.escape("ranks=: {'world_size': 3")):
         split.load_state_dict({**split.state_dict(), "ranks": {"world_size": 3, "done": []}})
     with Feeder(np.arange(40), batch_size=4) as alone:
-        with pytest.raises(ArgumentError, match="the state is of another feeder: ranks was 'pad', is None"):
+        with pytest.raises(
+            ArgumentError, match="the state is of another feeder: ranks was 'pad', is None"
+        ):
             alone.load_state_dict(state)
-        with pytest.raises(ArgumentError, match=re.escape("not a state of a feeder with ranks= (KeyError('ranks'))")):
+        with pytest.raises(
+            ArgumentError,
+            match=re.escape("not a state of a feeder with ranks= (KeyError('ranks'))"),
+        ):
             other.load_state_dict(alone.state_dict())
 
 
-# ---- who this process is --------------------------------------------------------------------------------------------------
+# ---- who this process is -------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -377,11 +505,19 @@ def test_states_that_cannot_be(change: dict[str, Any], message: str) -> None:
         ({"RANK": "", "WORLD_SIZE": ""}, (0, 1)),
         ({"RANK": "1"}, "the environment has RANK=1, and not the other one of RANK and WORLD_SIZE"),
         ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2, and not the other one"),
-        ({"RANK": "1", "WORLD_SIZE": "two"}, "the environment has RANK=1, WORLD_SIZE=two; expected whole numbers"),
-        ({"RANK": "2", "WORLD_SIZE": "2"}, "the environment has RANK=2, WORLD_SIZE=2: expected 0 <= rank < world_size"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "two"},
+            "the environment has RANK=1, WORLD_SIZE=two; expected whole numbers",
+        ),
+        (
+            {"RANK": "2", "WORLD_SIZE": "2"},
+            "the environment has RANK=2, WORLD_SIZE=2: expected 0 <= rank < world_size",
+        ),
     ],
 )
-def test_the_environment_says_who_this_is(environment: dict[str, str], found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_says_who_this_is(
+    environment: dict[str, str], found: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
@@ -389,7 +525,10 @@ def test_the_environment_says_who_this_is(environment: dict[str, str], found: An
     if isinstance(found, tuple):
         assert world() == found
         with Feeder(np.arange(12), batch_size=3, ranks="pad", device="cpu") as feeder:
-            assert torch.cat(list(feeder)).tolist() == np.arange(12).reshape(-1, found[1], 3)[:, found[0]].ravel().tolist()
+            assert (
+                torch.cat(list(feeder)).tolist()
+                == np.arange(12).reshape(-1, found[1], 3)[:, found[0]].ravel().tolist()
+            )
     else:
         with pytest.raises(ArgumentError, match=re.escape(found)):
             Feeder(np.arange(12), batch_size=3, ranks="pad", device="cpu")
@@ -407,19 +546,22 @@ def test_the_environment_says_who_this_is(environment: dict[str, str], found: An
         ("3", 2, 1, 1),
     ],
 )
-def test_each_process_of_a_machine_takes_a_gpu(local_rank: str | None, n_devices: int, current: int, index: int) -> None:
+def test_each_process_of_a_machine_takes_a_gpu(
+    local_rank: str | None, n_devices: int, current: int, index: int
+) -> None:
     """Its own; that which was set before; the only one that it sees."""
     assert cuda_index(local_rank, n_devices, current) == index
 
 
-# ---- worker processes of a DataLoader --------------------------------------------------------------------------------
+# ---- worker processes of a DataLoader ------------------------------------------------------------
 
 
 class Looping(IterableDataset[Any]):
     """Loops over a feeder that it makes where it is iterated, and writes down what pinfeed logs there."""
 
     def __init__(self, log: Path, make: Callable[[int, int], Any]) -> None:
-        self._log, self._make = log, make
+        self._log = log
+        self._make = make
 
     def __iter__(self) -> Iterator[int]:
         info = get_worker_info()
@@ -428,11 +570,18 @@ class Looping(IterableDataset[Any]):
         with self._make(*((0, 1) if info is None else (info.id, info.num_workers))) as feeder:
             for _ in range(2):
                 for batch in feeder:
-                    yield from batch[0].tolist() if isinstance(batch, (tuple, list)) else batch.tolist()
+                    yield from (
+                        batch[0].tolist() if isinstance(batch, (tuple, list)) else batch.tolist()
+                    )
 
 
 def read_by(**arguments: Any) -> Callable[[int, int], Any]:
-    reading: dict[str, Any] = {"read_input": lambda i: [i], "get_output": lambda i: [i], "batch_size": 2, "device": "cpu"}
+    reading: dict[str, Any] = {
+        "read_input": lambda i: [i],
+        "get_output": lambda i: [i],
+        "batch_size": 2,
+        "device": "cpu",
+    }
     return lambda rank, world_size: wrap_readers(range(6), range(6), **reading, **arguments)
 
 
@@ -448,15 +597,25 @@ WORKERS: dict[str, tuple[Callable[[int, int], Any], int, bool]] = {
     "one worker": (fed_by(), 1, False),
     "meant so": (fed_by(ranks="all"), 2, False),
     "identities meant so": (read_by(ranks="all"), 2, False),
-    "a part each": (lambda i, n: fed_by(rows=rows.per_rank(rows.sequential(), rank=i, world_size=n))(i, n), 2, False),
-    "ranks of the workers": (lambda i, n: fed_by(ranks=Ranks(rank=i, world_size=n))(i, n), 2, False),
+    "a part each": (
+        lambda i, n: fed_by(rows=rows.per_rank(rows.sequential(), rank=i, world_size=n))(i, n),
+        2,
+        False,
+    ),
+    "ranks of the workers": (
+        lambda i, n: fed_by(ranks=Ranks(rank=i, world_size=n))(i, n),
+        2,
+        False,
+    ),
     "numbers of one's own": (lambda i, n: fed_by(rows=range(i, 6, n))(i, n), 2, False),
     "no workers": (fed_by(), 0, False),
 }
 
 
 @pytest.mark.parametrize("case", WORKERS)
-def test_workers_that_each_have_all_rows_are_warned_of_once(case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_workers_that_each_have_all_rows_are_warned_of_once(
+    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     make, n_workers, is_warned = WORKERS[case]
     loader = DataLoader(Looping(tmp_path / "log", make), batch_size=None, num_workers=n_workers)
     n_times = Counter(loader)
@@ -464,5 +623,8 @@ def test_workers_that_each_have_all_rows_are_warned_of_once(case: str, tmp_path:
     assert set(n_times.values()) == {2 * (2 if is_repeated else 1)}, "of two epochs"
     said = (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
     assert (len(said), caplog.messages) == (is_warned, [])
-    assert all("each of the 2 worker processes of a DataLoader loops over all rows" in line for line in said)
+    assert all(
+        "each of the 2 worker processes of a DataLoader loops over all rows" in line
+        for line in said
+    )
     assert all("each comes 2 times; give each worker its part" in line for line in said)

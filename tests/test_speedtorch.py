@@ -16,14 +16,25 @@ from pinfeed import errors
 from pinfeed.compat.speedtorch import placement, tables
 from pinfeed.memory.host import resident_bytes
 
-N, DIM, BATCH, POS, NEG = 40, 3, 4, 2, 3
+N = 40
+DIM = 3
+BATCH = 4
+POS = 2
+NEG = 3
 Make = Callable[..., torch.optim.Optimizer]
 
-MODELS = ["ModelFactory", "ModelFactoryMM", "PytorchModelFactory", "GPUPytorchModelFactory", "CPUPytorchModelFactory"]
+MODELS = [
+    "ModelFactory",
+    "ModelFactoryMM",
+    "PytorchModelFactory",
+    "GPUPytorchModelFactory",
+    "CPUPytorchModelFactory",
+]
 STATES = [name.replace("Model", "Optimizer") for name in MODELS]
 COMS = ["COM", "COMMM", "PytorchCOM", "GPUPytorchCOM", "CPUPytorchCOM"]
 
-LAZY: dict[str, Make] = {  # a row whose gradient is zero stays as it is
+# A row whose gradient is zero stays as it is.
+LAZY: dict[str, Make] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
 }
@@ -44,7 +55,8 @@ OTHERS: dict[str, Make] = {
 def in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.chdir(tmp_path)
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: threads would only wait for each other
+    # Tiny tensors: threads would only wait for each other.
+    torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
 
@@ -65,33 +77,47 @@ class Model(nn.Module):
 
     def forward(self, pos: Any, neg: Any) -> torch.Tensor:
         words = self.inner.words
-        return score(*(words(torch.as_tensor(slots, device=words.weight.device)) for slots in (pos, neg)))
+        return score(
+            *(words(torch.as_tensor(slots, device=words.weight.device)) for slots in (pos, neg))
+        )
 
 
 def score(pos: torch.Tensor, neg: torch.Tensor) -> torch.Tensor:
     weights = torch.linspace(-1, 1, NEG, dtype=pos.dtype, device=pos.device)
-    return (pos.sum(1, keepdim=True) * neg).sum(2).sigmoid().mul(weights).sum() + pos.square().sum() / 7
+    return (pos.sum(1, keepdim=True) * neg).sum(2).sigmoid().mul(
+        weights
+    ).sum() + pos.square().sum() / 7
 
 
 def batches(repeat: bool, steps: int = 8) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     rng = np.random.default_rng(3)
     for _ in range(steps):
-        ids = rng.integers(0, 9, BATCH * (POS + NEG)) if repeat else rng.permutation(N)[: BATCH * (POS + NEG)]
+        ids = (
+            rng.integers(0, 9, BATCH * (POS + NEG))
+            if repeat
+            else rng.permutation(N)[: BATCH * (POS + NEG)]
+        )
         yield ids[: BATCH * POS].reshape(BATCH, POS), ids[BATCH * POS :].reshape(BATCH, NEG)
 
 
-def made(model_name: str, make: Make, *, sparse: bool = False, seed: int = 0) -> tuple[Any, Any, Model, torch.optim.Optimizer]:
+def made(
+    model_name: str, make: Make, *, sparse: bool = False, seed: int = 0
+) -> tuple[Any, Any, Model, torch.optim.Optimizer]:
     model = Model(5, sparse)
     optimizer = make([model.inner.words.weight])
     weights = getattr(SpeedTorch, model_name)(model.inner.words, N, DIM, datatype="float64")
-    states = getattr(SpeedTorch, model_name.replace("Model", "Optimizer"))(optimizer, N, DIM, model, "inner.words", dtype="float64")
+    states = getattr(SpeedTorch, model_name.replace("Model", "Optimizer"))(
+        optimizer, N, DIM, model, "inner.words", dtype="float64"
+    )
     torch.manual_seed(seed)
     weights.uniformDistributionInit(-1, 1)
     states.optInit()
     return weights, states, model, optimizer
 
 
-def train(weights: Any, states: Any, model: Model, optimizer: torch.optim.Optimizer, ids: Any) -> np.ndarray:
+def train(
+    weights: Any, states: Any, model: Model, optimizer: torch.optim.Optimizer, ids: Any
+) -> np.ndarray:
     static = weights.variableTransformer(BATCH, POS, NEG)
     for pos, neg in ids:
         weights.beforeForwardPass(pos, neg)
@@ -122,21 +148,33 @@ def whole(make: Make, ids: Any, sparse: bool = False) -> np.ndarray:
 
 def by_block(make: Make, ids: Any) -> np.ndarray:
     """The plain loop over blocks of rows, each of them once, whose state is kept in tables of full length."""
-    table, kept, shared = start(), dict[str, torch.Tensor](), dict[str, Any]()
-    initial = {"step_size": 0.1}  # of Rprop; all others of OTHERS begin with zeros
+    table = start()
+    kept = dict[str, torch.Tensor]()
+    shared = dict[str, Any]()
+    # Of Rprop; all others of OTHERS begin with zeros.
+    initial = {"step_size": 0.1}
     for pos, neg in ids:
-        rows, inverse = np.unique(np.concatenate([pos.reshape(-1), neg.reshape(-1)]), return_inverse=True)
+        rows, inverse = np.unique(
+            np.concatenate([pos.reshape(-1), neg.reshape(-1)]), return_inverse=True
+        )
         block, inverse = nn.Parameter(table[rows].clone()), torch.from_numpy(inverse)
         optimizer = make([block])
-        optimizer.state[block] = {**shared, **{key: value[rows].clone() for key, value in kept.items()}}
+        optimizer.state[block] = {
+            **shared,
+            **{key: value[rows].clone() for key, value in kept.items()},
+        }
         if not optimizer.state[block]:
             del optimizer.state[block]
         looked_up = block[inverse]
-        score(looked_up[: pos.size].view(BATCH, POS, DIM), looked_up[pos.size :].view(BATCH, NEG, DIM)).backward()
+        score(
+            looked_up[: pos.size].view(BATCH, POS, DIM), looked_up[pos.size :].view(BATCH, NEG, DIM)
+        ).backward()
         optimizer.step()
         for key, value in optimizer.state[block].items():
             if isinstance(value, torch.Tensor) and value.shape == block.shape:
-                full = kept.setdefault(key, torch.full((N, DIM), initial.get(key, 0.0), dtype=torch.float64))
+                full = kept.setdefault(
+                    key, torch.full((N, DIM), initial.get(key, 0.0), dtype=torch.float64)
+                )
                 full[rows] = value
             else:
                 shared[key] = value
@@ -151,7 +189,8 @@ def test_equals_training_the_whole_table(name: str, optimizer: str, repeat: bool
     result = train(*made(name, LAZY[optimizer]), batches(repeat))
     expected = whole(LAZY[optimizer], batches(repeat))
     if repeat:
-        np.testing.assert_allclose(result, expected, rtol=0, atol=1e-13)  # sums in another order
+        # Sums in another order.
+        np.testing.assert_allclose(result, expected, rtol=0, atol=1e-13)
     else:
         np.testing.assert_array_equal(result, expected)
 
@@ -164,8 +203,11 @@ def test_equals_training_the_whole_table_on_a_gpu(name: str, optimizer: str) -> 
     make = LAZY.get(optimizer, lambda p: torch.optim.SparseAdam(p, lr=0.1))
     weights, states, model, inner = made(name, make, sparse=sparse)
     model.cuda()
-    assert (weights.getTorchVar().device.type == "cuda") == (name in ("ModelFactory", "PytorchModelFactory", "GPUPytorchModelFactory"))
-    weights.customInit(lambda table: table.copy_(start()))  # a GPU draws other numbers
+    assert (weights.getTorchVar().device.type == "cuda") == (
+        name in ("ModelFactory", "PytorchModelFactory", "GPUPytorchModelFactory")
+    )
+    # A GPU draws other numbers.
+    weights.customInit(lambda table: table.copy_(start()))
     train(weights, states, model, inner, batches(True, 4))
     assert model.inner.words.weight.device.type == "cuda"
     weights.saveCupy("weights")
@@ -176,12 +218,18 @@ def test_equals_training_the_whole_table_on_a_gpu(name: str, optimizer: str) -> 
     np.testing.assert_allclose(result, whole(make, batches(True), sparse), rtol=0, atol=1e-10)
 
 
-def test_equals_training_the_whole_table_in_a_table_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equals_training_the_whole_table_in_a_table_of_torch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What is kept on a GPU, on the CPU."""
     monkeypatch.setattr(
         SpeedTorch,
         "on_device",
-        lambda *_: lambda shape, dtype, key: placement.DeviceTable(torch.zeros(shape, dtype=placement.TORCH[dtype])),
+        lambda *_: (
+            lambda shape, dtype, key: placement.DeviceTable(
+                torch.zeros(shape, dtype=placement.TORCH[dtype])
+            )
+        ),
     )
     result = train(*made("PytorchModelFactory", LAZY["adagrad"]), batches(True))
     np.testing.assert_allclose(result, whole(LAZY["adagrad"], batches(True)), rtol=0, atol=1e-13)
@@ -197,7 +245,12 @@ def test_several_tables_in_one_optimizer() -> None:
     switchers, slots = [], []
     for name, per_row in (("u", 1), ("v", 4)):
         initial = full[name].weight.detach().clone()
-        switchers.append((SpeedTorch.ModelFactory(ours[name], N, DIM), SpeedTorch.OptimizerFactory(by_slots, N, DIM, ours, name)))
+        switchers.append(
+            (
+                SpeedTorch.ModelFactory(ours[name], N, DIM),
+                SpeedTorch.OptimizerFactory(by_slots, N, DIM, ours, name),
+            )
+        )
         switchers[-1][0].customInit(torch.Tensor.copy_, initial)
         switchers[-1][1].optInit()
         slots.append(torch.from_numpy(switchers[-1][0].variableTransformer(6, per_row)))
@@ -205,7 +258,10 @@ def test_several_tables_in_one_optimizer() -> None:
         for rows, both in zip(batch, switchers, strict=True):
             for switcher in both:
                 switcher.beforeForwardPass(rows)
-        for model, optimizer, (u, v) in [(full, by_ids, map(torch.from_numpy, batch)), (ours, by_slots, slots)]:
+        for model, optimizer, (u, v) in [
+            (full, by_ids, map(torch.from_numpy, batch)),
+            (ours, by_slots, slots),
+        ]:
             optimizer.zero_grad()
             (model["u"](u) * model["v"](v)).sum().sigmoid().backward()
             optimizer.step()
@@ -213,14 +269,24 @@ def test_several_tables_in_one_optimizer() -> None:
             for switcher in both:
                 switcher.afterOptimizerStep(rows)
     for name, (weights, states) in zip("uv", switchers, strict=True):
-        np.testing.assert_allclose(weights.getNumpyVersion(), full[name].weight.detach().numpy(), atol=1e-6)
-        np.testing.assert_allclose(states.getNumpyVersion()["sum"], by_ids.state[full[name].weight]["sum"].numpy(), atol=1e-6)
+        np.testing.assert_allclose(
+            weights.getNumpyVersion(), full[name].weight.detach().numpy(), atol=1e-6
+        )
+        np.testing.assert_allclose(
+            states.getNumpyVersion()["sum"],
+            by_ids.state[full[name].weight]["sum"].numpy(),
+            atol=1e-6,
+        )
 
 
 def test_loading_begins_where_saving_was() -> None:
     """Tables that were saved before the first step, into an optimizer that has taken some."""
     states = made("ModelFactory", OTHERS["momentum"])[1]
-    assert states.getCupyVar()["momentum_buffer"].shape == states.getTorchVar()["momentum_buffer"].shape == (N, DIM)
+    assert (
+        states.getCupyVar()["momentum_buffer"].shape
+        == states.getTorchVar()["momentum_buffer"].shape
+        == (N, DIM)
+    )
     for optimizer in ("momentum", "adam"):
         weights, states, model, inner = made("ModelFactory", OTHERS[optimizer])
         states.saveCupy("new")
@@ -245,9 +311,14 @@ def test_equals_training_the_whole_table_bitwise_in_one_lookup(optimizer: str) -
     for batch in ids:
         weights.beforeForwardPass(batch)
         states.beforeForwardPass(batch)
-        for lookup, each, at in [(model.inner.words, ours, slots[:, 0]), (embedding, plain, torch.from_numpy(batch))]:
+        for lookup, each, at in [
+            (model.inner.words, ours, slots[:, 0]),
+            (embedding, plain, torch.from_numpy(batch)),
+        ]:
             each.zero_grad()
-            (lookup(at).sigmoid() * torch.arange(48, dtype=torch.float64).view(16, 3)).sum().backward()
+            (
+                lookup(at).sigmoid() * torch.arange(48, dtype=torch.float64).view(16, 3)
+            ).sum().backward()
             each.step()
         weights.afterOptimizerStep(batch)
         states.afterOptimizerStep(batch)
@@ -258,17 +329,24 @@ def test_equals_training_the_whole_table_bitwise_in_one_lookup(optimizer: str) -
 @pytest.mark.parametrize("optimizer", OTHERS)
 def test_equals_the_plain_loop_over_blocks(optimizer: str, repeat: bool) -> None:
     result = train(*made("ModelFactory", OTHERS[optimizer]), batches(repeat))
-    np.testing.assert_allclose(result, by_block(OTHERS[optimizer], batches(repeat)), rtol=0, atol=1e-10)
+    np.testing.assert_allclose(
+        result, by_block(OTHERS[optimizer], batches(repeat)), rtol=0, atol=1e-10
+    )
 
 
-@pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's Adagrad makes sparse tensors and does not say whether to check
+# torch's Adagrad makes sparse tensors and does not say whether to check.
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks")
 @pytest.mark.parametrize("repeat", [False, True])
 @pytest.mark.parametrize(
-    "make", [lambda p: torch.optim.SparseAdam(p, lr=0.1), LAZY["adagrad"], LAZY["sgd"]], ids=["adam", "adagrad", "sgd"]
+    "make",
+    [lambda p: torch.optim.SparseAdam(p, lr=0.1), LAZY["adagrad"], LAZY["sgd"]],
+    ids=["adam", "adagrad", "sgd"],
 )
 def test_sparse_gradients_equal_training_the_whole_table(make: Make, repeat: bool) -> None:
     result = train(*made("ModelFactory", make, sparse=True), batches(repeat))
-    np.testing.assert_allclose(result, whole(make, batches(repeat), sparse=True), rtol=0, atol=1e-12)
+    np.testing.assert_allclose(
+        result, whole(make, batches(repeat), sparse=True), rtol=0, atol=1e-12
+    )
 
 
 def test_sparse_rows_that_are_lent_and_not_looked_up_stay() -> None:
@@ -285,7 +363,8 @@ def test_sparse_rows_that_are_lent_and_not_looked_up_stay() -> None:
     weights.afterOptimizerStep(ids)
     states.afterOptimizerStep(ids)
     assert sorted(np.flatnonzero((weights.getNumpyVersion() != before).any(1))) == [1]
-    np.testing.assert_array_equal(block[0], block[2])  # all slots of a row evolve alike
+    # All slots of a row evolve alike.
+    np.testing.assert_array_equal(block[0], block[2])
 
 
 def test_gradients_accumulate() -> None:
@@ -299,7 +378,8 @@ def test_gradients_accumulate() -> None:
     expected[7] -= 0.4
     expected[5] -= 0.2
     np.testing.assert_allclose(weights.getNumpyVersion(), expected.numpy(), rtol=0, atol=1e-15)
-    assert not model.inner.words.weight._backward_hooks  # nothing stays on the model's weight
+    # Nothing stays on the model's weight.
+    assert not model.inner.words.weight._backward_hooks
 
 
 def test_batches_may_differ_in_size_even_with_gradients_of_zero() -> None:
@@ -316,7 +396,9 @@ def test_batches_may_differ_in_size_even_with_gradients_of_zero() -> None:
     assert int(optimizer.state[model.inner.words.weight]["step"]) == 3
 
 
-def step_of(ids: Any, *switchers: Any, model: Model, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+def step_of(
+    ids: Any, *switchers: Any, model: Model, optimizer: torch.optim.Optimizer
+) -> torch.Tensor:
     """Up to the optimizer's step; the rows are not brought back."""
     for switcher in switchers:
         switcher.beforeForwardPass(ids)
@@ -361,15 +443,22 @@ def test_a_new_table_takes_over_the_weight() -> None:
 def test_rows_of_another_width_are_refused() -> None:
     weights, states, model, optimizer = made("ModelFactory", OTHERS["momentum"])
     for wrong in (DIM - 1, DIM + 1):
-        with pytest.raises(errors.ArgumentError, match=rf"embed_dimension={wrong}: Embedding has a weight of shape \(5, 3\)"):
+        with pytest.raises(
+            errors.ArgumentError,
+            match=rf"embed_dimension={wrong}: Embedding has a weight of shape \(5, 3\)",
+        ):
             SpeedTorch.ModelFactory(model.inner.words, N, wrong)
-        with pytest.raises(errors.ArgumentError, match=rf"embed_dimension={wrong}: inner.words has a weight"):
+        with pytest.raises(
+            errors.ArgumentError, match=rf"embed_dimension={wrong}: inner.words has a weight"
+        ):
             SpeedTorch.OptimizerFactory(optimizer, N, wrong, model, "inner.words")
     step_of([0, 1], weights, states, model=model, optimizer=optimizer)
     model.inner.words.weight.data = torch.ones(2, DIM + 1, dtype=torch.float64)
     optimizer.state[model.inner.words.weight]["momentum_buffer"] = torch.ones(2, DIM + 1)
     for table, name in [(weights, "weight"), (states, "momentum_buffer")]:
-        with pytest.raises(errors.WriteBackError, match=rf"{name} is of shape \(2, 4\); expected \(2, 3\)"):
+        with pytest.raises(
+            errors.WriteBackError, match=rf"{name} is of shape \(2, 4\); expected \(2, 3\)"
+        ):
             table.afterOptimizerStep([0, 1])
     np.testing.assert_array_equal(weights.getNumpyVersion(), start().numpy())
     assert not states.getNumpyVersion()["momentum_buffer"].any()
@@ -441,7 +530,9 @@ def test_a_default_device_is_not_for_tables() -> None:
     with torch.device("meta"):
         model = Model(2).to_empty(device="cpu")
         weights = SpeedTorch.ModelFactory(model.inner.words, N, DIM)
-        states = SpeedTorch.OptimizerFactory(OTHERS["momentum"]([model.inner.words.weight]), N, DIM, model, "inner.words")
+        states = SpeedTorch.OptimizerFactory(
+            OTHERS["momentum"]([model.inner.words.weight]), N, DIM, model, "inner.words"
+        )
         weights.zerosInit()
         states.optInit()
         for table in (weights, states):
@@ -456,7 +547,10 @@ def test_a_default_device_is_not_for_tables() -> None:
 
 def test_rows_of_files_are_found_from_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     np.save("data.npy", ARRAY)
-    weights, gadget = SpeedTorch.ModelFactoryMM(nn.Embedding(2, DIM), N, DIM), SpeedTorch.DataGadgetMM("data.npy")
+    weights, gadget = (
+        SpeedTorch.ModelFactoryMM(nn.Embedding(2, DIM), N, DIM),
+        SpeedTorch.DataGadgetMM("data.npy"),
+    )
     weights.zerosInit()
     gadget.gadgetInit()
     os.mkdir("elsewhere")
@@ -482,24 +576,34 @@ def test_saving_into_the_tables_own_file() -> None:
     gadget.insertData(-2.0, 1)
     assert (np.load("data.npy")[1] == -2).all()
     states = made("ModelFactoryMM", OTHERS["momentum"])[1]
-    for table, name in [(gadget, "link.npy"), (states, "inner.wordsSGD0.memmapmomentum_buffer.cpy.npy")]:
+    for table, name in [
+        (gadget, "link.npy"),
+        (states, "inner.wordsSGD0.memmapmomentum_buffer.cpy.npy"),
+    ]:
         with pytest.raises(errors.ArgumentError, match="has its rows in this file"):
             table.saveTorch(name)
 
 
 def test_saved_files_are_there_whole_or_as_they_were() -> None:
     weights, states, _, _ = made("ModelFactory", OTHERS["adam"])
-    for save, name in [(weights.saveCupy, "a.npy"), (weights.saveTorch, "a"), (states.saveCupy, "s.npz"), (states.saveTorch, "s")]:
+    for save, name in [
+        (weights.saveCupy, "a.npy"),
+        (weights.saveTorch, "a"),
+        (states.saveCupy, "s.npz"),
+        (states.saveTorch, "s"),
+    ]:
         save(name)
         first = os.stat(name).st_ino
         save(name)
-        assert os.stat(name).st_ino != first  # another file has taken the name
+        # Another file has taken the name.
+        assert os.stat(name).st_ino != first
     with pytest.raises(ZeroDivisionError), tables.replacing("a.npy") as file:
         file.write(b"half")
         raise ZeroDivisionError
     np.testing.assert_array_equal(np.load("a.npy"), start().numpy())
     assert sorted(os.listdir()) == ["a", "a.npy", "s", "s.npz"]
-    weights.loadCupy("a")  # what saveCupy has made of this name, and not saveTorch
+    # What saveCupy has made of this name, and not saveTorch.
+    weights.loadCupy("a")
 
 
 def test_files_of_tables_that_could_not_be_filled_do_not_stay() -> None:
@@ -513,14 +617,23 @@ def test_files_of_tables_that_could_not_be_filled_do_not_stay() -> None:
         weights.customInit(lambda table: 1 / 0)
     with pytest.raises(errors.StoreError, match="was saved"):
         weights.loadCupy("wrong")
-    states = SpeedTorch.OptimizerFactoryMM(optimizer, N, DIM, states.model, "inner.words", dtype="float64")
+    states = SpeedTorch.OptimizerFactoryMM(
+        optimizer, N, DIM, states.model, "inner.words", dtype="float64"
+    )
     with pytest.raises(errors.StoreError, match="was saved"):
         states.restore(saved | {"rows.exp_avg": torch.zeros(3, 3)})
     assert sorted(os.listdir()) == before
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"rows.exp_avg_sq": torch.zeros(N, 2)}, {"rows.more": torch.zeros(N, DIM)}, {"number.more": 1}, {"begun.more": True}], ids=str
+    "wrong",
+    [
+        {"rows.exp_avg_sq": torch.zeros(N, 2)},
+        {"rows.more": torch.zeros(N, DIM)},
+        {"number.more": 1},
+        {"begun.more": True},
+    ],
+    ids=str,
 )
 def test_state_is_taken_over_as_a_whole_or_not_at_all(wrong: dict[str, Any]) -> None:
     states = made("ModelFactory", OTHERS["adam"])[1]
@@ -532,13 +645,20 @@ def test_state_is_taken_over_as_a_whole_or_not_at_all(wrong: dict[str, Any]) -> 
 
 @pytest.mark.parametrize("way", ["Cupy", "Torch"])
 def test_state_of_another_class_is_refused(way: str) -> None:
-    train(*(saving := made("ModelFactory", lambda p: torch.optim.SparseAdam(p), sparse=True)), batches(True, 1))
+    train(
+        *(saving := made("ModelFactory", lambda p: torch.optim.SparseAdam(p), sparse=True)),
+        batches(True, 1),
+    )
     getattr(saving[1], f"save{way}")("states")
-    with pytest.raises(errors.StoreError, match="state of SparseAdam was saved; the optimizer is Adam"):
+    with pytest.raises(
+        errors.StoreError, match="state of SparseAdam was saved; the optimizer is Adam"
+    ):
         getattr(made("ModelFactory", OTHERS["adam"])[1], f"load{way}")("states")
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "uint16", "uint32", "uint64", "bfloat16", "complex64"])
+@pytest.mark.parametrize(
+    "dtype", ["bool", "uint8", "uint16", "uint32", "uint64", "bfloat16", "complex64"]
+)
 def test_tables_of_torch_have_every_dtype(dtype: str) -> None:
     table = placement.DeviceTable(torch.zeros(5, 2, dtype=getattr(torch, dtype)))
     values = torch.tensor([[1, 0], [0, 1]]).to(getattr(torch, dtype))
@@ -548,17 +668,27 @@ def test_tables_of_torch_have_every_dtype(dtype: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "options", "place"),
-    [(name, {}, ("cuda", False)) for name in ("ModelFactory", "PytorchModelFactory", "GPUPytorchModelFactory")]
-    + [("ModelFactory", {"CPUPinn": True}, ("cpu", True)), ("PytorchModelFactory", {"deviceType": "cpu"}, ("cpu", False))]
+    [
+        (name, {}, ("cuda", False))
+        for name in ("ModelFactory", "PytorchModelFactory", "GPUPytorchModelFactory")
+    ]
+    + [
+        ("ModelFactory", {"CPUPinn": True}, ("cpu", True)),
+        ("PytorchModelFactory", {"deviceType": "cpu"}, ("cpu", False)),
+    ]
     + [("CPUPytorchModelFactory", {}, ("cpu", True))],
 )
-def test_where_tables_are(monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], place: tuple[str, bool]) -> None:
+def test_where_tables_are(
+    monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], place: tuple[str, bool]
+) -> None:
     asked: list[Any] = []
     monkeypatch.setattr(SpeedTorch, "on_device", lambda *where: asked.append(where))
     model = Model(2)
     getattr(SpeedTorch, name)(model.inner.words, N, DIM, **options)
     optimizer = LAZY["sgd"](model.inner.words.parameters())
-    getattr(SpeedTorch, name.replace("Model", "Optimizer"))(optimizer, N, DIM, model, "inner.words", **options)
+    getattr(SpeedTorch, name.replace("Model", "Optimizer"))(
+        optimizer, N, DIM, model, "inner.words", **options
+    )
     getattr(SpeedTorch, name.replace("ModelFactory", "COM"))(N, **options)
     assert asked == [place] * 3
 
@@ -569,8 +699,16 @@ def test_attributes_that_programs_read() -> None:
     weights.zerosInit()
     assert weights.CUPYcorpus.device == "cpu"
     assert weights.CPUPinn
-    mapped, gadget = SpeedTorch.ModelFactoryMM(embedding, N, DIM, "mine"), SpeedTorch.DataGadgetMM(ARRAY, diskname="data")
-    assert (mapped.diskname, mapped.CPUPinn, gadget.diskname, gadget.CPUPinn) == ("mine", False, "data", False)
+    mapped, gadget = (
+        SpeedTorch.ModelFactoryMM(embedding, N, DIM, "mine"),
+        SpeedTorch.DataGadgetMM(ARRAY, diskname="data"),
+    )
+    assert (mapped.diskname, mapped.CPUPinn, gadget.diskname, gadget.CPUPinn) == (
+        "mine",
+        False,
+        "data",
+        False,
+    )
     torch_weights = SpeedTorch.CPUPytorchModelFactory(embedding, N, DIM)
     assert (torch_weights.deviceType, torch_weights.pinType) == ("cpu", True)
     assert not hasattr(SpeedTorch.ModelFactory, "getCupyMM")
@@ -591,7 +729,10 @@ def test_state_is_found_by_parameter() -> None:
     model = nn.Module()
     model.u, model.v, model.w = (nn.Embedding(2, DIM) for _ in range(3))
     optimizer = torch.optim.Adagrad(
-        [{"params": [model.w.weight]}, {"params": [model.v.weight], "initial_accumulator_value": 0.5, "initial_lr": 1}]
+        [
+            {"params": [model.w.weight]},
+            {"params": [model.v.weight], "initial_accumulator_value": 0.5, "initial_lr": 1},
+        ]
     )
     states = SpeedTorch.OptimizerFactory(optimizer, N, DIM, model, "v")
     states.optInit()
@@ -602,7 +743,9 @@ def test_state_is_found_by_parameter() -> None:
     assert optimizer.state[model.w.weight]["sum"].shape == (2, DIM)
     with pytest.raises(errors.ArgumentError, match="does not have this parameter"):
         SpeedTorch.OptimizerFactory(optimizer, N, DIM, model, "u")
-    with pytest.raises(errors.ArgumentError, match=r"no x\.weight; expected one of \['u', 'v', 'w'\]"):
+    with pytest.raises(
+        errors.ArgumentError, match=r"no x\.weight; expected one of \['u', 'v', 'w'\]"
+    ):
         SpeedTorch.OptimizerFactory(optimizer, N, DIM, model, "x")
     with pytest.raises(errors.ArgumentError, match="cannot train rows"):
         SpeedTorch.OptimizerFactory(torch.optim.LBFGS([model.u.weight]), N, DIM, model, "u")
@@ -637,13 +780,18 @@ def test_initialisers(name: str) -> None:
         assert (weights.model_variable.weight == 9).all()
 
 
-@pytest.mark.parametrize("datatype", ["float16", np.float16, np.dtype("float16"), torch.float16, "bfloat16", torch.bfloat16])
+@pytest.mark.parametrize(
+    "datatype",
+    ["float16", np.float16, np.dtype("float16"), torch.float16, "bfloat16", torch.bfloat16],
+)
 def test_datatypes(datatype: Any) -> None:
     weights = SpeedTorch.ModelFactoryMM(nn.Embedding(2, DIM), N, DIM, "table", datatype)
     weights.normalDistributionInit(0, 1)
     weights.beforeForwardPass([3, 2])
     assert weights.model_variable.weight.dtype is torch.float32
-    assert torch.equal(weights.model_variable.weight.detach(), weights.getTorchVar()[[3, 2]].float())
+    assert torch.equal(
+        weights.model_variable.weight.detach(), weights.getTorchVar()[[3, 2]].float()
+    )
     weights.saveCupy("saved")
     other = SpeedTorch.ModelFactory(nn.Embedding(2, DIM), N, DIM, datatype, CPUPinn=True)
     other.loadCupy("saved.npy")
@@ -676,7 +824,9 @@ def test_variable_transformer() -> None:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("wrong", [[0, -1], np.array([[0], [N]]), torch.tensor([1.0]), np.array([True, False])])
+@pytest.mark.parametrize(
+    "wrong", [[0, -1], np.array([[0], [N]]), torch.tensor([1.0]), np.array([True, False])]
+)
 def test_ids_out_of_range(name: str, wrong: Any) -> None:
     weights, states, _, _ = made(name, LAZY["adagrad"])
     for table in (weights, states):
@@ -701,7 +851,8 @@ def test_only_rows_that_were_lent_come_back() -> None:
 
 @pytest.mark.parametrize(
     ("name", "optimizer"),
-    [(name, "adam") for name in MODELS] + [("ModelFactory", each) for each in ("momentum", "rprop", "asgd", "adamw fused", "sparse")],
+    [(name, "adam") for name in MODELS]
+    + [("ModelFactory", each) for each in ("momentum", "rprop", "asgd", "adamw fused", "sparse")],
 )
 @pytest.mark.parametrize("way", ["Cupy", "Torch"])
 def test_training_goes_on_after_save_and_load(name: str, optimizer: str, way: str) -> None:
@@ -725,10 +876,17 @@ def test_loading_refuses_what_is_not_this() -> None:
     np.save("other.npy", np.zeros((N, 2)))
     with pytest.raises(errors.StoreError, match=r"shape \(40, 2\) was saved; expected \(40, 3\)"):
         weights.loadCupy("other")
-    other = SpeedTorch.OptimizerFactory(LAZY["adagrad"]([model.inner.words.weight]), N, DIM, model, "inner.words")
-    for without, problem in [((), "state of Adam was saved; the optimizer is Adagrad"), (("optimizer",), "Adagrad has")]:
+    other = SpeedTorch.OptimizerFactory(
+        LAZY["adagrad"]([model.inner.words.weight]), N, DIM, model, "inner.words"
+    )
+    for without, problem in [
+        ((), "state of Adam was saved; the optimizer is Adagrad"),
+        (("optimizer",), "Adagrad has"),
+    ]:
         with pytest.raises(errors.StoreError, match=problem):
-            other.restore({key: value for key, value in torch.load("adam.pt").items() if key not in without})
+            other.restore(
+                {key: value for key, value in torch.load("adam.pt").items() if key not in without}
+            )
     torch.save(torch.zeros(2), "tensor.pt")
     with pytest.raises(errors.StoreError, match="expected tables of an optimizer"):
         other.loadTorch("tensor.pt")
@@ -760,7 +918,14 @@ def test_files_hold_the_rows() -> None:
 
 def test_modelfactory_takes_the_diskname_of_the_first_readmes() -> None:
     embedding = nn.Embedding(4, DIM)
-    weights = SpeedTorch.ModelFactory(embedding, total_classes=N, embed_dimension=DIM, diskname="words", datatype="float32", CPUPinn=False)
+    weights = SpeedTorch.ModelFactory(
+        embedding,
+        total_classes=N,
+        embed_dimension=DIM,
+        diskname="words",
+        datatype="float32",
+        CPUPinn=False,
+    )
     weights.uniformDistributionInit(-1, 1)
     saved = np.load("words0.memmap.cpy.npy")
     assert saved.shape == (N, DIM)
@@ -774,14 +939,20 @@ def test_modelfactory_takes_the_diskname_of_the_first_readmes() -> None:
 
 @pytest.mark.parametrize("rest", [("words",), ("words", "float32"), ("words", "float32", True)])
 def test_a_diskname_in_the_place_of_the_datatype_is_refused(rest: tuple[Any, ...]) -> None:
-    with pytest.raises(errors.StoreError, match=r"datatype='words' is not a dtype; .*passed by keyword, as diskname="):
+    with pytest.raises(
+        errors.StoreError,
+        match=r"datatype='words' is not a dtype; .*passed by keyword, as diskname=",
+    ):
         SpeedTorch.ModelFactory(nn.Embedding(4, DIM), N, DIM, *rest)
     assert not os.listdir()
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_a_name_that_is_no_dtype_is_refused(name: str) -> None:
-    with pytest.raises(errors.StoreError, match=r"datatype='float23' is not a dtype; expected one of bfloat16, bool"):
+    with pytest.raises(
+        errors.StoreError,
+        match=r"datatype='float23' is not a dtype; expected one of bfloat16, bool",
+    ):
         getattr(SpeedTorch, name)(nn.Embedding(4, DIM), N, DIM, datatype="float23")
 
 
@@ -789,7 +960,13 @@ def test_a_name_that_is_no_dtype_is_refused(name: str) -> None:
 def test_pytorchoptimizerfactory_takes_cpupinn(pinned: bool) -> None:
     model = Model(4)
     states = SpeedTorch.PytorchOptimizerFactory(
-        torch.optim.Adagrad(model.inner.words.parameters()), N, DIM, model, "inner.words", dtype="float32", CPUPinn=pinned
+        torch.optim.Adagrad(model.inner.words.parameters()),
+        N,
+        DIM,
+        model,
+        "inner.words",
+        dtype="float32",
+        CPUPinn=pinned,
     )
     assert (states.deviceType, states.pinType) == (("cpu", True) if pinned else ("cuda", False))
     states.optInit()
@@ -871,7 +1048,9 @@ INDEXES: list[Any] = [
 def test_gadget_indexes_as_numpy_does(name: str, indexes: Any) -> None:
     plain = ARRAY.copy()
     as_array = lambda each: each.numpy() if isinstance(each, torch.Tensor) else each  # noqa: E731
-    numpy_indexes = tuple(map(as_array, indexes)) if isinstance(indexes, tuple) else as_array(indexes)
+    numpy_indexes = (
+        tuple(map(as_array, indexes)) if isinstance(indexes, tuple) else as_array(indexes)
+    )
     gadget = getattr(SpeedTorch, name)(ARRAY)
     gadget.gadgetInit()
     got = gadget.getData(indexes)
@@ -892,7 +1071,8 @@ def test_gadget_of_files(name: str) -> None:
     gadget = getattr(SpeedTorch, name)("data.npy", CPUPinn=True)
     gadget.gadgetInit()
     gadget.insertData(torch.full((4, 3), -1.0), 2)
-    assert (np.load("data.npy")[2] == -1).all() == (name == "DataGadgetMM")  # written through, or a copy
+    # Written through, or a copy.
+    assert (np.load("data.npy")[2] == -1).all() == (name == "DataGadgetMM")
     gadget.saveCupy("copy")
     gadget.saveTorch("copy.pt")
     for load, file in [("loadCupy", "copy"), ("loadTorch", "copy.pt")]:
@@ -910,11 +1090,15 @@ def test_gadget_of_files(name: str) -> None:
 def test_gadget_runs_as_documented_without_gadgetinit(name: str) -> None:
     make = getattr(SpeedTorch, name)
     np.save("data.npy", ARRAY)
-    np.testing.assert_array_equal(make("data.npy", CPUPinn=False).getData([6, 0]).cpu().numpy(), ARRAY[[6, 0]])
+    np.testing.assert_array_equal(
+        make("data.npy", CPUPinn=False).getData([6, 0]).cpu().numpy(), ARRAY[[6, 0]]
+    )
     np.testing.assert_array_equal(make("data.npy").getNumpyVersion(), ARRAY)
     gadget = make("data.npy")
     gadget.insertData(torch.full((4, 3), -1.0), 2)
-    np.testing.assert_array_equal(gadget.getNumpyVersion(), np.concatenate([ARRAY[:2], -np.ones((1, 4, 3)), ARRAY[3:]]))
+    np.testing.assert_array_equal(
+        gadget.getNumpyVersion(), np.concatenate([ARRAY[:2], -np.ones((1, 4, 3)), ARRAY[3:]])
+    )
     make("data.npy").saveCupy("copy")
     np.testing.assert_array_equal(np.load("copy.npy"), np.load("data.npy"))
     other = make("absent.npy")
@@ -944,7 +1128,10 @@ def test_gadget_takes_files_of_any_order() -> None:
         gadget.gadgetInit()
         np.testing.assert_array_equal(gadget.getData([6, 0]).cpu().numpy(), ARRAY[[6, 0]])
         np.testing.assert_array_equal(gadget.getNumpyVersion(), ARRAY)
-        with pytest.raises(errors.StoreError, match=r"is in Fortran order|expected one file in this machine's byte order"):
+        with pytest.raises(
+            errors.StoreError,
+            match=r"is in Fortran order|expected one file in this machine's byte order",
+        ):
             SpeedTorch.DataGadgetMM(name).gadgetInit()
 
 
@@ -956,13 +1143,26 @@ def test_gadget_dtypes(name: str, dtype: str) -> None:
     gadget.gadgetInit()
     gadget.insertData(gadget.getData([0, 0]), (slice(None, 2),))
     assert torch.equal(gadget.getData(-1).cpu(), rows[-1])
-    assert torch.equal(gadget.getTorchVar(), torch.arange(12).view(4, 3)[[0, 0, 2, 3]].to(rows.dtype))
+    assert torch.equal(
+        gadget.getTorchVar(), torch.arange(12).view(4, 3)[[0, 0, 2, 3]].to(rows.dtype)
+    )
 
 
 def test_gadget_says_what_is_wrong() -> None:
     gadget = SpeedTorch.DataGadget(torch.from_numpy(ARRAY))
     gadget.gadgetInit()
-    for wrong in (-8, 7, [0, -8], torch.tensor([0, 99]), [0.5], "rows", np.ones(3, bool), (0, 0, 3), slice(0, 1, 0), [[0], [1, 2]]):
+    for wrong in (
+        -8,
+        7,
+        [0, -8],
+        torch.tensor([0, 99]),
+        [0.5],
+        "rows",
+        np.ones(3, bool),
+        (0, 0, 3),
+        slice(0, 1, 0),
+        [[0], [1, 2]],
+    ):
         with pytest.raises(errors.RowIndexError):
             gadget.getData(wrong)
         with pytest.raises(errors.RowIndexError):
@@ -975,7 +1175,8 @@ def test_gadget_says_what_is_wrong() -> None:
 
 def test_rows_lie_beyond_two_to_the_31_elements() -> None:
     rows = (1 << 31) // 512 + 9
-    weights = SpeedTorch.ModelFactoryMM(nn.Embedding(1, 512), rows, 512, datatype="float16")  # a file with holes
+    # A file with holes.
+    weights = SpeedTorch.ModelFactoryMM(nn.Embedding(1, 512), rows, 512, datatype="float16")
     weights.zerosInit()
     ids = np.array([0, rows - 1, rows - 1, rows - 9])
     for value in (2.0, 3.0):

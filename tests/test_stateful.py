@@ -18,8 +18,11 @@ from pinfeed import ArgumentError, ClosedError, Feeder, wrap_loader, wrap_reader
 from tests.test_loader import queues_closed, same
 
 __all__ = ["queues_closed"]
-pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")  # StatefulDataLoader calls it
-N, SIZE, N_BATCHES = 14, 4, 4
+# StatefulDataLoader calls it
+pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+N = 14
+SIZE = 4
+N_BATCHES = 4
 
 
 class Counting(IterableDataset[int]):
@@ -38,7 +41,8 @@ class Counting(IterableDataset[int]):
 
     def state_dict(self) -> dict[str, Any]:
         info = torch.utils.data.get_worker_info()
-        return self.live if info is None else {"done": list(self.live["done"])}  # torchdata itself needs a copy where there are workers
+        # torchdata itself needs a copy where there are workers.
+        return self.live if info is None else {"done": list(self.live["done"])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.live = {"done": list(state["done"])}
@@ -70,7 +74,9 @@ def counting(n_workers: int) -> Any:
 
 def seldom(n_workers: int) -> Any:
     torch.manual_seed(7)
-    return StatefulDataLoader(range(N), batch_size=SIZE, shuffle=True, num_workers=n_workers, snapshot_every_n_steps=3)
+    return StatefulDataLoader(
+        range(N), batch_size=SIZE, shuffle=True, num_workers=n_workers, snapshot_every_n_steps=3
+    )
 
 
 def plain(n_workers: int) -> Any:
@@ -81,7 +87,9 @@ def plain(n_workers: int) -> Any:
 def nodes(n_workers: int) -> Any:
     numbers = torchdata.nodes.SamplerWrapper(range(N))  # type: ignore[arg-type]
     batched: Any = torchdata.nodes.Batcher(numbers, batch_size=SIZE, drop_last=False)
-    return torchdata.nodes.Loader(torchdata.nodes.Mapper(batched, torch.tensor), restart_on_stop_iteration=True)
+    return torchdata.nodes.Loader(
+        torchdata.nodes.Mapper(batched, torch.tensor), restart_on_stop_iteration=True
+    )
 
 
 def noted(loader: Any, n_epochs: int) -> list[tuple[Any, Any]]:
@@ -98,18 +106,24 @@ CASES: list[tuple[Callable[[int], Any], int]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("make", "n_workers"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
-def test_states_are_those_of_the_synchronous_loop(make: Callable[[int], Any], n_workers: int) -> None:
+@pytest.mark.parametrize(
+    ("make", "n_workers"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_states_are_those_of_the_synchronous_loop(
+    make: Callable[[int], Any], n_workers: int
+) -> None:
     """At every batch of two epochs and at their ends, at any depth; and each resumes the other."""
     bare = noted(make(n_workers), 2)
     for depth in (0, 1, 3) if n_workers == 0 else (3,):
         found = noted(wrap_loader(make(n_workers), device="cpu", depth=depth), 2)
         assert same([list(one) for one in found], [list(one) for one in bare])
-    for i in range(len(bare)) if n_workers == 0 else (6,):  # processes take their time to start
+    for i in range(len(bare)) if n_workers == 0 else (6,):
+        # Processes take their time to start.
         state = bare[i][1]
         want = rest_of(make(n_workers), state)
         assert same(rest_of(wrap_loader(make(n_workers), device="cpu", depth=3), state), want)
-        if bare[i][0] is not None and make is not nodes:  # at its end, an epoch is over; nodes begin the next with its last batch
+        if bare[i][0] is not None and make is not nodes:
+            # At its end, an epoch is over; nodes begin the next with its last batch.
             n = next(n for n, (batch, _) in enumerate(bare[i + 1 :]) if batch is None)
             assert same(want, [batch for batch, _ in bare[i + 1 : i + 1 + n]])
 
@@ -133,7 +147,8 @@ def test_an_epoch_is_resumed_twice(n_workers: int, depth: int) -> None:
         for _, batch in zip(range(n), loader, strict=False):
             got.append(batch)
             state = loader.state_dict()
-    got += list(loader)  # all of the first epoch was lent: the second
+    # All of the first epoch was lent: the second.
+    got += list(loader)
     assert same(got, want)
 
 
@@ -155,13 +170,15 @@ def test_a_state_that_the_loader_goes_on_changing() -> None:
 
     class Live:
         def __init__(self) -> None:
-            self.state, self.asked = {"done": [0]}, [threading.Event() for _ in range(N_BATCHES)]
+            self.state = {"done": [0]}
+            self.asked = [threading.Event() for _ in range(N_BATCHES)]
 
         def __iter__(self) -> Iterator[Any]:
             for i in range(N_BATCHES):
                 self.state["done"][0] = i + 1
                 yield torch.tensor([i])
-                self.asked[i].set()  # and the next batch is made
+                # And the next batch is made.
+                self.asked[i].set()
 
         def state_dict(self) -> dict[str, Any]:
             return self.state
@@ -241,12 +258,18 @@ def test_the_state_is_taken_by_the_reader() -> None:
     assert threads == ["MainThread"] + ["pinfeed-read"] * N_BATCHES
 
 
-# ---- where a StatefulDataLoader would be -----------------------------------------------------------------------------
+# ---- where a StatefulDataLoader would be ---------------------------------------------------------
 
 
 def readers() -> Any:
     return wrap_readers(
-        range(8), range(8), read_input=lambda i: [i], get_output=lambda i: [i], batch_size=2, one_read_count=1, device="cpu"
+        range(8),
+        range(8),
+        read_input=lambda i: [i],
+        get_output=lambda i: [i],
+        batch_size=2,
+        one_read_count=1,
+        device="cpu",
     )
 
 
@@ -258,8 +281,11 @@ FEEDERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("make", FEEDERS.values(), ids=FEEDERS)
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")  # one process, as it says
-def test_feeders_are_stateful_and_are_in_a_distributed_checkpoint(make: Callable[[], Any], tmp_path: Any) -> None:
+# One process, as it says.
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
+def test_feeders_are_stateful_and_are_in_a_distributed_checkpoint(
+    make: Callable[[], Any], tmp_path: Any
+) -> None:
     with make() as feeder:
         assert isinstance(feeder, Stateful)
         assert isinstance(feeder, CheckpointStateful)

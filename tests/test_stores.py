@@ -57,7 +57,8 @@ class TestMmapStoreWithoutTheSystemCall(TestMmapStore):
 
 class TestMmapStoreOfShards(StoreTests):
     def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
-        cuts = [0, 1, 1, 5, 6, len(array)]  # uneven, one of them empty
+        # Uneven, one of them empty.
+        cuts = [0, 1, 1, 5, 6, len(array)]
         for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
             np.save(tmp_path / f"x-{i}.npy", array[start:stop])
         return MmapStore(tmp_path / "x-*.npy", mode="r+", dtype=array.dtype)
@@ -82,7 +83,7 @@ def gathered(store: Any, rows: Any) -> np.ndarray:
     return out
 
 
-# ---- ArrayStore ------------------------------------------------------------------------------------------------------
+# ---- ArrayStore ----------------------------------------------------------------------------------
 
 
 def test_array_store_shares_memory_with_a_tensor() -> None:
@@ -121,7 +122,7 @@ def test_array_store_refuses(source: Any, message: str) -> None:
         ArrayStore(source)
 
 
-# ---- MmapStore -------------------------------------------------------------------------------------------------------
+# ---- MmapStore -----------------------------------------------------------------------------------
 
 
 def test_mmap_store_is_read_only_unless_asked(tmp_path: Path) -> None:
@@ -153,13 +154,17 @@ def test_mmap_store_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
 @pytest.mark.parametrize("to", ["mid-page", "mid-file", "nothing"])
 @pytest.mark.parametrize("rows", [[70, 20, 99, 5], [96, 97, 98, 99]], ids=["scattered", "run"])
 @pytest.mark.parametrize("call", [True, False], ids=["one call", "row by row"])
-def test_a_file_that_shrinks_is_an_error(tmp_path: Path, to: str, rows: list[int], call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_shrinks_is_an_error(
+    tmp_path: Path, to: str, rows: list[int], call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     if not call:
         monkeypatch.setattr(linux_aio.Requests, "make", lambda: None)
     path = saved(tmp_path / "x.npy", np.ones((100, 1000)))
     with MmapStore(path) as store:
         gathered(store, rows)
-        os.truncate(path, {"mid-page": path.stat().st_size - 10, "mid-file": 100_000, "nothing": 0}[to])
+        os.truncate(
+            path, {"mid-page": path.stat().st_size - 10, "mid-file": 100_000, "nothing": 0}[to]
+        )
         with pytest.raises(errors.ReadError, match="shrunk"):
             gathered(store, rows)
 
@@ -180,7 +185,9 @@ def test_a_file_that_goes_away_before_it_is_read(tmp_path: Path) -> None:
             gathered(store, [3])
 
 
-def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_disk_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = saved(tmp_path / "x.npy", np.arange(10.0))
 
     def fails(*args: Any) -> int:
@@ -193,7 +200,9 @@ def test_an_error_of_the_disk_names_the_file(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("call", [True, False], ids=["one call", "row by row"])
-def test_a_write_that_fails_is_the_error_it_is(tmp_path: Path, call: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_write_that_fails_is_the_error_it_is(
+    tmp_path: Path, call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The system refuses to write beyond a limit, as it does on a full disk; rows before it are written."""
     if not call:
         monkeypatch.setattr(linux_aio.Requests, "make", lambda: None)
@@ -219,7 +228,9 @@ def test_a_file_that_shrank_is_not_made_longer_by_a_write(tmp_path: Path) -> Non
         assert path.stat().st_size == 500
 
 
-def test_every_shard_is_flushed_even_if_one_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_shard_is_flushed_even_if_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And one that failed is tried again the next time."""
     for i in range(3):
         np.save(tmp_path / f"{i}.npy", np.zeros(10))
@@ -240,7 +251,9 @@ def test_every_shard_is_flushed_even_if_one_fails(tmp_path: Path, monkeypatch: p
     assert synced[3:] == synced[1:2]
 
 
-def test_an_interrupted_call_does_not_answer_the_next_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_interrupted_call_does_not_answer_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     path = saved(tmp_path / "x.npy", np.arange(100.0))
 
     def interrupted(self: Any, n: int) -> Any:
@@ -313,7 +326,7 @@ def test_rows_of_no_bytes(tmp_path: Path) -> None:
         assert gathered(store, [3, 1]).shape == (2, 0)
 
 
-# ---- PinnedStore -----------------------------------------------------------------------------------------------------
+# ---- PinnedStore ---------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA")
@@ -345,18 +358,29 @@ class Unlockable(mmap.mmap):
             raise OSError(12, "Cannot allocate memory")
 
 
-@pytest.mark.parametrize(("by", "reason"), [("driver", "cudaErrorMemoryAllocation: out of memory"), ("system", "Cannot allocate memory")])
-def test_memory_that_cannot_be_locked(by: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr("pinfeed.stores.pinned._cuda_runtime", lambda pin: Refusing() if pin else None)
+@pytest.mark.parametrize(
+    ("by", "reason"),
+    [("driver", "cudaErrorMemoryAllocation: out of memory"), ("system", "Cannot allocate memory")],
+)
+def test_memory_that_cannot_be_locked(
+    by: str, reason: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        "pinfeed.stores.pinned._cuda_runtime", lambda pin: Refusing() if pin else None
+    )
     if by == "system":
         monkeypatch.setattr("pinfeed.memory.buffer_pool.mmap.mmap", Unlockable)
     store = PinnedStore.zeros((1000, 3), pin="auto")
     assert not store.page_locked
     assert store.array.shape == (1000, 3)
     assert not store.array.any()
-    assert re.search(rf"12000 bytes cannot be page-locked \(.*{reason}; `ulimit -l` is", caplog.text)
+    assert re.search(
+        rf"12000 bytes cannot be page-locked \(.*{reason}; `ulimit -l` is", caplog.text
+    )
     assert "the rows are in ordinary memory" in caplog.text
-    with pytest.raises(errors.DeviceError, match=rf"{reason}.* or give pin='auto' for ordinary memory"):
+    with pytest.raises(
+        errors.DeviceError, match=rf"{reason}.* or give pin='auto' for ordinary memory"
+    ):
         PinnedStore.zeros((1000, 3), pin=True)
 
 
@@ -418,7 +442,12 @@ def test_pinned_store_copies_what_it_is_given(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_random_rows_are_reproducible(dtype: str) -> None:
-    a, b, c = (PinnedStore.normal((1000, 50), dtype, mean=2, std=3, seed=seed, pin=False).array.astype(float) for seed in (1, 1, 2))
+    a, b, c = (
+        PinnedStore.normal((1000, 50), dtype, mean=2, std=3, seed=seed, pin=False).array.astype(
+            float
+        )
+        for seed in (1, 1, 2)
+    )
     assert (a == b).all()
     assert (a != c).any()
     assert abs(a.mean() - 2) < 0.1
@@ -448,7 +477,10 @@ WRONG_SHAPES = {
     ("3", 2): "expected .*, whole numbers",
     "32": "shape='32'; expected .*, whole numbers",
     5: "shape=5; expected .*, whole numbers",
-    (2**62, 4): r"shape \(4611686018427387904, 4\) of float32 takes 73,786,976,294,838,206,464 bytes; expected at most 9,223,372,036,854",
+    (
+        2**62,
+        4,
+    ): r"shape \(4611686018427387904, 4\) of float32 takes 73,786,976,294,838,206,464 bytes; expected at most 9,223,372,036,854",
     (2**61,): "takes 9,223,372,036,854,775,808 bytes",
     (2**61 - 1,): "takes 9,223,372,036,854,775,804 bytes",
     (2**70, 0): "expected at most",
@@ -505,7 +537,9 @@ def test_arrays_with_memory_for_each_element_can_be_written(name: str) -> None:
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("name", SHARING)
-def test_arrays_that_share_memory_with_themselves_are_read_and_not_written(name: str, depth: int) -> None:
+def test_arrays_that_share_memory_with_themselves_are_read_and_not_written(
+    name: str, depth: int
+) -> None:
     source = SHARING[name]
     before = np.array(source.tolist(), np.float32)
     store = ArrayStore(source)
@@ -514,7 +548,10 @@ def test_arrays_that_share_memory_with_themselves_are_read_and_not_written(name:
         store.scatter(np.arange(2), np.zeros((2, *store.row_shape), np.float32))
     with Feeder(source, batch_size=4, depth=depth) as feeder:
         np.testing.assert_array_equal(torch.cat(list(feeder)).numpy(force=True), before)
-        with pytest.raises(errors.WriteBackError, match=r"write_back to source: .* several elements are the same memory, .* give a copy"):
+        with pytest.raises(
+            errors.WriteBackError,
+            match=r"write_back to source: .* several elements are the same memory, .* give a copy",
+        ):
             for batch in feeder.batches():
                 batch.write_back(batch.data)
     np.testing.assert_array_equal(source, before)
@@ -526,7 +563,9 @@ def test_arrays_that_share_memory_with_themselves_are_read_and_not_written(name:
     strides=st.lists(st.integers(-9, 9), min_size=3, max_size=3),
 )
 @settings(deadline=None, max_examples=300)
-def test_no_array_that_shares_memory_with_itself_is_written(shape: list[int], strides: list[int]) -> None:
+def test_no_array_that_shares_memory_with_itself_is_written(
+    shape: list[int], strides: list[int]
+) -> None:
     numbers = np.arange(200, dtype=np.uint8)
     array = np.lib.stride_tricks.as_strided(numbers[100:], shape, strides[: len(shape)])
     if len(np.unique(array)) < array.size:
@@ -548,7 +587,10 @@ def test_more_memory_than_an_address_can_tell() -> None:
 
 
 def test_a_file_that_is_overwritten_is_replaced_when_the_new_one_is_whole(tmp_path: Path) -> None:
-    """An open file goes on as it was; a link stays one, and so do permissions. What a killed process has left is in nobody's way."""
+    """An open file goes on as it was; a link stays one, and so do permissions.
+
+    What a killed process has left is in nobody's way.
+    """
     np.save(tmp_path / "old.npy", np.ones((3, 2), np.float32))
     (tmp_path / "old.npy").chmod(0o640)
     (tmp_path / f"old.npy.{os.getpid()}.writing").write_bytes(b"left")
@@ -567,7 +609,11 @@ def test_a_store_of_ones_own(tmp_path: Path) -> None:
     """Whatever keeps the contract can be fed."""
 
     class Squares:
-        n_rows, row_shape, dtype, writable, resident_bytes = 1000, (2,), np.dtype(np.int64), False, 0
+        n_rows = 1000
+        row_shape = (2,)
+        dtype = np.dtype(np.int64)
+        writable = False
+        resident_bytes = 0
 
         def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
             out[:, 0], out[:, 1] = rows, rows**2

@@ -42,20 +42,31 @@ class Pulled(torch.optim.Optimizer):
                     continue
                 state = self.state[p]
                 if not state:
-                    state["n"], state["norm"], state["origin"] = 0, torch.zeros(()), p.detach().clone()
+                    state["n"], state["norm"], state["origin"] = (
+                        0,
+                        torch.zeros(()),
+                        p.detach().clone(),
+                    )
                 state["n"] += 1
-                state["norm"] += 0.25  # a tensor, one for the table
+                # A tensor, one for the table.
+                state["norm"] += 0.25
                 p.sub_(p.grad, alpha=group["lr"]).lerp_(state["origin"], 1 - 0.9 ** state["n"])
 
 
-SGD, ADAM, ZERO = torch.optim.SGD, torch.optim.Adam, 0.0
+SGD = torch.optim.SGD
+ADAM = torch.optim.Adam
+ZERO = 0.0
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], dict[str, float | None]]] = {
     # What is kept for each row, and what it begins with: None for a copy of the weights.
     "SGD": (SGD, {"lr": 0.1, "weight_decay": 0.01}, {}),
     "momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}, {"momentum_buffer": 0}),
     "Nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, {"momentum_buffer": 0}),
     "Adam": (ADAM, {"lr": 0.1}, {"exp_avg": 0, "exp_avg_sq": 0}),
-    "amsgrad": (ADAM, {"lr": 0.1, "amsgrad": True, "weight_decay": 0.1}, {"exp_avg": 0, "exp_avg_sq": 0, "max_exp_avg_sq": 0}),
+    "amsgrad": (
+        ADAM,
+        {"lr": 0.1, "amsgrad": True, "weight_decay": 0.1},
+        {"exp_avg": 0, "exp_avg_sq": 0, "max_exp_avg_sq": 0},
+    ),
     "AdamW": (torch.optim.AdamW, {"lr": 0.1}, {"exp_avg": 0, "exp_avg_sq": 0}),
     "foreach": (torch.optim.AdamW, {"lr": 0.1, "foreach": True}, {"exp_avg": 0, "exp_avg_sq": 0}),
     "Adamax": (torch.optim.Adamax, {"lr": 0.1}, {"exp_avg": 0, "exp_inf": 0}),
@@ -73,7 +84,8 @@ OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], dict[str, float | None]]] = {
     "SparseAdam": (torch.optim.SparseAdam, {"lr": 0.1}, {"exp_avg": 0, "exp_avg_sq": 0}),
     "Pulled": (Pulled, {}, {"origin": None}),
 }
-DENSE = [name for name in OPTIMIZERS if name != "SparseAdam"]  # sparse tensors are not simulated
+# Sparse tensors are not simulated.
+DENSE = [name for name in OPTIMIZERS if name != "SparseAdam"]
 
 Ids = list[int]
 FIXED: list[tuple[Ids, Ids, Ids]] = [
@@ -115,38 +127,64 @@ class Run:
         switch_after: int | None = None,
     ) -> None:
         self.optimizer_class, self.options, self.initial = OPTIMIZERS[optimizer]
-        self.does, self.stop_after, self.switch_after = does, stop_after, switch_after
+        self.does = does
+        self.stop_after = stop_after
+        self.switch_after = switch_after
         rng = np.random.default_rng(len(batches))
         self.tables = [rng.standard_normal(shape).astype("f4") for shape in (USERS, ITEMS)]
         self.batches = [
-            {"user": torch.tensor(u), "item": (torch.tensor(a), torch.tensor(b)), "y": torch.from_numpy(rng.random(len(u), "f4"))}
+            {
+                "user": torch.tensor(u),
+                "item": (torch.tensor(a), torch.tensor(b)),
+                "y": torch.from_numpy(rng.random(len(u), "f4")),
+            }
             for u, a, b in batches
         ]
         self.losses: list[torch.Tensor] = []
         self.state: list[dict[str, Any]] = [{}, {}]
 
     @staticmethod
-    def loss(users: Callable[..., torch.Tensor], items: Callable[..., torch.Tensor], batch: Any) -> torch.Tensor:
+    def loss(
+        users: Callable[..., torch.Tensor], items: Callable[..., torch.Tensor], batch: Any
+    ) -> torch.Tensor:
         one, other = batch["item"]
-        return ((users(batch["user"]).sum(1) + (items(one) * items(other)).sum(1) - batch["y"]) ** 2).mean()
+        return (
+            (users(batch["user"]).sum(1) + (items(one) * items(other)).sum(1) - batch["y"]) ** 2
+        ).mean()
 
     def actions(self, i: int) -> tuple[bool, int, bool]:
         """Whether batch ``i`` changes rows by hand, how often it has gradients, and whether they are used."""
         what = self.does[i % len(self.does)]
-        return what == "by hand", {"step": 1, "drop": 1, "twice": 2, "look": 2}.get(what, 0), what != "drop"
+        return (
+            what == "by hand",
+            {"step": 1, "drop": 1, "twice": 2, "look": 2}.get(what, 0),
+            what != "drop",
+        )
 
     def synchronous(self) -> "Run":
         """Rows are taken from arrays and put back by hand, with nothing of pinfeed's."""
-        rows = [{k: np.full_like(t, v) if v is not None else t.copy() for k, v in self.initial.items()} for t in self.tables]
+        rows = [
+            {k: np.full_like(t, v) if v is not None else t.copy() for k, v in self.initial.items()}
+            for t in self.tables
+        ]
         begun, own = False, [{}, {}]
         for i, batch in enumerate(self.batches[: self.stop_after]):
             unique = [np.unique(batch["user"]), np.unique(torch.cat(batch["item"]))]
-            blocks = [nn.Parameter(torch.from_numpy(table[ids])) for table, ids in zip(self.tables, unique, strict=True)]
+            blocks = [
+                nn.Parameter(torch.from_numpy(table[ids]))
+                for table, ids in zip(self.tables, unique, strict=True)
+            ]
             optimizer = self.optimizer_class(blocks, **self.options)
             if begun:
                 for block, ids, kept, one in zip(blocks, unique, rows, own, strict=True):
-                    optimizer.state[block] = {**one, **{key: torch.from_numpy(kept[key][ids]) for key in kept}}
-            lookups = [partial(lookup, block, torch.from_numpy(ids)) for block, ids in zip(blocks, unique, strict=True)]
+                    optimizer.state[block] = {
+                        **one,
+                        **{key: torch.from_numpy(kept[key][ids]) for key in kept},
+                    }
+            lookups = [
+                partial(lookup, block, torch.from_numpy(ids))
+                for block, ids in zip(blocks, unique, strict=True)
+            ]
             by_hand, n_losses, used = self.actions(i)
             if by_hand:
                 with torch.no_grad():
@@ -155,15 +193,20 @@ class Run:
                 loss = self.loss(*lookups, batch)
                 loss.backward()
                 if self.optimizer_class is torch.optim.SparseAdam:
-                    for block in blocks:  # all rows, in order: what they add up to is known already
-                        block.grad = torch.sparse_coo_tensor(torch.arange(len(block))[None], block.grad, check_invariants=True)
+                    for block in blocks:
+                        # All rows, in order: what they add up to is known already.
+                        block.grad = torch.sparse_coo_tensor(
+                            torch.arange(len(block))[None], block.grad, check_invariants=True
+                        )
                 if used:
                     optimizer.step()
                 optimizer.zero_grad()
                 self.losses.append(loss.detach())
                 if self.does[i % len(self.does)] == "look":
                     seen = torch.from_numpy(self.tables[0].copy())
-                    self.losses.append(seen.index_copy(0, torch.from_numpy(unique[0]), blocks[0].detach()))
+                    self.losses.append(
+                        seen.index_copy(0, torch.from_numpy(unique[0]), blocks[0].detach())
+                    )
             for table, block, ids in zip(self.tables, blocks, unique, strict=True):
                 table[ids] = block.detach()
             if n_losses and used:
@@ -176,14 +219,24 @@ class Run:
             self.state = [{**kept, **one} for kept, one in zip(rows, own, strict=True)]
         return self
 
-    def fed(self, device: Any, depth: int, *, verify: bool = False, stores: Callable[[Any], Any] = ArrayStore) -> "Run":
+    def fed(
+        self,
+        device: Any,
+        depth: int,
+        *,
+        verify: bool = False,
+        stores: Callable[[Any], Any] = ArrayStore,
+    ) -> "Run":
         host = getattr(device, "host", lambda value: value.cpu().clone())
         users, items = (
-            HostEmbedding(*t.shape, store=stores(t), name=name) for t, name in zip(self.tables, ("users", "items"), strict=True)
+            HostEmbedding(*t.shape, store=stores(t), name=name)
+            for t, name in zip(self.tables, ("users", "items"), strict=True)
         )
         optimizer = RowOptimizer(self.optimizer_class, [users, items], **self.options)
         looked_up = {users: lambda batch: batch["user"], items: "item"}
-        loop = train_rows(self.batches, looked_up, optimizer=optimizer, device=device, depth=depth, verify=verify)
+        loop = train_rows(
+            self.batches, looked_up, optimizer=optimizer, device=device, depth=depth, verify=verify
+        )
         losses: list[torch.Tensor] = []
         with loop:
             for i, batch in enumerate(loop):
@@ -191,22 +244,36 @@ class Run:
                 if i + 1 == self.stop_after:
                     break
                 if self.switch_after is not None and i + 1 >= self.switch_after:
-                    switch(device, ("compute", "another")[(i - self.switch_after) % 2])  # to and fro
-                del batch  # not held while the next one is made: its memory can be given out again
-        self.tables = [table.store.array.copy() for table in (users, items)]  # what the user reads right after the loop
+                    switch(
+                        device, ("compute", "another")[(i - self.switch_after) % 2]
+                    )  # to and fro
+                # Not held while the next one is made: its memory can be given out again.
+                del batch
+        # What the user reads right after the loop.
+        self.tables = [table.store.array.copy() for table in (users, items)]
         if optimizer.tables[users].begun:
             own = [found["state"] for found in optimizer.state_dict()["tables"]]
-            rows = [{r.key: s.array.copy() for r, s in zip(t.layout.rows, t.stores, strict=True)} for t in optimizer.tables.values()]
+            rows = [
+                {r.key: s.array.copy() for r, s in zip(t.layout.rows, t.stores, strict=True)}
+                for t in optimizer.tables.values()
+            ]
             self.state = [{**one, **kept} for one, kept in zip(own, rows, strict=True)]
         later = self.temporaries(device, 7.0)
         self.losses = [host(loss) for loss in losses]
-        self.state = [{key: host(v) if isinstance(v, torch.Tensor) else v for key, v in one.items()} for one in self.state]
+        self.state = [
+            {key: host(v) if isinstance(v, torch.Tensor) else v for key, v in one.items()}
+            for one in self.state
+        ]
         if isinstance(device, SimTorchDevice):
             device.drain()
-        assert all(bool((host(tensor) == 7).all()) for tensor in later), "memory written after the loop had ended"
+        assert all(bool((host(tensor) == 7).all()) for tensor in later), (
+            "memory written after the loop had ended"
+        )
         return self
 
-    def body(self, i: int, batch: Any, users: Any, items: Any, optimizer: Any, losses: list[torch.Tensor]) -> None:
+    def body(
+        self, i: int, batch: Any, users: Any, items: Any, optimizer: Any, losses: list[torch.Tensor]
+    ) -> None:
         by_hand, n_losses, used = self.actions(i)
         if by_hand:
             with torch.no_grad():
@@ -226,8 +293,15 @@ class Run:
         """What a model needs in between, as large as the parts of the largest batch."""
         if isinstance(device, SimTorchDevice):
             device = META
-        most = [max(len(batch["user"]) for batch in self.batches), max(len(set(torch.cat(b["item"]).tolist())) for b in self.batches)]
-        made = [torch.full((n, d), value, device=device) for n, d in zip(most, (3, 2), strict=True) for _ in range(4)]
+        most = [
+            max(len(batch["user"]) for batch in self.batches),
+            max(len(set(torch.cat(b["item"]).tolist())) for b in self.batches),
+        ]
+        made = [
+            torch.full((n, d), value, device=device)
+            for n, d in zip(most, (3, 2), strict=True)
+            for _ in range(4)
+        ]
         return made + [torch.full((n,), int(value), device=device) for n in most for _ in range(2)]
 
 
@@ -258,7 +332,9 @@ def assert_same(got: Run, want: Run) -> None:
             assert same(one[key], other[key]), f"{name}, {key}"
 
 
-def check(device: Any, depth: int, optimizer: str, *args: Any, verify: bool = False, **kwargs: Any) -> None:
+def check(
+    device: Any, depth: int, optimizer: str, *args: Any, verify: bool = False, **kwargs: Any
+) -> None:
     got = Run(optimizer, *args, **kwargs)
     if isinstance(device, SimTorchDevice):
         with device.factories():
@@ -277,7 +353,7 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(n_threads)
 
 
-# ---- the CPU ---------------------------------------------------------------------------------------------------------
+# ---- the CPU -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("does", [PLAIN, MIXED], ids=["plain", "mixed"])
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -290,7 +366,10 @@ def test_an_embedding_of_torchs_is_trained_alike(sparse: bool) -> None:
     """Where the optimizer leaves a row alone whose gradient is zero, the rows' rule is that of the whole table."""
     made: Any = torch.optim.Adagrad if sparse else SGD
     start = np.random.default_rng(0).standard_normal((12, 8)).astype("f4")
-    plain, ours = nn.Embedding.from_pretrained(torch.from_numpy(start.copy()), freeze=False), HostEmbedding(12, 8, store=ArrayStore(start))
+    plain, ours = (
+        nn.Embedding.from_pretrained(torch.from_numpy(start.copy()), freeze=False),
+        HostEmbedding(12, 8, store=ArrayStore(start)),
+    )
     dense, rows = made(plain.parameters(), lr=0.1), RowOptimizer(made, [ours], lr=0.1)
     batches = [torch.tensor(ids) for ids, _, _ in FIXED]
     for ids in batches:
@@ -304,7 +383,7 @@ def test_an_embedding_of_torchs_is_trained_alike(sparse: bool) -> None:
     np.testing.assert_array_equal(start, plain.weight.detach())
 
 
-# ---- the simulated device itself -------------------------------------------------------------------------------------
+# ---- the simulated device itself -----------------------------------------------------------------
 class TestSimTorchDevice(DeviceTests):
     def make(self) -> SimTorchDevice:
         return SimTorchDevice()
@@ -317,7 +396,8 @@ def test_torch_is_queued_until_a_value_is_needed() -> None:
         ids, step = torch.tensor([0, 2, 2], device=META), torch.tensor(3.0)
         loss = (functional.embedding(ids, weight) * step).sum()
         loss.backward()
-        step += 1  # on the host, after work with it was queued
+        # On the host, after work with it was queued.
+        step += 1
         assert isinstance(weight.grad, SimTensor)
         expected = [[3, 3], [0, 0], [6, 6]]
         assert weight.grad.raw.tolist() != expected  # not yet
@@ -329,14 +409,20 @@ def test_torch_is_queued_until_a_value_is_needed() -> None:
             device.drain()
 
 
-# ---- simulated -------------------------------------------------------------------------------------------------------
+# ---- simulated -----------------------------------------------------------------------------------
 CROSS = list(itertools.product(DENSE, (0, 1, 2, 4), (False, True), (PLAIN, MIXED), (None, 3)))
 
 
 @pytest.mark.parametrize("corner", CORNERS)
 def test_corner_schedules(corner: str) -> None:
     for optimizer, depth, direct, does, stop_after in random.Random(corner).sample(CROSS, 2):
-        check(SimTorchDevice(CORNERS[corner](), direct=direct), depth, optimizer, does=does, stop_after=stop_after)
+        check(
+            SimTorchDevice(CORNERS[corner](), direct=direct),
+            depth,
+            optimizer,
+            does=does,
+            stop_after=stop_after,
+        )
 
 
 @pytest.mark.parametrize("optimizer", DENSE)
@@ -351,11 +437,20 @@ def random_run(seed: int) -> None:
     def ids(n: int, below: int) -> Ids:
         return [rng.randrange(below) for _ in range(n)]
 
-    batches = [(ids(n, 12), ids(n, 9), ids(n, 9)) for n in (rng.randint(1, 6) for _ in range(rng.randint(1, 8)))]
+    batches = [
+        (ids(n, 12), ids(n, 9), ids(n, 9))
+        for n in (rng.randint(1, 6) for _ in range(rng.randint(1, 8)))
+    ]
     does = [rng.choice(MIXED) for _ in range(rng.randint(1, 5))]
     device = SimTorchDevice(randomly(seed), direct=rng.random() < 0.5)
-    options: dict[str, Any] = {"does": does, "stop_after": rng.choice([None, 1, 3]), "switch_after": rng.choice([None, None, 1, 3])}
-    check(device, rng.randint(0, 4), rng.choice(DENSE), batches, verify=rng.random() < 0.2, **options)
+    options: dict[str, Any] = {
+        "does": does,
+        "stop_after": rng.choice([None, 1, 3]),
+        "switch_after": rng.choice([None, None, 1, 3]),
+    }
+    check(
+        device, rng.randint(0, 4), rng.choice(DENSE), batches, verify=rng.random() < 0.2, **options
+    )
 
 
 @pytest.mark.parametrize("seed", range(50))
@@ -374,7 +469,13 @@ def test_many_random_schedules(start: int) -> None:
 @pytest.mark.parametrize("corner", CORNERS)
 def test_corner_schedules_with_everything(corner: str) -> None:
     for optimizer, depth, direct, does, stop_after in CROSS:
-        check(SimTorchDevice(CORNERS[corner](), direct=direct), depth, optimizer, does=does, stop_after=stop_after)
+        check(
+            SimTorchDevice(CORNERS[corner](), direct=direct),
+            depth,
+            optimizer,
+            does=does,
+            stop_after=stop_after,
+        )
 
 
 def looked_up(n: int) -> Any:
@@ -387,9 +488,17 @@ def looked_up(n: int) -> Any:
 table_batches = st.lists(st.integers(1, 5).flatmap(looked_up), min_size=1, max_size=7)
 
 
-@given(st.lists(st.integers(0, 5), max_size=400), table_batches, st.integers(0, 3), st.booleans(), st.sampled_from(DENSE))
+@given(
+    st.lists(st.integers(0, 5), max_size=400),
+    table_batches,
+    st.integers(0, 3),
+    st.booleans(),
+    st.sampled_from(DENSE),
+)
 @settings(max_examples=30, deadline=None)
-def test_any_schedule(moves: list[int], batches: list[tuple[Ids, Ids, Ids]], depth: int, direct: bool, optimizer: str) -> None:
+def test_any_schedule(
+    moves: list[int], batches: list[tuple[Ids, Ids, Ids]], depth: int, direct: bool, optimizer: str
+) -> None:
     coming = iter(moves)
 
     def choose(ready: Any) -> str | None:
@@ -398,9 +507,16 @@ def test_any_schedule(moves: list[int], batches: list[tuple[Ids, Ids, Ids]], dep
     check(SimTorchDevice(choose, direct=direct), depth, optimizer, batches, does=MIXED)
 
 
-WORST = ("fast ", "fast read+pinfeed-read", "fast compute+pinfeed-read", "compute stalls after 40, all else late but read")
+WORST = (
+    "fast ",
+    "fast read+pinfeed-read",
+    "fast compute+pinfeed-read",
+    "compute stalls after 40, all else late but read",
+)
 VARIANTS: list[tuple[bool, dict[str, Any]]] = [
-    (direct, kwargs) for direct in (False, True) for kwargs in ({}, {"batches": GROWING}, {"stop_after": 3})
+    (direct, kwargs)
+    for direct in (False, True)
+    for kwargs in ({}, {"batches": GROWING}, {"stop_after": 3})
 ]
 
 
@@ -414,12 +530,17 @@ def synchronisations() -> list[tuple[str, int]]:
     return sorted(sites)
 
 
-@pytest.mark.parametrize("site", synchronisations(), ids=lambda s: linecache.getline(*s).split("#")[0].strip())
+@pytest.mark.parametrize(
+    "site", synchronisations(), ids=lambda s: linecache.getline(*s).split("#")[0].strip()
+)
 def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
     """A device that is deaf to one of them computes something else, or uses freed memory, in some schedule."""
     assert site[0].endswith("transfer.py"), "a wait or sync outside of transfer.py"
     every = itertools.product(VARIANTS, WORST)
-    assert any(fails(SimTorchDevice(CORNERS[corner](), direct=direct, deaf_to=site), kwargs) for (direct, kwargs), corner in every)
+    assert any(
+        fails(SimTorchDevice(CORNERS[corner](), direct=direct, deaf_to=site), kwargs)
+        for (direct, kwargs), corner in every
+    )
 
 
 def fails(device: SimTorchDevice, kwargs: dict[str, Any]) -> bool:
@@ -430,7 +551,7 @@ def fails(device: SimTorchDevice, kwargs: dict[str, Any]) -> bool:
     return False
 
 
-# ---- loops that end early --------------------------------------------------------------------------------------------
+# ---- loops that end early ------------------------------------------------------------------------
 @pytest.mark.parametrize("simulated", [False, True], ids=["cpu", "simulated"])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_what_was_stepped_before_an_error_counts(depth: int, simulated: bool) -> None:
@@ -447,17 +568,19 @@ def test_what_was_stepped_before_an_error_counts(depth: int, simulated: bool) ->
     device = SimTorchDevice(lazy) if simulated else None
     with pytest.raises(Stop), device.factories() if device else torch.enable_grad():
         got.fed(device or "cpu", depth)
-    for table, expected in zip(got.tables, want.tables, strict=True):  # the arrays that the stores were given
+    for table, expected in zip(got.tables, want.tables, strict=True):
+        # The arrays that the stores were given.
         np.testing.assert_array_equal(table, expected)
 
 
-# ---- verify ----------------------------------------------------------------------------------------------------------
+# ---- verify --------------------------------------------------------------------------------------
 class Faulty(ArrayStore):
     """Row 4 is read, or written, wrongly once."""
 
     def __init__(self, array: Any, what: str) -> None:
         super().__init__(array)
-        self.what, self.wrong = what, False
+        self.what = what
+        self.wrong = False
 
     def gather(self, rows: Any, out: Any) -> None:
         super().gather(rows, out)
@@ -481,16 +604,30 @@ class Faulty(ArrayStore):
         ("scatter", None, "batch 4: users, weights?, row 4 is "),
     ],
 )
-def test_verify_names_what_differs(what: str, stop_after: int | None, message: str, depth: int) -> None:
+def test_verify_names_what_differs(
+    what: str, stop_after: int | None, message: str, depth: int
+) -> None:
     run = Run("SGD", stop_after=stop_after)
     with pytest.raises(VerificationError, match=message):
-        run.fed("cpu", depth, verify=True, stores=lambda array: Faulty(array, what if array.shape == USERS else ""))
+        run.fed(
+            "cpu",
+            depth,
+            verify=True,
+            stores=lambda array: Faulty(array, what if array.shape == USERS else ""),
+        )
 
 
 def test_verify_looks_at_the_stores_after_the_loop() -> None:
     run = Run("SGD", FIXED[:2])
-    with pytest.raises(VerificationError, match=r"after the loop, in the store: users, weights?, row 4"):
-        run.fed("cpu", 1, verify=True, stores=lambda array: Faulty(array, "scatter" if array.shape == USERS else ""))
+    with pytest.raises(
+        VerificationError, match=r"after the loop, in the store: users, weights?, row 4"
+    ):
+        run.fed(
+            "cpu",
+            1,
+            verify=True,
+            stores=lambda array: Faulty(array, "scatter" if array.shape == USERS else ""),
+        )
 
 
 def test_verify_finds_rows_that_were_not_brought_up_to_date() -> None:
@@ -499,17 +636,26 @@ def test_verify_finds_rows_that_were_not_brought_up_to_date() -> None:
             pass
 
     device = Forgetful(favour("read", "pinfeed-read"))
-    with pytest.raises(VerificationError, match=r"batch 1: items, weights?, row 0 is "), device.factories():
+    with (
+        pytest.raises(VerificationError, match=r"batch 1: items, weights?, row 0 is "),
+        device.factories(),
+    ):
         Run("Adam").fed(device, 2, verify=True)
 
 
 @pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
 def test_verify_changes_nothing(direct: bool) -> None:
-    check(SimTorchDevice(favour("read", "pinfeed-read"), direct=direct), 2, "Adam", does=MIXED, verify=True)
+    check(
+        SimTorchDevice(favour("read", "pinfeed-read"), direct=direct),
+        2,
+        "Adam",
+        does=MIXED,
+        verify=True,
+    )
     check("cpu", 2, "Adam", does=MIXED, verify=True)
 
 
-# ---- CUDA ------------------------------------------------------------------------------------------------------------
+# ---- CUDA ----------------------------------------------------------------------------------------
 @pytest.mark.gpu
 @pytest.mark.parametrize("does", [PLAIN, MIXED], ids=["plain", "mixed"])
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -517,7 +663,9 @@ def test_verify_changes_nothing(direct: bool) -> None:
 def test_every_optimizer_on_cuda(optimizer: str, depth: int, does: Sequence[str]) -> None:
     """Against depth 0 there: a GPU adds up in an order of its own."""
     for stop_after in (None, 3):
-        got, want = (Run(optimizer, does=does, stop_after=stop_after).fed("cuda", d) for d in (depth, 0))
+        got, want = (
+            Run(optimizer, does=does, stop_after=stop_after).fed("cuda", d) for d in (depth, 0)
+        )
         assert_same(got, want)
 
 

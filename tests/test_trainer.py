@@ -21,7 +21,10 @@ from pinfeed.training.trainer.history import History, Record
 from pinfeed.training.trainer.loop_checks import LoopWarning
 from pinfeed.training.trainer.recorder import PendingRecord, taken
 
-N, IN, OUT, BATCH = 44, 6, 3, 12
+N = 44
+IN = 6
+OUT = 3
+BATCH = 12
 LOSS = nn.CrossEntropyLoss()
 
 
@@ -35,11 +38,15 @@ def one_thread() -> Iterator[None]:
 
 def dataset() -> TensorDataset:
     generator = torch.Generator().manual_seed(5)
-    return TensorDataset(torch.randn(N, IN, generator=generator), torch.randint(OUT, (N,), generator=generator))
+    return TensorDataset(
+        torch.randn(N, IN, generator=generator), torch.randint(OUT, (N,), generator=generator)
+    )
 
 
 def loader(*, shuffle: bool = False) -> "DataLoader[Any]":
-    return DataLoader(dataset(), batch_size=BATCH, shuffle=shuffle, generator=torch.Generator().manual_seed(3))
+    return DataLoader(
+        dataset(), batch_size=BATCH, shuffle=shuffle, generator=torch.Generator().manual_seed(3)
+    )
 
 
 def network() -> nn.Module:
@@ -47,7 +54,9 @@ def network() -> nn.Module:
     return nn.Sequential(nn.Linear(IN, 8), nn.ReLU(), nn.Linear(8, OUT))
 
 
-def by_hand(model: nn.Module, optimizer: Any, batches: Any, n_epochs: int, loss: Any = LOSS) -> list[float]:
+def by_hand(
+    model: nn.Module, optimizer: Any, batches: Any, n_epochs: int, loss: Any = LOSS
+) -> list[float]:
     losses = []
     for _ in range(n_epochs):
         for x, y in batches:
@@ -65,7 +74,13 @@ def parameters(model: nn.Module) -> torch.Tensor:
 
 def trainer_of(model: nn.Module | None = None, **options: Any) -> Trainer:
     model = model or network()
-    return Trainer(model, LOSS, torch.optim.Adam(model.parameters(), lr=0.01), options.pop("loader", None) or loader(), **options)
+    return Trainer(
+        model,
+        LOSS,
+        torch.optim.Adam(model.parameters(), lr=0.01),
+        options.pop("loader", None) or loader(),
+        **options,
+    )
 
 
 LOOPS: dict[str, Callable[[Trainer], Any]] = {}
@@ -97,7 +112,9 @@ def custom(trainer: Trainer) -> None:
 
 
 @pytest.mark.parametrize("run", LOOPS.values(), ids=LOOPS)
-@pytest.mark.parametrize("options", [{}, {"chunk_size": 5}, {"chunk_size": 5, "strategy": "two_pass"}], ids=str)
+@pytest.mark.parametrize(
+    "options", [{}, {"chunk_size": 5}, {"chunk_size": 5, "strategy": "two_pass"}], ids=str
+)
 def test_equals_the_loop_by_hand(run: Callable[[Trainer], Any], options: dict[str, Any]) -> None:
     model, other = network(), network()
     losses = by_hand(other, torch.optim.Adam(other.parameters(), lr=0.01), loader(shuffle=True), 3)
@@ -105,7 +122,9 @@ def test_equals_the_loop_by_hand(run: Callable[[Trainer], Any], options: dict[st
         run(trainer)
         seen = [row.loss for row in trainer.history.batches]
         assert trainer.chosen is not None
-        assert trainer.chosen.strategy == options.get("strategy", "accumulate" if options else "plain")
+        assert trainer.chosen.strategy == options.get(
+            "strategy", "accumulate" if options else "plain"
+        )
     if options:
         torch.testing.assert_close(parameters(model), parameters(other))
         assert seen == pytest.approx(losses, rel=1e-5)
@@ -123,7 +142,9 @@ def test_accumulated_chunks_equal_those_by_hand_bit_for_bit() -> None:
                 (LOSS(other(a), b) * (len(a) / len(x))).backward()
             optimizer.step()
             optimizer.zero_grad()
-    with Trainer(model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), loader(), chunk_size=5) as trainer:
+    with Trainer(
+        model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), loader(), chunk_size=5
+    ) as trainer:
         trainer.train(3)
     assert torch.equal(parameters(model), parameters(other))
 
@@ -139,8 +160,13 @@ def test_stale_gradients_do_not_count() -> None:
 
 def test_clipping_schedulers_and_several_optimizers() -> None:
     def parts(model: nn.Module) -> tuple[list[Any], list[Any]]:
-        optimizers = [torch.optim.SGD(model[0].parameters(), lr=0.5), torch.optim.Adam(model[2].parameters(), lr=0.05)]  # type: ignore[index]
-        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizers[1], patience=0, threshold=1.0)
+        optimizers = [
+            torch.optim.SGD(model[0].parameters(), lr=0.5),
+            torch.optim.Adam(model[2].parameters(), lr=0.05),
+        ]  # type: ignore[index]
+        plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(
+            optimizers[1], patience=0, threshold=1.0
+        )
         return optimizers, [torch.optim.lr_scheduler.StepLR(optimizers[0], 1, gamma=0.5), plateau]
 
     model, other = network(), network()
@@ -161,7 +187,9 @@ def test_clipping_schedulers_and_several_optimizers() -> None:
     with Trainer(model, LOSS, own, loader(), scheduler=schedulers, clip_norm=0.1) as trainer:
         trainer.train(3)
     assert torch.equal(parameters(model), parameters(other))
-    assert [group["lr"] for one in own for group in one.param_groups] == [group["lr"] for one in optimizers for group in one.param_groups]
+    assert [group["lr"] for one in own for group in one.param_groups] == [
+        group["lr"] for one in optimizers for group in one.param_groups
+    ]
     assert own[0].param_groups[0]["lr"] == 0.0625
 
 
@@ -178,7 +206,12 @@ def test_a_scaler_and_autocast() -> None:
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-    with trainer_of(model, clip_norm=0.5, scaler=torch.amp.GradScaler("cpu", init_scale=8.0), autocast=torch.bfloat16) as trainer:
+    with trainer_of(
+        model,
+        clip_norm=0.5,
+        scaler=torch.amp.GradScaler("cpu", init_scale=8.0),
+        autocast=torch.bfloat16,
+    ) as trainer:
         trainer.train(1)
     assert torch.equal(parameters(model), parameters(other))
 
@@ -189,7 +222,9 @@ def test_feeders_dicts_and_inputs_alone() -> None:
     by_hand(other, torch.optim.Adam(other.parameters(), lr=0.01), loader(), 2)
     with Feeder((x, y), batch_size=BATCH) as feeder, trainer_of(model, loader=feeder) as trainer:
         trainer.train(2)
-        assert trainer.evaluate(feeder)["loss"] == pytest.approx(LOSS(model(dataset().tensors[0]), dataset().tensors[1]).item())
+        assert trainer.evaluate(feeder)["loss"] == pytest.approx(
+            LOSS(model(dataset().tensors[0]), dataset().tensors[1]).item()
+        )
     assert torch.equal(parameters(model), parameters(other))
 
     class Named(nn.Module):
@@ -202,7 +237,13 @@ def test_feeders_dicts_and_inputs_alone() -> None:
 
     named = Named()
     batches = [{"x": torch.ones(4, IN), "scale": torch.arange(4.0)}] * 2
-    with Trainer(named, lambda out, _: out.square().mean(), torch.optim.SGD(named.parameters(), lr=0.01), batches, chunk_size=3) as trainer:
+    with Trainer(
+        named,
+        lambda out, _: out.square().mean(),
+        torch.optim.SGD(named.parameters(), lr=0.01),
+        batches,
+        chunk_size=3,
+    ) as trainer:
         trainer.train(2)
         assert trainer.evaluate(batches)["loss"] < trainer.history.epochs[0].loss
 
@@ -225,14 +266,26 @@ def test_history_is_numbers(tmp_path: Path) -> None:
     for epoch in history.epochs:
         losses = [(row.loss, row.samples) for row in history.batches if row.epoch == epoch.epoch]
         assert epoch.loss == pytest.approx(sum(loss * n for loss, n in losses) / N)
-        assert epoch.seconds >= sum(row.seconds for row in history.batches if row.epoch == epoch.epoch) > 0
-    assert all(row.host_bytes > 1e6 and row.allocated_bytes is None and row.peak_bytes is None for row in history.rows)
+        assert (
+            epoch.seconds
+            >= sum(row.seconds for row in history.batches if row.epoch == epoch.epoch)
+            > 0
+        )
+    assert all(
+        row.host_bytes > 1e6 and row.allocated_bytes is None and row.peak_bytes is None
+        for row in history.rows
+    )
     assert history.evaluations[0].epoch == 2
-    assert not any(isinstance(value, torch.Tensor) for row in history.rows for value in vars(row).values())
+    assert not any(
+        isinstance(value, torch.Tensor) for row in history.rows for value in vars(row).values()
+    )
     for name in ("h.csv", "h.json"):
         history.save(tmp_path / name)
         assert History.load(tmp_path / name).rows == history.rows
-    assert json.loads((tmp_path / "h.json").read_text())[-1]["accuracy"] == history.evaluations[0].metrics["accuracy"]
+    assert (
+        json.loads((tmp_path / "h.json").read_text())[-1]["accuracy"]
+        == history.evaluations[0].metrics["accuracy"]
+    )
     history.draw(tmp_path / "h.png")
     assert (tmp_path / "h.png").stat().st_size > 10_000
 
@@ -240,8 +293,13 @@ def test_history_is_numbers(tmp_path: Path) -> None:
 def test_a_history_says_what_it_has() -> None:
     history = History()
     assert repr(history) == "<History: 0 epochs, 0 batches, 0 evaluations>"
-    history.rows += [Record(kind, 0, batch, 0.5, 1, 0.0, **taken(torch.device("cpu"))) for kind, batch in (("batch", 0), ("epoch", None))]
-    assert repr(history) == "<History: 1 epochs, 1 batches, 0 evaluations, last epoch with loss 0.5>"
+    history.rows += [
+        Record(kind, 0, batch, 0.5, 1, 0.0, **taken(torch.device("cpu")))
+        for kind, batch in (("batch", 0), ("epoch", None))
+    ]
+    assert (
+        repr(history) == "<History: 1 epochs, 1 batches, 0 evaluations, last epoch with loss 0.5>"
+    )
 
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
@@ -249,7 +307,8 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(ArgumentError, match="steps none of the 2 parameters of the model"):
         Trainer(model, LOSS, torch.optim.SGD(other.parameters(), lr=0.1), [])
     model.requires_grad_(requires_grad=False)
-    Trainer(model, LOSS, torch.optim.SGD(other.parameters(), lr=0.1), []).close()  # a frozen one, where something else is trained
+    # A frozen one, where something else is trained.
+    Trainer(model, LOSS, torch.optim.SGD(other.parameters(), lr=0.1), []).close()
 
 
 def test_what_is_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,7 +329,10 @@ def test_what_is_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_losses_are_read_in_groups() -> None:
-    pending, row = PendingRecord(), Record("batch", 0, 0, math.nan, 1, 0.0, **taken(torch.device("cpu")))
+    pending, row = (
+        PendingRecord(),
+        Record("batch", 0, 0, math.nan, 1, 0.0, **taken(torch.device("cpu"))),
+    )
     for i in range(600):
         pending.add(row, torch.tensor(float(i), dtype=torch.bfloat16 if i % 2 else torch.float32))
     assert len(pending._losses) + len(pending._groups) < 100
@@ -327,7 +389,10 @@ def test_a_callback_may_stop() -> None:
     diary = Diary()
     with trainer_of(callbacks=[StopsAt(6), diary]) as trainer:
         trainer.train(5)
-        assert [len([row for row in trainer.history.batches if row.epoch == epoch]) for epoch in range(3)] == [4, 2, 0]
+        assert [
+            len([row for row in trainer.history.batches if row.epoch == epoch])
+            for epoch in range(3)
+        ] == [4, 2, 0]
         assert diary.calls[-2:] == [("epoch ends", 1), ("end",)]
         trainer.train(1)  # once more
         assert len(trainer.history.epochs) == 3
@@ -378,7 +443,9 @@ def test_evaluate_leaves_everything_as_it_was() -> None:
     model = nn.Sequential(nn.Linear(IN, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, OUT))
     model[1].eval()
     with trainer_of(model, chunk_size=5, strategy="accumulate") as trainer:
-        state, modes, rng = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()], torch.get_rng_state()
+        state = copy.deepcopy(model.state_dict())
+        modes = [m.training for m in model.modules()]
+        rng = torch.get_rng_state()
         found = trainer.evaluate(
             [tuple(dataset().tensors)],
             {
@@ -395,7 +462,12 @@ def test_evaluate_leaves_everything_as_it_was() -> None:
         x, y = dataset().tensors
         outputs = model(x)
         assert found == pytest.approx(
-            {"loss": LOSS(outputs, y).item(), "n": N, "grad": 0.0, "right": (outputs.argmax(1) == y).double().mean().item()}
+            {
+                "loss": LOSS(outputs, y).item(),
+                "n": N,
+                "grad": 0.0,
+                "right": (outputs.argmax(1) == y).double().mean().item(),
+            }
         )
 
 
@@ -404,10 +476,13 @@ def test_evaluate_leaves_everything_as_it_was() -> None:
 def test_evaluate_weighs_by_terms(chunk_size: int | None, reduction: str) -> None:
     x, y = dataset().tensors
     y = y.clone()
-    y[:BATCH] = -100  # the mean of the first batch is not a number
+    # The mean of the first batch is not a number.
+    y[:BATCH] = -100
     y[-5:] = -100
     loss, model = nn.CrossEntropyLoss(reduction=reduction), network()
-    with Trainer(model, loss, torch.optim.SGD(model.parameters(), lr=0.1), loader(), chunk_size=chunk_size) as trainer:
+    with Trainer(
+        model, loss, torch.optim.SGD(model.parameters(), lr=0.1), loader(), chunk_size=chunk_size
+    ) as trainer:
         found = trainer.evaluate(DataLoader(TensorDataset(x, y), batch_size=BATCH))
     assert found["loss"] == pytest.approx(loss(model(x), y).item())
 
@@ -466,12 +541,14 @@ def test_loops_that_forget_nothing_are_not_warned_of() -> None:
     model = network()
     optimizer = torch.optim.Adam(model.parameters())
     with Trainer(model, LOSS, optimizer, loader()) as trainer:
-        for batch in trainer.batches():  # accumulated, and cleared before instead of after
+        for batch in trainer.batches():
+            # Accumulated, and cleared before instead of after.
             trainer.zero_grad()
             trainer.backward(*batch)
             trainer.backward(*batch)
             trainer.step()
-        for set_to_none in (True, False):  # through the optimizer itself
+        for set_to_none in (True, False):
+            # Through the optimizer itself.
             for batch in trainer.batches():
                 trainer.backward(*batch)
                 optimizer.step()
@@ -480,7 +557,8 @@ def test_loops_that_forget_nothing_are_not_warned_of() -> None:
             trainer.backward(*batch)
             trainer.step()
             model.zero_grad()
-        for i, batch in enumerate(trainer.batches()):  # a batch is left out
+        for i, batch in enumerate(trainer.batches()):
+            # A batch is left out.
             trainer.backward(*batch)
             if i != 1:
                 trainer.step()
@@ -500,22 +578,36 @@ def test_bad_arguments() -> None:
         ({"callbacks": [Diary]}, "callbacks= has"),
         ({"model": len}, "expected a torch module"),
         ({"loader": 3}, "cannot be iterated"),
-        ({"loader": TensorDataset(torch.zeros(2, 3)), "chunk_size": 2}, "loader is a TensorDataset, a Dataset, which gives single samples"),
+        (
+            {"loader": TensorDataset(torch.zeros(2, 3)), "chunk_size": 2},
+            "loader is a TensorDataset, a Dataset, which gives single samples",
+        ),
         ({"config": 3}, "config=3: expected a pinfeed.Config"),
         ({"loss": nn.MSELoss}, r"loss is the class MSELoss; .*; give MSELoss\(\)"),
         ({"scaler": 3}, "scaler=3: expected a torch.amp.GradScaler"),
-        ({"autocast": "bfloat16"}, "autocast='bfloat16': expected a floating-point dtype of torch, as torch.bfloat16"),
+        (
+            {"autocast": "bfloat16"},
+            "autocast='bfloat16': expected a floating-point dtype of torch, as torch.bfloat16",
+        ),
         ({"autocast": True}, "autocast=True: expected a floating-point dtype"),
         ({"clip_norm": "x"}, "clip_norm='x': expected a number above 0, or None"),
         ({"clip_norm": True}, "clip_norm=True: expected a number above 0, or None"),
-        ({"callbacks": print}, "callbacks=<built-in function print>: expected a list of objects with some of on_train_begin"),
+        (
+            {"callbacks": print},
+            "callbacks=<built-in function print>: expected a list of objects with some of on_train_begin",
+        ),
         ({"prove": "no"}, "prove='no': expected True or False"),
         ({"progress": "no"}, "progress='no': expected True or False"),
     ]:
         with pytest.raises(ArgumentError, match=words):
-            Trainer(**({"model": model, "loss": LOSS, "optimizer": sgd, "loader": loader()} | options))
+            Trainer(
+                **({"model": model, "loss": LOSS, "optimizer": sgd, "loader": loader()} | options)
+            )
     for batches, words in [([], "gave no batch"), ([(1, 2, 3)], "3 parts; expected a pair")]:
-        with Trainer(model, LOSS, sgd, batches) as trainer, pytest.raises(ArgumentError, match=words):
+        with (
+            Trainer(model, LOSS, sgd, batches) as trainer,
+            pytest.raises(ArgumentError, match=words),
+        ):
             trainer.train(1)
     with trainer_of() as trainer:
         with pytest.raises(ArgumentError, match="n_epochs=-1"):
@@ -552,25 +644,37 @@ def test_devices_that_do_not_exist(device: Any) -> None:
         lambda: Config(model=model, input_shape=(3,), device=device),
         lambda: MemoryMonitor(device),
     ):
-        with pytest.raises(DeviceError, match=f"device='?{device}'? is not .*; expected .*'cpu', 'cuda'"):
+        with pytest.raises(
+            DeviceError, match=f"device='?{device}'? is not .*; expected .*'cpu', 'cuda'"
+        ):
             make()
 
 
 def test_a_gpu_that_is_not_there() -> None:
     model = network()
-    with pytest.raises(DeviceError, match=r"device='cuda': torch .* finds no usable GPU|device='cuda:99' does not exist"):
-        Trainer(model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), loader(), device="cuda:99")
+    with pytest.raises(
+        DeviceError,
+        match=r"device='cuda': torch .* finds no usable GPU|device='cuda:99' does not exist",
+    ):
+        Trainer(
+            model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), loader(), device="cuda:99"
+        )
 
 
 @pytest.mark.parametrize("path", [3, None, "h.csv"])
 def test_paths_that_are_none(path: Any, tmp_path: Path) -> None:
     with trainer_of() as trainer:
         trainer.train(1)
-        with pytest.raises(ArgumentError, match=f"path={path!r}: expected the path of a picture, such as history.png"):
+        with pytest.raises(
+            ArgumentError,
+            match=f"path={path!r}: expected the path of a picture, such as history.png",
+        ):
             trainer.history.draw(path)
         if path != "h.csv":
             for save in (trainer.history.save, MemoryMonitor("cpu").save):
-                with pytest.raises(ArgumentError, match=f"path={path!r}: expected the path of a .csv or .json file"):
+                with pytest.raises(
+                    ArgumentError, match=f"path={path!r}: expected the path of a .csv or .json file"
+                ):
                     save(path)
 
 
@@ -578,7 +682,8 @@ def test_memory_monitor(tmp_path: Path) -> None:
     monitor = MemoryMonitor("cpu")
     assert "anonymous" in str(monitor)
     monitor.snapshot("before")
-    with mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:  # a tensor might be where another one was
+    with mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
+        # A tensor might be where another one was.
         held.write(b"x" * len(held))
         after = monitor.snapshot("12")
         assert after.anonymous - monitor.snapshots[0].anonymous > 0.9 * len(held)
@@ -587,7 +692,10 @@ def test_memory_monitor(tmp_path: Path) -> None:
     assert "12 " in str(monitor)
     for name in ("m.csv", "m.json"):
         monitor.save(tmp_path / name)
-    assert [row["label"] for row in json.loads((tmp_path / "m.json").read_text())] == ["before", "12"]
+    assert [row["label"] for row in json.loads((tmp_path / "m.json").read_text())] == [
+        "before",
+        "12",
+    ]
     assert (tmp_path / "m.csv").read_text().splitlines()[0].startswith("label,allocated,")
     if not torch.cuda.is_available():
         assert MemoryMonitor().snapshot().total is None
@@ -602,7 +710,8 @@ def test_loops_that_are_not_warned_of(case: str) -> None:
     both = [torch.optim.SGD(model[i].parameters(), lr=0.01) for i in (0, 2)]
     scaler = torch.amp.GradScaler("cpu", init_scale=1e38) if case == "scaler" else None
     with Trainer(model, LOSS, both, loader(), scaler=scaler) as trainer:
-        for i, (x, y) in enumerate(trainer.batches()):  # warnings are errors here
+        for i, (x, y) in enumerate(trainer.batches()):
+            # Warnings are errors here.
             trainer.backward(x * 1e3, y)
             for k, optimizer in enumerate(both):
                 if scaler is not None:
@@ -618,7 +727,10 @@ def test_loops_that_are_not_warned_of(case: str) -> None:
 def test_losses_of_one_element() -> None:
     model = network()
     with Trainer(
-        model, lambda outputs, targets: LOSS(outputs, targets).view(1), torch.optim.SGD(model.parameters(), lr=0.1), loader()
+        model,
+        lambda outputs, targets: LOSS(outputs, targets).view(1),
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        loader(),
     ) as trainer:
         trainer.train(1)
         assert isinstance(trainer.history.epochs[0].loss, float)
@@ -638,17 +750,30 @@ def test_an_evaluation_after_a_small_last_batch() -> None:
 def test_metrics_are_weighed_by_samples_and_losses_by_terms() -> None:
     batches = [(torch.ones(2, n, 1), torch.zeros(2, n, 1)) for n in (5, 50)]
     model = nn.Linear(1, 1)
-    with Trainer(model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), batches) as trainer:
-        found = trainer.evaluate([*batches, (batches[1][0], batches[1][1] + 100)], {"length": lambda outputs, _: outputs.shape[1]})
-    each = [nn.functional.mse_loss(model(x), y).item() for x, y in [*batches, (batches[1][0], batches[1][1] + 100)]]
+    with Trainer(
+        model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), batches
+    ) as trainer:
+        found = trainer.evaluate(
+            [*batches, (batches[1][0], batches[1][1] + 100)],
+            {"length": lambda outputs, _: outputs.shape[1]},
+        )
+    each = [
+        nn.functional.mse_loss(model(x), y).item()
+        for x, y in [*batches, (batches[1][0], batches[1][1] + 100)]
+    ]
     assert found["length"] == pytest.approx((5 + 50 + 50) / 3)
     assert found["loss"] == pytest.approx((5 * each[0] + 50 * each[1] + 50 * each[2]) / 105)
 
 
 def test_classes_in_place_of_what_they_make() -> None:
-    for arguments in ({"optimizer": torch.optim.Adam}, {"scheduler": torch.optim.lr_scheduler.StepLR}):
+    for arguments in (
+        {"optimizer": torch.optim.Adam},
+        {"scheduler": torch.optim.lr_scheduler.StepLR},
+    ):
         given: dict[str, Any] = {"optimizer": torch.optim.Adam(network().parameters())} | arguments
-        with pytest.raises(ArgumentError, match=r"got the class (Adam|StepLR); expected what it makes"):
+        with pytest.raises(
+            ArgumentError, match=r"got the class (Adam|StepLR); expected what it makes"
+        ):
             Trainer(network(), LOSS, given.pop("optimizer"), loader(), **given)
 
 
@@ -664,11 +789,20 @@ def test_a_model_whose_samples_see_each_other_is_refused() -> None:
         model = nn.Sequential(nn.Linear(4, 8), Centered(), nn.Linear(8, 3))
         data = TensorDataset(torch.randn(24, 4), torch.randint(3, (24,)))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        return Trainer(model, nn.CrossEntropyLoss(), optimizer, DataLoader(data, batch_size=24), **options)
+        return Trainer(
+            model, nn.CrossEntropyLoss(), optimizer, DataLoader(data, batch_size=24), **options
+        )
 
-    with trainer(chunk_size=8) as wrong, pytest.raises(ArgumentError, match=r"operations over the samples: mean"):
+    with (
+        trainer(chunk_size=8) as wrong,
+        pytest.raises(ArgumentError, match=r"operations over the samples: mean"),
+    ):
         wrong.epoch()
-    with trainer(chunk_size=24) as whole, trainer() as plain, trainer(chunk_size=8, prove=False) as unproved:
+    with (
+        trainer(chunk_size=24) as whole,
+        trainer() as plain,
+        trainer(chunk_size=8, prove=False) as unproved,
+    ):
         assert whole.epoch() == plain.epoch()
         unproved.epoch()
         for one, other in zip(whole.model.parameters(), plain.model.parameters(), strict=True):

@@ -190,7 +190,8 @@ def test_a_dataclass_is_copied_and_not_made_again() -> None:
     sample.derived = 5
     got = negated(sample)
     assert (got.image, got.label, got.derived, got.kind) == (-1, [-2], -5, "sample")
-    assert not hasattr(got, "late")  # nor had the sample
+    # Nor had the sample.
+    assert not hasattr(got, "late")
     sample.late = 6
     assert negated(sample).late == -6
 
@@ -198,7 +199,8 @@ def test_a_dataclass_is_copied_and_not_made_again() -> None:
 def test_the_original_stays_as_it_is() -> None:
     inner = [1, 2]
     value = {"x": inner, "y": Sample(3), "z": (Frozen(4, 5),)}
-    value["y"].label, value["y"].derived = 7, 8
+    value["y"].label = 7
+    value["y"].derived = 8
     got = negated(value)
     assert (value["x"], value["y"].image, value["z"]) == ([1, 2], 3, (Frozen(4, 5),))
     assert value["x"] is inner

@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 
 from pinfeed.devices import route_benchmark
-from pinfeed.devices.route_benchmark import BLOCKS, STAGED, Rates, _cache, decide, measure, remembered
+from pinfeed.devices.route_benchmark import (
+    BLOCKS,
+    STAGED,
+    Rates,
+    _cache,
+    decide,
+    measure,
+    remembered,
+)
 from pinfeed.stores.array import ArrayStore
 from pinfeed.testing.sim import SimDevice
 
@@ -25,7 +33,10 @@ def test_the_fewest_blocks_that_are_nearly_the_fastest() -> None:
     )
 
 
-@pytest.mark.parametrize(("rates", "wanted", "n_blocks"), [(RATES, None, 8), (RATES, "direct", 8), (SLOW, None, 0), (SLOW, "direct", 8)])
+@pytest.mark.parametrize(
+    ("rates", "wanted", "n_blocks"),
+    [(RATES, None, 8), (RATES, "direct", 8), (SLOW, None, 0), (SLOW, "direct", 8)],
+)
 def test_what_is_wanted_is_done(rates: Rates, wanted: str | None, n_blocks: int) -> None:
     route = decide(rates, wanted)
     assert route.n_blocks == n_blocks
@@ -102,18 +113,27 @@ class Moving(SimDevice):
 
 
 def test_every_way_is_timed_and_the_tables_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = [np.arange(300.0).reshape(100, 3), np.arange(100, dtype=np.int16), np.ones((7, 2), np.uint8)]
+    arrays = [
+        np.arange(300.0).reshape(100, 3),
+        np.arange(100, dtype=np.int16),
+        np.ones((7, 2), np.uint8),
+    ]
     stores, device = [ArrayStore(array.copy()) for array in arrays], Moving()
 
     def locked(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ArrayStore:
-        return ArrayStore(device.staging(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape))
+        return ArrayStore(
+            device.staging(int(np.prod(shape)) * dtype.itemsize).view(dtype).reshape(shape)
+        )
 
     monkeypatch.setattr(route_benchmark.PinnedStore, "empty", locked)
-    monkeypatch.setattr(route_benchmark, "_PIECE_BYTES", 256)  # several threads gather
+    # Several threads gather
+    monkeypatch.setattr(route_benchmark, "_PIECE_BYTES", 256)
     rates = measure(device, stores, 50)
     assert list(rates.direct) == list(BLOCKS)
     assert min(*rates.direct.values(), rates.staged, rates.both, rates.in_turn) > 0
     assert {n_blocks for n_blocks, _ in device.moved} == set(BLOCKS)
-    assert {n_groups for _, n_groups in device.moved} == {2}, "stores of as many rows are read in one launch"
+    assert {n_groups for _, n_groups in device.moved} == {2}, (
+        "stores of as many rows are read in one launch"
+    )
     for store, array in zip(stores, arrays, strict=True):
         np.testing.assert_array_equal(store.array, array)

@@ -23,10 +23,14 @@ def why_not_measured() -> str:
         return "not an Intel CPU with AVX-512"
     if not os.environ.keys().isdisjoint(_VARIABLES):
         return "an environment variable makes it another CPU"
-    return "" if (2, 11) <= tuple(map(int, version.split(".")[:2])) <= (2, 13) else f"torch {version}"
+    return (
+        "" if (2, 11) <= tuple(map(int, version.split(".")[:2])) <= (2, 13) else f"torch {version}"
+    )
 
 
-with_onednn = pytest.mark.skipif(bool(why_not_measured()), reason=f"oneDNN's choices: {why_not_measured()}")
+with_onednn = pytest.mark.skipif(
+    bool(why_not_measured()), reason=f"oneDNN's choices: {why_not_measured()}"
+)
 with_avx = pytest.mark.skipif(
     "AVX" not in torch.backends.cpu.get_cpu_capability(),
     reason="tiles are those of x86",
@@ -150,7 +154,15 @@ def test_a_strided_transposed_convolution_makes_three_results(kernel: int) -> No
         lambda y, _: nn.functional.binary_cross_entropy(y.sigmoid(), torch.zeros_like(y)),
         lambda y, _: nn.functional.group_norm(y, 10).sum(),
     ],
-    ids=["squares", "binary", "logsumexp", "attention with dropout", "attention", "entropy", "group norm"],
+    ids=[
+        "squares",
+        "binary",
+        "logsumexp",
+        "attention with dropout",
+        "attention",
+        "entropy",
+        "group norm",
+    ],
 )
 def test_losses_take_what_was_predicted(loss: Any) -> None:
     found, confidence = ratio(lambda: nn.Linear(20, 500), (256, 20), loss)
@@ -182,7 +194,9 @@ def test_operands_are_copied_in_blocks_of_channels(block: int, onward: Any, weig
 
 
 def test_every_thread_makes_columns_of_its_own() -> None:
-    (one, _), (many, _) = (convolution(16, padding=(16, 16), n_threads=n).onward()[0] for n in (1, 4))
+    (one, _), (many, _) = (
+        convolution(16, padding=(16, 16), n_threads=n).onward()[0] for n in (1, 4)
+    )
     assert many - one == 3 * 4 * 9 * 20 * 64
 
 

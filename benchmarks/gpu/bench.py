@@ -21,7 +21,8 @@ from pinfeed.readahead.base import StoreRows
 
 WORD = 8
 _SPARE_HOST_BYTES = 8 << 30
-_CYCLES_PER_S = 2.5e9  # a GPU has about two cycles in a nanosecond
+# A GPU has about two cycles in a nanosecond.
+_CYCLES_PER_S = 2.5e9
 
 
 class Bench:

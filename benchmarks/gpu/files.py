@@ -45,7 +45,8 @@ class Files:
         if kind != self.kind:
             if self.kind:
                 self.path.unlink()
-            self.kind, self.path = kind, self.folder / f"{kind.replace(' ', '-')}.npy"
+            self.kind = kind
+            self.path = self.folder / f"{kind.replace(' ', '-')}.npy"
             create(self.path, KINDS[kind], self.nbytes)
         read_through([self.path])
         return self.path
@@ -58,7 +59,9 @@ class Files:
 
     def measure(self, kind: str, name: str) -> Fields:
         """Compare the first batches of everybody, and time epochs of everybody."""
-        path, order, device = self.file(kind), order_of(name), self.run.device
+        path = self.file(kind)
+        order = order_of(name)
+        device = self.run.device
         batch_size = _BATCH_ROWS[kind] if self.run.cuda else _BATCH_ROWS[kind] // 8
         by_torch = ByHand(path, order, batch_size, device, _gather_by_torch)
         by_numpy = ByHand(path, order, batch_size, device, _gather_by_numpy)
@@ -137,7 +140,8 @@ class ByHand:
     ) -> None:
         # Mode "c" is as "r" but for a warning of torch's.
         self._array: np.ndarray = np.load(path, mmap_mode="c").view(np.ndarray)
-        self._device, self._gather = device, gather
+        self._device = device
+        self._gather = gather
         shape = (batch_size, *self._array.shape[1:])
         self._buffers = [torch.empty(shape, pin_memory=device == "cuda") for _ in range(_N_BUFFERS)]
         draws = OrderBatches(order, len(self._array), batch_size, drop_last=True).epoch(0)

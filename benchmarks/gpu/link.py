@@ -62,7 +62,8 @@ class Ceilings:
     """Measures the link with blocks of ``nbytes`` that lie in sequence."""
 
     def __init__(self, bench: Bench, nbytes: int) -> None:
-        self.bench, self._nbytes = bench, nbytes
+        self.bench = bench
+        self._nbytes = nbytes
         device = bench.device
         self._host = [device.staging(nbytes) for _ in range(2)]
         memory = [device.empty(nbytes, device.current_stream()) for _ in range(2)]

@@ -22,7 +22,9 @@ from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.zoo import ZOO
 from pinfeed import Feeder, PinnedStore, wrap_loader
 
-_ROWS, _DIM, _CHOSEN = 1000, 3, 6
+_ROWS = 1000
+_DIM = 3
+_CHOSEN = 6
 _BATCH, _FEATURES = 64, 3072
 
 
@@ -134,7 +136,9 @@ class Loaders:
     """A DataLoader whose batches go to the device in several ways, beside one matrix product."""
 
     def __init__(self, run: Run, n: int) -> None:
-        self._run, self._device, self._n = run, run.device, n
+        self._run = run
+        self._device = run.device
+        self._n = n
         data = TensorDataset(
             torch.arange(n * _BATCH * _FEATURES, dtype=torch.float32).reshape(n * _BATCH, _FEATURES)
         )

@@ -24,7 +24,8 @@ from pinfeed.readahead.base import StoreRows
 
 _FACTORS = (1, 2, 0.5, 4, 0.25)
 _ROW_BYTES = 4096
-_N_BATCHES = 128  # the first transfer of an epoch hides behind nothing
+# The first transfer of an epoch hides behind nothing.
+_N_BATCHES = 128
 _BESIDE_ROW_BYTES, _BESIDE_ROWS = 512, 65_536
 _IMAGE = (3, 224, 224)
 

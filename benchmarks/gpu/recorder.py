@@ -45,7 +45,8 @@ class Recorder:
     """
 
     def __init__(self, path: Path, deadline: float, settle: Callable[[], object]) -> None:
-        self.path, self.deadline = path, deadline
+        self.path = path
+        self.deadline = deadline
         self.record: Fields = json.loads(path.read_text())
         self._settle = settle
         self._began = time.monotonic()

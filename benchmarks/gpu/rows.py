@@ -23,7 +23,8 @@ _COUNTS = (65_536, 8192, 1 << 20, 1000)
 _MOST_BYTES = 512 << 20
 _QUEUED_BYTES = 1 << 30
 _N_CHECKED = 200
-_N_BLOCKS = 8  # if the ceilings could not be measured
+# If the ceilings could not be measured.
+_N_BLOCKS = 8
 
 
 @dataclass

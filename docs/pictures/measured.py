@@ -31,7 +31,8 @@ WAYS = {
 
 
 def main() -> None:
-    mpl.rcParams["svg.hashsalt"] = "pinfeed"  # the same file for the same picture
+    # The same file for the same picture.
+    mpl.rcParams["svg.hashsalt"] = "pinfeed"
     for draw in (streaming, rows, memory):
         figure = Figure(figsize=(11, 6), layout="constrained")
         FigureCanvasSVG(figure)

@@ -10,6 +10,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
+# Of batches k-1, k, k+1, ...
 COLOURS = (
     "#9e9e9e",
     "#4878a8",
@@ -17,7 +18,7 @@ COLOURS = (
     "#6aa84f",
     "#8e63a8",
     "#4aa8a8",
-)  # of batches k-1, k, k+1, ...
+)
 THREAD, STREAM = "#f4efe4", "#e8eef4"
 LANES = (
     ("your loop's thread", "waits for no device", THREAD),
@@ -33,7 +34,8 @@ BEGIN, END = -12.4, 9.6
 
 
 def main() -> None:
-    mpl.rcParams["svg.hashsalt"] = "pinfeed"  # the same file for the same picture
+    # The same file for the same picture.
+    mpl.rcParams["svg.hashsalt"] = "pinfeed"
     mpl.rcParams["font.family"] = "DejaVu Sans"
     draw_time().savefig(HERE / "time.svg", metadata={"Date": None})
     draw_forwarding().savefig(HERE / "forwarding.svg", metadata={"Date": None})
@@ -141,7 +143,9 @@ def bar(
 def arrows(axes: Any, batch: int, *, told: bool) -> None:
     """Who waits for what."""
     start = PERIOD * batch
-    copied, computed, arrived = start - DEPTH * PERIOD + 3.3, start + 4.65, start + 6.55
+    copied = start - DEPTH * PERIOD + 3.3
+    computed = start + 4.65
+    arrived = start + 6.55
     arrow(axes, (copied, READ), (start - 0.15, COMPUTE), told, "filled", (-0.9, 0.0))
     arrow(axes, (computed, COMPUTE), (start + 5.0, WRITE), told, "ready", (-0.62, 0.03))
     arrow(axes, (arrived, WRITE), (start + 6.75, WRITER), told, "landed", (-0.72, 0.03))

@@ -15,7 +15,9 @@ import pinfeed
 import torch
 
 HERE = Path(__file__).parent
-N_ROWS, WIDTH, BATCH_SIZE = 40_000, 2048, 256
+N_ROWS = 40_000
+WIDTH = 2048
+BATCH_SIZE = 256
 CASES = {
     "starved": (44.0, 4.0, 12.0),
     "balanced": (26.0, 8.0, 14.0),

@@ -1,4 +1,7 @@
-"""``pinfeed inspect``: what is in files, from their headers, and what is wrong with them. Nothing is unpickled."""
+"""``pinfeed inspect``: what is in files, from their headers, and what is wrong with them.
+
+Nothing is unpickled.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +23,14 @@ from pinfeed.stores import MmapStore
 from pinfeed.stores.formats.npy import Header, parse_header, read_header, strange
 from pinfeed.stores.remote import has_protocol
 
-_INSIDE = {"*.npy": "its files", "*.safetensors": "its files", "*-of-*": "the parts of its checkpoint, one for each rank"}
+_INSIDE = {
+    "*.npy": "its files",
+    "*.safetensors": "its files",
+    "*-of-*": "the parts of its checkpoint, one for each rank",
+}
 """What a directory may hold, and what that is."""
-_SHOWN = 40  # tensors of a safetensors file
+# Tensors of a safetensors file.
+_SHOWN = 40
 
 
 @dataclass
@@ -46,7 +54,13 @@ class Found:
     @property
     def values(self) -> dict[str, Any]:
         """For scripts."""
-        return {"path": self.path, "kind": self.kind, "bytes": self.nbytes, **self.details, "damage": self.damage}
+        return {
+            "path": self.path,
+            "kind": self.kind,
+            "bytes": self.nbytes,
+            **self.details,
+            "damage": self.damage,
+        }
 
 
 def inspect(files: Sequence[str]) -> Report:
@@ -63,7 +77,9 @@ def look(path: str) -> Found:
     """What a file is."""
     found = Found(path)
     if has_protocol(path):
-        found.damage.append(f"{path} is elsewhere; inspect looks at local files (RemoteStore checks the header when it is opened)")
+        found.damage.append(
+            f"{path} is elsewhere; inspect looks at local files (RemoteStore checks the header when it is opened)"
+        )
         return found
     try:
         if os.path.isdir(path):
@@ -71,7 +87,8 @@ def look(path: str) -> Found:
             return found
         status = os.stat(path)
         found.nbytes = status.st_size
-        if not stat.S_ISREG(status.st_mode):  # a pipe would be waited for
+        if not stat.S_ISREG(status.st_mode):
+            # A pipe would be waited for.
             found.damage.append(f"{path} is no regular file; expected a .npy file")
             return found
         with open(path, "rb") as file:
@@ -96,10 +113,13 @@ def _look_at_npy(found: Found) -> None:
     with open(found.path, "rb") as file:
         header = parse_header(found.path, file)
     found.details = _header_values(header)
-    extent = read_header(found.path)  # which raises what stands in the way of serving the rows
+    # Which raises what stands in the way of serving the rows.
+    extent = read_header(found.path)
     found.details["row_alignment"] = math.gcd(extent.offset, extent.row_nbytes) or 1
     if not extent.n_rows:
-        found.damage.append(f"{found.path} has no rows (shape {header.shape}); expected at least one")
+        found.damage.append(
+            f"{found.path} has no rows (shape {header.shape}); expected at least one"
+        )
     if found.nbytes > extent.end:
         more = found.nbytes - extent.end
         rows = f", {more / extent.row_nbytes:,.2f} rows" if extent.row_nbytes else ""
@@ -119,7 +139,9 @@ def _header_values(header: Header) -> dict[str, Any]:
         "dtype": _spelled(header.dtype),
         "order": "Fortran" if header.fortran and len(header.shape) > 1 else "C",
         "header_bytes": header.nbytes,
-        "row_bytes": header.dtype.itemsize * math.prod(header.shape[1:]) if plain and header.shape else None,
+        "row_bytes": header.dtype.itemsize * math.prod(header.shape[1:])
+        if plain and header.shape
+        else None,
         "expected_bytes": header.nbytes + n_items * header.dtype.itemsize if plain else None,
         "row_alignment": None,
     }
@@ -141,14 +163,25 @@ def _look_at_safetensors(found: Found) -> None:
 
     found.kind = "safetensors"
     tensors = list_tensors(found.path)
-    found.details = {"tensors": [{"name": name, "shape": list(shape), "dtype": dtype} for name, (shape, dtype) in tensors.items()]}
+    found.details = {
+        "tensors": [
+            {"name": name, "shape": list(shape), "dtype": dtype}
+            for name, (shape, dtype) in tensors.items()
+        ]
+    }
 
 
 def _look_at_directory(found: Found) -> None:
     names = os.listdir(found.path)
     if not any(name.isdigit() and len(name) == 8 for name in names):
-        give = [f"give {what}: {os.path.join(found.path, like)}" for like, what in _INSIDE.items() if fnmatch.filter(names, like)]
-        found.damage.append(f"{found.path} is a directory; {give[0] if give else 'it has no .npy files and no checkpoint'}")
+        give = [
+            f"give {what}: {os.path.join(found.path, like)}"
+            for like, what in _INSIDE.items()
+            if fnmatch.filter(names, like)
+        ]
+        found.damage.append(
+            f"{found.path} is a directory; {give[0] if give else 'it has no .npy files and no checkpoint'}"
+        )
         return
     from pinfeed.training import checkpoint
 
@@ -165,19 +198,36 @@ def _together(shards: Sequence[Found]) -> tuple[dict[str, Any] | None, list[str]
         return None, []
     first = good[0]
     for other in good[1:]:
-        if (other.details["shape"][1:], other.details["dtype"]) != (first.details["shape"][1:], first.details["dtype"]):
-            told = [f"{one.path} has rows of shape {tuple(one.details['shape'][1:])}, {one.details['dtype']}" for one in (first, other)]
+        if (other.details["shape"][1:], other.details["dtype"]) != (
+            first.details["shape"][1:],
+            first.details["dtype"],
+        ):
+            told = [
+                f"{one.path} has rows of shape {tuple(one.details['shape'][1:])}, {one.details['dtype']}"
+                for one in (first, other)
+            ]
             return None, [f"the files are not shards of one source: {'; '.join(told)}"]
     with MmapStore([one.path for one in good]) as store:
-        return {"files": len(good), "rows": store.n_rows, "bytes": store.n_rows * store.row_nbytes}, []
+        return {
+            "files": len(good),
+            "rows": store.n_rows,
+            "bytes": store.n_rows * store.row_nbytes,
+        }, []
 
 
 def _one(found: Found) -> str:
     """One file, in full."""
     if found.kind == "safetensors" and found.details:
         tensors = found.details["tensors"]
-        rows = [(tensor["name"], str(tuple(tensor["shape"])), tensor["dtype"]) for tensor in tensors[:_SHOWN]]
-        more = f"\n… and {len(tensors) - _SHOWN} more (--json lists all)" if len(tensors) > _SHOWN else ""
+        rows = [
+            (tensor["name"], str(tuple(tensor["shape"])), tensor["dtype"])
+            for tensor in tensors[:_SHOWN]
+        ]
+        more = (
+            f"\n… and {len(tensors) - _SHOWN} more (--json lists all)"
+            if len(tensors) > _SHOWN
+            else ""
+        )
         head = f"{found.path}: safetensors, {human(found.nbytes)}, {len(tensors)} tensors"
         return f"{head}\n\n{table(rows, ('tensor', 'shape', 'dtype'))}{more}"
     if found.kind == "checkpoint" and found.details:
@@ -190,11 +240,19 @@ def _one(found: Found) -> str:
     pairs = [
         ("rows", f"{shape[0]:,} of shape {shape[1:]}" if shape else "none: it is a single number"),
         ("dtype", said["dtype"]),
-        ("order", "C: each row in one piece" if said["order"] == "C" else "Fortran: rows are scattered over the file"),
+        (
+            "order",
+            "C: each row in one piece"
+            if said["order"] == "C"
+            else "Fortran: rows are scattered over the file",
+        ),
         ("a row", f"{said['row_bytes']:,} bytes" if said["row_bytes"] is not None else ""),
         ("alignment", f"rows begin at multiples of {alignment:,} bytes" if alignment else ""),
         ("header", f".npy version {said['version']}.0, {said['header_bytes']:,} bytes"),
-        ("size", f"{human(found.nbytes)}: {found.nbytes:,} bytes, {_compared(found.nbytes, said['expected_bytes'])}"),
+        (
+            "size",
+            f"{human(found.nbytes)}: {found.nbytes:,} bytes, {_compared(found.nbytes, said['expected_bytes'])}",
+        ),
     ]
     return sections({found.path: facts(pairs)})
 
@@ -207,7 +265,10 @@ def _compared(nbytes: int, expected: int | None) -> str:
 
 def _many(found: Sequence[Found], source: dict[str, Any] | None) -> str:
     """A line for each file."""
-    rows = [(one.path, *_columns(one), human(one.nbytes), "damaged" if one.damage else "") for one in found]
+    rows = [
+        (one.path, *_columns(one), human(one.nbytes), "damaged" if one.damage else "")
+        for one in found
+    ]
     shown = table(rows, ("file", "rows", "row shape", "dtype", "size", ""), "lrllr")
     if source is None:
         return shown

@@ -1,4 +1,7 @@
-"""The ``pinfeed`` command: options, exit statuses, errors in one line. What does the work is imported when it is asked for."""
+"""The ``pinfeed`` command: options, exit statuses, errors in one line.
+
+What does the work is imported when it is asked for.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,9 @@ from pinfeed.cli.options import counts, order_options, size, with_option
 from pinfeed.cli.output import Report, json_of, wrapped
 from pinfeed.errors import PinfeedError
 
-FINDING, FAILED, INTERRUPTED = 1, 3, 130
+FINDING = 1
+FAILED = 3
+INTERRUPTED = 130
 """Exit statuses beside 0; wrong usage is 2, by click."""
 
 
@@ -59,7 +64,8 @@ def reporting(function: Callable[..., Report]) -> Callable[..., None]:
             click.echo(said)
         except OSError as error:
             if error.errno == errno.EPIPE:
-                raise  # click ends quietly where nobody reads on
+                # Click ends quietly where nobody reads on.
+                raise
             click.echo(f"pinfeed: stdout: {error.strerror}", err=True)
             ctx.exit(FAILED)
         ctx.exit(FINDING if report.findings else 0)
@@ -67,15 +73,24 @@ def reporting(function: Callable[..., Report]) -> Callable[..., None]:
     return command
 
 
-_device = click.option("--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N.")
+_device = click.option(
+    "--device", default="auto", show_default=True, help="auto, cpu, cuda or cuda:N."
+)
 
 
 @main.command(short_help="Say what this machine can do, and whether pinfeed helps.")
 @click.argument("files", nargs=-1, metavar="[FILE]...")
 @click.option("--rows", type=click.IntRange(1), help="Rows of the data, where there is no FILE.")
-@click.option("--row-bytes", type=size, metavar="SIZE", help="Bytes of a row, where there is no FILE.")
+@click.option(
+    "--row-bytes", type=size, metavar="SIZE", help="Bytes of a row, where there is no FILE."
+)
 @click.option("--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows of a batch.")
-@click.option("--dir", "directory", metavar="DIR", help="Measure the disk of this folder, by a scratch file that is removed.")
+@click.option(
+    "--dir",
+    "directory",
+    metavar="DIR",
+    help="Measure the disk of this folder, by a scratch file that is removed.",
+)
 @reporting
 def doctor(**options: Any) -> Report:
     """Say what this machine can do, and whether pinfeed helps.
@@ -92,9 +107,21 @@ def doctor(**options: Any) -> Report:
 @click.argument("files", nargs=-1, required=True, metavar="FILE...")
 @with_option
 @order_options
-@click.option("--gpu-limit", type=size, metavar="SIZE", help="GPU memory that batches may take (Config's gpu_memory_limit).")
-@click.option("--cpu-limit", type=size, metavar="SIZE", help="Host memory that the feeder may take (Config's cpu_memory_limit).")
-@click.option("--depth", type=click.IntRange(0), help="Batches ahead of the loop; 0 is the synchronous loop.")
+@click.option(
+    "--gpu-limit",
+    type=size,
+    metavar="SIZE",
+    help="GPU memory that batches may take (Config's gpu_memory_limit).",
+)
+@click.option(
+    "--cpu-limit",
+    type=size,
+    metavar="SIZE",
+    help="Host memory that the feeder may take (Config's cpu_memory_limit).",
+)
+@click.option(
+    "--depth", type=click.IntRange(0), help="Batches ahead of the loop; 0 is the synchronous loop."
+)
 @_device
 @reporting
 def plan(**options: Any) -> Report:
@@ -121,8 +148,19 @@ def plan(**options: Any) -> Report:
     show_default=True,
     help="For later epochs of each; the first may take 4 times that.",
 )
-@click.option("--workers", type=counts, default="0,2", show_default=True, metavar="N,N", help="num_workers of the DataLoaders.")
-@click.option("--warm/--cold", default=None, help="Files in the page cache, or not. [default: in it, where they fit]")
+@click.option(
+    "--workers",
+    type=counts,
+    default="0,2",
+    show_default=True,
+    metavar="N,N",
+    help="num_workers of the DataLoaders.",
+)
+@click.option(
+    "--warm/--cold",
+    default=None,
+    help="Files in the page cache, or not. [default: in it, where they fit]",
+)
 @_device
 @reporting
 def bench(**options: Any) -> Report:

@@ -19,7 +19,12 @@ from pinfeed.memory.limits import human
 if TYPE_CHECKING:
     from pinfeed.stores.sharded_file import AnyShardedStore
 
-_UNITS = {"": 1, "b": 1, **{f"{k}ib": 1 << 10 * i for i, k in enumerate("kmgt", 1)}, **{f"{k}b": 1000**i for i, k in enumerate("kmgt", 1)}}
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{k}ib": 1 << 10 * i for i, k in enumerate("kmgt", 1)},
+    **{f"{k}b": 1000**i for i, k in enumerate("kmgt", 1)},
+}
 _NUMBER = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
 _BATCH_BYTES, _BATCH_ROWS = 16 << 20, 1024
 
@@ -29,7 +34,9 @@ def size(text: str) -> int:
     found = _NUMBER.fullmatch(text.strip())
     nbytes = float(found[1]) * _UNITS.get(found[2].lower(), math.nan) if found else math.nan
     if not 1 <= nbytes < 1 << 63:
-        raise click.BadParameter(f"{text!r} is not a size; expected bytes, at least 1, such as 2GiB, 512MiB or 1.5e9")
+        raise click.BadParameter(
+            f"{text!r} is not a size; expected bytes, at least 1, such as 2GiB, 512MiB or 1.5e9"
+        )
     return int(nbytes)
 
 
@@ -43,10 +50,19 @@ def counts(text: str) -> tuple[int, ...]:
 def order_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """How rows are put into batches, as ``Feeder`` takes it."""
     for option in (
-        click.option("--seed", type=int, default=None, show_default="0", help="Of the random order."),
-        click.option("--block-rows", type=click.IntRange(1), metavar="ROWS", help="Random order, in blocks of so many neighbouring rows."),
+        click.option(
+            "--seed", type=int, default=None, show_default="0", help="Of the random order."
+        ),
+        click.option(
+            "--block-rows",
+            type=click.IntRange(1),
+            metavar="ROWS",
+            help="Random order, in blocks of so many neighbouring rows.",
+        ),
         click.option("--shuffle", is_flag=True, help="Rows in random order."),
-        click.option("--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows of a batch."),
+        click.option(
+            "--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows of a batch."
+        ),
     ):
         command = option(command)
     return command
@@ -63,7 +79,9 @@ def order_of(shuffle: bool, block_rows: int | None, seed: int | None) -> tuple[A
     if shuffle and block_rows is not None:
         raise click.UsageError("--shuffle and --block-rows: give one of them")
     if seed is not None and not shuffle and block_rows is None:
-        raise click.UsageError(f"--seed {seed} was given, and neither --shuffle nor --block-rows, which use it: give one of them")
+        raise click.UsageError(
+            f"--seed {seed} was given, and neither --shuffle nor --block-rows, which use it: give one of them"
+        )
     seed = seed or 0
     if block_rows is not None:
         return block_shuffled(seed, block_rows=block_rows), f"shuffled in blocks of {block_rows:,}"
@@ -86,7 +104,9 @@ def expanded(files: Sequence[str]) -> list[str]:
 
 
 def open_rows(files: Sequence[str]) -> AnyShardedStore:
-    """The rows of files: one, or shards of one source; here, or elsewhere (``s3://…``). The caller closes it.
+    """The rows of files: one, or shards of one source; here, or elsewhere (``s3://…``).
+
+    The caller closes it.
 
     Raises:
         PinfeedError: As ``MmapStore`` and ``RemoteStore`` do.
@@ -97,7 +117,8 @@ def open_rows(files: Sequence[str]) -> AnyShardedStore:
     names = expanded(files)
     opened = RemoteStore if has_protocol(names[0]) else MmapStore
     try:
-        return opened(names[0] if len(names) == 1 else names)  # a pattern that none matches is told apart there
+        # A pattern that none matches is told apart there.
+        return opened(names[0] if len(names) == 1 else names)
     except StoreError as error:
         if "shards do not match" not in str(error):
             raise
@@ -115,10 +136,15 @@ def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[A
         StoreError: If the sources have unequal numbers of rows.
     """
     with contextlib.ExitStack() as stack:
-        stores = [stack.enter_context(contextlib.closing(open_rows(names))) for names in (files, *([other] for other in others))]
+        stores = [
+            stack.enter_context(contextlib.closing(open_rows(names)))
+            for names in (files, *([other] for other in others))
+        ]
         if any(store.n_rows != stores[0].n_rows for store in stores):
             counts = ", ".join(f"{_files_of(store)} has {store.n_rows:,}" for store in stores)
-            raise StoreError(f"sources have unequal numbers of rows: {counts}; expected equally many, as a sample has one row of each")
+            raise StoreError(
+                f"sources have unequal numbers of rows: {counts}; expected equally many, as a sample has one row of each"
+            )
         yield stores
 
 
@@ -145,12 +171,18 @@ def described(store: AnyShardedStore) -> str:
 
 def all_described(stores: Sequence[AnyShardedStore]) -> str:
     """Sources in words, a paragraph each."""
-    return "\n".join(wrapped(described(store), "with " if i else "", "  ") for i, store in enumerate(stores))
+    return "\n".join(
+        wrapped(described(store), "with " if i else "", "  ") for i, store in enumerate(stores)
+    )
 
 
 def _files_of(store: AnyShardedStore) -> str:
     n_more = len(store.paths) - 1
-    return f"{store.paths[0]} and {n_more} more shard{'s' * (n_more > 1)}" if n_more else store.paths[0]
+    return (
+        f"{store.paths[0]} and {n_more} more shard{'s' * (n_more > 1)}"
+        if n_more
+        else store.paths[0]
+    )
 
 
 def sources_values(stores: Sequence[AnyShardedStore]) -> dict[str, Any]:

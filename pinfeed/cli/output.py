@@ -51,19 +51,30 @@ def table(rows: Iterable[Sequence[str]], headers: Sequence[str], align: str = ""
     """Columns; ``align`` has an ``l`` or ``r`` for each, as far as they are not left-aligned."""
     shown = list(rows)
     sides = [{"l": "left", "r": "right"}[side] for side in align.ljust(len(headers), "l")]
-    return tabulate(shown, headers=headers, colalign=sides if shown else None, disable_numparse=True)
+    return tabulate(
+        shown, headers=headers, colalign=sides if shown else None, disable_numparse=True
+    )
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
     """Names and what they are, below each other; what is long goes on in the next line."""
     shown = [(name, value) for name, value in pairs if value]
     width = max((len(name) for name, _ in shown), default=0) + 4
-    return "\n".join(wrapped(value, first=f"  {name}".ljust(width), rest=" " * width) for name, value in shown)
+    return "\n".join(
+        wrapped(value, first=f"  {name}".ljust(width), rest=" " * width) for name, value in shown
+    )
 
 
 def wrapped(text: str, first: str = "", rest: str = "") -> str:
     """A paragraph of at most ``WIDTH`` columns; a path or a command is never broken."""
-    return textwrap.fill(text, WIDTH, initial_indent=first, subsequent_indent=rest, break_long_words=False, break_on_hyphens=False)
+    return textwrap.fill(
+        text,
+        WIDTH,
+        initial_indent=first,
+        subsequent_indent=rest,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def sections(parts: Mapping[str, str]) -> str:

@@ -6,7 +6,15 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pinfeed.cli.options import all_described, open_sources, order_of, row_nbytes_of, source_of, sources_values, usual_batch
+from pinfeed.cli.options import (
+    all_described,
+    open_sources,
+    order_of,
+    row_nbytes_of,
+    source_of,
+    sources_values,
+    usual_batch,
+)
 from pinfeed.cli.output import Report, facts, sections, table, wrapped
 from pinfeed.errors import BudgetError
 from pinfeed.feeders.feeder import Feeder
@@ -32,28 +40,49 @@ def plan(
     order, order_name = order_of(shuffle, block_rows, seed)
     target, remarks = _device(device)
     with open_sources(files, others) as stores:
-        values = {**sources_values(stores), "order": order_name, "device": None, "plan": None, "remarks": remarks}
+        values = {
+            **sources_values(stores),
+            "order": order_name,
+            "device": None,
+            "plan": None,
+            "remarks": remarks,
+        }
         head = all_described(stores)
         if cpu_limit is None and gpu_limit is None:
             size = batch_size or usual_batch(row_nbytes_of(stores))
             if batch_size is None:
-                remarks.append(f"Neither --batch-size nor a limit was given: {size:,} rows were taken for a batch.")
+                remarks.append(
+                    f"Neither --batch-size nor a limit was given: {size:,} rows were taken for a batch."
+                )
             arguments: dict[str, Any] = {"batch_size": size}
         else:
-            config = MemoryLimits(cpu_memory_limit=cpu_limit, gpu_memory_limit=gpu_limit, preferred_batch_size=batch_size)
+            config = MemoryLimits(
+                cpu_memory_limit=cpu_limit,
+                gpu_memory_limit=gpu_limit,
+                preferred_batch_size=batch_size,
+            )
             arguments = {"config": config}
         try:
-            with Feeder(source_of(stores), rows=order, depth=depth, device=target, **arguments) as feeder:
+            with Feeder(
+                source_of(stores), rows=order, depth=depth, device=target, **arguments
+            ) as feeder:
                 made, name = feeder.plan, feeder.device
         except BudgetError as error:
             return Report(values, head, (f"it does not fit: {error}",))
         if gpu_limit is not None and not made.device_bytes:
-            remarks.append(f"Batches live in host memory ({name}): --gpu-limit was not needed. --device cuda plans for a GPU.")
+            remarks.append(
+                f"Batches live in host memory ({name}): --gpu-limit was not needed. --device cuda plans for a GPU."
+            )
         findings: tuple[str, ...] = ()
         if batch_size is not None and made.batch_size < min(batch_size, stores[0].n_rows):
-            findings = (f"batches of {batch_size:,} rows were wanted; the limits hold {made.batch_size:,}",)
+            findings = (
+                f"batches of {batch_size:,} rows were wanted; the limits hold {made.batch_size:,}",
+            )
         values |= {"device": name, "plan": plan_values(made)}
-        parts = {head: _text(made, order_name, name), "Remarks": "\n".join(wrapped(f"- {remark}", rest="  ") for remark in remarks)}
+        parts = {
+            head: _text(made, order_name, name),
+            "Remarks": "\n".join(wrapped(f"- {remark}", rest="  ") for remark in remarks),
+        }
         return Report(values, sections(parts), findings)
 
 
@@ -73,7 +102,10 @@ def _device(name: str) -> tuple[Any, list[str]]:
 def plan_values(made: Plan) -> dict[str, Any]:
     """A plan for scripts."""
     items = [{**asdict(item), "total": item.total} for item in made.items]
-    totals = {name: getattr(made, name) for name in ("n_slots", "host_bytes", "pinned_bytes", "device_bytes")}
+    totals = {
+        name: getattr(made, name)
+        for name in ("n_slots", "host_bytes", "pinned_bytes", "device_bytes")
+    }
     return {**asdict(made), "items": items, **totals}
 
 
@@ -86,10 +118,15 @@ def _text(made: Plan, order_name: str, device: str) -> str:
         ("batches", f"{made.batch_size:,} rows, {order_name}, {made.depth} ahead of the loop"),
         ("device", f"{device}, {made.route} route"),
         ("host", f"{human(made.host_bytes)}{_of(made.cpu_memory_limit)}" + _locked(made)),
-        ("GPU", f"{human(made.device_bytes)}{_of(made.gpu_memory_limit)}" if made.device_bytes else ""),
+        (
+            "GPU",
+            f"{human(made.device_bytes)}{_of(made.gpu_memory_limit)}" if made.device_bytes else "",
+        ),
         *(("rows" if i == 0 else "", note) for i, note in enumerate(made.notes)),
     ]
-    return f"{facts(pairs)}\n\n{table(items, ('where', 'what', 'count', 'each', 'in all'), 'llrrr')}"
+    return (
+        f"{facts(pairs)}\n\n{table(items, ('where', 'what', 'count', 'each', 'in all'), 'llrrr')}"
+    )
 
 
 def _locked(made: Plan) -> str:

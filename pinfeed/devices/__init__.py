@@ -34,8 +34,9 @@ def resolve(device: Any, *, n_spare: int) -> Device:
     """The device of that name.
 
     Args:
-        device: ``"auto"`` for CUDA where there is one (``cuda_index`` tells which) and else the CPU; ``"cpu"``, ``"cuda"``, ``"cuda:1"``;
-            a ``torch.device``; or a Device, which is given back as it is and stays its owner's.
+        device: ``"auto"`` for CUDA where there is one (``cuda_index`` tells which) and else the
+            CPU; ``"cpu"``, ``"cuda"``, ``"cuda:1"``; a ``torch.device``; or a Device, which is
+            given back as it is and stays its owner's.
         n_spare: Free blocks of host memory that a device made here keeps for reuse.
 
     Raises:
@@ -54,10 +55,16 @@ def resolve(device: Any, *, n_spare: int) -> Device:
         if torch.cuda.is_available():
             device = f"cuda:{cuda_index(os.environ.get('LOCAL_RANK'), torch.cuda.device_count(), torch.cuda.current_device())}"
     wanted = torch_device(device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
-    return HostDevice(n_spare=n_spare) if wanted.type == "cpu" else CudaDevice(wanted.index, n_spare=n_spare)
+    return (
+        HostDevice(n_spare=n_spare)
+        if wanted.type == "cpu"
+        else CudaDevice(wanted.index, n_spare=n_spare)
+    )
 
 
-def torch_device(device: Any, expected: str = "'cpu', 'cuda' or 'cuda:N'", *, exists: bool = False) -> torch.device:
+def torch_device(
+    device: Any, expected: str = "'cpu', 'cuda' or 'cuda:N'", *, exists: bool = False
+) -> torch.device:
     """The ``torch.device`` of that name, which is the CPU or a CUDA device.
 
     Args:
@@ -89,7 +96,8 @@ def cuda_index(local_rank: str | None, n_devices: int, current: int) -> int:
     Args:
         local_rank: That number, as torchrun's environment has it; None of a process on its own.
         n_devices: GPUs that this process sees; one, where the launcher has dealt them out already.
-        current: torch's current one. One that is not the first was chosen, with ``torch.cuda.set_device``, and is kept.
+        current: torch's current one. One that is not the first was chosen, with
+            ``torch.cuda.set_device``, and is kept.
     """
     mine = int(local_rank) if local_rank and local_rank.isdecimal() else 0
     return mine if current == 0 and mine < n_devices else current

@@ -1,7 +1,8 @@
 """The seam between pinfeed and an accelerator: Device, Stream, Event.
 
-Rule 1: everything above this layer speaks to an accelerator through these protocols only.
-Rule 2: an Event is recorded once. ``Stream.record`` gives a new one; there is no re-record, so no stale capture.
+Rule 1: everything above this layer speaks to an accelerator through these protocols only. Rule 2:
+an Event is recorded once. ``Stream.record`` gives a new one; there is no re-record, so no stale
+capture.
 """
 
 from __future__ import annotations
@@ -65,7 +66,10 @@ class Stream(Protocol):
 
 
 class Device(Protocol):
-    """Streams, workers, memory and copies of one accelerator. It is given its own streams and events only."""
+    """Streams, workers, memory and copies of one accelerator.
+
+    It is given its own streams and events only.
+    """
 
     @property
     def name(self) -> str:
@@ -86,7 +90,10 @@ class Device(Protocol):
         ...
 
     def worker(self, name: str, n_threads: int = 1) -> Workers:
-        """Threads that may use this device. Their calls begin in the order in which they were submitted."""
+        """Threads that may use this device.
+
+        Their calls begin in the order in which they were submitted.
+        """
         ...
 
     def empty(self, nbytes: int, stream: Any) -> Buffer:
@@ -108,7 +115,9 @@ class Device(Protocol):
     def copy(self, src: Tensor | Array, dst: Tensor | Array, stream: Any) -> None:
         """Queue a copy between staging memory and a tensor, or between tensors."""
 
-    def copy_rows(self, src: Tensor, src_pos: Rows, dst: Tensor, dst_pos: Rows, stream: Any) -> None:
+    def copy_rows(
+        self, src: Tensor, src_pos: Rows, dst: Tensor, dst_pos: Rows, stream: Any
+    ) -> None:
         """Queue ``dst[dst_pos] = src[src_pos]``."""
 
     def adopt(self, part: HostArray, stream: Any) -> Tensor | None:

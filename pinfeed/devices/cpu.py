@@ -1,4 +1,7 @@
-"""HostDevice: the CPU as a device. Work in a stream is done when it is queued; batches are gathered where they are lent."""
+"""HostDevice: the CPU as a device.
+
+Work in a stream is done when it is queued; batches are gathered where they are lent.
+"""
 
 from __future__ import annotations
 
@@ -84,27 +87,38 @@ class HostDevice:
         return to_torch(np.ndarray(shape, dtype, buffer))
 
     def cut(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        # Not a view of it: what the user does to one batch in place, autograd need not know of another. And by numpy, which keeps the
-        # interpreter's lock over such a trifle: torch gives it away, and waits for it.
+        # Not a view of it: what the user does to one batch in place, autograd need not know of
+        # another. And by numpy, which keeps the interpreter's lock over such a trifle: torch gives
+        # it away, and waits for it.
         return to_torch(memory_of(tensor)[start:stop])
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return self._pool.take(nbytes)
 
     def copy(self, src: torch.Tensor | Array, dst: torch.Tensor | Array, stream: Any) -> None:
-        target, source = (x.detach() if isinstance(x, torch.Tensor) else to_torch(x) for x in (dst, src))
+        target, source = (
+            x.detach() if isinstance(x, torch.Tensor) else to_torch(x) for x in (dst, src)
+        )
         target.copy_(source)
 
-    def copy_rows(self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: Any) -> None:
+    def copy_rows(
+        self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: Any
+    ) -> None:
         # By numpy, which has every dtype; torch does not index uint16.
-        put_rows(to_numpy(dst, "batch"), dst_pos, np.take(to_numpy(src, "values"), src_pos, axis=0, mode="clip"))
+        put_rows(
+            to_numpy(dst, "batch"),
+            dst_pos,
+            np.take(to_numpy(src, "values"), src_pos, axis=0, mode="clip"),
+        )
 
     def adopt(self, part: HostArray, stream: Any) -> Any:
         value = getattr(part, "host_value", None)
-        return None if value is None else value.to("cpu")  # itself, if it is there: a leaf of a loader's batch is the user's already
+        # Itself, if it is there: a leaf of a loader's batch is the user's already.
+        return None if value is None else value.to("cpu")
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
-        return ""  # a batch is gathered where it is lent
+        # A batch is gathered where it is lent.
+        return ""
 
     def reaches(self, source: HostArray | Store) -> bool:
         return True
@@ -121,7 +135,11 @@ class HostDevice:
         """There is one stream."""
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.layout is not torch.strided
+            or value.is_nested
+        ):
             return None
         return tuple(value.shape), NUMPY.get(value.dtype), value.device.type == "cpu"
 

@@ -31,15 +31,19 @@ from pinfeed.threads.pool import ThreadPool
 
 _TYPICAL_ROWS = 4096
 _N_BLOCKS = 8
-_MAX_ROW_BYTES = 1 << 30  # the kernels count the words of a row in 32 bits
-# torch gives the time between two events as a 32-bit float in milliseconds, which resolves a microsecond at 10 seconds.
+# The kernels count the words of a row in 32 bits.
+_MAX_ROW_BYTES = 1 << 30
+# torch gives the time between two events as a 32-bit float in milliseconds, which resolves a
+# microsecond at 10 seconds.
 _COMPARE_S = 10.0
 _N_MARKS = 4
 _MARK_S = 1e-3
 
 
 class CudaEvent:
-    """An event recorded once. The host sleeps, not spins, while it waits: a spinning reader would take a core from the loop.
+    """An event recorded once.
+
+    The host sleeps, not spins, while it waits: a spinning reader would take a core from the loop.
 
     Args:
         stream: Where it is recorded.
@@ -47,7 +51,8 @@ class CudaEvent:
     """
 
     def __init__(self, stream: torch.cuda.Stream, clock: CudaClock | None = None) -> None:
-        self.raw, self._clock = torch.cuda.Event(enable_timing=clock is not None, blocking=True), clock
+        self.raw = torch.cuda.Event(enable_timing=clock is not None, blocking=True)
+        self._clock = clock
         self.raw.record(stream)
 
     def sync(self) -> None:
@@ -91,8 +96,9 @@ class _Comparison:
 class CudaClock:
     """Tells when events of one GPU were passed, by the host's clock.
 
-    The two clocks drift apart by some ten microseconds per second, so they are compared again now and then. An error that a comparison
-    finds is taken away over the time up to the next one: the time that is told never jumps, and spans do not overlap.
+    The two clocks drift apart by some ten microseconds per second, so they are compared again now
+    and then. An error that a comparison finds is taken away over the time up to the next one: the
+    time that is told never jumps, and spans do not overlap.
 
     Args:
         mark: Returns a mark, or None if the GPU does not give one at once.
@@ -121,7 +127,8 @@ def _seconds(begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
 def _marked(stream: torch.cuda.Stream) -> Mark | None:
     """The mark that was taken in the shortest of some tries; a thread that was interrupted meanwhile reads the clock late.
 
-    torch's streams are shared, so other work may be under way in this one: then it is not waited for.
+    torch's streams are shared, so other work may be under way in this one: then it is not waited
+    for.
     """
     tries = []
     for _ in range(_N_MARKS):
@@ -146,7 +153,8 @@ class CudaStream:
     """
 
     def __init__(self, raw: torch.cuda.Stream, device: CudaDevice) -> None:
-        self.raw, self._device = raw, device
+        self.raw = raw
+        self._device = device
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CudaStream) and self.raw == other.raw
@@ -168,11 +176,17 @@ def check_gpu(index: int | None) -> int:
         DeviceError: There is no such GPU, or torch cannot use it.
     """
     if not torch.cuda.is_available():
-        built = f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
-        raise DeviceError(f"device='cuda': torch {torch.__version__} ({built}) finds no usable GPU; expected one, or device='cpu'")
+        built = (
+            f"built for CUDA {torch.version.cuda}" if torch.version.cuda else "a build without CUDA"
+        )
+        raise DeviceError(
+            f"device='cuda': torch {torch.__version__} ({built}) finds no usable GPU; expected one, or device='cpu'"
+        )
     index = torch.cuda.current_device() if index is None else index
     if index >= torch.cuda.device_count():
-        raise DeviceError(f"device='cuda:{index}' does not exist; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+        raise DeviceError(
+            f"device='cuda:{index}' does not exist; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+        )
     return index
 
 
@@ -182,8 +196,8 @@ class CudaDevice:
     Args:
         index: Its number; None for torch's current one.
         n_spare: Free staging buffers kept for reuse.
-        priority: Of the side streams; -1, high: small kernels that move rows begin before more blocks of the model's do. 0 is that of the
-            model.
+        priority: Of the side streams; -1, high: small kernels that move rows begin before more
+            blocks of the model's do. 0 is that of the model.
 
     Raises:
         DeviceError: There is no such GPU, or torch cannot use it.
@@ -194,7 +208,8 @@ class CudaDevice:
     def __init__(self, index: int | None = None, *, n_spare: int = 4, priority: int = -1) -> None:
         index = check_gpu(index)
         self.name = f"cuda:{index}"
-        self._device, self._index = torch.device("cuda", index), index
+        self._device = torch.device("cuda", index)
+        self._index = index
         self._staging = BufferPool(n_spare, functools.partial(_staging_memory, self._device))
         self.route = STAGED
         """How the rows of page-locked stores go: of all feeders on this device as the last one decided."""
@@ -216,28 +231,42 @@ class CudaDevice:
         with torch.cuda.stream(stream.raw):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
-    def tensor(self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
-        # set_ and not view: the user's tensor is nobody's view, so autograd and in-place operations treat it as his own.
-        return torch.empty(0, dtype=TORCH[dtype], device=self._device).set_(buffer.untyped_storage(), 0, shape, _strides(shape))
+    def tensor(
+        self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> torch.Tensor:
+        # set_ and not view: the user's tensor is nobody's view, so autograd and in-place operations
+        # treat it as his own.
+        return torch.empty(0, dtype=TORCH[dtype], device=self._device).set_(
+            buffer.untyped_storage(), 0, shape, _strides(shape)
+        )
 
     def cut(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        return tensor[start:stop].data  # not a view of it: what the user does to one batch in place, autograd need not know of another
+        # Not a view of it: what the user does to one batch in place, autograd need not know of
+        # another.
+        return tensor[start:stop].data
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return self._staging.take(nbytes)
 
-    def copy(self, src: torch.Tensor | Array, dst: torch.Tensor | Array, stream: CudaStream) -> None:
-        target, source = (x.detach() if isinstance(x, torch.Tensor) else to_torch(x) for x in (dst, src))
+    def copy(
+        self, src: torch.Tensor | Array, dst: torch.Tensor | Array, stream: CudaStream
+    ) -> None:
+        target, source = (
+            x.detach() if isinstance(x, torch.Tensor) else to_torch(x) for x in (dst, src)
+        )
         with torch.cuda.stream(stream.raw):
             target.copy_(source, non_blocking=True)
 
-    def copy_rows(self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: CudaStream) -> None:
+    def copy_rows(
+        self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: CudaStream
+    ) -> None:
         if dst.numel() == 0:
             return
         with torch.cuda.stream(stream.raw):
             positions = self._upload(np.stack((src_pos, dst_pos)))
             words, target = _words(src), _words(dst)
-            step = max(1, ON_THEIR_WAY_BYTES * len(dst) // dst.nbytes)  # what is selected has memory of its own meanwhile
+            # What is selected has memory of its own meanwhile.
+            step = max(1, ON_THEIR_WAY_BYTES * len(dst) // dst.nbytes)
             for start in range(0, len(src_pos), step):
                 source, into = positions[:, start : start + step]
                 target.index_copy_(0, into, words.index_select(0, source))
@@ -246,7 +275,8 @@ class CudaDevice:
         value = getattr(part, "host_value", None)
         if value is None or _is_plain(value):
             return None
-        with torch.cuda.stream(stream.raw):  # a sparse, strided or subclassed tensor, or an object of the user's that moves itself
+        with torch.cuda.stream(stream.raw):
+            # A sparse, strided or subclassed tensor, or an object of the user's that moves itself.
             return value.to(self._device)
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
@@ -261,14 +291,19 @@ class CudaDevice:
         if not reached or wanted == "staged":
             return ""
         try:
-            _ = self.kernels  # what is wrong with them is known now, not in a reader
-        except Exception as error:  # of CuPy: it is not there, it has no compiler for this GPU, the driver is too old
+            # What is wrong with them is known now, not in a reader.
+            _ = self.kernels
+        except Exception as error:
+            # Of CuPy: it is not there, it has no compiler for this GPU, the driver is too old.
             if wanted == "direct":
-                raise DeviceError(f"route='direct': the kernels do not run on {self.name} ({described(error)}); leave route out") from error
+                raise DeviceError(
+                    f"route='direct': the kernels do not run on {self.name} ({described(error)}); leave route out"
+                ) from error
             return f"page-locked rows are staged: the kernels do not run ({described(error)})"
         try:
             rates = self._rates(reached, n_rows or _TYPICAL_ROWS)
-        except (DeviceError, RuntimeError) as error:  # there is no memory to try it with
+        except (DeviceError, RuntimeError) as error:
+            # There is no memory to try it with.
             self.route = Route(_N_BLOCKS, True, "") if wanted == "direct" else STAGED
             how = "read by the GPU" if wanted else "staged"
             return f"page-locked rows are {how}: what is faster could not be measured ({described(error)})"
@@ -278,31 +313,47 @@ class CudaDevice:
     def reaches(self, source: HostArray | Store) -> bool:
         value = getattr(source, "host_value", None)
         if value is not None:
-            return bool(value.is_pinned())  # a loader with pin_memory=True
+            # A loader with pin_memory=True.
+            return bool(value.is_pinned())
         return self.route.n_blocks > 0 and self.can_reach(getattr(source, "store", source))
 
     def can_reach(self, store: Any) -> TypeGuard[PinnedStore]:
         """Whether kernels could read and write the rows of a store: they are page-locked, and have bytes."""
         # A class derived from it may bring and take rows in its own way.
-        return type(store) is PinnedStore and store.page_locked and 0 < row_nbytes(store) < _MAX_ROW_BYTES
+        return (
+            type(store) is PinnedStore
+            and store.page_locked
+            and 0 < row_nbytes(store) < _MAX_ROW_BYTES
+        )
 
     @functools.cached_property
     def kernels(self) -> RowKernels:
         """Compiled at the first use."""
         return RowKernels(self._index)
 
-    def read(self, parts: Sequence[tuple[HostArray, torch.Tensor]], stream: CudaStream) -> Iterator[None]:
-        groups: dict[int, list[tuple[Any, torch.Tensor]]] = {}  # by the array of row numbers, which several stores have in common
+    def read(
+        self, parts: Sequence[tuple[HostArray, torch.Tensor]], stream: CudaStream
+    ) -> Iterator[None]:
+        # By the array of row numbers, which several stores have in common.
+        groups: dict[int, list[tuple[Any, torch.Tensor]]] = {}
         for part, dst in parts:
             if hasattr(part, "host_value"):
-                self.copy(part.host_value, dst, stream)  # torch's pinned allocator keeps it until the copy is done
+                # torch's pinned allocator keeps it until the copy is done.
+                self.copy(part.host_value, dst, stream)
                 yield
             elif dst.numel():
                 groups.setdefault(id(part.rows), []).append((part, dst))  # type: ignore[attr-defined]  # rows of a store
         for group in groups.values():
-            yield from self._move(self.kernels.gather, group[0][0].rows, [(part.store, dst) for part, dst in group], stream)
+            yield from self._move(
+                self.kernels.gather,
+                group[0][0].rows,
+                [(part.store, dst) for part, dst in group],
+                stream,
+            )
 
-    def write(self, values: Sequence[tuple[Store, torch.Tensor]], rows: Rows, stream: CudaStream) -> None:
+    def write(
+        self, values: Sequence[tuple[Store, torch.Tensor]], rows: Rows, stream: CudaStream
+    ) -> None:
         if values and len(rows):
             for _ in self._move(self.kernels.scatter, rows, values, stream):
                 pass
@@ -312,7 +363,11 @@ class CudaDevice:
             tensor.record_stream(stream.raw)
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
-        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.is_nested:
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.layout is not torch.strided
+            or value.is_nested
+        ):
             return None
         return tuple(value.shape), NUMPY.get(value.dtype), value.device == self._device
 
@@ -334,7 +389,9 @@ class CudaDevice:
         return CudaClock(functools.partial(_marked, stream), (first, time.perf_counter()))
 
     def free_bytes(self) -> int:
-        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
+        cached = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(
+            self._device
+        )
         return int(torch.cuda.mem_get_info(self._device)[0]) + cached
 
     def close(self) -> None:
@@ -342,24 +399,36 @@ class CudaDevice:
         unlock_freed()
 
     def _move(
-        self, launch: Callable[..., Iterator[None]], rows: Rows, tables: Sequence[tuple[Any, torch.Tensor]], stream: CudaStream
+        self,
+        launch: Callable[..., Iterator[None]],
+        rows: Rows,
+        tables: Sequence[tuple[Any, torch.Tensor]],
+        stream: CudaStream,
     ) -> Iterator[None]:
         with torch.cuda.stream(stream.raw):
-            numbers = self._upload(rows)  # freed in this stream, after the launches
-        moves = [Move(store.array.ctypes.data, tensor.data_ptr(), row_nbytes(store)) for store, tensor in tables]
-        n_blocks = self.route.n_blocks or _N_BLOCKS  # another feeder on this device may have decided otherwise since
+            # Freed in this stream, after the launches.
+            numbers = self._upload(rows)
+        moves = [
+            Move(store.array.ctypes.data, tensor.data_ptr(), row_nbytes(store))
+            for store, tensor in tables
+        ]
+        # Another feeder on this device may have decided otherwise since.
+        n_blocks = self.route.n_blocks or _N_BLOCKS
         yield from launch(stream.raw.cuda_stream, numbers.data_ptr(), len(rows), moves, n_blocks)
 
     def _rates(self, stores: Sequence[PinnedStore], n_rows: int) -> Rates:
         # By powers of two, so that few are measured.
-        batch, table = ((n - 1).bit_length() for n in (n_rows, max(store.array.nbytes for store in stores)))
+        batch, table = (
+            (n - 1).bit_length() for n in (n_rows, max(store.array.nbytes for store in stores))
+        )
         key = (
             f"{torch.cuda.get_device_name(self._device)}, {len(os.sched_getaffinity(0))} cores, "
             f"rows of {sorted(map(row_nbytes, stores))} B, 2^{batch} of them, tables up to 2^{table} B"
         )
 
         def measured() -> Rates:
-            with contextlib.closing(CudaDevice(self._index, priority=self._priority)) as apart:  # others may use this one
+            with contextlib.closing(CudaDevice(self._index, priority=self._priority)) as apart:
+                # Others may use this one.
                 return measure(apart, stores, 1 << batch)
 
         return remembered(key, measured)
@@ -376,9 +445,15 @@ def _staging_memory(device: torch.device, nbytes: int) -> Bytes:
     # The unlock function must not keep the CudaDevice alive, because its pool keeps the memory.
     lock = functools.partial(_call_runtime, device, "cudaHostRegister")
     try:
-        return page_locked(nbytes, lambda address, size: lock(address, size, REGISTER), functools.partial(unlock_on, device))
+        return page_locked(
+            nbytes,
+            lambda address, size: lock(address, size, REGISTER),
+            functools.partial(unlock_on, device),
+        )
     except DeviceError as error:
-        raise DeviceError(f"{error}; take a smaller batch or depth, or raise `ulimit -l`") from error
+        raise DeviceError(
+            f"{error}; take a smaller batch or depth, or raise `ulimit -l`"
+        ) from error
 
 
 def unlock_on(device: torch.device, address: int) -> None:
@@ -402,7 +477,8 @@ def _call_runtime(device: torch.device, name: str, *args: int) -> None:
 
 def _forget_error() -> None:
     """Clear the code of a failed call, which the runtime keeps and anybody's next kernel launch would report; torch cannot clear it."""
-    with contextlib.suppress(OSError):  # a build that has it under another name
+    with contextlib.suppress(OSError):
+        # A build that has it under another name.
         ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).split('.')[0]}").cudaGetLastError()
 
 

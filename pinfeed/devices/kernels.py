@@ -1,8 +1,9 @@
 """Kernels that move rows between page-locked memory of the host and memory of the device, and the shape of their launches.
 
-A thread moves words of a row, as wide as rows and addresses allow (16 bytes at most), and has four of them under way: what comes over
-the link is the bytes under way divided by the time of a round trip, so a few thousand threads keep it busy, and the rest of the GPU is the
-model's. Neighbouring threads move neighbouring words: each warp asks for whole lines of 128 bytes where a row has them.
+A thread moves words of a row, as wide as rows and addresses allow (16 bytes at most), and has four
+of them under way: what comes over the link is the bytes under way divided by the time of a round
+trip, so a few thousand threads keep it busy, and the rest of the GPU is the model's. Neighbouring
+threads move neighbouring words: each warp asks for whole lines of 128 bytes where a row has them.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ MAX_TABLES = 4
 """Tables that one launch moves rows of."""
 N_THREADS = 512
 """Threads of a block."""
-_STEP_BYTES = 64 << 20  # of a launch: words are counted in 32 bits
+# Of a launch: words are counted in 32 bits.
+_STEP_BYTES = 64 << 20
 _WIDTHS = (16, 8, 4, 2, 1)
 
 SOURCE = r"""
@@ -100,10 +102,14 @@ class Move:
     @property
     def width(self) -> int:
         """Bytes of the widest word that addresses and rows are multiples of."""
-        return next(width for width in _WIDTHS if not (self.table | self.packed | self.row_nbytes) % width)
+        return next(
+            width for width in _WIDTHS if not (self.table | self.packed | self.row_nbytes) % width
+        )
 
 
-def launches(rows: int, n_rows: int, moves: Sequence[Move], n_blocks: int) -> Iterator[tuple[int, tuple[int, ...]]]:
+def launches(
+    rows: int, n_rows: int, moves: Sequence[Move], n_blocks: int
+) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Blocks and arguments of the kernels, launch by launch.
 
     Args:
@@ -114,14 +120,23 @@ def launches(rows: int, n_rows: int, moves: Sequence[Move], n_blocks: int) -> It
     """
     for i in range(0, len(moves), MAX_TABLES):
         some = moves[i : i + MAX_TABLES]
-        step = max(1, _STEP_BYTES // sum(move.row_nbytes for move in some))  # so that a word's number has 32 bits
+        # So that a word's number has 32 bits.
+        step = max(1, _STEP_BYTES // sum(move.row_nbytes for move in some))
         for first in range(0, n_rows, step):
             n = min(step, n_rows - first)
             arguments, n_words = [rows + 8 * first, n], 0
             for move in some:
-                arguments += [move.table, move.packed + first * move.row_nbytes, move.row_nbytes, move.width]
+                arguments += [
+                    move.table,
+                    move.packed + first * move.row_nbytes,
+                    move.row_nbytes,
+                    move.width,
+                ]
                 n_words = max(n_words, n * move.row_nbytes // move.width)
-            yield min(n_blocks, -(-n_words // N_THREADS)), (*arguments, *[0] * 4 * (MAX_TABLES - len(some)))
+            yield (
+                min(n_blocks, -(-n_words // N_THREADS)),
+                (*arguments, *[0] * 4 * (MAX_TABLES - len(some))),
+            )
 
 
 class RowKernels:
@@ -138,12 +153,17 @@ class RowKernels:
     def __init__(self, index: int) -> None:
         import cupy
 
-        self._gpu, self._stream = cupy.cuda.Device(index), cupy.cuda.Stream.from_external
+        self._gpu = cupy.cuda.Device(index)
+        self._stream = cupy.cuda.Stream.from_external
         with self._gpu:
             module = cupy.RawModule(code=SOURCE, options=("-std=c++17",))
-            self._gather, self._scatter = (module.get_function(name) for name in ("gather_rows", "scatter_rows"))
+            self._gather, self._scatter = (
+                module.get_function(name) for name in ("gather_rows", "scatter_rows")
+            )
 
-    def gather(self, stream: int, rows: int, n_rows: int, moves: Sequence[Move], n_blocks: int) -> Iterator[None]:
+    def gather(
+        self, stream: int, rows: int, n_rows: int, moves: Sequence[Move], n_blocks: int
+    ) -> Iterator[None]:
         """Queue the way of rows to the device, launch by launch.
 
         Args:
@@ -151,18 +171,27 @@ class RowKernels:
             rows: Address of the row numbers on the device, int64.
             n_rows: How many there are.
             moves: What is moved of these rows.
-            n_blocks: Blocks of a launch, at most: each takes a part of a multiprocessor from the model.
+            n_blocks: Blocks of a launch, at most: each takes a part of a multiprocessor from the
+                model.
         """
         return self._launch(self._gather, stream, launches(rows, n_rows, moves, n_blocks))
 
-    def scatter(self, stream: int, rows: int, n_rows: int, moves: Sequence[Move], n_blocks: int) -> Iterator[None]:
+    def scatter(
+        self, stream: int, rows: int, n_rows: int, moves: Sequence[Move], n_blocks: int
+    ) -> Iterator[None]:
         """Queue the way of rows, each once, back from the device; arguments as of ``gather``."""
         return self._launch(self._scatter, stream, launches(rows, n_rows, moves, n_blocks))
 
-    def _launch(self, kernel: Any, stream: int, every: Iterator[tuple[int, tuple[int, ...]]]) -> Iterator[None]:
+    def _launch(
+        self, kernel: Any, stream: int, every: Iterator[tuple[int, tuple[int, ...]]]
+    ) -> Iterator[None]:
         for n_blocks, arguments in every:
             with self._gpu, self._stream(External(stream)):
-                kernel((n_blocks,), (N_THREADS,), tuple(kind(value) for kind, value in zip(_KINDS, arguments, strict=True)))
+                kernel(
+                    (n_blocks,),
+                    (N_THREADS,),
+                    tuple(kind(value) for kind, value in zip(_KINDS, arguments, strict=True)),
+                )
             yield
 
 

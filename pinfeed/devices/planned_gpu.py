@@ -13,8 +13,9 @@ from pinfeed.stores.base import Store
 class PlannedGpu(HostDevice):
     """For plans only: it counts as having memory of its own, so that batches for it are staged.
 
-    ``Feeder(..., device=PlannedGpu()).plan`` is the plan of a feeder on a machine with a GPU, made on one without; its batches would stay
-    on the host. Rows of page-locked tables are planned as staged: which way is faster can only be measured on the GPU.
+    ``Feeder(..., device=PlannedGpu()).plan`` is the plan of a feeder on a machine with a GPU, made
+    on one without; its batches would stay on the host. Rows of page-locked tables are planned as
+    staged: which way is faster can only be measured on the GPU.
     """
 
     name = "cuda"
@@ -22,11 +23,15 @@ class PlannedGpu(HostDevice):
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
         if wanted == "direct":
-            raise DeviceError("route='direct': there is no GPU here that could read the rows; leave route out")
+            raise DeviceError(
+                "route='direct': there is no GPU here that could read the rows; leave route out"
+            )
         return ""
 
     def reaches(self, source: HostArray | Store) -> bool:
         return False
 
     def free_bytes(self) -> int:
-        raise ArgumentError("how much memory is free on a GPU that is not here nobody knows; give gpu_memory_limit (--gpu-limit)")
+        raise ArgumentError(
+            "how much memory is free on a GPU that is not here nobody knows; give gpu_memory_limit (--gpu-limit)"
+        )

@@ -27,11 +27,13 @@ from pinfeed.threads.pool import ThreadPool
 
 BLOCKS = (4, 8, 16, 32)
 """Blocks of the kernels that are tried."""
-_ENOUGH = 0.97  # fewer blocks that reach this share of the best rate leave more of the GPU to the model
+# Fewer blocks that reach this share of the best rate leave more of the GPU to the model.
+_ENOUGH = 0.97
 _SAMPLE_BYTES = 16 << 20
 _PIECE_BYTES = 256 << 10
 _REPEATS = 3
-_N_READERS = min(3, len(os.sched_getaffinity(0)))  # of a loop with the usual depth
+# Of a loop with the usual depth.
+_N_READERS = min(3, len(os.sched_getaffinity(0)))
 _FORMAT = 1
 
 
@@ -77,19 +79,25 @@ def decide(rates: Rates, wanted: str | None) -> Route:
         return Route(0, True, f"page-locked rows are staged: {said}")
     duplex = rates.both >= rates.in_turn
     order = "at the same time" if duplex else "in turn"
-    return Route(n_blocks, duplex, f"the GPU reads page-locked rows itself: {said}; rows come and go {order}")
+    return Route(
+        n_blocks, duplex, f"the GPU reads page-locked rows itself: {said}; rows come and go {order}"
+    )
 
 
 def _fewest(rates: Mapping[int, float]) -> int:
     """Blocks that are nearly as fast as the fastest."""
-    return min(n_blocks for n_blocks, rate in rates.items() if rate >= _ENOUGH * max(rates.values()))
+    return min(
+        n_blocks for n_blocks, rate in rates.items() if rate >= _ENOUGH * max(rates.values())
+    )
 
 
 class Sample:
     """Rows of a store that are wanted for nothing but to be timed."""
 
     def __init__(self, store: ArrayStore, rows: Rows) -> None:
-        self.store, self.rows, self.dtype = store, rows, store.dtype
+        self.store = store
+        self.rows = rows
+        self.dtype = store.dtype
         self.shape = (len(rows), *store.row_shape)
 
     def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
@@ -99,7 +107,9 @@ class Sample:
 
 
 def measure(device: Any, stores: Sequence[ArrayStore], n_rows: int) -> Rates:
-    """Time each way, some tens of milliseconds in all. The stores are read only: what is written goes to memory that is made for this.
+    """Time each way, some tens of milliseconds in all.
+
+    The stores are read only: what is written goes to memory that is made for this.
 
     Args:
         device: A CudaDevice that nobody else uses.
@@ -114,7 +124,10 @@ def measure(device: Any, stores: Sequence[ArrayStore], n_rows: int) -> Rates:
             device.route = Route(n_blocks, True, "")
             direct[n_blocks] = trial.rate(trial.come)
         device.route = Route(_fewest(direct), True, "")
-        both, in_turn = (2 * trial.rate(functools.partial(trial.come_and_go, stream)) for stream in (trial.back, trial.there))
+        both, in_turn = (
+            2 * trial.rate(functools.partial(trial.come_and_go, stream))
+            for stream in (trial.back, trial.there)
+        )
     return Rates(direct, staged, both, in_turn)
 
 
@@ -123,17 +136,27 @@ class _Trial:
 
     def __init__(self, device: Any, stores: Sequence[ArrayStore], n_rows: int) -> None:
         self._device = device
-        n, rng = max(1, min(n_rows, _SAMPLE_BYTES // sum(map(row_nbytes, stores)))), np.random.default_rng(0)
+        n, rng = (
+            max(1, min(n_rows, _SAMPLE_BYTES // sum(map(row_nbytes, stores)))),
+            np.random.default_rng(0),
+        )
         self._batches = []
         for _ in range(1 + _REPEATS):
-            chosen = {n_all: rng.integers(n_all, size=n) for n_all in {store.n_rows for store in stores}}
+            chosen = {
+                n_all: rng.integers(n_all, size=n) for n_all in {store.n_rows for store in stores}
+            }
             self._batches.append([Sample(store, chosen[store.n_rows]) for store in stores])
         first, now = self._batches[0], device.current_stream()
         self._gb = sum(map(nbytes_of, first)) / 1e9
-        self._into = [device.tensor(device.empty(nbytes_of(sample), now), sample.shape, sample.dtype) for sample in first]
+        self._into = [
+            device.tensor(device.empty(nbytes_of(sample), now), sample.shape, sample.dtype)
+            for sample in first
+        ]
         self._host = [PinnedStore.empty(sample.shape, sample.dtype) for sample in first]
-        self.there, self.back = device.stream("read"), device.stream("write")
-        self.there.wait(now.record())  # the memory may be in use until then
+        self.there = device.stream("read")
+        self.back = device.stream("write")
+        # The memory may be in use until then.
+        self.there.wait(now.record())
         self.back.wait(now.record())
 
     def rate(self, work: Callable[[Sequence[Sample]], object]) -> float:
@@ -152,7 +175,10 @@ class _Trial:
         for sample, host, into in zip(batch, self._host, self._into, strict=True):
             n = max(1, min(4 * _N_READERS, nbytes_of(sample) // _PIECE_BYTES))
             edges = [len(sample.rows) * i // n for i in range(n + 1)]
-            pieces = [(sample.rows[a:b], host.array[a:b], self._device.cut(into, a, b)) for a, b in itertools.pairwise(edges)]
+            pieces = [
+                (sample.rows[a:b], host.array[a:b], self._device.cut(into, a, b))
+                for a, b in itertools.pairwise(edges)
+            ]
             gather = functools.partial(_gather, sample.store)
             for out, there in (readers.map if n > 1 else map)(gather, pieces):
                 self._device.copy(out, there, self.there)
@@ -168,7 +194,9 @@ class _Trial:
             self._device.write([(host, tensor)], np.arange(host.n_rows), stream)
 
 
-def _gather(store: ArrayStore, piece: tuple[Rows, npt.NDArray[Any], Any]) -> tuple[npt.NDArray[Any], Any]:
+def _gather(
+    store: ArrayStore, piece: tuple[Rows, npt.NDArray[Any], Any]
+) -> tuple[npt.NDArray[Any], Any]:
     rows, out, there = piece
     store.gather(rows, out)
     return out, there
@@ -187,11 +215,14 @@ def remembered(key: str, measure: Callable[[], Rates], folder: pathlib.Path | No
         found = dict(known[key])
         direct = {int(n_blocks): float(rate) for n_blocks, rate in found.pop("direct").items()}
         rates = Rates(direct, **{name: float(rate) for name, rate in found.items()})
-        if direct and all(map(math.isfinite, (*direct.values(), rates.staged, rates.both, rates.in_turn))):
+        if direct and all(
+            map(math.isfinite, (*direct.values(), rates.staged, rates.both, rates.in_turn))
+        ):
             return rates
     rates = measure()
     aside = path.with_name(f"{path.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):  # it is measured again next time
+    with contextlib.suppress(OSError):
+        # It is measured again next time.
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             aside.write_text(json.dumps({**known, "format": _FORMAT, key: asdict(rates)}))
@@ -211,6 +242,10 @@ def _read(path: pathlib.Path) -> dict[str, Any]:
 
 def _cache() -> pathlib.Path:
     try:
-        return pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache") / "pinfeed"
-    except RuntimeError:  # a user without a home, as in some containers: nothing is remembered
+        return (
+            pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
+            / "pinfeed"
+        )
+    except RuntimeError:
+        # A user without a home, as in some containers: nothing is remembered.
         return pathlib.Path(os.devnull)

@@ -26,11 +26,32 @@ from pinfeed.tensors.pytree import flatten
 from pinfeed.validation.arguments import check_flag, explain_arguments
 from pinfeed.validation.suggestions import is_array_like
 
-_OF_ITS_BATCHES = ("batch_size", "shuffle", "sampler", "batch_sampler", "collate_fn", "drop_last", "generator", "in_order")
-_OF_ITS_WORKERS = ("num_workers", "timeout", "worker_init_fn", "multiprocessing_context", "persistent_workers")
+_OF_ITS_BATCHES = (
+    "batch_size",
+    "shuffle",
+    "sampler",
+    "batch_sampler",
+    "collate_fn",
+    "drop_last",
+    "generator",
+    "in_order",
+)
+_OF_ITS_WORKERS = (
+    "num_workers",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "persistent_workers",
+)
 HINTS = {
-    **{name: f"give it to the DataLoader: DataLoader(dataset, {name}=...)" for name in (*_OF_ITS_BATCHES, *_OF_ITS_WORKERS)},
-    **dict.fromkeys(("pin_memory", "pin_memory_device"), "tensors go through page-locked memory where there is a GPU; leave it out"),
+    **{
+        name: f"give it to the DataLoader: DataLoader(dataset, {name}=...)"
+        for name in (*_OF_ITS_BATCHES, *_OF_ITS_WORKERS)
+    },
+    **dict.fromkeys(
+        ("pin_memory", "pin_memory_device"),
+        "tensors go through page-locked memory where there is a GPU; leave it out",
+    ),
     "prefetch_factor": "give it to the DataLoader, for its worker processes; the batches that are ready on the device are depth=",
     "seed": "the DataLoader draws the order: give it generator=torch.Generator().manual_seed(seed)",
     "rows": "the DataLoader has the order: give it sampler= or batch_sampler=",
@@ -41,29 +62,41 @@ HINTS = {
 
 
 @explain_arguments(HINTS)
-def wrap_loader(loader: Any, *, device: Any = "auto", depth: int = 2, progress: bool = False, timeline: bool = False) -> LoaderFeeder:
+def wrap_loader(
+    loader: Any,
+    *,
+    device: Any = "auto",
+    depth: int = 2,
+    progress: bool = False,
+    timeline: bool = False,
+) -> LoaderFeeder:
     """The same batches as ``loader`` gives, on the device, ``depth`` batches ahead.
 
-    A loop begins with ``iter(loader)``, in the caller's thread; its batches are then asked for in a background thread. Their tensors are
-    moved through page-locked memory on a side stream, whether the loader pins them or not; other objects with a ``to(device)`` method move
-    by that; all other leaves (numpy arrays, strings, numbers, None) pass through as they are. The structure may be of tuples, lists,
-    mappings, named tuples and dataclasses.
+    A loop begins with ``iter(loader)``, in the caller's thread; its batches are then asked for in a
+    background thread. Their tensors are moved through page-locked memory on a side stream, whether
+    the loader pins them or not; other objects with a ``to(device)`` method move by that; all other
+    leaves (numpy arrays, strings, numbers, None) pass through as they are. The structure may be of
+    tuples, lists, mappings, named tuples and dataclasses.
 
-    Shuffling and the seeds of worker processes are those of the loader alone, under the same ``torch.manual_seed``, whatever the loop's
-    body draws. Not so what a dataset, sampler or ``collate_fn`` itself draws from a global generator in this process (``num_workers=0``):
-    that is drawn ahead of the body and, unless ``depth`` is 0, mixes with what the body draws; give them a generator of their own. They
-    also run without the caller's ``torch.no_grad()`` and the like, as they do in worker processes.
+    Shuffling and the seeds of worker processes are those of the loader alone, under the same
+    ``torch.manual_seed``, whatever the loop's body draws. Not so what a dataset, sampler or
+    ``collate_fn`` itself draws from a global generator in this process (``num_workers=0``): that is
+    drawn ahead of the body and, unless ``depth`` is 0, mixes with what the body draws; give them a
+    generator of their own. They also run without the caller's ``torch.no_grad()`` and the like, as
+    they do in worker processes.
 
-    Of a loader with ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader, this has them too, and they are the
-    loader's own: taken in the loop's body, the state that the loader itself would give there, whatever was prefetched. Either loads what
-    the other saved. It is asked for with every batch, in the reader's thread; where that takes long, worker processes and torchdata's
-    ``snapshot_every_n_steps`` make it rarer. Whatever else a loader tells of its place (that of Accelerate, which batch is the last) is
-    its own place, ahead of the loop.
+    Of a loader with ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader,
+    this has them too, and they are the loader's own: taken in the loop's body, the state that the
+    loader itself would give there, whatever was prefetched. Either loads what the other saved. It
+    is asked for with every batch, in the reader's thread; where that takes long, worker processes
+    and torchdata's ``snapshot_every_n_steps`` make it rarer. Whatever else a loader tells of its
+    place (that of Accelerate, which batch is the last) is its own place, ahead of the loop.
 
     Args:
-        loader: A ``torch.utils.data.DataLoader``, or any iterable of batches that can be iterated again for the next epoch. Each batch has
-            memory of its own: one that is filled again for the next batch would change while it is waiting to be lent. A dataset, an
-            array, a tensor or a dict of them is refused: its iteration gives single samples or names.
+        loader: A ``torch.utils.data.DataLoader``, or any iterable of batches that can be iterated
+            again for the next epoch. Each batch has memory of its own: one that is filled again for
+            the next batch would change while it is waiting to be lent. A dataset, an array, a
+            tensor or a dict of them is refused: its iteration gives single samples or names.
         device: As for ``Feeder``.
         depth: Batches ahead of the loop, at most 1,024; 0 is the loader itself, moved.
         progress: Show a progress bar.
@@ -71,15 +104,23 @@ def wrap_loader(loader: Any, *, device: Any = "auto", depth: int = 2, progress: 
 
     Raises:
         DeviceError: There is no such device.
-        ArgumentError: ``depth`` is not a whole number from 0 to 1,024, ``progress`` or ``timeline`` is no bool, or ``loader`` cannot be
-            iterated, or gives no batches.
+        ArgumentError: ``depth`` is not a whole number from 0 to 1,024, ``progress`` or ``timeline``
+            is no bool, or ``loader`` cannot be iterated, or gives no batches.
         UnknownArgument: There is no such argument. The message says where it goes instead.
     """
     check_flag(progress, "progress")
     check_flag(timeline, "timeline")
     knows = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-    feeder, source = (StatefulLoaderFeeder, StatefulSource) if knows else (LoaderFeeder, LoaderSource)
-    return feeder(source(loader), device=device, schedule=PrefetchSchedule(check_depth(depth)), progress=progress, timeline=timeline)
+    feeder, source = (
+        (StatefulLoaderFeeder, StatefulSource) if knows else (LoaderFeeder, LoaderSource)
+    )
+    return feeder(
+        source(loader),
+        device=device,
+        schedule=PrefetchSchedule(check_depth(depth)),
+        progress=progress,
+        timeline=timeline,
+    )
 
 
 class LoaderFeeder:
@@ -97,11 +138,15 @@ class LoaderFeeder:
         stores: Sequence[Store] = (),
         route: str | None = None,
     ) -> None:
-        self._source, self._loader = source, source.loader
+        self._source = source
+        self._loader = source.loader
         found = resolve(device, n_spare=schedule.depth + 2 if n_spare is None else n_spare)
-        self._device, self._owned_device = found, None if found is device else found
+        self._device = found
+        self._owned_device = None if found is device else found
         self._route = found.choose_route(stores, 0, route) if stores else ""
-        self._loop = EpochRunner(source, found, schedule=schedule, capacity=(), progress=progress, timeline=timeline)
+        self._loop = EpochRunner(
+            source, found, schedule=schedule, capacity=(), progress=progress, timeline=timeline
+        )
 
     __reduce__ = no_copy
     __getitems__ = no_items
@@ -146,13 +191,17 @@ class LoaderFeeder:
                 f"{type(self._loader).__name__} has no {name}, so the loop cannot be resumed; give a loader that has "
                 "(torchdata's StatefulDataLoader), or a Feeder"
             )
-        if name.startswith("_"):  # not made yet, or a protocol that the loader must not answer for this object
+        if name.startswith("_"):
+            # Not made yet, or a protocol that the loader must not answer for this object.
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __dir__(self) -> list[str]:
         """Its own names, and those that it asks the loader for."""
-        asked = {name for name in dir(self._loader) if not name.startswith("_")} - {"state_dict", "load_state_dict"}
+        asked = {name for name in dir(self._loader) if not name.startswith("_")} - {
+            "state_dict",
+            "load_state_dict",
+        }
         return sorted({*super().__dir__(), *asked})
 
     @property
@@ -173,8 +222,9 @@ class LoaderFeeder:
     def set_epoch(self, number: int) -> None:
         """Tell the epoch to the loader's sampler, batch sampler and dataset, whichever of them has ``set_epoch``.
 
-        Where none of them has it, the batches stay as they are, without an error: such a loader draws its order from torch's random
-        numbers or has one order, and loops that work with any sampler call ``set_epoch`` in every epoch.
+        Where none of them has it, the batches stay as they are, without an error: such a loader
+        draws its order from torch's random numbers or has one order, and loops that work with any
+        sampler call ``set_epoch`` in every epoch.
 
         Raises:
             ClosedError: A loop over this runs.
@@ -231,7 +281,8 @@ class StatefulLoaderFeeder(LoaderFeeder):
         Raises:
             ClosedError: A loop over this runs.
         """
-        self._loop.load_state(self._loop.state() | {"batch": 0, "checksum": 0})  # an epoch that was left is left for good
+        # An epoch that was left is left for good.
+        self._loop.load_state(self._loop.state() | {"batch": 0, "checksum": 0})
         self._loader.load_state_dict(state)
 
     def _begin(self) -> None:
@@ -275,10 +326,13 @@ def check_loader(loader: Any) -> None:
     Raises:
         ArgumentError: ``loader`` cannot be iterated, or gives single samples or names.
     """
-    # Tables of pandas and Arrow have columns and no dtype; iterating them gives columns or their names.
+    # Tables of pandas and Arrow have columns and no dtype; iterating them gives columns or their
+    # names.
     is_table = all(hasattr(loader, name) for name in ("shape", "columns", "__getitem__"))
     if isinstance(loader, Mapping) or is_array_like(loader) or is_table:
-        gives = "its keys or columns" if isinstance(loader, Mapping) or is_table else "single samples"
+        gives = (
+            "its keys or columns" if isinstance(loader, Mapping) or is_table else "single samples"
+        )
         raise ArgumentError(
             f"loader is a {type(loader).__name__}, and iterating it gives {gives}; expected a DataLoader or another iterable of batches; "
             "give DataLoader(dataset, batch_size=...), or let pinfeed.Feeder(source, batch_size=...) read arrays and tensors as batches"
@@ -288,9 +342,17 @@ def check_loader(loader: Any) -> None:
             f"loader is a {type(loader).__name__}, a Dataset, which gives single samples; expected a DataLoader or another iterable of "
             "batches; give DataLoader(dataset, batch_size=...), or batch_size=None where each item is a whole batch"
         )
-    if isinstance(loader, (str, bytes)) or (not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")):
-        file = "; a file is streamed by pinfeed.Feeder(path, batch_size=...)" if isinstance(loader, (str, bytes, os.PathLike)) else ""
-        raise ArgumentError(f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of batches{file}")
+    if isinstance(loader, (str, bytes)) or (
+        not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")
+    ):
+        file = (
+            "; a file is streamed by pinfeed.Feeder(path, batch_size=...)"
+            if isinstance(loader, (str, bytes, os.PathLike))
+            else ""
+        )
+        raise ArgumentError(
+            f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of batches{file}"
+        )
 
 
 def _is_map_style(loader: Any) -> bool:
@@ -316,7 +378,8 @@ class LoaderSource:
         check_loader(loader)
         self.loader = loader
         self._begun: Iterator[Any] | None = None
-        self._used_up = False  # if the loader is an iterator itself
+        # If the loader is an iterator itself.
+        self._used_up = False
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -324,14 +387,16 @@ class LoaderSource:
     def begin(self) -> None:
         """Consumer. Start the loader's next epoch, as the loop over the loader itself would now.
 
-        Its seeds are drawn here, and its worker processes forked: before there is a reader, and where torch can set up its watch over them.
+        Its seeds are drawn here, and its worker processes forked: before there is a reader, and
+        where torch can set up its watch over them.
         """
         begun = guarded(iter, self.loader)
         if begun is self.loader and self._used_up:
             raise ArgumentError(
                 f"loader={self.loader!r} is an iterator, which gives its batches once; give what it iterates for a second epoch"
             )
-        self._begun, self._used_up = begun, True
+        self._begun = begun
+        self._used_up = True
 
     def skip(self, n: int) -> None:
         """Consumer. Drop the first batches of the epoch that was begun.
@@ -346,11 +411,17 @@ class LoaderSource:
             except WorkerError as error:
                 if not isinstance(error.__cause__, StopIteration) or not is_end(error.__cause__):
                     raise
-                raise ArgumentError(f"{n} batches of this epoch were done when the state was saved; now the loader gives {i}") from None
+                raise ArgumentError(
+                    f"{n} batches of this epoch were done when the state was saved; now the loader gives {i}"
+                ) from None
 
     def finish(self) -> None:
-        """Consumer. Drop all batches that are left, for what the loader draws at the end of an epoch."""
-        begun, self._begun = self._begun, None
+        """Consumer.
+
+        Drop all batches that are left, for what the loader draws at the end of an epoch.
+        """
+        begun = self._begun
+        self._begun = None
         assert begun is not None
         for _ in self._draws(begun):
             pass
@@ -359,9 +430,12 @@ class LoaderSource:
         """Consumer. Let go of an epoch that was begun and never asked for a batch."""
         self._begun = None
 
-    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> Generator[BatchThunk, None, None]:
+    def epoch(
+        self, number: int, start: int, checksum: int, batches_per_slot: int
+    ) -> Generator[BatchThunk, None, None]:
         """The batches of the epoch that was begun last, one in a load."""
-        batches, self._begun = self._begun, None
+        batches = self._begun
+        self._begun = None
         assert batches is not None
         return self._draws(batches)
 
@@ -371,9 +445,7 @@ class LoaderSource:
         if draw_share < 0.5:
             return "Most of it is copying the tensors of the batches: a smaller dtype leaves less to copy (uint8, converted on the device)."
         if n_workers is None:
-            return (
-                f"It is the loader ({type(self.loader).__name__}) that is waited for: pinfeed can only ask it earlier, not make it faster."
-            )
+            return f"It is the loader ({type(self.loader).__name__}) that is waited for: pinfeed can only ask it earlier, not make it faster."
         return (
             f"It is the DataLoader that is waited for (num_workers={n_workers}): raise num_workers (this process may use "
             f"{len(os.sched_getaffinity(0))} cores), or make the dataset's __getitem__ and collate_fn cheaper."
@@ -390,7 +462,8 @@ class LoaderSource:
             except StopIteration as stop:
                 if is_end(stop):
                     return
-                raise  # a RuntimeError, then, for this is a generator
+                # A RuntimeError, then, for this is a generator.
+                raise
             yield self.draw(batch)
 
 
@@ -398,10 +471,14 @@ class StatefulSource(LoaderSource):
     """The batches of a loader that knows where it is, each with what it said of that when it had given it."""
 
     def state(self) -> Any:
-        """Reader, or consumer where there is none. What the loader says, or its error, for whoever asks: a loop need not be resumed."""
+        """Reader, or consumer where there is none.
+
+        What the loader says, or its error, for whoever asks: a loop need not be resumed.
+        """
         try:
             state = self.loader.state_dict()
-            # What came out of worker processes stays as it is; what is in this one, a dataset may go on changing.
+            # What came out of worker processes stays as it is; what is in this one, a dataset may
+            # go on changing.
             return state if getattr(self.loader, "num_workers", 0) else copy.deepcopy(state)
         except Exception as error:
             return error
@@ -420,7 +497,8 @@ class StatefulSource(LoaderSource):
 def is_end(stop: StopIteration) -> bool:
     """Whether there are no more batches; else the user's own code raised this, here or in a worker, and DataLoader let it pass for the end.
 
-    A number of batches below the loader's len proves nothing: there are samplers whose len is an upper bound.
+    A number of batches below the loader's len proves nothing: there are samplers whose len is an
+    upper bound.
     """
     from torch._utils import ExceptionWrapper
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
@@ -437,7 +515,9 @@ def load_of(batch: Any) -> HostBatch:
     parts = [HostLeaf(leaf) for (_, leaf), moved in zip(leaves, moves, strict=True) if moved]
     return HostBatch(
         parts,
-        lambda tensors: rebuild(next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)),
+        lambda tensors: rebuild(
+            next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)
+        ),
         [(_n_samples(leaves), 0)],
     )
 
@@ -445,6 +525,7 @@ def load_of(batch: Any) -> HostBatch:
 def _n_samples(leaves: list[tuple[str, Any]]) -> int:
     """Length of the first leaf that has one: by convention, the number of samples."""
     for _, leaf in leaves:
-        with contextlib.suppress(AttributeError, TypeError, IndexError, RuntimeError):  # torch has no shape for nested tensors
+        with contextlib.suppress(AttributeError, TypeError, IndexError, RuntimeError):
+            # torch has no shape for nested tensors.
             return int(leaf.shape[0])
     return 1

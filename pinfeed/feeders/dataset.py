@@ -16,21 +16,41 @@ from pinfeed.rows.orders import Rows
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.validation.arguments import explain_arguments
 
-_OF_LOADER = ("batch_size", "shuffle", "sampler", "batch_sampler", "num_workers", "collate_fn", "pin_memory", "drop_last", "timeout")
-_MORE_OF_LOADER = ("worker_init_fn", "multiprocessing_context", "generator", "prefetch_factor", "persistent_workers", "pin_memory_device")
+_OF_LOADER = (
+    "batch_size",
+    "shuffle",
+    "sampler",
+    "batch_sampler",
+    "num_workers",
+    "collate_fn",
+    "pin_memory",
+    "drop_last",
+    "timeout",
+)
+_MORE_OF_LOADER = (
+    "worker_init_fn",
+    "multiprocessing_context",
+    "generator",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+)
 HINTS = {
     name: f"a RowDataset has rows and no batches; give it to DataLoader(RowDataset(source), {name}=...), or use Feeder(source, ...)"
     for name in (*_OF_LOADER, *_MORE_OF_LOADER, "in_order")
-} | {"transform": "apply it to what the dataset gives, in the collate_fn of the DataLoader or in the loop"}
+} | {
+    "transform": "apply it to what the dataset gives, in the collate_fn of the DataLoader or in the loop"
+}
 """Advice, by the names that DataLoader has for it."""
 
 
 class RowDataset(Dataset[Any]):
     """``dataset[i]`` is row i of what a Feeder would be given: CPU tensors, in the structure of the source, yours to keep.
 
-    For evaluation, for a look at some rows, and wherever a map-style ``torch.utils.data.Dataset`` is wanted. ``dataset[[3, 1, 4]]`` and
-    ``dataset[10:20]`` are batches. A DataLoader's batch is one gather, in its worker processes too: a dataset of paths is pickled as its
-    paths, and every process opens the files for itself; arrays are pickled whole where processes are spawned.
+    For evaluation, for a look at some rows, and wherever a map-style ``torch.utils.data.Dataset``
+    is wanted. ``dataset[[3, 1, 4]]`` and ``dataset[10:20]`` are batches. A DataLoader's batch is
+    one gather, in its worker processes too: a dataset of paths is pickled as its paths, and every
+    process opens the files for itself; arrays are pickled whole where processes are spawned.
 
     Args:
         source: As ``Feeder`` takes it.
@@ -72,7 +92,9 @@ class RowDataset(Dataset[Any]):
     def __getitems__(self, rows: Sequence[Any]) -> list[Any]:
         """Several rows, which share the memory of one gather: what a DataLoader asks for, and collates."""
         tensors = self._gather(rows)
-        return [self._tree.rebuild(iter([tensor[i] for tensor in tensors])) for i in range(len(rows))]
+        return [
+            self._tree.rebuild(iter([tensor[i] for tensor in tensors])) for i in range(len(rows))
+        ]
 
     def __getstate__(self) -> dict[str, Any]:
         return {"source": self._source}
@@ -86,13 +108,16 @@ class RowDataset(Dataset[Any]):
         self._tree.close()
 
     def _open(self) -> None:
-        self._tree, self._process = StoreTree(self._source), os.getpid()
+        self._tree = StoreTree(self._source)
+        self._process = os.getpid()
 
     def _batch(self, rows: Any) -> Any:
         return self._tree.rebuild(iter(self._gather(rows)))
 
     def _gather(self, rows: Any) -> list[Any]:
-        if self._process != os.getpid():  # a fork has the descriptors, and not the kernel's queues, of the process that opened the files
+        if self._process != os.getpid():
+            # A fork has the descriptors, and not the kernel's queues, of the process that opened
+            # the files.
             self._open()
         wanted: Rows = check_rows(rows, len(self))
         tensors = []

@@ -33,9 +33,17 @@ _MAX_READERS = 1024
 """Most identities that are read at the same time. Each is read in a thread of its own."""
 _HINTS = {
     **HINTS,
-    **dict.fromkeys(("num_workers", "workers", "n_workers"), "the threads that read are n_readers="),
-    **dict.fromkeys(("sampler", "batch_sampler", "rows", "order"), "give inputs and outputs in the order that is wanted, or shuffle=True"),
-    **dict.fromkeys(("dataset", "data", "source", "path", "x"), "the lists of inputs and of outputs come first, without names"),
+    **dict.fromkeys(
+        ("num_workers", "workers", "n_workers"), "the threads that read are n_readers="
+    ),
+    **dict.fromkeys(
+        ("sampler", "batch_sampler", "rows", "order"),
+        "give inputs and outputs in the order that is wanted, or shuffle=True",
+    ),
+    **dict.fromkeys(
+        ("dataset", "data", "source", "path", "x"),
+        "the lists of inputs and of outputs come first, without names",
+    ),
     "collate_fn": "give apply_on_input_batch= and apply_on_output_batch=",
     "transform": "apply it in read_input, or in apply_on_input_batch=",
     "dtype": "give input_dtype= and output_dtype=",
@@ -67,19 +75,23 @@ def wrap_readers(
 ) -> ReaderFeeder:
     """What functions read, as batches ``(x, y)`` on the device, ``depth`` batches ahead of the loop; read anew in every epoch.
 
-    Identity i is ``inputs[i]`` and ``outputs[i]``: paths, numbers, whatever the functions take. ``read_input(inputs[i])`` and
-    ``get_output(outputs[i])`` are called in background threads, one batch after the other. Each yields (or gives another iterable of)
-    ``one_read_count`` samples: arrays, CPU tensors or numbers. A batch is the samples of ``batch_size // one_read_count`` identities, in
-    their order. Each sample is written to its place in the batch before the next one of its identity is asked for, so a function may
-    yield one array again and again.
+    Identity i is ``inputs[i]`` and ``outputs[i]``: paths, numbers, whatever the functions take.
+    ``read_input(inputs[i])`` and ``get_output(outputs[i])`` are called in background threads, one
+    batch after the other. Each yields (or gives another iterable of) ``one_read_count`` samples:
+    arrays, CPU tensors or numbers. A batch is the samples of ``batch_size // one_read_count``
+    identities, in their order. Each sample is written to its place in the batch before the next one
+    of its identity is asked for, so a function may yield one array again and again.
 
-    ``apply_on_input_batch`` and ``apply_on_output_batch`` take an iterator over the samples of a batch, which gives each once, and have to
-    take all of them; samples of one identity then are collected before they are given. The arrays and tensors that they return, in any
-    structure of tuples, lists, mappings, named tuples and dataclasses, are copied to the device; other leaves stay as they are.
+    ``apply_on_input_batch`` and ``apply_on_output_batch`` take an iterator over the samples of a
+    batch, which gives each once, and have to take all of them; samples of one identity then are
+    collected before they are given. The arrays and tensors that they return, in any structure of
+    tuples, lists, mappings, named tuples and dataclasses, are copied to the device; other leaves
+    stay as they are.
 
-    At any time the loop has, besides batches that its body keeps, ``depth + 2`` batches on the device; with a GPU, ``depth + 1``
-    page-locked on the host; and of the one that is being read, what ``apply_…`` keeps, or without it a sample of each reader. That does
-    not grow from epoch to epoch.
+    At any time the loop has, besides batches that its body keeps, ``depth + 2`` batches on the
+    device; with a GPU, ``depth + 1`` page-locked on the host; and of the one that is being read,
+    what ``apply_…`` keeps, or without it a sample of each reader. That does not grow from epoch to
+    epoch.
 
     Args:
         inputs: What ``read_input`` is called with, for each identity.
@@ -88,31 +100,42 @@ def wrap_readers(
         get_output: Gives its output samples, as many.
         batch_size: Samples of a batch, a multiple of ``one_read_count``.
         one_read_count: Samples of an identity.
-        apply_on_input_batch: Makes a batch of its input samples. Without it they are stacked, and have one shape.
+        apply_on_input_batch: Makes a batch of its input samples. Without it they are stacked, and
+            have one shape.
         apply_on_output_batch: The same for output samples.
-        input_dtype: To which stacked input samples are converted, as numpy (or ``"bfloat16"``) or torch spells it. None for the one
-            dtype that they have.
+        input_dtype: To which stacked input samples are converted, as numpy (or ``"bfloat16"``) or
+            torch spells it. None for the one dtype that they have.
         output_dtype: The same for output samples.
         shuffle: Identities come in another order in every epoch; ``pinfeed.rows.shuffled(seed)``.
         seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch).
         drop_last: Leave out a last batch that is not full.
         ranks: How the processes of a job share the identities, as for ``Feeder``.
-        n_readers: Identities of a batch that are read at the same time, each in a thread; at most 1,024. More than one ask for functions
-            that may be called so. In the synchronous loop, ``depth=0``, there are no threads.
+        n_readers: Identities of a batch that are read at the same time, each in a thread; at most
+            1,024. More than one ask for functions that may be called so. In the synchronous loop,
+            ``depth=0``, there are no threads.
         depth: Batches ahead of the loop, at most 1,024; 0 is the synchronous loop.
         device: As for ``Feeder``.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch.
 
     Raises:
-        ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given without ``shuffle``.
+        ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given
+            without ``shuffle``.
         UnknownArgument: If there is no such argument. The message names the one that does the same.
         DeviceError: There is no such device.
     """
     _check_identities(inputs, outputs)
-    batch_size, one_read_count = whole_number(batch_size, "batch_size"), whole_number(one_read_count, "one_read_count")
+    batch_size, one_read_count = (
+        whole_number(batch_size, "batch_size"),
+        whole_number(one_read_count, "one_read_count"),
+    )
     n_readers = whole_number(n_readers, "n_readers", most=_MAX_READERS, note="; each is a thread")
-    for name, flag in (("shuffle", shuffle), ("drop_last", drop_last), ("progress", progress), ("timeline", timeline)):
+    for name, flag in (
+        ("shuffle", shuffle),
+        ("drop_last", drop_last),
+        ("progress", progress),
+        ("timeline", timeline),
+    ):
         check_flag(flag, name)
     check_seed(seed)
     order = shuffled(seed) if shuffle else sequential()
@@ -120,7 +143,10 @@ def wrap_readers(
     if share is not None:
         batch_size = share.batch_size
     if batch_size % one_read_count:
-        below, above = batch_size // one_read_count * one_read_count, -(-batch_size // one_read_count) * one_read_count
+        below, above = (
+            batch_size // one_read_count * one_read_count,
+            -(-batch_size // one_read_count) * one_read_count,
+        )
         raise ArgumentError(
             f"batch_size={batch_size} is no multiple of one_read_count={one_read_count}, and a batch has all samples of its identities; "
             f"give batch_size={below or above}" + (f" or {above}" if below else "")
@@ -138,7 +164,16 @@ def wrap_readers(
     warn_of_no_batch(mine, "identities")
     begin = functools.partial(note_workers, ranks, order)
     depth = check_depth(depth)
-    return ReaderFeeder(readers, batches, n_readers, begin, device=device, depth=depth, progress=progress, timeline=timeline)
+    return ReaderFeeder(
+        readers,
+        batches,
+        n_readers,
+        begin,
+        device=device,
+        depth=depth,
+        progress=progress,
+        timeline=timeline,
+    )
 
 
 class ReaderFeeder:
@@ -157,10 +192,20 @@ class ReaderFeeder:
         timeline: bool,
     ) -> None:
         found = resolve(device, n_spare=len(readers) * (depth + 2))
-        self._device, self._owned_device = found, None if found is device else found
+        self._device = found
+        self._owned_device = None if found is device else found
         self._begin = begin
-        source = ReaderSource(readers, batches, found.worker, min(n_readers, batches.batch_size) if depth else 1)
-        self._loop = loop_over(batches)(source, found, schedule=PrefetchSchedule(depth), capacity=(), progress=progress, timeline=timeline)
+        source = ReaderSource(
+            readers, batches, found.worker, min(n_readers, batches.batch_size) if depth else 1
+        )
+        self._loop = loop_over(batches)(
+            source,
+            found,
+            schedule=PrefetchSchedule(depth),
+            capacity=(),
+            progress=progress,
+            timeline=timeline,
+        )
 
     __reduce__ = no_copy
     __getitems__ = no_items
@@ -184,7 +229,8 @@ class ReaderFeeder:
     def __iter__(self) -> Iterator[Any]:
         """The next epoch: ``(x, y)`` for each batch, on the device.
 
-        An error of a function comes in the turn of its batch, with its own traceback and a note that names the identity.
+        An error of a function comes in the turn of its batch, with its own traceback and a note
+        that names the identity.
 
         Raises:
             ClosedError: This is closed, or another loop over it runs.
@@ -212,9 +258,12 @@ class ReaderFeeder:
         return self._loop.epoch
 
     def set_epoch(self, number: int) -> None:
-        """Let the next loop be epoch ``number``. Without it, every loop is the epoch after the one before.
+        """Let the next loop be epoch ``number``.
 
-        A position that was loaded in this epoch is kept, so that a program may set each epoch, the one that it goes on with too.
+        Without it, every loop is the epoch after the one before.
+
+        A position that was loaded in this epoch is kept, so that a program may set each epoch, the
+        one that it goes on with too.
         """
         self._loop.set_epoch(number)
 
@@ -226,7 +275,8 @@ class ReaderFeeder:
         """Let the next loop go on where the state was taken; identities that were done then are not read.
 
         Raises:
-            ArgumentError: The state is not such a one, or of other identities (as far as their number tells), order or batch size.
+            ArgumentError: The state is not such a one, or of other identities (as far as their
+                number tells), order or batch size.
         """
         self._loop.load_state(state)
 
@@ -249,23 +299,39 @@ class ReaderSource:
     """
 
     def __init__(
-        self, readers: Sequence[SampleReader], batches: OrderBatches | RankBatches, worker: Callable[[str, int], Workers], n_threads: int
+        self,
+        readers: Sequence[SampleReader],
+        batches: OrderBatches | RankBatches,
+        worker: Callable[[str, int], Workers],
+        n_threads: int,
     ) -> None:
-        self._readers, self._batches, self._worker, self._n_threads = readers, batches, worker, n_threads
+        self._readers = readers
+        self._batches = batches
+        self._worker = worker
+        self._n_threads = n_threads
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
         n, found = self._readers[0].n_samples, self._batches.fingerprint
-        return {"identities": found.pop("n_rows"), **found, "one_read_count": n, "batch_size": found["batch_size"] * n}
+        return {
+            "identities": found.pop("n_rows"),
+            **found,
+            "one_read_count": n,
+            "batch_size": found["batch_size"] * n,
+        }
 
     def __len__(self) -> int:
         return len(self._batches)
 
-    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> Generator[BatchThunk, None, None]:
+    def epoch(
+        self, number: int, start: int, checksum: int, batches_per_slot: int
+    ) -> Generator[BatchThunk, None, None]:
         """The batches of epoch ``number`` from batch ``start`` on, one in a load."""
-        with contextlib.ExitStack() as opened, self._threads() as each:  # closed when nobody reads it any more
+        with contextlib.ExitStack() as opened, self._threads() as each:
+            # Closed when nobody reads it any more.
             for draw in self._batches.epoch(number, start, checksum):
-                opened.close()  # what was opened for the batch before
+                # What was opened for the batch before.
+                opened.close()
                 yield functools.partial(self._load, draw().rows, each, opened)
 
     def hint(self, draw_share: float) -> str:
@@ -277,7 +343,9 @@ class ReaderSource:
         )
 
     def _load(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> HostBatch:
-        batches = [(reader.apply_name, reader.batch(identities, each, opened)) for reader in self._readers]
+        batches = [
+            (reader.apply_name, reader.batch(identities, each, opened)) for reader in self._readers
+        ]
         return load_of(batches, len(identities) * self._readers[0].n_samples)
 
     @contextlib.contextmanager
@@ -295,22 +363,41 @@ class ReaderSource:
 def _check_identities(inputs: Any, outputs: Any) -> None:
     """Raise ArgumentError unless both can be asked for each identity."""
     for name, values in (("inputs", inputs), ("outputs", outputs)):
-        if hasattr(values, "iloc"):  # of pandas, which would be asked for labels
-            raise ArgumentError(f"{name}: got {type(values).__name__}; expected a list with one value per identity: give .tolist()")
-        if isinstance(values, (str, bytes, Mapping)) or not hasattr(values, "__len__") or not hasattr(values, "__getitem__"):
-            raise ArgumentError(f"{name}: got {type(values).__name__}; expected a list, or another sequence, with one value per identity")
+        if hasattr(values, "iloc"):
+            # Of pandas, which would be asked for labels.
+            raise ArgumentError(
+                f"{name}: got {type(values).__name__}; expected a list with one value per identity: give .tolist()"
+            )
+        if (
+            isinstance(values, (str, bytes, Mapping))
+            or not hasattr(values, "__len__")
+            or not hasattr(values, "__getitem__")
+        ):
+            raise ArgumentError(
+                f"{name}: got {type(values).__name__}; expected a list, or another sequence, with one value per identity"
+            )
     if len(inputs) != len(outputs):
-        raise ArgumentError(f"got {len(inputs)} inputs and {len(outputs)} outputs; expected one of each per identity")
+        raise ArgumentError(
+            f"got {len(inputs)} inputs and {len(outputs)} outputs; expected one of each per identity"
+        )
 
 
-def _reader(kind: str, function: Any, values: Sequence[Any], n_samples: int, apply: Any, dtype: Any) -> SampleReader:
+def _reader(
+    kind: str, function: Any, values: Sequence[Any], n_samples: int, apply: Any, dtype: Any
+) -> SampleReader:
     reader = SampleReader(kind, function, values, n_samples, apply, _dtype(dtype, f"{kind}_dtype"))
     if not callable(function):
-        raise ArgumentError(f"{reader.function_name}={function!r}: expected a function that yields the samples of an identity")
+        raise ArgumentError(
+            f"{reader.function_name}={function!r}: expected a function that yields the samples of an identity"
+        )
     if apply is not None and not callable(apply):
-        raise ArgumentError(f"{reader.apply_name}={apply!r}: expected a function that makes a batch of its samples")
+        raise ArgumentError(
+            f"{reader.apply_name}={apply!r}: expected a function that makes a batch of its samples"
+        )
     if apply is not None and dtype is not None:
-        raise ArgumentError(f"both {reader.apply_name} and {kind}_dtype were given; the dtype is that of what the function returns")
+        raise ArgumentError(
+            f"both {reader.apply_name} and {kind}_dtype were given; the dtype is that of what the function returns"
+        )
     return reader
 
 

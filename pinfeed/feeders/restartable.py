@@ -14,16 +14,19 @@ from pinfeed.pipeline.epochs import no_items
 def restartable(feeder: Any) -> Restartable:
     """``feeder``, iterated by a framework: a new loop ends the one before, which a feeder itself refuses.
 
-    Lightning and others keep the iterator of an epoch while they make that of the next, and do not ask it for the end. Everything else is
-    the feeder's own; each loop is its next epoch. Where it can be resumed, so can this.
+    Lightning and others keep the iterator of an epoch while they make that of the next, and do not
+    ask it for the end. Everything else is the feeder's own; each loop is its next epoch. Where it
+    can be resumed, so can this.
 
     Args:
-        feeder: A Feeder, or what ``wrap_loader`` or ``wrap_readers`` returned. It stays the caller's.
+        feeder: A Feeder, or what ``wrap_loader`` or ``wrap_readers`` returned. It stays the
+            caller's.
 
     Raises:
         ArgumentError: ``feeder`` is none of these.
     """
-    # Only a feeder's loops can be ended from outside; close() tells it from a list and from a DataLoader.
+    # Only a feeder's loops can be ended from outside; close() tells it from a list and from a
+    # DataLoader.
     if not isinstance(feeder, Iterable) or not callable(getattr(feeder, "close", None)):
         raise ArgumentError(
             f"restartable({feeder!r}): expected a Feeder, or what wrap_loader or wrap_readers returned; "
@@ -37,7 +40,8 @@ class Restartable:
 
     def __init__(self, feeder: Any) -> None:
         self._feeder = feeder
-        self._running: weakref.ref[Any] | None = None  # the caller's reference alone keeps a loop going
+        # The caller's reference alone keeps a loop going.
+        self._running: weakref.ref[Any] | None = None
 
     __getitems__ = no_items
 
@@ -61,7 +65,9 @@ class Restartable:
         return getattr(self._feeder, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *(name for name in dir(self._feeder) if not name.startswith("_"))})
+        return sorted(
+            {*super().__dir__(), *(name for name in dir(self._feeder) if not name.startswith("_"))}
+        )
 
     def end(self) -> None:
         """End a loop that runs, as ``break`` does."""

@@ -1,7 +1,8 @@
 """Host memory for rows: page-aligned blocks of exact size that go back to their pool when the last array on them dies.
 
-A fresh block costs a page fault every 4 KiB, so a loop that drops its batches runs on the same few blocks for ever; a batch that
-is kept keeps its block. ``malloc`` promises neither the alignment, nor the size, nor that freed memory leaves the process.
+A fresh block costs a page fault every 4 KiB, so a loop that drops its batches runs on the same few
+blocks for ever; a batch that is kept keeps its block. ``malloc`` promises neither the alignment,
+nor the size, nor that freed memory leaves the process.
 """
 
 from __future__ import annotations
@@ -28,9 +29,13 @@ logger = logging.getLogger("pinfeed")
 Bytes = npt.NDArray[np.uint8]
 
 PAGE = mmap.PAGESIZE
-REGISTER = 1 | 2  # cudaHostRegisterPortable and Mapped: for every GPU, not only for the current one, and in reach of its kernels
-_TOUCH_BYTES = 64 << 20  # that one thread touches at a time
-_LOCK_BYTES = 1 << 36  # drivers refuse to lock 512 GiB in one call (seen with r580 and later: xcena-dev/maru PR 64)
+# cudaHostRegisterPortable and Mapped: for every GPU, not only for the current one, and in reach of
+# its kernels.
+REGISTER = 1 | 2
+# That one thread touches at a time.
+_TOUCH_BYTES = 64 << 20
+# Drivers refuse to lock 512 GiB in one call (seen with r580 and later: xcena-dev/maru PR 64).
+_LOCK_BYTES = 1 << 36
 
 
 def block_nbytes(nbytes: int) -> int:
@@ -57,7 +62,8 @@ def huge(nbytes: int) -> Bytes:
 def _mapping(nbytes: int) -> mmap.mmap:
     try:
         return mmap.mmap(-1, block_nbytes(nbytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except (OSError, OverflowError) as error:  # OverflowError: more bytes than an address can tell
+    except (OSError, OverflowError) as error:
+        # OverflowError: more bytes than an address can tell.
         raise MemoryError(
             f"the system has no {nbytes} bytes for rows ({getattr(error, 'strerror', error)}); ask for smaller batches or free memory"
         ) from error
@@ -75,7 +81,8 @@ class _Lease:
     __slots__ = ("__array_interface__", "__weakref__", "_memory")
 
     def __init__(self, memory: Bytes) -> None:
-        self._memory = memory  # the address below is good for as long as this lives
+        # The address below is good for as long as this lives.
+        self._memory = memory
         self.__array_interface__: dict[str, Any] = memory.__array_interface__
 
 
@@ -83,13 +90,16 @@ class BufferPool:
     """Blocks for reuse. ``take`` and the death of an array may happen in any thread.
 
     Args:
-        n_spare: Free blocks that are kept, of whatever size; beyond that, the one that was free for longest goes back to the system.
+        n_spare: Free blocks that are kept, of whatever size; beyond that, the one that was free for
+            longest goes back to the system.
         make: Makes memory of at least that many bytes.
     """
 
     def __init__(self, n_spare: int, make: Callable[[int], Bytes] = anonymous) -> None:
-        self._n_spare, self._make = n_spare, make
-        # A deque and no lock: its operations are atomic, and a finalizer may run in the midst of anything, take() included.
+        self._n_spare = n_spare
+        self._make = make
+        # A deque and no lock: its operations are atomic, and a finalizer may run in the midst of
+        # anything, take() included.
         self._free: deque[Bytes] = deque()
 
     def take(self, nbytes: int) -> Bytes:
@@ -107,7 +117,8 @@ class BufferPool:
         self._free.clear()
 
     def _find(self, size: int) -> Bytes | None:
-        with contextlib.suppress(IndexError):  # others may take the last one meanwhile
+        with contextlib.suppress(IndexError):
+            # Others may take the last one meanwhile.
             for _ in range(len(self._free)):
                 memory = self._free.pop()
                 if len(memory) == size:
@@ -146,9 +157,15 @@ class _Freed:
 
 
 _freed: deque[_Freed] = deque()
-"""Finalizers append to it, in any thread and at any time; ``unlock_freed`` empties it. A deque needs no lock for that."""
+"""Finalizers append to it, in any thread and at any time; ``unlock_freed`` empties it.
+
+A deque needs no lock for that.
+"""
 _kept: list[_Freed] = []
-"""Memory that stays mapped for ever. The driver did not unlock it; or it is a hole in this forked process, which other arrays may fill."""
+"""Memory that stays mapped for ever.
+
+The driver did not unlock it; or it is a hole in this forked process, which other arrays may fill.
+"""
 
 
 def locked_bytes() -> int:
@@ -156,14 +173,18 @@ def locked_bytes() -> int:
     return sum(size for _, size in list(_locked))
 
 
-def page_locked(nbytes: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]) -> Bytes:
+def page_locked(
+    nbytes: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]
+) -> Bytes:
     """Memory as ``anonymous`` gives it, page-locked until ``unlock_freed`` is called after the last array on it has died.
 
     Forked processes do not inherit it: what the driver has locked must not become copy-on-write.
 
     Args:
-        nbytes: Size, rounded up to whole pages and not to a power of two, as the pools of torch and CuPy do.
-        lock: Called with address and size of each piece; raises a RuntimeError with what the driver says.
+        nbytes: Size, rounded up to whole pages and not to a power of two, as the pools of torch and
+            CuPy do.
+        lock: Called with address and size of each piece; raises a RuntimeError with what the driver
+            says.
         unlock: Called with the address of each piece; raises a RuntimeError likewise.
 
     Raises:
@@ -185,9 +206,10 @@ def page_locked(nbytes: int, lock: Callable[[int, int], object], unlock: Callabl
 def unlock_freed() -> None:
     """Unlock page-locked memory whose last array has died, and give it back to the system.
 
-    Finalizers leave this to the threads that call pinfeed. The garbage collector runs a finalizer in whatever thread it interrupts, and
-    cudaHostUnregister in a thread that captures a CUDA graph invalidates the capture. The callers are those that take page-locked memory,
-    a loop that asks for its next batch, and whoever closes a feeder or a device. To unlock a large table takes time.
+    Finalizers leave this to the threads that call pinfeed. The garbage collector runs a finalizer
+    in whatever thread it interrupts, and cudaHostUnregister in a thread that captures a CUDA graph
+    invalidates the capture. The callers are those that take page-locked memory, a loop that asks
+    for its next batch, and whoever closes a feeder or a device. To unlock a large table takes time.
     """
     while True:
         try:
@@ -197,7 +219,8 @@ def unlock_freed() -> None:
         try:
             _unlock(freed)
         except BaseException:
-            _freed.appendleft(freed)  # an interrupt: the next call does it
+            # An interrupt: the next call does it.
+            _freed.appendleft(freed)
             raise
 
 
@@ -210,17 +233,24 @@ def _unlock(freed: _Freed) -> None:
     try:
         freed.unlock(freed.address)
     except RuntimeError as error:
-        logger.warning("%d bytes of page-locked memory could not be unlocked, and stay as they are (%s)", freed.nbytes, error)
+        logger.warning(
+            "%d bytes of page-locked memory could not be unlocked, and stay as they are (%s)",
+            freed.nbytes,
+            error,
+        )
         _kept.append(freed)
     else:
         _locked.discard(piece)
 
 
-# At exit finalizers run in reverse order of creation, so this one runs after those of all page-locked memory.
+# At exit finalizers run in reverse order of creation, so this one runs after those of all
+# page-locked memory.
 weakref.finalize(BufferPool, unlock_freed)
 
 
-def _lock_pages(nbytes: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]) -> Bytes:
+def _lock_pages(
+    nbytes: int, lock: Callable[[int, int], object], unlock: Callable[[int], object]
+) -> Bytes:
     mapping = _mapping(nbytes)
     mapping.madvise(mmap.MADV_DONTFORK)
     _advise_huge_pages(mapping)
@@ -246,7 +276,9 @@ def _lock_pages(nbytes: int, lock: Callable[[int, int], object], unlock: Callabl
 
 def _touch(memory: Bytes) -> None:
     """Have the system give the pages now, by several threads: the driver would ask for them one by one."""
-    pieces = [memory[start : start + _TOUCH_BYTES : PAGE] for start in range(0, len(memory), _TOUCH_BYTES)]
+    pieces = [
+        memory[start : start + _TOUCH_BYTES : PAGE] for start in range(0, len(memory), _TOUCH_BYTES)
+    ]
     if len(pieces) == 1:
         pieces[0].fill(0)
         return

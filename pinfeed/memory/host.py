@@ -38,9 +38,10 @@ def free_host_bytes(*, proc: Path = PROC, root: Path = ROOT) -> int:
 def host_limits(*, proc: Path = PROC, root: Path = ROOT) -> list[Limit]:
     """Every limit that there is, the machine's memory first; some are larger than that.
 
-    The page cache counts as free: in the machine's figure by psutil, in a control group's by its ``inactive_file``. A group is bound by
-    every group above it, so the process's own path is walked up to the root; versions 1 and 2 are understood. Without ``/proc`` control
-    groups are not found, and the page cache of the machine does not count as free.
+    The page cache counts as free: in the machine's figure by psutil, in a control group's by its
+    ``inactive_file``. A group is bound by every group above it, so the process's own path is walked
+    up to the root; versions 1 and 2 are understood. Without ``/proc`` control groups are not found,
+    and the page cache of the machine does not count as free.
     """
     limits = [_machine(), *_group_limits(proc, root)]
     for name, which in (("RLIMIT_AS", resource.RLIMIT_AS), ("RLIMIT_DATA", resource.RLIMIT_DATA)):
@@ -53,8 +54,12 @@ def host_limits(*, proc: Path = PROC, root: Path = ROOT) -> list[Limit]:
 def _machine() -> Limit:
     try:
         machine = psutil.virtual_memory()
-    except (OSError, psutil.Error):  # without /proc, sysinfo(2) still tells
-        total, free = (os.sysconf(name) * os.sysconf("SC_PAGE_SIZE") for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES"))
+    except (OSError, psutil.Error):
+        # Without /proc, sysinfo(2) still tells.
+        total, free = (
+            os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
+            for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")
+        )
         return Limit("machine", total, free)
     return Limit("machine", machine.total, machine.available)
 
@@ -74,7 +79,10 @@ def _peak_bytes() -> int:
 
 
 def lock_limit() -> int | None:
-    """Bytes that this process may lock by itself, ``ulimit -l``; None without a limit. A CUDA driver need not keep to it."""
+    """Bytes that this process may lock by itself, ``ulimit -l``; None without a limit.
+
+    A CUDA driver need not keep to it.
+    """
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if soft == resource.RLIM_INFINITY else soft
 
@@ -83,11 +91,14 @@ def core_quota(*, proc: Path = PROC, root: Path = ROOT) -> float | None:
     """Cores' worth of time that control groups grant, the least of them; None without a limit."""
     found = []
     for directory, version in _groups("cpu", proc, root):
-        with contextlib.suppress(OSError, ValueError):  # no controller here, or no limit
+        with contextlib.suppress(OSError, ValueError):
+            # No controller here, or no limit.
             if version == 2:
                 quota, period = (directory / "cpu.max").read_text().split()
             else:
-                quota, period = ((directory / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+                quota, period = (
+                    (directory / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+                )
             if int(quota) > 0:
                 found.append(int(quota) / int(period))
     return min(found, default=None)
@@ -102,7 +113,8 @@ def _group_limits(proc: Path, root: Path) -> Iterator[Limit]:
                 continue
             free = int(text) - int((directory / usage_file).read_text())
         except (OSError, ValueError):
-            continue  # no controller here, or not ours to read
+            # No controller here, or not ours to read.
+            continue
         name = f"control group /{directory.relative_to(root)}"
         yield Limit(name, int(text), free + _droppable(directory / "memory.stat", file_key))
 
@@ -110,7 +122,11 @@ def _group_limits(proc: Path, root: Path) -> Iterator[Limit]:
 def _droppable(stat: Path, key: str) -> int:
     """Bytes of page cache that the kernel would give up; 0 where it does not say."""
     try:
-        return sum(int(line.split()[1]) for line in stat.read_text().splitlines() if line.startswith(f"{key} "))
+        return sum(
+            int(line.split()[1])
+            for line in stat.read_text().splitlines()
+            if line.startswith(f"{key} ")
+        )
     except (OSError, ValueError):
         return 0
 
@@ -140,8 +156,9 @@ def _groups(controller: str, proc: Path, root: Path) -> Iterator[tuple[Path, int
 def resident_bytes() -> dict[str, int | None]:
     """Resident memory of this process in bytes, by kind; None for a kind that the system does not tell.
 
-    ``anonymous``, ``file`` (mapped from files), ``shared`` (shared with other processes, such as the workers of a DataLoader; the kernel
-    counts what CUDA allocates page-locked as shared, too), and the ``peak`` of their sum. Without ``/proc`` only the peak is known.
+    ``anonymous``, ``file`` (mapped from files), ``shared`` (shared with other processes, such as
+    the workers of a DataLoader; the kernel counts what CUDA allocates page-locked as shared, too),
+    and the ``peak`` of their sum. Without ``/proc`` only the peak is known.
     """
     try:
         with open(_STATUS) as file:
@@ -149,5 +166,8 @@ def resident_bytes() -> dict[str, int | None]:
     except OSError:
         fields = {}
     names = {"anonymous": "RssAnon", "file": "RssFile", "shared": "RssShmem", "peak": "VmHWM"}
-    found = {name: int(fields[field].split()[0]) * 1024 if field in fields else None for name, field in names.items()}
+    found = {
+        name: int(fields[field].split()[0]) * 1024 if field in fields else None
+        for name, field in names.items()
+    }
     return found if found["peak"] is not None else {**found, "peak": _peak_bytes()}

@@ -1,4 +1,7 @@
-"""MemoryLimits -> Plan: from memory limits to a batch size; sizes and rates in words. Nothing of the machine is asked here."""
+"""MemoryLimits -> Plan: from memory limits to a batch size; sizes and rates in words.
+
+Nothing of the machine is asked here.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +18,29 @@ from pinfeed.validation.arguments import whole_number
 
 DEFAULT_DEPTH = 2
 MAX_DEPTH = 1024
-"""Most batches that a feeder prefetches. Each takes memory of its own, and each write-back is compared with the rows of all of them.
+"""Most batches that a feeder prefetches.
 
-A prefetched batch hides a stall as long as a training step, so a few are enough. More than some hundred hide nothing that fewer do not.
+Each takes memory of its own, and each write-back is compared with the rows of all of them.
+
+A prefetched batch hides a stall as long as a training step, so a few are enough. More than some
+hundred hide nothing that fewer do not.
 """
 
 Place = Literal["host", "pinned", "device"]
 Route = Literal["staged", "direct"]
 
-_PAGE = 4096  # host memory is taken in whole pages
-_DEVICE_BLOCK = 512  # torch's caching allocator rounds to this
+# Host memory is taken in whole pages.
+_PAGE = 4096
+# torch's caching allocator rounds to this.
+_DEVICE_BLOCK = 512
 _ROW_NUMBER = 8
 ON_THEIR_WAY_BYTES = 8 << 20
 """Most that the device copies at once of the rows that two batches share."""
 MOST_ROWS, MOST_BYTES = 1 << 16, 64 << 20
 """Rows and bytes of a batch at most, where nobody prefers a size: larger ones were not measured to move more rows per second."""
-_ORDER = 3 << 20  # the most that an order of rows.py takes: three tables of 512 KiB, and arrays for a run of 16384 rows
+# The most that an order of rows.py takes: three tables of 512 KiB, and arrays for a run of 16384
+# rows.
+_ORDER = 3 << 20
 
 
 def KiB(count: float = 1) -> int:
@@ -49,7 +59,8 @@ def GiB(count: float = 1) -> int:
 
 
 def _bytes(count: Any, shift: int, unit: str) -> int:
-    if not hasattr(count, "__float__"):  # a string times a number is a long string
+    if not hasattr(count, "__float__"):
+        # A string times a number is a long string.
         raise ArgumentError(f"{unit}({count!r}): expected a number, as {unit}(64)")
     return int(count * (1 << shift))
 
@@ -179,12 +190,21 @@ class Plan:
         def of(limit: int | None) -> str:
             return f" of {human(limit)}" if limit is not None else ""
 
-        size = f"{self.batch_size} rows" if self.batch_size else "as many rows as each turns out to have, which is not counted here"
+        size = (
+            f"{self.batch_size} rows"
+            if self.batch_size
+            else "as many rows as each turns out to have, which is not counted here"
+        )
         lines = [f"batches of {size}, {self.depth} ahead, {self.route} route"]
-        lines.append(f"host: {human(self.host_bytes)}{of(self.cpu_memory_limit)}, of it page-locked: {human(self.pinned_bytes)}")
+        lines.append(
+            f"host: {human(self.host_bytes)}{of(self.cpu_memory_limit)}, of it page-locked: {human(self.pinned_bytes)}"
+        )
         if self.device_bytes:
             lines.append(f"device: {human(self.device_bytes)}{of(self.gpu_memory_limit)}")
-        lines += [f"  {item.place}: {item.count} x {human(item.nbytes)} {item.what}" for item in self.items]
+        lines += [
+            f"  {item.place}: {item.count} x {human(item.nbytes)} {item.what}"
+            for item in self.items
+        ]
         return "\n".join([*lines, *self.notes])
 
     def _repr_html_(self) -> str:
@@ -192,7 +212,15 @@ class Plan:
         from tabulate import tabulate
 
         names = {"host": "host", "pinned": "host, page-locked", "device": "device"}
-        rows = [(item.what, names[item.place], f"{item.count} × {human(item.nbytes)}", human(item.total)) for item in self.items]
+        rows = [
+            (
+                item.what,
+                names[item.place],
+                f"{item.count} × {human(item.nbytes)}",
+                human(item.total),
+            )
+            for item in self.items
+        ]
         totals = [
             ("in all", "host", self.host_bytes, self.cpu_memory_limit),
             ("in all", "device", self.device_bytes, self.gpu_memory_limit),
@@ -202,7 +230,12 @@ class Plan:
             for what, place, nbytes, limit in totals
             if nbytes or place == "host"
         ]
-        table = tabulate(rows, headers=("use", "place", "count × size", "total"), tablefmt="html", disable_numparse=True)
+        table = tabulate(
+            rows,
+            headers=("use", "place", "count × size", "total"),
+            tablefmt="html",
+            disable_numparse=True,
+        )
         said = [str(self).splitlines()[0], *self.notes]
         return table + "".join(f"<p>{html.escape(line)}</p>" for line in said)
 
@@ -214,13 +247,15 @@ class MemoryLimits:
     Users make a ``pinfeed.Config``, which is a ``MemoryLimits`` and takes a model as well.
 
     Args:
-        cpu_memory_limit: Host memory that the feeder may take, in bytes; None for what is free, less ``headroom``; the processes that
-            torchrun starts on a machine share it.
-        gpu_memory_limit: Device memory that it may take for batches, in bytes; None likewise. Where batches live in host memory there is
-            no such limit.
-        preferred_batch_size: Rows per batch at most; the largest batch that fits is taken up to this. None is 65,536 rows or 64 MiB,
-            whichever is less: larger batches take more memory and move no more rows per second.
-        depth: Batches prefetched ahead of the loop; 0 is the synchronous loop. None is 2, or more where batches are small.
+        cpu_memory_limit: Host memory that the feeder may take, in bytes; None for what is free,
+            less ``headroom``; the processes that torchrun starts on a machine share it.
+        gpu_memory_limit: Device memory that it may take for batches, in bytes; None likewise. Where
+            batches live in host memory there is no such limit.
+        preferred_batch_size: Rows per batch at most; the largest batch that fits is taken up to
+            this. None is 65,536 rows or 64 MiB, whichever is less: larger batches take more memory
+            and move no more rows per second.
+        depth: Batches prefetched ahead of the loop; 0 is the synchronous loop. None is 2, or more
+            where batches are small.
         headroom: Share of the free memory that is left alone where a limit is None.
 
     Raises:
@@ -237,7 +272,11 @@ class MemoryLimits:
         for name in ("cpu_memory_limit", "gpu_memory_limit", "preferred_batch_size"):
             value = getattr(self, name)
             if value is not None:
-                note = ", or None" if name == "preferred_batch_size" else " (bytes: pinfeed.GiB(1), pinfeed.MiB(256)), or None"
+                note = (
+                    ", or None"
+                    if name == "preferred_batch_size"
+                    else " (bytes: pinfeed.GiB(1), pinfeed.MiB(256)), or None"
+                )
                 object.__setattr__(self, name, whole_number(value, name, note=note))
         if self.depth is not None:
             object.__setattr__(self, "depth", check_depth(self.depth))
@@ -246,8 +285,15 @@ class MemoryLimits:
 
     @safe_repr
     def __repr__(self) -> str:
-        values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self) if getattr(self, field.name) != field.default}
-        given = [f"{name}={human(value) if name.endswith('_limit') else repr(value)}" for name, value in values.items()]
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        given = [
+            f"{name}={human(value) if name.endswith('_limit') else repr(value)}"
+            for name, value in values.items()
+        ]
         return f"<{type(self).__name__}: {', '.join(given) or 'all by default'}>"
 
     def plan(self, demand: Demand, *, free_host_bytes: int, free_device_bytes: int) -> Plan:
@@ -262,7 +308,9 @@ class MemoryLimits:
         gpu = None if demand.unified else self._limit(self.gpu_memory_limit, free_device_bytes)
 
         def plan_of(batch_size: int) -> Plan:
-            return Plan(batch_size, depth, demand.route, plan_items(demand, batch_size, depth), cpu, gpu)
+            return Plan(
+                batch_size, depth, demand.route, plan_items(demand, batch_size, depth), cpu, gpu
+            )
 
         def excess(batch_size: int) -> bool:
             plan = plan_of(batch_size)
@@ -270,7 +318,8 @@ class MemoryLimits:
 
         usual = max(1, min(MOST_ROWS, MOST_BYTES // max(1, sum(demand.row_nbytes))))
         largest = min(demand.n_rows, self.preferred_batch_size or usual)
-        fitting = bisect.bisect_left(range(1, largest + 1), True, key=excess)  # memory grows with the batch
+        # Memory grows with the batch.
+        fitting = bisect.bisect_left(range(1, largest + 1), True, key=excess)
         if fitting == 0:
             self._refuse(plan_of(1), cpu, gpu)
         plan = plan_of(fitting)
@@ -294,14 +343,26 @@ class MemoryLimits:
         on_device = gpu is not None and plan.device_bytes > gpu
         if on_device and gpu is not None:
             error: type[BudgetError] = NotEnoughGPUMemory
-            kind, need, limit, name, given = "device", plan.device_bytes, gpu, "gpu_memory_limit", self.gpu_memory_limit
+            kind = "device"
+            need = plan.device_bytes
+            limit = gpu
+            name = "gpu_memory_limit"
+            given = self.gpu_memory_limit
         else:
             error = NotEnoughCPUMemory
-            kind, need, limit, name, given = "host", plan.host_bytes, cpu, "cpu_memory_limit", self.cpu_memory_limit
+            kind = "host"
+            need = plan.host_bytes
+            limit = cpu
+            name = "cpu_memory_limit"
+            given = self.cpu_memory_limit
         uses = ", ".join(
-            f"{item.count} x {human(item.nbytes)} for {item.what}" for item in plan.items if (item.place == "device") == on_device
+            f"{item.count} x {human(item.nbytes)} for {item.what}"
+            for item in plan.items
+            if (item.place == "device") == on_device
         )
-        said = f"{name} is {human(limit)} ({limit} bytes)" + ("" if given is not None else ", what is free less the headroom")
+        said = f"{name} is {human(limit)} ({limit} bytes)" + (
+            "" if given is not None else ", what is free less the headroom"
+        )
         raise error(
             f"one row per slot needs {human(need)} ({need} bytes) of {kind} memory: {uses}; {said}; "
             f"lower depth (now {plan.depth}) or raise {name}"
@@ -314,36 +375,89 @@ def plan_items(demand: Demand, batch_size: int, depth: int) -> tuple[Allocation,
         return ()
 
     def batch(block: int, chosen: Sequence[bool]) -> int:
-        sizes = (batch_size * nbytes for nbytes, wanted in zip(demand.row_nbytes, chosen, strict=True) if wanted)
+        sizes = (
+            batch_size * nbytes
+            for nbytes, wanted in zip(demand.row_nbytes, chosen, strict=True)
+            if wanted
+        )
         return sum(max(1, -(-size // block)) * block for size in sizes)
 
-    ahead = min(depth, DEFAULT_DEPTH) if demand.batches_per_slot > 1 else depth  # of a loop that writes: see Feeder.batches
+    # Of a loop that writes: see Feeder.batches.
+    ahead = min(depth, DEFAULT_DEPTH) if demand.batches_per_slot > 1 else depth
     everything = [True] * len(demand.row_nbytes)
     place: Place = "host" if demand.unified else "device"
     block = _PAGE if demand.unified else _DEVICE_BLOCK
-    items = [Allocation("batches", place, n_batches(depth, demand.batches_per_slot), batch(block, everything))]
+    items = [
+        Allocation(
+            "batches", place, n_batches(depth, demand.batches_per_slot), batch(block, everything)
+        )
+    ]
     if any(demand.writable):
-        items.append(Allocation("write-backs until they have landed and been seen", place, n_held(ahead), batch(block, demand.writable)))
+        items.append(
+            Allocation(
+                "write-backs until they have landed and been seen",
+                place,
+                n_held(ahead),
+                batch(block, demand.writable),
+            )
+        )
     if not demand.unified and any(demand.staged):
         items.append(Allocation("staging", "pinned", depth + 1, batch(_PAGE, demand.staged)))
-        written = [writable and staged for writable, staged in zip(demand.writable, demand.staged, strict=True)]
+        written = [
+            writable and staged
+            for writable, staged in zip(demand.writable, demand.staged, strict=True)
+        ]
         if any(written):
             items.append(Allocation("staging of a write-back", "pinned", 1, batch(_PAGE, written)))
-    n_rows_arrays = depth + 3 + (3 * n_held(ahead) if any(demand.writable) else 0)  # of a write-back: the rows, and the rows sorted
+    # Of a write-back: the rows, and the rows sorted.
+    n_rows_arrays = depth + 3 + (3 * n_held(ahead) if any(demand.writable) else 0)
     items.append(Allocation("row numbers", "host", n_rows_arrays, batch_size * _ROW_NUMBER))
-    if not demand.unified and not all(demand.staged):  # for the kernels of each slot and of a write-back
+    if not demand.unified and not all(demand.staged):
+        # For the kernels of each slot and of a write-back.
         numbers = batch_size * _ROW_NUMBER
-        items.append(Allocation("page-locked row numbers", "pinned", depth + 2, 1 << (numbers - 1).bit_length()))  # by powers of two
-        items.append(Allocation("uploaded row numbers", "device", depth + 2, -(-numbers // _DEVICE_BLOCK) * _DEVICE_BLOCK))
+        # By powers of two.
+        items.append(
+            Allocation(
+                "page-locked row numbers", "pinned", depth + 2, 1 << (numbers - 1).bit_length()
+            )
+        )
+        items.append(
+            Allocation(
+                "uploaded row numbers",
+                "device",
+                depth + 2,
+                -(-numbers // _DEVICE_BLOCK) * _DEVICE_BLOCK,
+            )
+        )
     if not demand.unified and any(demand.writable):
         positions = 2 * batch_size * _ROW_NUMBER
-        rows = max(nbytes for nbytes, writable in zip(demand.row_nbytes, demand.writable, strict=True) if writable)
+        rows = max(
+            nbytes
+            for nbytes, writable in zip(demand.row_nbytes, demand.writable, strict=True)
+            if writable
+        )
         there = max(rows, min(ON_THEIR_WAY_BYTES, batch_size * rows)) + positions
-        items.append(Allocation("positions of rows that two batches share", "pinned", 2, 1 << (positions - 1).bit_length()))
-        items.append(Allocation("rows that two batches share", "device", 1, -(-there // _DEVICE_BLOCK) * _DEVICE_BLOCK))
+        items.append(
+            Allocation(
+                "positions of rows that two batches share",
+                "pinned",
+                2,
+                1 << (positions - 1).bit_length(),
+            )
+        )
+        items.append(
+            Allocation(
+                "rows that two batches share",
+                "device",
+                1,
+                -(-there // _DEVICE_BLOCK) * _DEVICE_BLOCK,
+            )
+        )
     items.append(Allocation("the order of the rows", "host", 1, _ORDER))
     if demand.resident_bytes:
-        items.append(Allocation("what the stores hold beside their rows", "host", 1, demand.resident_bytes))
+        items.append(
+            Allocation("what the stores hold beside their rows", "host", 1, demand.resident_bytes)
+        )
     items += [
         window_item(window_rows, row_nbytes, (depth + 1 + demand.batches_per_slot) * batch_size)
         for window_rows, row_nbytes in demand.windows
@@ -353,7 +467,12 @@ def plan_items(demand: Demand, batch_size: int, depth: int) -> tuple[Allocation,
 
 def window_item(window_rows: int, row_nbytes: int, n_batch_rows: int) -> Allocation:
     """What the windows of a file take: one is read ahead, and the batches under way lie on others, wherever they begin."""
-    return Allocation("windows", "host", 2 + -(-n_batch_rows // window_rows), -(-window_rows * row_nbytes // _PAGE) * _PAGE)
+    return Allocation(
+        "windows",
+        "host",
+        2 + -(-n_batch_rows // window_rows),
+        -(-window_rows * row_nbytes // _PAGE) * _PAGE,
+    )
 
 
 def n_batches(depth: int, batches_per_slot: int = 1) -> int:
@@ -379,5 +498,7 @@ def check_depth(depth: int) -> int:
 def check_route(route: str | None) -> str | None:
     """``route``; ArgumentError unless it is one, or None."""
     if route not in (None, "direct", "staged"):
-        raise ArgumentError(f"route={route!r}: expected 'direct', 'staged' or None for the faster one")
+        raise ArgumentError(
+            f"route={route!r}: expected 'direct', 'staged' or None for the faster one"
+        )
     return route

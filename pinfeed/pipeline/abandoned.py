@@ -1,7 +1,7 @@
 """Loops that nobody can go on with, because only an error's traceback keeps them.
 
-In a notebook, the traceback of the last error is kept, with every frame that it went through, and these keep the iterators of their
-loops. Such a frame has ended: it never asks for the next batch.
+In a notebook, the traceback of the last error is kept, with every frame that it went through, and
+these keep the iterators of their loops. Such a frame has ended: it never asks for the next batch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ _KEPT_FOR_OTHERS = (GeneratorType, FunctionType, CellType, dict, tuple)
 def is_abandoned(iterator: weakref.ref[Any]) -> bool:
     """Whether nothing holds an iterator but frames that have ended, and objects that only they hold, such as ``tqdm(iterator)``.
 
-    It looks at all objects of the process, which takes some tenths of a second: ask before an error, not in a loop.
+    It looks at all objects of the process, which takes some tenths of a second: ask before an
+    error, not in a loop.
     """
     if sys.version_info < (3, 11):
         # There, a frame that waits for its turn cannot be told from one that has ended.

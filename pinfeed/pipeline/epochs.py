@@ -44,7 +44,8 @@ def no_copy(feeder: object) -> NoReturn:
 def no_items(feeder: object, rows: object) -> NoReturn:
     """Refuse the samples that a ``torch.utils.data.DataLoader`` asks a data set for; every feeder's ``__getitems__``.
 
-    No feeder has ``__getitem__``: numpy would take it for a sequence, and iterate an epoch where one stands in a list.
+    No feeder has ``__getitem__``: numpy would take it for a sequence, and iterate an epoch where
+    one stands in a list.
 
     Raises:
         TypeError: Always.
@@ -82,15 +83,23 @@ class EpochRunner:
         progress: bool,
         timeline: bool,
     ) -> None:
-        self.source, self._schedule = source, schedule
-        self._progress, self._counters = progress, Counters(timeline=Timeline() if timeline else None)
+        self.source = source
+        self._schedule = schedule
+        self._progress = progress
+        self._counters = Counters(timeline=Timeline() if timeline else None)
         self._watch = StarvationMonitor(self._counters, source.hint)
         self._transfer = Transfer(device, schedule.n_slots, capacity, self._counters)
-        self._epoch, self._batch, self._checksum = 0, 0, 0
-        self._whole: int | None = None  # the epoch of a state that was loaded, if all of its batches had been lent
-        self._fresh = True  # the next run begins at (_epoch, _batch); else that epoch was left, and the one after it begins
+        self._epoch = 0
+        self._batch = 0
+        self._checksum = 0
+        # The epoch of a state that was loaded, if all of its batches had been lent.
+        self._whole: int | None = None
+        # The next run begins at (_epoch, _batch); else that epoch was left, and the one after it
+        # begins.
+        self._fresh = True
         self._running: weakref.ref[GeneratorType[Any, None, None]] | None = None
-        self._beginning = threading.Lock()  # two threads may ask for a loop at the same time: one of them gets it
+        # Two threads may ask for a loop at the same time: one of them gets it.
+        self._beginning = threading.Lock()
         self._last: Prefetcher | None = None
         self._closed = False
 
@@ -130,9 +139,14 @@ class EpochRunner:
         return self._counters.timeline
 
     def run(
-        self, lend: Callable[[LentBatch], T], schedule: PrefetchSchedule | None = None, begin: Callable[[], object] = lambda: None
+        self,
+        lend: Callable[[LentBatch], T],
+        schedule: PrefetchSchedule | None = None,
+        begin: Callable[[], object] = lambda: None,
     ) -> Iterator[T]:
-        """The next epoch, as what ``lend`` makes of each batch. Only a reference of the caller's keeps it going: ``break`` ends it.
+        """The next epoch, as what ``lend`` makes of each batch.
+
+        Only a reference of the caller's keeps it going: ``break`` ends it.
 
         Args:
             lend: Called for each batch.
@@ -148,10 +162,13 @@ class EpochRunner:
                 self._leave_abandoned()
             if self._last is not None:
                 self._last.require_not_forked()
-                self._last.end()  # unless an interrupt has ended the wait for its readers, they are done
+                # Unless an interrupt has ended the wait for its readers, they are done.
+                self._last.end()
             self._raise_failure()
             begin()
-            generator = cast("GeneratorType[T, None, None]", self._run(lend, schedule or self._schedule, begin))
+            generator = cast(
+                "GeneratorType[T, None, None]", self._run(lend, schedule or self._schedule, begin)
+            )
             self._running = weakref.ref(generator)
             return generator
 
@@ -164,8 +181,15 @@ class EpochRunner:
 
     def state(self) -> dict[str, Any]:
         """Where the loop is: batches that were prefetched and not lent count for nothing."""
-        epoch, batch, checksum = self._next() if self._fresh else (self._epoch, self._batch, self._checksum)
-        return {"epoch": epoch, "batch": batch, "checksum": checksum, "source": dict(self.source.fingerprint)}
+        epoch, batch, checksum = (
+            self._next() if self._fresh else (self._epoch, self._batch, self._checksum)
+        )
+        return {
+            "epoch": epoch,
+            "batch": batch,
+            "checksum": checksum,
+            "source": dict(self.source.fingerprint),
+        }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         """Let the next run go on where ``state`` was taken.
@@ -178,15 +202,23 @@ class EpochRunner:
             numbers = [int(state[key]) for key in ("epoch", "batch", "checksum")]
             theirs = dict(state["source"])
         except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(f"not a state of a feeder ({error!r}); expected what state_dict() returned") from None
+            raise ArgumentError(
+                f"not a state of a feeder ({error!r}); expected what state_dict() returned"
+            ) from None
         ours = dict(self.source.fingerprint)
         if theirs != ours:
             differing = [
-                f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}" for key in {**ours, **theirs} if theirs.get(key) != ours.get(key)
+                f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}"
+                for key in {**ours, **theirs}
+                if theirs.get(key) != ours.get(key)
             ]
-            raise ArgumentError(f"the state is of another feeder: {'; '.join(differing)}; make the feeder as it was made then")
+            raise ArgumentError(
+                f"the state is of another feeder: {'; '.join(differing)}; make the feeder as it was made then"
+            )
         if min(numbers) < 0 or numbers[1] > self._most():
-            raise ArgumentError(f"a state of epoch {numbers[0]}, batch {numbers[1]}; an epoch has {self._most()} batches")
+            raise ArgumentError(
+                f"a state of epoch {numbers[0]}, batch {numbers[1]}; an epoch has {self._most()} batches"
+            )
         self._whole = numbers[0] if self._is_whole(numbers[1]) else None
         if self._whole is not None:
             numbers = [numbers[0] + 1, 0, 0]
@@ -213,46 +245,72 @@ class EpochRunner:
         """
         self._closed = True
         generator = self._running() if self._running is not None else None
-        if generator is not None and generator.gi_running:  # another thread, or the code under a signal handler, waits for a batch
+        if generator is not None and generator.gi_running:
+            # Another thread, or the code under a signal handler, waits for a batch.
             self._transfer.stop()
             return
-        # A run that was not begun raises ClosedError when it is, and one of another thread when it goes on: neither must seem to be over.
-        if generator is not None and is_suspended(generator) and self._last is not None and self._last.consumer == threading.get_ident():
+        # A run that was not begun raises ClosedError when it is, and one of another thread when it
+        # goes on: neither must seem to be over.
+        if (
+            generator is not None
+            and is_suspended(generator)
+            and self._last is not None
+            and self._last.consumer == threading.get_ident()
+        ):
             generator.close()
         if self._last is not None and not self._last.is_forked:
             self._last.end()
         self._transfer.close()
         self._raise_failure()
 
-    def _run(self, lend: Callable[[LentBatch], T], schedule: PrefetchSchedule, begin: Callable[[], object]) -> Iterator[T]:
+    def _run(
+        self,
+        lend: Callable[[LentBatch], T],
+        schedule: PrefetchSchedule,
+        begin: Callable[[], object],
+    ) -> Iterator[T]:
         self._require_open()
         position = self._next()
         if self._fresh and position[0] != self._epoch:
             self._warn_if_dropped(position[0])
-        (self._epoch, self._batch, self._checksum), self._fresh, self._whole = position, False, None
+        (self._epoch, self._batch, self._checksum) = position
+        self._fresh = False
+        self._whole = None
         self._last = Prefetcher(self._transfer, self._batch, schedule)
-        loads = self.source.epoch(self._epoch, self._batch, self._checksum, schedule.batches_per_slot)
+        loads = self.source.epoch(
+            self._epoch, self._batch, self._checksum, schedule.batches_per_slot
+        )
         bar = self._bar() if self._progress else None
-        counters, watch, start = self._counters, self._watch, self._batch
+        counters = self._counters
+        watch = self._watch
+        start = self._batch
         watch.begin()
         try:
             for loan in self._last.loans(loads):
-                self._batch, self._checksum = loan.number + 1, loan.checksum
+                self._batch = loan.number + 1
+                self._checksum = loan.checksum
                 if counters.batches >= watch.look_at:
                     watch.look()
                 if bar is not None:
                     bar.update()
                 yield lend(loan)
-        except GeneratorExit:  # the inner generator has ended by now
+        except GeneratorExit:
+            # The inner generator has ended by now.
             if self._last.write_queue.failure is not None:
-                logger.error("a write_back failed when its loop was left; close() raises it", exc_info=self._last.write_queue.failure)  # noqa: TRY400  # another one
+                failure = self._last.write_queue.failure
+                # Not logger.exception: the failure is another one than the GeneratorExit here.
+                text = "a write_back failed when its loop was left; close() raises it"
+                logger.error(text, exc_info=failure)  # noqa: TRY400
             raise
         finally:
             watch.end()
             if bar is not None:
                 bar.close()
         left = self._batch > start
-        self._epoch, self._batch, self._checksum, self._fresh = self._epoch + 1, 0, 0, True
+        self._epoch = self._epoch + 1
+        self._batch = 0
+        self._checksum = 0
+        self._fresh = True
         if start and not left and math.isinf(self._most()):
             # The epoch was whole when its state was taken, which nobody could know before.
             begin()
@@ -263,22 +321,36 @@ class EpochRunner:
 
         most = self._most()
         total = None if math.isinf(most) else most
-        return ProgressBar(total=total, initial=self._batch, unit="batch", desc=f"epoch {self._epoch}", totals=self._counters.totals)
+        return ProgressBar(
+            total=total,
+            initial=self._batch,
+            unit="batch",
+            desc=f"epoch {self._epoch}",
+            totals=self._counters.totals,
+        )
 
     def _next(self) -> tuple[int, int, int]:
         """Epoch, batch and checksum with which the next run begins."""
-        return (self._epoch, self._batch, self._checksum) if self._fresh else (self._epoch + 1, 0, 0)
+        return (
+            (self._epoch, self._batch, self._checksum) if self._fresh else (self._epoch + 1, 0, 0)
+        )
 
     def _begin_at(self, epoch: int) -> None:
         """Let the next run be an epoch, from its beginning."""
         if self._fresh:
             self._warn_if_dropped(epoch)
-        self._epoch, self._batch, self._checksum, self._fresh = epoch, 0, 0, True
+        self._epoch = epoch
+        self._batch = 0
+        self._checksum = 0
+        self._fresh = True
 
     def _warn_if_dropped(self, epoch: int) -> None:
         """Say so if a position was loaded that the next run, which is another epoch, does not go on from."""
         if epoch == self._whole:
-            logger.warning("epoch %d runs again: all of its batches had been lent when the state was taken that was loaded", epoch)
+            logger.warning(
+                "epoch %d runs again: all of its batches had been lent when the state was taken that was loaded",
+                epoch,
+            )
         elif self._batch:
             logger.warning(
                 "epoch %d begins at its first batch: the position that was loaded, batch %d of epoch %d, is dropped",
@@ -324,7 +396,9 @@ class EpochRunner:
     def _require_idle(self, what: str) -> None:
         self._require_open()
         if self._is_running():
-            raise ClosedError(f"{what} while a loop over this feeder is running; call it before the loop")
+            raise ClosedError(
+                f"{what} while a loop over this feeder is running; call it before the loop"
+            )
 
     def _raise_failure(self) -> None:
         if self._last is not None:
@@ -332,9 +406,13 @@ class EpochRunner:
 
 
 class SamplerEpochRunner(EpochRunner):
-    """The epochs of a sampler. It is at the epoch of the loop, and after it at that of the next, unless its owner sets another one.
+    """The epochs of a sampler.
 
-    A sampler that has ``set_epoch`` and does not tell its epoch is left to its owner and to ``set_epoch`` here, as it is by a DataLoader.
+    It is at the epoch of the loop, and after it at that of the next, unless its owner sets another
+    one.
+
+    A sampler that has ``set_epoch`` and does not tell its epoch is left to its owner and to
+    ``set_epoch`` here, as it is by a DataLoader.
     """
 
     def __init__(self, *args: Any, batches: SamplerBatches, **options: Any) -> None:

@@ -1,8 +1,9 @@
 """Store-to-load forwarding: which rows of a batch were written after it was gathered. Numpy only.
 
-With prefetch depth d, batches k+1 … k+d are gathered before batch k is written back. A batch has seen the writes that had landed
-in the store when its gather began. Before it is lent, later writes are copied over the rows that both hold, of each row the newest;
-then it is what a gather at that moment would have given.
+With prefetch depth d, batches k+1 … k+d are gathered before batch k is written back. A batch has
+seen the writes that had landed in the store when its gather began. Before it is lent, later writes
+are copied over the rows that both hold, of each row the newest; then it is what a gather at that
+moment would have given.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ class WrittenRows:
     def __init__(self, rows: Rows, whole: bool = True) -> None:
         self.rows = self._sorted = rows
         self.whole = whole
-        self._order: npt.NDArray[np.intp] | None = None  # as they are
+        # As they are
+        self._order: npt.NDArray[np.intp] | None = None
         if bool((rows[1:] > rows[:-1]).all()):
             return
         self._order = np.argsort(rows, kind="stable")
@@ -72,7 +74,8 @@ class Write(Generic[T]):
 class WriteLog(Generic[T]):
     """Writes that some gathered batch may not have seen, oldest first.
 
-    The consumer's thread appends, reads and forgets; the writer's thread moves ``landed``; the readers' threads read it.
+    The consumer's thread appends, reads and forgets; the writer's thread moves ``landed``; the
+    readers' threads read it.
     """
 
     def __init__(self) -> None:
@@ -100,7 +103,9 @@ class WriteLog(Generic[T]):
             self._writes = self.since(before)
 
 
-def newest(writes: Sequence[Write[T]], group: int, rows: Rows) -> list[tuple[Write[T], npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
+def newest(
+    writes: Sequence[Write[T]], group: int, rows: Rows
+) -> list[tuple[Write[T], npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
     """What brings rows of a group up to date: writes, oldest first, with positions in ``rows`` and in the write as ``overlap`` gives them.
 
     A row that a write has as a whole is left out of those before it.

@@ -18,8 +18,10 @@ from pinfeed.rows.orders import Order
 from pinfeed.stores.base import Store, row_nbytes
 from pinfeed.stores.sharded_file import ShardedStore
 
-_TOGETHER_BYTES, _MAX_TOGETHER = 2 << 20, 8  # small batches are gathered together: some hundred microseconds of work for a thread
-_PARALLEL_BYTES = 256 << 10  # less is gathered sooner than a second thread has woken up
+# Small batches are gathered together: some hundred microseconds of work for a thread.
+_TOGETHER_BYTES, _MAX_TOGETHER = 2 << 20, 8
+# Less is gathered sooner than a second thread has woken up.
+_PARALLEL_BYTES = 256 << 10
 _MAX_READERS = 8
 
 
@@ -35,11 +37,14 @@ def make_plan(
     """The plan, and what it chose for each store.
 
     Raises:
-        BudgetError: The limits of ``config`` cannot hold one row per slot, or the batches that ``rows`` gives.
+        BudgetError: The limits of ``config`` cannot hold one row per slot, or the batches that
+            ``rows`` gives.
         DeviceError: The route cannot be as wanted.
     """
     n_rows, largest = stores[0].n_rows, None if isinstance(rows, Order) else largest_batch(rows)
-    why = device.choose_route(stores, batch_size or (config and config.preferred_batch_size) or largest or 0, route)
+    why = device.choose_route(
+        stores, batch_size or (config and config.preferred_batch_size) or largest or 0, route
+    )
     demand = Demand(
         row_nbytes=tuple(row_nbytes(store) for store in stores),
         writable=tuple(store.writable for store in stores),
@@ -49,9 +54,14 @@ def make_plan(
         staged=tuple(not device.reaches(store) for store in stores),
         batches_per_slot=schedule.batches_per_slot,
     )
-    # Without a config, half of what is free may hold rows of files; the processes that torchrun starts on a machine share it.
+    # Without a config, half of what is free may hold rows of files; the processes that torchrun
+    # starts on a machine share it.
     reads_files = any(isinstance(store, ShardedStore) for store in stores)
-    free = free_host_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1)) if reads_files or config is not None else 0
+    free = (
+        free_host_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+        if reads_files or config is not None
+        else 0
+    )
     if config is None:
         size = min(batch_size, demand.n_rows) if batch_size is not None else (largest or 0)
         plan = Plan(size, schedule.depth, demand.route, plan_items(demand, size, schedule.depth))
@@ -72,29 +82,58 @@ def make_plan(
                 f"rows gives batches of up to {largest} rows; the limits of config hold {plan.batch_size}: {plan}\n"
                 "give smaller batches, or raise the limits"
             )
-    choice = choose(stores, rows, (schedule.depth + 1 + schedule.batches_per_slot) * plan.batch_size, limit - plan.host_bytes)
-    return dataclasses.replace(plan, items=plan.items + choice.items, notes=(*[why] * bool(why), *choice.notes, *plan.notes)), choice
+    choice = choose(
+        stores,
+        rows,
+        (schedule.depth + 1 + schedule.batches_per_slot) * plan.batch_size,
+        limit - plan.host_bytes,
+    )
+    return dataclasses.replace(
+        plan,
+        items=plan.items + choice.items,
+        notes=(*[why] * bool(why), *choice.notes, *plan.notes),
+    ), choice
 
 
-def choose_schedule(stores: Sequence[Store], batch_size: int | None, config: MemoryLimits | None, depth: int | None) -> PrefetchSchedule:
-    """As far ahead as asked for; or else 2 batches, or four slots of small ones. As many readers as there are cores, where that helps."""
+def choose_schedule(
+    stores: Sequence[Store], batch_size: int | None, config: MemoryLimits | None, depth: int | None
+) -> PrefetchSchedule:
+    """As far ahead as asked for; or else 2 batches, or four slots of small ones.
+
+    As many readers as there are cores, where that helps.
+    """
     if config is not None:
         depth, batch_size = config.depth if depth is None else depth, config.preferred_batch_size
     nbytes = (batch_size or 0) * sum(row_nbytes(store) for store in stores)
-    batches_per_slot = min(_TOGETHER_BYTES // nbytes, _MAX_TOGETHER) if nbytes and depth is None else 1
+    batches_per_slot = (
+        min(_TOGETHER_BYTES // nbytes, _MAX_TOGETHER) if nbytes and depth is None else 1
+    )
     if config is not None and config.cpu_memory_limit is not None and batches_per_slot > 1:
         batches_per_slot = min(batches_per_slot, config.cpu_memory_limit // 4 // (5 * nbytes))
     if depth is None:
         depth = 4 * batches_per_slot - 1 if batches_per_slot > 1 else DEFAULT_DEPTH
     is_small = 0 < nbytes * batches_per_slot < _PARALLEL_BYTES
     schedule = PrefetchSchedule(depth, max(1, batches_per_slot))
-    return dataclasses.replace(schedule, n_readers=1 if is_small else min(schedule.n_slots, len(os.sched_getaffinity(0)), _MAX_READERS))
+    return dataclasses.replace(
+        schedule,
+        n_readers=1
+        if is_small
+        else min(schedule.n_slots, len(os.sched_getaffinity(0)), _MAX_READERS),
+    )
 
 
-def _fitted(config: MemoryLimits, demand: Demand, free: int, windows: tuple[tuple[int, int], ...], device: Device) -> Plan:
+def _fitted(
+    config: MemoryLimits,
+    demand: Demand,
+    free: int,
+    windows: tuple[tuple[int, int], ...],
+    device: Device,
+) -> Plan:
     """The plan with the largest batch that fits, beside the windows of the order if these leave half of the limit."""
     there = 0 if config.gpu_memory_limit is not None or device.unified else device.free_bytes()
     least = sum(window_item(*sizes, n_batch_rows=1).total for sizes in windows)
-    beside = dataclasses.replace(demand, windows=windows if least <= config.host_limit(free) // 2 else ())
+    beside = dataclasses.replace(
+        demand, windows=windows if least <= config.host_limit(free) // 2 else ()
+    )
     plan = config.plan(beside, free_host_bytes=free, free_device_bytes=there)
     return dataclasses.replace(plan, items=plan_items(demand, plan.batch_size, plan.depth))

@@ -28,17 +28,21 @@ from pinfeed.validation.suggestions import is_array_like
 
 logger = logging.getLogger("pinfeed")
 
-_SHOWN = 4  # stores that are named in one line
+# Stores that are named in one line.
+_SHOWN = 4
 _MANY = 16
 """A list of more arrays than this, and than each has rows, is a list of rows."""
-_MAX_WORK = 1 << 16  # numpy solves an equation to find whether strided arrays overlap; beyond this they count as overlapping
+# numpy solves an equation to find whether strided arrays overlap; beyond this they count as
+# overlapping.
+_MAX_WORK = 1 << 16
 
 
 class StoreTree:
     """Stores of equally many rows.
 
     Args:
-        source: As ``Feeder`` takes it. What is not a store is opened here, and closed with ``close``.
+        source: As ``Feeder`` takes it. What is not a store is opened here, and closed with
+            ``close``.
 
     Raises:
         StoreError: A leaf that cannot be served, or stores of unequal length.
@@ -47,20 +51,33 @@ class StoreTree:
     def __init__(self, source: Any) -> None:
         leaves, self.rebuild = flatten(_with_columns(source), is_leaf=_is_store_or_array)
         if not leaves:
-            raise StoreError(f"source={source!r} has no arrays in it; expected at least one path, array, tensor or Store")
+            raise StoreError(
+                f"source={source!r} has no arrays in it; expected at least one path, array, tensor or Store"
+            )
         self.names = [_name(path) for path, _ in leaves]
         self.stores: list[Store] = []
         self._owned: list[Store] = []
         try:
             for (_, leaf), name in zip(leaves, self.names, strict=True):
                 self.stores.append(self._open(leaf, name))
-            of_paths = [store for (_, leaf), store in zip(leaves, self.stores, strict=True) if isinstance(leaf, (str, os.PathLike))]
+            of_paths = [
+                store
+                for (_, leaf), store in zip(leaves, self.stores, strict=True)
+                if isinstance(leaf, (str, os.PathLike))
+            ]
             self.n_rows = self.stores[0].n_rows
             if any(store.n_rows != self.n_rows for store in self.stores):
-                counts = ", ".join(f"{name} has {store.n_rows}" for name, store in zip(self.names, self.stores, strict=True))
+                counts = ", ".join(
+                    f"{name} has {store.n_rows}"
+                    for name, store in zip(self.names, self.stores, strict=True)
+                )
                 raise StoreError(
                     f"sources have unequal numbers of rows: {counts}; expected equally many, one row each for a sample"
-                    + (f"; shards of one source are a pattern, 'x-*.npy', or {type(of_paths[0]).__name__}([...])" if of_paths[1:] else "")
+                    + (
+                        f"; shards of one source are a pattern, 'x-*.npy', or {type(of_paths[0]).__name__}([...])"
+                        if of_paths[1:]
+                        else ""
+                    )
                 )
             self._require_columns(source)
             given_as_path = set(map(id, of_paths))
@@ -72,7 +89,10 @@ class StoreTree:
             raise
 
     def __str__(self) -> str:
-        stores = [f"{name} {store.row_shape} {store.dtype}" for name, store in zip(self.names, self.stores, strict=True)]
+        stores = [
+            f"{name} {store.row_shape} {store.dtype}"
+            for name, store in zip(self.names, self.stores, strict=True)
+        ]
         more = f", and {len(stores) - _SHOWN} more" if len(stores) > _SHOWN else ""
         return f"{self.n_rows:,} rows of {', '.join(stores[:_SHOWN])}{more}"
 
@@ -89,12 +109,18 @@ class StoreTree:
             WriteBackError: They cannot.
         """
         if values is None:
-            raise WriteBackError(f"write_back of None; expected {self._expected(n, device)}; rows that stay as they are need no write_back")
+            raise WriteBackError(
+                f"write_back of None; expected {self._expected(n, device)}; rows that stay as they are need no write_back"
+            )
         given = {_name(path): value for path, value in flatten(values)[0]}
         if set(given) != set(self.names):
             raise WriteBackError(
                 f"write_back of a {type(values).__name__}{self._differences(given)}; expected {self._expected(n, device)}"
-                + (", in the structure of the source (None for what stays as it is)" if self.names != ["source"] else "")
+                + (
+                    ", in the structure of the source (None for what stays as it is)"
+                    if self.names != ["source"]
+                    else ""
+                )
             )
         tensors = [given[name] for name in self.names]
         for value, name, store in zip(tensors, self.names, self.stores, strict=True):
@@ -124,7 +150,9 @@ class StoreTree:
         for (_, tensor), name, store in zip(flatten(data)[0], self.names, self.stores, strict=True):
             there = np.empty((len(rows), *store.row_shape), store.dtype)
             store.gather(rows, there)
-            lent: npt.NDArray[Any] = np.ndarray(there.shape, there.dtype, device.staging(max(1, there.nbytes)))
+            lent: npt.NDArray[Any] = np.ndarray(
+                there.shape, there.dtype, device.staging(max(1, there.nbytes))
+            )
             device.copy(tensor, lent, stream)
             stream.record().sync()
             wrong = np.flatnonzero((bytes_by_row(lent) != bytes_by_row(there)).any(axis=1))
@@ -149,14 +177,20 @@ class StoreTree:
         tensors = [_tensor_of(store, n, device) for store in self.stores]
         if self.names == ["source"]:
             return tensors[0]
-        return " and ".join(f"{tensor} for {name}" for tensor, name in zip(tensors, self.names, strict=True))
+        return " and ".join(
+            f"{tensor} for {name}" for tensor, name in zip(tensors, self.names, strict=True)
+        )
 
     def _differences(self, given: Mapping[str, Any]) -> str:
         """Say what is missing in ``given``, and what the source does not have; nothing where neither is a structure."""
         missing = [name.removeprefix("source") for name in self.names if name not in given]
         unknown = [name.removeprefix("source") for name in given if name not in self.names]
         without = f" without {', '.join(missing)}" if any(missing) else ""
-        beyond = f" with {', '.join(unknown)}, which the source does not have" if any(unknown) and self.names != ["source"] else ""
+        beyond = (
+            f" with {', '.join(unknown)}, which the source does not have"
+            if any(unknown) and self.names != ["source"]
+            else ""
+        )
         return " and".join(part for part in (without, beyond) if part)
 
     @functools.cached_property
@@ -166,9 +200,13 @@ class StoreTree:
     def _open(self, leaf: Any, name: str) -> Store:
         if isinstance(leaf, Store) and not isinstance(leaf, type):
             if leaf.n_rows < 1:
-                raise StoreError(f"{name}: {type(leaf).__name__} has n_rows={leaf.n_rows}; expected at least one row")
+                raise StoreError(
+                    f"{name}: {type(leaf).__name__} has n_rows={leaf.n_rows}; expected at least one row"
+                )
             if check_dtype(np.dtype(leaf.dtype), name) != leaf.dtype:
-                raise StoreError(f"{name}: {type(leaf).__name__} has dtype {leaf.dtype}, which is not in this machine's byte order")
+                raise StoreError(
+                    f"{name}: {type(leaf).__name__} has dtype {leaf.dtype}, which is not in this machine's byte order"
+                )
             return leaf
         if is_column(leaf):
             store: Store = ArrowStore(leaf, name=name)
@@ -200,8 +238,14 @@ def _check_one(value: Any, name: str, store: Store, n: int, device: Device) -> N
     found = device.describe(value)
     if found is None:
         layout = f" of layout {value.layout}" if hasattr(value, "layout") else ""
-        todo = f"; give torch.as_tensor(array, device={device.name!r})" if isinstance(value, np.ndarray) else ""
-        raise WriteBackError(f"write_back of {name}: got {type(value).__name__}{layout}; expected {_tensor_of(store, n, device)}{todo}")
+        todo = (
+            f"; give torch.as_tensor(array, device={device.name!r})"
+            if isinstance(value, np.ndarray)
+            else ""
+        )
+        raise WriteBackError(
+            f"write_back of {name}: got {type(value).__name__}{layout}; expected {_tensor_of(store, n, device)}{todo}"
+        )
     wrong = [
         f"{what} {got}, expected {want}"
         for what, got, want in (
@@ -218,7 +262,9 @@ def _check_one(value: Any, name: str, store: Store, n: int, device: Device) -> N
 
 def _tensor_of(store: Store, n: int, device: Device) -> str:
     """A tensor that can be written to ``n`` rows, in words."""
-    return f"a dense tensor of shape {(n, *store.row_shape)} and dtype {store.dtype} on {device.name}"
+    return (
+        f"a dense tensor of shape {(n, *store.row_shape)} and dtype {store.dtype} on {device.name}"
+    )
 
 
 def _overlap(one: Store, other: Store) -> bool:
@@ -228,13 +274,19 @@ def _overlap(one: Store, other: Store) -> bool:
         except np.exceptions.TooHardError:
             return True
     if isinstance(one, MmapStore) and isinstance(other, MmapStore):
-        return not set(map(os.path.realpath, one.paths)).isdisjoint(map(os.path.realpath, other.paths))
+        return not set(map(os.path.realpath, one.paths)).isdisjoint(
+            map(os.path.realpath, other.paths)
+        )
     return one is other
 
 
 def _lists(value: Any) -> Iterator[list[Any]]:
     """The lists in a structure, at any depth, that have several leaves and nothing else."""
-    if isinstance(value, list) and len(value) > 1 and all(isinstance(child, Store) for child in value):
+    if (
+        isinstance(value, list)
+        and len(value) > 1
+        and all(isinstance(child, Store) for child in value)
+    ):
         yield value
     elif isinstance(value, (list, tuple, Mapping)):
         for child in value.values() if isinstance(value, Mapping) else value:
@@ -243,13 +295,17 @@ def _lists(value: Any) -> Iterator[list[Any]]:
 
 def _note_what_may_be_shards(stores: Sequence[AnyShardedStore]) -> None:
     """Warn of a list of files that are alike: it gives a batch of each, side by side, where one of all may have been meant."""
-    if len({(store.row_shape, store.dtype) for store in stores}) == 1 and all(len(store.paths) == 1 for store in stores):
+    if len({(store.row_shape, store.dtype) for store in stores}) == 1 and all(
+        len(store.paths) == 1 for store in stores
+    ):
         _warn_of_pairs(type(stores[0]).__name__, tuple(store.paths[0] for store in stores))
 
 
 @functools.cache
 def _warn_of_pairs(store: str, paths: tuple[str, ...]) -> None:
-    shown = ", ".join(map(repr, paths if len(paths) < 4 else (*paths[:2], ...))).replace("Ellipsis", "...")
+    shown = ", ".join(map(repr, paths if len(paths) < 4 else (*paths[:2], ...))).replace(
+        "Ellipsis", "..."
+    )
     logger.warning(
         "source=[%s] is a list of %d files with equally many rows of one shape and dtype, and each batch is a list of %d tensors, one of "
         "each file; if the files are shards of one source, give %s([...]) or a pattern; if they belong side by side, give a tuple, of "
@@ -266,7 +322,10 @@ def _with_columns(source: Any) -> Any:
     leaves, rebuild = flatten(source, is_leaf=_is_store_or_array)
     found = [columns_of(leaf, _name(path)) for path, leaf in leaves]
     return (
-        rebuild(leaf if columns is None else columns for columns, (_, leaf) in zip(found, leaves, strict=True))
+        rebuild(
+            leaf if columns is None else columns
+            for columns, (_, leaf) in zip(found, leaves, strict=True)
+        )
         if any(columns is not None for columns in found)
         else source
     )
@@ -275,10 +334,13 @@ def _with_columns(source: Any) -> Any:
 def _is_store_or_array(value: Any) -> bool:
     """Whether a dataclass is a source as a whole: a Store, or an array of another library (Zarr's), whose fields are its own affair.
 
-    One with a shape and a dtype whose fields are arrays and tensors, and nothing else, is a structure of them, as a TensorDict is.
+    One with a shape and a dtype whose fields are arrays and tensors, and nothing else, is a
+    structure of them, as a TensorDict is.
     """
     fields = list(getattr(value, "__dict__", {}).values())
-    is_structure = bool(fields) and all(isinstance(field, np.ndarray) or hasattr(field, "data_ptr") for field in fields)
+    is_structure = bool(fields) and all(
+        isinstance(field, np.ndarray) or hasattr(field, "data_ptr") for field in fields
+    )
     return isinstance(value, Store) or (is_array_like(value) and not is_structure)
 
 

@@ -1,12 +1,15 @@
 """The stream and event protocol.
 
-Rule 1: every wait, record and sync of batches and rows is in this file, and each names the hazard that it prevents; those of activations
+Rule 1: every wait, record and sync of batches and rows is in this file, and each names the hazard
+that it prevents; those of activations
         are in training/offload/offload_transfer.py.
-Rule 2: this file knows neither threads nor CUDA; it is given a Device and is called by whoever schedules it.
-Rule 3: memory of the device is taken on the consumer's stream, by the consumer; so it can be given back there by anybody, at any time.
+Rule 2: this file knows neither threads nor CUDA; it is given a Device and is called by whoever
+schedules it. Rule 3: memory of the device is taken on the consumer's stream, by the consumer; so it
+can be given back there by anybody, at any time.
 
-A slot goes round: reserved by the consumer, filled by a reader, lent to the consumer, reserved again. Its staging memory stays;
-its device memory is new each time, for a batch belongs to the user from the moment it is lent.
+A slot goes round: reserved by the consumer, filled by a reader, lent to the consumer, reserved
+again. Its staging memory stays; its device memory is new each time, for a batch belongs to the user
+from the moment it is lent.
 
     readers                           consumer                              writer
                                       reserve: memory <- allocator (compute)
@@ -31,12 +34,13 @@ its device memory is new each time, for a batch belongs to the user from the mom
                                                             staging -> store        (staged)
     quiesce:                          read.record().sync()                          copies may still write memory that nobody was lent
 
-A direct gather may run beside the scatter of the same rows and get them torn. That is allowed: such a write has not landed when the
-slot is filled, so ``lend`` copies its values over those rows.
+A direct gather may run beside the scatter of the same rows and get them torn. That is allowed: such
+a write has not landed when the slot is filled, so ``lend`` copies its values over those rows.
 
-With a timeline, unless the device's memory is the host's, ``released`` and ``filled`` are timed events, and so are three more: before the
-copies of ``fill`` (copy: from there to ``filled``), at the end of ``lend`` (device: from there to the next ``released``), and before
-those of ``land``. Nothing waits for them: their times are taken when they are found done.
+With a timeline, unless the device's memory is the host's, ``released`` and ``filled`` are timed
+events, and so are three more: before the copies of ``fill`` (copy: from there to ``filled``), at
+the end of ``lend`` (device: from there to the next ``released``), and before those of ``land``.
+Nothing waits for them: their times are taken when they are found done.
 """
 
 from __future__ import annotations
@@ -128,34 +132,49 @@ class Transfer:
     Args:
         device: Where to.
         n_slots: Batches under way at a time.
-        capacity: Bytes of each part of a full batch, where they are known in advance; grows with what passes through.
+        capacity: Bytes of each part of a full batch, where they are known in advance; grows with
+            what passes through.
         counters: Counts.
     """
 
-    def __init__(self, device: Device, n_slots: int, capacity: Sequence[int], counters: Counters) -> None:
-        self.device, self.counters = device, counters
-        self._timeline, self._timed = (
-            counters.timeline,
-            counters.timeline is not None and not device.unified,
-        )  # a copy on the host is a read
-        self._read, self._write = device.stream("read"), device.stream("write")  # for good: a new stream strands the allocator's blocks
+    def __init__(
+        self, device: Device, n_slots: int, capacity: Sequence[int], counters: Counters
+    ) -> None:
+        self.device = device
+        self.counters = counters
+        # a copy on the host is a read
+        self._timeline = counters.timeline
+        self._timed = counters.timeline is not None and not device.unified
+        # for good: a new stream strands the allocator's blocks
+        self._read = device.stream("read")
+        self._write = device.stream("write")
         self._capacity = list(capacity)
         self.slots = [Slot() for _ in range(n_slots)]
-        self._active, self._n_together = self.slots, 1  # those that the loop uses, and batches in each
+        # those that the loop uses, and batches in each
+        self._active = self.slots
+        self._n_together = 1
         self._write_staging: dict[int, npt.NDArray[np.uint8]] = {}
         self.log: WriteLog[HeldValues] = WriteLog()
         self._stopping = False
         self._asked: Event | None = None
         """What the loop had given the device to do when it asked for a batch last."""
-        self._lent: tuple[int, int, Event] | None = None  # number, count and beginning of the batches that the loop works on, if timed
+        self._lent: tuple[int, int, Event] | None = (
+            None  # number, count and beginning of the batches that the loop works on, if timed
+        )
 
     def begin(self, n_slots: int, batches_per_slot: int) -> Sequence[Slot]:
         """A loop begins, on so many of the slots, each for so many batches: nothing is under way, all earlier writes have landed."""
-        self.log, self._stopping, self._active, self._n_together = WriteLog(), False, self.slots[:n_slots], batches_per_slot
+        self.log = WriteLog()
+        self._stopping = False
+        self._active = self.slots[:n_slots]
+        self._n_together = batches_per_slot
         return self._active
 
     def stop(self) -> None:
-        """The loop has ended: a fill under way ends at its next step. May be called from any thread."""
+        """The loop has ended: a fill under way ends at its next step.
+
+        May be called from any thread.
+        """
         self._stopping = True
 
     def check_stop(self) -> None:
@@ -164,19 +183,28 @@ class Transfer:
             raise Cancelled
 
     def reserve(self, slot: Slot) -> None:
-        """Consumer. Give the slot memory for its next batches; what it lent before belongs to the user."""
+        """Consumer.
+
+        Give the slot memory for its next batches; what it lent before belongs to the user.
+        """
         unlock_freed()  # this thread captures no CUDA graph while it asks for a batch
         compute = self.device.current_stream()
-        slot.load, slot.seen = None, self.log.landed
+        slot.load = None
+        slot.seen = self.log.landed
         sizes = [nbytes * self._n_together for nbytes in self._capacity]
-        slot.memory = [(nbytes, self.device.empty(nbytes, compute) if nbytes else None) for nbytes in sizes]
-        slot.compute, slot.released = compute, compute.record(timed=self._timed)
+        slot.memory = [
+            (nbytes, self.device.empty(nbytes, compute) if nbytes else None) for nbytes in sizes
+        ]
+        slot.compute = compute
+        slot.released = compute.record(timed=self._timed)
         self._asked = slot.released
         if self._lent is not None:
             self._end_lent(slot.released)
 
     def fill(self, slot: Slot, load: HostBatch, number: int) -> Slot:
-        """A reader, several at a time for as many slots. Gather a batch and start its way to the device.
+        """A reader, several at a time for as many slots.
+
+        Gather a batch and start its way to the device.
 
         Raises:
             Cancelled: ``stop`` was called.
@@ -184,7 +212,11 @@ class Transfer:
         if slot.filled is not None:
             slot.filled.sync()  # the last copies may still read staging; those of a fill that failed may still write its memory
         slot.number = number
-        slot.load, slot.tensors, slot.needed, slot.sources, slot.seen = load, [], [], [], self.log.landed
+        slot.load = load
+        slot.tensors = []
+        slot.needed = []
+        slot.sources = []
+        slot.seen = self.log.landed
         assert slot.compute is not None
         assert slot.released is not None
         start, late = self.counters.now(), False
@@ -208,7 +240,9 @@ class Transfer:
         slot.memory = []  # from here on the tensors alone hold it
         self._read.wait(slot.released)  # kernels may still use what the memory was before
         if late:
-            self._read.wait(slot.compute.record())  # as above, for memory that was taken since; and for what moved there in that stream
+            self._read.wait(
+                slot.compute.record()
+            )  # as above, for memory that was taken since; and for what moved there in that stream
         begun = self._read.record(timed=True) if self._timed else None
         try:
             for source, tensor in staged:
@@ -216,7 +250,9 @@ class Transfer:
             for _ in self.device.read(direct, self._read):
                 self.check_stop()
         finally:
-            slot.filled = self._read.record(timed=self._timed)  # the next fill of this slot waits for what is queued, after an error too
+            slot.filled = self._read.record(
+                timed=self._timed
+            )  # the next fill of this slot waits for what is queued, after an error too
         slot.ready_s = now = self.counters.now()
         slot.read_s = slot.draw_s + now - start
         if self._timeline is not None:
@@ -226,11 +262,17 @@ class Transfer:
         return slot
 
     def is_idle(self) -> bool:
-        """Consumer. Whether the device has done all that it had been given when the loop asked for a batch."""
+        """Consumer.
+
+        Whether the device has done all that it had been given when the loop asked for a batch.
+        """
         return self._asked is None or self._asked.is_done()
 
     def lend(self, slot: Slot) -> list[Tensor]:
-        """Consumer. The batch's tensors, as if gathered now: the consumer's work from here on sees them whole."""
+        """Consumer.
+
+        The batch's tensors, as if gathered now: the consumer's work from here on sees them whole.
+        """
         assert slot.load is not None
         assert slot.filled is not None
         compute = self.device.current_stream()
@@ -245,33 +287,54 @@ class Transfer:
             self._lent = slot.number, len(slot.load.batches), compute.record(timed=True)
             self._timeline.settle()
         needed = [-(-nbytes // self._n_together) for nbytes in slot.needed]
-        self._capacity = [_grown(*sizes) for sizes in itertools.zip_longest(self._capacity, needed, fillvalue=0)]
-        slot.tensors, slot.load = [], None
+        self._capacity = [
+            _grown(*sizes) for sizes in itertools.zip_longest(self._capacity, needed, fillvalue=0)
+        ]
+        slot.tensors = []
+        slot.load = None
         self.counters.read_s += slot.read_s
         self.counters.draw_s += slot.draw_s
         self.counters.held_s += slot.held_s
         return tensors
 
     def hold(
-        self, groups: Sequence[RowGroup], values: Sequence[Sequence[Tensor | None] | None], batch: int, *, copied: bool
+        self,
+        groups: Sequence[RowGroup],
+        values: Sequence[Sequence[Tensor | None] | None],
+        batch: int,
+        *,
+        copied: bool,
     ) -> PendingWrite:
-        """Consumer. Take ``values``: a copy, for the caller may change them at once, and they may be the batch itself; or as they are.
+        """Consumer.
+
+        Take ``values``: a copy, for the caller may change them at once, and they may be the batch
+        itself; or as they are.
 
         Raises:
             WriteBackError: A row is there twice.
         """
         compute = self.device.current_stream()
         written = [
-            None if tensors is None else WrittenRows(group.rows, whole=all(tensor is not None for tensor in tensors))
+            None
+            if tensors is None
+            else WrittenRows(group.rows, whole=all(tensor is not None for tensor in tensors))
             for group, tensors in zip(groups, values, strict=True)
         ]
         held: list[list[Tensor | None]] = []
         for group, tensors in zip(groups, values, strict=True):
             kept = list(tensors) if tensors is not None else []
             if copied:
-                kept = [None if tensor is None else self._copy(tensor, group, i, compute) for i, tensor in enumerate(kept)]
+                kept = [
+                    None if tensor is None else self._copy(tensor, group, i, compute)
+                    for i, tensor in enumerate(kept)
+                ]
             held.append(kept)
-        return PendingWrite(self.log.append(written, HeldValues(held, compute, compute.record())), groups, self.log, batch)
+        return PendingWrite(
+            self.log.append(written, HeldValues(held, compute, compute.record())),
+            groups,
+            self.log,
+            batch,
+        )
 
     def land(self, landing: PendingWrite) -> None:
         """Writer. Bring held values into their stores.
@@ -288,13 +351,20 @@ class Transfer:
         try:
             for group, tensors in zip(landing.groups, write.values.tensors, strict=True):
                 direct: list[tuple[Store, Tensor]] = []
-                for i, (store, held) in enumerate(zip(group.stores, tensors, strict=False)):  # none, where the group stays as it is
+                for i, (store, held) in enumerate(
+                    zip(group.stores, tensors, strict=False)
+                ):  # none, where the group stays as it is
                     if held is None:
                         continue
                     if self.device.reaches(store):
                         direct.append((store, held))
                     else:
-                        out = self._staged(self._write_staging, group.first + i, (len(group.rows), *store.row_shape), store.dtype)
+                        out = self._staged(
+                            self._write_staging,
+                            group.first + i,
+                            (len(group.rows), *store.row_shape),
+                            store.dtype,
+                        )
                         self.device.copy(held, out, self._write)
                         staged.append((store, group.rows, out))
                 self.device.write(direct, group.rows, self._write)
@@ -306,7 +376,9 @@ class Transfer:
         now = self.counters.now()
         self.counters.write_s += now - start
         if self._timeline is not None:
-            self._timeline.add("write", landing.batch, start if begun is None else begun.at_s(), now)
+            self._timeline.add(
+                "write", landing.batch, start if begun is None else begun.at_s(), now
+            )
 
     def forget(self) -> None:
         """Consumer. Drop the writes that every batch under way has seen."""
@@ -318,26 +390,38 @@ class Transfer:
             self._asked.sync()  # no hazard, and nowhere in a loop: it is asked for by whoever reads the timeline
 
     def quiesce(self) -> None:
-        """Consumer. Wait for what is under way and let go of it; nothing touches the slots' memory when this returns."""
+        """Consumer.
+
+        Wait for what is under way and let go of it; nothing touches the slots' memory when this
+        returns.
+        """
         self._read.record().sync()  # copies may still write memory that nobody was lent
         if self._lent is not None:
             self._asked = self.device.current_stream().record(timed=True)
             self._end_lent(self._asked)
         for slot in self.slots:
-            slot.load, slot.released, slot.compute, slot.error = None, None, None, None
-            slot.tensors, slot.memory, slot.sources = [], [], []
+            slot.load = None
+            slot.released = None
+            slot.compute = None
+            slot.error = None
+            slot.tensors = []
+            slot.memory = []
+            slot.sources = []
         self.log = WriteLog()
 
     def close(self) -> None:
         """Free the staging memory."""
-        self.slots, self._active, self._write_staging = [], [], {}
+        self.slots = []
+        self._active = []
+        self._write_staging = {}
         unlock_freed()
 
     def _end_lent(self, end: Event) -> None:
         """The loop has queued its work on the batches that it was lent."""
         assert self._lent is not None
         assert self._timeline is not None
-        (number, n_batches, begun), self._lent = self._lent, None
+        (number, n_batches, begun) = self._lent
+        self._lent = None
         self._timeline.add_timed("device", number, begun, end, n_batches)
 
     def _memory(self, slot: Slot, i: int) -> tuple[Buffer, bool]:
@@ -355,7 +439,13 @@ class Transfer:
             self.check_stop()
         return out
 
-    def _staged(self, staging: dict[int, npt.NDArray[np.uint8]], i: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    def _staged(
+        self,
+        staging: dict[int, npt.NDArray[np.uint8]],
+        i: int,
+        shape: tuple[int, ...],
+        dtype: np.dtype[Any],
+    ) -> npt.NDArray[Any]:
         """Staging memory of part ``i`` in this shape, made or grown where it has to be: for a full batch at once, for locking is slow."""
         nbytes = math.prod(shape) * dtype.itemsize
         if i not in staging or len(staging[i]) < nbytes:
@@ -366,26 +456,41 @@ class Transfer:
     def _copy(self, value: Tensor, group: RowGroup, i: int, compute: Stream) -> Tensor:
         """A copy of the values of a group's store ``i``."""
         store = group.stores[i]
-        memory = self.device.empty(self._capacity[group.first + i], compute)  # always a full batch's: memory of one size is found again
+        memory = self.device.empty(
+            self._capacity[group.first + i], compute
+        )  # always a full batch's: memory of one size is found again
         tensor = self.device.tensor(memory, (len(group.rows), *store.row_shape), store.dtype)
         self.device.copy(value, tensor, compute)
         return tensor
 
-    def _forward(self, writes: Sequence[Write[HeldValues]], groups: Sequence[RowGroup], tensors: Sequence[Tensor], compute: Stream) -> None:
+    def _forward(
+        self,
+        writes: Sequence[Write[HeldValues]],
+        groups: Sequence[RowGroup],
+        tensors: Sequence[Tensor],
+        compute: Stream,
+    ) -> None:
         for g, group in enumerate(groups):
             for write, dst_pos, src_pos in newest(writes, g, group.rows):
                 elsewhere = compute != write.values.compute
                 if elsewhere:
-                    compute.wait(write.values.ready)  # the values may not be computed yet, in the stream that the consumer used then
+                    compute.wait(
+                        write.values.ready
+                    )  # the values may not be computed yet, in the stream that the consumer used then
                 for i, held in enumerate(write.values.tensors[g]):
                     if held is not None:
                         if elsewhere:
                             self.device.share(held, compute)
-                        self.device.copy_rows(held, src_pos, tensors[group.first + i], dst_pos, compute)
+                        self.device.copy_rows(
+                            held, src_pos, tensors[group.first + i], dst_pos, compute
+                        )
 
 
 def _grown(capacity: int, needed: int) -> int:
-    """Bytes for a part that took ``capacity`` so far. More than that comes in steps of a sixteenth: few sizes are found again."""
+    """Bytes for a part that took ``capacity`` so far.
+
+    More than that comes in steps of a sixteenth: few sizes are found again.
+    """
     if needed <= capacity or not capacity:
         return max(capacity, needed)
     step = 1 << max(0, needed.bit_length() - 5)

@@ -15,13 +15,23 @@ class WriteQueue:
 
     Args:
         land: Submits one.
-        limit: So many may be under way; one more waits for the oldest, so that their memory is bounded.
+        limit: So many may be under way; one more waits for the oldest, so that their memory is
+            bounded.
         may_wait: Whether the thread that asks may wait for one.
         counters: Counts how long it does.
     """
 
-    def __init__(self, land: Callable[[PendingWrite], Pending[None]], limit: int, may_wait: Callable[[], bool], counters: Counters) -> None:
-        self._land, self._limit, self._may_wait, self._counters = land, limit, may_wait, counters
+    def __init__(
+        self,
+        land: Callable[[PendingWrite], Pending[None]],
+        limit: int,
+        may_wait: Callable[[], bool],
+        counters: Counters,
+    ) -> None:
+        self._land = land
+        self._limit = limit
+        self._may_wait = may_wait
+        self._counters = counters
         self._futures: deque[Pending[None]] = deque()
         self._failed = False
         self.failure: BaseException | None = None
@@ -45,7 +55,8 @@ class WriteQueue:
         while self._futures and self._futures[0].done():
             self._take()
         if self.failure is not None:
-            failure, self.failure = self.failure, None
+            failure = self.failure
+            self.failure = None
             raise failure
 
     def finish(self) -> None:
@@ -65,7 +76,9 @@ class WriteQueue:
         self._counters.landed(landing.batch, start, idle=landing.write.values.ready.is_done())
 
     def _take(self) -> None:
-        error = self._futures[0].exception()  # where an interrupt ends the wait, it still is the oldest
+        # Where an interrupt ends the wait, it still is the oldest.
+        error = self._futures[0].exception()
         self._futures.popleft()
         if error is not None and not self._failed:
-            self.failure, self._failed = error, True
+            self.failure = error
+            self._failed = True

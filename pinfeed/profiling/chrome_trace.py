@@ -8,7 +8,8 @@ from typing import Any
 from pinfeed.profiling.spans import THREADS, Span, clipped, ready, tracks
 
 _PID = 1
-_TIDS = {name: 100 * (i + 1) for i, name in enumerate(THREADS)}  # a reader more is one more
+# A reader more is one more.
+_TIDS = {name: 100 * (i + 1) for i, name in enumerate(THREADS)}
 _THREAD_OF = {lane: name for name, lanes in THREADS.items() for lane in lanes}
 
 
@@ -20,12 +21,27 @@ def trace(spans: Sequence[Span], start_s: float, end_s: float, verdict: str) -> 
     several = {name for name, tid in tids if tid > _TIDS[name]}
     events = [_metadata("process_name", 0, name="pinfeed")]
     for name, tid in sorted(tids, key=lambda thread: thread[1]):
-        events.append(_metadata("thread_name", tid, name=f"{name} {tid - _TIDS[name] + 1}" if name in several else name))
+        events.append(
+            _metadata(
+                "thread_name",
+                tid,
+                name=f"{name} {tid - _TIDS[name] + 1}" if name in several else name,
+            )
+        )
         events.append(_metadata("thread_sort_index", tid, sort_index=tid))
     events += [_complete(span, track) for span, track in placed]
     for at_s, count in ready(spans):
         if start_s <= at_s <= end_s:
-            events.append({"name": "batches ready", "ph": "C", "pid": _PID, "tid": 0, "ts": at_s * 1e6, "args": {"batches": count}})
+            events.append(
+                {
+                    "name": "batches ready",
+                    "ph": "C",
+                    "pid": _PID,
+                    "tid": 0,
+                    "ts": at_s * 1e6,
+                    "args": {"batches": count},
+                }
+            )
     return {"displayTimeUnit": "ms", "otherData": {"verdict": verdict}, "traceEvents": events}
 
 
@@ -47,5 +63,11 @@ def _complete(span: Span, track: int) -> dict[str, Any]:
         "tid": _tid(span, track),
         "ts": span.start_s * 1e6,
         "dur": (span.end_s - span.start_s) * 1e6,
-        "args": {"batch": span.batch, "batches": span.n_batches, "rows": span.rows, "bytes": span.bytes, "loop": span.loop},
+        "args": {
+            "batch": span.batch,
+            "batches": span.n_batches,
+            "rows": span.rows,
+            "bytes": span.bytes,
+            "loop": span.loop,
+        },
     }

@@ -1,4 +1,7 @@
-"""Counters: counts while a loop runs. Cheap enough for every batch; what it found is in stats.py and timeline.py."""
+"""Counters: counts while a loop runs.
+
+Cheap enough for every batch; what it found is in stats.py and timeline.py.
+"""
 
 from __future__ import annotations
 
@@ -10,26 +13,40 @@ from pinfeed.profiling.timeline import Timeline
 
 
 class Counters:
-    """Counts. Each number belongs to one thread: ``write_s`` to the writer, the others to the consumer.
+    """Counts.
+
+    Each number belongs to one thread: ``write_s`` to the writer, the others to the consumer.
 
     Args:
         timeline: Keeps a span for everything that took time; None to keep none.
         now: The clock, in seconds; the device's events tell the same.
     """
 
-    def __init__(self, *, timeline: Timeline | None = None, now: Callable[[], float] = time.perf_counter) -> None:
-        self.timeline, self.now = timeline, now
+    def __init__(
+        self, *, timeline: Timeline | None = None, now: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self.timeline = timeline
+        self.now = now
         self.batches = self.rows = self.bytes = self.late = 0
-        self.wait_s = self.starved_s = self.start_s = self.land_s = self.read_s = self.draw_s = self.held_s = self.write_s = 0.0
+        self.wait_s = self.starved_s = self.start_s = self.land_s = self.read_s = self.draw_s = (
+            self.held_s
+        ) = self.write_s = 0.0
         self._seconds = 0.0
-        self._entered: float | None = None  # when the loop under way began
-        self._is_first = False  # whether its first batch is still to come
-        self._depth, self._n_readers, self._asynchronous = 0, 1, False
+        # When the loop under way began.
+        self._entered: float | None = None
+        # Whether its first batch is still to come.
+        self._is_first = False
+        self._depth = 0
+        self._n_readers = 1
+        self._asynchronous = False
 
     def enter(self, depth: int, n_readers: int, *, asynchronous: bool) -> float:
         """A loop begins; the time."""
-        self._depth, self._n_readers, self._asynchronous = depth, n_readers, asynchronous
-        self._entered, self._is_first = (now := self.now()), True
+        self._depth = depth
+        self._n_readers = n_readers
+        self._asynchronous = asynchronous
+        self._entered = (now := self.now())
+        self._is_first = True
         if self.timeline is not None:
             self.timeline.begin(now, depth, n_readers)
         return now

@@ -22,7 +22,9 @@ class ProgressBar(tqdm):  # type: ignore[type-arg]  # at runtime it takes none
     """
 
     def __init__(self, *, totals: Callable[[], Totals], **kwargs: Any) -> None:
-        self._totals, self._since, self._said = totals, totals(), ""
+        self._totals = totals
+        self._since = totals()
+        self._said = ""
         super().__init__(**kwargs)
 
     @property

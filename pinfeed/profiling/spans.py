@@ -22,7 +22,8 @@ THREADS: dict[str, tuple[Lane, ...]] = {
 }
 """Who does what: spans of one thread come one after the other (but for ``land``, which is a part of ``compute``)."""
 
-_NOTABLE_WAIT = 0.1  # of the time of a batch
+# Of the time of a batch.
+_NOTABLE_WAIT = 0.1
 
 
 class Span(NamedTuple):
@@ -76,14 +77,18 @@ def tracks(spans: Sequence[Span]) -> list[int]:
     found = [0] * len(spans)
     for i in sorted(range(len(spans)), key=lambda i: spans[i].start_s):
         span, taken = spans[i], ends[spans[i].lane]
-        found[i] = next((track for track, end in enumerate(taken) if end <= span.start_s), len(taken))
+        found[i] = next(
+            (track for track, end in enumerate(taken) if end <= span.start_s), len(taken)
+        )
         taken[found[i] : found[i] + 1] = [span.end_s]
     return found
 
 
 def starved(spans: Sequence[Span]) -> list[tuple[float, float]]:
     """When there was nothing to compute with: the device's gaps, if it was seen; else the loop's waits."""
-    device = sorted((span for span in spans if span.lane == "device"), key=lambda span: span.start_s)
+    device = sorted(
+        (span for span in spans if span.lane == "device"), key=lambda span: span.start_s
+    )
     if not device:
         return [(span.start_s, span.end_s) for span in spans if span.lane in ("wait", "land")]
     found, free = [], _begun(spans)
@@ -104,7 +109,9 @@ def _begun(spans: Iterable[Span]) -> dict[int, float]:
     return found
 
 
-def totals(spans: Sequence[Span], start_s: float, end_s: float, *, depth: int, n_readers: int) -> Totals:
+def totals(
+    spans: Sequence[Span], start_s: float, end_s: float, *, depth: int, n_readers: int
+) -> Totals:
     """What would have been counted between two moments."""
     within = clipped(spans, start_s, end_s)
     spent = dict.fromkeys(LANES, 0.0)
@@ -112,7 +119,11 @@ def totals(spans: Sequence[Span], start_s: float, end_s: float, *, depth: int, n
         spent[span.lane] += span.end_s - span.start_s
     lent = [span for span in within if span.lane == "lend"]
     seconds = spent["wait"] + spent["lend"] + spent["compute"]
-    starved_s = sum(min(end, end_s) - max(start, start_s) for start, end in starved(spans) if end > start_s and start < end_s)
+    starved_s = sum(
+        min(end, end_s) - max(start, start_s)
+        for start, end in starved(spans)
+        if end > start_s and start < end_s
+    )
     starved_s -= 0.0 if spent["device"] else spent["land"]
     waits = [span for span in within if span.lane == "wait"]
     begun = set(_begun(spans).values())
@@ -127,9 +138,13 @@ def totals(spans: Sequence[Span], start_s: float, end_s: float, *, depth: int, n
         start_s=min(first_s, starved_s),
         land_s=0.0 if spent["device"] else spent["land"],
         read_s=spent["read"],
-        held_s=spent["copy"] * n_readers,  # each of them has to wait for it
+        # Each of them has to wait for it.
+        held_s=spent["copy"] * n_readers,
         write_s=spent["write"],
-        late=sum(span.end_s - span.start_s > _NOTABLE_WAIT * seconds / max(1, len(lent)) for span in waits),
+        late=sum(
+            span.end_s - span.start_s > _NOTABLE_WAIT * seconds / max(1, len(lent))
+            for span in waits
+        ),
         depth=depth,
         n_readers=n_readers,
         watched="device" if spent["device"] else "loop",
@@ -140,9 +155,12 @@ def ready(spans: Iterable[Span]) -> list[tuple[float, int]]:
     """How many batches were read and not yet lent, whenever that changed."""
     steps = [(span.end_s, 0, span.loop, span.n_batches) for span in spans if span.lane == "read"]
     steps += [(span.start_s, 1, span.loop, -1) for span in spans if span.lane == "lend"]
-    found, count, current = [], 0, None
+    found = []
+    count = 0
+    current = None
     for at_s, _, loop, change in sorted(steps):
-        if loop != current:  # what an earlier loop had not been lent when it was left is gone
+        if loop != current:
+            # What an earlier loop had not been lent when it was left is gone.
             count, current = 0, loop
         count += change
         found.append((at_s, max(0, count)))

@@ -15,7 +15,8 @@ WARM_UP_BATCHES = 5
 STRETCH_S, STRETCH_BATCHES = 5.0, 20
 """What it takes to judge: so much time within loops, and so many batches."""
 
-_LOOK_S = 1.0  # cheap as it is, it takes some microseconds
+# Cheap as it is, it takes some microseconds.
+_LOOK_S = 1.0
 
 _HINTS: dict[Bottleneck, str] = {
     "copying": "Fewer bytes help (a smaller dtype, uint8 images that are converted on the device), or rows in a PinnedStore, which the GPU "
@@ -35,12 +36,15 @@ class StarvationMonitor:
 
     Args:
         counters: Counts.
-        hint: Of the source: what to change where reading is too slow, given the share of it that goes into making loads.
+        hint: Of the source: what to change where reading is too slow, given the share of it that
+            goes into making loads.
     """
 
     def __init__(self, counters: Counters, hint: Callable[[float], str]) -> None:
-        self._counters, self._hint = counters, hint
-        self._seen = Totals()  # of the stretch that is being judged, which may be of several loops
+        self._counters = counters
+        self._hint = hint
+        # Of the stretch that is being judged, which may be of several loops.
+        self._seen = Totals()
         self._since: Totals | None = None
         self._next_s = 0.0
         self._warned = False
@@ -68,18 +72,21 @@ class StarvationMonitor:
         """The loop has ended."""
         if self._since is not None and not self._warned:
             self._judge()
-        self._since, self.look_at = None, math.inf
+        self._since = None
+        self.look_at = math.inf
 
     def _judge(self) -> None:
         """Judge the stretch, if it is long enough by now; warn if it starved."""
         assert self._since is not None
         totals = self._counters.totals()
-        self._seen, self._since = totals - self._since + self._seen, totals
+        self._seen = totals - self._since + self._seen
+        self._since = totals
         if self._seen.seconds < STRETCH_S or self._seen.batches < STRETCH_BATCHES:
             return
         if self._seen.starved > STARVED:
             logger.warning("%s", explanation(self._seen, self._hint))
-            self._warned, self.look_at = True, math.inf
+            self._warned = True
+            self.look_at = math.inf
         self._seen = Totals()
 
 

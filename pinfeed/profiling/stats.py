@@ -12,9 +12,14 @@ from pinfeed.memory.buffer_pool import locked_bytes
 from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.limits import human, human_rate
 
-Bottleneck = Literal["computing", "reading", "copying", "writing", "unevenness", "start", "loop", "depth"]
-"""What the others wait for. ``start``: loops are short, and nothing is read ahead of their first batch. ``loop``: it does next to nothing,
-behind which nothing can hide. ``depth``: nothing is read ahead at all."""
+Bottleneck = Literal[
+    "computing", "reading", "copying", "writing", "unevenness", "start", "loop", "depth"
+]
+"""What the others wait for.
+
+``start``: loops are short, and nothing is read ahead of their first batch. ``loop``: it does next
+to nothing, behind which nothing can hide. ``depth``: nothing is read ahead at all.
+"""
 
 WORTH_A_WORD, STARVED = 0.05, 0.2
 """Shares of the time: a loop that waits less than the first computes as fast as it can; one that waits more than the second starves."""
@@ -39,15 +44,20 @@ T = TypeVar("T", bound="Totals")
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Resident memory of the process, pinfeed's and that of all other code, in bytes. None for what the system does not tell."""
+    """Resident memory of the process, pinfeed's and that of all other code, in bytes.
+
+    None for what the system does not tell.
+    """
 
     anonymous: int | None
     """Neither mapped from a file, nor shared, nor page-locked by pinfeed."""
     file: int | None
     """Mapped from files: libraries, and memory maps as far as they were touched. pinfeed maps no data."""
     shared: int | None
-    """Shared memory: the batches that the worker processes of a DataLoader hand over, above all. The kernel also counts as shared what
-    CUDA allocates page-locked (torch's ``pin_memory``)."""
+    """Shared memory: the batches that the worker processes of a DataLoader hand over, above all.
+
+    The kernel also counts as shared what CUDA allocates page-locked (torch's ``pin_memory``).
+    """
     pinned: int
     """Page-locked by pinfeed."""
     peak: int | None
@@ -62,7 +72,9 @@ class ProcessMemory:
 
     def __str__(self) -> str:
         found = dataclasses.asdict(self).items()
-        return ", ".join(f"{name} {'unknown' if nbytes is None else human(nbytes)}" for name, nbytes in found)
+        return ", ".join(
+            f"{name} {'unknown' if nbytes is None else human(nbytes)}" for name, nbytes in found
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,7 +181,17 @@ class Totals:
             "late_batches": self.late,
             **{
                 f"{name}_s": getattr(self, f"{name}_s")
-                for name in ("wait", "starved", "start", "land", "compute", "read", "draw", "held", "write")
+                for name in (
+                    "wait",
+                    "starved",
+                    "start",
+                    "land",
+                    "compute",
+                    "read",
+                    "draw",
+                    "held",
+                    "write",
+                )
             },
             "loop_s": self.seconds,
             "rows_per_s": self.rows_per_s,
@@ -179,17 +201,27 @@ class Totals:
         }
 
     def __sub__(self: T, earlier: Totals) -> T:
-        return dataclasses.replace(self, **{name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED})
+        return dataclasses.replace(
+            self, **{name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED}
+        )
 
     def __add__(self: T, other: Totals) -> T:
-        return dataclasses.replace(self, **{name: getattr(self, name) + getattr(other, name) for name in _COUNTED})
+        return dataclasses.replace(
+            self, **{name: getattr(self, name) + getattr(other, name) for name in _COUNTED}
+        )
 
     def __str__(self) -> str:
         seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
-        return f"{self.batches} batches, {self.rows} rows in {seconds}: {self.rates}; {self.verdict}"
+        return (
+            f"{self.batches} batches, {self.rows} rows in {seconds}: {self.rates}; {self.verdict}"
+        )
 
 
-_COUNTED = [field.name for field in dataclasses.fields(Totals) if field.name not in ("depth", "n_readers", "asynchronous", "watched")]
+_COUNTED = [
+    field.name
+    for field in dataclasses.fields(Totals)
+    if field.name not in ("depth", "n_readers", "asynchronous", "watched")
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -201,8 +233,14 @@ class FeederStats(Totals):
 
     def as_dict(self) -> dict[str, float]:
         """Flat numbers, their units in their names, for a logger; not a number (nan) for memory that the system does not tell."""
-        memory = {name: math.nan if nbytes is None else nbytes for name, nbytes in dataclasses.asdict(self.memory).items()}
-        return {**super().as_dict(), **{f"memory_{name}_bytes": nbytes for name, nbytes in memory.items()}}
+        memory = {
+            name: math.nan if nbytes is None else nbytes
+            for name, nbytes in dataclasses.asdict(self.memory).items()
+        }
+        return {
+            **super().as_dict(),
+            **{f"memory_{name}_bytes": nbytes for name, nbytes in memory.items()},
+        }
 
     def __str__(self) -> str:
         return f"{super().__str__()}; memory: {self.memory}"
@@ -215,10 +253,20 @@ class FeederStats(Totals):
         rows = [
             ("batches", f"{self.batches:,}, {self.late:,} of them late"),
             ("rows", f"{self.rows:,}, {self.rows_per_s:,.0f} a second"),
-            *([("bytes", f"{human(self.bytes)}, {human_rate(1e9 * self.gb_per_s)}")] if self.bytes else []),
+            *(
+                [("bytes", f"{human(self.bytes)}, {human_rate(1e9 * self.gb_per_s)}")]
+                if self.bytes
+                else []
+            ),
             ("seconds within loops", f"{self.seconds:.3f}"),
             (f"the {self.watched} waited", f"{self.starved:.0%}"),
-            ("readers were busy", f"{self.readers_busy:.0%} of {self.n_readers} thread{'s' * (self.n_readers != 1)}"),
-            *((f"memory, {name}", "unknown" if nbytes is None else human(nbytes)) for name, nbytes in memory.items()),
+            (
+                "readers were busy",
+                f"{self.readers_busy:.0%} of {self.n_readers} thread{'s' * (self.n_readers != 1)}",
+            ),
+            *(
+                (f"memory, {name}", "unknown" if nbytes is None else human(nbytes))
+                for name, nbytes in memory.items()
+            ),
         ]
         return f"<p>{html.escape(self.verdict)}</p>{tabulate(rows, tablefmt='html', disable_numparse=True)}"

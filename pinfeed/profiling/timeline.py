@@ -29,11 +29,17 @@ class Timeline:
     """
 
     def __init__(self, most_spans: int = MOST_SPANS) -> None:
-        self._taken: deque[tuple[Lane, int, float, float, int, int, int, int]] = deque(maxlen=most_spans)  # as a Span; by the clock
+        # As a Span; by the clock.
+        self._taken: deque[tuple[Lane, int, float, float, int, int, int, int]] = deque(
+            maxlen=most_spans
+        )
         self._pending: deque[tuple[Lane, int, Event, Event, int, int]] = deque()
-        self._settling = threading.Lock()  # whoever reads it may be another thread than the loop's: each pending pair is taken once
-        self._loop, self._zero_s = -1, 0.0
-        self._depth, self._n_readers = 0, 1
+        # Whoever reads it may be another thread than the loop's: each pending pair is taken once.
+        self._settling = threading.Lock()
+        self._loop = -1
+        self._zero_s = 0.0
+        self._depth = 0
+        self._n_readers = 1
 
     @safe_repr
     def __repr__(self) -> str:
@@ -47,17 +53,30 @@ class Timeline:
         if not start < end:
             return None
         try:
-            plot.draw(spans, start, end, totals(spans, start, end, depth=self._depth, n_readers=self._n_readers), file)
+            plot.draw(
+                spans,
+                start,
+                end,
+                totals(spans, start, end, depth=self._depth, n_readers=self._n_readers),
+                file,
+            )
         except MissingDependency:
             return None
         return file.getvalue()
 
     @property
     def spans(self) -> list[Span]:
-        """All that have ended, in the order in which they began. Those of a device, as far as it is known to have come to their end."""
+        """All that have ended, in the order in which they began.
+
+        Those of a device, as far as it is known to have come to their end.
+        """
         self.settle()
         taken, zero = list(self._taken), self._zero_s
-        sizes = {(loop, batch): (rows, nbytes) for lane, batch, _, _, loop, _, rows, nbytes in taken if lane == "lend"}
+        sizes = {
+            (loop, batch): (rows, nbytes)
+            for lane, batch, _, _, loop, _, rows, nbytes in taken
+            if lane == "lend"
+        }
         found = []
         for lane, batch, start, end, loop, n, _, _ in taken:
             of_batches = [sizes.get((loop, batch + i), (0, 0)) for i in range(n)]
@@ -69,13 +88,26 @@ class Timeline:
         """A loop begins; the time of the first one is zero."""
         if self._loop < 0:
             self._zero_s = now
-        self._loop, self._depth, self._n_readers = self._loop + 1, depth, n_readers
+        self._loop = self._loop + 1
+        self._depth = depth
+        self._n_readers = n_readers
 
-    def add(self, lane: Lane, batch: int, start: float, end: float, n_batches: int = 1, rows: int = 0, nbytes: int = 0) -> None:
+    def add(
+        self,
+        lane: Lane,
+        batch: int,
+        start: float,
+        end: float,
+        n_batches: int = 1,
+        rows: int = 0,
+        nbytes: int = 0,
+    ) -> None:
         """Something that took time, by the clock, has ended. In any thread."""
         self._taken.append((lane, batch, start, end, self._loop, n_batches, rows, nbytes))
 
-    def add_timed(self, lane: Lane, batch: int, start: Event, end: Event, n_batches: int = 1) -> None:
+    def add_timed(
+        self, lane: Lane, batch: int, start: Event, end: Event, n_batches: int = 1
+    ) -> None:
         """Something takes the device time, from one timed event to another. In any thread."""
         self._pending.append((lane, batch, start, end, self._loop, n_batches))
 
@@ -89,12 +121,19 @@ class Timeline:
                 self._taken.append((lane, batch, start.at_s(), end.at_s(), loop, n, 0, 0))
                 self._pending.popleft()
 
-    def save(self, path: str | os.PathLike[str], *, first_s: float | None = None, last_s: float | None = None) -> None:
+    def save(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        first_s: float | None = None,
+        last_s: float | None = None,
+    ) -> None:
         """Write a picture (.png, .svg, .pdf; needs matplotlib) or a trace for Perfetto and chrome://tracing (.json).
 
         Args:
             path: Its ending decides.
-            first_s: Only the first so many seconds. With neither, a trace has everything, and a picture 30 batches from the middle.
+            first_s: Only the first so many seconds. With neither, a trace has everything, and a
+                picture 30 batches from the middle.
             last_s: Only the last so many seconds.
 
         Raises:
@@ -103,7 +142,9 @@ class Timeline:
         """
         name, spans = os.fspath(path), self.spans
         if not spans:
-            raise ArgumentError("the timeline is empty: iterate a feeder made with timeline=True first")
+            raise ArgumentError(
+                "the timeline is empty: iterate a feeder made with timeline=True first"
+            )
         if first_s is not None and last_s is not None:
             raise ArgumentError(
                 "both first_s and last_s were given; a stretch is at the beginning or at the end of the run: give one of them"
@@ -116,7 +157,9 @@ class Timeline:
         elif not name.endswith(".json"):
             start, end = middle(spans, PICTURED_BATCHES)
         if not start < end:
-            raise ArgumentError(f"first_s={first_s}, last_s={last_s}: there is nothing to draw; expected more than 0 seconds")
+            raise ArgumentError(
+                f"first_s={first_s}, last_s={last_s}: there is nothing to draw; expected more than 0 seconds"
+            )
         found = totals(spans, start, end, depth=self._depth, n_readers=self._n_readers)
         if name.endswith(".json"):
             with open(name, "w") as file:

@@ -25,10 +25,13 @@ class RowPart(HostArray, Protocol):
 
 
 Serve = Callable[[int, int], Callable[[Rows], RowPart]]
-"""Given a position of the epoch and a number of rows, what makes a part of these rows. Called in the order of positions."""
+"""Given a position of the epoch and a number of rows, what makes a part of these rows.
 
-# Rows are gathered in steps, and a loop that ends waits for one step at most: some milliseconds from memory, and less than a second
-# from a disk that seeks 20,000 times a second.
+Called in the order of positions.
+"""
+
+# Rows are gathered in steps, and a loop that ends waits for one step at most: some milliseconds
+# from memory, and less than a second from a disk that seeks 20,000 times a second.
 _STEP_BYTES, _STEP_ROWS = 16 << 20, 1 << 13
 
 
@@ -48,8 +51,10 @@ class StoreRows:
     __slots__ = ("dtype", "rows", "shape", "store")
 
     def __init__(self, store: Gatherable, rows: Rows) -> None:
-        self.store, self.rows = store, rows
-        self.shape, self.dtype = (len(rows), *store.row_shape), store.dtype
+        self.store = store
+        self.rows = rows
+        self.shape = (len(rows), *store.row_shape)
+        self.dtype = store.dtype
 
     def cut(self, begin: int, end: int) -> StoreRows:
         """Rows [begin, end) of these."""
@@ -64,14 +69,19 @@ class StoreRows:
 
 
 class ReadStrategy(Protocol):
-    """How the rows of one store are read. Belongs to a feeder; threads of its own live as long as an epoch."""
+    """How the rows of one store are read.
+
+    Belongs to a feeder; threads of its own live as long as an epoch.
+    """
 
     @property
     def items(self) -> tuple[Allocation, ...]:
         """Memory that it takes, at most."""
         ...
 
-    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> AbstractContextManager[Serve]:
+    def open_epoch(
+        self, windows: Windows | None, start: int, stop: int
+    ) -> AbstractContextManager[Serve]:
         """Serve the positions [start, stop) of an epoch. What runs in the background ends with the context."""
         ...
 
@@ -84,9 +94,7 @@ class ReadStrategy(Protocol):
         """Free its memory."""
 
 
-IN_MEMORY = (
-    "The rows are in memory: a smaller dtype leaves less to copy (uint8 or float16, converted on the device), and more cores copy faster."
-)
+IN_MEMORY = "The rows are in memory: a smaller dtype leaves less to copy (uint8 or float16, converted on the device), and more cores copy faster."
 """What to change where rows that are in memory do not come fast enough."""
 
 
@@ -101,7 +109,8 @@ class DirectReads:
     items: tuple[Allocation, ...] = ()
 
     def __init__(self, store: Gatherable, hint: str = IN_MEMORY) -> None:
-        self._store, self.hint = store, hint
+        self._store = store
+        self.hint = hint
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:

@@ -24,19 +24,27 @@ from pinfeed.threads.pool import ThreadPool
 
 logger = logging.getLogger("pinfeed")
 
-_FEW_PAUSES = 0.4  # of the time; at 0.2, 6 of 9 loops that do nothing passed for loops that compute, at this none of 6
-_PIECE_BYTES = 8 << 20  # large enough for the disk to be read in sequence, small enough for a loop's end not to wait for it
-_SOON_S = 2.0  # so long a batch may wait for the rest of the file
-_FIRST_GUESS = 1e9  # bytes per second, until there is a piece to go by
-_N_JUDGED = 16  # gathers after which it is judged whether the loop waits for them
+# Of the time; at 0.2, 6 of 9 loops that do nothing passed for loops that compute, at this none
+# of 6.
+_FEW_PAUSES = 0.4
+# Large enough for the disk to be read in sequence, small enough for a loop's end not to wait for
+# it.
+_PIECE_BYTES = 8 << 20
+# So long a batch may wait for the rest of the file.
+_SOON_S = 2.0
+# Bytes per second, until there is a piece to go by.
+_FIRST_GUESS = 1e9
+# Gathers after which it is judged whether the loop waits for them.
+_N_JUDGED = 16
 
 
 class InMemoryCopy:
     """All rows of a read-only store, in memory of their own: in the first epoch they are brought in piece by piece, in sequence.
 
-    Rows that are not there yet are read one by one. A loop that asks for more than that gives had better wait, as it slows the bringing
-    down: it does if all will be there soon. In a block-shuffled epoch, pieces come in the order in which they are needed, and are waited
-    for. A file that was written since its rows came in is brought in again before an epoch begins.
+    Rows that are not there yet are read one by one. A loop that asks for more than that gives had
+    better wait, as it slows the bringing down: it does if all will be there soon. In a
+    block-shuffled epoch, pieces come in the order in which they are needed, and are waited for. A
+    file that was written since its rows came in is brought in again before an epoch begins.
 
     Raises:
         OSError: The system has not so much memory.
@@ -44,19 +52,29 @@ class InMemoryCopy:
 
     def __init__(self, store: AnyShardedStore) -> None:
         self._store = store
-        self.row_shape, self.dtype = store.row_shape, store.dtype
-        self.items, nbytes = (resident_item(store),), store.n_rows * store.row_nbytes
-        array: npt.NDArray[Any] = huge(nbytes)[:nbytes].view(store.dtype).reshape(store.n_rows, *store.row_shape)
-        self._array, self._rows = array, ArrayStore(array)
+        self.row_shape = store.row_shape
+        self.dtype = store.dtype
+        self.items = (resident_item(store),)
+        nbytes = store.n_rows * store.row_nbytes
+        array: npt.NDArray[Any] = (
+            huge(nbytes)[:nbytes].view(store.dtype).reshape(store.n_rows, *store.row_shape)
+        )
+        self._array = array
+        self._rows = ArrayStore(array)
         self._piece_rows = max(1, _PIECE_BYTES // max(1, store.row_nbytes))
         self._ready = np.zeros(-(-store.n_rows // self._piece_rows), np.bool_)
         self._complete = False
         self._version: object = None
-        self._changed = threading.Condition()  # guards what is below
+        # Guards what is below.
+        self._changed = threading.Condition()
         self._pending: Iterator[int] = iter(())
         self._in_order = self._stopping = False
-        self._begun_s, self._n_brought = 0.0, 0
-        self._n_gathers, self._idle_s, self._ended_s = 0, 0.0, 0.0  # of those with rows missing, and the time between them
+        self._begun_s = 0.0
+        self._n_brought = 0
+        # Of those with rows missing, and the time between them.
+        self._n_gathers = 0
+        self._idle_s = 0.0
+        self._ended_s = 0.0
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
@@ -64,9 +82,14 @@ class InMemoryCopy:
         if self._complete:
             yield self._part
             return
-        self._pending, self._in_order, self._stopping = self._order(windows, start, stop), windows is not None, False
-        self._begun_s, self._n_brought = time.monotonic(), 0
-        self._n_gathers, self._idle_s, self._ended_s = 0, 0.0, self._begun_s
+        self._pending = self._order(windows, start, stop)
+        self._in_order = windows is not None
+        self._stopping = False
+        self._begun_s = time.monotonic()
+        self._n_brought = 0
+        self._n_gathers = 0
+        self._idle_s = 0.0
+        self._ended_s = self._begun_s
         with ThreadPool(1, "pinfeed-bring") as thread:
             thread.submit(self._bring)
             try:
@@ -83,11 +106,13 @@ class InMemoryCopy:
         self._idle_s += max(0.0, time.monotonic() - self._ended_s)
         if self._in_order or (self._is_starved() and self._rest_s() < _SOON_S):
             self._await(pieces)
-        missing = np.flatnonzero(~self._ready[pieces])  # looked up first: a piece may come while its rows are copied
+        # Looked up first: a piece may come while its rows are copied.
+        missing = np.flatnonzero(~self._ready[pieces])
         self._rows.gather(rows, out)
         if len(missing):
             self._store.gather_at(rows[missing], out, missing)
-        self._n_gathers, self._ended_s = self._n_gathers + 1, time.monotonic()
+        self._n_gathers = self._n_gathers + 1
+        self._ended_s = time.monotonic()
 
     @property
     def hint(self) -> str:
@@ -102,13 +127,17 @@ class InMemoryCopy:
 
     def _is_starved(self) -> bool:
         """Whether readers have had hardly a pause between gathers, as far as that can be told: races between them count for nothing."""
-        return self._n_gathers >= _N_JUDGED and self._idle_s < _FEW_PAUSES * (time.monotonic() - self._begun_s)
+        return self._n_gathers >= _N_JUDGED and self._idle_s < _FEW_PAUSES * (
+            time.monotonic() - self._begun_s
+        )
 
     def _rest_s(self) -> float:
         """The time until all rows will be there, as far as that can be told, in seconds."""
         rest = np.count_nonzero(~self._ready) * _PIECE_BYTES
         spent_s = max(1e-9, time.monotonic() - self._begun_s)
-        return float(rest / (self._n_brought * _PIECE_BYTES / spent_s if self._n_brought else _FIRST_GUESS))
+        return float(
+            rest / (self._n_brought * _PIECE_BYTES / spent_s if self._n_brought else _FIRST_GUESS)
+        )
 
     def _part(self, position: int, n: int) -> Callable[[Rows], StoreRows]:
         return functools.partial(StoreRows, self)
@@ -117,7 +146,8 @@ class InMemoryCopy:
         """Forget rows that may have changed in the file."""
         version = self._store.version
         if version != self._version:
-            self._version, self._complete = version, False
+            self._version = version
+            self._complete = False
             self._ready[:] = False
 
     def _order(self, windows: Windows | None, start: int, stop: int) -> Iterator[int]:
@@ -146,8 +176,13 @@ class InMemoryCopy:
         rows = np.arange(first, min(first + self._piece_rows, self._store.n_rows))
         try:
             self._store.gather(rows, self._array[first : first + len(rows)])
-        except Exception as error:  # the batch that needs the rows meets it too, and raises it in its turn
-            logger.info("rows are read one by one: bringing %r into memory ended with %r", self._store, error)
+        except Exception as error:
+            # The batch that needs the rows meets it too, and raises it in its turn.
+            logger.info(
+                "rows are read one by one: bringing %r into memory ended with %r",
+                self._store,
+                error,
+            )
             self._stop()
             return False
         with self._changed:
@@ -161,7 +196,9 @@ class InMemoryCopy:
         while not self._stopping and not self._ready[pieces].all():
             if not self._bring_next():
                 with self._changed:
-                    self._changed.wait_for(lambda: self._stopping or bool(self._ready[pieces].all()))
+                    self._changed.wait_for(
+                        lambda: self._stopping or bool(self._ready[pieces].all())
+                    )
 
     def _stop(self) -> None:
         with self._changed:

@@ -14,19 +14,24 @@ from pinfeed.rows.orders import Rows, Windows
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.pool import ThreadPool
 
-_STEP_BYTES = 8 << 20  # advice is given in pieces: it takes as long as the disk has room for it, and the loop may end meanwhile
+# Advice is given in pieces: it takes as long as the disk has room for it, and the loop may end
+# meanwhile.
+_STEP_BYTES = 8 << 20
 
 
 class PageCacheReadahead:
     """Rows are gathered from a file, whose page cache the kernel is told to fill: the whole of it, once, in sequence; or window by window.
 
-    A disk gives many times as much in sequence as in random rows; these are soon found in memory that is the kernel's.
+    A disk gives many times as much in sequence as in random rows; these are soon found in memory
+    that is the kernel's.
     """
 
     items: tuple[Allocation, ...] = ()
 
     def __init__(self, store: AnyShardedStore) -> None:
-        self._store, self._told, self._stopping = store, 0, False
+        self._store = store
+        self._told = 0
+        self._stopping = False
         self._step = max(1, _STEP_BYTES // max(1, store.row_nbytes))
 
     @contextlib.contextmanager
@@ -37,7 +42,9 @@ class PageCacheReadahead:
             if windows is None:
                 adviser.submit(self._tell_all)
             else:
-                ahead = WindowCursor(windows, start, stop, lambda runs: adviser.submit(self._tell, runs))
+                ahead = WindowCursor(
+                    windows, start, stop, lambda runs: adviser.submit(self._tell, runs)
+                )
 
             def serve(position: int, n: int) -> Callable[[Rows], StoreRows]:
                 if ahead is not None:

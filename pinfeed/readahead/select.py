@@ -19,7 +19,8 @@ from pinfeed.stores.base import Store
 from pinfeed.stores.file import MmapStore
 from pinfeed.stores.sharded_file import AnyShardedStore, ShardedStore
 
-# What a disk reads in sequence in the time of one random read: 20,000 to 60,000 of them a second and 1.2 to 2.5 GB/s were measured.
+# What a disk reads in sequence in the time of one random read: 20,000 to 60,000 of them a second
+# and 1.2 to 2.5 GB/s were measured.
 _SEEK_BYTES = 64 << 10
 
 
@@ -51,7 +52,9 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: int) ->
     for store in stores:
         if not isinstance(store, ShardedStore) or not store.row_nbytes:
             own = f"It is gather() of the {type(store).__name__} that is waited for: longer rows or larger batches ask it less often."
-            strategies.append(DirectReads(store) if isinstance(store, ArrayStore) else DirectReads(store, own))
+            strategies.append(
+                DirectReads(store) if isinstance(store, ArrayStore) else DirectReads(store, own)
+            )
             continue
         strategy, why = _choose(store, order, n_batch_rows, free)
         free -= sum(item.total for item in strategy.items)
@@ -64,44 +67,73 @@ def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], 
     """Rows of a window and bytes of a row, for each file that windows can be read ahead of."""
     files = [store for store in stores if isinstance(store, ShardedStore) and not store.writable]
     found = [(_windows(store, order), store.row_nbytes) for store in files]
-    return tuple((windows.window_rows, row_nbytes) for windows, row_nbytes in found if windows is not None)
+    return tuple(
+        (windows.window_rows, row_nbytes) for windows, row_nbytes in found if windows is not None
+    )
 
 
-def _choose(store: AnyShardedStore, order: Any, n_batch_rows: int, free: int) -> tuple[ReadStrategy, str]:
+def _choose(
+    store: AnyShardedStore, order: Any, n_batch_rows: int, free: int
+) -> tuple[ReadStrategy, str]:
     if _in_sequence(order):
         hint = f"{store.label} is read in sequence, {AS_FAST} {whole_file(store)}"
         return DirectReads(store, hint), "read in sequence"
     share, item = _share(store, order), resident_item(store)
     if not store.writable and share > 0.5 and item.total <= free:
-        with contextlib.suppress(OSError):  # the system may refuse what is free by its own account
-            return InMemoryCopy(store), f"brought into memory while its rows are served: it fits, and an epoch has {share:.0%} of its rows"
+        with contextlib.suppress(OSError):
+            # The system may refuse what is free by its own account.
+            return (
+                InMemoryCopy(store),
+                f"brought into memory while its rows are served: it fits, and an epoch has {share:.0%} of its rows",
+            )
     found = _windows(store, order)
     if found is not None:
         item = window_item(found.window_rows, store.row_nbytes, n_batch_rows)
         if not store.writable and item.total <= free:
-            return WindowReadahead(store, found.window_rows, n_batch_rows), "its windows are read ahead in long runs"
+            return WindowReadahead(
+                store, found.window_rows, n_batch_rows
+            ), "its windows are read ahead in long runs"
         why = (
-            "it is open for writing" if store.writable else f"memory for them would be {human(item.total)}, {human(max(0, free))} are left"
+            "it is open for writing"
+            if store.writable
+            else f"memory for them would be {human(item.total)}, {human(max(0, free))} are left"
         )
-        return PageCacheReadahead(store), f"rows come from the page cache, which is filled a window ahead ({why})"
-    if isinstance(store, MmapStore) and store.keep_cache and share * store.n_rows * _SEEK_BYTES >= store.n_rows * store.row_nbytes:
-        return PageCacheReadahead(store), "rows come from the page cache, which is filled in sequence meanwhile"
+        return PageCacheReadahead(
+            store
+        ), f"rows come from the page cache, which is filled a window ahead ({why})"
+    if (
+        isinstance(store, MmapStore)
+        and store.keep_cache
+        and share * store.n_rows * _SEEK_BYTES >= store.n_rows * store.row_nbytes
+    ):
+        return PageCacheReadahead(
+            store
+        ), "rows come from the page cache, which is filled in sequence meanwhile"
     hint = (
         f"Rows of {store.label} are read one by one; neighbours come together, and are read in long runs, with "
         f"rows=pinfeed.rows.block_shuffled(seed, block_rows={-(-_SEEK_BYTES // store.row_nbytes)}). {whole_file(store)}"
     )
-    return DirectReads(store, hint), "rows are read one by one, many at a time; in a block_shuffled order they would come in long runs"
+    return (
+        DirectReads(store, hint),
+        "rows are read one by one, many at a time; in a block_shuffled order they would come in long runs",
+    )
 
 
 def _in_sequence(order: Any) -> bool:
     """Whether the rows of a batch follow one another: of all ranks' rows, a rank's share of ``Ranks`` has whole batches."""
-    return isinstance(order, Sequential) or (isinstance(order, PerRank) and isinstance(order.order, Sequential) and order.hand != 1)
+    return isinstance(order, Sequential) or (
+        isinstance(order, PerRank) and isinstance(order.order, Sequential) and order.hand != 1
+    )
 
 
 def _windows(store: AnyShardedStore, order: Any) -> Windows | None:
     """The windows of an order, if its blocks are worth a seek."""
     found = windows(order, store.n_rows, 0) if isinstance(order, Order) else None
-    return found if found is not None and found.order.block_rows * store.row_nbytes >= _SEEK_BYTES else None
+    return (
+        found
+        if found is not None and found.order.block_rows * store.row_nbytes >= _SEEK_BYTES
+        else None
+    )
 
 
 def _share(store: AnyShardedStore, order: Any) -> float:

@@ -25,9 +25,12 @@ class WindowCursor(Generic[T]):
     """
 
     def __init__(self, windows: Windows, start: int, stop: int, begin: Callable[[Runs], T]) -> None:
-        self._windows, self._begin = windows, begin
-        self._spans, self._end = iter(windows.spans(start, stop)), start
-        self._begun: deque[tuple[int, T]] = deque()  # the position behind each window; the first is that which is served
+        self._windows = windows
+        self._begin = begin
+        self._spans = iter(windows.spans(start, stop))
+        self._end = start
+        # The position behind each window; the first is that which is served.
+        self._begun: deque[tuple[int, T]] = deque()
 
     def take(self, position: int, n: int) -> list[tuple[int, T]]:
         """The windows of positions [position, position + n), with how many of them each has. Positions come in ascending order."""

@@ -20,7 +20,8 @@ from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.pool import Pending, ThreadPool
 
-_N_THREADS = 4  # reads that wait for the disk at a time
+# Reads that wait for the disk at a time.
+_N_THREADS = 4
 
 
 class WindowReadahead:
@@ -33,7 +34,8 @@ class WindowReadahead:
     """
 
     def __init__(self, store: AnyShardedStore, window_rows: int, n_batch_rows: int) -> None:
-        self._store, self._nbytes = store, window_rows * store.row_nbytes
+        self._store = store
+        self._nbytes = window_rows * store.row_nbytes
         self.items = (window_item(window_rows, store.row_nbytes, n_batch_rows),)
         self._pool = BufferPool(self.items[0].count)
 
@@ -41,10 +43,19 @@ class WindowReadahead:
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
         assert windows is not None
         with ThreadPool(_N_THREADS, "pinfeed-window") as threads:
-            ahead = WindowCursor(windows, start, stop, lambda runs: _Window(self._store, runs, self._pool.take(self._nbytes), threads))
+            ahead = WindowCursor(
+                windows,
+                start,
+                stop,
+                lambda runs: _Window(self._store, runs, self._pool.take(self._nbytes), threads),
+            )
             try:
-                yield lambda position, n: functools.partial(_WindowRows, self._store, ahead.take(position, n))
-            except GeneratorExit:  # the loop was left; at the end of the data, the last batches may still wait for what is being read
+                yield lambda position, n: functools.partial(
+                    _WindowRows, self._store, ahead.take(position, n)
+                )
+            except GeneratorExit:
+                # The loop was left; at the end of the data, the last batches may still wait for
+                # what is being read.
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
 
@@ -60,32 +71,47 @@ class WindowReadahead:
 class _Window:
     """Rows of some runs, being read."""
 
-    def __init__(self, store: AnyShardedStore, runs: Runs, memory: npt.NDArray[np.uint8], threads: ThreadPool) -> None:
-        self.row_shape, self.dtype = store.row_shape, store.dtype
+    def __init__(
+        self, store: AnyShardedStore, runs: Runs, memory: npt.NDArray[np.uint8], threads: ThreadPool
+    ) -> None:
+        self.row_shape = store.row_shape
+        self.dtype = store.dtype
         self._starts, stops = np.array(list(runs), np.int64).T
         ends = np.cumsum(stops - self._starts)
-        self._shifts = ends - stops  # from a row's number to its place in memory
+        # From a row's number to its place in memory.
+        self._shifts = ends - stops
         n_rows = int(ends[-1])
-        array: npt.NDArray[Any] = memory[: n_rows * store.row_nbytes].view(store.dtype).reshape(n_rows, *store.row_shape)
+        array: npt.NDArray[Any] = (
+            memory[: n_rows * store.row_nbytes].view(store.dtype).reshape(n_rows, *store.row_shape)
+        )
         self._rows = ArrayStore(array)
         self._reading: Sequence[Pending[None]] = [
             threads.submit(store.gather, np.arange(start, stop), array[end - (stop - start) : end])
-            for start, stop, end in zip(self._starts.tolist(), stops.tolist(), ends.tolist(), strict=True)
+            for start, stop, end in zip(
+                self._starts.tolist(), stops.tolist(), ends.tolist(), strict=True
+            )
         ]
 
     def gather(self, rows: Rows, out: npt.NDArray[Any]) -> None:
         """Copy rows of the window into ``out``, when it has been read."""
         for reading in self._reading:
             reading.result()
-        self._rows.gather(rows + self._shifts[np.searchsorted(self._starts, rows, side="right") - 1], out)
+        self._rows.gather(
+            rows + self._shifts[np.searchsorted(self._starts, rows, side="right") - 1], out
+        )
 
 
 class _WindowRows:
     """Rows that lie on some windows, one after the other."""
 
-    def __init__(self, store: AnyShardedStore, windows: Sequence[tuple[int, _Window]], rows: Rows) -> None:
-        self._store, self._rows, self._windows = store, rows, windows
-        self.shape, self.dtype = (len(rows), *store.row_shape), store.dtype
+    def __init__(
+        self, store: AnyShardedStore, windows: Sequence[tuple[int, _Window]], rows: Rows
+    ) -> None:
+        self._store = store
+        self._rows = rows
+        self._windows = windows
+        self.shape = (len(rows), *store.row_shape)
+        self.dtype = store.dtype
 
     def cut(self, begin: int, end: int) -> _WindowRows:
         """Rows [begin, end) of these."""

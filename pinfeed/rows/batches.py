@@ -14,7 +14,9 @@ import numpy as np
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError, described
 from pinfeed.rows.orders import At, Order, Rows, Windows, windows
 
-_RUN_ROWS = 1 << 14  # an order is asked for so many rows at once: small batches share numpy's cost per call, large ones need no more memory
+# An order is asked for so many rows at once: small batches share numpy's cost per call, large ones
+# need no more memory.
+_RUN_ROWS = 1 << 14
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,9 @@ class RowBatches(Protocol):
     @property
     def fingerprint(self) -> dict[str, Any]: ...
     def __len__(self) -> int: ...
-    def epoch(self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1) -> Iterator[Draw]:
+    def epoch(
+        self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
+    ) -> Iterator[Draw]:
         """The batches of epoch ``number`` from batch ``start`` on, in groups of at most ``batches_per_slot``."""
         ...
 
@@ -60,8 +64,15 @@ class _Run:
         lock: Held while ``at`` is called: it may be the user's.
     """
 
-    def __init__(self, order: Order, at: At, lock: threading.Lock, n_rows: int, begin: int, end: int) -> None:
-        self._order, self._at, self._lock, self._n_rows, self._begin, self._end = order, at, lock, n_rows, begin, end
+    def __init__(
+        self, order: Order, at: At, lock: threading.Lock, n_rows: int, begin: int, end: int
+    ) -> None:
+        self._order = order
+        self._at = at
+        self._lock = lock
+        self._n_rows = n_rows
+        self._begin = begin
+        self._end = end
         self._rows: Rows | None = None
 
     def rows(self) -> Rows:
@@ -98,7 +109,9 @@ class _PartOfRun(NamedTuple):
         rows = self.run.rows()[self.begin : self.end]
         if self.next_run is not None:
             self.next_run.rows()
-        return Group(rows, [(min(self.size, self.n_rows - i), 0) for i in range(0, self.n_rows, self.size)])
+        return Group(
+            rows, [(min(self.size, self.n_rows - i), 0) for i in range(0, self.n_rows, self.size)]
+        )
 
 
 @dataclass(frozen=True)
@@ -112,20 +125,32 @@ class OrderBatches:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        return {"order": repr(self.order), "n_rows": self.n_rows, "batch_size": self.batch_size, "drop_last": self.drop_last}
+        return {
+            "order": repr(self.order),
+            "n_rows": self.n_rows,
+            "batch_size": self.batch_size,
+            "drop_last": self.drop_last,
+        }
 
     def __len__(self) -> int:
         n = self.order.length(self.n_rows)
         return n // self.batch_size if self.drop_last else -(-n // self.batch_size)
 
-    def epoch(self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1) -> Iterator[Draw]:
+    def epoch(
+        self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
+    ) -> Iterator[Draw]:
         """An order needs no checksum: it is a function of the epoch."""
-        at, size, stop = self.order.bind(self.n_rows, number), self.batch_size, self._stop
+        at = self.order.bind(self.n_rows, number)
+        size = self.batch_size
+        stop = self._stop
         group = batches_per_slot * size
         step = max(1, _RUN_ROWS // group) * group
         begins = range(start * size, stop, step)
         lock = threading.Lock()
-        runs = (_Run(self.order, at, lock, self.n_rows, begin, min(begin + step, stop)) for begin in begins)
+        runs = (
+            _Run(self.order, at, lock, self.n_rows, begin, min(begin + step, stop))
+            for begin in begins
+        )
         run = next(runs, None)
         for begin in begins:
             assert run is not None
@@ -146,7 +171,9 @@ class _Drawn:
     """Rows that are there already, and their checksum, batch by batch."""
 
     def __init__(self, batches: Sequence[tuple[Rows, int]]) -> None:
-        self._rows = batches[0][0] if len(batches) == 1 else np.concatenate([rows for rows, _ in batches])
+        self._rows = (
+            batches[0][0] if len(batches) == 1 else np.concatenate([rows for rows, _ in batches])
+        )
         self._batches = [(len(rows), checksum) for rows, checksum in batches]
         self.n_rows = len(self._rows)
 
@@ -155,20 +182,26 @@ class _Drawn:
 
 
 _EPOCHS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-"""The epochs that samplers were set to by feeders, several of which may have one sampler. Any other epoch its owner has set."""
+"""The epochs that samplers were set to by feeders, several of which may have one sampler.
+
+Any other epoch its owner has set.
+"""
 
 
 class SamplerBatches:
     """Batches of a user's sampler, batch sampler, array or list.
 
-    Elements that are integers are cut into batches of ``batch_size``; elements that are sequences of integers are the batches.
-    Every batch carries a checksum of all row numbers so far, so that a resumed epoch can tell whether the sampler repeats itself.
+    Elements that are integers are cut into batches of ``batch_size``; elements that are sequences
+    of integers are the batches. Every batch carries a checksum of all row numbers so far, so that a
+    resumed epoch can tell whether the sampler repeats itself.
 
     Args:
-        rows: Iterable of integers or of integer sequences. If it, or its ``sampler``, has ``set_epoch`` and an attribute ``epoch``, which
-            tells whether its owner has called that, it is set to each epoch.
+        rows: Iterable of integers or of integer sequences. If it, or its ``sampler``, has
+            ``set_epoch`` and an attribute ``epoch``, which tells whether its owner has called that,
+            it is set to each epoch.
         n_rows: Rows that there are.
-        batch_size: Rows per batch, and the most that a batch given by ``rows`` may have; None for batches of any size.
+        batch_size: Rows per batch, and the most that a batch given by ``rows`` may have; None for
+            batches of any size.
         drop_last: Leave out a last batch that is not full.
 
     Raises:
@@ -176,15 +209,24 @@ class SamplerBatches:
         ArgumentError: It is empty, or gives single rows and there is no ``batch_size``.
     """
 
-    def __init__(self, rows: Iterable[Any], n_rows: int, batch_size: int | None, drop_last: bool) -> None:
-        self._rows, self._n_rows, self._batch_size, self._drop_last = rows, n_rows, batch_size, drop_last
+    def __init__(
+        self, rows: Iterable[Any], n_rows: int, batch_size: int | None, drop_last: bool
+    ) -> None:
+        self._rows = rows
+        self._n_rows = n_rows
+        self._batch_size = batch_size
+        self._drop_last = drop_last
         self._name = f"rows={type(rows).__name__}"
         self.gives_batches = batch_size is None or largest_batch(rows) is not None
-        samplers: list[Any] = [rows, getattr(rows, "sampler", None)]  # a BatchSampler asks its sampler
+        # A BatchSampler asks its sampler.
+        samplers: list[Any] = [rows, getattr(rows, "sampler", None)]
         self._samplers = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
-        if isinstance(rows, (np.ndarray, Sequence)):  # refuse what can be refused before anything runs
+        if isinstance(rows, (np.ndarray, Sequence)):
+            # Refuse what can be refused before anything runs.
             if not _is_single(rows) and len(rows) == 0:
-                raise ArgumentError("rows is empty: expected row numbers, or batches of row numbers")
+                raise ArgumentError(
+                    "rows is empty: expected row numbers, or batches of row numbers"
+                )
             if _is_single(rows) or _is_single(rows[0]):
                 self._rows = check_rows(rows, n_rows)
                 self._require_batch_size()
@@ -193,13 +235,19 @@ class SamplerBatches:
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        return {"order": self._name, "n_rows": self._n_rows, "batch_size": self._batch_size, "drop_last": self._drop_last}
+        return {
+            "order": self._name,
+            "n_rows": self._n_rows,
+            "batch_size": self._batch_size,
+            "drop_last": self._drop_last,
+        }
 
     def set_epoch(self, epoch: int) -> None:
         """Set the sampler to an epoch.
 
         Raises:
-            ArgumentError: If its attribute ``epoch`` then is another number, so that nobody could know which epoch it is at.
+            ArgumentError: If its attribute ``epoch`` then is another number, so that nobody could
+                know which epoch it is at.
         """
         for sampler in self._samplers:
             sampler.set_epoch(epoch)
@@ -211,7 +259,10 @@ class SamplerBatches:
             self._note(sampler)
 
     def follow(self, epoch: int) -> None:
-        """Set the sampler to an epoch, if it tells its epoch. Another one may have been set by its owner, which nobody could know."""
+        """Set the sampler to an epoch, if it tells its epoch.
+
+        Another one may have been set by its owner, which nobody could know.
+        """
         if any(_epoch_of(sampler) not in (None, epoch) for sampler in self._samplers):
             self.set_epoch(epoch)
         for sampler in self._samplers:
@@ -235,17 +286,22 @@ class SamplerBatches:
         try:
             n = len(self._rows)  # type: ignore[arg-type]
         except TypeError:
-            raise TypeError(f"{self._name} has no len(), so the number of batches is not known") from None
+            raise TypeError(
+                f"{self._name} has no len(), so the number of batches is not known"
+            ) from None
         if self.gives_batches:
             return n
         size = self._require_batch_size()
         return n // size if self._drop_last else -(-n // size)
 
-    def epoch(self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1) -> Iterator[Draw]:
+    def epoch(
+        self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
+    ) -> Iterator[Draw]:
         """The batches of epoch ``number``; the first ``start`` are drawn and compared with ``checksum``, not given.
 
         Raises:
-            ArgumentError: They are other rows than those that ``checksum`` was made of, or an iterator has nothing left.
+            ArgumentError: They are other rows than those that ``checksum`` was made of, or an
+                iterator has nothing left.
             WorkerError: Fewer batches came than ``len`` promised: something below ended in silence.
         """
         group: list[tuple[Rows, int]] = []
@@ -257,7 +313,8 @@ class SamplerBatches:
                     group = []
         except Exception:
             if group:
-                yield _Drawn(group)  # those before the error
+                # Those before the error.
+                yield _Drawn(group)
             raise
         if group:
             yield _Drawn(group)
@@ -268,19 +325,26 @@ class SamplerBatches:
         for rows in self._cut():
             if count == start and total != checksum:
                 raise self._changed(number)
-            total, count = zlib.crc32(rows.tobytes() + len(rows).to_bytes(8, "little"), total), count + 1
+            total, count = (
+                zlib.crc32(rows.tobytes() + len(rows).to_bytes(8, "little"), total),
+                count + 1,
+            )
             if count > start:
                 yield rows, total
         if count < start or (count == start and total != checksum):
             raise self._changed(number)
         if count == 0 and isinstance(self._rows, Iterator):
-            raise ArgumentError(f"{self._name} is used up, it serves one epoch; give a list, or an object that can be iterated again")
+            raise ArgumentError(
+                f"{self._name} is used up, it serves one epoch; give a list, or an object that can be iterated again"
+            )
         try:
             promised = len(self)
         except TypeError:
             return
         if count < promised:
-            raise WorkerError(f"{self._name} promised {promised} batches (its len) and ended after {count} in epoch {number}")
+            raise WorkerError(
+                f"{self._name} promised {promised} batches (its len) and ended after {count} in epoch {number}"
+            )
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
         return None, 0, 0
@@ -323,7 +387,9 @@ class SamplerBatches:
 
     def _require_batch_size(self) -> int:
         if self._batch_size is None:
-            raise ArgumentError("rows gives single row numbers: give batch_size= or config= as well")
+            raise ArgumentError(
+                "rows gives single row numbers: give batch_size= or config= as well"
+            )
         return self._batch_size
 
 
@@ -332,7 +398,8 @@ def largest_batch(rows: Iterable[Any]) -> int | None:
     if isinstance(rows, (np.ndarray, Sequence)):
         batches = not _is_single(rows) and len(rows) > 0 and not _is_single(rows[0])
         return max(len(batch) for batch in rows if not _is_single(batch)) if batches else None
-    size = getattr(rows, "batch_size", None)  # a torch BatchSampler, or one made like it
+    # A torch BatchSampler, or one made like it.
+    size = getattr(rows, "batch_size", None)
     return size if isinstance(size, int) else None
 
 
@@ -360,9 +427,12 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
     try:
         array = np.asarray(rows)
     except (TypeError, ValueError) as error:
-        raise RowIndexError(f"{name}: {described(error)}; expected a 1-d array of integer row numbers (mask: np.flatnonzero)") from None
+        raise RowIndexError(
+            f"{name}: {described(error)}; expected a 1-d array of integer row numbers (mask: np.flatnonzero)"
+        ) from None
     if array.shape == (0,):
-        return np.empty(0, np.int64)  # numpy takes an empty list for floats
+        # numpy takes an empty list for floats.
+        return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise RowIndexError(
             f"{name}: got shape {array.shape} of {array.dtype}; expected a 1-d array of integer row numbers (mask: np.flatnonzero)"
@@ -371,5 +441,9 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
         low, high = int(array.min()), int(array.max())
         if low < 0 or high >= n_rows:
             wrong = low if low < 0 else high
-            raise RowIndexError(f"{name}: row {wrong} is out of range; expected 0 <= row < {n_rows}")
-    return array.astype(np.int64, order="C") if copy else np.ascontiguousarray(array, dtype=np.int64)
+            raise RowIndexError(
+                f"{name}: row {wrong} is out of range; expected 0 <= row < {n_rows}"
+            )
+    return (
+        array.astype(np.int64, order="C") if copy else np.ascontiguousarray(array, dtype=np.int64)
+    )

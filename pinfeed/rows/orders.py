@@ -1,8 +1,9 @@
 """Which rows, in which order.
 
-An order maps positions of an epoch to row numbers. It is a function of its arguments, the number of rows and the epoch, and
-can be asked for any position, so a million-row shuffle costs no memory and a resumed epoch goes on where it stopped.
-Orders know the number of rows only when they are bound: ``Feeder(x, rows=block_shuffled(seed=1, block_rows=4096), ...)``.
+An order maps positions of an epoch to row numbers. It is a function of its arguments, the number of
+rows and the epoch, and can be asked for any position, so a million-row shuffle costs no memory and
+a resumed epoch goes on where it stopped. Orders know the number of rows only when they are bound:
+``Feeder(x, rows=block_shuffled(seed=1, block_rows=4096), ...)``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,13 @@ import numpy.typing as npt
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.permutation import keys_of, permutation
 from pinfeed.rows.rank_partition import Progress, RankPartition, StridedSlice, Uneven, positions_of
-from pinfeed.validation.arguments import check_flag, check_rank, check_seed, explain_arguments, whole_number
+from pinfeed.validation.arguments import (
+    check_flag,
+    check_rank,
+    check_seed,
+    explain_arguments,
+    whole_number,
+)
 
 Rows = npt.NDArray[np.int64]
 """Row numbers, shape (n,)."""
@@ -27,7 +34,10 @@ At = Callable[[Rows], Rows]
 
 @runtime_checkable
 class Order(Protocol):
-    """Which rows an epoch has, in which order. Orders are frozen dataclasses: equal arguments, equal order, and ``repr`` tells both."""
+    """Which rows an epoch has, in which order.
+
+    Orders are frozen dataclasses: equal arguments, equal order, and ``repr`` tells both.
+    """
 
     def length(self, n_rows: int) -> int:
         """Number of rows in one epoch over ``n_rows`` rows."""
@@ -50,31 +60,45 @@ def shuffled(seed: int = 0) -> Order:
     return Shuffled(check_seed(seed))
 
 
-@explain_arguments({"block_size": "the rows of a block are block_rows=", "buffer_size": "give block_rows= and window_blocks="})
+@explain_arguments(
+    {
+        "block_size": "the rows of a block are block_rows=",
+        "buffer_size": "give block_rows= and window_blocks=",
+    }
+)
 def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -> Order:
     """Random order in which rows that are neighbours in the store come close together, so that a disk need not seek for each.
 
-    Blocks of ``block_rows`` neighbouring rows come in random order; the rows of ``window_blocks`` consecutive blocks are mixed.
-    Where blocks begin is drawn anew in every epoch. The rows of one block come less than one window apart.
+    Blocks of ``block_rows`` neighbouring rows come in random order; the rows of ``window_blocks``
+    consecutive blocks are mixed. Where blocks begin is drawn anew in every epoch. The rows of one
+    block come less than one window apart.
 
     Raises:
-        ArgumentError: If ``seed`` is no whole number, or ``block_rows`` or ``window_blocks`` is not a whole number above 0.
+        ArgumentError: If ``seed`` is no whole number, or ``block_rows`` or ``window_blocks`` is not
+            a whole number above 0.
     """
-    return BlockShuffled(check_seed(seed), whole_number(block_rows, "block_rows"), whole_number(window_blocks, "window_blocks"))
+    return BlockShuffled(
+        check_seed(seed),
+        whole_number(block_rows, "block_rows"),
+        whole_number(window_blocks, "window_blocks"),
+    )
 
 
 def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = False) -> Order:
     """The share of one rank, equally long on every rank, as ``torch.utils.data.DistributedSampler`` cuts it. ``Ranks`` can more.
 
-    Rank r takes positions r, r + world_size, … of ``order``; of a block-shuffled order it takes one contiguous stretch, so that a
-    block is read by one rank. Where rows do not divide, the first rows of the order come again at its end, or with
-    ``drop_last`` the rest is left out.
+    Rank r takes positions r, r + world_size, … of ``order``; of a block-shuffled order it takes one
+    contiguous stretch, so that a block is read by one rank. Where rows do not divide, the first
+    rows of the order come again at its end, or with ``drop_last`` the rest is left out.
 
     Raises:
-        ArgumentError: ``rank`` is not a whole number in [0, world_size), or ``order`` is not an order.
+        ArgumentError: ``rank`` is not a whole number in [0, world_size), or ``order`` is not an
+            order.
     """
     if not isinstance(order, Order):
-        raise ArgumentError(f"order={order!r}: expected an order of pinfeed.rows, as shuffled(seed=1)")
+        raise ArgumentError(
+            f"order={order!r}: expected an order of pinfeed.rows, as shuffled(seed=1)"
+        )
     check_flag(drop_last, "drop_last")
     rank, world_size = check_rank(rank, world_size, f"rank={rank!r}, world_size={world_size!r}")
     hand = None if isinstance(order, BlockShuffled) else 1
@@ -121,9 +145,12 @@ class BlockShuffled:
         window_rows = self.window_rows(n_rows)
 
         def window(number: int) -> At:
-            return permutation(min(window_rows, n_rows - number * window_rows), f"{cut.salt}/{number}")
+            return permutation(
+                min(window_rows, n_rows - number * window_rows), f"{cut.salt}/{number}"
+            )
 
-        last: tuple[int, At] = (-1, cut.block_at)  # consecutive batches ask for the same window
+        # Consecutive batches ask for the same window.
+        last: tuple[int, At] = (-1, cut.block_at)
 
         def at(positions: Rows) -> Rows:
             nonlocal last
@@ -131,7 +158,8 @@ class BlockShuffled:
             offset = positions - number * window_rows
             one = len(number) and number[0] == number[-1] and bool((number == number[0]).all())
             for n in number[:1].tolist() if one else np.unique(number).tolist():
-                found = last  # another thread may replace it meanwhile
+                # Another thread may replace it meanwhile.
+                found = last
                 if n != found[0]:
                     last = found = (n, window(n))
                 here = slice(None) if one else number == n
@@ -164,7 +192,10 @@ class BlockShuffled:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How an epoch's rows are cut into blocks: a ring, cut from a drawn row on. The short block at the end is another one each time."""
+    """How an epoch's rows are cut into blocks: a ring, cut from a drawn row on.
+
+    The short block at the end is another one each time.
+    """
 
     salt: str
     n_rows: int
@@ -234,7 +265,8 @@ class Windows:
                 number = piece.at(i) // self.window_rows
                 n = min(end, piece.below((number + 1) * self.window_rows)) - i
                 i += n
-                if spans and spans[-1][0] == number:  # the piece before ended in it
+                if spans and spans[-1][0] == number:
+                    # The piece before ended in it.
                     n += spans.pop()[1]
                 spans.append((number, n))
             start, stop = start - piece.n, stop - piece.n
@@ -248,7 +280,9 @@ class Windows:
 def windows(order: Order, n_rows: int, epoch: int) -> Windows | None:
     """The windows of an epoch, if the order has any."""
     if isinstance(order, BlockShuffled):
-        return Windows(order, n_rows, epoch, RankPartition(1, "join", None).pieces([(0, n_rows)], n_rows, 0))
+        return Windows(
+            order, n_rows, epoch, RankPartition(1, "join", None).pieces([(0, n_rows)], n_rows, 0)
+        )
     if isinstance(order, PerRank) and isinstance(order.order, BlockShuffled):
         return Windows(order.order, n_rows, epoch, order.pieces(n_rows))
     return None

@@ -12,14 +12,17 @@ import numpy.typing as npt
 Numbers = npt.NDArray[np.int64]
 """Shape (n,)."""
 
-_TABLE_ROWS = 1 << 12  # up to here a permutation is a table: a network needs some hundred rows to share the cost of its steps
+# Up to here a permutation is a table: a network needs some hundred rows to share the cost of its
+# steps.
+_TABLE_ROWS = 1 << 12
 
 
 def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
     """A permutation of [0, n) as a function, drawn by ``salt``.
 
-    Small ones are tables. Large ones are a Feistel network on a rectangle that hardly exceeds n, walked until it falls below n
-    (Black and Rogaway, "Ciphers with Arbitrary Finite Domains", 2002): no memory, any position at once.
+    Small ones are tables. Large ones are a Feistel network on a rectangle that hardly exceeds n,
+    walked until it falls below n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
+    2002): no memory, any position at once.
     """
     if n <= _TABLE_ROWS:
         table = np.argsort(_mix(np.arange(n, dtype=np.uint64) ^ keys_of(salt, 1)[0]), kind="stable")
@@ -47,19 +50,23 @@ def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
 
 def _add(x: npt.NDArray[np.uint32], random: npt.NDArray[np.uint32], size: int) -> None:
     """Add a number below ``size``, which is at most 2^31, to ``x``, modulo ``size``; it comes from the high bits of ``random``."""
-    if size <= 1 << 16:  # all in 32 bits, which is three times as fast
+    if size <= 1 << 16:
+        # All in 32 bits, which is three times as fast.
         random >>= np.uint32(16)
         random *= np.uint32(size)
         random >>= np.uint32(16)
         x += random
     else:
         x += ((random.astype(np.uint64) * np.uint64(size)) >> np.uint64(32)).astype(np.uint32)
-    np.minimum(x, x - np.uint32(size), out=x)  # where x is below size already, the difference wraps around and is large
+    # Where x is below size already, the difference wraps around and is large.
+    np.minimum(x, x - np.uint32(size), out=x)
 
 
 def keys_of(salt: str, n: int) -> npt.NDArray[np.uint64]:
     """``n`` random numbers, drawn by ``salt``."""
-    return np.frombuffer(hashlib.blake2b(salt.encode(), digest_size=8 * n).digest(), "<u8").astype(np.uint64)
+    return np.frombuffer(hashlib.blake2b(salt.encode(), digest_size=8 * n).digest(), "<u8").astype(
+        np.uint64
+    )
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -72,8 +79,8 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
 def _mix32(x: npt.NDArray[np.uint32], key: np.uint32) -> npt.NDArray[np.uint32]:
     """Numbers whose high bits depend on every bit of ``x`` and ``key``.
 
-    Two rounds of multiply and xor-shift in 32 bits, which processors do eight at a time, with the multipliers of lowbias32 (Wellons,
-    "Prospecting for Hash Functions", 2018).
+    Two rounds of multiply and xor-shift in 32 bits, which processors do eight at a time, with the
+    multipliers of lowbias32 (Wellons, "Prospecting for Hash Functions", 2018).
     """
     x = x ^ key
     x ^= x >> np.uint32(16)

@@ -24,7 +24,11 @@ logger = logging.getLogger("pinfeed")
 
 
 def share_of(
-    ranks: Ranks | str | None, order: Any, drop_last: bool, batch_size: int | None, config: MemoryLimits | None
+    ranks: Ranks | str | None,
+    order: Any,
+    drop_last: bool,
+    batch_size: int | None,
+    config: MemoryLimits | None,
 ) -> RankShard | None:
     """This process's share, as a user's argument says; None if it has all rows.
 
@@ -45,28 +49,52 @@ def share_of(
     if ranks == "all":
         return None
     if not isinstance(ranks, (str, Ranks)):
-        raise ArgumentError(f"ranks={ranks!r}: expected 'pad', 'drop', 'join', 'all', a pinfeed.Ranks or None")
-    wanted = ranks if isinstance(ranks, Ranks) else Ranks(cast(Uneven, ranks))  # which checks it
+        raise ArgumentError(
+            f"ranks={ranks!r}: expected 'pad', 'drop', 'join', 'all', a pinfeed.Ranks or None"
+        )
+    # Which checks it
+    wanted = ranks if isinstance(ranks, Ranks) else Ranks(cast(Uneven, ranks))
     if isinstance(order, PerRank):
-        raise ArgumentError("rows=per_rank(...) is the share of one rank already, and ranks= would share it again; give one of them")
+        raise ArgumentError(
+            "rows=per_rank(...) is the share of one rank already, and ranks= would share it again; give one of them"
+        )
     if not isinstance(order, Order):
         raise ArgumentError(
             f"ranks={ranks!r} shares orders of pinfeed.rows, and rows is a {type(order).__name__}, which says itself what a process has; "
             "leave ranks= out (a DistributedSampler shares by itself; of an array, give rows=array[rank::world_size])"
         )
     if drop_last and wanted.uneven == "join":
-        raise ArgumentError("ranks='join' gives every row once and drop_last=True leaves rows out; give one of them, or ranks='drop'")
-    size, name = (batch_size, "batch_size") if config is None else (config.preferred_batch_size, "preferred_batch_size")
+        raise ArgumentError(
+            "ranks='join' gives every row once and drop_last=True leaves rows out; give one of them, or ranks='drop'"
+        )
+    size, name = (
+        (batch_size, "batch_size")
+        if config is None
+        else (config.preferred_batch_size, "preferred_batch_size")
+    )
     if size is None:
-        raise ArgumentError("ranks= needs batches of one size on all ranks; give the config a preferred_batch_size (or give batch_size)")
-    rank, world_size = world() if wanted.rank is None or wanted.world_size is None else (wanted.rank, wanted.world_size)
+        raise ArgumentError(
+            "ranks= needs batches of one size on all ranks; give the config a preferred_batch_size (or give batch_size)"
+        )
+    rank, world_size = (
+        world()
+        if wanted.rank is None or wanted.world_size is None
+        else (wanted.rank, wanted.world_size)
+    )
     if wanted.split_batches and size % world_size:
         below, above = size // world_size * world_size, -(-size // world_size) * world_size
         raise ArgumentError(
             f"{name}={size} is to be split among {world_size} ranks; expected a multiple of that: {below or above}"
             + (f" or {above}" if below else "")
         )
-    return RankShard(order, wanted, operator.index(rank), operator.index(world_size), drop_last, operator.index(size))
+    return RankShard(
+        order,
+        wanted,
+        operator.index(rank),
+        operator.index(world_size),
+        drop_last,
+        operator.index(size),
+    )
 
 
 @dataclass(frozen=True)
@@ -102,12 +130,24 @@ class RankShard:
         """``config`` for this rank's batches; it may have found that smaller ones fit."""
         if config is None:
             return None
-        return dataclasses.replace(config, preferred_batch_size=min(self.batch_size, config.preferred_batch_size or self.batch_size))
+        return dataclasses.replace(
+            config,
+            preferred_batch_size=min(
+                self.batch_size, config.preferred_batch_size or self.batch_size
+            ),
+        )
 
     def rows(self, done: Progress = ()) -> PerRank:
         """The rows of this rank, in its order."""
         in_one = isinstance(self.order, BlockShuffled) and not self.ranks.split_batches
-        return PerRank(self.order, self.rank, self.world_size, self.ranks.uneven, None if in_one else self.batch_size, done)
+        return PerRank(
+            self.order,
+            self.rank,
+            self.world_size,
+            self.ranks.uneven,
+            None if in_one else self.batch_size,
+            done,
+        )
 
     def batches(self, n_rows: int, done: Progress = ()) -> OrderBatches:
         """The batches of this rank."""
@@ -125,7 +165,9 @@ class RankShard:
                 f"the limits of config hold batches of {plan.batch_size} rows on rank {self.rank}, and all ranks need batches of "
                 f"{self.batch_size}; raise the limits or lower preferred_batch_size"
             )
-        note = f"rank {self.rank} of {self.world_size}: {mine} of {of_all} rows ({self.ranks.uneven})"
+        note = (
+            f"rank {self.rank} of {self.world_size}: {mine} of {of_all} rows ({self.ranks.uneven})"
+        )
         if self.ranks.split_batches:
             note += f", its part of global batches of {self.size} rows"
             if isinstance(self.order, BlockShuffled) and self.world_size > 1:
@@ -142,8 +184,10 @@ class RankBatches:
     """
 
     def __init__(self, share: RankShard, n_rows: int) -> None:
-        self._share, self._n_rows = share, n_rows
-        self._begun: tuple[int, Progress] = (0, ())  # an epoch, and what has been done of it by others
+        self._share = share
+        self._n_rows = n_rows
+        # An epoch, and what has been done of it by others.
+        self._begun: tuple[int, Progress] = (0, ())
         self.batch_size = share.batch_size
 
     @property
@@ -162,7 +206,9 @@ class RankBatches:
     def __len__(self) -> int:
         return len(self._share.batches(self._n_rows))
 
-    def epoch(self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1) -> Iterator[Draw]:
+    def epoch(
+        self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
+    ) -> Iterator[Draw]:
         return self._batches(number).epoch(number, start, checksum, batches_per_slot)
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
@@ -177,7 +223,10 @@ class RankBatches:
         world_size, done = self._share.world_size, self._done(epoch)
         if done and batch == self._most(world_size, done):
             batch, done = self._most(world_size), ()
-        return {"batch": batch, "ranks": {"world_size": world_size, "done": [list(part) for part in done]}}
+        return {
+            "batch": batch,
+            "ranks": {"world_size": world_size, "done": [list(part) for part in done]},
+        }
 
     def resumed(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Progress]:
         """Where to go on after ``batch`` batches of ranks whose state is ``theirs``: a batch of this rank's, and what was done before.
@@ -203,19 +252,33 @@ class RankBatches:
     def _read(self, batch: int, theirs: Mapping[str, Any]) -> tuple[int, Progress, int]:
         """Read a state: the number of ranks, what had been done before them, and the batches that each of them has, at most."""
         try:
-            world_size, done = int(theirs["world_size"]), tuple((int(a), int(n)) for a, n in theirs["done"])
+            world_size, done = (
+                int(theirs["world_size"]),
+                tuple((int(a), int(n)) for a, n in theirs["done"]),
+            )
         except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(f"not a state of a feeder with ranks= ({error!r}); expected what state_dict() returned") from None
-        if world_size < 1 or any(a < 1 or n < 0 for a, n in done) or (self._share.ranks.split_batches and self._share.size % world_size):
-            raise ArgumentError(f"not a state of a feeder with ranks=: {dict(theirs)!r}; expected what state_dict() returned")
+            raise ArgumentError(
+                f"not a state of a feeder with ranks= ({error!r}); expected what state_dict() returned"
+            ) from None
+        if (
+            world_size < 1
+            or any(a < 1 or n < 0 for a, n in done)
+            or (self._share.ranks.split_batches and self._share.size % world_size)
+        ):
+            raise ArgumentError(
+                f"not a state of a feeder with ranks=: {dict(theirs)!r}; expected what state_dict() returned"
+            )
         n = self._most(world_size, done)
         if not 0 <= batch <= n:
-            raise ArgumentError(f"a state of batch {batch}; {world_size} ranks have {n} batches of what they were given in that epoch")
+            raise ArgumentError(
+                f"a state of batch {batch}; {world_size} ranks have {n} batches of what they were given in that epoch"
+            )
         return world_size, done, n
 
     def _most(self, world_size: int, done: Progress = ()) -> int:
         """Batches of a rank, at most."""
-        return len(self._share.of(0, world_size).batches(self._n_rows, done))  # the first has as many as any
+        # The first has as many as any.
+        return len(self._share.of(0, world_size).batches(self._n_rows, done))
 
     def _batches(self, epoch: int) -> OrderBatches:
         return self._share.batches(self._n_rows, self._done(epoch))
@@ -241,37 +304,52 @@ class RankEpochRunner(EpochRunner):
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         try:
-            epoch, batch, source, theirs = int(state["epoch"]), int(state["batch"]), dict(state["source"]), state["ranks"]
+            epoch = int(state["epoch"])
+            batch = int(state["batch"])
+            source = dict(state["source"])
+            theirs = state["ranks"]
         except (KeyError, TypeError, ValueError) as error:
-            raise ArgumentError(f"not a state of a feeder with ranks= ({error!r}); expected what state_dict() returned") from None
+            raise ArgumentError(
+                f"not a state of a feeder with ranks= ({error!r}); expected what state_dict() returned"
+            ) from None
         ours = source == dict(self.source.fingerprint)
         here, done = self._batches.resumed(batch, theirs) if ours else (batch, ())
         is_whole = ours and self._batches.is_whole(batch, theirs)
         if is_whole:
             epoch, here = epoch + 1, 0
-        super().load_state({**state, "epoch": epoch, "batch": here})  # which refuses that of another source
+        # Which refuses that of another source.
+        super().load_state({**state, "epoch": epoch, "batch": here})
         self._whole = epoch - 1 if is_whole else None
         self._batches.begin(self.epoch, done)
 
     def _is_whole(self, n_batches: int) -> bool:
-        return False  # others may have one more: that is told by the state
+        # Others may have one more: that is told by the state.
+        return False
 
 
 def loop_over(batches: RowBatches) -> Callable[..., EpochRunner]:
     """What makes the loop of a source with these batches."""
     if isinstance(batches, RankBatches):
         return functools.partial(RankEpochRunner, batches=batches)
-    return functools.partial(SamplerEpochRunner, batches=batches) if isinstance(batches, SamplerBatches) else EpochRunner
+    return (
+        functools.partial(SamplerEpochRunner, batches=batches)
+        if isinstance(batches, SamplerBatches)
+        else EpochRunner
+    )
 
 
 def note_workers(ranks: Ranks | str | None, order: Any) -> None:
-    """Warn, once, where several worker processes of a DataLoader each loop over all rows. In the worker process, when a loop begins.
+    """Warn, once, where several worker processes of a DataLoader each loop over all rows.
+
+    In the worker process, when a loop begins.
 
     Args:
-        ranks: As the user gave it. ``"all"`` says that it is meant so; explicit ranks may be those of the workers.
+        ranks: As the user gave it. ``"all"`` says that it is meant so; explicit ranks may be those
+            of the workers.
         order: Which rows, as the user says; what is no order of all rows may be a worker's own.
     """
-    data = sys.modules.get("torch.utils.data")  # a worker process has loaded it
+    # A worker process has loaded it.
+    data = sys.modules.get("torch.utils.data")
     info = data.get_worker_info() if data is not None else None
     if info is None or info.num_workers < 2 or info.id != 0:
         return
@@ -293,7 +371,8 @@ def _warn_of_workers(num_workers: int) -> None:
 
 
 def _note_that_all_have_all() -> None:
-    with contextlib.suppress(ArgumentError):  # nobody has asked for ranks
+    with contextlib.suppress(ArgumentError):
+        # Nobody has asked for ranks.
         rank, world_size = world()
         if world_size > 1 and rank == 0:
             _warn_once(world_size)

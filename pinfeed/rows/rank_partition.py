@@ -44,13 +44,14 @@ class StridedSlice(NamedTuple):
 class RankPartition:
     """How positions go round among ranks.
 
-    A round has a hand for every rank, in the order of ranks. Positions that are left behind the last whole round are cut into as many
-    stretches as there are ranks.
+    A round has a hand for every rank, in the order of ranks. Positions that are left behind the
+    last whole round are cut into as many stretches as there are ranks.
 
     Args:
         world_size: Ranks.
         uneven: What becomes of positions that do not divide.
-        hand: Consecutive positions that a rank gets at a time; None for all of its positions at once.
+        hand: Consecutive positions that a rank gets at a time; None for all of its positions at
+            once.
     """
 
     world_size: int
@@ -73,11 +74,19 @@ class RankPartition:
         n = _total(left)
         begin, end = self._last(n, rank)
         again = [(0, whole)] * (-(-max(0, end - n) // whole) if whole else 0)
-        last = [StridedSlice(start, stop - start, stop - start, stop - start) for start, stop in _cut([*left, *again], begin, end)]
+        last = [
+            StridedSlice(start, stop - start, stop - start, stop - start)
+            for start, stop in _cut([*left, *again], begin, end)
+        ]
         if self.hand is None or not self._rounds(n):
             return tuple(last)
         step = self.hand * self.world_size
-        return (StridedSlice(left[0][0] + rank * self.hand, self._rounds(n) * self.hand, self.hand, step), *last)
+        return (
+            StridedSlice(
+                left[0][0] + rank * self.hand, self._rounds(n) * self.hand, self.hand, step
+            ),
+            *last,
+        )
 
     def rest(self, left: Sequence[Stretch], n_each: int) -> list[Stretch]:
         """What is left when every rank has had its first ``n_each`` positions; in hands, whole ones."""
@@ -108,7 +117,8 @@ def positions_of(pieces: Sequence[StridedSlice], i: Positions) -> Positions:
     found = np.empty_like(i)
     for piece in pieces:
         here = (i >= first) & (i < first + piece.n)
-        if here.all():  # nearly always: batches ask for consecutive ones
+        if here.all():
+            # Nearly always: batches ask for consecutive ones.
             return piece.at(i - first)
         found[here] = piece.at(i[here] - first)
         first += piece.n

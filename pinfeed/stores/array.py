@@ -17,14 +17,16 @@ from pinfeed.tensors.dtypes import check_dtype
 class ArrayStore:
     """Rows of a numpy array or of a CPU tensor, shared, not copied: what is written back is seen in the array.
 
-    An array of which several elements are the same memory (``expand``, ``as_strided``) can only be read.
+    An array of which several elements are the same memory (``expand``, ``as_strided``) can only be
+    read.
 
     Args:
         array: Shape (n_rows, *row_shape), at least one row.
         name: What errors call it.
 
     Raises:
-        StoreError: No rows, Fortran order, an object or structured dtype, or a tensor that is not on the CPU.
+        StoreError: No rows, Fortran order, an object or structured dtype, or a tensor that is not
+            on the CPU.
     """
 
     resident_bytes = 0
@@ -32,7 +34,8 @@ class ArrayStore:
 
     def __init__(self, array: Any, *, name: str = "array") -> None:
         if not isinstance(array, np.ndarray):
-            from pinfeed.tensors.numpy_torch import to_numpy  # a tensor: torch is there already; without one it need not be loaded
+            # A tensor: torch is there already; without one it need not be loaded.
+            from pinfeed.tensors.numpy_torch import to_numpy
 
             array = to_numpy(array, name)
         if isinstance(array, np.ma.MaskedArray):
@@ -40,9 +43,13 @@ class ArrayStore:
                 f"{name}: a masked array, whose mask a tensor cannot have; give .filled(value), or the data and the mask in a dict"
             )
         if array.ndim == 0 or len(array) == 0:
-            raise StoreError(f"{name}: shape {array.shape} has no rows; expected (n_rows, ...) with at least one row")
+            raise StoreError(
+                f"{name}: shape {array.shape} has no rows; expected (n_rows, ...) with at least one row"
+            )
         if check_dtype(array.dtype, name) != array.dtype:
-            raise StoreError(f"{name}: dtype {array.dtype} is not in this machine's byte order; convert with .astype({array.dtype.name!r})")
+            raise StoreError(
+                f"{name}: dtype {array.dtype} is not in this machine's byte order; convert with .astype({array.dtype.name!r})"
+            )
         if array.ndim > 1 and array.flags.f_contiguous and not array.flags.c_contiguous:
             raise StoreError(
                 f"{name}: Fortran order, in which a row is scattered over memory; make rows contiguous with np.ascontiguousarray"
@@ -81,23 +88,27 @@ class ArrayStore:
         if (run := run_of(rows)) is not None:
             np.copyto(out, self._array[run])
         elif self._array.flags.c_contiguous:
-            # mode="clip": with "raise", numpy gathers into a buffer of its own first and copies that. Rows are in range here.
+            # mode="clip": with "raise", numpy gathers into a buffer of its own first and copies
+            # that. Rows are in range here.
             np.take(self._array, rows, axis=0, out=out, mode="clip")
-        else:  # take would copy the whole array to make it contiguous
+        else:
+            # Take would copy the whole array to make it contiguous.
             np.copyto(out, self._array[rows])
 
     def scatter(self, rows: Rows, values: Array) -> None:
         """Store rows in the array.
 
         Raises:
-            WriteBackError: If the array is read-only, if several elements of it are the same memory, or if ``values`` has another
-                shape or dtype.
+            WriteBackError: If the array is read-only, if several elements of it are the same
+                memory, or if ``values`` has another shape or dtype.
             RowIndexError: If a row is out of range or negative.
         """
         if self._shares_itself:
             raise WriteBackError(f"rows of an array {SHARED}")
         if not self._array.flags.writeable:
-            raise WriteBackError(f"{self!r} cannot be written; expected an array whose flags.writeable is True; give a copy of the array")
+            raise WriteBackError(
+                f"{self!r} cannot be written; expected an array whose flags.writeable is True; give a copy of the array"
+            )
         rows = checked_scatter(self, rows, values)
         put_rows(self._array, rows, values)
 
@@ -118,13 +129,17 @@ SHARED = (
 def shares_itself(array: Array) -> bool:
     """Return whether several elements of an array may be the same memory.
 
-    The check is by strides alone. An unusual array, of which elements lie between others of several axes, is taken for one that does.
+    The check is by strides alone. An unusual array, of which elements lie between others of several
+    axes, is taken for one that does.
     """
     if not array.size:
         return False
-    # Bytes from the first to the last element, axis after axis; a step along the next axis has to leave these.
+    # Bytes from the first to the last element, axis after axis; a step along the next axis has to
+    # leave these.
     extent = array.itemsize
-    for stride, n in sorted((abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1):
+    for stride, n in sorted(
+        (abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1
+    ):
         if stride < extent:
             return True
         extent += (n - 1) * stride
@@ -134,8 +149,14 @@ def shares_itself(array: Array) -> bool:
 def put_rows(target: Array, rows: Rows, values: Array) -> None:
     """``target[rows] = values``, for row numbers that are in range."""
     nbytes = target.dtype.itemsize * math.prod(target.shape[1:])
-    if nbytes and target.flags.c_contiguous and values.flags.c_contiguous and values.dtype == target.dtype:
-        # Each row as one item: numpy then copies it at once, in about half the time. There is nothing to clip.
+    if (
+        nbytes
+        and target.flags.c_contiguous
+        and values.flags.c_contiguous
+        and values.dtype == target.dtype
+    ):
+        # Each row as one item: numpy then copies it at once, in about half the time. There is
+        # nothing to clip.
         item = np.dtype((np.void, nbytes))
         np.put(target.reshape(-1).view(item), rows, values.reshape(-1).view(item), mode="clip")
     else:

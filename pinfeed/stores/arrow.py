@@ -15,10 +15,14 @@ from pinfeed.rows.batches import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_gather, in_words, run_of
 
-_CHECKED = 1 << 20  # lengths that are compared at a time
-_COLLECTED = 1 << 20  # bytes of rows that are brought together from several chunks at a time
-_UNPACKED = 1 << 16  # bits that are unpacked at a time: each takes 18 bytes meanwhile
-_GATHERS = 8  # at a time, at most
+# Lengths that are compared at a time.
+_CHECKED = 1 << 20
+# Bytes of rows that are brought together from several chunks at a time.
+_COLLECTED = 1 << 20
+# Bits that are unpacked at a time: each takes 18 bytes meanwhile.
+_UNPACKED = 1 << 16
+# At a time, at most.
+_GATHERS = 8
 
 # What a column may be and a tensor cannot, by pyarrow's own test for it; and what to do.
 _REFUSED = {
@@ -33,10 +37,11 @@ _OR_LEAVE = "or leave the column out (dataset.select_columns, table.select)"
 class ArrowStore:
     """Rows of an Arrow column, read-only; shared, not copied: of a memory-mapped file, what is gathered is read, and nothing else.
 
-    Columns of numbers, and of lists of numbers that all have one length, which may be lists again: a row's shape. That includes columns
-    of a type that fixes the length, ``FixedShapeTensorType`` and the ``Array2D`` of Hugging Face. Booleans, which are bits in Arrow, are
-    unpacked when they are gathered. A column may have any number of chunks; a random gather takes some microseconds for each chunk
-    that it meets.
+    Columns of numbers, and of lists of numbers that all have one length, which may be lists again:
+    a row's shape. That includes columns of a type that fixes the length, ``FixedShapeTensorType``
+    and the ``Array2D`` of Hugging Face. Booleans, which are bits in Arrow, are unpacked when they
+    are gathered. A column may have any number of chunks; a random gather takes some microseconds
+    for each chunk that it meets.
 
     Args:
         column: A ``pyarrow.ChunkedArray`` or ``pyarrow.Array``, at least one row.
@@ -56,17 +61,24 @@ class ArrowStore:
         except ImportError:
             raise MissingDependency(f"{name}: pyarrow is needed; pip install pyarrow") from None
         if not isinstance(column, (pyarrow.ChunkedArray, pyarrow.Array)):
-            raise StoreError(f"{name}: got {type(column).__name__}; expected a pyarrow.ChunkedArray or a pyarrow.Array")
+            raise StoreError(
+                f"{name}: got {type(column).__name__}; expected a pyarrow.ChunkedArray or a pyarrow.Array"
+            )
         chunks = column.chunks if isinstance(column, pyarrow.ChunkedArray) else [column]
         self._name = name
         self._chunks = [_values(chunk, name) for chunk in chunks if len(chunk)]
         if not self._chunks:
             raise StoreError(f"{name}: a column without rows; expected at least one")
-        if other := next((chunk.shape for chunk in self._chunks if chunk.shape[1:] != self.row_shape), None):
+        if other := next(
+            (chunk.shape for chunk in self._chunks if chunk.shape[1:] != self.row_shape), None
+        ):
             raise _ragged(name, self.row_shape, other[1:])
         counts = [chunk.shape[0] for chunk in self._chunks]
-        self._n_stored, self._starts = sum(counts), np.cumsum([0, *counts[:-1]])
-        self._indices = None if indices is None else ArrowStore(indices, name=f"{name}: its indices")
+        self._n_stored = sum(counts)
+        self._starts = np.cumsum([0, *counts[:-1]])
+        self._indices = (
+            None if indices is None else ArrowStore(indices, name=f"{name}: its indices")
+        )
 
     @safe_repr
     def __repr__(self) -> str:
@@ -99,7 +111,8 @@ class ArrowStore:
         if (run := run_of(rows)) is not None:
             self._copy(run, out)
         elif len(self._chunks) == 1:
-            self._chunks[0].take(rows, 0, out, "clip")  # rows are in range; with "raise", numpy gathers elsewhere first
+            # Rows are in range; with "raise", numpy gathers elsewhere first.
+            self._chunks[0].take(rows, 0, out, "clip")
         else:
             step = max(1, _COLLECTED * len(out) // max(1, out.nbytes))
             for i in range(0, len(rows), step):
@@ -155,7 +168,9 @@ class _Bits:
     dtype: np.dtype[Any] = np.dtype(bool)
 
     def __init__(self, packed: npt.NDArray[np.uint8], first: int, shape: tuple[int, ...]) -> None:
-        self._packed, self._first, self.shape = packed, first, shape
+        self._packed = packed
+        self._first = first
+        self.shape = shape
 
     def __getitem__(self, rows: slice) -> Array:
         out = np.empty((rows.stop - rows.start, *self.shape[1:]), bool)
@@ -175,14 +190,22 @@ def columns_of(source: Any, name: str) -> dict[str, ArrowStore] | None:
     """A store for each column of a pyarrow.Table, or of a Hugging Face dataset as ``dataset[i]`` shows it; None if it is neither.
 
     Raises:
-        StoreError: A column that cannot be served, or a dataset whose rows are not those of its table.
+        StoreError: A column that cannot be served, or a dataset whose rows are not those of its
+            table.
     """
-    pyarrow = sys.modules.get("pyarrow")  # who has a table has loaded it
+    # Who has a table has loaded it.
+    pyarrow = sys.modules.get("pyarrow")
     if pyarrow is None:
         return None
     if isinstance(source, pyarrow.Table):
-        return {column: ArrowStore(source[column], name=f"{name}[{column!r}]") for column in _unique(source.column_names, name)}
-    if not any((kind.__module__, kind.__name__) == ("datasets.arrow_dataset", "Dataset") for kind in type(source).__mro__):
+        return {
+            column: ArrowStore(source[column], name=f"{name}[{column!r}]")
+            for column in _unique(source.column_names, name)
+        }
+    if not any(
+        (kind.__module__, kind.__name__) == ("datasets.arrow_dataset", "Dataset")
+        for kind in type(source).__mro__
+    ):
         return None
     look = source.format
     if look["type"] == "custom":
@@ -190,9 +213,17 @@ def columns_of(source: Any, name: str) -> dict[str, ArrowStore] | None:
             f"{name}: a dataset with a transform, which runs sample by sample; take it off (dataset.reset_format()), or give "
             "pinfeed.wrap_loader(DataLoader(dataset))"
         )
-    names = [column for column in source.column_names if look["output_all_columns"] or column in look["columns"]]
-    indices = source._indices.column(0) if source._indices is not None else None  # of select, shuffle, sort, …
-    stores = {column: ArrowStore(source.data.column(column), name=f"{name}[{column!r}]", indices=indices) for column in names}
+    names = [
+        column
+        for column in source.column_names
+        if look["output_all_columns"] or column in look["columns"]
+    ]
+    # Of select, shuffle, sort, …
+    indices = source._indices.column(0) if source._indices is not None else None
+    stores = {
+        column: ArrowStore(source.data.column(column), name=f"{name}[{column!r}]", indices=indices)
+        for column in names
+    }
     if look["type"] in ("numpy", "torch"):
         _check_format(look["type"], source[0], stores, name)
     return stores
@@ -204,7 +235,9 @@ def is_column(source: Any) -> bool:
     return pyarrow is not None and isinstance(source, (pyarrow.ChunkedArray, pyarrow.Array))
 
 
-def _check_format(kind: str, first: dict[str, Any], stores: dict[str, ArrowStore], name: str) -> None:
+def _check_format(
+    kind: str, first: dict[str, Any], stores: dict[str, ArrowStore], name: str
+) -> None:
     """A format converts some dtypes. What it gives of row 0 shows which."""
     for column, store in stores.items():
         given = str(getattr(first[column], "dtype", store.dtype)).removeprefix("torch.")
@@ -217,7 +250,9 @@ def _check_format(kind: str, first: dict[str, Any], stores: dict[str, ArrowStore
 
 def _unique(names: list[str], name: str) -> list[str]:
     if len(set(names)) < len(names):
-        raise StoreError(f"{name}: a table with columns of the same name: {', '.join(names)}; rename them (table.rename_columns)")
+        raise StoreError(
+            f"{name}: a table with columns of the same name: {', '.join(names)}; rename them (table.rename_columns)"
+        )
     return names
 
 
@@ -233,8 +268,13 @@ def _values(array: Any, name: str) -> Array | _Bits:
             raise StoreError(
                 f"{name}: has nulls, which a tensor cannot have; fill them (pyarrow.compute.fill_null, dataset.map), {_OR_LEAVE}"
             )
-        if isinstance(kind, pyarrow.BaseExtensionType) and hasattr(kind, "shape"):  # else nobody knows what its storage means
-            tail = _tensor_shape(kind, name) if isinstance(kind, pyarrow.FixedShapeTensorType) else tail
+        if isinstance(kind, pyarrow.BaseExtensionType) and hasattr(kind, "shape"):
+            # Else nobody knows what its storage means.
+            tail = (
+                _tensor_shape(kind, name)
+                if isinstance(kind, pyarrow.FixedShapeTensorType)
+                else tail
+            )
             array = array.storage
         elif pyarrow.types.is_fixed_size_list(kind):
             shape = (*shape, kind.list_size)
@@ -250,7 +290,9 @@ def _values(array: Any, name: str) -> Array | _Bits:
 def _tensor_shape(kind: Any, name: str) -> tuple[int, ...]:
     axes = kind.permutation
     if axes is not None and axes != sorted(axes):
-        raise StoreError(f"{name}: tensors of permuted axes ({axes}), in which a row is scattered; write them in the order of their axes")
+        raise StoreError(
+            f"{name}: tensors of permuted axes ({axes}), in which a row is scattered; write them in the order of their axes"
+        )
     return tuple(kind.shape)
 
 
@@ -280,5 +322,10 @@ def _numbers(array: Any, shape: tuple[int, ...], name: str) -> Array | _Bits:
     if pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind):
         values: Array = array.to_numpy().reshape(shape)
         return values
-    advice = next((advice for test, advice in _REFUSED.items() if getattr(pyarrow.types, test)(kind)), "make numbers of it")
-    raise StoreError(f"{name}: a column of {kind}; expected numbers or booleans, or lists of them; {advice}, {_OR_LEAVE}")
+    advice = next(
+        (advice for test, advice in _REFUSED.items() if getattr(pyarrow.types, test)(kind)),
+        "make numbers of it",
+    )
+    raise StoreError(
+        f"{name}: a column of {kind}; expected numbers or booleans, or lists of them; {advice}, {_OR_LEAVE}"
+    )

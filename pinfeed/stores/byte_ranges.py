@@ -19,14 +19,21 @@ from pinfeed.stores.formats.row_layout import RowLayout
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
-RANGE_BYTES = 2 << 20  # of one request, at most; a multiple of every itemsize
-WINDOW_BYTES = 16 << 20  # of the answers that are there at a time
-_REQUESTS = 512  # at a time; what a file system needs for each of them is small beside a range
-_GAP_BYTES = 64 << 10  # between two rows, so many cost less than one more request
-_FIRST_DELAY_S = 0.5  # before the second attempt; twice as long before each that follows
+# Of one request, at most; a multiple of every itemsize.
+RANGE_BYTES = 2 << 20
+# Of the answers that are there at a time.
+WINDOW_BYTES = 16 << 20
+# At a time; what a file system needs for each of them is small beside a range.
+_REQUESTS = 512
+# Between two rows, so many cost less than one more request.
+_GAP_BYTES = 64 << 10
+# Before the second attempt; twice as long before each that follows.
+_FIRST_DELAY_S = 0.5
 
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, ValueError)  # errors that time does not mend
-_BUSY = (408, 429)  # those of HTTP's errors of the client that it does
+# Errors that time does not mend.
+_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, ValueError)
+# Those of HTTP's errors of the client that it does.
+_BUSY = (408, 429)
 
 
 @dataclass(frozen=True)
@@ -62,12 +69,15 @@ class ByteRange:
         """Bring the rows, of which ``values`` are the bytes, to their positions in ``target``, shape (n, row_nbytes)."""
         width = self.columns.stop - self.columns.start
         values, step = values.reshape(-1, width), max(1, RANGE_BYTES // width)
-        for i in range(0, len(self.rows), step):  # rows that repeat may be more than was read
+        for i in range(0, len(self.rows), step):
+            # Rows that repeat may be more than was read.
             rows, positions = self.rows[i : i + step], self.positions[i : i + step]
             target[run_of(positions) or positions, self.columns] = values[run_of(rows) or rows]
 
 
-def pieces_of(file: RemoteFile, extent: RowLayout, rows: Rows, positions: Rows) -> Iterator[ByteRange]:
+def pieces_of(
+    file: RemoteFile, extent: RowLayout, rows: Rows, positions: Rows
+) -> Iterator[ByteRange]:
     """Cut rows of a file, in any order, into what is fetched at a time."""
     nbytes = extent.row_nbytes
     if not nbytes or not len(rows):
@@ -80,10 +90,16 @@ def pieces_of(file: RemoteFile, extent: RowLayout, rows: Rows, positions: Rows) 
         cuts = list(range(0, len(rows), max(1, RANGE_BYTES // nbytes)))
     for lo, hi in itertools.pairwise([*cuts, len(rows)]):
         first, last = int(rows[lo]), int(rows[hi - 1])
-        for start in range(0, nbytes, RANGE_BYTES):  # more than once only where a single row is more than a range
+        for start in range(0, nbytes, RANGE_BYTES):
+            # More than once only where a single row is more than a range.
             stop = min(start + RANGE_BYTES, nbytes)
-            begin, end = extent.offset + first * nbytes + start, extent.offset + last * nbytes + stop
-            yield ByteRange(file, begin, end, slice(start, stop), rows[lo:hi] - first, positions[lo:hi])
+            begin, end = (
+                extent.offset + first * nbytes + start,
+                extent.offset + last * nbytes + stop,
+            )
+            yield ByteRange(
+                file, begin, end, slice(start, stop), rows[lo:hi] - first, positions[lo:hi]
+            )
 
 
 def _cuts(rows: Rows, nbytes: int) -> list[int]:
@@ -115,9 +131,13 @@ def read(pieces: list[ByteRange]) -> list[Any]:
     answers: dict[ByteRange, Any] = {}
     for fs in {id(piece.file.fs): piece.file.fs for piece in pieces}.values():
         mine = [piece for piece in pieces if piece.file.fs is fs]
-        paths, begins, ends = [piece.file.path for piece in mine], [piece.begin for piece in mine], [piece.end for piece in mine]
+        paths = [piece.file.path for piece in mine]
+        begins = [piece.begin for piece in mine]
+        ends = [piece.end for piece in mine]
         found = tried(fs.cat_ranges, paths, begins, ends, on_error="return")
-        answers |= zip(mine, [found] * len(mine) if isinstance(found, Exception) else found, strict=True)
+        answers |= zip(
+            mine, [found] * len(mine) if isinstance(found, Exception) else found, strict=True
+        )
     return [_whole(piece, answers[piece]) for piece in pieces]
 
 
@@ -125,11 +145,14 @@ def tried(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """What a call gives, or the error that it raises."""
     try:
         return call(*args, **options)
-    except Exception as error:  # whatever a file system raises
+    except Exception as error:
+        # Whatever a file system raises.
         return error
 
 
-def answers_of(asked: list[T], ask: Callable[[list[T]], list[Any]], attempts: int) -> Iterator[tuple[T, Any]]:
+def answers_of(
+    asked: list[T], ask: Callable[[list[T]], list[Any]], attempts: int
+) -> Iterator[tuple[T, Any]]:
     """Ask, and ask again, later, for what failed. Answers come in any order; none is kept here.
 
     Args:
@@ -154,11 +177,18 @@ def answers_of(asked: list[T], ask: Callable[[list[T]], list[Any]], attempts: in
             elif isinstance(answer, FileNotFoundError):
                 raise FileMissing(f"{one}: the file is not there any more") from answer
             elif attempt == attempts or _is_final(answer):
-                todo = f"; RemoteStore(..., attempts={2 * attempts}) tries longer" if not _is_final(answer) else ""
-                raise ReadError(f"{one}: {type(answer).__name__}: {answer} (attempt {attempt} of {attempts}{todo})") from answer
+                todo = (
+                    f"; RemoteStore(..., attempts={2 * attempts}) tries longer"
+                    if not _is_final(answer)
+                    else ""
+                )
+                raise ReadError(
+                    f"{one}: {type(answer).__name__}: {answer} (attempt {attempt} of {attempts}{todo})"
+                ) from answer
             else:
                 asked.append(one)
-            del answer  # its memory is that of the next one
+            # Its memory is that of the next one.
+            del answer
         if not asked:
             return
         time.sleep(_FIRST_DELAY_S * 2 ** (attempt - 1))
@@ -166,14 +196,19 @@ def answers_of(asked: list[T], ask: Callable[[list[T]], list[Any]], attempts: in
 
 def _whole(piece: ByteRange, answer: Any) -> Any:
     """The answer, or an error where it is not as long as the piece."""
-    if isinstance(answer, BaseException) and _status(answer) != 416:  # which says that there is nothing
+    if isinstance(answer, BaseException) and _status(answer) != 416:
+        # Which says that there is nothing.
         return answer
     n, wanted = 0 if isinstance(answer, BaseException) else len(answer), piece.end - piece.begin
     if n == wanted:
         return answer
     if n < wanted:
-        return ReadError(f"{piece}: only {n} of them are there: the file has shrunk; was it written anew while it was streamed?")
-    return ReadError(f"{piece}: got {n} bytes; its server does not give parts of files: copy it to one that does")
+        return ReadError(
+            f"{piece}: only {n} of them are there: the file has shrunk; was it written anew while it was streamed?"
+        )
+    return ReadError(
+        f"{piece}: got {n} bytes; its server does not give parts of files: copy it to one that does"
+    )
 
 
 def _is_final(error: BaseException) -> bool:

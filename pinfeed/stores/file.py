@@ -1,7 +1,8 @@
 """MmapStore: rows of a file on disk, or of several shards seen as one, never read whole.
 
-It does what a memory map is used for, without one: rows go from the page cache straight to where they belong, consecutive ones by
-preadv, scattered ones by native AIO. So nothing of the file stays resident in the process, and a file that shrinks is an error.
+It does what a memory map is used for, without one: rows go from the page cache straight to where
+they belong, consecutive ones by preadv, scattered ones by native AIO. So nothing of the file stays
+resident in the process, and a file that shrinks is an error.
 """
 
 from __future__ import annotations
@@ -32,39 +33,52 @@ from pinfeed.stores.formats.row_layout import RowLayout, require_regular
 from pinfeed.stores.remote import has_protocol
 from pinfeed.stores.sharded_file import ShardedStore, bytes_of
 from pinfeed.tensors.dtypes import dtype_of, numpy_dtype_of
-from pinfeed.validation.arguments import check_file_to_make, check_flag, check_path, explain_arguments
+from pinfeed.validation.arguments import (
+    check_file_to_make,
+    check_flag,
+    check_path,
+    explain_arguments,
+)
 
 logger = logging.getLogger("pinfeed")
 
 Path = str | os.PathLike[str]
 
 HINTS = {
-    **dict.fromkeys(("mmap_mode", "readonly", "writable"), "give mode='r' to read, or mode='r+' to write rows back to the file"),
     **dict.fromkeys(
-        ("shape", "offset"), "a .npy file says it itself; for a file without a header use MmapStore.raw(path, shape=..., dtype=...)"
+        ("mmap_mode", "readonly", "writable"),
+        "give mode='r' to read, or mode='r+' to write rows back to the file",
+    ),
+    **dict.fromkeys(
+        ("shape", "offset"),
+        "a .npy file says it itself; for a file without a header use MmapStore.raw(path, shape=..., dtype=...)",
     ),
     **dict.fromkeys(("filename", "file"), "the path comes first, without a name"),
 }
 """Advice, by the names that numpy has for it."""
 
-_PIECE_BYTES = 4 << 20  # rows are written in pieces of this size, of which there may be copies
+# Rows are written in pieces of this size, of which there may be copies.
+_PIECE_BYTES = 4 << 20
 
 
 class MmapStore(ShardedStore[FileReader]):
     """Rows of a .npy file on disk; ``raw`` and ``safetensors`` open other files.
 
     Args:
-        path: A file, a pattern (``"features-*.npy"``, in sorted order) or a sequence of files; several are shards of one store and
-            may differ in their number of rows.
+        path: A file, a pattern (``"features-*.npy"``, in sorted order) or a sequence of files;
+            several are shards of one store and may differ in their number of rows.
         mode: ``"r"``, or ``"r+"`` to write rows back through to the file.
-        dtype: Take the items for this dtype of the same size: ``"bfloat16"``, which a .npy file cannot name (numpy saves it as ``V2``).
-        keep_cache: Whether the kernel's page cache keeps what was read. False leaves it as it was found. None keeps it if the files fit
-            in the memory that is free when reading begins.
+        dtype: Take the items for this dtype of the same size: ``"bfloat16"``, which a .npy file
+            cannot name (numpy saves it as ``V2``).
+        keep_cache: Whether the kernel's page cache keeps what was read. False leaves it as it was
+            found. None keeps it if the files fit in the memory that is free when reading begins.
 
     Raises:
         FileMissing: A file, or every file of a pattern, is missing.
-        StoreError: Not a .npy file, truncated, no rows, Fortran order, a dtype that torch has not, or shards that do not match.
-        ArgumentError: If ``path`` is no path, ``mode`` neither "r" nor "r+", or ``keep_cache`` neither True, False nor None.
+        StoreError: Not a .npy file, truncated, no rows, Fortran order, a dtype that torch has not,
+            or shards that do not match.
+        ArgumentError: If ``path`` is no path, ``mode`` neither "r" nor "r+", or ``keep_cache``
+            neither True, False nor None.
         UnknownArgument: If there is no such argument. The message says what to give instead.
     """
 
@@ -72,7 +86,12 @@ class MmapStore(ShardedStore[FileReader]):
 
     @explain_arguments(HINTS)
     def __init__(
-        self, path: Path | Sequence[Path], *, mode: str = "r", dtype: npt.DTypeLike | None = None, keep_cache: bool | None = None
+        self,
+        path: Path | Sequence[Path],
+        *,
+        mode: str = "r",
+        dtype: npt.DTypeLike | None = None,
+        keep_cache: bool | None = None,
     ) -> None:
         wanted = None if dtype is None else dtype_of(dtype, "MmapStore")
         self._begin([read_header(p, wanted) for p in _paths(path)], mode, keep_cache)
@@ -92,7 +111,8 @@ class MmapStore(ShardedStore[FileReader]):
 
         Args:
             path: As above.
-            shape: (n_rows, *row_shape) of each file, whole numbers, at least 1; with n_rows -1, as many rows as the file has.
+            shape: (n_rows, *row_shape) of each file, whole numbers, at least 1; with n_rows -1, as
+                many rows as the file has.
             dtype: Of the items, as numpy or torch spells it; ``">f4"`` for the other byte order.
             offset: Bytes before the first row.
             mode: As above.
@@ -100,15 +120,22 @@ class MmapStore(ShardedStore[FileReader]):
 
         Raises:
             FileMissing: As above.
-            StoreError: Truncated, no rows, another shape or offset than said above, bytes left over with n_rows -1, or a dtype that
-                torch has not.
+            StoreError: Truncated, no rows, another shape or offset than said above, bytes left over
+                with n_rows -1, or a dtype that torch has not.
         """
         store = cls.__new__(cls)
         store._begin([_raw_extent(p, shape, dtype, offset) for p in _paths(path)], mode, keep_cache)
         return store
 
     @classmethod
-    def safetensors(cls, path: Path | Sequence[Path], name: str, *, mode: str = "r", keep_cache: bool | None = None) -> MmapStore:
+    def safetensors(
+        cls,
+        path: Path | Sequence[Path],
+        name: str,
+        *,
+        mode: str = "r",
+        keep_cache: bool | None = None,
+    ) -> MmapStore:
         """Rows of the tensor ``name`` of a safetensors file, whose header that format's own library reads.
 
         Args:
@@ -120,7 +147,8 @@ class MmapStore(ShardedStore[FileReader]):
         Raises:
             MissingDependency: The library is not installed.
             FileMissing: As above.
-            StoreError: Not a safetensors file, no such tensor, no rows, or a dtype that torch has not.
+            StoreError: Not a safetensors file, no such tensor, no rows, or a dtype that torch has
+                not.
         """
         from pinfeed.stores.formats.safetensors import read_extent
 
@@ -129,13 +157,21 @@ class MmapStore(ShardedStore[FileReader]):
         return store
 
     @classmethod
-    def create(cls, path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, overwrite: bool = False) -> MmapStore:
+    def create(
+        cls,
+        path: Path,
+        shape: tuple[int, ...],
+        dtype: npt.DTypeLike = "float32",
+        *,
+        overwrite: bool = False,
+    ) -> MmapStore:
         """A new .npy file of zeros, shape (n_rows, *row_shape), open for writing; it takes room on the disk as it is written.
 
         Raises:
-            StoreError: If the file is there already, and ``overwrite`` is False; or if the shape has no rows, rows of no bytes,
-                something else than whole numbers, or more bytes than a file can have; or if there is no such dtype, or ``path`` is
-                a directory. No file is made then, or replaced.
+            StoreError: If the file is there already, and ``overwrite`` is False; or if the shape
+                has no rows, rows of no bytes, something else than whole numbers, or more bytes than
+                a file can have; or if there is no such dtype, or ``path`` is a directory. No file
+                is made then, or replaced.
             FileMissing: If the directory of the file does not exist.
             ArgumentError: If ``path`` is no path, or ``overwrite`` is neither True nor False.
         """
@@ -143,7 +179,9 @@ class MmapStore(ShardedStore[FileReader]):
         items, name = dtype_of(dtype, "MmapStore"), check_file_to_make(_local(check_path(path)))
         sizes = shape_to_make(shape, items, name)
         if min(sizes) < 1:
-            raise StoreError(f"{name}: shape {sizes} has rows of no bytes; expected at least 1 in each place")
+            raise StoreError(
+                f"{name}: shape {sizes} has rows of no bytes; expected at least 1 in each place"
+            )
         create(name, sizes, items, overwrite=overwrite)
         return cls(path, mode="r+", dtype=items)
 
@@ -158,11 +196,15 @@ class MmapStore(ShardedStore[FileReader]):
             OSError: The disk is full.
         """
         if len(self._extents) > 1 or not self.writable or self._swapped:
-            raise StoreError(f"{self!r} cannot be filled as a whole; expected one file, open for writing, in this machine's byte order")
+            raise StoreError(
+                f"{self!r} cannot be filled as a whole; expected one file, open for writing, in this machine's byte order"
+            )
         extent = self._extents[0]
         with open(extent.path, "r+b") as file:
             os.posix_fallocate(file.fileno(), 0, extent.end)
-            array = np.memmap(file, self.dtype, "r+", extent.offset, (extent.n_rows, *extent.row_shape))
+            array = np.memmap(
+                file, self.dtype, "r+", extent.offset, (extent.n_rows, *extent.row_shape)
+            )
             yield np.asarray(array)
             array.flush()
 
@@ -171,14 +213,18 @@ class MmapStore(ShardedStore[FileReader]):
             raise ArgumentError(f"mode={mode!r}: expected 'r' or 'r+'")
         if keep_cache is not None:
             check_flag(keep_cache, "keep_cache")
-        self._mode, self._keep_cache = mode, keep_cache
+        self._mode = mode
+        self._keep_cache = keep_cache
         super().__init__(extents)
         if mode == "r+" and len(set(map(os.path.realpath, self.paths))) < len(self.paths):
-            raise ArgumentError(f"a file stands twice among the shards {self.paths}; with mode='r+' give each once")
+            raise ArgumentError(
+                f"a file stands twice among the shards {self.paths}; with mode='r+' give each once"
+            )
 
     def _begin_here(self) -> None:
         super()._begin_here()
-        self._dirty: dict[int, int] = {}  # shards that were written since their last fsync, and how often
+        # Shards that were written since their last fsync, and how often.
+        self._dirty: dict[int, int] = {}
         self._contexts = linux_aio.Contexts()
         self._inodes = [inode_of(os.stat(extent.path)) for extent in self._extents]
 
@@ -214,7 +260,8 @@ class MmapStore(ShardedStore[FileReader]):
         try:
             stats = [os.stat(path) for path in self.paths]
         except FileNotFoundError:
-            return None  # an open file goes on
+            # An open file goes on.
+            return None
         return [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
     def will_gather(self, start: int, stop: int) -> None:
@@ -229,7 +276,8 @@ class MmapStore(ShardedStore[FileReader]):
         """Write rows through to the file; other readers of it see them at once, ``flush`` makes them durable.
 
         Raises:
-            WriteBackError: The store was opened with mode="r", or ``values`` has another shape or dtype than the rows.
+            WriteBackError: The store was opened with mode="r", or ``values`` has another shape or
+                dtype than the rows.
             RowIndexError: If a row is out of range or negative.
             OSError: What the file system says, with the name of the file.
         """
@@ -241,13 +289,18 @@ class MmapStore(ShardedStore[FileReader]):
             piece = values[i : i + step]
             source = bytes_of(np.ascontiguousarray(piece.byteswap() if self._swapped else piece))
             for number, shard_rows, positions in self._split(rows[i : i + step]):
-                self._write(number, shard_rows, source if len(positions) == len(source) else source[positions])
+                self._write(
+                    number,
+                    shard_rows,
+                    source if len(positions) == len(source) else source[positions],
+                )
 
     def flush(self) -> None:
         """Return when every row written so far is on the disk (fsync)."""
         with self._lock:
             dirty = dict(self._dirty)
-        with contextlib.ExitStack() as stack:  # every shard gets its fsync, and the first error is raised
+        with contextlib.ExitStack() as stack:
+            # Every shard gets its fsync, and the first error is raised.
             for number, count in dirty.items():
                 stack.callback(self._flush, number, count)
 
@@ -263,7 +316,9 @@ class MmapStore(ShardedStore[FileReader]):
 
     def _open_shard(self, number: int) -> FileReader:
         extent, wanted = self._extents[number], self._inodes[number]
-        return FileReader(extent, self._contexts, inode=wanted, writable=self.writable, keep_cache=self.keep_cache)
+        return FileReader(
+            extent, self._contexts, inode=wanted, writable=self.writable, keep_cache=self.keep_cache
+        )
 
     def _evict(self, number: int, shard: FileReader) -> None:
         if number in self._dirty:
@@ -281,7 +336,8 @@ class MmapStore(ShardedStore[FileReader]):
     def _flush(self, number: int, count: int) -> None:
         self._shard(number).flush()
         with self._lock:
-            if self._dirty.get(number) == count:  # else it was written again meanwhile
+            if self._dirty.get(number) == count:
+                # Else it was written again meanwhile.
                 del self._dirty[number]
 
 
@@ -307,10 +363,14 @@ def _raw_extent(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: i
     if type(offset) is bool or not hasattr(offset, "__index__"):
         raise StoreError(f"{path}: offset={offset!r}; expected a whole number of bytes")
     if n_rows < -1 or min(row_shape, default=0) < 0 or offset < 0:
-        raise StoreError(f"{path}: shape={shape}, offset={offset}; expected (n_rows, ...), or (-1, ...) for as many as there are")
+        raise StoreError(
+            f"{path}: shape={shape}, offset={offset}; expected (n_rows, ...), or (-1, ...) for as many as there are"
+        )
     row_nbytes = items.itemsize * math.prod(row_shape)
     if not row_nbytes:
-        raise StoreError(f"{path}: shape={shape} of {items} has rows of no bytes; expected at least 1 in each place")
+        raise StoreError(
+            f"{path}: shape={shape} of {items} has rows of no bytes; expected at least 1 in each place"
+        )
     if n_rows == -1:
         n_rows, rest = divmod(max(0, size - offset), row_nbytes)
         if rest:
@@ -335,15 +395,25 @@ def _size(path: str) -> int:
 def store_of_memmap(array: np.memmap[Any, Any]) -> MmapStore | None:
     """A store of the file that ``numpy.load(path, mmap_mode=...)`` has mapped; None for any other array.
 
-    A memory map would stay resident as far as it was touched, and would end the process where the file has shrunk.
+    A memory map would stay resident as far as it was touched, and would end the process where the
+    file has shrunk.
     """
-    if not isinstance(array.base, mmap.mmap) or array.filename is None or array.mode not in ("r", "r+"):
-        return None  # a part of a map, or one whose changes are its own
+    if (
+        not isinstance(array.base, mmap.mmap)
+        or array.filename is None
+        or array.mode not in ("r", "r+")
+    ):
+        # A part of a map, or one whose changes are its own.
+        return None
     try:
         header = read_header(os.fspath(array.filename))
     except StoreError:
         return None
-    if (header.offset, header.dtype, header.n_rows, *header.row_shape) != (array.offset, array.dtype, *array.shape):
+    if (header.offset, header.dtype, header.n_rows, *header.row_shape) != (
+        array.offset,
+        array.dtype,
+        *array.shape,
+    ):
         return None
     try:
         inode = _mapped_inode(array.ctypes.data)
@@ -386,7 +456,9 @@ def _paths(path: Path | Sequence[Path]) -> list[str]:
     try:
         names = [_local(p) for p in path]
     except TypeError:
-        raise ArgumentError(f"path={path!r}: expected a path, a pattern or a sequence of paths") from None
+        raise ArgumentError(
+            f"path={path!r}: expected a path, a pattern or a sequence of paths"
+        ) from None
     if not names:
         raise ArgumentError("an empty list of files; expected at least one .npy file")
     return names
@@ -394,5 +466,7 @@ def _paths(path: Path | Sequence[Path]) -> list[str]:
 
 def _local(path: Path) -> str:
     if has_protocol(path):
-        raise ArgumentError(f"{path!r} is a URL; MmapStore opens local files: expected a path, or RemoteStore({path!r})")
+        raise ArgumentError(
+            f"{path!r} is a URL; MmapStore opens local files: expected a path, or RemoteStore({path!r})"
+        )
     return os.fspath(path)

@@ -26,27 +26,32 @@ logger = logging.getLogger("pinfeed")
 
 _OF_A_SHAPE = "a store of a dtype and a shape is PinnedStore.zeros(shape, dtype) or PinnedStore.empty(shape, dtype)"
 HINTS = {
-    **dict.fromkeys(("pinned", "pin_memory", "page_locked"), "give pin=True, pin=False or pin='auto'"),
+    **dict.fromkeys(
+        ("pinned", "pin_memory", "page_locked"), "give pin=True, pin=False or pin='auto'"
+    ),
     **dict.fromkeys(("shape", "dtype"), _OF_A_SHAPE),
 }
 """Advice, by the names that torch has for it."""
 
 Pin = Literal["auto"] | bool
 
-_FILL_BYTES = 16 << 20  # tables are filled piecewise: the peak is the table and one piece
+# Tables are filled piecewise: the peak is the table and one piece.
+_FILL_BYTES = 16 << 20
 
 
 class PinnedStore(ArrayStore):
     """Rows in memory that is page-locked through CuPy: exactly as much as they need, in whole pages. Forked processes do not inherit it.
 
-    ``copy.copy`` gives a store of the same memory, ``copy.deepcopy`` and pickle one of other memory. When the last array on the memory has
-    died, it is unlocked by the next call of pinfeed that takes page-locked memory, asks a loop for a batch, or closes a feeder; or by
+    ``copy.copy`` gives a store of the same memory, ``copy.deepcopy`` and pickle one of other
+    memory. When the last array on the memory has died, it is unlocked by the next call of pinfeed
+    that takes page-locked memory, asks a loop for a batch, or closes a feeder; or by
     ``PinnedStore.unlock_freed()``.
 
     Args:
-        source: A numpy array, a CPU tensor, a path of a .npy file or a Store; copied piece by piece.
-        pin: True to page-lock, ``"auto"`` to do so where CUDA and CuPy are there and the driver agrees, and take ordinary memory elsewhere,
-            False for ordinary memory.
+        source: A numpy array, a CPU tensor, a path of a .npy file or a Store; copied piece by
+            piece.
+        pin: True to page-lock, ``"auto"`` to do so where CUDA and CuPy are there and the driver
+            agrees, and take ordinary memory elsewhere, False for ordinary memory.
 
     Raises:
         MissingDependency: ``pin=True`` without CuPy or without a CUDA device.
@@ -71,11 +76,14 @@ class PinnedStore(ArrayStore):
                 store.close()
 
     @classmethod
-    def empty(cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True) -> PinnedStore:
+    def empty(
+        cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True
+    ) -> PinnedStore:
         """Rows of any contents, ``shape`` (n_rows, *row_shape); the system gives zeros.
 
         Raises:
-            StoreError: If the shape has no rows, or something else than whole numbers, or more bytes than an address can tell.
+            StoreError: If the shape has no rows, or something else than whole numbers, or more
+                bytes than an address can tell.
             StoreError: If there is no such dtype.
             MemoryError: If the system does not have so much memory.
             MissingDependency: As for the class.
@@ -86,9 +94,12 @@ class PinnedStore(ArrayStore):
         return store
 
     @classmethod
-    def zeros(cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True) -> PinnedStore:
+    def zeros(
+        cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True
+    ) -> PinnedStore:
         """Rows of zeros."""
-        return cls.empty(shape, dtype, pin=pin)  # an anonymous mapping is zero-filled
+        # An anonymous mapping is zero-filled.
+        return cls.empty(shape, dtype, pin=pin)
 
     @classmethod
     def normal(
@@ -104,7 +115,8 @@ class PinnedStore(ArrayStore):
         """Rows of normally distributed numbers, the same for the same seed.
 
         Raises:
-            ArgumentError: If ``mean`` is no number, ``std`` is no number of at least 0, or ``seed`` no whole number of at least 0.
+            ArgumentError: If ``mean`` is no number, ``std`` is no number of at least 0, or ``seed``
+                no whole number of at least 0.
             StoreError: As for ``empty``, or if the dtype is not floating point.
         """
         seed = whole_number(seed, "seed", least=0)
@@ -126,7 +138,8 @@ class PinnedStore(ArrayStore):
         """Rows of numbers evenly distributed over [low, high), the same for the same seed.
 
         Raises:
-            ArgumentError: If ``low`` or ``high`` is no number, ``high`` is below ``low``, or ``seed`` is no whole number of at least 0.
+            ArgumentError: If ``low`` or ``high`` is no number, ``high`` is below ``low``, or
+                ``seed`` is no whole number of at least 0.
             StoreError: As for ``empty``, or if the dtype is not floating point.
         """
         seed = whole_number(seed, "seed", least=0)
@@ -152,7 +165,9 @@ class PinnedStore(ArrayStore):
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(type(self), pin="auto" if self.page_locked else False), (self._array,)
+        return functools.partial(type(self), pin="auto" if self.page_locked else False), (
+            self._array,
+        )
 
     def gather(self, rows: Rows, out: Array) -> None:
         self._require_memory()
@@ -164,18 +179,25 @@ class PinnedStore(ArrayStore):
 
     @staticmethod
     def unlock_freed() -> None:
-        """Give the memory of stores that were dropped back to the system now. Do not call it while this thread captures a CUDA graph."""
+        """Give the memory of stores that were dropped back to the system now.
+
+        Do not call it while this thread captures a CUDA graph.
+        """
         unlock_freed()
 
     def _require_memory(self) -> None:
-        if self.page_locked and self._pid != os.getpid():  # where the first touch would end the process
-            raise ClosedError("a forked process does not inherit page-locked memory; read the rows before the fork, or hand over a copy")
+        if self.page_locked and self._pid != os.getpid():
+            # Where the first touch would end the process.
+            raise ClosedError(
+                "a forked process does not inherit page-locked memory; read the rows before the fork, or hand over a copy"
+            )
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], pin: Pin) -> None:
         shape = shape_to_make(shape, dtype, "PinnedStore")
         nbytes = math.prod(shape) * dtype.itemsize
         runtime = _cuda_runtime(pin)
-        self.page_locked, self._pid = runtime is not None, os.getpid()
+        self.page_locked = runtime is not None
+        self._pid = os.getpid()
         try:
             memory = anonymous(nbytes) if runtime is None else self._locked(nbytes, runtime, pin)
         except MemoryError as error:
@@ -187,17 +209,29 @@ class PinnedStore(ArrayStore):
 
     def _locked(self, nbytes: int, runtime: Any, pin: Pin) -> Bytes:
         try:
-            return page_locked(nbytes, lambda address, size: runtime.hostRegister(address, size, REGISTER), runtime.hostUnregister)
+            return page_locked(
+                nbytes,
+                lambda address, size: runtime.hostRegister(address, size, REGISTER),
+                runtime.hostUnregister,
+            )
         except DeviceError as error:
             if pin != "auto":
-                raise DeviceError(f"{error}; free memory, raise the limit, or give pin='auto' for ordinary memory") from error
-            logger.warning("%s; the rows are in ordinary memory, and are copied through page-locked buffers", error)
+                raise DeviceError(
+                    f"{error}; free memory, raise the limit, or give pin='auto' for ordinary memory"
+                ) from error
+            logger.warning(
+                "%s; the rows are in ordinary memory, and are copied through page-locked buffers",
+                error,
+            )
         self.page_locked = False
         return anonymous(nbytes)
 
     def _fill(self, draw: Callable[[tuple[int, ...]], Array]) -> PinnedStore:
-        if self.dtype.kind not in "fV":  # V: bfloat16
-            raise StoreError(f"PinnedStore: random rows of {self.dtype}; expected a floating point dtype")
+        if self.dtype.kind not in "fV":
+            # V: bfloat16
+            raise StoreError(
+                f"PinnedStore: random rows of {self.dtype}; expected a floating point dtype"
+            )
         step = _rows_per_piece(self._array)
         for start in range(0, self.n_rows, step):
             piece = self._array[start : start + step]
@@ -207,8 +241,14 @@ class PinnedStore(ArrayStore):
 
 def _open(source: Any) -> Store:
     if isinstance(source, tuple) and source and all(isinstance(n, int) for n in source):
-        raise StoreError(f"PinnedStore: got the tuple {source!r}; expected rows, or a path of them; {_OF_A_SHAPE}")
-    return MmapStore(source) if isinstance(source, (str, os.PathLike)) else ArrayStore(source, name="PinnedStore")
+        raise StoreError(
+            f"PinnedStore: got the tuple {source!r}; expected rows, or a path of them; {_OF_A_SHAPE}"
+        )
+    return (
+        MmapStore(source)
+        if isinstance(source, (str, os.PathLike))
+        else ArrayStore(source, name="PinnedStore")
+    )
 
 
 def _rows_per_piece(array: Array) -> int:
@@ -231,4 +271,6 @@ def _cuda_runtime(pin: Pin) -> Any:
         problem = "CuPy finds no CUDA device or driver"
     if pin == "auto":
         return None
-    raise MissingDependency(f'PinnedStore needs page-locked memory, and {problem}; give pin="auto" for ordinary memory where there is none')
+    raise MissingDependency(
+        f'PinnedStore needs page-locked memory, and {problem}; give pin="auto" for ordinary memory where there is none'
+    )

@@ -12,10 +12,27 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import ArgumentError, ClosedError, FileMissing, MissingDependency, StoreError, described
+from pinfeed.errors import (
+    ArgumentError,
+    ClosedError,
+    FileMissing,
+    MissingDependency,
+    StoreError,
+    described,
+)
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, run_of
-from pinfeed.stores.byte_ranges import RANGE_BYTES, WINDOW_BYTES, ByteRange, RemoteFile, answers_of, pieces_of, read, tried, windows_of
+from pinfeed.stores.byte_ranges import (
+    RANGE_BYTES,
+    WINDOW_BYTES,
+    ByteRange,
+    RemoteFile,
+    answers_of,
+    pieces_of,
+    read,
+    tried,
+    windows_of,
+)
 from pinfeed.stores.formats.npy import header_of
 from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.stores.sharded_file import ShardedStore, bytes_of
@@ -23,31 +40,41 @@ from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool
 from pinfeed.validation.arguments import whole_number
 
-_SORTED = 1 << 16  # rows that are brought into the order of the file at a time
-_GATHERS = 2  # at a time, each with many requests: one asks while the other one copies
+# Rows that are brought into the order of the file at a time.
+_SORTED = 1 << 16
+# At a time, each with many requests: one asks while the other one copies.
+_GATHERS = 2
 _HEADERS_AT_ONCE = 16
-_HEADER_BYTES = 64 << 10  # what a file system may read ahead
+# What a file system may read ahead.
+_HEADER_BYTES = 64 << 10
 
 
-class RemoteStore(ShardedStore[NoReturn]):  # no shard is ever open: each request is on its own
+# No shard is ever open: each request is on its own.
+class RemoteStore(ShardedStore[NoReturn]):
     """Rows of .npy files that are elsewhere, read-only. Any thread may gather.
 
-    Neighbouring rows are fetched by one request, and many requests wait at the same time where the file system can do that (those of
-    object stores and web servers can). Raw and safetensors files have to be local: see ``MmapStore``.
+    Neighbouring rows are fetched by one request, and many requests wait at the same time where the
+    file system can do that (those of object stores and web servers can). Raw and safetensors files
+    have to be local: see ``MmapStore``.
 
     Args:
-        path: A URL (``"s3://bucket/x.npy"``), a pattern (``"gs://bucket/x-*.npy"``, in sorted order) or a sequence of URLs; several are
-            shards of one store and may differ in their number of rows.
-        dtype: Take the items for this dtype of the same size: ``"bfloat16"``, which a .npy file cannot name.
+        path: A URL (``"s3://bucket/x.npy"``), a pattern (``"gs://bucket/x-*.npy"``, in sorted
+            order) or a sequence of URLs; several are shards of one store and may differ in their
+            number of rows.
+        dtype: Take the items for this dtype of the same size: ``"bfloat16"``, which a .npy file
+            cannot name.
         storage_options: What fsspec's file system is to know: credentials, endpoints.
-        attempts: How often a request is made, before an error that may pass (a lost connection, a busy server) is raised.
+        attempts: How often a request is made, before an error that may pass (a lost connection, a
+            busy server) is raised.
 
     Raises:
-        ArgumentError: Not a URL, of a file system that fsspec does not know, or ``attempts`` below 1.
+        ArgumentError: Not a URL, of a file system that fsspec does not know, or ``attempts``
+            below 1.
         MissingDependency: fsspec is not installed, or not what it needs for such a URL.
         FileMissing: A file, or every file of a pattern, is missing.
         ReadError: A file cannot be read.
-        StoreError: Not a .npy file, truncated, no rows, Fortran order, a dtype that torch has not, or shards that do not match.
+        StoreError: Not a .npy file, truncated, no rows, Fortran order, a dtype that torch has not,
+            or shards that do not match.
     """
 
     resident_bytes = _GATHERS * (WINDOW_BYTES + 4 * RANGE_BYTES)
@@ -104,7 +131,9 @@ class RemoteStore(ShardedStore[NoReturn]):  # no shard is ever open: each reques
 
     def _pieces(self, rows: Rows, positions: Rows) -> Iterator[ByteRange]:
         for number, shard_rows, places in self._split(rows):
-            yield from pieces_of(self._files[number], self._extents[number], shard_rows, positions[places])
+            yield from pieces_of(
+                self._files[number], self._extents[number], shard_rows, positions[places]
+            )
 
     def _find(self, path: str | Sequence[str], options: dict[str, Any]) -> list[RemoteFile]:
         if isinstance(path, (str, os.PathLike)):
@@ -113,31 +142,47 @@ class RemoteStore(ShardedStore[NoReturn]):  # no shard is ever open: each reques
             try:
                 urls = list(path)
             except TypeError:
-                raise ArgumentError(f"path={path!r}: expected a URL, a pattern or a sequence of URLs") from None
+                raise ArgumentError(
+                    f"path={path!r}: expected a URL, a pattern or a sequence of URLs"
+                ) from None
             if not urls:
-                raise ArgumentError("an empty list of files; expected at least one URL of a .npy file")
+                raise ArgumentError(
+                    "an empty list of files; expected at least one URL of a .npy file"
+                )
         files = [_file(url, options) for url in urls]
         if not isinstance(path, str) or not _is_pattern(files[0]):
             return files
-        [(_, found)] = answers_of(files, lambda files: [tried(_matches, file) for file in files], self._attempts)
+        [(_, found)] = answers_of(
+            files, lambda files: [tried(_matches, file) for file in files], self._attempts
+        )
         if not found:
             raise FileMissing(f"{path}: no file matches this pattern")
         return list(found)
 
     def _headers(self, dtype: np.dtype[Any] | None) -> list[RowLayout]:
-        different = list(dict.fromkeys(self._files))  # a file may stand twice, and one of fsspec may not be read by two threads
+        # A file may stand twice, and one of fsspec may not be read by two threads.
+        different = list(dict.fromkeys(self._files))
         header = functools.partial(tried, _header, dtype=dtype)
         # the first one alone: it opens the session that the others share
-        found = dict(answers_of(different[:1], lambda files: [header(file) for file in files], self._attempts))
+        found = dict(
+            answers_of(
+                different[:1], lambda files: [header(file) for file in files], self._attempts
+            )
+        )
         if different[1:]:
             with ThreadPool(min(_HEADERS_AT_ONCE, len(different) - 1), "pinfeed-remote") as pool:
-                found |= answers_of(different[1:], lambda files: list(pool.map(header, files)), self._attempts)
+                found |= answers_of(
+                    different[1:], lambda files: list(pool.map(header, files)), self._attempts
+                )
         return [found[file] for file in self._files]
 
 
 def has_protocol(path: object) -> bool:
     """Whether this is a URL, or a chain of them as fsspec has it (``simplecache::s3://…``); the path of a Windows drive is none."""
-    return isinstance(path, str) and re.match(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z][A-Za-z0-9+.-]+)*://", path) is not None
+    return (
+        isinstance(path, str)
+        and re.match(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z][A-Za-z0-9+.-]+)*://", path) is not None
+    )
 
 
 def _is_pattern(file: RemoteFile) -> bool:
@@ -158,20 +203,32 @@ def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> RowLayout:
         with file.fs.open(file.path, "rb", block_size=_HEADER_BYTES) as opened:
             size = getattr(opened, "size", None) or file.fs.size(file.path)
             if size is None:
-                raise StoreError(f"{file}: its server does not tell its size and gives no parts of it; copy it to one that does")
+                raise StoreError(
+                    f"{file}: its server does not tell its size and gives no parts of it; copy it to one that does"
+                )
             extent = header_of(file.url, opened, size, dtype)
             if "http" in file.fs.protocol:
-                opened.seek(size - 1)  # a server that always sends all of the file is found out here, where fsspec does not take it
+                # A server that always sends all of the file is found out here, where fsspec does
+                # not take it.
+                opened.seek(size - 1)
                 opened.read(1)
             return extent
     except FileNotFoundError as error:
         cause = error.__cause__
-        is_missing = cause is None or isinstance(cause, FileNotFoundError) or getattr(cause, "status", None) == 404
+        is_missing = (
+            cause is None
+            or isinstance(cause, FileNotFoundError)
+            or getattr(cause, "status", None) == 404
+        )
         if "http" in file.fs.protocol and not is_missing:
             raise cause from None  # type: ignore[misc]  # fsspec says "not found" of a server that cannot be reached as well
-        raise FileMissing(f"{file}: no such file; expected a .npy file, as numpy.save writes it") from None
+        raise FileMissing(
+            f"{file}: no such file; expected a .npy file, as numpy.save writes it"
+        ) from None
     except IsADirectoryError:
-        raise StoreError(f"{file} is a directory; expected a .npy file, or a pattern such as {file}/*.npy") from None
+        raise StoreError(
+            f"{file} is a directory; expected a .npy file, or a pattern such as {file}/*.npy"
+        ) from None
 
 
 def _file(url: str, options: dict[str, Any]) -> RemoteFile:
@@ -182,12 +239,17 @@ def _file(url: str, options: dict[str, Any]) -> RemoteFile:
     try:
         from fsspec.core import url_to_fs
     except ImportError as error:
-        raise MissingDependency(f'{url}: fsspec is needed; pip install "pinfeed[remote]"') from error
+        raise MissingDependency(
+            f'{url}: fsspec is needed; pip install "pinfeed[remote]"'
+        ) from error
     try:
         return RemoteFile(url, *url_to_fs(url, **options))
     except ImportError as error:
         raise MissingDependency(f"{url}: {error}") from error
     except FileNotFoundError as error:
-        raise FileMissing(f"{url}: no such file ({described(error)})") from None  # an archive that is to be looked into
+        # An archive that is to be looked into.
+        raise FileMissing(f"{url}: no such file ({described(error)})") from None
     except ValueError as error:
-        raise ArgumentError(f"{url}: {error}; expected a URL that fsspec knows, such as 's3://bucket/x.npy'") from error
+        raise ArgumentError(
+            f"{url}: {error}; expected a URL that fsspec knows, such as 's3://bucket/x.npy'"
+        ) from error

@@ -20,7 +20,8 @@ from pinfeed.stores.base import Array, checked_gather, run_of
 from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.tensors.dtypes import check_dtype
 
-_OPEN_SHARDS = 64  # of a thousand, so many hold a descriptor at a time
+# Of a thousand, so many hold a descriptor at a time.
+_OPEN_SHARDS = 64
 
 
 class ReadableShard(Protocol):
@@ -50,7 +51,8 @@ class ShardedStore(Generic[S]):
 
     writable = False
     resident_bytes = 0
-    _here: ClassVar[tuple[str, ...]] = ("_open", "_lock")  # attributes that mean something in one process only
+    # Attributes that mean something in one process only.
+    _here: ClassVar[tuple[str, ...]] = ("_open", "_lock")
 
     def __init__(self, extents: Sequence[RowLayout]) -> None:
         first = extents[0]
@@ -61,20 +63,26 @@ class ShardedStore(Generic[S]):
                     f"{extent.path} of shape {extent.row_shape}, {extent.dtype}"
                 )
         if sum(extent.n_rows for extent in extents) > sys.maxsize:
-            raise StoreError(f"{first.path} and the other shards have more rows than can be counted")
+            raise StoreError(
+                f"{first.path} and the other shards have more rows than can be counted"
+            )
         self._ends = np.cumsum([extent.n_rows for extent in extents])
         self._starts = self._ends - [extent.n_rows for extent in extents]
         if self._ends[-1] == 0:
-            raise StoreError(f"{first.path} has no rows (shape {(first.n_rows, *first.row_shape)}); expected at least one")
+            raise StoreError(
+                f"{first.path} has no rows (shape {(first.n_rows, *first.row_shape)}); expected at least one"
+            )
         self._extents = extents
-        self._dtype, self._swapped = check_dtype(first.dtype, first.path), not first.dtype.isnative
+        self._dtype = check_dtype(first.dtype, first.path)
+        self._swapped = not first.dtype.isnative
         self._closed = False
         self._begin_here()
 
     def _begin_here(self) -> None:
         """Make what belongs to this process."""
         self._open: OrderedDict[int, S] = OrderedDict()
-        self._lock = threading.Lock()  # readers and writer use the store at the same time
+        # Readers and writer use the store at the same time.
+        self._lock = threading.Lock()
         _stores.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -193,7 +201,10 @@ class ShardedStore(Generic[S]):
         return parts
 
     def _shard(self, number: int) -> S:
-        """The shard, opened. One that falls out of the cache closes when the last thread that reads it is done."""
+        """The shard, opened.
+
+        One that falls out of the cache closes when the last thread that reads it is done.
+        """
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self!r} is closed; open the file again")

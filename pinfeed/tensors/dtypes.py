@@ -42,7 +42,11 @@ def numpy_dtype_of(value: Any, name: str) -> np.dtype[Any]:
     """
     # torch is not imported here: where there is a dtype of torch's, it is there already.
     kind = type(value)
-    spelled = str(value).removeprefix("torch.") if (kind.__module__, kind.__name__) == ("torch", "dtype") else value
+    spelled = (
+        str(value).removeprefix("torch.")
+        if (kind.__module__, kind.__name__) == ("torch", "dtype")
+        else value
+    )
     if isinstance(spelled, str) and spelled in DTYPES:
         return DTYPES[spelled]
     try:
@@ -51,7 +55,9 @@ def numpy_dtype_of(value: Any, name: str) -> np.dtype[Any]:
             raise TypeError("None is no dtype")
         return np.dtype(spelled)
     except (TypeError, ValueError, SyntaxError) as error:
-        raise StoreError(f"{name}: dtype={value!r} is unknown ({described(error)}); expected one of {', '.join(sorted(DTYPES))}") from None
+        raise StoreError(
+            f"{name}: dtype={value!r} is unknown ({described(error)}); expected one of {', '.join(sorted(DTYPES))}"
+        ) from None
 
 
 def check_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
@@ -72,4 +78,6 @@ def check_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
         todo = "text: number it, np.unique(array, return_inverse=True)[1]"
     else:
         todo = "convert with .astype()"
-    raise StoreError(f"{name}: dtype {dtype} has no torch counterpart ({todo}); expected one of {', '.join(sorted(DTYPES))}")
+    raise StoreError(
+        f"{name}: dtype {dtype} has no torch counterpart ({todo}); expected one of {', '.join(sorted(DTYPES))}"
+    )

@@ -12,13 +12,16 @@ from pinfeed.errors import StoreError
 from pinfeed.tensors.dtypes import BFLOAT16, DTYPES
 from pinfeed.validation import suggestions
 
-TORCH: dict[np.dtype[Any], torch.dtype] = {dtype: getattr(torch, name) for name, dtype in DTYPES.items()}
+TORCH: dict[np.dtype[Any], torch.dtype] = {
+    dtype: getattr(torch, name) for name, dtype in DTYPES.items()
+}
 NUMPY: dict[torch.dtype, np.dtype[Any]] = {there: here for here, there in TORCH.items()}
 
 
 def to_torch(array: npt.NDArray[Any]) -> torch.Tensor:
     """A CPU tensor on the array's memory."""
-    if array.dtype == BFLOAT16:  # torch does not know the dtype as numpy's, but it knows its bits
+    if array.dtype == BFLOAT16:
+        # torch does not know the dtype as numpy's, but it knows its bits.
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
@@ -35,17 +38,31 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
             f"{suggestions.of_object(value)}"
         )
     if value.is_meta:
-        raise StoreError(f"{name}: a meta tensor, which has a shape and no data; expected one on the CPU (materialise it first)")
+        raise StoreError(
+            f"{name}: a meta tensor, which has a shape and no data; expected one on the CPU (materialise it first)"
+        )
     if value.is_nested:
-        raise StoreError(f"{name}: a nested tensor, whose rows differ in length; pad them: tensor.to_padded_tensor(0)")
+        raise StoreError(
+            f"{name}: a nested tensor, whose rows differ in length; pad them: tensor.to_padded_tensor(0)"
+        )
     if value.device.type != "cpu":
-        raise StoreError(f"{name}: the tensor is on {value.device} already; expected one on the CPU (index it directly, or give .cpu())")
+        raise StoreError(
+            f"{name}: the tensor is on {value.device} already; expected one on the CPU (index it directly, or give .cpu())"
+        )
     if value.layout is not torch.strided or value.dtype not in NUMPY:
-        todo = "" if value.layout is torch.strided else "; give tensor.to_dense() where that fits into memory"
+        todo = (
+            ""
+            if value.layout is torch.strided
+            else "; give tensor.to_dense() where that fits into memory"
+        )
         todo = "; give tensor.dequantize()" if value.is_quantized else todo
-        raise StoreError(f"{name}: got a {value.layout} tensor of {value.dtype}; expected a dense one of {', '.join(sorted(DTYPES))}{todo}")
+        raise StoreError(
+            f"{name}: got a {value.layout} tensor of {value.dtype}; expected a dense one of {', '.join(sorted(DTYPES))}{todo}"
+        )
     if value.is_conj() or value.is_neg():
-        raise StoreError(f"{name}: a lazily conjugated or negated tensor; give .resolve_conj().resolve_neg()")
+        raise StoreError(
+            f"{name}: a lazily conjugated or negated tensor; give .resolve_conj().resolve_neg()"
+        )
     return memory_of(value.detach())
 
 
@@ -60,4 +77,8 @@ def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 def bytes_by_row(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     """Return the bytes of each row of an array, shape (n_rows, bytes of a row): equal where rows are equal bit for bit."""
-    return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8) if array.size else np.empty((len(array), 0), np.uint8)
+    return (
+        np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
+        if array.size
+        else np.empty((len(array), 0), np.uint8)
+    )

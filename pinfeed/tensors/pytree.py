@@ -10,11 +10,13 @@ from typing import Any
 Rebuild = Callable[[Iterator[Any]], Any]
 
 
-def flatten(value: Any, path: str = "", *, is_leaf: Callable[[Any], bool] = lambda value: False) -> tuple[list[tuple[str, Any]], Rebuild]:
+def flatten(
+    value: Any, path: str = "", *, is_leaf: Callable[[Any], bool] = lambda value: False
+) -> tuple[list[tuple[str, Any]], Rebuild]:
     """The leaves of ``value``, each with its path (``"[0]['x'].y"``), and a function that builds the structure from new leaves.
 
-    An object with a ``to`` method of its own is a leaf: it knows better how it moves to a device. So is a dataclass for which ``is_leaf``
-    is true.
+    An object with a ``to`` method of its own is a leaf: it knows better how it moves to a device.
+    So is a dataclass for which ``is_leaf`` is true.
     """
     children = None if dataclasses.is_dataclass(value) and is_leaf(value) else _children(value)
     if children is None:
@@ -54,7 +56,8 @@ def _maker(value: Any) -> Callable[[list[Any]], Any]:
         return lambda new: _like(value, dict(zip(value, new, strict=True)))
     if isinstance(value, list):
         return lambda new: _filled(copy.copy(value), [(slice(None), new)])
-    if isinstance(value, tuple) and hasattr(value, "_make"):  # a named tuple
+    if isinstance(value, tuple) and hasattr(value, "_make"):
+        # A named tuple
         return lambda new: value._make(new)
     if isinstance(value, tuple):
         return lambda new: _like(value, tuple(new))

@@ -1,11 +1,13 @@
 """SimDevice: an asynchronous device without hardware, that runs work as late, or in as bad an order, as streams and events allow.
 
-One adversary decides all that may happen at the same time on a real machine: which stream advances, and when a worker does its
-next task. Everything runs in the caller's thread, so a run is a function of the adversary, and a failing one can be replayed.
+One adversary decides all that may happen at the same time on a real machine: which stream advances,
+and when a worker does its next task. Everything runs in the caller's thread, so a run is a function
+of the adversary, and a failing one can be replayed.
 
-As on a GPU, work in a stream reads and writes memory when it runs, and holds no reference to it. Freed device memory goes back to
-the stream that it was allocated for and is handed out again at once, queued work or not, as torch's caching allocator does; who
-ordered his streams wrongly finds his data overwritten. Host memory that is freed while queued work needs it is an error.
+As on a GPU, work in a stream reads and writes memory when it runs, and holds no reference to it.
+Freed device memory goes back to the stream that it was allocated for and is handed out again at
+once, queued work or not, as torch's caching allocator does; who ordered his streams wrongly finds
+his data overwritten. Host memory that is freed while queued work needs it is an error.
 """
 
 from __future__ import annotations
@@ -50,16 +52,22 @@ class SimMemory:
     """A piece of device memory; free when nobody holds it any more."""
 
     def __init__(self, contents: npt.NDArray[np.uint8], stream: SimStream) -> None:
-        self.contents, self.stream = contents, stream
+        self.contents = contents
+        self.stream = stream
         self.shared: set[SimStream] = set()
-        weakref.finalize(self, stream.device._free_memory, contents, stream, self.shared).atexit = False
+        weakref.finalize(
+            self, stream.device._free_memory, contents, stream, self.shared
+        ).atexit = False
 
 
 class DeviceArray:
     """An array on the device. The host cannot read it; work in a stream can."""
 
     def __init__(self, memory: SimMemory, array: Array) -> None:
-        self.memory, self._array, self.shape, self.dtype = memory, array, array.shape, array.dtype
+        self.memory = memory
+        self._array = array
+        self.shape = array.shape
+        self.dtype = array.dtype
 
     def __getitem__(self, key: slice) -> DeviceArray:
         return DeviceArray(self.memory, self._array[key])
@@ -69,7 +77,10 @@ class SimEvent:
     """A point in a stream."""
 
     def __init__(self, stream: SimStream, timed: bool) -> None:
-        self._stream, self._timed, self._at_s, self.passed = stream, timed, 0.0, False
+        self._stream = stream
+        self._timed = timed
+        self._at_s = 0.0
+        self.passed = False
 
     def sync(self) -> None:
         if not self._stream.device._ignored():
@@ -91,7 +102,8 @@ class SimStream:
     """A queue of closures."""
 
     def __init__(self, device: SimDevice, name: str) -> None:
-        self.device, self.name = device, name
+        self.device = device
+        self.name = name
         self._work: deque[tuple[Callable[[], object], SimEvent | None]] = deque()
 
     def record(self, *, timed: bool = False) -> SimEvent:
@@ -116,7 +128,10 @@ class SimStream:
         while isinstance(base.base, np.ndarray):
             base = base.base
         owner = weakref.ref(base)
-        address, shape, dtype, strides = array.ctypes.data, array.shape, array.dtype, array.strides
+        address = array.ctypes.data
+        shape = array.shape
+        dtype = array.dtype
+        strides = array.strides
         del array, base
 
         def reach() -> Array:
@@ -154,7 +169,8 @@ class SimWorker:
     """Threads, simulated: with several of them, a call may be made while another one calls the device."""
 
     def __init__(self, device: SimDevice, n_threads: int) -> None:
-        self._device, self._n_idle = device, n_threads
+        self._device = device
+        self._n_idle = n_threads
         self._calls: deque[SimCall] = deque()
 
     def submit(self, fn: Callable[..., Any], /, *args: Any) -> SimCall:
@@ -188,7 +204,8 @@ class SimDevice:
 
     Args:
         choose: The adversary; asked whenever the host calls the device.
-        direct: Whether the device reads and writes the rows of stores itself, when its streams come to it.
+        direct: Whether the device reads and writes the rows of stores itself, when its streams come
+            to it.
         duplex: Whether rows come and go in two streams.
         deaf_to: A call site of ``wait`` or ``sync`` that is ignored.
         now: The clock.
@@ -211,8 +228,12 @@ class SimDevice:
         deaf_to: Site | None = None,
         now: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.now, self.names = now, list[str]()
-        self._choose, self._direct, self._duplex, self._deaf_to = choose, direct, duplex, deaf_to
+        self.now = now
+        self.names = list[str]()
+        self._choose = choose
+        self._direct = direct
+        self._duplex = duplex
+        self._deaf_to = deaf_to
         self._actors: dict[str, SimStream | SimWorker] = {}
         self._turning = False
         self._free: dict[tuple[str, int], list[npt.NDArray[np.uint8]]] = {}
@@ -222,7 +243,7 @@ class SimDevice:
         self.sites: set[Site] = set()
         self.allocated_bytes = self.peak_bytes = 0
 
-    # ---- Device ------------------------------------------------------------------------------------------------------
+    # ---- Device ----------------------------------------------------------------------------------
     def stream(self, name: str) -> SimStream:
         if name == "write" and not self._duplex:
             name = "read"
@@ -244,7 +265,9 @@ class SimDevice:
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
         return SimMemory(contents, stream)
 
-    def tensor(self, buffer: SimMemory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> DeviceArray:
+    def tensor(
+        self, buffer: SimMemory, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> DeviceArray:
         return DeviceArray(buffer, np.ndarray(shape, dtype, buffer.contents))
 
     def cut(self, tensor: DeviceArray, start: int, stop: int) -> DeviceArray:
@@ -257,11 +280,15 @@ class SimDevice:
 
     def copy(self, src: Any, dst: Any, stream: SimStream) -> None:
         for host in (x for x in (src, dst) if isinstance(x, np.ndarray)):
-            assert any(np.shares_memory(host, p) for p in self._pinned.values()), "asynchronous copy of pageable memory"
+            assert any(np.shares_memory(host, p) for p in self._pinned.values()), (
+                "asynchronous copy of pageable memory"
+            )
         source, target = stream._reach(src), stream._reach(dst)
         stream._enqueue(lambda: np.copyto(target(), source()))
 
-    def copy_rows(self, src: DeviceArray, src_pos: Rows, dst: DeviceArray, dst_pos: Rows, stream: SimStream) -> None:
+    def copy_rows(
+        self, src: DeviceArray, src_pos: Rows, dst: DeviceArray, dst_pos: Rows, stream: SimStream
+    ) -> None:
         source, target = stream._reach(src), stream._reach(dst)
         stream._enqueue(lambda: target().__setitem__(dst_pos, source()[src_pos]))
 
@@ -274,12 +301,16 @@ class SimDevice:
     def reaches(self, source: HostArray | Store) -> bool:
         return self._direct
 
-    def read(self, parts: Sequence[tuple[HostArray, DeviceArray]], stream: SimStream) -> Iterator[None]:
+    def read(
+        self, parts: Sequence[tuple[HostArray, DeviceArray]], stream: SimStream
+    ) -> Iterator[None]:
         for part, dst in parts:
             stream._enqueue(_reading(part, stream._reach(dst)))
             yield
 
-    def write(self, values: Sequence[tuple[Store, DeviceArray]], rows: Rows, stream: SimStream) -> None:
+    def write(
+        self, values: Sequence[tuple[Store, DeviceArray]], rows: Rows, stream: SimStream
+    ) -> None:
         for store, array in values:
             stream._enqueue(_writing(store, rows, stream._reach(array)))
 
@@ -300,7 +331,7 @@ class SimDevice:
     def close(self) -> None:
         """Nothing is spare."""
 
-    # ---- for tests ---------------------------------------------------------------------------------------------------
+    # ---- for tests -------------------------------------------------------------------------------
     def switch(self, name: str) -> None:
         """The consumer's work goes to another stream from now on, in no order with what it has queued so far."""
         self._current = self.stream(name)
@@ -313,21 +344,25 @@ class SimDevice:
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
         """A new array of the user's."""
         wanted = np.dtype(dtype)
-        return self.tensor(self.empty(int(np.prod(shape)) * wanted.itemsize, self._current), shape, wanted)
+        return self.tensor(
+            self.empty(int(np.prod(shape)) * wanted.itemsize, self._current), shape, wanted
+        )
 
     def drain(self) -> None:
         """Run all that is left, as the end of the program does."""
         while ready := [actor for actor in self._actors.values() if actor._ready]:
             ready[0]._advance()
 
-    # ---- scheduling --------------------------------------------------------------------------------------------------
+    # ---- scheduling ------------------------------------------------------------------------------
     def _turn(self) -> None:
         """The host called the device: the adversary advances whom it likes."""
         if self._turning:
             return
         self._turning = True
         try:
-            while name := self._choose([name for name, actor in self._actors.items() if actor._ready]):
+            while name := self._choose(
+                [name for name, actor in self._actors.items() if actor._ready]
+            ):
                 self._actors[name]._advance()
         finally:
             self._turning = False
@@ -338,7 +373,8 @@ class SimDevice:
         while not event.passed:
             after = event._stream._work[0][1]
             if after is not None and not after.passed:
-                self._force(after)  # the adversary may have advanced this stream too, meanwhile
+                # The adversary may have advanced this stream too, meanwhile.
+                self._force(after)
             else:
                 event._stream._advance()
 
@@ -348,7 +384,9 @@ class SimDevice:
         self.sites.add(site)
         return site == self._deaf_to
 
-    def _free_memory(self, contents: npt.NDArray[np.uint8], stream: SimStream, shared: set[SimStream]) -> None:
+    def _free_memory(
+        self, contents: npt.NDArray[np.uint8], stream: SimStream, shared: set[SimStream]
+    ) -> None:
         """Hand the memory out again, once the other streams that use it have done what they were given so far."""
         self.allocated_bytes -= len(contents)
         if not shared:

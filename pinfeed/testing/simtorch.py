@@ -1,9 +1,13 @@
-"""SimTorchDevice: the simulated device for torch. A training loop runs on it unchanged, each operation as late as the adversary likes.
+"""SimTorchDevice: the simulated device for torch.
 
-A tensor of the device says that it is on ``meta``, as nothing may be read from it at once. What torch is asked to do with it is queued
-in the current stream: views are made at once, all else is computed on the tensor's memory when the stream comes to it. What needs a
-value (``item()``, ``cpu()``, a mask), and what the device cannot foretell the shape of, waits for the stream first, as on a GPU.
-Numbers on the host (the ``step`` of an optimizer) are taken as they are when work with them is queued.
+A training loop runs on it unchanged, each operation as late as the adversary likes.
+
+A tensor of the device says that it is on ``meta``, as nothing may be read from it at once. What
+torch is asked to do with it is queued in the current stream: views are made at once, all else is
+computed on the tensor's memory when the stream comes to it. What needs a value (``item()``,
+``cpu()``, a mask), and what the device cannot foretell the shape of, waits for the stream first, as
+on a GPU. Numbers on the host (the ``step`` of an optimizer) are taken as they are when work with
+them is queued.
 
 Sparse tensors are not simulated; what draws random numbers waits for the stream.
 """
@@ -18,7 +22,14 @@ import numpy as np
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_leaves, tree_map, tree_unflatten
+from torch.utils._pytree import (
+    TreeSpec,
+    tree_flatten,
+    tree_iter,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 
 from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_torch
 from pinfeed.testing.sim import DeviceArray, SimDevice, SimMemory
@@ -41,9 +52,17 @@ class SimTensor(torch.Tensor, DeviceArray):  # type: ignore[misc]  # of both, sh
     @staticmethod
     def __new__(cls, device: SimTorchDevice, memory: SimMemory, raw: torch.Tensor) -> SimTensor:
         made: SimTensor = torch.Tensor._make_wrapper_subclass(
-            cls, raw.shape, strides=raw.stride(), storage_offset=raw.storage_offset(), dtype=raw.dtype, device=META
+            cls,
+            raw.shape,
+            strides=raw.stride(),
+            storage_offset=raw.storage_offset(),
+            dtype=raw.dtype,
+            device=META,
         )
-        made.sim, made.memory, made.raw, made._array = device, memory, raw, memory_of(raw)
+        made.sim = device
+        made.memory = memory
+        made.raw = raw
+        made._array = memory_of(raw)
         return made
 
     def __init__(self, device: SimTorchDevice, memory: SimMemory, raw: torch.Tensor) -> None:
@@ -91,9 +110,11 @@ class SimTorchDevice(SimDevice):
         return SimTensor(self, tensor.memory, to_torch(tensor._array[start:stop]))
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
-        return (tuple(value.shape), NUMPY[value.dtype], True) if isinstance(value, SimTensor) else None
+        return (
+            (tuple(value.shape), NUMPY[value.dtype], True) if isinstance(value, SimTensor) else None
+        )
 
-    # ---- for tests ---------------------------------------------------------------------------------------------------
+    # ---- for tests -------------------------------------------------------------------------------
     @contextlib.contextmanager
     def factories(self) -> Iterator[None]:
         """Tensors that anybody makes on ``meta``, or moves there, in this context are this device's."""
@@ -107,7 +128,7 @@ class SimTorchDevice(SimDevice):
         self._finish()
         return value.raw.clone()
 
-    # ---- torch -------------------------------------------------------------------------------------------------------
+    # ---- torch -----------------------------------------------------------------------------------
     def _do(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Do, or queue, what torch was asked to do."""
         asked = _Asked(func, args, kwargs)
@@ -125,10 +146,13 @@ class SimTorchDevice(SimDevice):
             return asked.aliased()
         return result if kwargs.get("device") == _CPU else tree_map(self._moved, result)
 
-    def _later(self, call: Callable[[], Any], expected: Sequence[torch.Tensor], spec: TreeSpec) -> Any:
+    def _later(
+        self, call: Callable[[], Any], expected: Sequence[torch.Tensor], spec: TreeSpec
+    ) -> Any:
         """Queue what makes new tensors."""
         made = [self._made(tensor) for tensor in expected]
-        targets = [tensor.raw for tensor in made]  # without their memory, which may be given away before the stream comes here
+        # Without their memory, which may be given away before the stream comes here.
+        targets = [tensor.raw for tensor in made]
 
         def run() -> None:
             for target, value in zip(targets, tree_leaves(call()), strict=True):
@@ -138,7 +162,11 @@ class SimTorchDevice(SimDevice):
         return tree_unflatten(made, spec)
 
     def _made(self, like: torch.Tensor) -> SimTensor:
-        return self.tensor(self.empty(like.numel() * like.element_size(), self._current), tuple(like.shape), NUMPY[like.dtype])
+        return self.tensor(
+            self.empty(like.numel() * like.element_size(), self._current),
+            tuple(like.shape),
+            NUMPY[like.dtype],
+        )
 
     def _moved(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -150,17 +178,25 @@ class SimTorchDevice(SimDevice):
         return made
 
     def _finish(self) -> None:
-        self._force(self._current.record())  # no call site of pinfeed's: it is the program that waits
+        # No call site of pinfeed's: it is the program that waits.
+        self._force(self._current.record())
 
 
 class _Asked:
     """An operation of torch's, and what its schema says of it."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
-        self.func, self.args, self.kwargs = func, args, kwargs
+        self.func = func
+        self.args = args
+        self.kwargs = kwargs
         self.leaves, self.spec = tree_flatten((args, kwargs))
-        self.slots, self.returns = func._schema.arguments, func._schema.returns
-        self.written = [self._argument(i) for i, slot in enumerate(self.slots) if slot.alias_info is not None and slot.alias_info.is_write]
+        self.slots = func._schema.arguments
+        self.returns = func._schema.returns
+        self.written = [
+            self._argument(i)
+            for i, slot in enumerate(self.slots)
+            if slot.alias_info is not None and slot.alias_info.is_write
+        ]
         self._draws = torch.Tag.nondeterministic_seeded in func.tags
 
     @property
@@ -172,11 +208,18 @@ class _Asked:
         """Whether it changes tensors of the device and makes none; or checks one."""
         tensors = [leaf for leaf in tree_leaves(self.written) if isinstance(leaf, torch.Tensor)]
         there = all(isinstance(leaf, SimTensor) for leaf in tensors)
-        return there and not self._draws and all(slot.alias_info is not None for slot in self.returns) and bool(tensors or not self.returns)
+        return (
+            there
+            and not self._draws
+            and all(slot.alias_info is not None for slot in self.returns)
+            and bool(tensors or not self.returns)
+        )
 
     def call(self, *, snapshot: bool = True) -> Callable[[], Any]:
         """What does it, on memory that this does not keep, and on host tensors as they are now."""
-        func, spec, leaves = self.func, self.spec, [_raw(leaf, snapshot) for leaf in self.leaves]
+        func = self.func
+        spec = self.spec
+        leaves = [_raw(leaf, snapshot) for leaf in self.leaves]
 
         def run() -> Any:
             args, kwargs = tree_unflatten(leaves, spec)
@@ -202,9 +245,12 @@ class _Asked:
         args, kwargs = tree_unflatten([_shape(leaf) for leaf in self.leaves], self.spec)
         try:
             found, spec = tree_flatten(self.func(*args, **kwargs))
-        except (NotImplementedError, RuntimeError, TypeError):  # torch says so in any of these; a real mistake comes up again with values
+        except (NotImplementedError, RuntimeError, TypeError):
+            # torch says so in any of these; a real mistake comes up again with values.
             return None
-        plain = all(isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided for leaf in found)
+        plain = all(
+            isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided for leaf in found
+        )
         return (found, spec) if found and plain else None
 
     def _argument(self, i: int) -> Any:
@@ -220,4 +266,8 @@ def _raw(leaf: Any, snapshot: bool) -> Any:
 
 
 def _shape(leaf: Any) -> Any:
-    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META) if isinstance(leaf, torch.Tensor) else leaf
+    return (
+        torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+    )

@@ -74,7 +74,9 @@ class ReadOnlyStoreTests:
         assert (store.n_rows, store.row_shape, store.dtype) == (50, (6,), np.dtype(np.float32))
         assert store.resident_bytes >= 0
 
-    def test_gather_of_every_dtype_and_rank(self, dtype: np.dtype[Any], row_shape: tuple[int, ...], tmp_path: Path) -> None:
+    def test_gather_of_every_dtype_and_rank(
+        self, dtype: np.dtype[Any], row_shape: tuple[int, ...], tmp_path: Path
+    ) -> None:
         array = sample(13, row_shape, dtype)
         store = self.make(array.copy(), tmp_path)
         wanted = np.array([12, 0, 5, 5, 1])
@@ -85,7 +87,18 @@ class ReadOnlyStoreTests:
 
     @pytest.mark.parametrize(
         "wanted",
-        [[], [0], [49], [3, 4, 5], [5, 4, 3], [0, 2, 4], [7, 7, 7], [10, 11, 40, 41, 42, 12], list(range(50)), list(range(49, -1, -1))],
+        [
+            [],
+            [0],
+            [49],
+            [3, 4, 5],
+            [5, 4, 3],
+            [0, 2, 4],
+            [7, 7, 7],
+            [10, 11, 40, 41, 42, 12],
+            list(range(50)),
+            list(range(49, -1, -1)),
+        ],
         ids=str,
     )
     def test_gather_of_any_rows(self, rows: tuple[Array, Store], wanted: list[int]) -> None:
@@ -103,7 +116,9 @@ class ReadOnlyStoreTests:
         assert not out[7:].any()
 
     @pytest.mark.parametrize("wanted", BAD_ROWS, ids=repr)
-    def test_gather_refuses_rows_that_are_none(self, rows: tuple[Array, Store], wanted: Any) -> None:
+    def test_gather_refuses_rows_that_are_none(
+        self, rows: tuple[Array, Store], wanted: Any
+    ) -> None:
         out = np.full((np.size(wanted), 6), 7, np.float32)
         for given in (wanted, np.array(wanted)):
             with pytest.raises(RowIndexError):
@@ -125,9 +140,13 @@ class ReadOnlyStoreTests:
             [[0.0] * 6] * 2,
             None,
         ],
-        ids=lambda out: f"{type(out).__name__}{getattr(out, 'shape', '')}{getattr(out, 'dtype', '')}",
+        ids=lambda out: (
+            f"{type(out).__name__}{getattr(out, 'shape', '')}{getattr(out, 'dtype', '')}"
+        ),
     )
-    def test_gather_refuses_an_array_that_does_not_fit(self, rows: tuple[Array, Store], out: Any) -> None:
+    def test_gather_refuses_an_array_that_does_not_fit(
+        self, rows: tuple[Array, Store], out: Any
+    ) -> None:
         with pytest.raises(ArgumentError):
             rows[1].gather(np.array([3, 1]), out)
         assert out is None or not np.any(out)
@@ -172,7 +191,9 @@ class StoreTests(ReadOnlyStoreTests):
     def test_it_is_writable(self, rows: tuple[Array, Store]) -> None:
         assert rows[1].writable
 
-    def test_scatter_of_every_dtype_and_rank(self, dtype: np.dtype[Any], row_shape: tuple[int, ...], tmp_path: Path) -> None:
+    def test_scatter_of_every_dtype_and_rank(
+        self, dtype: np.dtype[Any], row_shape: tuple[int, ...], tmp_path: Path
+    ) -> None:
         array = sample(13, row_shape, dtype)
         store = self.make(array.copy(), tmp_path)
         wanted = np.array([12, 0, 5, 6])
@@ -183,7 +204,11 @@ class StoreTests(ReadOnlyStoreTests):
         np.testing.assert_array_equal(self.contents(store), array)
         store.close()
 
-    @pytest.mark.parametrize("wanted", [[], [0], [49], [3, 4, 5], [5, 4, 3], [10, 11, 40, 41, 42, 12], list(range(50))], ids=str)
+    @pytest.mark.parametrize(
+        "wanted",
+        [[], [0], [49], [3, 4, 5], [5, 4, 3], [10, 11, 40, 41, 42, 12], list(range(50))],
+        ids=str,
+    )
     def test_scatter_of_any_rows(self, rows: tuple[Array, Store], wanted: list[int]) -> None:
         array, store = rows
         values = -1 - sample(len(wanted), (6,), np.dtype(np.float32))
@@ -192,7 +217,9 @@ class StoreTests(ReadOnlyStoreTests):
         np.testing.assert_array_equal(self.contents(store), array)
 
     @pytest.mark.parametrize("wanted", BAD_ROWS, ids=repr)
-    def test_scatter_refuses_rows_that_are_none(self, rows: tuple[Array, Store], wanted: Any) -> None:
+    def test_scatter_refuses_rows_that_are_none(
+        self, rows: tuple[Array, Store], wanted: Any
+    ) -> None:
         array, store = rows
         for given in (wanted, np.array(wanted)):
             with pytest.raises(RowIndexError):
@@ -215,9 +242,13 @@ class StoreTests(ReadOnlyStoreTests):
             1.0,
             None,
         ],
-        ids=lambda values: f"{type(values).__name__}{getattr(values, 'shape', '')}{getattr(values, 'dtype', '')}",
+        ids=lambda values: (
+            f"{type(values).__name__}{getattr(values, 'shape', '')}{getattr(values, 'dtype', '')}"
+        ),
     )
-    def test_scatter_refuses_values_that_do_not_fit(self, rows: tuple[Array, Store], values: Any) -> None:
+    def test_scatter_refuses_values_that_do_not_fit(
+        self, rows: tuple[Array, Store], values: Any
+    ) -> None:
         array, store = rows
         with pytest.raises(WriteBackError):
             store.scatter(np.array([3, 1]), values)
@@ -255,7 +286,10 @@ class StoreTests(ReadOnlyStoreTests):
 
 
 class DeviceTests:
-    """The contract of a Device: what transfer.py relies on. ``delay`` makes a stream late, so that missing order shows."""
+    """The contract of a Device: what transfer.py relies on.
+
+    ``delay`` makes a stream late, so that missing order shows.
+    """
 
     def make(self) -> Device:
         """A new device."""
@@ -278,7 +312,9 @@ class DeviceTests:
         device.copy(staged, tensor, stream)
         return tensor, staged
 
-    def download(self, device: Device, tensor: Tensor, shape: tuple[int, ...], dtype: Any, stream: Stream) -> Array:
+    def download(
+        self, device: Device, tensor: Tensor, shape: tuple[int, ...], dtype: Any, stream: Stream
+    ) -> Array:
         """The values of a tensor once ``stream`` has done its work."""
         size = np.dtype(dtype).itemsize * int(np.prod(shape))
         staged: Array = device.staging(size).view(dtype).reshape(shape)
@@ -291,7 +327,9 @@ class DeviceTests:
     def test_round_trip(self, device: Device, name: str, shape: tuple[int, ...]) -> None:
         stream, values = device.current_stream(), sample(shape[0], shape[1:], DTYPES[name])
         tensor, _staged = self.upload(device, values, stream)
-        np.testing.assert_array_equal(self.download(device, tensor, shape, DTYPES[name], stream), values)
+        np.testing.assert_array_equal(
+            self.download(device, tensor, shape, DTYPES[name], stream), values
+        )
         assert device.describe(tensor) == (shape, DTYPES[name], True)
 
     @pytest.mark.parametrize("name", sorted(DTYPES))
@@ -314,17 +352,29 @@ class DeviceTests:
         """Come, several stores at once, and go."""
         wanted, stream = np.array(rows, np.int64), device.current_stream()
         arrays = [
-            sample(6, shape, np.dtype(dtype)) for shape, dtype in (((3,), "f4"), ((), "i8"), ((5, 2), "u1"), ((7,), "f8"), ((1,), "i2"))
+            sample(6, shape, np.dtype(dtype))
+            for shape, dtype in (
+                ((3,), "f4"),
+                ((), "i8"),
+                ((5, 2), "u1"),
+                ((7,), "f8"),
+                ((1,), "i2"),
+            )
         ]
         stores = [self.store(array.copy()) for array in arrays]
         if not all(map(device.reaches, stores)):
             pytest.skip("it reaches none")
         parts: list[HostArray] = [StoreRows(store, wanted) for store in stores]
-        into = [device.tensor(device.empty(max(1, part_nbytes(part)), stream), part.shape, part.dtype) for part in parts]
+        into = [
+            device.tensor(device.empty(max(1, part_nbytes(part)), stream), part.shape, part.dtype)
+            for part in parts
+        ]
         for _ in device.read(list(zip(parts, into, strict=True)), stream):
             pass
         for array, tensor, part in zip(arrays, into, parts if rows else [], strict=bool(rows)):
-            np.testing.assert_array_equal(self.download(device, tensor, part.shape, part.dtype, stream), array[wanted])
+            np.testing.assert_array_equal(
+                self.download(device, tensor, part.shape, part.dtype, stream), array[wanted]
+            )
         back = np.array([5 - row for row in rows], np.int64)
         device.write(list(zip(stores, into, strict=True)), back, stream)
         stream.record().sync()
@@ -342,7 +392,9 @@ class DeviceTests:
         self.delay(device, one)
         tensor, _staged = self.upload(device, np.arange(8.0), one)
         other.wait(one.record())
-        np.testing.assert_array_equal(self.download(device, tensor, (8,), np.float64, other), np.arange(8.0))
+        np.testing.assert_array_equal(
+            self.download(device, tensor, (8,), np.float64, other), np.arange(8.0)
+        )
 
     def test_an_event_stays_where_it_was_recorded(self, device: Device) -> None:
         stream = device.stream("one")
@@ -356,7 +408,8 @@ class DeviceTests:
 
     def test_a_timed_event_tells_when_it_was_passed(self, device: Device) -> None:
         stream, other = device.stream("one"), device.stream("other")
-        stream.record(timed=True).sync()  # the first one may have to look for the time
+        # The first one may have to look for the time.
+        stream.record(timed=True).sync()
         before = time.perf_counter()
         early = stream.record(timed=True)
         early.sync()
@@ -368,7 +421,8 @@ class DeviceTests:
         last.sync()
         after = time.perf_counter()
         times = [before, early.at_s(), between, late.at_s(), last.at_s(), after]
-        assert all(time <= following + 1e-3 for time, following in itertools.pairwise(times)), times  # two clocks may differ by so much
+        # Two clocks may differ by so much.
+        assert all(time <= following + 1e-3 for time, following in itertools.pairwise(times)), times
 
     def test_what_is_done_can_be_named(self, device: Device) -> None:
         with device.named("pinfeed outer"), device.named("pinfeed inner"):
@@ -395,7 +449,9 @@ class DeviceTests:
         home.record().sync()
         other.record().sync()
         np.testing.assert_array_equal(out, np.full(512, 1.0))
-        np.testing.assert_array_equal(self.download(device, again, (512,), np.float64, home), np.full(512, 2.0))
+        np.testing.assert_array_equal(
+            self.download(device, again, (512,), np.float64, home), np.full(512, 2.0)
+        )
 
     def test_a_worker_does_its_tasks_in_order_and_reports_errors(self, device: Device) -> None:
         worker = device.worker("pinfeed-test")

@@ -1,12 +1,14 @@
 """ThreadPool: threads that work for a loop until it ends, even where the main thread has ended before.
 
-The pools of ``concurrent.futures`` take no more work once the main thread has ended, which would cut off a loop that runs in
-another thread. Here, threads work on until every thread of the program's own has ended; then they end by themselves.
+The pools of ``concurrent.futures`` take no more work once the main thread has ended, which would
+cut off a loop that runs in another thread. Here, threads work on until every thread of the
+program's own has ended; then they end by themselves.
 """
 
 from __future__ import annotations
 
-# With its threads, whose module cannot be imported any more when the main thread has ended: torch imports it as well.
+# With its threads, whose module cannot be imported any more when the main thread has ended: torch
+# imports it as well.
 import concurrent.futures.thread
 import functools
 import os
@@ -45,8 +47,8 @@ class Workers(Protocol):
 class Call(Generic[R]):
     """A function, its arguments, and what it returned or raised once ``run`` has been called.
 
-    A thread waits for it in one call into C, which an interrupt ends without harm. The condition that a ``Future`` waits with is
-    Python code, and an interrupt within it may leave its lock held.
+    A thread waits for it in one call into C, which an interrupt ends without harm. The condition
+    that a ``Future`` waits with is Python code, and an interrupt within it may leave its lock held.
     """
 
     def __init__(self, fn: Callable[..., R], *args: Any) -> None:
@@ -59,20 +61,23 @@ class Call(Generic[R]):
 
     def run(self) -> None:
         """Call the function."""
-        fn, self._fn = self._fn, None
+        fn = self._fn
+        self._fn = None
         assert fn is not None
         try:
             self._value = fn()
         except BaseException as error:
             self.fail(error)
-            # The error's traceback keeps this frame, which must keep neither the error nor the arguments.
+            # The error's traceback keeps this frame, which must keep neither the error nor the
+            # arguments.
             del fn, self
         else:
             self._end()
 
     def fail(self, error: BaseException) -> None:
         """Let ``error`` be what the function raised; it is not called."""
-        self._fn, self._error = None, error
+        self._fn = None
+        self._error = error
         self._end()
 
     def done(self) -> bool:
@@ -123,7 +128,13 @@ class ThreadPool:
         calls: What the first threads begin with while others are still started.
     """
 
-    def __init__(self, n_threads: int, name: str, prepare: Callable[[], object] = lambda: None, calls: Iterable[Call[Any]] = ()) -> None:
+    def __init__(
+        self,
+        n_threads: int,
+        name: str,
+        prepare: Callable[[], object] = lambda: None,
+        calls: Iterable[Call[Any]] = (),
+    ) -> None:
         self._calls: _Calls = queue.SimpleQueue()
         for call in calls:
             self._calls.put(call)
@@ -131,13 +142,18 @@ class ThreadPool:
         self.owner: threading.Thread = starter.owner if isinstance(starter, _Thread) else starter
         """The program's own thread that the pool works for."""
         self._is_over = False
-        # The threads hold the queue and not the pool. One that is dropped, as by an interrupt that hits whoever makes it, ends them: its
-        # reference is what its queue is given then, by one call in C, which no interrupt can cut in two.
+        # The threads hold the queue and not the pool. One that is dropped, as by an interrupt that
+        # hits whoever makes it, ends them: its reference is what its queue is given then, by one
+        # call in C, which no interrupt can cut in two.
         self._reference = weakref.ref(self, self._calls.put)
         _exit.pools.add(self._reference)
-        # A call is waited for safely; an interrupt within Thread.join makes Python 3.11 take a thread for ended that is not.
+        # A call is waited for safely; an interrupt within Thread.join makes Python 3.11 take a
+        # thread for ended that is not.
         self._working = [Call(_work, self._calls, prepare) for _ in range(n_threads)]
-        self._threads = [_Thread(self.owner, working.run, f"{name}_{i}") for i, working in enumerate(self._working)]
+        self._threads = [
+            _Thread(self.owner, working.run, f"{name}_{i}")
+            for i, working in enumerate(self._working)
+        ]
         try:
             _exit.require_time()
             for thread in self._threads:
@@ -145,7 +161,8 @@ class ThreadPool:
         except BaseException as error:
             self._calls.put(None)
             _exit.pools.discard(self._reference)
-            # Two interrupts within Thread.start, one upon the other, make it fail with an error of its lock's.
+            # Two interrupts within Thread.start, one upon the other, make it fail with an error of
+            # its lock's.
             if isinstance(error.__context__, KeyboardInterrupt):
                 raise error.__context__ from None
             raise
@@ -233,8 +250,8 @@ def _work(calls: _Calls, prepare: Callable[[], object]) -> None:
 class _Exit:
     """Ends the threads of all pools when no thread of the program's own can need them any more.
 
-    Python waits at the end for all threads that are no daemons, and those of a pool wait for calls: somebody has to tell them that none
-    will come.
+    Python waits at the end for all threads that are no daemons, and those of a pool wait for calls:
+    somebody has to tell them that none will come.
     """
 
     def __init__(self) -> None:
@@ -246,7 +263,10 @@ class _Exit:
         self._main_has_ended = self._is_watching = self._is_over = False
 
     def main_thread_ends(self) -> None:
-        """End the pools that worked for the main thread, or for threads that have ended. Python has not begun to wait for the others."""
+        """End the pools that worked for the main thread, or for threads that have ended.
+
+        Python has not begun to wait for the others.
+        """
         self._main_has_ended = True
         main = threading.main_thread()
         self._end(lambda pool: pool.owner is main or not pool.owner.is_alive())
@@ -269,7 +289,8 @@ class _Exit:
         try:
             threading.Thread(target=self._wait_and_end, name="pinfeed-exit").start()
         except RuntimeError:
-            # Python 3.12.0 and 3.12.1 start no thread from here on: loops of other threads end with a ClosedError.
+            # Python 3.12.0 and 3.12.1 start no thread from here on: loops of other threads end with
+            # a ClosedError.
             self._is_over = True
             self._end(lambda pool: True)
 
@@ -291,11 +312,14 @@ class _Exit:
         """The program's own threads that Python waits for, but for this one."""
         others = (threading.main_thread(), threading.current_thread())
         return [
-            thread for thread in threading.enumerate() if not isinstance(thread, _Thread) and not thread.daemon and thread not in others
+            thread
+            for thread in threading.enumerate()
+            if not isinstance(thread, _Thread) and not thread.daemon and thread not in others
         ]
 
 
 _exit = _Exit()
 os.register_at_fork(after_in_child=_exit.reset)
-# Python has no public way to be told in time; concurrent.futures uses this one, in every version since 3.9.
+# Python has no public way to be told in time; concurrent.futures uses this one, in every version
+# since 3.9.
 threading._register_atexit(_exit.main_thread_ends)  # type: ignore[attr-defined]

@@ -50,6 +50,11 @@ def replayed(state: dict[str, Any]) -> Iterator[None]:
 def generators(loader: Any) -> list[torch.Generator]:
     """Generators that a DataLoader and its samplers were given, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
-    owners = [loader, getattr(loader, "sampler", None), batch_sampler, getattr(batch_sampler, "sampler", None)]
+    owners = [
+        loader,
+        getattr(loader, "sampler", None),
+        batch_sampler,
+        getattr(batch_sampler, "sampler", None),
+    ]
     found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())

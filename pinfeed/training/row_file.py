@@ -31,7 +31,11 @@ class Gathered(Gatherable, Protocol):
 def write_rows(store: Gathered, file: IO[bytes]) -> None:
     """Write all rows of a store to a file, as numpy.save would."""
     shape = (store.n_rows, *store.row_shape)
-    fields = {"descr": np.lib.format.dtype_to_descr(store.dtype), "fortran_order": False, "shape": shape}
+    fields = {
+        "descr": np.lib.format.dtype_to_descr(store.dtype),
+        "fortran_order": False,
+        "shape": shape,
+    }
     np.lib.format.write_array_header_2_0(file, fields)
     for start, values in _pieces(store):
         store.gather(np.arange(start, start + len(values)), values)
@@ -47,7 +51,9 @@ def check_rows_file(path: str, store: Store) -> None:
     header = _header(path, store)
     found, expected = (header.n_rows, *header.row_shape), (store.n_rows, *store.row_shape)
     if (found, header.dtype) != (expected, store.dtype):
-        raise CheckpointError(f"{path} has shape {found}, {header.dtype}; expected {expected}, {store.dtype}, as the table now is")
+        raise CheckpointError(
+            f"{path} has shape {found}, {header.dtype}; expected {expected}, {store.dtype}, as the table now is"
+        )
 
 
 def read_rows(path: str, store: Store) -> None:
@@ -69,8 +75,11 @@ def read_rows(path: str, store: Store) -> None:
 def _header(path: str, store: Store) -> RowLayout:
     try:
         return read_header(path, store.dtype)
-    except StoreError as error:  # its message begins with the path
-        raise CheckpointError(f"{error}; this file of a checkpoint is damaged, or was not written by pinfeed") from error
+    except StoreError as error:
+        # Its message begins with the path.
+        raise CheckpointError(
+            f"{error}; this file of a checkpoint is damaged, or was not written by pinfeed"
+        ) from error
 
 
 def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
@@ -92,7 +101,8 @@ def checksums(path: str) -> list[int]:
     with open_plain(path) as file:
         while n := file.readinto(buffer):
             found.append(zlib.crc32(memoryview(buffer)[:n]))
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)  # nobody reads it soon, and training needs the memory
+        # Nobody reads it soon, and training needs the memory.
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return found
 
 

@@ -17,7 +17,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def whole_number(value: Any, name: str, *, least: int = 1, most: int | None = None, note: str = "") -> int:
+def whole_number(
+    value: Any, name: str, *, least: int = 1, most: int | None = None, note: str = ""
+) -> int:
     """``value`` as an int.
 
     Args:
@@ -47,7 +49,8 @@ def real_number(value: Any, name: str, *, least: float = -math.inf, note: str = 
         note: Appended to what was expected.
 
     Raises:
-        ArgumentError: If ``value`` is no number (True, False and NaN are none), or is below ``least``.
+        ArgumentError: If ``value`` is no number (True, False and NaN are none), or is below
+            ``least``.
     """
     # "not >=", because NaN compares with nothing.
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= least:
@@ -78,7 +81,9 @@ def check_file_to_make(value: Any, name: str = "path") -> str:
     """
     path = check_path(value, name)
     if os.path.isdir(path):
-        raise StoreError(f"{name}={path!r} is a directory; expected the name of a .npy file that is to be made; give a name in it")
+        raise StoreError(
+            f"{name}={path!r} is a directory; expected the name of a .npy file that is to be made; give a name in it"
+        )
     directory = os.path.dirname(path)
     if directory and not os.path.isdir(directory):
         raise FileMissing(
@@ -96,7 +101,9 @@ def check_seed(seed: Any) -> int:
     """
     number = _integer(seed)
     if number is None:
-        raise ArgumentError(f"seed={seed!r}: expected a whole number; for another order in every run, give seed=random.randrange(2**32)")
+        raise ArgumentError(
+            f"seed={seed!r}: expected a whole number; for another order in every run, give seed=random.randrange(2**32)"
+        )
     return number
 
 
@@ -118,29 +125,39 @@ def check_flag(value: Any, name: str) -> None:
     Raises:
         ArgumentError: If it is neither.
     """
-    if type(value).__name__ not in ("bool", "bool_"):  # Python's and numpy's
+    if type(value).__name__ not in ("bool", "bool_"):
+        # Python's and numpy's
         raise ArgumentError(f"{name}={value!r}: expected True or False")
 
 
-def explain_arguments(hints: Mapping[str, str], example: str = "") -> Callable[[Callable[P, T]], Callable[P, T]]:
+def explain_arguments(
+    hints: Mapping[str, str], example: str = ""
+) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function, or an ``__init__``, so that an argument that it does not have gets an error that says what to give.
 
-    The function's signature stays as it is, for people, editors and type checkers. A ``seed`` without ``shuffle`` is refused here too,
-    because only here the caller's words can be told from defaults: such a seed would shuffle nothing.
+    The function's signature stays as it is, for people, editors and type checkers. A ``seed``
+    without ``shuffle`` is refused here too, because only here the caller's words can be told from
+    defaults: such a seed would shuffle nothing.
 
     Args:
         hints: What to do instead, by the name that other libraries have for it.
-        example: An argument with its name, for the error about too many without one; the first that the function has if empty.
+        example: An argument with its name, for the error about too many without one; the first that
+            the function has if empty.
 
     Raises:
-        UnknownArgument: If the function has no argument of that name, or too many were given without a name.
+        UnknownArgument: If the function has no argument of that name, or too many were given
+            without a name.
         ArgumentError: If ``seed`` was given, and ``shuffle`` was not.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         title = function.__qualname__.split(".")[0]
         parameters = inspect.signature(function).parameters.values()
-        positional = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD and one.name != "self"]
+        positional = [
+            one.name
+            for one in parameters
+            if one.kind is one.POSITIONAL_OR_KEYWORD and one.name != "self"
+        ]
         known = [one.name for one in parameters if one.name != "self"]
         takes_any_name = any(one.kind is one.VAR_KEYWORD for one in parameters)
         n_most = len([one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD])
@@ -149,17 +166,28 @@ def explain_arguments(hints: Mapping[str, str], example: str = "") -> Callable[[
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
             unknown = [name for name in kwargs if name not in known and not takes_any_name]
             if unknown:
-                raise UnknownArgument("\n".join(f"{title} has no argument {name!r}; {_advice(name, known, hints)}" for name in unknown))
+                raise UnknownArgument(
+                    "\n".join(
+                        f"{title} has no argument {name!r}; {_advice(name, known, hints)}"
+                        for name in unknown
+                    )
+                )
             if len(args) > n_most:
                 expected = ", ".join(positional)
                 named = example or "".join(f"{name}=..." for name in known[len(positional) :][:1])
-                by_name = f"; give the others by name: {title}({expected}, {named})" if named else ""
+                by_name = (
+                    f"; give the others by name: {title}({expected}, {named})" if named else ""
+                )
                 raise UnknownArgument(
                     f"{title} got {len(args) - n_most + len(positional)} arguments without a name; expected {expected} alone{by_name}"
                 )
             if "seed" in kwargs and "shuffle" in known and "shuffle" not in kwargs:
                 seed = f"seed={kwargs['seed']!r}"
-                order = f" (an order has its own: rows=pinfeed.rows.shuffled({seed}))" if "rows" in known else ""
+                order = (
+                    f" (an order has its own: rows=pinfeed.rows.shuffled({seed}))"
+                    if "rows" in known
+                    else ""
+                )
                 raise ArgumentError(
                     f"{seed} was given and shuffle was not; expected shuffle=True, which alone uses the seed; "
                     f"give shuffle=True, or leave seed out{order}"

@@ -16,7 +16,10 @@ _LOADER = "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"
 _FEEDER = "it is a feeder already: iterate it"
 
 _BY_TYPE = {
-    ("pandas", "DataFrame"): "give np.ascontiguousarray(df.to_numpy()) where all columns are numbers, or {name: df[name].to_numpy(), ...}",
+    (
+        "pandas",
+        "DataFrame",
+    ): "give np.ascontiguousarray(df.to_numpy()) where all columns are numbers, or {name: df[name].to_numpy(), ...}",
     ("pandas", "Series"): "give series.to_numpy()",
     ("pandas", "Index"): "give index.to_numpy()",
     ("polars", "DataFrame"): "give df.to_arrow()",
@@ -48,11 +51,20 @@ _KINDS = {
     ),
     b"\x80": ("a pickle", "load it where you trust it, and save plain arrays with np.save"),
     b"\x89HDF": ("an HDF5 file", f"for each of its datasets, {_COPY}"),
-    b"PAR1": ("a Parquet file", "give pyarrow.parquet.read_table(path), a table in memory, or save its columns with np.save"),
-    b"ARROW1": ("an Arrow file", "give pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all(), which stays on the disk"),
+    b"PAR1": (
+        "a Parquet file",
+        "give pyarrow.parquet.read_table(path), a table in memory, or save its columns with np.save",
+    ),
+    b"ARROW1": (
+        "an Arrow file",
+        "give pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all(), which stays on the disk",
+    ),
     b"\x1f\x8b": ("a file that gzip compressed", "decompress it"),
     b"(\xb5/\xfd": ("a file that zstd compressed", "decompress it"),
-    b"\xff\xd8\xff": ("a JPEG image", "read it with wrap_readers, or save decoded images with np.save"),
+    b"\xff\xd8\xff": (
+        "a JPEG image",
+        "read it with wrap_readers, or save decoded images with np.save",
+    ),
     b"\x89PNG": ("a PNG image", "read it with wrap_readers, or save decoded images with np.save"),
 }
 """Kinds of files by their first bytes, with advice."""
@@ -60,12 +72,18 @@ _TORCH = (
     "a file of torch.save",
     "load it with torch.load(path, weights_only=True), and give the tensor or save np.save(name, tensor.numpy())",
 )
-_TEXT = ("a table as text", "give pyarrow.csv.read_csv(path), or save np.save(name, np.loadtxt(path, delimiter=','))")
+_TEXT = (
+    "a table as text",
+    "give pyarrow.csv.read_csv(path), or save np.save(name, np.loadtxt(path, delimiter=','))",
+)
 _SUFFIXES = {
     ".npz": ("a .npz archive", "save each array alone, np.save(name, np.load(path)[name])"),
     ".pt": _TORCH,
     ".pth": _TORCH,
-    ".safetensors": ("a safetensors file", "give pinfeed.MmapStore.safetensors(path, name), with the name of a tensor"),
+    ".safetensors": (
+        "a safetensors file",
+        "give pinfeed.MmapStore.safetensors(path, name), with the name of a tensor",
+    ),
     ".csv": _TEXT,
     ".tsv": _TEXT,
     ".json": ("JSON", "save its numbers as an array, np.save(name, np.array(json.load(file)))"),
@@ -90,7 +108,9 @@ def of_object(value: Any) -> str:
     if found := next((hint for key, hint in _BY_TYPE.items() if key in kinds), None):
         return found
     if any(package == "scipy" for package, _ in kinds):
-        return "a sparse matrix has no dense rows: give matrix.toarray() where that fits into memory"
+        return (
+            "a sparse matrix has no dense rows: give matrix.toarray() where that fits into memory"
+        )
     if isinstance(value, (Number, range)):
         return "numbers in a list are given as np.asarray(list)"
     if isinstance(value, Iterator):
@@ -100,10 +120,16 @@ def of_object(value: Any) -> str:
     if is_array_like(value):
         return _COPY
     if isinstance(value, (list, tuple)):
-        return "rows in a list are given as np.asarray(list), rows that are arrays as np.stack(list)"
+        return (
+            "rows in a list are given as np.asarray(list), rows that are arrays as np.stack(list)"
+        )
     if isinstance(value, (Set, deque)):
         return "give np.stack(list(rows)) where these are rows"
-    if hasattr(value, "__getitem__") and hasattr(value, "__len__") and not isinstance(value, Mapping):
+    if (
+        hasattr(value, "__getitem__")
+        and hasattr(value, "__len__")
+        and not isinstance(value, Mapping)
+    ):
         return f"samples by index are a Dataset: {_LOADER}"
     return "several of these go into a tuple, a list or a dict"
 
@@ -117,4 +143,6 @@ def of_file(path: str, start: bytes = b"") -> tuple[str, str] | None:
     """
     by_start = next((found for magic, found in _KINDS.items() if start.startswith(magic)), None)
     by_name = _SUFFIXES.get(os.path.splitext(path)[1].lower())
-    return by_name if by_start is None or (by_start[0] == _ZIP and by_name is not None) else by_start
+    return (
+        by_name if by_start is None or (by_start[0] == _ZIP and by_name is not None) else by_start
+    )

@@ -19,7 +19,15 @@ import torch
 from pinfeed.cli.bench.dataloader import Rows, loader_epochs, parts_of
 from pinfeed.cli.measure.bandwidth import link_rates, memory_rate, sequential_rate
 from pinfeed.cli.measure.page_cache import cached_share, drop, read_through
-from pinfeed.cli.options import all_described, open_sources, order_of, row_nbytes_of, source_of, sources_values, usual_batch
+from pinfeed.cli.options import (
+    all_described,
+    open_sources,
+    order_of,
+    row_nbytes_of,
+    source_of,
+    sources_values,
+    usual_batch,
+)
 from pinfeed.cli.output import Report, saying, sections, table, wrapped
 from pinfeed.devices import resolve
 from pinfeed.errors import ArgumentError
@@ -30,9 +38,12 @@ from pinfeed.rows.batches import OrderBatches
 from pinfeed.stores import MmapStore
 from pinfeed.stores.sharded_file import AnyShardedStore
 
-_WARM_S = 10.0  # in which a file is brought into the page cache, or else it is timed cold
-_CHECKED = 4  # batches that are compared
-_FIRST = 4  # times as long as others may the first epoch take
+# In which a file is brought into the page cache, or else it is timed cold.
+_WARM_S = 10.0
+# Batches that are compared.
+_CHECKED = 4
+# Times as long as others may the first epoch take.
+_FIRST = 4
 _COPIED_BYTES = 256 << 20
 
 Epochs = Callable[[int], Iterable[Any]]
@@ -106,10 +117,14 @@ def bench(
     with open_sources(files, others) as stores:
         for store in stores:
             if not isinstance(store, MmapStore):
-                raise ArgumentError(f"{store.paths[0]} is elsewhere; numpy.load, which is timed as well, reads local files")
+                raise ArgumentError(
+                    f"{store.paths[0]} is elsewhere; numpy.load, which is timed as well, reads local files"
+                )
             if not store.row_nbytes:
                 raise ArgumentError(f"{store.paths[0]}: rows of no bytes; there is nothing to time")
-        trial = Trial(stores, order, batch_size or usual_batch(row_nbytes_of(stores)), device, seconds)
+        trial = Trial(
+            stores, order, batch_size or usual_batch(row_nbytes_of(stores)), device, seconds
+        )
         trial.prepare(warm)
         ceilings = trial.ceilings()
         timings = list(trial.timings(workers))
@@ -127,14 +142,25 @@ class Trial:
         seconds: For the later epochs of each contestant; the first one may take some times as long.
     """
 
-    def __init__(self, stores: Sequence[AnyShardedStore], order: Any, batch_size: int, device: str, seconds: float) -> None:
-        self.stores, self.order, self.seconds = stores, order, seconds
-        self.n_rows, self.row_nbytes = stores[0].n_rows, row_nbytes_of(stores)
+    def __init__(
+        self,
+        stores: Sequence[AnyShardedStore],
+        order: Any,
+        batch_size: int,
+        device: str,
+        seconds: float,
+    ) -> None:
+        self.stores = stores
+        self.order = order
+        self.seconds = seconds
+        self.n_rows = stores[0].n_rows
+        self.row_nbytes = row_nbytes_of(stores)
         self.batch_size = min(batch_size, self.n_rows)
         with contextlib.closing(resolve(device, n_spare=0)) as found:
             self.device = found.name
         self.sources = [store.paths for store in stores]
-        self.left: float | None = 0.0  # share of the files that could not be dropped from the page cache; None where nobody knows
+        # Share of the files that could not be dropped from the page cache; None where nobody knows.
+        self.left: float | None = 0.0
         self.batches = OrderBatches(order, self.n_rows, self.batch_size, False)
         self.warm = True
 
@@ -151,7 +177,9 @@ class Trial:
         """
         nbytes, free = self.n_rows * self.row_nbytes, free_host_bytes()
         if warm and nbytes > free // 2:
-            raise ArgumentError(f"--warm: the files have {human(nbytes)}; {human(free)} of memory are free, half of which they may take")
+            raise ArgumentError(
+                f"--warm: the files have {human(nbytes)}; {human(free)} of memory are free, half of which they may take"
+            )
         self.warm = nbytes <= free // 2 if warm is None else warm
         if self.warm:
             with saying("reading the files"):
@@ -165,7 +193,11 @@ class Trial:
         said = "cold: dropped from the page cache before each contestant, and read for one epoch at most"
         if self.left is None:
             return f"{said}; whether they were, the kernel does not tell"
-        return f"{said}; up to {self.left:.0%} stayed there: they are not on a disk, or in use" if self.left > 0.01 else said
+        return (
+            f"{said}; up to {self.left:.0%} stayed there: they are not on a disk, or in use"
+            if self.left > 0.01
+            else said
+        )
 
     def ceilings(self) -> dict[str, float]:
         """GB/s without a loader, of what every batch goes through."""
@@ -174,10 +206,14 @@ class Trial:
             if not self.warm:
                 for n_threads in (1, 4):
                     self._drop()
-                    rate = sequential_rate(max(self.paths, key=os.path.getsize), n_threads, seconds=self.seconds)
+                    rate = sequential_rate(
+                        max(self.paths, key=os.path.getsize), n_threads, seconds=self.seconds
+                    )
                     found["disk, in sequence"] = max(rate, found.get("disk, in sequence", 0.0))
             if self.device != "cpu":
-                found["link to the GPU"] = link_rates(self.device, _COPIED_BYTES)["to_device_pinned"]
+                found["link to the GPU"] = link_rates(self.device, _COPIED_BYTES)[
+                    "to_device_pinned"
+                ]
         return found
 
     def timings(self, workers: Sequence[int]) -> Iterator[Timing]:
@@ -186,16 +222,29 @@ class Trial:
             yield self._timed("pinfeed", self._feeder)
         for by_row, n_workers in itertools.product((False, True), workers):
             name = f"DataLoader, {'rows' if by_row else 'batches'}, {n_workers} workers"
-            make = functools.partial(loader_epochs, self.sources, self.batches, self.device, n_workers=n_workers, by_row=by_row)
+            make = functools.partial(
+                loader_epochs,
+                self.sources,
+                self.batches,
+                self.device,
+                n_workers=n_workers,
+                by_row=by_row,
+            )
             with saying(f"timing {name}"):
                 try:
                     yield self._timed(name, make)
-                except Exception as error:  # workers without shared memory, a dtype that cannot be stacked, whatever else there is
-                    yield Timing(name, problem=f"{type(error).__name__}: {' '.join(str(error).split())}")
+                except Exception as error:
+                    # Workers without shared memory, a dtype that cannot be stacked, whatever else
+                    # there is.
+                    yield Timing(
+                        name, problem=f"{type(error).__name__}: {' '.join(str(error).split())}"
+                    )
 
     @contextlib.contextmanager
     def _feeder(self) -> Iterator[Epochs]:
-        with Feeder(source_of(self.stores), batch_size=self.batch_size, rows=self.order, device=self.device) as feeder:
+        with Feeder(
+            source_of(self.stores), batch_size=self.batch_size, rows=self.order, device=self.device
+        ) as feeder:
 
             def epochs(number: int) -> Iterable[Any]:
                 feeder.set_epoch(number)
@@ -219,10 +268,15 @@ class Trial:
         return Timing(name, first, later)
 
     def _gives_the_rows(self, make: Callable[[], AbstractContextManager[Epochs]]) -> bool:
-        """Whether its first batches are those that numpy reads. Nothing stays mapped: pages that are could not be dropped."""
+        """Whether its first batches are those that numpy reads.
+
+        Nothing stays mapped: pages that are could not be dropped.
+        """
         expected = [Rows(paths) for paths in self.sources]
         with make() as epochs:
-            for draw, batch in zip(itertools.islice(self.batches.epoch(0), _CHECKED), epochs(0), strict=False):
+            for draw, batch in zip(
+                itertools.islice(self.batches.epoch(0), _CHECKED), epochs(0), strict=False
+            ):
                 rows = draw().rows
                 for part, source in zip(parts_of(batch), expected, strict=True):
                     if not _is_equal(part.cpu().numpy(), source.gather(rows)):
@@ -248,10 +302,14 @@ class Trial:
 
 def _is_equal(one: np.ndarray, other: np.ndarray) -> bool:
     """Bit for bit: not a number is equal to itself."""
-    return one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    return (
+        one.shape == other.shape and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+    )
 
 
-def _report(trial: Trial, order_name: str, ceilings: dict[str, float], timings: Sequence[Timing]) -> Report:
+def _report(
+    trial: Trial, order_name: str, ceilings: dict[str, float], timings: Sequence[Timing]
+) -> Report:
     size, best = trial.batch_size, min(ceilings.values())
     values = {
         **sources_values(trial.stores),
@@ -266,11 +324,20 @@ def _report(trial: Trial, order_name: str, ceilings: dict[str, float], timings: 
     head = f"batches of {size:,} rows ({human(size * trial.row_nbytes)}), {order_name}, on {trial.device}"
     columns = ("rows/s", "1st epoch", "later", "rate", "best", "x")
     shown = table([_columns(timing, timings[0], best) for timing in timings], columns, "lrrrrr")
-    failures = [f"{timing.name}: {timing.problem}" for timing in timings if timing.problem and timing.equal]
+    failures = [
+        f"{timing.name}: {timing.problem}" for timing in timings if timing.problem and timing.equal
+    ]
     reached = ", ".join(f"{what} {human_rate(1e9 * rate)}" for what, rate in ceilings.items())
     parts = {
-        all_described(trial.stores): "\n".join(wrapped(text, "  ", "  ") for text in (head, trial.page_cache)),
-        shown: "\n".join(map(wrapped, (f"x: how many times as fast pinfeed is; best: the share of {reached}", *failures))),
+        all_described(trial.stores): "\n".join(
+            wrapped(text, "  ", "  ") for text in (head, trial.page_cache)
+        ),
+        shown: "\n".join(
+            map(
+                wrapped,
+                (f"x: how many times as fast pinfeed is; best: the share of {reached}", *failures),
+            )
+        ),
     }
     findings = tuple(f"{timing.name}: {timing.problem}" for timing in timings if not timing.equal)
     return Report(values, f"{sections(parts)}\n\n{wrapped(_verdict(timings))}".rstrip(), findings)
@@ -298,15 +365,24 @@ def _columns(timing: Timing, ours: Timing, best: float) -> tuple[str, ...]:
 
 def _ratio(timing: Timing, ours: Timing) -> float | None:
     """How many times as fast pinfeed is."""
-    return ours.rate.rows_per_s / timing.rate.rows_per_s if ours.rate and timing.rate and timing.rate.rows else None
+    return (
+        ours.rate.rows_per_s / timing.rate.rows_per_s
+        if ours.rate and timing.rate and timing.rate.rows
+        else None
+    )
 
 
 def _verdict(timings: Sequence[Timing]) -> str:
     """Beside the fastest of the others."""
-    ratio, name = min(((ratio, timing.name) for timing in timings[1:] if (ratio := _ratio(timing, timings[0]))), default=(0.0, ""))
+    ratio, name = min(
+        ((ratio, timing.name) for timing in timings[1:] if (ratio := _ratio(timing, timings[0]))),
+        default=(0.0, ""),
+    )
     if not name:
         return ""
     if 0.9 <= ratio <= 1.1:
         return f"pinfeed is about as fast as the fastest other ({name})."
-    comparison = f"is {ratio:.1f} times as fast as" if ratio > 1 else f"has {ratio:.0%} of the rate of"
+    comparison = (
+        f"is {ratio:.1f} times as fast as" if ratio > 1 else f"has {ratio:.0%} of the rate of"
+    )
     return f"pinfeed {comparison} the fastest other ({name}). How much of that a training step beside it hides, feeder.stats tells."

@@ -22,7 +22,8 @@ class Rows(Dataset[torch.Tensor]):
     """
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self._maps = [np.load(path, mmap_mode="r").view(np.ndarray) for path in paths]  # np.memmap itself is slower to index
+        # np.memmap itself is slower to index.
+        self._maps = [np.load(path, mmap_mode="r").view(np.ndarray) for path in paths]
         self._ends = np.cumsum([len(rows) for rows in self._maps])
         self._dtype = self._maps[0].dtype.newbyteorder("=")
 
@@ -33,7 +34,10 @@ class Rows(Dataset[torch.Tensor]):
         if isinstance(rows, np.ndarray):
             return torch.from_numpy(self.gather(rows))
         number = int(np.searchsorted(self._ends, rows, side="right"))
-        return torch.from_numpy(np.array(self._maps[number][rows - self._ends[number]], self._dtype))  # counted from the end
+        # Counted from the end.
+        return torch.from_numpy(
+            np.array(self._maps[number][rows - self._ends[number]], self._dtype)
+        )
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
         """Rows as an array: a slice of the map where they are consecutive, and numpy's fastest way where they are not."""
@@ -45,7 +49,9 @@ class Rows(Dataset[torch.Tensor]):
         shard_of = np.searchsorted(self._ends, rows, side="right")
         for number in np.unique(shard_of):
             there = shard_of == number
-            out[there] = self._maps[number][rows[there] - (self._ends[number] - len(self._maps[number]))]
+            out[there] = self._maps[number][
+                rows[there] - (self._ends[number] - len(self._maps[number]))
+            ]
         return out
 
 
@@ -75,7 +81,9 @@ class _Numbers:
     """A sampler: the row numbers of each batch of an epoch, drawn when they are asked for."""
 
     def __init__(self, batches: RowBatches, *, as_lists: bool) -> None:
-        self._batches, self._as_lists, self.epoch = batches, as_lists, 0
+        self._batches = batches
+        self._as_lists = as_lists
+        self.epoch = 0
 
     def __iter__(self) -> Iterator[Any]:
         for draw in self._batches.epoch(self.epoch):
@@ -88,7 +96,12 @@ class _Numbers:
 
 @contextlib.contextmanager
 def loader_epochs(
-    sources: Sequence[Sequence[str]], batches: RowBatches, device: str, *, n_workers: int, by_row: bool
+    sources: Sequence[Sequence[str]],
+    batches: RowBatches,
+    device: str,
+    *,
+    n_workers: int,
+    by_row: bool,
 ) -> Iterator[Callable[[int], Iterable[Any]]]:
     """A DataLoader's epochs on the device, by their number; its workers stay from epoch to epoch, and end with the context.
 
@@ -97,10 +110,13 @@ def loader_epochs(
         batches: Which rows.
         device: As torch writes it.
         n_workers: Worker processes.
-        by_row: Whether an item is a row, and the loader stacks them, as most programs have it; or a whole batch.
+        by_row: Whether an item is a row, and the loader stacks them, as most programs have it; or a
+            whole batch.
     """
     numbers = _Numbers(batches, as_lists=by_row)
-    how: dict[str, Any] = {"batch_sampler": numbers} if by_row else {"sampler": numbers, "batch_size": None}
+    how: dict[str, Any] = (
+        {"batch_sampler": numbers} if by_row else {"sampler": numbers, "batch_size": None}
+    )
     if n_workers:
         how |= {"num_workers": n_workers, "persistent_workers": True, "prefetch_factor": 4}
     on_gpu = device != "cpu"
@@ -118,4 +134,5 @@ def loader_epochs(
     try:
         yield epoch
     finally:
-        loaders.clear()  # the last reference: the workers end, and nothing stays mapped
+        # The last reference: the workers end, and nothing stays mapped.
+        loaders.clear()

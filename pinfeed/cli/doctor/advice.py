@@ -1,4 +1,7 @@
-"""Whether pinfeed would help, from the size of the data and what the machine does at best. Arithmetic only."""
+"""Whether pinfeed would help, from the size of the data and what the machine does at best.
+
+Arithmetic only.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ from dataclasses import dataclass
 
 from pinfeed.memory.limits import human
 
-_ENOUGH = 0.5  # of the free memory: what data may take where a model, or a feeder, needs the rest
+# Of the free memory: what data may take where a model, or a feeder, needs the rest.
+_ENOUGH = 0.5
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,12 @@ class Ceilings:
 
     def batch_ms(self, nbytes: int) -> dict[str, float]:
         """Milliseconds that a batch takes at best, by the way it goes."""
-        ways = {"memory": self.memory, "disk in sequence": self.sequential, "disk at random": self.random, "link": self.link}
+        ways = {
+            "memory": self.memory,
+            "disk in sequence": self.sequential,
+            "disk at random": self.random,
+            "link": self.link,
+        }
         return {way: nbytes / rate / 1e6 for way, rate in ways.items() if rate}
 
 
@@ -68,14 +77,24 @@ def advise(data: Data, ceilings: Ceilings, *, free_host: int, gpu: str, free_gpu
     """
     times, size = ceilings.batch_ms(data.batch_nbytes), human(data.nbytes)
     if gpu and data.nbytes <= _ENOUGH * free_gpu:
-        return Advice("no", (_on_the_gpu(size, free_gpu), "pinfeed is for data that does not fit, or where the model needs that memory."))
+        return Advice(
+            "no",
+            (
+                _on_the_gpu(size, free_gpu),
+                "pinfeed is for data that does not fit, or where the model needs that memory.",
+            ),
+        )
     almost = ""
     if gpu and data.nbytes <= free_gpu:
-        almost = (
-            f"The data ({size}) would fit on the GPU ({human(free_gpu)} free) if the model took the rest only: then put it there once. "
-        )
+        almost = f"The data ({size}) would fit on the GPU ({human(free_gpu)} free) if the model took the rest only: then put it there once. "
     if data.nbytes <= _ENOUGH * free_host:
-        return Advice("perhaps", (almost + _in_memory(size, free_host, gpu), _worth(times["memory"] + times.get("link", 0.0))))
+        return Advice(
+            "perhaps",
+            (
+                almost + _in_memory(size, free_host, gpu),
+                _worth(times["memory"] + times.get("link", 0.0)),
+            ),
+        )
     return Advice("yes", (almost + _larger(size, free_host, bool(gpu)), *_from_disk(times)))
 
 
@@ -113,7 +132,11 @@ def _worth(batch_ms: float) -> str:
 
 
 def _larger(size: str, free_host: int, gpu: bool) -> str:
-    way = "and copies batches to the GPU while your step computes" if gpu else "in the background, also without a GPU"
+    way = (
+        "and copies batches to the GPU while your step computes"
+        if gpu
+        else "in the background, also without a GPU"
+    )
     return (
         f"The data ({size}) is more than memory can hold beside other things ({human(free_host)} free). pinfeed streams it from the disk "
         f"{way}, within the limits that you give."
@@ -130,4 +153,7 @@ def _from_disk(times: Mapping[str, float]) -> tuple[str, ...]:
     )
     if at_random < 1.5 * in_sequence:
         return (said,)
-    return said, f"Rows in fully random order (shuffle=True) take {spelled(at_random)} a batch: as long as the disk seeks."
+    return (
+        said,
+        f"Rows in fully random order (shuffle=True) take {spelled(at_random)} a batch: as long as the disk seeks.",
+    )

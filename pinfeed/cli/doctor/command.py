@@ -21,27 +21,42 @@ from pinfeed.stores.formats.npy import read_header
 
 _PAGE_BYTES = 4096
 _LINK_BYTES = 256 << 20
-_TABLE_BYTES = 256 << 20  # of the table on which the route is measured
+# Of the table on which the route is measured.
+_TABLE_BYTES = 256 << 20
 
 
-def doctor(files: Sequence[str], *, rows: int | None, row_bytes: int | None, batch_size: int | None, directory: str | None) -> Report:
+def doctor(
+    files: Sequence[str],
+    *,
+    rows: int | None,
+    row_bytes: int | None,
+    batch_size: int | None,
+    directory: str | None,
+) -> Report:
     """Look at the machine and, where it is known what data there will be, say whether pinfeed helps."""
     if files and (rows or row_bytes):
-        raise click.UsageError("FILE and --rows or --row-bytes: a file has its own; give one of them")
+        raise click.UsageError(
+            "FILE and --rows or --row-bytes: a file has its own; give one of them"
+        )
     if (rows is None) != (row_bytes is None):
-        raise click.UsageError("--rows and --row-bytes go together: 1,000,000 rows of 512 bytes are --rows 1000000 --row-bytes 512")
+        raise click.UsageError(
+            "--rows and --row-bytes go together: 1,000,000 rows of 512 bytes are --rows 1000000 --row-bytes 512"
+        )
     subject = _subject_of(files, batch_size) if files else None
     if rows is not None and row_bytes is not None:
         data = Data(rows, row_bytes, batch_size or usual_batch(row_bytes))
         subject = Subject(data, f"{rows:,} rows of {human(row_bytes)}, {human(data.nbytes)}")
     diagnosis = _diagnosis(subject, directory)
-    return Report(diagnosis.values, diagnosis.text, (diagnosis.gpu.problem,) if diagnosis.gpu.problem else ())
+    return Report(
+        diagnosis.values, diagnosis.text, (diagnosis.gpu.problem,) if diagnosis.gpu.problem else ()
+    )
 
 
 def _subject_of(files: Sequence[str], batch_size: int | None) -> Subject:
     with contextlib.closing(open_rows(files)) as store:
         data = Data(store.n_rows, store.row_nbytes, batch_size or usual_batch(store.row_nbytes))
-        path = store.paths[0] if os.path.exists(store.paths[0]) else None  # else it is elsewhere
+        # Else it is elsewhere.
+        path = store.paths[0] if os.path.exists(store.paths[0]) else None
         return Subject(data, described(store), path, read_header(path).offset if path else 0)
 
 
@@ -50,7 +65,9 @@ def _diagnosis(subject: Subject | None, directory: str | None) -> Diagnosis:
     data, path, start = (subject.data, subject.path, subject.start) if subject else (None, None, 0)
     with saying("copying in memory"):
         memory = memory_rate()
-    disk, disk_problem = look_at_disk(path, start, data.row_nbytes if data else _PAGE_BYTES, directory)
+    disk, disk_problem = look_at_disk(
+        path, start, data.row_nbytes if data else _PAGE_BYTES, directory
+    )
     link = {}
     if gpu.name:
         with saying("copying to the GPU"):
@@ -58,8 +75,23 @@ def _diagnosis(subject: Subject | None, directory: str | None) -> Diagnosis:
     optional = packages(gpu)
     in_sequence, at_random = (disk.sequential, disk.random) if disk else (None, None)
     ceilings = Ceilings(memory, in_sequence, at_random, link.get("to_device_pinned"))
-    advice = advise(data, ceilings, free_host=host.free, gpu=gpu.name, free_gpu=gpu.free) if data else None
-    return Diagnosis(host, gpu, disk, disk_problem, link, ceilings, optional, _route(gpu, optional, data), subject, advice)
+    advice = (
+        advise(data, ceilings, free_host=host.free, gpu=gpu.name, free_gpu=gpu.free)
+        if data
+        else None
+    )
+    return Diagnosis(
+        host,
+        gpu,
+        disk,
+        disk_problem,
+        link,
+        ceilings,
+        optional,
+        _route(gpu, optional, data),
+        subject,
+        advice,
+    )
 
 
 def _route(gpu: Gpu, optional: Sequence[Package], data: Data | None) -> str:

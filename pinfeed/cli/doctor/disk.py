@@ -17,9 +17,12 @@ from pinfeed.cli.output import saying
 from pinfeed.errors import described
 from pinfeed.memory.limits import human
 
-_SPAN_BYTES = 256 << 20  # of a file, or of a scratch file
-_READ_S, _WRITE_S = 0.7, 1.5  # at most, for each measurement
-_N_RANDOM = 16  # rows that a feeder reads at a time
+# Of a file, or of a scratch file.
+_SPAN_BYTES = 256 << 20
+# At most, for each measurement.
+_READ_S, _WRITE_S = 0.7, 1.5
+# Rows that a feeder reads at a time.
+_N_RANDOM = 16
 
 
 @dataclass(frozen=True)
@@ -44,13 +47,17 @@ class Disk:
         if self.cold:
             state = "dropped from the page cache before"
         elif self.cached is None:
-            state = "of which the kernel does not tell what is in the page cache: it may have been that"
+            state = (
+                "of which the kernel does not tell what is in the page cache: it may have been that"
+            )
         else:
             state = f"{self.cached:.0%} of which stayed in the page cache: it is not the disk alone that was measured"
         return f"The disk was measured on {self.what}, {human(self.nbytes)}, {state}."
 
 
-def look_at_disk(path: str | None, start: int, row_nbytes: int, directory: str | None) -> tuple[Disk | None, str]:
+def look_at_disk(
+    path: str | None, start: int, row_nbytes: int, directory: str | None
+) -> tuple[Disk | None, str]:
     """What the disk does, as seen on a file or on a scratch file; and why that could not be measured.
 
     Args:
@@ -71,13 +78,17 @@ def look_at_disk(path: str | None, start: int, row_nbytes: int, directory: str |
             return _measured(scratch, f"a scratch file in {folder}", 0, row_nbytes), ""
     except OSError as error:
         why = error.strerror or described(error)
-        return None, f"the disk could not be measured: no scratch file in {folder} ({why}); --dir names a folder that can be written"
+        return (
+            None,
+            f"the disk could not be measured: no scratch file in {folder} ({why}); --dir names a folder that can be written",
+        )
 
 
 @contextlib.contextmanager
 def _scratch(folder: str) -> Iterator[str]:
     """A file of as much as is written soon, on the disk; removed in the end."""
-    piece = np.random.default_rng(0).bytes(PIECE_BYTES)  # no zeros: some file systems do not store them
+    # No zeros: some file systems do not store them.
+    piece = np.random.default_rng(0).bytes(PIECE_BYTES)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".pinfeed-", buffering=0) as file:
         deadline = time.perf_counter() + _WRITE_S
         while file.tell() < _SPAN_BYTES and time.perf_counter() < deadline:
@@ -87,7 +98,10 @@ def _scratch(folder: str) -> Iterator[str]:
 
 
 def _measured(path: str, what: str, start: int, row_nbytes: int) -> Disk:
-    """Read the beginning of a file, dropped from the page cache before. What was in the cache is there again in the end."""
+    """Read the beginning of a file, dropped from the page cache before.
+
+    What was in the cache is there again in the end.
+    """
     span = min(os.stat(path).st_size, _SPAN_BYTES)
     before = cached_share([path], span)
     sequential, left = 0.0, []
@@ -104,4 +118,11 @@ def _measured(path: str, what: str, start: int, row_nbytes: int) -> Disk:
         at_random = random_rate(path, start, row_nbytes, batches, _N_RANDOM, seconds=_READ_S)
     if before is not None and before < 0.5:
         drop([path], span)
-    return Disk(what, span, sequential, at_random, row_nbytes, None if None in left else max(share or 0.0 for share in left))
+    return Disk(
+        what,
+        span,
+        sequential,
+        at_random,
+        row_nbytes,
+        None if None in left else max(share or 0.0 for share in left),
+    )

@@ -37,7 +37,15 @@ class Host:
         machine, *others = host_limits()
         limits = tuple(limit for limit in others if limit.total < machine.total)
         cores = os.cpu_count() or 1
-        return cls(machine.total, free_host_bytes(), limits, lock_limit(), cores, len(os.sched_getaffinity(0)), core_quota())
+        return cls(
+            machine.total,
+            free_host_bytes(),
+            limits,
+            lock_limit(),
+            cores,
+            len(os.sched_getaffinity(0)),
+            core_quota(),
+        )
 
 
 @dataclass(frozen=True)
@@ -52,7 +60,8 @@ class Gpu:
         torch: Version of torch.
         torch_cuda: The CUDA version that torch was built for; None for a build without.
         driver_cuda: The newest CUDA version that the driver knows; None without a driver.
-        problem: Why a GPU that seems to be there cannot be used, and what to do; empty if nothing is wrong.
+        problem: Why a GPU that seems to be there cannot be used, and what to do; empty if nothing
+            is wrong.
     """
 
     name: str
@@ -70,13 +79,21 @@ class Gpu:
         import torch
 
         driver = driver_cuda()
-        with warnings.catch_warnings(record=True) as said:  # of a driver that is too old, torch warns
+        with warnings.catch_warnings(record=True) as said:
+            # Of a driver that is too old, torch warns.
             warnings.simplefilter("always")
             usable = torch.cuda.is_available()
         versions = str(torch.__version__), torch.version.cuda, driver
         if usable:
             free, total = torch.cuda.mem_get_info()
-            return cls(torch.cuda.get_device_name(), torch.cuda.device_count(), total, free, *versions, problem="")
+            return cls(
+                torch.cuda.get_device_name(),
+                torch.cuda.device_count(),
+                total,
+                free,
+                *versions,
+                problem="",
+            )
         reasons = " ".join(str(warning.message).splitlines()[0] for warning in said)
         return cls("", 0, 0, 0, *versions, problem=gpu_problem(*versions, reasons))
 
@@ -89,9 +106,7 @@ def gpu_problem(torch: str, torch_cuda: str | None, driver: str | None, said: st
         return f"there is an NVIDIA driver, but torch {torch} is built without CUDA: pip install --force-reinstall torch"
     if _version(driver) < (_version(torch_cuda)[0], 0):
         return f"torch {torch} is built for CUDA {torch_cuda}, the driver knows CUDA {driver}: update the driver, or install an older torch"
-    return (
-        f"there is an NVIDIA driver (CUDA {driver}), but torch {torch} (CUDA {torch_cuda}) finds no usable GPU; {said or 'see nvidia-smi'}"
-    )
+    return f"there is an NVIDIA driver (CUDA {driver}), but torch {torch} (CUDA {torch_cuda}) finds no usable GPU; {said or 'see nvidia-smi'}"
 
 
 def driver_cuda() -> str | None:
@@ -116,7 +131,10 @@ class Package:
 
 
 def packages(gpu: Gpu) -> list[Package]:
-    """The optional packages. CuPy has to match the CUDA version of torch, and counts as needed only where there is a GPU."""
+    """The optional packages.
+
+    CuPy has to match the CUDA version of torch, and counts as needed only where there is a GPU.
+    """
     found = [
         Package("matplotlib", "plot", "timelines as pictures", _is_here("matplotlib")),
         Package("fsspec", "remote", "files elsewhere: s3://, gs://, https://", _is_here("fsspec")),
@@ -125,7 +143,16 @@ def packages(gpu: Gpu) -> list[Package]:
     if gpu.name:
         problem = _pinning_problem()
         extra = f"cuda{_version(gpu.torch_cuda or '13')[0]}"
-        found.insert(0, Package("CuPy", extra, "tables in page-locked memory that the GPU reads itself", not problem, problem))
+        found.insert(
+            0,
+            Package(
+                "CuPy",
+                extra,
+                "tables in page-locked memory that the GPU reads itself",
+                not problem,
+                problem,
+            ),
+        )
     return found
 
 

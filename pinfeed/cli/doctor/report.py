@@ -58,7 +58,10 @@ class Diagnosis:
     def values(self) -> dict[str, Any]:
         """For scripts."""
         return {
-            "host": {**asdict(self.host), "limits": [limit_values(limit) for limit in self.host.limits]},
+            "host": {
+                **asdict(self.host),
+                "limits": [limit_values(limit) for limit in self.host.limits],
+            },
             "gpu": asdict(self.gpu),
             "gb_per_s": {
                 "memory_copy": self.ceilings.memory,
@@ -66,7 +69,9 @@ class Diagnosis:
                 "disk_problem": self.disk_problem,
                 "link": dict(self.link) or None,
             },
-            "packages": [{**asdict(package), "install": install_line([package])} for package in self.packages],
+            "packages": [
+                {**asdict(package), "install": install_line([package])} for package in self.packages
+            ],
             "data": self.subject and self._data_values(self.subject.data),
             "route": self.route,
             "advice": self.advice and asdict(self.advice),
@@ -86,14 +91,33 @@ class Diagnosis:
         return sections(parts)
 
     def _data_values(self, data: Data) -> dict[str, Any]:
-        return {**asdict(data), "nbytes": data.nbytes, "batch_ms": self.ceilings.batch_ms(data.batch_nbytes)}
+        return {
+            **asdict(data),
+            "nbytes": data.nbytes,
+            "batch_ms": self.ceilings.batch_ms(data.batch_nbytes),
+        }
 
     def _machine(self) -> str:
         host, gpu = self.host, self.gpu
-        cores = f"{host.usable_cores} of {host.cores} may be used" if host.usable_cores < host.cores else str(host.cores)
-        quota = f", for {host.core_quota:g} cores' worth of time (control group)" if host.core_quota is not None else ""
-        limits = [(limit.name, f"{human(limit.total)}, {human(max(0, limit.free))} free") for limit in host.limits]
-        locked = "unlimited" if host.lock_limit is None else f"{human(host.lock_limit)} (ulimit -l; CUDA need not keep to it)"
+        cores = (
+            f"{host.usable_cores} of {host.cores} may be used"
+            if host.usable_cores < host.cores
+            else str(host.cores)
+        )
+        quota = (
+            f", for {host.core_quota:g} cores' worth of time (control group)"
+            if host.core_quota is not None
+            else ""
+        )
+        limits = [
+            (limit.name, f"{human(limit.total)}, {human(max(0, limit.free))} free")
+            for limit in host.limits
+        ]
+        locked = (
+            "unlimited"
+            if host.lock_limit is None
+            else f"{human(host.lock_limit)} (ulimit -l; CUDA need not keep to it)"
+        )
         which = f"{gpu.name} (one of {gpu.count})" if gpu.count > 1 else gpu.name
         driver = f"driver for CUDA {gpu.driver_cuda}" if gpu.driver_cuda else "no NVIDIA driver"
         pairs = [
@@ -101,8 +125,16 @@ class Diagnosis:
             *(limits or [("limits", "none but the memory itself")]),
             ("memlock", locked),
             ("cores", cores + quota),
-            ("GPU", f"{which}, {human(gpu.total)}, {human(gpu.free)} free" if gpu.name else "none that torch can use"),
-            ("", f"torch {gpu.torch}, {f'for CUDA {gpu.torch_cuda}' if gpu.torch_cuda else 'without CUDA'}; {driver}"),
+            (
+                "GPU",
+                f"{which}, {human(gpu.total)}, {human(gpu.free)} free"
+                if gpu.name
+                else "none that torch can use",
+            ),
+            (
+                "",
+                f"torch {gpu.torch}, {f'for CUDA {gpu.torch_cuda}' if gpu.torch_cuda else 'without CUDA'}; {driver}",
+            ),
         ]
         return facts(pairs)
 
@@ -118,14 +150,29 @@ class Diagnosis:
 
     def _packages(self) -> str:
         missing = [package for package in self.packages if not package.here]
-        rows = [(package.name, "here" if package.here else "missing", package.purpose) for package in self.packages]
-        problems = [wrapped(f"{package.name}: {package.problem}") for package in missing if package.problem]
-        return "\n".join([table(rows, ("package", "", "for")), *problems, *([f"\n  {install_line(missing)}"] if missing else [])])
+        rows = [
+            (package.name, "here" if package.here else "missing", package.purpose)
+            for package in self.packages
+        ]
+        problems = [
+            wrapped(f"{package.name}: {package.problem}") for package in missing if package.problem
+        ]
+        return "\n".join(
+            [
+                table(rows, ("package", "", "for")),
+                *problems,
+                *([f"\n  {install_line(missing)}"] if missing else []),
+            ]
+        )
 
     def _advice(self) -> str:
         if self.subject is None or self.advice is None:
-            return wrapped("Give a FILE, or --rows and --row-bytes of your data, to hear it.", "  ", "  ")
+            return wrapped(
+                "Give a FILE, or --rows and --row-bytes of your data, to hear it.", "  ", "  "
+            )
         data = self.subject.data
-        times = ", ".join(f"{way} {spelled(ms)}" for way, ms in self.ceilings.batch_ms(data.batch_nbytes).items())
+        times = ", ".join(
+            f"{way} {spelled(ms)}" for way, ms in self.ceilings.batch_ms(data.batch_nbytes).items()
+        )
         head = f"{self.subject.words}; batches of {data.batch_size:,} rows, {human(data.batch_nbytes)}. A batch takes at best: {times}."
         return "\n".join(wrapped(text, "  ", "  ") for text in (head, *self.advice.why))

@@ -24,11 +24,16 @@ _REPEATS = 3
 
 def copy_rates(ring: Sequence[torch.Tensor], nbytes: int = _COPIED_BYTES) -> dict[str, float]:
     """Copies between the buffers of a ring, of ``nbytes`` in all."""
-    pairs = list(itertools.islice(itertools.pairwise(itertools.cycle(ring)), max(8, nbytes // ring[0].nbytes)))
+    pairs = list(
+        itertools.islice(
+            itertools.pairwise(itertools.cycle(ring)), max(8, nbytes // ring[0].nbytes)
+        )
+    )
     total = len(pairs) * ring[0].nbytes / 1e9
     return {
         "torch, all threads": total / seconds_of(lambda: [a.copy_(b) for a, b in pairs]),
-        "numpy": total / seconds_of(lambda: [b.numpy().__setitem__(..., a.numpy()) for a, b in pairs]),
+        "numpy": total
+        / seconds_of(lambda: [b.numpy().__setitem__(..., a.numpy()) for a, b in pairs]),
     }
 
 
@@ -36,10 +41,21 @@ def memory_rate() -> float:
     """GB/s of copies between buffers that together no cache holds."""
     import torch
 
-    return max(copy_rates([torch.ones(8 << 20, dtype=torch.float32) for _ in range(4)], _MEMORY_BYTES).values())
+    return max(
+        copy_rates(
+            [torch.ones(8 << 20, dtype=torch.float32) for _ in range(4)], _MEMORY_BYTES
+        ).values()
+    )
 
 
-def sequential_rate(path: Path, n_threads: int, *, stop: int | None = None, behind: bool = False, seconds: float = math.inf) -> float:
+def sequential_rate(
+    path: Path,
+    n_threads: int,
+    *,
+    stop: int | None = None,
+    behind: bool = False,
+    seconds: float = math.inf,
+) -> float:
     """A file, or its first ``stop`` bytes, read in sequence: in pieces, into a small ring of page-aligned buffers.
 
     Args:
@@ -62,14 +78,25 @@ def sequential_rate(path: Path, n_threads: int, *, stop: int | None = None, behi
             return n_read
 
         begin = time.perf_counter()
-        n_read = sum(future.result() for future in [executor.submit(read) for _ in range(n_threads)])
+        n_read = sum(
+            future.result() for future in [executor.submit(read) for _ in range(n_threads)]
+        )
         return n_read / (time.perf_counter() - begin) / 1e9
 
 
-def random_rate(path: Path, start: int, row_nbytes: int, batches: Iterable[Any], n_threads: int, *, seconds: float) -> float:
+def random_rate(
+    path: Path,
+    start: int,
+    row_nbytes: int,
+    batches: Iterable[Any],
+    n_threads: int,
+    *,
+    seconds: float,
+) -> float:
     """Rows of a file in random order, a pread each; the rows of a batch are sorted and dealt out to the threads in slices.
 
-    With native AIO in each thread in place of a pread per row, it was the same: the disk is what is waited for.
+    With native AIO in each thread in place of a pread per row, it was the same: the disk is what is
+    waited for.
 
     Args:
         path: The file.
@@ -106,14 +133,19 @@ def link_rates(device: Any, nbytes: int) -> dict[str, float]:
     there = torch.empty(nbytes, dtype=torch.uint8, device=device)
     rates = {}
     for kind, pinned in (("pinned", True), ("pageable", False)):
-        host = torch.ones(nbytes, dtype=torch.uint8).pin_memory() if pinned else torch.ones(nbytes, dtype=torch.uint8)
+        host = (
+            torch.ones(nbytes, dtype=torch.uint8).pin_memory()
+            if pinned
+            else torch.ones(nbytes, dtype=torch.uint8)
+        )
         for way, (target, source) in {"to_device": (there, host), "to_host": (host, there)}.items():
 
             def copy(target: torch.Tensor = target, source: torch.Tensor = source) -> None:
                 target.copy_(source, non_blocking=True)
                 torch.cuda.synchronize(device)
 
-            copy()  # what a first copy needs
+            # What a first copy needs.
+            copy()
             rates[f"{way}_{kind}"] = nbytes / min(seconds_of(copy) for _ in range(_REPEATS)) / 1e9
     return rates
 

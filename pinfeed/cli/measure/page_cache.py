@@ -13,7 +13,8 @@ from pinfeed.stores.disk.page_cache import cached_pages, can_tell
 Path = str | os.PathLike[str]
 
 PIECE_BYTES = 4 << 20
-_LOOK_BYTES = 1 << 30  # looked at in one call
+# Looked at in one call.
+_LOOK_BYTES = 1 << 30
 
 
 def cached_share(paths: Iterable[Path], stop: int | None = None) -> float | None:
@@ -35,14 +36,17 @@ def drop(paths: Iterable[Path], stop: int = 0) -> None:
     paths = list(paths)
     for path in paths:
         with opened(path) as descriptor:
-            os.fsync(descriptor)  # dirty pages could not be dropped
+            # Dirty pages could not be dropped.
+            os.fsync(descriptor)
     for _ in range(20):
         for path in paths:
             with opened(path) as descriptor:
                 os.posix_fadvise(descriptor, 0, stop, os.POSIX_FADV_DONTNEED)
-        if cached_share(paths, stop or None) in (0, 1, None):  # all of it has gone, or nothing can be dropped: it is in memory itself
+        if cached_share(paths, stop or None) in (0, 1, None):
+            # All of it has gone, or nothing can be dropped: it is in memory itself.
             return
-        time.sleep(0.05)  # a page that somebody is just using is passed over
+        # A page that somebody is just using is passed over.
+        time.sleep(0.05)
 
 
 def read_through(paths: Iterable[Path], seconds: float = math.inf) -> bool:

@@ -55,7 +55,9 @@ class Containers:
         """Losses become numbers when they are asked for, or when the epoch ends: to read one waits for its device."""
         if self._unread:
             values = torch.stack([loss.double() for loss, _ in self._unread]).tolist()
-            self._losses[-1] += [(value, n) for value, (_, n) in zip(values, self._unread, strict=True)]
+            self._losses[-1] += [
+                (value, n) for value, (_, n) in zip(values, self._unread, strict=True)
+            ]
         self._unread = []
         return self._losses
 
@@ -63,20 +65,27 @@ class Containers:
         """Let go of what the last backward pass needed."""
         for outputs in self.outputs[-1]:
             leaves, rebuild = flatten(outputs)
-            self.outputs[-1].append(rebuild(leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves))
+            self.outputs[-1].append(
+                rebuild(
+                    leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves
+                )
+            )
 
 
 class Watched:
     """A dataloader whose batches the containers see."""
 
     def __init__(self, containers: Containers, loader: Any) -> None:
-        self.containers, self.loader = containers, loader
+        self.containers = containers
+        self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
-        if not self.containers.is_fresh:  # else epochstart_ was called for this loop
+        if not self.containers.is_fresh:
+            # Else epochstart_ was called for this loop.
             self.containers.begin_epoch()
         for batch in self.loader:
-            if not self.containers.inputs:  # cleared in the body of the loop
+            if not self.containers.inputs:
+                # Cleared in the body of the loop.
                 self.containers.begin_epoch()
             is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
             self.containers.inputs[-1].append(batch[0] if is_pair else batch)
@@ -88,6 +97,7 @@ class Watched:
         return len(self.loader)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_") or name == "loader":  # not made yet, or a protocol that the loader must not answer for this object
+        if name.startswith("_") or name == "loader":
+            # Not made yet, or a protocol that the loader must not answer for this object.
             raise AttributeError(name)
         return getattr(self.loader, name)

@@ -15,10 +15,24 @@ from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.micro_batches import check_rows, joined, n_samples, part, samples_like, shapes_of, tensors
+from pinfeed.training.large_batch.micro_batches import (
+    check_rows,
+    joined,
+    n_samples,
+    part,
+    samples_like,
+    shapes_of,
+    tensors,
+)
 from pinfeed.training.large_batch.proof import Proofs
 from pinfeed.training.large_batch.recompute import buffers_of, recomputed, replayed_buffers
-from pinfeed.training.large_batch.select import STRATEGIES, StrategyChoice, batch_norms, choose, predictor_of
+from pinfeed.training.large_batch.select import (
+    STRATEGIES,
+    StrategyChoice,
+    batch_norms,
+    choose,
+    predictor_of,
+)
 from pinfeed.training.large_batch.strategies import Task
 from pinfeed.training.memory_model.estimate import call
 from pinfeed.training.memory_model.tensor_specs import moved
@@ -41,15 +55,26 @@ class Forwards:
         ArgumentError: What cannot be.
     """
 
-    def __init__(self, config: limits.MemoryLimits | None, chunk_size: int | None, strategy: str, prove: bool = True) -> None:
+    def __init__(
+        self,
+        config: limits.MemoryLimits | None,
+        chunk_size: int | None,
+        strategy: str,
+        prove: bool = True,
+    ) -> None:
         if strategy not in _POSSIBLE:
-            raise ArgumentError(f"strategy={strategy!r}: expected {', '.join(map(repr, _POSSIBLE))}")
+            raise ArgumentError(
+                f"strategy={strategy!r}: expected {', '.join(map(repr, _POSSIBLE))}"
+            )
         if chunk_size is not None:
             whole_number(chunk_size, "chunk_size")
-        self._config, self._chunk_size, self._strategy = config or limits.MemoryLimits(), chunk_size, strategy
+        self._config = config or limits.MemoryLimits()
+        self._chunk_size = chunk_size
+        self._strategy = strategy
         self._proofs = Proofs(prove)
         self._by_shape: dict[Any, StrategyChoice] = {}
-        self._plain: dict[Any, StrategyChoice] = {}  # by the shape of a sample
+        # By the shape of a sample.
+        self._plain: dict[Any, StrategyChoice] = {}
         self._offload: Offload | None = None
         self.chosen: StrategyChoice | None = None
         self.unpredicted: str | None = None
@@ -63,7 +88,14 @@ class Forwards:
             self._offload.close()
         self._offload = None
 
-    def outputs(self, model: nn.Module, inputs: Any, optimizer: Any, device: torch.device, back: torch.device) -> Any:
+    def outputs(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        optimizer: Any,
+        device: torch.device,
+        back: torch.device,
+    ) -> Any:
         """The outputs, on the device ``back``.
 
         Args:
@@ -81,33 +113,46 @@ class Forwards:
         if chosen.strategy == "checkpoint":
             context = recomputed(model)
         if chosen.strategy == "offload":
-            self._offload = self._offload or Offload(device, host_limit=self._config.host_limit(free_host_bytes()))
+            self._offload = self._offload or Offload(
+                device, host_limit=self._config.host_limit(free_host_bytes())
+            )
             context = self._offload.step(model)
         with context:
             return moved(call(model, moved(inputs, device)), back)
 
-    def _choose(self, model: nn.Module, inputs: Any, optimizer: Any, device: torch.device) -> StrategyChoice:
+    def _choose(
+        self, model: nn.Module, inputs: Any, optimizer: Any, device: torch.device
+    ) -> StrategyChoice:
         n = n_samples(inputs)
         if n == 0:
             raise ArgumentError("the batch is empty; expected at least one sample")
         key = shapes_of(inputs), *(module.training for module in model.modules())
         if key not in self._by_shape:
-            # What fits of many samples fits of fewer: the last batch of an epoch needs no prediction of its own.
+            # What fits of many samples fits of fewer: the last batch of an epoch needs no
+            # prediction of its own.
             rest = samples_like(inputs).key, key[1:]
             fits = self._plain.get(rest)
-            found = fits if fits is not None and fits.chunk_size > n else self._decide(model, n, inputs, optimizer, device)
+            found = (
+                fits
+                if fits is not None and fits.chunk_size > n
+                else self._decide(model, n, inputs, optimizer, device)
+            )
             if found.strategy == "plain" and found.chunk_size >= n:
                 self._plain[rest] = found
             self._by_shape[key] = found
         return self._by_shape[key]
 
-    def _decide(self, model: nn.Module, n: int, inputs: Any, optimizer: Any, device: torch.device) -> StrategyChoice:
+    def _decide(
+        self, model: nn.Module, n: int, inputs: Any, optimizer: Any, device: torch.device
+    ) -> StrategyChoice:
         nothing: dict[str, int | None] = dict.fromkeys(STRATEGIES)
         if self._strategy == "two_pass" and (norms := batch_norms(model)):
             raise ArgumentError(
                 f"strategy='two_pass' computes chunks, and {norms[0]} normalizes over the batch; take 'offload' or 'checkpoint'"
             )
-        if self._strategy in ("two_pass", "checkpoint") and (problem := self._problem_of(model, inputs, self._strategy)):
+        if self._strategy in ("two_pass", "checkpoint") and (
+            problem := self._problem_of(model, inputs, self._strategy)
+        ):
             warnings.warn(
                 f"strategy={self._strategy!r} does not give the gradients of the plain step: {problem}; take strategy='auto', or give "
                 "prove=False if the difference does not matter",
@@ -130,11 +175,21 @@ class Forwards:
 
     def _problem_of(self, model: nn.Module, inputs: Any, strategy: str) -> str:
         """In what the outputs of a strategy, or gradients through them, differ from those of the whole batch."""
-        outputs_only = Task(model, lambda outputs, _: outputs, (model,), "sum", lambda _: 1, contextlib.nullcontext, lambda loss: loss)
+        outputs_only = Task(
+            model,
+            lambda outputs, _: outputs,
+            (model,),
+            "sum",
+            lambda _: 1,
+            contextlib.nullcontext,
+            lambda loss: loss,
+        )
         return self._proofs.problem_of(strategy, outputs_only, inputs)
 
 
-def _in_chunks(model: nn.Module, inputs: Any, size: int, device: torch.device, back: torch.device) -> Any:
+def _in_chunks(
+    model: nn.Module, inputs: Any, size: int, device: torch.device, back: torch.device
+) -> Any:
     """Outputs of all chunks, without what their backward pass needs; it computes them again."""
     trigger = torch.zeros((), requires_grad=any(p.requires_grad for p in model.parameters()))
     again = _Again(model, inputs, size, device, back)
@@ -145,9 +200,15 @@ def _in_chunks(model: nn.Module, inputs: Any, size: int, device: torch.device, b
 class _Again:
     """Chunks that are computed twice."""
 
-    def __init__(self, model: nn.Module, inputs: Any, size: int, device: torch.device, back: torch.device) -> None:
-        self._model, self._device, self._back = model, device, back
-        self._chunks = [part(inputs, start, start + size) for start in range(0, n_samples(inputs), size)]  # views
+    def __init__(
+        self, model: nn.Module, inputs: Any, size: int, device: torch.device, back: torch.device
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._back = back
+        self._chunks = [
+            part(inputs, start, start + size) for start in range(0, n_samples(inputs), size)
+        ]  # views
         self._states: list[dict[str, Any]] = []
         self._buffers = buffers_of([model])
         kind = device.type
@@ -181,11 +242,17 @@ class _Again:
                 for leaf, gradient in zip(leaves, gradients, strict=True)
                 if gradient is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
             ]
-            torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+            torch.autograd.backward(
+                [leaf for leaf, _ in pairs], [gradient for _, gradient in pairs]
+            )
             start = stop
 
     def _context(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
+        return (
+            contextlib.nullcontext()
+            if self._autocast is None
+            else torch.autocast(self._device.type, self._autocast)
+        )
 
 
 class _Recompute(torch.autograd.Function):

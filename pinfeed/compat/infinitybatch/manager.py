@@ -59,7 +59,9 @@ class InfinityBatch:
         self.verbose_mode = verbose
         self.backward_device = backward_device
         self.dataloader = dataloader
-        self.model, self.optimizer, self.criterion = model, optimizer, criterion
+        self.model = model
+        self.optimizer = optimizer
+        self.criterion = criterion
 
     def __call__(self, num_epochs: int) -> None:
         """The same as ``train``."""
@@ -88,7 +90,9 @@ class InfinityBatch:
         for batch in self._loader:
             inputs, targets = pair_of(batch)
             size = n_samples(tensors(inputs))
-            self._print(f"-- batch {n_batches}: finished with {n}, current batch size {size}.", end="\r")
+            self._print(
+                f"-- batch {n_batches}: finished with {n}, current batch size {size}.", end="\r"
+            )
             self.targets[-1].append(moved(tensors(targets), self.backward_device))
             self.batch_(inputs)
             n_batches, n = n_batches + 1, n + size
@@ -97,9 +101,13 @@ class InfinityBatch:
             self.step()
             self.zero_grad()
         if not n_batches:
-            raise InfinityBatchError(f"dataloader={self._loader!r} gave no batch; expected at least one")
+            raise InfinityBatchError(
+                f"dataloader={self._loader!r} gave no batch; expected at least one"
+            )
         self._containers.read_losses()
-        self._print(f"-- Epoch finished with {n_batches} batch(es), {n} element(s) were forwarded, last batch size was {size}.")
+        self._print(
+            f"-- Epoch finished with {n_batches} batch(es), {n} element(s) were forwarded, last batch size was {size}."
+        )
 
     def batch_(self, inputs: Any = None) -> Any:
         """Outputs of a whole batch, on the backward device.
@@ -115,12 +123,19 @@ class InfinityBatch:
             self.epochstart_()
         if inputs is None:
             if not self.inputs[-1]:
-                raise InfinityBatchError("batch_() has no inputs: dataloader gave no batch yet; give them, as batch_(inputs)")
+                raise InfinityBatchError(
+                    "batch_() has no inputs: dataloader gave no batch yet; give them, as batch_(inputs)"
+                )
             inputs = self.inputs[-1][-1]
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        outputs = self._forwards.outputs(model, inputs, self._optimizer, device, self._backward_device)
+        outputs = self._forwards.outputs(
+            model, inputs, self._optimizer, device, self._backward_device
+        )
         if self._forwards.unpredicted is not None:
-            _warn(f"the whole batch is computed at once, for {self._forwards.unpredicted}; give chunk_size=", 3)
+            _warn(
+                f"the whole batch is computed at once, for {self._forwards.unpredicted}; give chunk_size=",
+                3,
+            )
             self._forwards.unpredicted = None
         self.inputs[-1].append(inputs)
         self.outputs[-1].append(outputs)
@@ -135,9 +150,13 @@ class InfinityBatch:
         if not self.outputs or not self.outputs[-1]:
             raise InfinityBatchError("loss() has no outputs; call batch_(inputs) first")
         if not self.targets[-1]:
-            raise InfinityBatchError("loss() has no targets; iterate ib.dataloader, or call ib.targets[-1].append(targets) first")
+            raise InfinityBatchError(
+                "loss() has no targets; iterate ib.dataloader, or call ib.targets[-1].append(targets) first"
+            )
         outputs = self.outputs[-1][-1]
-        self._loss = loss = self._given("criterion")(outputs, moved(self.targets[-1][-1], self._backward_device))
+        self._loss = loss = self._given("criterion")(
+            outputs, moved(self.targets[-1][-1], self._backward_device)
+        )
         self._containers.add_loss(loss, n_samples(outputs))
 
     def backward(self) -> None:
@@ -145,7 +164,8 @@ class InfinityBatch:
         if self._loss is None:
             _warn("backward() without a loss; call loss() first", 3)
             return
-        loss, self._loss = self._loss, None
+        loss = self._loss
+        self._loss = None
         loss.backward()
         self._containers.detach_outputs()
 
@@ -194,7 +214,10 @@ class InfinityBatch:
 
     @property
     def dataloader(self) -> Any:
-        """What gives batches. Iterated, it begins an epoch of the containers, and has them keep the batch."""
+        """What gives batches.
+
+        Iterated, it begins an epoch of the containers, and has them keep the batch.
+        """
         return None if self._loader is None else Watched(self._containers, self._loader)
 
     @dataloader.setter
@@ -250,9 +273,12 @@ class InfinityBatch:
 
     def updateforwarddevice(self) -> None:
         """See where the model is."""
-        before, self._forward_device = self._forward_device, None
+        before = self._forward_device
+        self._forward_device = None
         if self._model is not None:
-            self._forward_device = next((p.device for p in self._model.parameters() if p.requires_grad), None)
+            self._forward_device = next(
+                (p.device for p in self._model.parameters() if p.requires_grad), None
+            )
             if self._forward_device is None:
                 _warn("the model has no parameter that can be trained", 3)
         if self._forward_device != before:
@@ -260,7 +286,9 @@ class InfinityBatch:
 
     def checkdevices_(self) -> None:
         """Warn if forward and backward device are the same."""
-        if self._forward_device is not None and _indexed(self._forward_device) == _indexed(self._backward_device):
+        if self._forward_device is not None and _indexed(self._forward_device) == _indexed(
+            self._backward_device
+        ):
             _warn(f"forward and backward device are the same, {self._forward_device}", 4)
 
     def clearcontainers_(self) -> None:

@@ -36,11 +36,14 @@ class CudaMemorySnapShot:
         synchronize: Wait for the device first.
     """
 
-    def __init__(self, device_id: torch.device | str | int | None = None, synchronize: bool = True) -> None:
+    def __init__(
+        self, device_id: torch.device | str | int | None = None, synchronize: bool = True
+    ) -> None:
         there = torch.cuda.is_available()
         if there and synchronize:
             torch.cuda.synchronize(device_id)
-        self._device, self._found = device_id, MemoryMonitor(device_id if there else None).snapshot()
+        self._device = device_id
+        self._found = MemoryMonitor(device_id if there else None).snapshot()
 
     @property
     def device(self) -> torch.device | str | int | None:
@@ -85,7 +88,8 @@ class CudaHistory(list[tuple[str, CudaMemorySnapShot]]):
 
     def __deepcopy__(self, memo: Any) -> CudaHistory:
         made = type(self)()
-        list.extend(made, (copy.deepcopy(one, memo) for one in self))  # append takes a snapshot
+        # Append takes a snapshot.
+        list.extend(made, (copy.deepcopy(one, memo) for one in self))
         return made
 
     def __str__(self) -> str:
@@ -94,7 +98,11 @@ class CudaHistory(list[tuple[str, CudaMemorySnapShot]]):
         rows = [(name, one.total, one.reserved, one.allocated) for name, one in self]
         headers = ("Name", "Total", "Reserved", "Allocated")
         return "CudaHistory:\n" + tabulate(
-            rows, headers, tablefmt="github", colalign=("left", "right", "right", "right"), disable_numparse=True
+            rows,
+            headers,
+            tablefmt="github",
+            colalign=("left", "right", "right", "right"),
+            disable_numparse=True,
         )
 
 
@@ -110,7 +118,8 @@ def determinize(seed: int | None = None, be_deterministic: bool = True) -> None:
     if seed is None and be_deterministic:
         seed = 0
     if seed is None:
-        torch.seed()  # of every GPU, too
+        # Of every GPU, too.
+        torch.seed()
     else:
         torch.manual_seed(seed)
     np.random.seed(seed)  # noqa: NPY002  # it is the global one that is meant
@@ -120,7 +129,9 @@ def determinize(seed: int | None = None, be_deterministic: bool = True) -> None:
 def is_equal_network(one: nn.Module, another: nn.Module) -> bool:
     """Whether all parameters and buffers are equal, on whatever devices."""
     first, second = one.state_dict(), another.state_dict()
-    return first.keys() == second.keys() and all(torch.equal(value.cpu(), second[name].cpu()) for name, value in first.items())
+    return first.keys() == second.keys() and all(
+        torch.equal(value.cpu(), second[name].cpu()) for name, value in first.items()
+    )
 
 
 def is_equal_with_error(one: torch.Tensor, another: torch.Tensor, detach: bool = True) -> bool:

@@ -57,16 +57,21 @@ class Config:
         total_sample_count: Identities of an epoch.
         input_dtype: Of input samples.
         output_dtype: Of output samples.
-        one_read_count: Samples that ``read_input`` gives of an identity; a batch is a multiple of it.
-        preferred_batch_size: Samples of a batch at most, but at least those of an identity. None or 0 for what fits.
+        one_read_count: Samples that ``read_input`` gives of an identity; a batch is a multiple of
+            it.
+        preferred_batch_size: Samples of a batch at most, but at least those of an identity. None or
+            0 for what fits.
         depth: Batches read ahead of the loop; 0 is the synchronous loop.
-        loss: Called with the network's outputs and the output samples, for the estimate; None for the sum of the outputs.
-        optimizer: A torch optimizer's class, a function called with parameters, or an optimizer of the network; None for AdamW.
+        loss: Called with the network's outputs and the output samples, for the estimate; None for
+            the sum of the outputs.
+        optimizer: A torch optimizer's class, a function called with parameters, or an optimizer of
+            the network; None for AdamW.
         network: The name that ``model_class`` has in the first READMEs.
 
     Raises:
         ArgumentError: A limit, size, shape, dtype or model that cannot be.
-        EstimateError: The training step cannot be predicted; the network does not take such samples.
+        EstimateError: The training step cannot be predicted; the network does not take such
+            samples.
         NotEnoughGPURam: Not even the samples of an identity fit.
         NotEnoughCPUMemory: … on the host.
     """
@@ -89,15 +94,21 @@ class Config:
     def __post_init__(self, network: Any) -> None:
         if network is not None:
             if self.model_class is not None:
-                raise ArgumentError("model_class and network are two names of one argument; pass one of them")
+                raise ArgumentError(
+                    "model_class and network are two names of one argument; pass one of them"
+                )
             object.__setattr__(self, "model_class", network)
         for name in ("cpu_memory_limit", "gpu_memory_limit"):
-            if not isinstance(value := getattr(self, name), (int, float, np.number)) or not 1 <= value < math.inf:
+            if (
+                not isinstance(value := getattr(self, name), (int, float, np.number))
+                or not 1 <= value < math.inf
+            ):
                 raise ArgumentError(f"{name}={value!r}: expected bytes, as GiB(1.5)")
         for name in ("total_sample_count", "one_read_count"):
             whole_number(getattr(self, name), name)
         check_depth(self.depth)
-        _ = self.budget  # what cannot be is refused now
+        # What cannot be is refused now.
+        _ = self.budget
 
     @functools.cached_property
     def budget(self) -> Budget:
@@ -107,7 +118,11 @@ class Config:
         if self.preferred_batch_size:
             most = min(most, max(1, self.preferred_batch_size // self.one_read_count))
         n_reads = bisect.bisect_left(
-            range(1, most + 1), True, key=lambda n: sum(item.total for item in self._on_host(n * self.one_read_count)) > limit
+            range(1, most + 1),
+            True,
+            key=lambda n: (
+                sum(item.total for item in self._on_host(n * self.one_read_count)) > limit
+            ),
         )
         if n_reads == 0:
             need = sum(item.total for item in self._on_host(self.one_read_count))
@@ -115,7 +130,11 @@ class Config:
                 f"batches of {self.one_read_count} samples, the fewest there can be, need {human(need)} ({need} bytes) on the host, "
                 f"{self.depth + 3} of them at a time; cpu_memory_limit is {human(limit)} ({limit} bytes); raise it, or lower depth"
             )
-        stripped = network.sample_shape != self.input_shape and self.output_shape is not None and tuple(self.output_shape[:1]) == (1,)
+        stripped = (
+            network.sample_shape != self.input_shape
+            and self.output_shape is not None
+            and tuple(self.output_shape[:1]) == (1,)
+        )
         found = config.Config(
             cpu_memory_limit=limit,
             gpu_memory_limit=int(self.gpu_memory_limit),
@@ -132,7 +151,9 @@ class Config:
             optimizer=self.optimizer,
         ).budget
         on_device = tuple(item for item in found.feeder.items if item.place == "device")
-        plan = dataclasses.replace(found.feeder, items=(*on_device, *self._on_host(found.batch_size)))
+        plan = dataclasses.replace(
+            found.feeder, items=(*on_device, *self._on_host(found.batch_size))
+        )
         return dataclasses.replace(found, feeder=plan)
 
     @property
@@ -202,7 +223,10 @@ class Config:
 
     @property
     def total_intermediate_variable_count(self) -> int:
-        """Elements that layers give for a sample, as ``get_variable_count`` counts. ``budget`` says what of it is kept, and what else."""
+        """Elements that layers give for a sample, as ``get_variable_count`` counts.
+
+        ``budget`` says what of it is kept, and what else.
+        """
         return self._network.n_variables
 
     @property
@@ -217,7 +241,10 @@ class Config:
 
     @property
     def _allowed_sample_count(self) -> int:
-        return min(self.total_sample_count, int(self.cpu_memory_limit) // max(1, self.sample_size * self.one_read_count))
+        return min(
+            self.total_sample_count,
+            int(self.cpu_memory_limit) // max(1, self.sample_size * self.one_read_count),
+        )
 
     @functools.cached_property
     def _network(self) -> Recognised:
@@ -231,11 +258,28 @@ class Config:
     @functools.cached_property
     def output_samples(self) -> tuple[SampleSpec, ...]:
         """Of an output sample, if there are any."""
-        return () if self.output_shape is None else (samples_of(self.output_shape, self.output_dtype, "output"),)
+        return (
+            ()
+            if self.output_shape is None
+            else (samples_of(self.output_shape, self.output_dtype, "output"),)
+        )
 
     def _on_host(self, batch_size: int) -> tuple[Allocation, ...]:
         """What the loop has on the host, if its batches stay there."""
-        nbytes = tuple(size for samples in (self.input_samples, *self.output_samples) for size in samples.nbytes)
+        nbytes = tuple(
+            size
+            for samples in (self.input_samples, *self.output_samples)
+            for size in samples.nbytes
+        )
         nothing = (False,) * len(nbytes)
-        items = plan_items(Demand(nbytes, nothing, 0, batch_size, unified=True, staged=nothing), batch_size, self.depth)
-        return (*items, Allocation("samples of the batch that is read", "host", 1, batch_size * self.sample_size))
+        items = plan_items(
+            Demand(nbytes, nothing, 0, batch_size, unified=True, staged=nothing),
+            batch_size,
+            self.depth,
+        )
+        return (
+            *items,
+            Allocation(
+                "samples of the batch that is read", "host", 1, batch_size * self.sample_size
+            ),
+        )

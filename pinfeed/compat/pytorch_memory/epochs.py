@@ -20,7 +20,9 @@ Read = Callable[[Any], Iterable[Any]]
 
 
 class Epoch(Iterator[tuple[Any, Any]]):
-    """One pass over the data: ``(X, Y)`` for each batch. Nothing runs before the first one is asked for, or after the last one.
+    """One pass over the data: ``(X, Y)`` for each batch.
+
+    Nothing runs before the first one is asked for, or after the last one.
 
     Args:
         batches: Makes the batches of an epoch, given its number.
@@ -28,7 +30,8 @@ class Epoch(Iterator[tuple[Any, Any]]):
     """
 
     def __init__(self, batches: Callable[[int], Iterator[tuple[Any, Any]]], number: int) -> None:
-        self._make, self._batches = batches, batches(number)
+        self._make = batches
+        self._batches = batches(number)
 
     def __next__(self) -> tuple[Any, Any]:
         return next(self._batches)
@@ -51,14 +54,17 @@ class Feeder:
         output_list: What ``get_output`` is called with; as many.
         read_input: Gives the input samples of an identity, ``one_read_count`` of them.
         get_output: Gives its output samples, as many.
-        apply_on_input_batch: Makes a batch of an iterator over its input samples. Without it they are stacked.
+        apply_on_input_batch: Makes a batch of an iterator over its input samples. Without it they
+            are stacked.
         apply_on_output_batch: The same for output samples.
         shuffle: Identities come in another order in every epoch.
         seed: Of the shuffle.
-        device: None for batches as they are made; else they are copied there: ``"cuda"``, ``"auto"``, ``"cpu"``.
+        device: None for batches as they are made; else they are copied there: ``"cuda"``,
+            ``"auto"``, ``"cpu"``.
 
     Raises:
-        ArgumentError: Lists that do not belong together, or have not even a batch; what cannot be called.
+        ArgumentError: Lists that do not belong together, or have not even a batch; what cannot be
+            called.
     """
 
     def __init__(
@@ -75,7 +81,8 @@ class Feeder:
         seed: int = 0,
         device: Any = None,
     ) -> None:
-        self.configs, self._n_epochs = configs, 0
+        self.configs = configs
+        self._n_epochs = 0
         self._reading = _Reading(
             configs, _listed(input_list), _listed(output_list), read_input, get_output, apply_on_input_batch, apply_on_output_batch,
             shuffle, seed, device, drop_last=True,
@@ -88,9 +95,13 @@ class Feeder:
             )
 
     def generate_epochs(self, epoch_count: int = 1) -> Iterator[Epoch]:
-        """So many epochs, each read when it is iterated. With ``shuffle`` they go on where the last call's ended."""
+        """So many epochs, each read when it is iterated.
+
+        With ``shuffle`` they go on where the last call's ended.
+        """
         for _ in range(epoch_count):
-            number, self._n_epochs = self._n_epochs, self._n_epochs + 1
+            number = self._n_epochs
+            self._n_epochs = self._n_epochs + 1
             yield Epoch(self._reading, number)
 
 
@@ -117,11 +128,14 @@ def generate_epoch(
     )  # fmt: skip
 
 
-def multiply_epochs(epoch_generator: Iterable[Any], epoch_count: int = 2) -> Iterator[Iterator[Any]]:
+def multiply_epochs(
+    epoch_generator: Iterable[Any], epoch_count: int = 2
+) -> Iterator[Iterator[Any]]:
     """So many epochs, each read anew.
 
     Args:
-        epoch_generator: What ``generate_epoch`` returned; or anything that can be iterated again: a list, a DataLoader.
+        epoch_generator: What ``generate_epoch`` returned; or anything that can be iterated again: a
+            list, a DataLoader.
         epoch_count: How many.
 
     Raises:
@@ -168,14 +182,21 @@ class _Reading:
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         with self._feeder(stream) as feeder:
             feeder.set_epoch(number)
-            yield from feeder if self.device is not None else map(_as_made, feeder)  # neither keeps a batch
+            # Neither keeps a batch.
+            yield from feeder if self.device is not None else map(_as_made, feeder)
 
     def _feeder(self, stream: Any) -> ReaderFeeder:
         apply = {"input": self.apply_on_input_batch, "output": self.apply_on_output_batch}
         samples = {"input": (self.configs.input_samples,), "output": self.configs.output_samples}
-        dtypes = {kind: _one_dtype(samples[kind]) if made is None else None for kind, made in apply.items()}
+        dtypes = {
+            kind: _one_dtype(samples[kind]) if made is None else None
+            for kind, made in apply.items()
+        }
         if self.device is None:
-            apply = {kind: _made_on(stream, made) if callable(made) else made for kind, made in apply.items()}
+            apply = {
+                kind: _made_on(stream, made) if callable(made) else made
+                for kind, made in apply.items()
+            }
         return wrap_readers(
             self.inputs,
             self.outputs,
@@ -199,7 +220,8 @@ def _made_on(stream: Any, apply: Apply) -> Apply:
     """``apply``, as if it were called in the loop's thread, whose work on the GPU then comes after it."""
 
     def made(samples: Iterator[Any]) -> _Made:
-        with torch.cuda.stream(stream):  # None changes nothing
+        with torch.cuda.stream(stream):
+            # None changes nothing
             return _Made(apply(samples))
 
     return made

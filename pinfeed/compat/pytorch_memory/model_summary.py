@@ -33,7 +33,9 @@ class Converting(nn.Module):
         super().__init__()
         self.model = model if isinstance(model, nn.Module) else model()
         if not isinstance(self.model, nn.Module):
-            raise ArgumentError(f"model_class={model!r} made a {type(self.model).__name__}; expected a torch module")
+            raise ArgumentError(
+                f"model_class={model!r} made a {type(self.model).__name__}; expected a torch module"
+            )
         self.training = self.model.training
         floats = [p.dtype for p in self.model.parameters() if p.is_floating_point()]
         self._dtype = floats[0] if floats else torch.get_default_dtype()
@@ -74,8 +76,8 @@ class LayerCall:
         layer: The layer.
         input_shape: Of its first tensor.
         output_shape: Of what it gave: a shape, or a tuple of them where it gave several tensors.
-        n_variables: Elements of what it gave that is new: neither the input itself nor what another layer gave, and no view of these. Twice
-            as many where they have a gradient.
+        n_variables: Elements of what it gave that is new: neither the input itself nor what another
+            layer gave, and no view of these. Twice as many where they have a gradient.
     """
 
     layer: nn.Module
@@ -95,18 +97,24 @@ class Forward:
     def __init__(self) -> None:
         self.calls: list[LayerCall] = []
         self.outputs: Any = None
-        self._seen: dict[int, Any] = {}  # storages, which are kept: another one would come where one has gone
+        # Storages, which are kept: another one would come where one has gone.
+        self._seen: dict[int, Any] = {}
 
     def __call__(self, run: Run, batch_size: int) -> None:
         """Look. Steps are run twice, and the second one counts."""
-        self.calls, self._seen = [], {}
+        self.calls = []
+        self._seen = {}
         for module in run.model.modules():
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
-                module.eval()  # in training it refuses a batch of one; shapes are the same
+                # In training it refuses a batch of one; shapes are the same.
+                module.eval()
         inputs, _ = run.batch(batch_size)
         for tensor in tensors_of(inputs):
             self._is_new(tensor)
-        hooks = [module.register_forward_hook(self._see, with_kwargs=True) for module in run.model.modules()]
+        hooks = [
+            module.register_forward_hook(self._see, with_kwargs=True)
+            for module in run.model.modules()
+        ]
         self.outputs = call(run.model, inputs)
         for hook in hooks:
             hook.remove()
@@ -114,9 +122,15 @@ class Forward:
     def _see(self, layer: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
         given, made = list(tensors_of((args, kwargs))), list(tensors_of(outputs))
         shapes = tuple(tuple(tensor.shape) for tensor in made)
-        n_variables = sum(tensor.numel() * (2 if tensor.requires_grad else 1) for tensor in made if self._is_new(tensor))
+        n_variables = sum(
+            tensor.numel() * (2 if tensor.requires_grad else 1)
+            for tensor in made
+            if self._is_new(tensor)
+        )
         shape = shapes[0] if isinstance(outputs, torch.Tensor) else shapes
-        self.calls.append(LayerCall(layer, tuple(given[0].shape) if given else (), shape, n_variables))
+        self.calls.append(
+            LayerCall(layer, tuple(given[0].shape) if given else (), shape, n_variables)
+        )
 
     def _is_new(self, tensor: torch.Tensor) -> bool:
         storage = tensor.untyped_storage()
@@ -137,7 +151,9 @@ def checked(model_class: Any) -> Any:
         return model_class
     name = getattr(model_class, "__name__", repr(model_class))
     if not callable(model_class):
-        raise ArgumentError(f"model_class={model_class!r}: expected a torch module, or a class or function that makes one")
+        raise ArgumentError(
+            f"model_class={model_class!r}: expected a torch module, or a class or function that makes one"
+        )
     try:
         inspect.signature(model_class).bind()
     except TypeError as error:
@@ -145,7 +161,8 @@ def checked(model_class: Any) -> Any:
             f"model_class={name} cannot be called without arguments ({described(error)}); give a module that you have made, or a function: "
             f"lambda: {name}(...)"
         ) from None
-    except ValueError:  # it has no signature
+    except ValueError:
+        # It has no signature.
         pass
     return model_class
 
@@ -153,9 +170,9 @@ def checked(model_class: Any) -> Any:
 def recognised(model_class: Any, input_shape: Any, input_dtype: Any) -> Recognised:
     """Find out how a network takes its samples, by trying it on batches of two and three.
 
-    A leading 1 of ``input_shape`` is the dimension of a batch, if the network then gives as many outputs as it gets samples, and else part
-    of the sample. Floats are converted to the network's dtype. Integers stay as they are; if it does not take them, they become floats, or
-    else int64.
+    A leading 1 of ``input_shape`` is the dimension of a batch, if the network then gives as many
+    outputs as it gets samples, and else part of the sample. Floats are converted to the network's
+    dtype. Integers stay as they are; if it does not take them, they become floats, or else int64.
 
     Raises:
         ArgumentError: A shape, a dtype or a model that cannot be.
@@ -163,24 +180,40 @@ def recognised(model_class: Any, input_shape: Any, input_dtype: Any) -> Recognis
     """
     model, first = checked(model_class), None
     kinds: list[Integers] = ["as they are"]
-    if not all(dtype.is_floating_point or dtype.is_complex for dtype in samples_of(input_shape, input_dtype, "input").dtypes):
+    if not all(
+        dtype.is_floating_point or dtype.is_complex
+        for dtype in samples_of(input_shape, input_dtype, "input").dtypes
+    ):
         kinds += ["as floats", "as int64"]
     shapes = [input_shape]
-    if isinstance(input_shape, (tuple, list)) and input_shape and isinstance(input_shape[0], int) and input_shape[0] == 1:
+    if (
+        isinstance(input_shape, (tuple, list))
+        and input_shape
+        and isinstance(input_shape[0], int)
+        and input_shape[0] == 1
+    ):
         shapes = [tuple(input_shape[1:]), tuple(input_shape)]
-    weak = None  # it runs, and nobody knows which dimension is the batch's
+    # It runs, and nobody knows which dimension is the batch's.
+    weak = None
     for integers in kinds:
         for shape in shapes:
-            taking: Any = Converting(model, integers) if isinstance(model, nn.Module) else _Making(model, integers)
+            taking: Any = (
+                Converting(model, integers)
+                if isinstance(model, nn.Module)
+                else _Making(model, integers)
+            )
             try:
-                two, three = (_forward(taking, samples_of(shape, input_dtype, "input"), n) for n in (2, 3))
+                two, three = (
+                    _forward(taking, samples_of(shape, input_dtype, "input"), n) for n in (2, 3)
+                )
             except EstimateError as error:
                 first = first or error
                 continue
             found = Recognised(taking, shape, _n_variables(three) - _n_variables(two))
             if _n_outputs(two) == 2 and _n_outputs(three) == 3:
                 return found
-            weak = found  # the shape as it was given comes last
+            # The shape as it was given comes last.
+            weak = found
         if weak is not None:
             return weak
     assert first is not None
@@ -202,8 +235,9 @@ def get_parameter_count(model_class: Any) -> int:
 def get_variable_count(model_class: Any, input_shape: Any) -> int:
     """Elements of what the layers of a network give for an input of that shape, and as many again for their gradients.
 
-    An output that is another one, or a view of it, counts once: of a container, of layers that work in place, of Flatten. What the network
-    computes outside its layers is not seen, but for its result.
+    An output that is another one, or a view of it, counts once: of a container, of layers that work
+    in place, of Flatten. What the network computes outside its layers is not seen, but for its
+    result.
 
     Raises:
         EstimateError: The network does not take such an input, nor a batch of one of them.
@@ -239,7 +273,8 @@ class InspectNetwork:
 def summary_of_network(model_class: Any, input_shape: Any) -> list[dict[str, Any]]:
     """The layers of a network in the order in which they give their outputs, each as a dictionary; containers are layers too.
 
-    ``input_shape``, ``output_shape`` (a tuple of shapes, where there are several outputs), ``parameter_count``, ``layer_type_name``.
+    ``input_shape``, ``output_shape`` (a tuple of shapes, where there are several outputs),
+    ``parameter_count``, ``layer_type_name``.
 
     Raises:
         EstimateError: The network does not take such an input, nor a batch of one of them.
@@ -252,7 +287,8 @@ def summary_of_network(model_class: Any, input_shape: Any) -> list[dict[str, Any
             "parameter_count": get_parameter_count(call.layer),
             "layer_type_name": type(call.layer).__name__,
         }
-        for call in (calls[:-1] or calls)  # without the network, unless it is a layer itself
+        # Without the network, unless it is a layer itself.
+        for call in (calls[:-1] or calls)
     ]
 
 
@@ -270,7 +306,11 @@ class _Making:
 def _as_given(model: Any, input_shape: Any) -> Forward:
     """A forward pass on a tensor of just that shape; or on a batch of one of them."""
     shape, first = samples_of(input_shape, "float32", "input").shapes[0], None
-    floats = [p.dtype for p in model.parameters() if p.is_floating_point()] if isinstance(model, nn.Module) else []
+    floats = (
+        [p.dtype for p in model.parameters() if p.is_floating_point()]
+        if isinstance(model, nn.Module)
+        else []
+    )
     for n, *rest in (shape, (1, *shape)) if shape and 0 not in shape else ((1, *shape),):
         for dtype in (floats[0] if floats else torch.get_default_dtype(), torch.int64):
             try:
@@ -283,8 +323,10 @@ def _as_given(model: Any, input_shape: Any) -> Forward:
 
 def _forward(model: Any, samples: SampleSpec, n: int) -> Forward:
     forward = Forward()
-    log = logging.getLogger("torch._subclasses.fake_tensor")  # which prints tracebacks of what only is a try
-    disabled, log.disabled = log.disabled, True
+    # Which prints tracebacks of what only is a try.
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    disabled = log.disabled
+    log.disabled = True
     try:
         StepEstimator(model, samples, None, optimizer=_optimizer, device="cpu").at(n, forward)
     finally:
@@ -303,5 +345,9 @@ def _n_variables(forward: Forward) -> int:
 
 def _n_outputs(forward: Forward) -> int | None:
     """How many samples the network's outputs seem to be of."""
-    outputs = list(tensors_of(dict(forward.outputs) if isinstance(forward.outputs, Mapping) else forward.outputs))
+    outputs = list(
+        tensors_of(
+            dict(forward.outputs) if isinstance(forward.outputs, Mapping) else forward.outputs
+        )
+    )
     return outputs[0].shape[0] if outputs and outputs[0].ndim else None

@@ -1,6 +1,7 @@
 """The documented API of SpeedTorch: ``import pinfeed.compat.speedtorch as SpeedTorch``.
 
-Names, arguments and the order of calls are those of its README; tables are pinfeed stores. A step is:
+Names, arguments and the order of calls are those of its README; tables are pinfeed stores. A step
+is:
 
     model_table.beforeForwardPass(pos, neg)
     state_table.beforeForwardPass(pos, neg)
@@ -11,32 +12,43 @@ Names, arguments and the order of calls are those of its README; tables are pinf
 
 What is different, because it gave wrong results or did not run:
 
-- An id that occurs several times in a batch has its gradients summed over its slots, and each slot gets the sum: all of them evolve
-  alike, and the table is that of training the whole of it. (A norm of ``weight.grad`` counts the sum once for each slot.) An optimizer
-  that keeps state needs its OptimizerFactory for this: without one its state stays with the slots, and where slots of one row are found to
-  differ, ``afterOptimizerStep`` is a ``WriteBackError``. An optimizer whose step couples the rows of a parameter (Adafactor, Muon) takes
-  the slots of the batch for the parameter.
-- Ids that are negative or out of range are a ``RowIndexError``; they wrapped around. (A DataGadget takes all indexes of numpy.)
-- All row-wise state travels with its row, found out by trying the optimizer: SGD's momentum and Rprop's step sizes too. It begins as the
-  optimizer begins it: ``initial_accumulator_value`` counts. State that is one for the table, ``step`` say, stays in the optimizer.
-- State is found by the parameter itself: the optimizer may have some of the parameters only, in any order, and modules may be nested.
-- ``padding_idx`` and ``scale_grad_by_freq`` of an embedding mean ids and are refused; they were applied to slots.
-- Batches may differ in size: a gradient of another size is dropped. Rows that were not lent cannot be brought back.
-- Tables of optimizers can be saved and loaded, with their number of steps: ``saveCupy`` makes a .npz of them. Files are there whole, or as
-  they were.
-- ``MM`` tables are files (``<diskname><N>.memmap.cpy.npy``), whose rows are read and written where they are, not held in memory. So is the
-  table of a ``ModelFactory`` that is given ``diskname``.
-- A DataGadget loads its file when it is first used; ``gadgetInit()`` loads it at once, and reads the file again if it was loaded before.
+- An id that occurs several times in a batch has its gradients summed over its slots, and each slot
+  gets the sum: all of them evolve alike, and the table is that of training the whole of it. (A norm
+  of ``weight.grad`` counts the sum once for each slot.) An optimizer that keeps state needs its
+  OptimizerFactory for this: without one its state stays with the slots, and where slots of one row
+  are found to differ, ``afterOptimizerStep`` is a ``WriteBackError``. An optimizer whose step
+  couples the rows of a parameter (Adafactor, Muon) takes the slots of the batch for the parameter.
+- Ids that are negative or out of range are a ``RowIndexError``; they wrapped around. (A DataGadget
+  takes all indexes of numpy.)
+- All row-wise state travels with its row, found out by trying the optimizer: SGD's momentum and
+  Rprop's step sizes too. It begins as the optimizer begins it: ``initial_accumulator_value``
+  counts. State that is one for the table, ``step`` say, stays in the optimizer.
+- State is found by the parameter itself: the optimizer may have some of the parameters only, in any
+  order, and modules may be nested.
+- ``padding_idx`` and ``scale_grad_by_freq`` of an embedding mean ids and are refused; they were
+  applied to slots.
+- Batches may differ in size: a gradient of another size is dropped. Rows that were not lent cannot
+  be brought back.
+- Tables of optimizers can be saved and loaded, with their number of steps: ``saveCupy`` makes a
+  .npz of them. Files are there whole, or as they were.
+- ``MM`` tables are files (``<diskname><N>.memmap.cpy.npy``), whose rows are read and written where
+  they are, not held in memory. So is the table of a ``ModelFactory`` that is given ``diskname``.
+- A DataGadget loads its file when it is first used; ``gadgetInit()`` loads it at once, and reads
+  the file again if it was loaded before.
 - A dtype may be a name, a numpy dtype or a torch dtype. The table has it; the weight keeps its own.
-- Random numbers come from torch's generator, of the GPU for a table that is there: ``torch.manual_seed`` repeats them.
-- Errors are raised, not printed. No call waits for the whole device, and CuPy's allocator is left alone.
+- Random numbers come from torch's generator, of the GPU for a table that is there:
+  ``torch.manual_seed`` repeats them.
+- Errors are raised, not printed. No call waits for the whole device, and CuPy's allocator is left
+  alone.
 
-Tensors come to where the weight is. The tables of the CuPy classes without ``CPUPinn``, of the torch classes with ``deviceType="cuda"`` and
-of those named GPU are on the GPU, if there is one; others are in memory or, ``MM``, in files. A DataGadget is in memory in any case.
+Tensors come to where the weight is. The tables of the CuPy classes without ``CPUPinn``, of the
+torch classes with ``deviceType="cuda"`` and of those named GPU are on the GPU, if there is one;
+others are in memory or, ``MM``, in files. A DataGadget is in memory in any case.
 
-No kernel of the GPU reads memory of the host, as ``CPUPinn`` once meant. The CPU gathers the rows of a batch, from memory or from a file,
-into page-locked memory, and they are copied from there. ``CPUPinn`` and ``pinType`` page-lock the table too, if CuPy and a GPU are there
-(else it is in ordinary memory); these copies do not need it.
+No kernel of the GPU reads memory of the host, as ``CPUPinn`` once meant. The CPU gathers the rows
+of a batch, from memory or from a file, into page-locked memory, and they are copied from there.
+``CPUPinn`` and ``pinType`` page-lock the table too, if CuPy and a GPU are there (else it is in
+ordinary memory); these copies do not need it.
 """
 
 from __future__ import annotations
@@ -96,7 +108,9 @@ class ModelFactory(WeightTable):
             as_dtype(datatype)
         except StoreError as error:
             # The first READMEs have diskname where datatype is now.
-            raise StoreError(f"{error}; the name of a file is passed by keyword, as diskname=") from None
+            raise StoreError(
+                f"{error}; the name of a file is passed by keyword, as diskname="
+            ) from None
         place = _on_gpu_unless(CPUPinn) if diskname is None else on_disk(diskname)
         super().__init__(model_variable, total_classes, embed_dimension, datatype, place)
         self.CPUPinn = CPUPinn
@@ -111,7 +125,15 @@ class OptimizerFactory(StateTables):
         self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
         dtype: Any = "float32", CPUPinn: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, _on_gpu_unless(CPUPinn))
+        super().__init__(
+            given_optimizer,
+            total_classes,
+            embed_dimension,
+            model,
+            variable_name,
+            dtype,
+            _on_gpu_unless(CPUPinn),
+        )
         self.CPUPinn = CPUPinn
 
 
@@ -124,7 +146,10 @@ class COM(CountTable):
 
 
 class ModelFactoryMM(WeightTable):
-    """A table of embeddings in a file; each initialisation makes a new one. ``CPUPinn`` is accepted: the rows are not in memory."""
+    """A table of embeddings in a file; each initialisation makes a new one.
+
+    ``CPUPinn`` is accepted: the rows are not in memory.
+    """
 
     getCupyMM = WeightTable.getCupyVar  # noqa: N815 - its documented name
 
@@ -132,8 +157,11 @@ class ModelFactoryMM(WeightTable):
         self, model_variable: Any, total_classes: int, embed_dimension: int, diskname: str = "variable", datatype: Any = "float32",
         CPUPinn: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(model_variable, total_classes, embed_dimension, datatype, on_disk(diskname))
-        self.diskname, self.CPUPinn = diskname, CPUPinn
+        super().__init__(
+            model_variable, total_classes, embed_dimension, datatype, on_disk(diskname)
+        )
+        self.diskname = diskname
+        self.CPUPinn = CPUPinn
 
 
 class OptimizerFactoryMM(StateTables):
@@ -145,8 +173,17 @@ class OptimizerFactoryMM(StateTables):
         self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
         dtype: Any = "float32", CPUPinn: bool = False, diskname: str | None = None,
     ) -> None:  # fmt: skip
-        self.diskname, self.CPUPinn = diskname or f"{variable_name}{type(given_optimizer).__name__}", CPUPinn
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, on_disk(self.diskname))
+        self.diskname = diskname or f"{variable_name}{type(given_optimizer).__name__}"
+        self.CPUPinn = CPUPinn
+        super().__init__(
+            given_optimizer,
+            total_classes,
+            embed_dimension,
+            model,
+            variable_name,
+            dtype,
+            on_disk(self.diskname),
+        )
 
 
 class COMMM(CountTable):
@@ -154,9 +191,16 @@ class COMMM(CountTable):
 
     getCupyMM = CountTable.getCupyVar  # noqa: N815 - its documented name
 
-    def __init__(self, total_classes: int, diskname: str = "COM", datatype: Any = "uint32", CPUPinn: bool = False) -> None:
+    def __init__(
+        self,
+        total_classes: int,
+        diskname: str = "COM",
+        datatype: Any = "uint32",
+        CPUPinn: bool = False,
+    ) -> None:
         super().__init__(total_classes, datatype, on_disk(diskname))
-        self.diskname, self.CPUPinn = diskname, CPUPinn
+        self.diskname = diskname
+        self.CPUPinn = CPUPinn
 
 
 class PytorchModelFactory(WeightTable):
@@ -166,8 +210,11 @@ class PytorchModelFactory(WeightTable):
         self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32", deviceType: str = "cuda",
         pinType: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(model_variable, total_classes, embed_dimension, datatype, on_device(deviceType, pinType))
-        self.deviceType, self.pinType = deviceType, pinType
+        super().__init__(
+            model_variable, total_classes, embed_dimension, datatype, on_device(deviceType, pinType)
+        )
+        self.deviceType = deviceType
+        self.pinType = pinType
 
 
 class PytorchOptimizerFactory(StateTables):
@@ -183,21 +230,36 @@ class PytorchOptimizerFactory(StateTables):
         self.deviceType = "cpu" if CPUPinn else deviceType
         self.pinType = CPUPinn or pinType
         place = on_device(self.deviceType, self.pinType)
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, place)
+        super().__init__(
+            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, place
+        )
 
 
 class PytorchCOM(CountTable):
     """A table of co-occurrences on the GPU, if there is one, or in memory, page-locked if ``pinType``."""
 
-    def __init__(self, total_classes: int, datatype: Any = "int32", deviceType: str = "cuda", pinType: bool = False) -> None:
+    def __init__(
+        self,
+        total_classes: int,
+        datatype: Any = "int32",
+        deviceType: str = "cuda",
+        pinType: bool = False,
+    ) -> None:
         super().__init__(total_classes, datatype, on_device(deviceType, pinType))
-        self.deviceType, self.pinType = deviceType, pinType
+        self.deviceType = deviceType
+        self.pinType = pinType
 
 
 class GPUPytorchModelFactory(PytorchModelFactory):
     """A table of embeddings on the GPU, if there is one."""
 
-    def __init__(self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32") -> None:
+    def __init__(
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        datatype: Any = "float32",
+    ) -> None:
         super().__init__(model_variable, total_classes, embed_dimension, datatype, "cuda")
 
 
@@ -208,7 +270,9 @@ class GPUPytorchOptimizerFactory(PytorchOptimizerFactory):
         self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
         dtype: Any = "float32",
     ) -> None:  # fmt: skip
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, "cuda")
+        super().__init__(
+            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, "cuda"
+        )
 
 
 class GPUPytorchCOM(PytorchCOM):
@@ -221,7 +285,13 @@ class GPUPytorchCOM(PytorchCOM):
 class CPUPytorchModelFactory(PytorchModelFactory):
     """A table of embeddings in page-locked memory."""
 
-    def __init__(self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32") -> None:
+    def __init__(
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        datatype: Any = "float32",
+    ) -> None:
         super().__init__(model_variable, total_classes, embed_dimension, datatype, "cpu", True)
 
 
@@ -232,7 +302,16 @@ class CPUPytorchOptimizerFactory(PytorchOptimizerFactory):
         self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
         dtype: Any = "float32",
     ) -> None:  # fmt: skip
-        super().__init__(given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, "cpu", True)
+        super().__init__(
+            given_optimizer,
+            total_classes,
+            embed_dimension,
+            model,
+            variable_name,
+            dtype,
+            "cpu",
+            True,
+        )
 
 
 class CPUPytorchCOM(PytorchCOM):

@@ -23,14 +23,16 @@ class DataGadget(OneTable):
     The rows are loaded by ``gadgetInit()``, or by the first method that needs them.
 
     Args:
-        fileName: The file, in C or Fortran order, or several as a pattern; or an array, a CPU tensor or a Store.
+        fileName: The file, in C or Fortran order, or several as a pattern; or an array, a CPU
+            tensor or a Store.
         CPUPinn: Whether to page-lock the rows.
     """
 
     _init = "gadgetInit()"
 
     def __init__(self, fileName: Any, CPUPinn: bool = False) -> None:
-        self.fileName, self.CPUPinn = fileName, CPUPinn
+        self.fileName = fileName
+        self.CPUPinn = CPUPinn
 
     def gadgetInit(self) -> None:
         """Load the rows now. The methods that need rows call this themselves if it was not called.
@@ -60,19 +62,24 @@ class DataGadget(OneTable):
         """Do what numpy would do for ``array[indexes] = dataObject``; of rows that repeat, the last one stays.
 
         Args:
-            dataObject: A tensor on any device, an array or a number; converted to the dtype of the rows.
+            dataObject: A tensor on any device, an array or a number; converted to the dtype of the
+                rows.
             indexes: As for ``getData``.
 
         Raises:
             RowIndexError: As for ``getData``.
-            WriteBackError: The shapes do not match, or the values cannot be converted. Nothing has changed.
+            WriteBackError: The shapes do not match, or the values cannot be converted. Nothing has
+                changed.
         """
         index, array = _for_numpy(indexes), self._array()
         try:
             array[index] = np.asarray(_for_numpy(dataObject), dtype=array.dtype)
         except (IndexError, OverflowError, TypeError, ValueError) as error:
-            expected = self._picked(index).shape  # unless the indexes are to blame
-            raise WriteBackError(f"insertData: {described(error)}; expected values of shape {expected} for {array.dtype}") from None
+            # Unless the indexes are to blame.
+            expected = self._picked(index).shape
+            raise WriteBackError(
+                f"insertData: {described(error)}; expected values of shape {expected} for {array.dtype}"
+            ) from None
 
     def loadCupy(self, loadFileName: FileName) -> None:
         """Go on with another .npy file, of any shape.
@@ -107,14 +114,17 @@ class DataGadget(OneTable):
         try:
             return np.asarray(array[index])
         except (IndexError, TypeError, ValueError) as error:
-            raise RowIndexError(f"indexes: {described(error)}; expected what numpy takes for an array of shape {array.shape}") from None
+            raise RowIndexError(
+                f"indexes: {described(error)}; expected what numpy takes for an array of shape {array.shape}"
+            ) from None
 
 
 class DataGadgetMM(DataGadget):
     """Rows of a .npy file, which stay there: ``insertData`` writes them through.
 
     Args:
-        fileName: The file, in C order and this machine's byte order; or an array, a CPU tensor or a Store, of which a file is made.
+        fileName: The file, in C order and this machine's byte order; or an array, a CPU tensor or a
+            Store, of which a file is made.
         CPUPinn: Accepted; rows of a file are not in memory.
         diskname: Of the file that is made.
     """
@@ -157,7 +167,8 @@ def _for_numpy(value: Any) -> Any:
 def _rows_in_order(source: Any) -> Any:
     """The source; of a .npy file in Fortran order a copy whose rows are contiguous."""
     if isinstance(source, (str, os.PathLike)) and os.path.isfile(source):
-        with contextlib.suppress(ValueError):  # no .npy file: the store has the words for it
+        with contextlib.suppress(ValueError):
+            # No .npy file: the store has the words for it.
             array = np.lib.format.open_memmap(source, mode="r")
             return np.ascontiguousarray(array) if array.flags.fnc else source
     return source

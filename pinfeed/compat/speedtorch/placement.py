@@ -52,13 +52,15 @@ Place = Callable[[tuple[int, ...], np.dtype[Any], str], Table]
 """Given shape, dtype and key: a new table of zeros."""
 
 
-_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}  # torch copies no rows of unsigned types
+# torch copies no rows of unsigned types.
+_SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
 def staging(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Memory on the host for what is to go to a device.
 
-    For a GPU it is page-locked, so that the copy need not wait: torch's allocator keeps the memory until the copy is done.
+    For a GPU it is page-locked, so that the copy need not wait: torch's allocator keeps the memory
+    until the copy is done.
     """
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
@@ -87,7 +89,9 @@ class HostTable:
         return out.to(device, non_blocking=True).to(dtype)
 
     def write(self, rows: Rows, values: torch.Tensor) -> None:
-        self.store.scatter(rows, memory_of(values.detach().to("cpu", TORCH[self.dtype]).contiguous()))
+        self.store.scatter(
+            rows, memory_of(values.detach().to("cpu", TORCH[self.dtype]).contiguous())
+        )
 
     def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
         with torch.no_grad():
@@ -113,7 +117,8 @@ class DeviceTable:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        self._rows = tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))  # the same memory
+        # The same memory
+        self._rows = tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -128,10 +133,14 @@ class DeviceTable:
         return []
 
     def read(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        return self._rows.index_select(0, self._ids(rows)).view(self._tensor.dtype).to(device, dtype)
+        return (
+            self._rows.index_select(0, self._ids(rows)).view(self._tensor.dtype).to(device, dtype)
+        )
 
     def write(self, rows: Rows, values: torch.Tensor) -> None:
-        self._rows.index_copy_(0, self._ids(rows), values.detach().to(self._tensor).view(self._rows.dtype))
+        self._rows.index_copy_(
+            0, self._ids(rows), values.detach().to(self._tensor).view(self._rows.dtype)
+        )
 
     def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
         with torch.no_grad():
@@ -149,7 +158,9 @@ class DeviceTable:
 
 def in_memory(page_locked: bool) -> Place:
     """On the host; page-locked, where that is wanted and can be."""
-    return lambda shape, dtype, key: HostTable(PinnedStore.zeros(shape, dtype, pin="auto" if page_locked else False))
+    return lambda shape, dtype, key: HostTable(
+        PinnedStore.zeros(shape, dtype, pin="auto" if page_locked else False)
+    )
 
 
 def on_device(device_type: str, page_locked: bool) -> Place:
@@ -166,16 +177,21 @@ def on_device(device_type: str, page_locked: bool) -> Place:
         raise ArgumentError(f"deviceType={device_type!r}: expected 'cuda' or 'cpu'")
     if device.type == "cpu" or not torch.cuda.is_available():
         return in_memory(page_locked)
-    return lambda shape, dtype, key: DeviceTable(torch.zeros(shape, dtype=TORCH[dtype], device=device))
+    return lambda shape, dtype, key: DeviceTable(
+        torch.zeros(shape, dtype=TORCH[dtype], device=device)
+    )
 
 
 def on_disk(name: str) -> Place:
     """In a new .npy file, which takes the first number that is free."""
-    name = os.path.abspath(name)  # rows are found wherever the process goes later
+    # Rows are found wherever the process goes later.
+    name = os.path.abspath(name)
 
     def make(shape: tuple[int, ...], dtype: np.dtype[Any], key: str) -> Table:
         names = (f"{name}{number}.memmap{key}.cpy.npy" for number in itertools.count())
-        return HostTable(MmapStore.create(next(path for path in names if not os.path.exists(path)), shape, dtype))
+        return HostTable(
+            MmapStore.create(next(path for path in names if not os.path.exists(path)), shape, dtype)
+        )
 
     return make
 
@@ -189,5 +205,7 @@ def as_dtype(value: Any) -> np.dtype[Any]:
     try:
         found = numpy_dtype_of(value, "datatype")
     except StoreError:
-        raise StoreError(f"datatype={value!r} is not a dtype; expected one of {', '.join(sorted(DTYPES))}") from None
+        raise StoreError(
+            f"datatype={value!r} is not a dtype; expected one of {', '.join(sorted(DTYPES))}"
+        ) from None
     return check_dtype(found, "datatype")

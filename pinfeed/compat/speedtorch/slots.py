@@ -62,7 +62,8 @@ class Switcher(Tables):
 
         Raises:
             RowIndexError: Not integers, negative or too large.
-            WriteBackError: Other rows than ``beforeForwardPass`` was given, rows of another shape, or slots of one row that differ.
+            WriteBackError: Other rows than ``beforeForwardPass`` was given, rows of another shape,
+                or slots of one row that differ.
         """
         rows, lent = self._rows(retrievedPosIndexes, retrievedNegIndexes), self._lent
         if lent is None or not np.array_equal(rows, lent.rows):
@@ -75,11 +76,21 @@ class Switcher(Tables):
 
     def _begin(self, tables: dict[str, Table]) -> None:
         super()._begin(tables)
-        self._lent = None  # rows of what was there before
+        # Rows of what was there before.
+        self._lent = None
 
     def _rows(self, *ids: Any) -> Rows:
-        arrays = [np.asarray(each.detach().cpu() if isinstance(each, torch.Tensor) else each) for each in ids if each is not None]
-        return np.concatenate([check_rows(array.reshape(-1), self.total_classes, type(self).__name__) for array in arrays])
+        arrays = [
+            np.asarray(each.detach().cpu() if isinstance(each, torch.Tensor) else each)
+            for each in ids
+            if each is not None
+        ]
+        return np.concatenate(
+            [
+                check_rows(array.reshape(-1), self.total_classes, type(self).__name__)
+                for array in arrays
+            ]
+        )
 
     def _lend(self, slots: Slots) -> None:
         raise NotImplementedError
@@ -100,12 +111,16 @@ def check_width(weight: torch.Tensor, embed_dimension: int, name: str) -> None:
         )
 
 
-def first_of(values: torch.Tensor, slots: Slots, row_shape: tuple[int, ...], name: str) -> torch.Tensor:
+def first_of(
+    values: torch.Tensor, slots: Slots, row_shape: tuple[int, ...], name: str
+) -> torch.Tensor:
     """Of each row, what its first slot holds: all of them hold the same.
 
     Raises:
         WriteBackError: There are more or fewer slots, or rows of another shape.
     """
     if tuple(values.shape) != (len(slots.rows), *row_shape):
-        raise WriteBackError(f"{name} is of shape {tuple(values.shape)}; expected {(len(slots.rows), *row_shape)}, as it was lent")
+        raise WriteBackError(
+            f"{name} is of shape {tuple(values.shape)}; expected {(len(slots.rows), *row_shape)}, as it was lent"
+        )
     return values.detach().index_select(0, torch.from_numpy(slots.first).to(values.device))

@@ -60,7 +60,8 @@ def making() -> Iterator[dict[str, Table]]:
 @contextlib.contextmanager
 def replacing(path: str) -> Iterator[IO[bytes]]:
     """A file that takes the name ``path`` once it is written and on the disk; if that fails, what was there stays."""
-    path = os.path.realpath(path)  # a link goes on to be one
+    # A link goes on to be one.
+    path = os.path.realpath(path)
     aside = f"{path}.{os.getpid()}.writing"
     try:
         with open(aside, "wb") as file:
@@ -77,7 +78,8 @@ class Tables:
     """One table, or several with a key each, and what can be done with them as a whole."""
 
     _tables: dict[str, Table] | None = None
-    _init = "zerosInit()"  # what makes them
+    # What makes them
+    _init = "zerosInit()"
 
     def getNumpyVersion(self) -> Any:
         """A numpy copy of the table; of an optimizer's, a dict of copies by key of its state."""
@@ -116,7 +118,9 @@ class Tables:
 
     def _writing(self, path: str) -> contextlib.AbstractContextManager[IO[bytes]]:
         if self._has_rows_in(path):
-            raise ArgumentError(f"{path}: the table has its rows in this file; save it under another name")
+            raise ArgumentError(
+                f"{path}: the table has its rows in this file; save it under another name"
+            )
         return replacing(path)
 
     def _all(self) -> dict[str, Table]:
@@ -147,7 +151,8 @@ class OneTable(Tables):
             FileMissing: There is no such file.
             StoreError: It is of another shape.
         """
-        dtype = BFLOAT16 if self.datatype == BFLOAT16 else None  # which a .npy file cannot name
+        # Which a .npy file cannot name.
+        dtype = BFLOAT16 if self.datatype == BFLOAT16 else None
         with MmapStore(existing(loadFileName, ".npy"), dtype=dtype) as store:
             self._load(store)
 
@@ -195,10 +200,15 @@ class CountTable(OneTable):
     _init = "comInit()"
 
     def __init__(self, total_classes: int, datatype: Any, place: Place) -> None:
-        self.total_classes, self.datatype, self._place = total_classes, as_dtype(datatype), place
+        self.total_classes = total_classes
+        self.datatype = as_dtype(datatype)
+        self._place = place
 
     def comInit(self, CPUPinn: bool = False) -> None:
-        """Make the table, of zeros; ``getTorchVar()`` gives it to be counted in. ``CPUPinn`` is accepted: the constructor has it."""
+        """Make the table, of zeros; ``getTorchVar()`` gives it to be counted in.
+
+        ``CPUPinn`` is accepted: the constructor has it.
+        """
         self._begin({"": self.new_table()})
 
     def new_table(self) -> Table:
@@ -227,5 +237,6 @@ def _as_array(table: Table) -> Any:
     tensor = table.tensor()
     array = memory_of(tensor.cpu())
     if tensor.device.type != "cpu":
-        array.flags.writeable = False  # what is written into a copy would be lost
+        # What is written into a copy would be lost.
+        array.flags.writeable = False
     return array

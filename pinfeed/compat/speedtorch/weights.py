@@ -15,9 +15,14 @@ from pinfeed.compat.speedtorch.tables import OneTable, making
 from pinfeed.errors import ArgumentError, StoreError, WriteBackError
 
 _HOOKS = WeakTensorKeyDictionary()
-"""Of each weight whose slots share gradients, the handle of its hook. It is the weight's, not its table's: tables may come and go."""
+"""Of each weight whose slots share gradients, the handle of its hook.
 
-_COMPARED = 64  # slots of a batch: where the slots of a row differ, they do in most rows, and all of them would cost as much as a gather
+It is the weight's, not its table's: tables may come and go.
+"""
+
+# Slots of a batch: where the slots of a row differ, they do in most rows, and all of them would
+# cost as much as a gather.
+_COMPARED = 64
 
 
 class WeightTable(Switcher, OneTable):
@@ -31,21 +36,35 @@ class WeightTable(Switcher, OneTable):
         place: Where the table is to be.
 
     Raises:
-        ArgumentError: No weight, or one with rows of another length, or options of the embedding that speak of ids, where it is given
-            slots.
+        ArgumentError: No weight, or one with rows of another length, or options of the embedding
+            that speak of ids, where it is given slots.
         StoreError: No such dtype.
     """
 
-    def __init__(self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any, place: Place) -> None:
+    def __init__(
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        datatype: Any,
+        place: Place,
+    ) -> None:
         if not isinstance(getattr(model_variable, "weight", None), torch.Tensor):
-            raise ArgumentError(f"model_variable={type(model_variable).__name__}: expected an nn.Embedding, or a module with a weight")
+            raise ArgumentError(
+                f"model_variable={type(model_variable).__name__}: expected an nn.Embedding, or a module with a weight"
+            )
         check_width(model_variable.weight, embed_dimension, type(model_variable).__name__)
-        if getattr(model_variable, "padding_idx", None) is not None or getattr(model_variable, "scale_grad_by_freq", False):
+        if getattr(model_variable, "padding_idx", None) is not None or getattr(
+            model_variable, "scale_grad_by_freq", False
+        ):
             raise ArgumentError(
                 "model_variable: padding_idx and scale_grad_by_freq mean ids, and the embedding is given slots; leave both out"
             )
-        self.model_variable, self.total_classes, self.embed_dimension = model_variable, total_classes, embed_dimension
-        self.datatype, self._place = as_dtype(datatype), place
+        self.model_variable = model_variable
+        self.total_classes = total_classes
+        self.embed_dimension = embed_dimension
+        self.datatype = as_dtype(datatype)
+        self._place = place
 
     def zerosInit(self) -> None:
         """Make the table, of zeros."""
@@ -65,25 +84,30 @@ class WeightTable(Switcher, OneTable):
         Raises:
             StoreError: The table is not of floating point numbers.
         """
-        if self.datatype.kind not in "fV":  # V: bfloat16
+        if self.datatype.kind not in "fV":
+            # V: bfloat16
             raise StoreError(f"random rows of {self.datatype}; expected a floating point datatype")
         with making() as tables:
             tables[""] = self.new_table()
             tables[""].fill(lambda tensor: initFunction(tensor, *args))
         self._begin(tables)
 
-    def variableTransformer(self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None) -> Any:
+    def variableTransformer(
+        self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None
+    ) -> Any:
         """Indexes of the slots, the same for every batch, to call the model with.
 
         Returns:
-            int64 array of shape (batchSize, posPerBatch); with ``negPerBatch`` also one of shape (batchSize, negPerBatch), which goes on
-            where the first one ends.
+            int64 array of shape (batchSize, posPerBatch); with ``negPerBatch`` also one of shape
+            (batchSize, negPerBatch), which goes on where the first one ends.
         """
         n_pos = batchSize * posPerBatch
         positive = np.arange(n_pos, dtype=np.int64).reshape(batchSize, posPerBatch)
         if negPerBatch is None:
             return positive
-        return positive, np.arange(n_pos, n_pos + batchSize * negPerBatch, dtype=np.int64).reshape(batchSize, negPerBatch)
+        return positive, np.arange(n_pos, n_pos + batchSize * negPerBatch, dtype=np.int64).reshape(
+            batchSize, negPerBatch
+        )
 
     def new_table(self) -> Table:
         """A table of zeros."""
@@ -97,16 +121,21 @@ class WeightTable(Switcher, OneTable):
         weight = self.model_variable.weight
         block = self._all()[""].read(slots.rows, weight.device, weight.dtype)
         if weight.shape != block.shape:
-            weight.grad = None  # of a batch of another size: nothing could be added to it
-            # Autograd's node of the weight knows the size too, and lives on as long as somebody holds the last loss. torch makes a new
-            # one for a weight that has had another dtype.
-            weight.data = weight.data.new_empty(0, dtype=torch.float32 if weight.dtype == torch.float64 else torch.float64)
+            # Of a batch of another size: nothing could be added to it.
+            weight.grad = None
+            # Autograd's node of the weight knows the size too, and lives on as long as somebody
+            # holds the last loss. torch makes a new one for a weight that has had another dtype.
+            weight.data = weight.data.new_empty(
+                0, dtype=torch.float32 if weight.dtype == torch.float64 else torch.float64
+            )
         weight.data = block
         unhook(weight)
         if slots.repeat and weight.requires_grad:
             inverse = torch.from_numpy(slots.inverse).to(weight.device)
             n = len(slots.unique)
-            _HOOKS[weight] = weight.register_hook(lambda gradient: shared_gradient(gradient, inverse, n))
+            _HOOKS[weight] = weight.register_hook(
+                lambda gradient: shared_gradient(gradient, inverse, n)
+            )
 
     def _land(self, slots: Slots) -> None:
         weight, table = self.model_variable.weight, self._all()[""]
@@ -131,8 +160,12 @@ def check_alike(block: torch.Tensor, slots: Slots) -> None:
     """
     first = slots.first[slots.inverse]
     others = np.flatnonzero(first != np.arange(len(first)))[:_COMPARED]
-    these, those = (block.index_select(0, torch.from_numpy(at).to(block.device)) for at in (others, first[others]))
-    # One slot may be computed by a vector instruction and the other not. Nothing is greater than a NaN.
+    these, those = (
+        block.index_select(0, torch.from_numpy(at).to(block.device))
+        for at in (others, first[others])
+    )
+    # One slot may be computed by a vector instruction and the other not. Nothing is greater than a
+    # NaN.
     if bool(((these - those).abs() > 32 * torch.finfo(block.dtype).eps * those.abs().max()).any()):
         raise WriteBackError(
             "weight: slots of one row differ, and only one of them could be kept; expected them to evolve alike: an optimizer that keeps "
@@ -153,6 +186,10 @@ def shared_gradient(gradient: torch.Tensor, inverse: torch.Tensor, n: int) -> to
     slots, values = gradient._indices()[0], gradient._values()
     sums = values.new_zeros(n, *values.shape[1:]).index_add_(0, inverse[slots], values)
     # Slots of rows that have no gradient stay without one: a sparse optimizer passes them over.
-    touched = torch.zeros(n, dtype=torch.bool, device=inverse.device).index_fill_(0, inverse[slots], True)
+    touched = torch.zeros(n, dtype=torch.bool, device=inverse.device).index_fill_(
+        0, inverse[slots], True
+    )
     kept = touched[inverse].nonzero().squeeze(1)
-    return torch.sparse_coo_tensor(kept[None], sums[inverse[kept]], gradient.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        kept[None], sums[inverse[kept]], gradient.shape, is_coalesced=True, check_invariants=False
+    )

@@ -49,7 +49,12 @@ class HostBatch:
         counts = [n_rows for n_rows, _ in self.batches]
         begin, end = sum(counts[:start]), sum(counts[:stop])
         parts = [cast(RowPart, part).cut(begin, end) for part in self.parts]
-        return HostBatch(parts, self.rebuild, self.batches[start:stop], [group.cut(begin, end) for group in self.groups])
+        return HostBatch(
+            parts,
+            self.rebuild,
+            self.batches[start:stop],
+            [group.cut(begin, end) for group in self.groups],
+        )
 
 
 BatchThunk = Callable[[], HostBatch]
@@ -67,7 +72,9 @@ class Source(Protocol):
         """Batches in an epoch; TypeError where that is not known."""
         ...
 
-    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> Generator[BatchThunk, None, None]:
+    def epoch(
+        self, number: int, start: int, checksum: int, batches_per_slot: int
+    ) -> Generator[BatchThunk, None, None]:
         """The batches of epoch ``number`` from batch ``start`` on, at most ``batches_per_slot`` in a load, which is made when it is wanted."""
         ...
 
@@ -75,7 +82,8 @@ class Source(Protocol):
         """What to change where a loop waits for reading, in whole sentences.
 
         Args:
-            draw_share: Of the time that reading takes, the share that goes into making loads; the rest into filling slots with them.
+            draw_share: Of the time that reading takes, the share that goes into making loads; the
+                rest into filling slots with them.
         """
         ...
 
@@ -97,12 +105,19 @@ class RowSource:
     def __len__(self) -> int:
         return len(self.batches)
 
-    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> Generator[BatchThunk, None, None]:
+    def epoch(
+        self, number: int, start: int, checksum: int, batches_per_slot: int
+    ) -> Generator[BatchThunk, None, None]:
         windows, position, stop = self.batches.windows(number, start)
         with contextlib.ExitStack() as stack:
-            serving = [stack.enter_context(strategy.open_epoch(windows, position, stop)) for strategy in self.strategies]
+            serving = [
+                stack.enter_context(strategy.open_epoch(windows, position, stop))
+                for strategy in self.strategies
+            ]
             for draw in self.batches.epoch(number, start, checksum, batches_per_slot):
-                yield functools.partial(self._load, draw, [serve(position, draw.n_rows) for serve in serving])
+                yield functools.partial(
+                    self._load, draw, [serve(position, draw.n_rows) for serve in serving]
+                )
                 position += draw.n_rows
 
     def hint(self, draw_share: float) -> str:
@@ -111,7 +126,12 @@ class RowSource:
 
     def _load(self, draw: RowsDraw, parts: Sequence[Callable[[Rows], RowPart]]) -> HostBatch:
         group = draw()
-        return HostBatch([part(group.rows) for part in parts], self.rebuild, group.batches, [RowGroup(group.rows, 0, self.stores)])
+        return HostBatch(
+            [part(group.rows) for part in parts],
+            self.rebuild,
+            group.batches,
+            [RowGroup(group.rows, 0, self.stores)],
+        )
 
 
 def part_nbytes(part: HostArray) -> int:

@@ -33,7 +33,8 @@ Apply = Callable[[Iterator[Any]], Any]
 
 _END = object()
 _SHORT = reprlib.Repr()
-_SHORT.maxstring = _SHORT.maxother = 200  # paths are to be read in full
+# Paths are to be read in full.
+_SHORT.maxstring = _SHORT.maxother = 200
 
 
 class OrderedMap(Protocol):
@@ -44,13 +45,18 @@ class OrderedMap(Protocol):
 
 @dataclass(frozen=True)
 class ThreadedMap:
-    """``OrderedMap`` on ``n_threads`` threads. Only so many items are begun and not taken: for memory, and a loop that ends waits for them."""
+    """``OrderedMap`` on ``n_threads`` threads.
+
+    Only so many items are begun and not taken: for memory, and a loop that ends waits for them.
+    """
 
     pool: Workers
     n_threads: int
 
     def __call__(self, fn: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]:
-        begun: deque[Pending[R]] = deque()  # where the loop ends before they do, it joins the pool before anybody else has their memory
+        # Where the loop ends before they do, it joins the pool before anybody else has their
+        # memory.
+        begun: deque[Pending[R]] = deque()
         for item in items:
             begun.append(self.pool.submit(fn, item))
             if len(begun) == self.n_threads:
@@ -91,7 +97,8 @@ class SampleReader:
         """How the function was called for an identity, for messages."""
         try:
             value = _SHORT.repr(self.values[identity])
-        except Exception as error:  # it is the user's, and the message is about something else
+        except Exception as error:
+            # It is the user's, and the message is about something else.
             value = f"unknown ({type(error).__name__})"
         return f"{self.function_name}({self.kind}s[{identity}]), {self.kind}s[{identity}] = {value}"
 
@@ -105,14 +112,19 @@ class SampleReader:
         wanted = self.n_samples
         given = self.ask(identity, lambda: self.function(self.values[identity]))
         if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
-            raise ArgumentError(f"{self.call(identity)}: got {type(given).__name__}; expected an iterable of samples (yield each sample)")
+            raise ArgumentError(
+                f"{self.call(identity)}: got {type(given).__name__}; expected an iterable of samples (yield each sample)"
+            )
         samples = self.ask(identity, iter, given)
         try:
             for n in range(wanted):
                 if (sample := self.ask(identity, next, samples, _END)) is _END:
-                    raise ArgumentError(f"{self.call(identity)}: got {n} samples; expected one_read_count={wanted} from every identity")
+                    raise ArgumentError(
+                        f"{self.call(identity)}: got {n} samples; expected one_read_count={wanted} from every identity"
+                    )
                 yield sample
-                del sample  # else it would be held while the next one is made
+                # Else it would be held while the next one is made.
+                del sample
             if self.ask(identity, next, samples, _END) is not _END:
                 raise ArgumentError(
                     f"{self.call(identity)}: got more than {wanted} samples; expected one_read_count={wanted} from every identity "
@@ -120,7 +132,8 @@ class SampleReader:
                 )
         finally:
             if isinstance(samples, Generator):
-                samples.close()  # now, not when an error's traceback lets it go: it may hold files
+                # Now, not when an error's traceback lets it go: it may hold files.
+                samples.close()
 
     def batch(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> Any:
         """A batch, as ``apply`` makes it; or its samples, which are read while they are stacked.
@@ -190,7 +203,9 @@ class SampleReader:
 
 
 class StackedSamples:
-    """A part: the samples of a batch, each read and written to its place. The very first is read now, and says shape and dtype.
+    """A part: the samples of a batch, each read and written to its place.
+
+    The very first is read now, and says shape and dtype.
 
     Args:
         reader: Reads them.
@@ -199,8 +214,12 @@ class StackedSamples:
         each: Reads identities.
     """
 
-    def __init__(self, reader: SampleReader, identities: Rows, first: Iterator[Any], each: OrderedMap) -> None:
-        self._reader, self._identities, self._each = reader, identities.tolist(), each
+    def __init__(
+        self, reader: SampleReader, identities: Rows, first: Iterator[Any], each: OrderedMap
+    ) -> None:
+        self._reader = reader
+        self._identities = identities.tolist()
+        self._each = each
         head = reader.array(next(first), self._identities[0])
         self.shape = (len(identities) * reader.n_samples, *head.shape)
         self.dtype = reader.dtype_of(head, self._identities[0])
@@ -215,7 +234,8 @@ class StackedSamples:
             for sample in self._reader.samples(identity) if i else self._first:
                 self._put(self._reader.array(sample, identity), out[place : place + 1], identity)
                 place += 1
-                del sample  # else it would be held while the next one is made
+                # Else it would be held while the next one is made.
+                del sample
 
         for _ in self._each(write, range(len(self._identities))):
             yield
@@ -235,17 +255,22 @@ class StackedSamples:
 
 
 class CopiedArray:
-    """A part: an array that a user's function has made. It is copied, for he may keep it and fill it again."""
+    """A part: an array that a user's function has made.
+
+    It is copied, for he may keep it and fill it again.
+    """
 
     def __init__(self, array: Array, name: str) -> None:
         self._array: Array | None = array
-        self.shape, self.dtype = array.shape, check_dtype(array.dtype, name)
+        self.shape = array.shape
+        self.dtype = check_dtype(array.dtype, name)
 
     def read(self, out: Array) -> Iterator[None]:
         """Copy the array into ``out``, once."""
         assert self._array is not None
         np.copyto(out, self._array)
-        self._array = None  # not kept while the batch waits to be lent
+        # Not kept while the batch waits to be lent.
+        self._array = None
         yield
 
 
@@ -256,13 +281,16 @@ def load_of(batches: Sequence[tuple[str, Any]], n_samples: int) -> HostBatch:
     for name, batch in batches:
         found, rebuild = flatten(batch, name)
         leaves += found
-        rebuilds.append(flatten(rebuild(itertools.repeat(None)))[1])  # which does not know, and keep, the leaves as they are on the host
+        # Which does not know, and keep, the leaves as they are on the host.
+        rebuilds.append(flatten(rebuild(itertools.repeat(None)))[1])
     parts = [_part(leaf, name) for name, leaf in leaves]
     kept = [leaf if part is None else None for (_, leaf), part in zip(leaves, parts, strict=True)]
     moves = [part is not None for part in parts]
 
     def make(tensors: Iterator[Any]) -> tuple[Any, ...]:
-        made = iter([next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)])
+        made = iter(
+            [next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)]
+        )
         return tuple(rebuild(made) for rebuild in rebuilds)
 
     return HostBatch([part for part in parts if part is not None], make, [(n_samples, 0)])
@@ -278,7 +306,12 @@ def _part(leaf: Any, name: str) -> HostArray | None:
         return leaf
     if isinstance(leaf, np.ndarray):
         return CopiedArray(leaf, name)
-    dense = type(leaf) is torch.Tensor and leaf.dtype in NUMPY and leaf.layout is torch.strided and not leaf.is_nested
+    dense = (
+        type(leaf) is torch.Tensor
+        and leaf.dtype in NUMPY
+        and leaf.layout is torch.strided
+        and not leaf.is_nested
+    )
     if dense and leaf.device.type == "cpu" and not leaf.requires_grad:
         return CopiedArray(memory_of(leaf.resolve_conj().resolve_neg()), name)
     return HostLeaf(leaf) if callable(getattr(leaf, "to", None)) else None

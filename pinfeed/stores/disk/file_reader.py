@@ -18,8 +18,11 @@ from pinfeed.threads.pool import Call, ThreadPool
 
 Bytes = npt.NDArray[np.uint8]
 
-_AT_ONCE = 16  # reads that wait for the disk at a time: more brought nothing on a virtual disk and on NVMe, fewer did not fill them
-_EACH = 4  # rows that make a thread worth its start
+# Reads that wait for the disk at a time: more brought nothing on a virtual disk and on NVMe, fewer
+# did not fill them.
+_AT_ONCE = 16
+# Rows that make a thread worth its start.
+_EACH = 4
 
 
 def inode_of(status: os.stat_result) -> tuple[int, int]:
@@ -28,7 +31,9 @@ def inode_of(status: os.stat_result) -> tuple[int, int]:
 
 
 class FileReader:
-    """The descriptor of one file, closed when nobody holds the object any more. Any thread may use it.
+    """The descriptor of one file, closed when nobody holds the object any more.
+
+    Any thread may use it.
 
     Args:
         extent: Where its rows are.
@@ -43,19 +48,31 @@ class FileReader:
     """
 
     def __init__(
-        self, extent: RowLayout, contexts: linux_aio.Contexts, *, inode: tuple[int, int], writable: bool, keep_cache: bool
+        self,
+        extent: RowLayout,
+        contexts: linux_aio.Contexts,
+        *,
+        inode: tuple[int, int],
+        writable: bool,
+        keep_cache: bool,
     ) -> None:
-        self._extent, self._contexts = extent, contexts
+        self._extent = extent
+        self._contexts = contexts
         try:
             self._fd = os.open(extent.path, os.O_RDWR if writable else os.O_RDONLY)
         except FileNotFoundError:
-            raise FileMissing(f"{extent.path} was there when it was opened and is not any more") from None
+            raise FileMissing(
+                f"{extent.path} was there when it was opened and is not any more"
+            ) from None
         weakref.finalize(self, os.close, self._fd)
         if inode_of(os.fstat(self._fd)) != inode:
-            raise ReadError(f"{extent.path} was replaced by another file since its header was read; open it again")
+            raise ReadError(
+                f"{extent.path} was replaced by another file since its header was read; open it again"
+            )
         self._check_size()
         self._cache = PageCache(self._fd, extent.end, keep=keep_cache)
-        weakref.finalize(self, self._cache.leave)  # before the descriptor is closed: the last one made is called first
+        # Before the descriptor is closed: the last one made is called first.
+        weakref.finalize(self, self._cache.leave)
 
     def read_run(self, first: int, out: Bytes) -> None:
         """Read the rows from ``first`` on into ``out``, shape (n, row_nbytes).
@@ -63,7 +80,9 @@ class FileReader:
         Raises:
             ReadError: The file has shrunk, or cannot be read.
         """
-        begin, view, done = self._extent.offset + first * self._extent.row_nbytes, out.reshape(-1).data, 0
+        begin = self._extent.offset + first * self._extent.row_nbytes
+        view = out.reshape(-1).data
+        done = 0
         while done < len(view):
             try:
                 n = os.preadv(self._fd, [view[done:]], begin + done)
@@ -78,7 +97,8 @@ class FileReader:
     def read_rows(self, rows: Rows, out: Bytes, positions: Rows) -> None:
         """Read rows in any order into ``out[positions]``; ``out`` is C-contiguous, shape (n, row_nbytes).
 
-        What is in the page cache is copied by this thread; for the rest, many reads wait for the disk at the same time.
+        What is in the page cache is copied by this thread; for the rest, many reads wait for the
+        disk at the same time.
 
         Raises:
             ReadError: The file has shrunk, or cannot be read.
@@ -89,13 +109,20 @@ class FileReader:
         missing = self._read_some(rows, out, positions, linux_aio.NOWAIT)
         if not len(missing):
             return
-        missing = missing[np.argsort(rows[missing])]  # neighbours go to one thread, one after the other: the kernel reads them as one
-        self._cache.used(self._extent.offset, len(missing) * (self._extent.row_nbytes + mmap.PAGESIZE))  # a row begins within a page
+        # Neighbours go to one thread, one after the other: the kernel reads them as one.
+        missing = missing[np.argsort(rows[missing])]
+        # A row begins within a page.
+        self._cache.used(
+            self._extent.offset, len(missing) * (self._extent.row_nbytes + mmap.PAGESIZE)
+        )
         n_threads = min(_AT_ONCE, len(missing) // _EACH)
         if n_threads < 2:
             self._read_all(rows[missing], out, positions[missing])
             return
-        calls = [Call(self._read_all, rows[part], out, positions[part]) for part in np.array_split(missing, n_threads)]
+        calls = [
+            Call(self._read_all, rows[part], out, positions[part])
+            for part in np.array_split(missing, n_threads)
+        ]
         with ThreadPool(n_threads, "pinfeed-disk", calls=calls):
             for call in calls:
                 call.result()
@@ -106,14 +133,21 @@ class FileReader:
         Raises:
             OSError: What the file system says, with the name of the file.
         """
-        self._check_size()  # else a write beyond the end would make it longer, with holes
+        # Else a write beyond the end would make it longer, with holes.
+        self._check_size()
         nbytes = self._extent.row_nbytes
         if not nbytes:
             return
         unwritten = np.arange(len(rows))
         with self._contexts.take() as requests:
             if requests is not None:
-                results = requests.run(linux_aio.WRITE, self._fd, values.ctypes.data + unwritten * nbytes, self._offsets(rows), nbytes)
+                results = requests.run(
+                    linux_aio.WRITE,
+                    self._fd,
+                    values.ctypes.data + unwritten * nbytes,
+                    self._offsets(rows),
+                    nbytes,
+                )
                 unwritten = np.flatnonzero(results != nbytes)
         for i in unwritten.tolist():
             self._write(self._extent.offset + int(rows[i]) * nbytes, values[i].data)
@@ -121,7 +155,9 @@ class FileReader:
     def will_read(self, first: int, n_rows: int) -> None:
         """Tell the kernel that these rows will be read soon; it brings them into the page cache meanwhile."""
         nbytes = self._extent.row_nbytes
-        os.posix_fadvise(self._fd, self._extent.offset + first * nbytes, n_rows * nbytes, os.POSIX_FADV_WILLNEED)
+        os.posix_fadvise(
+            self._fd, self._extent.offset + first * nbytes, n_rows * nbytes, os.POSIX_FADV_WILLNEED
+        )
 
     def flush(self) -> None:
         """Return when what was written is on the disk."""
@@ -136,12 +172,20 @@ class FileReader:
         with self._contexts.take() as requests:
             if requests is None:
                 return np.arange(len(rows))
-            results = requests.run(linux_aio.READ, self._fd, out.ctypes.data + positions * nbytes, self._offsets(rows), nbytes, flags)
+            results = requests.run(
+                linux_aio.READ,
+                self._fd,
+                out.ctypes.data + positions * nbytes,
+                self._offsets(rows),
+                nbytes,
+                flags,
+            )
         return np.flatnonzero(results != nbytes)
 
     def _read_all(self, rows: Rows, out: Bytes, positions: Rows) -> None:
         for i in self._read_some(rows, out, positions).tolist():
-            self.read_run(int(rows[i]), out[positions[i]])  # which reports what is wrong, if something is
+            # Which reports what is wrong, if something is.
+            self.read_run(int(rows[i]), out[positions[i]])
 
     def _offsets(self, rows: Rows) -> Rows:
         return self._extent.offset + rows * self._extent.row_nbytes

@@ -1,11 +1,12 @@
 """Many reads, or writes, of a file by one system call: Linux native AIO, io_submit(2), on the page cache.
 
-A read per row from Python takes the interpreter's lock a thousand times a batch; beside a loop that is busy in Python, a batch of
-1,024 rows then took 787 ms, and 5 ms this way. A memory map would need one call too, but leaves the file resident in the process, and
-ends the process (SIGBUS) where the file has shrunk.
+A read per row from Python takes the interpreter's lock a thousand times a batch; beside a loop that
+is busy in Python, a batch of 1,024 rows then took 787 ms, and 5 ms this way. A memory map would
+need one call too, but leaves the file resident in the process, and ends the process (SIGBUS) where
+the file has shrunk.
 
-The kernel has the call on every Linux; a sandbox may forbid it, and a system-wide limit (fs.aio-max-nr) may be used up. Then
-``Requests.make`` gives None, and the caller reads row by row.
+The kernel has the call on every Linux; a sandbox may forbid it, and a system-wide limit
+(fs.aio-max-nr) may be used up. Then ``Requests.make`` gives None, and the caller reads row by row.
 """
 
 from __future__ import annotations
@@ -29,9 +30,12 @@ import numpy.typing as npt
 Integers = npt.NDArray[np.int64]
 
 READ, WRITE = 0, 1
-NOWAIT = 8  # RWF_NOWAIT of linux/fs.h: only what is in the page cache
+# RWF_NOWAIT of linux/fs.h: only what is in the page cache.
+NOWAIT = 8
 
-N_REQUESTS = 256  # per call: enough to share its cost, and few enough that the system-wide limit allows a hundred of these
+# Per call: enough to share its cost, and few enough that the system-wide limit allows a hundred of
+# these.
+N_REQUESTS = 256
 
 # struct iocb and struct io_event of linux/aio_abi.h, little-endian
 _IOCB = np.dtype(
@@ -58,15 +62,23 @@ _NUMBERS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
 
 
 class Requests:
-    """A context of the kernel's for ``N_REQUESTS`` requests at a time. One thread at a time may use it."""
+    """A context of the kernel's for ``N_REQUESTS`` requests at a time.
+
+    One thread at a time may use it.
+    """
 
     def __init__(self, context: int) -> None:
-        self._context, self._pid = context, os.getpid()
-        self._iocbs, self._events = np.zeros(N_REQUESTS, _IOCB), np.zeros(N_REQUESTS, _EVENT)
+        self._context = context
+        self._pid = os.getpid()
+        self._iocbs = np.zeros(N_REQUESTS, _IOCB)
+        self._events = np.zeros(N_REQUESTS, _EVENT)
         self._iocbs["data"] = np.arange(N_REQUESTS)
-        self._pointers = (self._iocbs.ctypes.data + _IOCB.itemsize * np.arange(N_REQUESTS)).astype(np.uint64)
+        self._pointers = (self._iocbs.ctypes.data + _IOCB.itemsize * np.arange(N_REQUESTS)).astype(
+            np.uint64
+        )
         self._finalizer = weakref.finalize(self, _destroy, context, self._pid)
-        self._finalizer.atexit = False  # the kernel does it when the process ends
+        # The kernel does it when the process ends.
+        self._finalizer.atexit = False
 
     @classmethod
     def make(cls) -> Requests | None:
@@ -85,21 +97,33 @@ class Requests:
         """Give the context back. Idempotent."""
         self._finalizer()
 
-    def run(self, opcode: int, fd: int, addresses: Integers, offsets: Integers, nbytes: int, flags: int = 0) -> Integers:
+    def run(
+        self,
+        opcode: int,
+        fd: int,
+        addresses: Integers,
+        offsets: Integers,
+        nbytes: int,
+        flags: int = 0,
+    ) -> Integers:
         """Read or write ``nbytes`` between memory at ``addresses[i]`` and the file at ``offsets[i]``, for every i.
 
-        The interpreter's lock is free meanwhile. The kernel does one request after the other, unless with ``NOWAIT`` it passes over
-        those that it would have to wait for.
+        The interpreter's lock is free meanwhile. The kernel does one request after the other,
+        unless with ``NOWAIT`` it passes over those that it would have to wait for.
 
         Returns:
-            Bytes moved by each request, or its negative error number, shape (n,); 0 also for requests that the kernel did not take,
-            as it does not for every kind of file: do those one by one.
+            Bytes moved by each request, or its negative error number, shape (n,); 0 also for
+            requests that the kernel did not take, as it does not for every kind of file: do those
+            one by one.
         """
         results = np.zeros(len(offsets), np.int64)
         for i in range(0, len(offsets), N_REQUESTS):
             n = min(N_REQUESTS, len(offsets) - i)
             iocbs = self._iocbs[:n]
-            iocbs["opcode"], iocbs["rw_flags"], iocbs["fd"], iocbs["nbytes"] = opcode, flags, fd, nbytes
+            iocbs["opcode"] = opcode
+            iocbs["rw_flags"] = flags
+            iocbs["fd"] = fd
+            iocbs["nbytes"] = nbytes
             iocbs["address"], iocbs["offset"] = addresses[i : i + n], offsets[i : i + n]
             submitted = self._submit(n)
             events = self._reap(submitted)
@@ -122,7 +146,9 @@ class Requests:
         """Wait until ``n`` requests are done."""
         done = 0
         while done < n:
-            got = _call(_GETEVENTS, self._context, n - done, n - done, self._events[done:].ctypes.data, 0)
+            got = _call(
+                _GETEVENTS, self._context, n - done, n - done, self._events[done:].ctypes.data, 0
+            )
             if got < 0 and (number := ctypes.get_errno()) != errno.EINTR:
                 raise OSError(number, os.strerror(number))
             done += max(0, got)
@@ -130,10 +156,14 @@ class Requests:
 
 
 class Contexts:
-    """Requests for any thread that needs some, made when there is none to spare. At most as many as threads use it at a time."""
+    """Requests for any thread that needs some, made when there is none to spare.
+
+    At most as many as threads use it at a time.
+    """
 
     def __init__(self) -> None:
-        self._idle: deque[Requests] = deque()  # its operations are atomic
+        # Its operations are atomic.
+        self._idle: deque[Requests] = deque()
 
     @contextlib.contextmanager
     def take(self) -> Iterator[Requests | None]:
@@ -148,7 +178,9 @@ class Contexts:
             yield requests
         except BaseException:
             if requests is not None:
-                requests.close()  # it may hold answers that nobody has fetched: the next one to use it would take them for his own
+                # It may hold answers that nobody has fetched: the next one to use it would take
+                # them for his own.
+                requests.close()
             raise
         if requests is not None:
             self._idle.append(requests)
@@ -156,7 +188,9 @@ class Contexts:
     def close(self) -> None:
         """Give back those that nobody uses: all at once, for the kernel takes some hundredths of a second over each."""
         idle = [self._idle.pop() for _ in range(len(self._idle))]
-        threads = [threading.Thread(target=requests.close, name="pinfeed-close") for requests in idle]
+        threads = [
+            threading.Thread(target=requests.close, name="pinfeed-close") for requests in idle
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

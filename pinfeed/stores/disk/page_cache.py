@@ -12,17 +12,22 @@ import numpy.typing as npt
 
 Mask = npt.NDArray[np.bool_]
 
-_STEP, _LOOK = 1 << 20, 1 << 30  # the cache is looked at in steps, and so many bytes at a time
-_SWEEP = 32 << 20  # so much is read between two sweeps
-_FOLIO = 2 << 20  # the largest unit of the page cache, and where it begins
-_MARGIN = 16 << 20  # around the read that sweeps: what other threads are reading
+# The cache is looked at in steps, and so many bytes at a time.
+_STEP, _LOOK = 1 << 20, 1 << 30
+# So much is read between two sweeps.
+_SWEEP = 32 << 20
+# The largest unit of the page cache, and where it begins.
+_FOLIO = 2 << 20
+# Around the read that sweeps: what other threads are reading.
+_MARGIN = 16 << 20
 
 
 class PageCache:
     """The page cache of one open file. A file that is not kept there leaves it as it was found.
 
-    What was cached before the file was opened stays; what streaming brought in is dropped, in sweeps that end between folios: one that lies
-    across the end stays, and lets the kernel wait for all processors to be sure that it has to.
+    What was cached before the file was opened stays; what streaming brought in is dropped, in
+    sweeps that end between folios: one that lies across the end stays, and lets the kernel wait for
+    all processors to be sure that it has to.
 
     Args:
         fd: Its descriptor; the owner's.
@@ -31,13 +36,15 @@ class PageCache:
     """
 
     def __init__(self, fd: int, size: int, *, keep: bool) -> None:
-        self._fd, self._size, self._keep, self._unswept = fd, size, keep, 0
+        self._fd = fd
+        self._size = size
+        self._keep = keep
+        self._unswept = 0
         self._random = False
         self._ours = [] if keep else _uncached(fd, size)
         if not keep:
-            os.posix_fadvise(
-                fd, 0, 0, os.POSIX_FADV_RANDOM
-            )  # else the kernel takes neighbours in the cache for a sequence, and reads ahead
+            # Else the kernel takes neighbours in the cache for a sequence, and reads ahead.
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def at_random(self) -> None:
         """Rows are read in random order: the kernel would take those that are cached already for a sequence, and read far ahead."""
@@ -46,7 +53,10 @@ class PageCache:
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
 
     def used(self, begin: int, nbytes: int) -> None:
-        """The bytes from ``begin`` on were read. Any thread; a race delays a sweep, or costs one."""
+        """The bytes from ``begin`` on were read.
+
+        Any thread; a race delays a sweep, or costs one.
+        """
         if self._keep:
             return
         self._unswept += nbytes
@@ -64,20 +74,31 @@ class PageCache:
         """Drop what was not there before."""
         for start, stop in self._ours:
             if max(start, begin) < min(stop, end):
-                os.posix_fadvise(self._fd, max(start, begin), min(stop, end) - max(start, begin), os.POSIX_FADV_DONTNEED)
+                os.posix_fadvise(
+                    self._fd,
+                    max(start, begin),
+                    min(stop, end) - max(start, begin),
+                    os.POSIX_FADV_DONTNEED,
+                )
 
 
 def cached_pages(fd: int, begin: int, end: int) -> Mask:
     """Which pages of bytes [begin, end) of a file are in the page cache; ``begin`` is a multiple of ``mmap.ALLOCATIONGRANULARITY``.
 
-    A read that must not wait would tell as well, but brings in the page that it asks for. The kernel tells those only who own the file or
-    may write it; for others, nothing counts as cached.
+    A read that must not wait would tell as well, but brings in the page that it asks for. The
+    kernel tells those only who own the file or may write it; for others, nothing counts as cached.
     """
     pages = np.zeros(-(-(end - begin) // mmap.PAGESIZE), np.uint8)
     if len(pages) and can_tell(fd):
-        with contextlib.closing(mmap.mmap(fd, end - begin, prot=mmap.PROT_READ, offset=begin)) as mapping:
+        with contextlib.closing(
+            mmap.mmap(fd, end - begin, prot=mmap.PROT_READ, offset=begin)
+        ) as mapping:
             address = np.frombuffer(mapping, np.uint8).ctypes.data
-            ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(end - begin), ctypes.c_void_p(pages.ctypes.data))
+            ctypes.CDLL(None).mincore(
+                ctypes.c_void_p(address),
+                ctypes.c_size_t(end - begin),
+                ctypes.c_void_p(pages.ctypes.data),
+            )
     return (pages & 1).astype(np.bool_)
 
 
@@ -91,7 +112,10 @@ def _uncached(fd: int, size: int) -> list[tuple[int, int]]:
     stretches: list[tuple[int, int]] = []
     for begin in range(0, size, _LOOK):
         pages = cached_pages(fd, begin, min(begin + _LOOK, size))
-        steps = np.add.reduceat(pages, np.arange(0, len(pages), _STEP // mmap.PAGESIZE), dtype=np.intp) > 0
+        steps = (
+            np.add.reduceat(pages, np.arange(0, len(pages), _STEP // mmap.PAGESIZE), dtype=np.intp)
+            > 0
+        )
         edges = begin + _STEP * np.flatnonzero(np.diff(np.concatenate(([True], steps, [True]))))
         stretches += [(start, min(stop, size)) for start, stop in edges.reshape(-1, 2).tolist()]
     return stretches

@@ -19,8 +19,10 @@ from pinfeed.stores.formats.row_layout import RowLayout, require_regular
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.suggestions import of_file
 
-_MAX_AXES = 64  # numpy's own limit
-_MAX_HEADER = 1 << 16  # what version 1 can say; a longer one lists the fields of a structured dtype, or is no header
+# numpy's own limit
+_MAX_AXES = 64
+# What version 1 can say; a longer one lists the fields of a structured dtype, or is no header.
+_MAX_HEADER = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -44,18 +46,23 @@ def read_header(path: str, dtype: np.dtype[Any] | None = None) -> RowLayout:
 
     Raises:
         FileMissing: There is no such file.
-        StoreError: It is a directory, not a .npy file, truncated, in Fortran order, of a dtype that torch has not, or has no rows axis.
+        StoreError: It is a directory, not a .npy file, truncated, in Fortran order, of a dtype that
+            torch has not, or has no rows axis.
     """
     try:
         require_regular(path)
         with open(path, "rb") as file:
             return header_of(path, file, os.fstat(file.fileno()).st_size, dtype)
     except FileNotFoundError:
-        raise FileMissing(f"{path}: no such file (looked in {os.getcwd()}); expected a .npy file, as numpy.save writes it") from None
+        raise FileMissing(
+            f"{path}: no such file (looked in {os.getcwd()}); expected a .npy file, as numpy.save writes it"
+        ) from None
     except IsADirectoryError:
         found = of_file(os.path.normpath(path))
         kind = f" (it looks like {found[0]}: {found[1]})" if found else ""
-        raise StoreError(f"{path} is a directory{kind}; expected a .npy file, or a pattern such as {path}/*.npy") from None
+        raise StoreError(
+            f"{path} is a directory{kind}; expected a .npy file, or a pattern such as {path}/*.npy"
+        ) from None
 
 
 def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite: bool) -> None:
@@ -64,7 +71,8 @@ def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite
     A file that is overwritten is replaced when the new one is whole.
 
     Raises:
-        StoreError: If the file is there already, and is not to be overwritten, or if the file system refuses one of this size.
+        StoreError: If the file is there already, and is not to be overwritten, or if the file
+            system refuses one of this size.
         FileMissing: If the directory of the file does not exist.
     """
     fields = {"descr": np.lib.format.dtype_to_descr(dtype), "fortran_order": False, "shape": shape}
@@ -74,7 +82,9 @@ def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite
         # One under way that a killed process has left is in nobody's way.
         file = open(made, "wb" if overwrite else "xb")  # noqa: SIM115  # closed below, before it is renamed or removed
     except FileExistsError:
-        raise StoreError(f"{made} is there already; open it (MmapStore, from_pretrained), remove it, or give overwrite=True") from None
+        raise StoreError(
+            f"{made} is there already; open it (MmapStore, from_pretrained), remove it, or give overwrite=True"
+        ) from None
     try:
         with file:
             np.lib.format.write_array_header_2_0(file, fields)
@@ -84,7 +94,8 @@ def create(path: str, shape: tuple[int, ...], dtype: np.dtype[Any], *, overwrite
                 shutil.copymode(target, made)
             os.replace(made, target)
     except BaseException as error:
-        with contextlib.suppress(FileNotFoundError):  # an interrupt behind the replacement
+        with contextlib.suppress(FileNotFoundError):
+            # An interrupt behind the replacement.
             os.remove(made)
         if isinstance(error, OSError) and error.errno in (errno.EFBIG, errno.EINVAL):
             raise StoreError(
@@ -115,14 +126,20 @@ def strange(path: str, start: bytes) -> str:
     return f"{path} is not a .npy file (it starts with {start[:6]!r}); expected one that numpy.save wrote, or see MmapStore.raw"
 
 
-def header_of(path: str, file: IO[bytes], size: int, dtype: np.dtype[Any] | None = None) -> RowLayout:
+def header_of(
+    path: str, file: IO[bytes], size: int, dtype: np.dtype[Any] | None = None
+) -> RowLayout:
     """As ``read_header``, of an open file of ``size`` bytes, whatever it is open on."""
     header = parse_header(path, file)
     if not header.shape:
         raise StoreError(f"{path} holds a single number (shape ()); expected (n_rows, ...)")
     if header.fortran and len(header.shape) > 1:
-        raise StoreError(f"{path} is in Fortran order, in which a row is scattered over the file; save np.ascontiguousarray(array)")
-    return RowLayout(path, _chosen(path, header.dtype, dtype), header.shape[0], header.shape[1:], header.nbytes).check(size)
+        raise StoreError(
+            f"{path} is in Fortran order, in which a row is scattered over the file; save np.ascontiguousarray(array)"
+        )
+    return RowLayout(
+        path, _chosen(path, header.dtype, dtype), header.shape[0], header.shape[1:], header.nbytes
+    ).check(size)
 
 
 def parse_header(path: str, file: IO[bytes]) -> Header:
@@ -142,27 +159,41 @@ def _header_length(path: str, start: bytes) -> int:
     if len(start) < 12 or start[:6] != b"\x93NUMPY":
         raise StoreError(strange(path, start))
     if start[6] not in (1, 2, 3) or start[7] != 0:
-        raise StoreError(f"{path}: .npy version {start[6]}.{start[7]} is not known; expected 1.0, 2.0 or 3.0")
+        raise StoreError(
+            f"{path}: .npy version {start[6]}.{start[7]} is not known; expected 1.0, 2.0 or 3.0"
+        )
     length = int.from_bytes(start[8:10] if start[6] == 1 else start[8:12], "little")
     if length > _MAX_HEADER:
-        raise StoreError(f"{path}: a header of {length} bytes; expected at most {_MAX_HEADER} (an unstructured array needs about 100)")
+        raise StoreError(
+            f"{path}: a header of {length} bytes; expected at most {_MAX_HEADER} (an unstructured array needs about 100)"
+        )
     return length
 
 
-def _parse(path: str, version: int, text: bytes, length: int) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
+def _parse(
+    path: str, version: int, text: bytes, length: int
+) -> tuple[np.dtype[Any], tuple[int, ...], bool]:
     try:
         if len(text) < length:
             raise ValueError(f"{len(text)} of {length} bytes are there")
         if version == 3:
             shape, fortran, dtype = _fields(ast.literal_eval(text.decode("utf-8")))
         else:
-            # numpy has a function for these two; versions 1 and 2 differ in how they tell the length.
+            # numpy has a function for these two; versions 1 and 2 differ in how they tell the
+            # length.
             told = io.BytesIO(len(text).to_bytes(4, "little") + text)
             shape, fortran, dtype = np.lib.format.read_array_header_2_0(told, _MAX_HEADER)
-        if not isinstance(shape, tuple) or len(shape) > _MAX_AXES or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape):
+        if (
+            not isinstance(shape, tuple)
+            or len(shape) > _MAX_AXES
+            or not all(type(n) is int and 0 <= n < 1 << 63 for n in shape)
+        ):
             raise ValueError(f"shape {shape!r}")
-    except Exception as error:  # whatever ast and numpy make of bytes that can be anything
-        raise StoreError(f"{path}: the .npy header is damaged ({described(error):.250}); save the array again") from None
+    except Exception as error:
+        # Whatever ast and numpy make of bytes that can be anything.
+        raise StoreError(
+            f"{path}: the .npy header is damaged ({described(error):.250}); save the array again"
+        ) from None
     return dtype, shape, fortran
 
 
@@ -185,7 +216,8 @@ def _chosen(path: str, saved: np.dtype[Any], wanted: np.dtype[Any] | None) -> np
         check_dtype(saved, path)
         return saved
     if saved.name == wanted.name:
-        return saved  # with the byte order that the header says
+        # With the byte order that the header says.
+        return saved
     if saved.itemsize != wanted.itemsize or saved.hasobject or not saved.isnative:
         raise StoreError(
             f"{path} has items of dtype {saved}; expected {wanted.itemsize} plain bytes each, in this machine's byte order, "

@@ -39,10 +39,17 @@ class RowLayout:
         """Itself, if a file of ``size`` bytes holds it.
 
         Raises:
-            StoreError: The file is truncated, or there are more rows of no bytes than can be counted.
+            StoreError: The file is truncated, or there are more rows of no bytes than can be
+                counted.
         """
-        if math.prod(filter(None, (self.n_rows, *self.row_shape))) * self.dtype.itemsize > sys.maxsize >= self.end:
-            raise StoreError(f"{self.path}: shape {(self.n_rows, *self.row_shape)} has no bytes, and more of them than numpy can count")
+        if (
+            math.prod(filter(None, (self.n_rows, *self.row_shape))) * self.dtype.itemsize
+            > sys.maxsize
+            >= self.end
+        ):
+            raise StoreError(
+                f"{self.path}: shape {(self.n_rows, *self.row_shape)} has no bytes, and more of them than numpy can count"
+            )
         if self.end > size:
             raise StoreError(
                 f"{self.path} is truncated: {self.n_rows} rows of {self.row_nbytes} bytes from byte {self.offset} on need {self.end} bytes "

@@ -15,7 +15,8 @@ from pinfeed.stores.formats.row_layout import RowLayout, require_regular
 from pinfeed.tensors.dtypes import BFLOAT16
 
 _DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
-    name: np.dtype(code)  # the format is little-endian
+    # The format is little-endian.
+    name: np.dtype(code)
     for name, code in {
         "BOOL": "?",
         "U8": "u1",
@@ -32,19 +33,21 @@ _DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
         "C64": "<c8",
     }.items()
 }
-_NAMED = 20  # names that an error lists; a model may have thousands
+# Names that an error lists; a model may have thousands.
+_NAMED = 20
 
 
 def read_extent(path: str, name: str) -> RowLayout:
     """Where the tensor ``name`` lies in a file; its first axis are the rows.
 
-    The header is checked by the format's own library. That it does not tell offsets is why they are read from the header once more.
+    The header is checked by the format's own library. That it does not tell offsets is why they are
+    read from the header once more.
 
     Raises:
         MissingDependency: The library is not installed.
         FileMissing: There is no such file.
-        StoreError: It is a directory, not a safetensors file or damaged, has no such tensor, or one without a rows axis or of a dtype
-            that torch and numpy do not both have.
+        StoreError: It is a directory, not a safetensors file or damaged, has no such tensor, or one
+            without a rows axis or of a dtype that torch and numpy do not both have.
     """
     with _opened(path) as file:
         names = sorted(file.keys())
@@ -53,14 +56,18 @@ def read_extent(path: str, name: str) -> RowLayout:
         part = file.get_slice(name)
         shape, dtype = tuple(part.get_shape()), _dtype(path, name, part.get_dtype())
     if not shape:
-        raise StoreError(f"{path}: tensor {name!r} is a single number (shape ()); expected (n_rows, ...)")
+        raise StoreError(
+            f"{path}: tensor {name!r} is a single number (shape ()); expected (n_rows, ...)"
+        )
     try:
         begin, end = _place(path, name)
         extent = RowLayout(path, dtype, shape[0], shape[1:], begin)
         if extent.end != end:
             raise ValueError(f"{name!r} ends at byte {end}, expected {extent.end}")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise StoreError(f"{path} was written anew while its header was read; open it again ({described(error)})") from None
+        raise StoreError(
+            f"{path} was written anew while its header was read; open it again ({described(error)})"
+        ) from None
     return extent.check(os.path.getsize(path))
 
 
@@ -82,7 +89,9 @@ def _opened(path: str) -> Iterator[Any]:
     try:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
-        raise MissingDependency(f'{path}: the safetensors package is needed; pip install "pinfeed[safetensors]"') from error
+        raise MissingDependency(
+            f'{path}: the safetensors package is needed; pip install "pinfeed[safetensors]"'
+        ) from error
     if os.path.isdir(path):
         raise StoreError(f"{path} is a directory; expected a safetensors file")
     try:
@@ -90,9 +99,13 @@ def _opened(path: str) -> Iterator[Any]:
         with safe_open(path, framework="np") as file:
             yield file
     except FileNotFoundError:
-        raise FileMissing(f"{path}: no such file (looked in {os.getcwd()}); expected a safetensors file") from None
+        raise FileMissing(
+            f"{path}: no such file (looked in {os.getcwd()}); expected a safetensors file"
+        ) from None
     except SafetensorError as error:
-        raise StoreError(f"{path} is not a safetensors file, or it is damaged ({error}); copy or save it again") from None
+        raise StoreError(
+            f"{path} is not a safetensors file, or it is damaged ({error}); copy or save it again"
+        ) from None
 
 
 def _dtype(path: str, name: str, saved: str) -> np.dtype[Any]:

@@ -1,4 +1,7 @@
-"""The manifest of a save: its files with their sizes and checksums, and of which objects they are. It comes last, and is checked first."""
+"""The manifest of a save: its files with their sizes and checksums, and of which objects they are.
+
+It comes last, and is checked first.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ from pinfeed.training.row_file import checksums, open_plain
 NAME = "manifest.json"
 
 _FORMAT = 1
-_MOST_BYTES = 64 << 20  # a number for every 16 MiB of rows
+# A number for every 16 MiB of rows.
+_MOST_BYTES = 64 << 20
 
 
 def write_file(path: pathlib.Path, fill: Callable[[IO[bytes]], Any]) -> dict[str, Any]:
@@ -84,11 +88,17 @@ def check_file(path: pathlib.Path, expected: Mapping[str, Any]) -> None:
     try:
         size = os.stat(path).st_size
         found = checksums(str(path)) if size == expected["bytes"] else []
-    except (OSError, ValueError) as error:  # ValueError: a name that cannot be one
+    except (OSError, ValueError) as error:
+        # ValueError: a name that cannot be one.
         raise CheckpointError(f"{path} cannot be read: {described(error)}") from error
     if size != expected["bytes"]:
-        raise CheckpointError(f"{path} is damaged: it has {size} bytes, expected {expected['bytes']}")
+        raise CheckpointError(
+            f"{path} is damaged: it has {size} bytes, expected {expected['bytes']}"
+        )
     if found != expected["crc32"]:
         pairs = itertools.zip_longest(found, expected["crc32"])
-        piece = next((i for i, (one, other) in enumerate(pairs) if one != other), len(found))  # there are more, and they are null
-        raise CheckpointError(f"{path} is damaged: its checksum is wrong in piece {piece} of {len(found)} (16 MiB each)")
+        # There are more, and they are null.
+        piece = next((i for i, (one, other) in enumerate(pairs) if one != other), len(found))
+        raise CheckpointError(
+            f"{path} is damaged: its checksum is wrong in piece {piece} of {len(found)} (16 MiB each)"
+        )

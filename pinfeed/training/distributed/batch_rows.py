@@ -64,7 +64,13 @@ class ShardedBatch(FedBatch):
 
     def blocks(self, trainable: Sequence[bool]) -> list[BatchRows]:
         for some in _few(self.tables):
-            late = _agreed(some[0].meeting, Step.NEXT, some[0].at, some, [any(table.counts.late_from) for table in some])
+            late = _agreed(
+                some[0].meeting,
+                Step.NEXT,
+                some[0].at,
+                some,
+                [any(table.counts.late_from) for table in some],
+            )
             if late:
                 with late[0].meeting.committed():
                     bring_late(late)
@@ -72,7 +78,9 @@ class ShardedBatch(FedBatch):
 
     def check(self, number: int) -> None:
         sent = [table.tensors[0].index_select(0, table.places.given) for table in self.tables]
-        n_given, n_wanted = ([getattr(table.counts, name) for table in self.tables] for name in ("given", "wanted"))
+        n_given, n_wanted = (
+            [getattr(table.counts, name) for table in self.tables] for name in ("given", "wanted")
+        )
         owned = self.tables[0].meeting.send_rows("rows to check", sent, n_given, n_wanted)
         for table, expected in zip(self.tables, owned, strict=True):
             found = table.values.detach().index_select(0, table.places.order)
@@ -93,8 +101,15 @@ class ShardedBatchRows(BatchRows):
     """
 
     def __init__(self, shared: SharedRows, trainable: bool) -> None:
-        super().__init__(shared.wanted, shared.ids, nn.Parameter(shared.values, requires_grad=trainable), shared.positions)
-        self._owned, self._shared, self._stepped = nn.Parameter(shared.tensors[0], requires_grad=trainable), shared, False
+        super().__init__(
+            shared.wanted,
+            shared.ids,
+            nn.Parameter(shared.values, requires_grad=trainable),
+            shared.positions,
+        )
+        self._owned = nn.Parameter(shared.tensors[0], requires_grad=trainable)
+        self._shared = shared
+        self._stepped = False
 
     @property
     def owned(self) -> nn.Parameter:
@@ -103,7 +118,9 @@ class ShardedBatchRows(BatchRows):
     @property
     def touched(self) -> bool:
         if super().touched:
-            raise ArgumentError("the rows of a sharded table were changed by hand; they are copies of what their ranks have: use gradients")
+            raise ArgumentError(
+                "the rows of a sharded table were changed by hand; they are copies of what their ranks have: use gradients"
+            )
         return False
 
     def positions(self, ids: torch.Tensor, name: str) -> torch.Tensor:
@@ -115,7 +132,9 @@ class ShardedBatchRows(BatchRows):
         return super().positions(ids, name)
 
     def collect(self, blocks: Sequence[Any]) -> None:
-        """Add up the gradients of all ranks, rank 0 first, in the rows of those that have them. All ranks at once.
+        """Add up the gradients of all ranks, rank 0 first, in the rows of those that have them.
+
+        All ranks at once.
 
         Raises:
             RankError: Another rank does something else, or is gone.
@@ -123,7 +142,9 @@ class ShardedBatchRows(BatchRows):
         for some in _few(blocks):
             meeting, at = some[0]._shared.meeting, some[0]._shared.at
             for block in some:
-                block._stepped, block._owned.grad = True, None  # as in a batch that has none
+                # As in a batch that has none.
+                block._stepped = True
+                block._owned.grad = None
             flags = [block.weight.grad is not None for block in some]
             if stepped := _agreed(meeting, Step.STEP, at, some, flags):
                 with meeting.committed():
@@ -133,8 +154,13 @@ class ShardedBatchRows(BatchRows):
 def bring_late(tables: Sequence[SharedRows]) -> None:
     """Exchange the rows that earlier batches could change until now."""
     sent = [table.tensors[0].index_select(0, table.places.late_from) for table in tables]
-    n_sent, n_received = [table.counts.late_from for table in tables], [table.counts.late_to for table in tables]
-    for table, late in zip(tables, tables[0].meeting.send_rows("late rows", sent, n_sent, n_received), strict=True):
+    n_sent, n_received = (
+        [table.counts.late_from for table in tables],
+        [table.counts.late_to for table in tables],
+    )
+    for table, late in zip(
+        tables, tables[0].meeting.send_rows("late rows", sent, n_sent, n_received), strict=True
+    ):
         table.values.index_copy_(0, table.places.late_to, late)
 
 
@@ -142,18 +168,30 @@ def bring_late(tables: Sequence[SharedRows]) -> None:
 def _collect(blocks: Sequence[ShardedBatchRows]) -> None:
     """Add up the gradients of all ranks, each row's in the order of the ranks, where the row is."""
     shared = [block._shared for block in blocks]
-    gradients = [torch.zeros_like(block.weight) if block.weight.grad is None else block.weight.grad for block in blocks]
-    sent = [gradient.index_select(0, one.places.order) for gradient, one in zip(gradients, shared, strict=True)]
+    gradients = [
+        torch.zeros_like(block.weight) if block.weight.grad is None else block.weight.grad
+        for block in blocks
+    ]
+    sent = [
+        gradient.index_select(0, one.places.order)
+        for gradient, one in zip(gradients, shared, strict=True)
+    ]
     n_sent, n_received = [one.counts.wanted for one in shared], [one.counts.given for one in shared]
     meeting = shared[0].meeting
-    for block, one, rows in zip(blocks, shared, meeting.send_rows("gradients", sent, n_sent, n_received), strict=True):
+    for block, one, rows in zip(
+        blocks, shared, meeting.send_rows("gradients", sent, n_sent, n_received), strict=True
+    ):
         by_row = rows.index_select(0, one.places.by_row)
         # unsafe: it does not look at the lengths, for which the host would have to wait
-        total = torch.segment_reduce(by_row, "sum", lengths=one.places.n_by_row, axis=0, unsafe=True)
+        total = torch.segment_reduce(
+            by_row, "sum", lengths=one.places.n_by_row, axis=0, unsafe=True
+        )
         block.owned.grad = total.div_(meeting.size) if one.mean else total
 
 
-def _agreed(meeting: Lockstep, word: Step, at: tuple[int, int], some: Sequence[T], wishes: Sequence[bool]) -> list[T]:
+def _agreed(
+    meeting: Lockstep, word: Step, at: tuple[int, int], some: Sequence[T], wishes: Sequence[bool]
+) -> list[T]:
     """Those of some tables for which any rank wishes it."""
     _, flags = meeting.meet(word, *at, flags=sum(wish << i for i, wish in enumerate(wishes)))
     return [one for i, one in enumerate(some) if flags >> i & 1]

@@ -44,19 +44,25 @@ class LocalSave:
             CheckpointError: There is none.
         """
         if not numbers:
-            raise CheckpointError(f"{path} has no complete checkpoint; expected one that checkpoint.save wrote")
+            raise CheckpointError(
+                f"{path} has no complete checkpoint; expected one that checkpoint.save wrote"
+            )
         return numbers[-1]
 
 
 class ShardedSave(LocalSave):
-    """Ranks, each with a directory in the one that they were given. A save is whole when all of them have it.
+    """Ranks, each with a directory in the one that they were given.
+
+    A save is whole when all of them have it.
 
     Args:
         peers: The ranks.
     """
 
     def __init__(self, peers: RankGroup) -> None:
-        self._rank, self._size, self._meeting = peers.rank, peers.size, peers.loop
+        self._rank = peers.rank
+        self._size = peers.size
+        self._meeting = peers.loop
 
     def part(self, path: pathlib.Path) -> pathlib.Path:
         return path / f"{self._rank}-of-{self._size}"
@@ -65,8 +71,11 @@ class ShardedSave(LocalSave):
         return self._meeting.telling()
 
     def known(self, numbers: Sequence[int]) -> tuple[int, list[int]]:
-        of_ranks = self._gathered(Step.SAVE, numbers)  # a number that any rank has is not used again
-        return max(itertools.chain(*of_ranks), default=0) + 1, sorted(set(of_ranks[0]).intersection(*of_ranks))
+        # A number that any rank has is not used again.
+        of_ranks = self._gathered(Step.SAVE, numbers)
+        return max(itertools.chain(*of_ranks), default=0) + 1, sorted(
+            set(of_ranks[0]).intersection(*of_ranks)
+        )
 
     def wait(self, word: Step) -> None:
         self._meeting.meet(word)
@@ -74,7 +83,9 @@ class ShardedSave(LocalSave):
     def newest(self, path: pathlib.Path, numbers: Sequence[int]) -> int:
         of_ranks = self._gathered(Step.RESUME, numbers)
         common = set(of_ranks[0]).intersection(*of_ranks)
-        if not any(of_ranks) and (others := sorted({size for _, size in _parts(path)} - {self._size})):
+        if not any(of_ranks) and (
+            others := sorted({size for _, size in _parts(path)} - {self._size})
+        ):
             raise CheckpointError(
                 f"{path} was saved by {' and by '.join(map(str, others))} ranks and is resumed by {self._size}; expected as many (to go on "
                 "with others: export() the tables, and ShardedEmbedding.from_pretrained the files)"
@@ -98,11 +109,20 @@ class ShardedSave(LocalSave):
 def whole_parts(path: pathlib.Path) -> list[list[pathlib.Path]]:
     """The directories of all ranks, for each number of ranks of which all are there."""
     parts = _parts(path)
-    n_ranks = Counter(size for rank, size in parts if rank < size)  # counted: a name may say that there are any number
-    return [[path / f"{rank}-of-{size}" for rank in range(size)] for size in sorted(n_ranks) if n_ranks[size] == size]
+    # Counted: a name may say that there are any number.
+    n_ranks = Counter(size for rank, size in parts if rank < size)
+    return [
+        [path / f"{rank}-of-{size}" for rank in range(size)]
+        for size in sorted(n_ranks)
+        if n_ranks[size] == size
+    ]
 
 
 def _parts(path: pathlib.Path) -> set[tuple[int, int]]:
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return {(int(found[1]), int(found[2])) for name in os.listdir(path) if (found := _PART.fullmatch(name))}
+        return {
+            (int(found[1]), int(found[2]))
+            for name in os.listdir(path)
+            if (found := _PART.fullmatch(name))
+        }
     return set()

@@ -1,7 +1,7 @@
 """Lockstep: ranks that say what they are about to do before they do it together, so that none waits for one that does not come.
 
-Every exchange begins with a word from each rank to each. Where one has failed or left, or is about to do something else, all of them hear
-it in the same exchange, and raise.
+Every exchange begins with a word from each rank to each. Where one has failed or left, or is about
+to do something else, all of them hear it in the same exchange, and raise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Step(IntEnum):
     BATCH = 8
     ROWS = 9
     NO_BATCH = 10
-    FAILED = 11  # and above: nothing follows
+    # And above: nothing follows.
+    FAILED = 11
     BAD_BATCH = 12
     LEFT = 13
 
@@ -60,17 +61,23 @@ _SAID = {
     Step.LEFT: "left its loop at batch {}",
 }
 _MOST_REASON = 2000  # characters
-_SAME, _SENT_TO_EACH = 3, 5  # numbers: word, batch, table; bytes of the reason, flags
+# Numbers: word, batch, table; bytes of the reason, flags.
+_SAME, _SENT_TO_EACH = 3, 5
 
 
 class Channel(Protocol):
-    """Exchanges of bytes among ranks. Every rank makes the same ones in the same order, one at a time."""
+    """Exchanges of bytes among ranks.
+
+    Every rank makes the same ones in the same order, one at a time.
+    """
 
     @property
     def rank(self) -> int: ...
     @property
     def size(self) -> int: ...
-    def all_to_all(self, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> torch.Tensor:
+    def all_to_all(
+        self, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]
+    ) -> torch.Tensor:
         """Send rows of a tensor of uint8, shape (n, row_nbytes), to the ranks, rank 0 first; what they send, likewise.
 
         Args:
@@ -92,23 +99,36 @@ class Lockstep:
     """
 
     def __init__(self, line: Channel) -> None:
-        self._line, self.rank, self.size = line, line.rank, line.size
+        self._line = line
+        self.rank = line.rank
+        self.size = line.size
         self.over = True
         """Whether all ranks know that the loop has ended, or none is under way."""
-        self._batch, self._n_numbers = 0, 0  # that was spoken of last; that go with a word
+        # That was spoken of last; that go with a word.
+        self._batch = 0
+        self._n_numbers = 0
         self.sent: Counter[str] = Counter()
         """Bytes that this rank has sent to others, by what they were."""
 
     def begin(self, n_numbers: int = 0) -> None:
         """A loop begins, in which so many numbers go with every word."""
-        self.over, self._n_numbers = False, n_numbers
+        self.over = False
+        self._n_numbers = n_numbers
 
     def end(self) -> None:
         """All ranks know that the loop has ended."""
-        self.over, self._n_numbers = True, 0
+        self.over = True
+        self._n_numbers = 0
 
     def meet(
-        self, word: Step, batch: int = 0, table: int = 0, *, numbers: Numbers | None = None, flags: int = 0, why: str = ""
+        self,
+        word: Step,
+        batch: int = 0,
+        table: int = 0,
+        *,
+        numbers: Numbers | None = None,
+        flags: int = 0,
+        why: str = "",
     ) -> tuple[Numbers, int]:
         """Say a word, and hear that of all others.
 
@@ -121,12 +141,15 @@ class Lockstep:
             why: What errors say beside it.
 
         Returns:
-            The numbers from each rank, shape (size, n_numbers); and the bits that are set on one rank at least.
+            The numbers from each rank, shape (size, n_numbers); and the bits that are set on one
+            rank at least.
 
         Raises:
             RankError: Not all say the same.
         """
-        reason, self._batch = np.frombuffer(bytearray(why[:_MOST_REASON].encode()), np.uint8), batch  # torch takes what can be written
+        # torch takes what can be written.
+        reason = np.frombuffer(bytearray(why[:_MOST_REASON].encode()), np.uint8)
+        self._batch = batch
         said = np.empty((self.size, _SENT_TO_EACH + self._n_numbers), np.int64)
         said[:, :_SENT_TO_EACH] = word, batch, table, len(reason), flags
         said[:, _SENT_TO_EACH:] = 0 if numbers is None else numbers
@@ -134,8 +157,12 @@ class Lockstep:
         heard = self.send("words", said.view(np.uint8), one, one).view(np.int64)
         n_reasons, reasons = heard[:, _SAME].tolist(), [""] * self.size
         if any(n_reasons):
-            texts = self.send("words", np.tile(reason, self.size)[:, None], [len(reason)] * self.size, n_reasons)
-            reasons = [text.tobytes().decode() for text in np.split(texts[:, 0], np.cumsum(n_reasons)[:-1])]
+            texts = self.send(
+                "words", np.tile(reason, self.size)[:, None], [len(reason)] * self.size, n_reasons
+            )
+            reasons = [
+                text.tobytes().decode() for text in np.split(texts[:, 0], np.cumsum(n_reasons)[:-1])
+            ]
         if word >= Step.FAILED or (heard[:, :_SAME] != heard[0, :_SAME]).any():
             self.end()
             raise RankError(_difference(heard[:, :_SAME].tolist(), reasons))
@@ -145,7 +172,8 @@ class Lockstep:
         """Tell the others that this rank does not go on, unless all know that the loop is over; for them it ends with an error."""
         if self.over:
             return
-        with contextlib.suppress(RankError):  # this rank has an error of its own
+        with contextlib.suppress(RankError):
+            # This rank has an error of its own.
             self.meet(word, self._batch if batch is None else batch, why=why)
 
     @contextlib.contextmanager
@@ -162,16 +190,27 @@ class Lockstep:
 
     @contextlib.contextmanager
     def committed(self) -> Iterator[None]:
-        """Do what all have agreed on. Who fails now cannot tell: what he says, the others would take for what they wait for."""
+        """Do what all have agreed on.
+
+        Who fails now cannot tell: what he says, the others would take for what they wait for.
+        """
         try:
             yield
         except BaseException:
             self.end()
             raise
 
-    def send(self, what: str, sent: npt.NDArray[np.uint8], n_sent: Sequence[int], n_received: Sequence[int]) -> npt.NDArray[np.uint8]:
+    def send(
+        self,
+        what: str,
+        sent: npt.NDArray[np.uint8],
+        n_sent: Sequence[int],
+        n_received: Sequence[int],
+    ) -> npt.NDArray[np.uint8]:
         """As ``send_tensor``, of arrays on the host."""
-        received: npt.NDArray[np.uint8] = self.send_tensor(what, torch.from_numpy(sent), n_sent, n_received).numpy()
+        received: npt.NDArray[np.uint8] = self.send_tensor(
+            what, torch.from_numpy(sent), n_sent, n_received
+        ).numpy()
         return received
 
     def counts(self, counts: Sequence[int]) -> list[int]:
@@ -181,7 +220,11 @@ class Lockstep:
         return heard
 
     def send_rows(
-        self, what: str, rows: Sequence[torch.Tensor], n_sent: Sequence[Sequence[int]], n_received: Sequence[Sequence[int]]
+        self,
+        what: str,
+        rows: Sequence[torch.Tensor],
+        n_sent: Sequence[Sequence[int]],
+        n_received: Sequence[Sequence[int]],
     ) -> list[torch.Tensor]:
         """Send rows of several tables in one exchange.
 
@@ -196,7 +239,10 @@ class Lockstep:
         """
         row_nbytes = [of_table.shape[1] * of_table.itemsize for of_table in rows]
         out, back = (
-            [[n * nbytes for n, nbytes in zip(of_rank, row_nbytes, strict=True)] for of_rank in zip(*counts, strict=True)]
+            [
+                [n * nbytes for n, nbytes in zip(of_rank, row_nbytes, strict=True)]
+                for of_rank in zip(*counts, strict=True)
+            ]
             for counts in (n_sent, n_received)
         )
         parts = [
@@ -207,11 +253,15 @@ class Lockstep:
         received = self.send_tensor(what, sent[:, None], [*map(sum, out)], [*map(sum, back)])
         pieces = received[:, 0].split([nbytes for of_rank in back for nbytes in of_rank])
         return [
-            torch.cat(pieces[i :: len(rows)]).view(of_table.dtype).view(sum(n_received[i]), of_table.shape[1])
+            torch.cat(pieces[i :: len(rows)])
+            .view(of_table.dtype)
+            .view(sum(n_received[i]), of_table.shape[1])
             for i, of_table in enumerate(rows)
         ]
 
-    def send_tensor(self, what: str, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> torch.Tensor:
+    def send_tensor(
+        self, what: str, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]
+    ) -> torch.Tensor:
         """Send rows of bytes, shape (n, row_nbytes), to the ranks, rank 0 first; and receive theirs.
 
         Raises:
@@ -222,9 +272,13 @@ class Lockstep:
             return self._line.all_to_all(sent, n_sent, n_received)
         except RuntimeError as error:
             self.end()
-            raise RankError(f"rank {self.rank} of {self.size} lost the others while they exchanged {what}: {described(error)}") from error
+            raise RankError(
+                f"rank {self.rank} of {self.size} lost the others while they exchanged {what}: {described(error)}"
+            ) from error
         except BaseException:
-            self.end()  # an interrupt, before or after the exchange: nobody knows which, and what is said now could be taken for rows
+            # An interrupt, before or after the exchange: nobody knows which, and what is said now
+            # could be taken for rows.
+            self.end()
             raise
 
 
@@ -232,8 +286,13 @@ def _difference(heard: Sequence[Sequence[int]], reasons: Sequence[str]) -> str:
     """Who said what, and what to do."""
     said: dict[str, list[int]] = {}
     for rank, ((word, *about), reason) in enumerate(zip(heard, reasons, strict=True)):
-        said.setdefault(_SAID[Step(word)].format(*about) + (f" ({reason})" if reason else ""), []).append(rank)
-    who = "; ".join(f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in said.items())
+        said.setdefault(
+            _SAID[Step(word)].format(*about) + (f" ({reason})" if reason else ""), []
+        ).append(rank)
+    who = "; ".join(
+        f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
+        for text, ranks in said.items()
+    )
     words = {word for word, *_ in heard}
     if words == {Step.BATCH, Step.NO_BATCH}:
         return f"{who}; expected equally many batches on every rank: a DistributedSampler pads or drops, and so does drop_last"
@@ -243,4 +302,6 @@ def _difference(heard: Sequence[Sequence[int]], reasons: Sequence[str]) -> str:
         return who
     if words == {Step.BEGIN}:
         return f"{who}; expected the same tables, optimizers and depth on every rank"
-    return f"{who}; expected all ranks to do the same in the same order, whatever is in their batches"
+    return (
+        f"{who}; expected all ranks to do the same in the same order, whatever is in their batches"
+    )

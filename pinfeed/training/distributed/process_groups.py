@@ -18,12 +18,15 @@ class RankGroup:
 
     Args:
         loop: What the loop's thread exchanges.
-        ahead: What the readers' threads exchange meanwhile, so that neither waits for the other, nor takes what is the other's.
+        ahead: What the readers' threads exchange meanwhile, so that neither waits for the other,
+            nor takes what is the other's.
     """
 
     def __init__(self, loop: Channel, ahead: Channel) -> None:
-        self.rank, self.size = loop.rank, loop.size
-        self.loop, self.ahead = Lockstep(loop), Lockstep(ahead)
+        self.rank = loop.rank
+        self.size = loop.size
+        self.loop = Lockstep(loop)
+        self.ahead = Lockstep(ahead)
         self.looping = False
         """Whether a loop over sharded tables runs."""
 
@@ -33,14 +36,19 @@ class ProcessGroupChannel:
 
     Args:
         host: For tensors on the host; nobody else uses it.
-        device: For others; the user's own, used in the thread and at the places where the user's program uses it.
+        device: For others; the user's own, used in the thread and at the places where the user's
+            program uses it.
     """
 
     def __init__(self, host: Any, device: Any) -> None:
-        self._host, self._device = host, device
-        self.rank, self.size = distributed.get_rank(host), distributed.get_world_size(host)
+        self._host = host
+        self._device = device
+        self.rank = distributed.get_rank(host)
+        self.size = distributed.get_world_size(host)
 
-    def all_to_all(self, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> torch.Tensor:
+    def all_to_all(
+        self, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]
+    ) -> torch.Tensor:
         received = sent.new_empty((sum(n_received), sent.shape[1]))
         group = self._host if sent.device.type == "cpu" else self._device
         distributed.all_to_all_single(received, sent, list(n_received), list(n_sent), group=group)
@@ -70,15 +78,22 @@ def peers_of(process_group: Any) -> RankGroup:
         )
     group = distributed.group.WORLD if process_group is None else process_group
     if distributed.get_rank(group) < 0:
-        raise ArgumentError(f"rank {distributed.get_rank()} is not in the process_group that the sharded table was given")
+        raise ArgumentError(
+            f"rank {distributed.get_rank()} is not in the process_group that the sharded table was given"
+        )
     for known in [*_peers]:
-        if not _is_registered(known):  # destroyed by its owner: with it go those that were made beside it, their threads and connections
+        if not _is_registered(known):
+            # Destroyed by its owner: with it go those that were made beside it, their threads and
+            # connections.
             for made in filter(_is_registered, _peers.pop(known)[1]):
                 distributed.destroy_process_group(made)
     if group not in _peers:
         ranks = distributed.get_process_group_ranks(group)
         loop, ahead = (_beside(group, ranks) for _ in range(2))
-        _peers[group] = RankGroup(ProcessGroupChannel(loop, group), ProcessGroupChannel(ahead, None)), (loop, ahead)
+        _peers[group] = (
+            RankGroup(ProcessGroupChannel(loop, group), ProcessGroupChannel(ahead, None)),
+            (loop, ahead),
+        )
     return _peers[group][0]
 
 
@@ -86,7 +101,9 @@ def _beside(group: Any, ranks: list[int]) -> Any:
     """A group of gloo of the same ranks as another one, and with its timeout."""
     timeout = _timeout_of(group)
     try:
-        return distributed.new_group(ranks, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        return distributed.new_group(
+            ranks, timeout=timeout, backend="gloo", use_local_synchronization=True
+        )
     except RuntimeError as error:
         raise RankError(
             f"rank {distributed.get_rank(group)} of {len(ranks)} made a sharded table, and not all others did so within the "
@@ -97,7 +114,8 @@ def _beside(group: Any, ranks: list[int]) -> Any:
 def _timeout_of(group: Any) -> timedelta | None:
     """Return the time that an exchange of a group waits for a rank; None, torch's default, for a backend that does not tell.
 
-    torch has no public function for this. Groups that were made for several devices have one timeout for all of them.
+    torch has no public function for this. Groups that were made for several devices have one
+    timeout for all of them.
     """
     for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)

@@ -1,7 +1,8 @@
 """RowExchange: the rows of one batch, asked of the ranks that have them and sent to those that want them, while the loop is at earlier batches.
 
-A row that is wanted again within a few batches may still change: it is sent when its batch is lent, by ``ShardedBatch``. All others are
-sent here. So every row crosses once, and as it is in the synchronous loop.
+A row that is wanted again within a few batches may still change: it is sent when its batch is lent,
+by ``ShardedBatch``. All others are sent here. So every row crosses once, and as it is in the
+synchronous loop.
 """
 
 from __future__ import annotations
@@ -78,8 +79,10 @@ class RowExchange:
     """
 
     def __init__(self, meeting: Lockstep, tables: Sequence[ShardedRows]) -> None:
-        self._meeting, self._tables = meeting, tables
-        self._recent: list[deque[Rows]] = [deque(maxlen=table.n_recent) for table in tables]  # own rows of the batches before
+        self._meeting = meeting
+        self._tables = tables
+        # Own rows of the batches before.
+        self._recent: list[deque[Rows]] = [deque(maxlen=table.n_recent) for table in tables]
 
     def trade(self, number: int, wanted: Sequence[Rows]) -> list[ExchangePlan]:
         """The rows of a batch.
@@ -92,24 +95,41 @@ class RowExchange:
             RankError: Another rank failed, has left, or has no more batches.
         """
         meeting, tables = self._meeting, self._tables
-        orders, n_wanted = zip(*(table.owners.by_owner(ids) for table, ids in zip(tables, wanted, strict=True)), strict=True)
+        orders, n_wanted = zip(
+            *(table.owners.by_owner(ids) for table, ids in zip(tables, wanted, strict=True)),
+            strict=True,
+        )
         heard, _ = meeting.meet(Step.BATCH, number, numbers=np.array(n_wanted).T)
         with meeting.committed():
             n_asked = heard.T.tolist()
-            ids = [_column(table.owners.here(ids)[order]) for table, ids, order in zip(tables, wanted, orders, strict=True)]
-            requests = [_flat(of_table) for of_table in meeting.send_rows("ids", ids, n_wanted, n_asked)]
+            ids = [
+                _column(table.owners.here(ids)[order])
+                for table, ids, order in zip(tables, wanted, orders, strict=True)
+            ]
+            requests = [
+                _flat(of_table) for of_table in meeting.send_rows("ids", ids, n_wanted, n_asked)
+            ]
             try:
-                offers = [_Offer(*of_table) for of_table in zip(tables, self._recent, requests, n_asked, strict=True)]
+                offers = [
+                    _Offer(*of_table)
+                    for of_table in zip(tables, self._recent, requests, n_asked, strict=True)
+                ]
             except BaseException as error:
                 meeting.leave(Step.BAD_BATCH, repr(error), number)
                 raise
             n_fresh = [offer.n_fresh for offer in offers]
             heard, _ = meeting.meet(Step.ROWS, number, numbers=np.array(n_fresh).T)
-            late = meeting.send_rows("marks", [_column(offer.late) for offer in offers], n_asked, n_wanted)
-            rows = meeting.send_rows("rows", [to_torch(offer.values) for offer in offers], n_fresh, heard.T.tolist())
+            late = meeting.send_rows(
+                "marks", [_column(offer.late) for offer in offers], n_asked, n_wanted
+            )
+            rows = meeting.send_rows(
+                "rows", [to_torch(offer.values) for offer in offers], n_fresh, heard.T.tolist()
+            )
             return [
                 offer.traded(order, n, _flat(marks), memory_of(fresh))
-                for offer, order, n, marks, fresh in zip(offers, orders, n_wanted, late, rows, strict=True)
+                for offer, order, n, marks, fresh in zip(
+                    offers, orders, n_wanted, late, rows, strict=True
+                )
             ]
 
     def end(self, number: int) -> None:
@@ -131,7 +151,9 @@ class _Offer:
         n_given: How many rows each asks for.
     """
 
-    def __init__(self, table: ShardedRows, recent: deque[Rows], requests: Rows, n_given: list[int]) -> None:
+    def __init__(
+        self, table: ShardedRows, recent: deque[Rows], requests: Rows, n_given: list[int]
+    ) -> None:
         self.n_given = n_given
         self.own, self.given = np.unique(requests, return_inverse=True)
         changing = np.isin(self.own, np.concatenate([np.empty(0, np.int64), *recent]))
@@ -139,7 +161,8 @@ class _Offer:
         fresh = np.flatnonzero(~changing)
         values = np.empty((len(fresh), *table.weights.row_shape), table.weights.dtype)
         table.weights.gather(self.own[fresh], values)
-        place = np.cumsum(~changing) - 1  # of each own row in the values, if it is there
+        # Of each own row in the values, if it is there.
+        place = np.cumsum(~changing) - 1
         self.late = changing[self.given]
         self.values = values[place[self.given[~self.late]]]
         self.n_late = _counts(self.late, n_given)
@@ -149,7 +172,9 @@ class _Offer:
         """How many rows each rank gets now."""
         return [n - late for n, late in zip(self.n_given, self.n_late, strict=True)]
 
-    def traded(self, order: Positions, n_wanted: list[int], late: Array, rows: Array) -> ExchangePlan:
+    def traded(
+        self, order: Positions, n_wanted: list[int], late: Array, rows: Array
+    ) -> ExchangePlan:
         """All of it, with what has come: marks and rows in ``order``."""
         values = np.empty((len(order), *rows.shape[1:]), rows.dtype)
         values[order[~late]] = rows

@@ -14,8 +14,9 @@ from pinfeed.rows.orders import Rows
 class RowPartition:
     """Row r is on rank ``r % size``, there as row ``r // size``.
 
-    Ids are often given out in the order in which things came, or by how frequent they are: in ranges of equal length, one rank would have
-    most of what is looked up. Like this, neighbours are on different ranks.
+    Ids are often given out in the order in which things came, or by how frequent they are: in
+    ranges of equal length, one rank would have most of what is looked up. Like this, neighbours are
+    on different ranks.
     """
 
     n_rows: int
@@ -37,5 +38,6 @@ class RowPartition:
 
     def by_owner(self, rows: Rows) -> tuple[npt.NDArray[np.intp], list[int]]:
         """Positions of the rows, those of rank 0 first, else in their order; and how many each rank has."""
-        owner = (rows % self.size).astype(np.min_scalar_type(self.size))  # of two bytes, numpy sorts by counting
+        # Of two bytes, numpy sorts by counting.
+        owner = (rows % self.size).astype(np.min_scalar_type(self.size))
         return np.argsort(owner, kind="stable"), np.bincount(owner, minlength=self.size).tolist()

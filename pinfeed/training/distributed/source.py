@@ -51,19 +51,38 @@ class ShardedSource(RowsOfTables):
         verify: Whether it is verified.
     """
 
-    writes_always = True  # writes are counted, and with them batches whose changes may not be in the stores
+    # Writes are counted, and with them batches whose changes may not be in the stores.
+    writes_always = True
 
-    def __init__(self, loader: Any, tables: Sequence[ShardedTable], peers: RankGroup, schedule: PrefetchSchedule, verify: bool) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        tables: Sequence[ShardedTable],
+        peers: RankGroup,
+        schedule: PrefetchSchedule,
+        verify: bool,
+    ) -> None:
         super().__init__(loader, [table.rows for table in tables])
-        self._peers, self._means, self._first = peers, [table.mean for table in tables], 0
-        # Without readers, what they would exchange is between what the loop does: a rank that does something else must hear it there.
+        self._peers = peers
+        self._means = [table.mean for table in tables]
+        self._first = 0
+        # Without readers, what they would exchange is between what the loop does: a rank that does
+        # something else must hear it there.
         self._ahead = peers.ahead if schedule.depth else peers.loop
         self._sharded = [
-            ShardedRows(RowPartition(table.rows.n_rows, peers.size), table.rows.stores[0], schedule.max_unseen_writes * table.trained)
+            ShardedRows(
+                RowPartition(table.rows.n_rows, peers.size),
+                table.rows.stores[0],
+                schedule.max_unseen_writes * table.trained,
+            )
             for table in tables
         ]
-        kinds = [f"{table.rows.name}: {table.rows.n_rows} rows, {_kinds(table.rows)}, mean={table.mean}" for table in tables]
-        self._sent = peers.loop.sent + peers.ahead.sent  # before this was made
+        kinds = [
+            f"{table.rows.name}: {table.rows.n_rows} rows, {_kinds(table.rows)}, mean={table.mean}"
+            for table in tables
+        ]
+        # Before this was made.
+        self._sent = peers.loop.sent + peers.ahead.sent
         self._described = "; ".join([*kinds, f"depth={schedule.depth}, verify={verify}"])
 
     @property
@@ -73,7 +92,13 @@ class ShardedSource(RowsOfTables):
     @property
     def exchanged(self) -> Exchanged:
         sent = self._peers.loop.sent + self._peers.ahead.sent - self._sent
-        return Exchanged(sent["ids"], sent["rows"], sent["late rows"], sent["gradients"], sent["words"] + sent["marks"])
+        return Exchanged(
+            sent["ids"],
+            sent["rows"],
+            sent["late rows"],
+            sent["gradients"],
+            sent["words"] + sent["marks"],
+        )
 
     def telling(self) -> contextlib.AbstractContextManager[None]:
         return self._peers.loop.telling()
@@ -82,7 +107,9 @@ class ShardedSource(RowsOfTables):
     def taken(self) -> Iterator[None]:
         peers, thread = self._peers, threading.get_ident()
         if peers.looping:
-            raise ClosedError("a loop over sharded tables of these ranks is running; end it first: they exchange for one loop at a time")
+            raise ClosedError(
+                "a loop over sharded tables of these ranks is running; end it first: they exchange for one loop at a time"
+            )
         peers.looping = True
         try:
             yield
@@ -104,11 +131,20 @@ class ShardedSource(RowsOfTables):
             peers.loop.meet(Step.END)
             peers.loop.end()
         except BaseException as error:
-            if threading.get_ident() == thread:  # where the garbage collector ends it elsewhere, the others find out by their timeout
-                peers.loop.leave(Step.LEFT, "break, or an error in its body" if isinstance(error, GeneratorExit) else repr(error))
+            if threading.get_ident() == thread:
+                # Where the garbage collector ends it elsewhere, the others find out by their
+                # timeout.
+                peers.loop.leave(
+                    Step.LEFT,
+                    "break, or an error in its body"
+                    if isinstance(error, GeneratorExit)
+                    else repr(error),
+                )
             raise
 
-    def epoch(self, number: int, start: int, checksum: int, batches_per_slot: int) -> Generator[BatchThunk, None, None]:
+    def epoch(
+        self, number: int, start: int, checksum: int, batches_per_slot: int
+    ) -> Generator[BatchThunk, None, None]:
         self._first = start
         return super().epoch(number, start, checksum, batches_per_slot)
 
@@ -126,13 +162,28 @@ class ShardedSource(RowsOfTables):
                             meeting.end()
                         return
                     raise
-                load, lookups = self._looked_up(batch, [table.ids_of(batch) for table in self._tables])
+                load, lookups = self._looked_up(
+                    batch, [table.ids_of(batch) for table in self._tables]
+                )
             except Exception as error:
                 meeting.leave(Step.BAD_BATCH, repr(error), number)
-                raise  # a StopIteration as a RuntimeError, for this is a generator
-            yield functools.partial(self._shared, load, lookups, trade.trade(number, [lookup.rows for lookup in lookups]), number)
+                # A StopIteration as a RuntimeError, for this is a generator.
+                raise
+            yield functools.partial(
+                self._shared,
+                load,
+                lookups,
+                trade.trade(number, [lookup.rows for lookup in lookups]),
+                number,
+            )
 
-    def _shared(self, load: HostBatch, lookups: Sequence[Lookup], traded: Sequence[ExchangePlan], number: int) -> HostBatch:
+    def _shared(
+        self,
+        load: HostBatch,
+        lookups: Sequence[Lookup],
+        traded: Sequence[ExchangePlan],
+        number: int,
+    ) -> HostBatch:
         parts, groups = list(load.parts), []
         for table, lookup, rows in zip(self._tables, lookups, traded, strict=True):
             places = (torch.from_numpy(getattr(rows, name)) for name in RowPlaces._fields)
@@ -144,7 +195,9 @@ class ShardedSource(RowsOfTables):
         def rebuild(tensors: Iterator[Tensor]) -> ShardedBatch:
             batch, tables = [next(tensors) for _ in load.parts], []
             for i, (group, lookup) in enumerate(zip(groups, lookups, strict=True)):
-                on_device, values, *places = (next(tensors) for _ in range(2 + len(RowPlaces._fields)))
+                on_device, values, *places = (
+                    next(tensors) for _ in range(2 + len(RowPlaces._fields))
+                )
                 own = [next(tensors) for _ in group.stores]
                 positions = [(batch[place], next(tensors)) for place, _ in lookup.places]
                 tables.append(

@@ -35,8 +35,14 @@ class TableState:
     """
 
     def __init__(self, table: HostEmbedding, layout: StateLayout, stores: list[Store]) -> None:
-        self.table, self.layout, self.stores = table, layout, stores
-        self.weight = nn.Parameter(torch.empty(0, table.embedding_dim, dtype=TORCH[np.dtype(table.store.dtype)], device="cpu"))
+        self.table = table
+        self.layout = layout
+        self.stores = stores
+        self.weight = nn.Parameter(
+            torch.empty(
+                0, table.embedding_dim, dtype=TORCH[np.dtype(table.store.dtype)], device="cpu"
+            )
+        )
         """What is stepped on."""
         self.lent = self.weight
         """What the loop has, and the parameter groups: other rows than those, where a table is shared by several processes."""
@@ -55,37 +61,50 @@ class TableState:
 class RowOptimizer(torch.optim.Optimizer):
     """A torch optimizer for tables on the host: it updates the rows of the batch, with the state of these very rows.
 
-    With rows ``R`` looked up in a batch, and ``U(w, s, g, t)`` the update of ``optimizer_class`` (weights, row-wise state, gradient,
-    state of the whole table such as the number of steps), a step is
+    With rows ``R`` looked up in a batch, and ``U(w, s, g, t)`` the update of ``optimizer_class``
+    (weights, row-wise state, gradient, state of the whole table such as the number of steps), a
+    step is
 
         w[R], s[R], t = U(w[R], s[R], gradient of w[R], t)
 
-    and all other rows stay as they are: weights, state and weight decay alike (*lazy*). There is one ``t`` for the table. For optimizers
-    that leave a row alone whose gradient is zero (SGD without momentum and weight decay, Adagrad) this is what they do to the whole table.
-    For others it is the rule of ``torch.optim.SparseAdam``: Adam, say, moves a row that is absent on by its momentum when it is dense.
-    What an optimizer does in its first step alone (SGD takes the first gradient as the momentum, undamped) it does in the table's first
-    step alone: a row that comes later begins with state of zeros.
+    and all other rows stay as they are: weights, state and weight decay alike (*lazy*). There is
+    one ``t`` for the table. For optimizers that leave a row alone whose gradient is zero (SGD
+    without momentum and weight decay, Adagrad) this is what they do to the whole table. For others
+    it is the rule of ``torch.optim.SparseAdam``: Adam, say, moves a row that is absent on by its
+    momentum when it is dense. What an optimizer does in its first step alone (SGD takes the first
+    gradient as the momentum, undamped) it does in the table's first step alone: a row that comes
+    later begins with state of zeros.
 
-    Which state is row-wise, and what a row begins with, is found out by running the optimizer on a small table. Gradients live as long
-    as their batch: a step has to come before the next batch is asked for.
+    Which state is row-wise, and what a row begins with, is found out by running the optimizer on a
+    small table. Gradients live as long as their batch: a step has to come before the next batch is
+    asked for.
 
-    It is an optimizer like any other to learning-rate schedulers, ``GradScaler`` and gradient clipping (``optimizer.parameters()``).
+    It is an optimizer like any other to learning-rate schedulers, ``GradScaler`` and gradient
+    clipping (``optimizer.parameters()``).
 
     Args:
         optimizer_class: A class of ``torch.optim``, or one like these.
-        tables: ``HostEmbedding`` s, or parameter groups: ``[{"params": [users], "lr": 0.1}, {"params": [items]}]``.
-        state: Where row-wise state is kept: a function of table, key, shape and dtype. By default beside the table: in the same kind of
-            memory, or for ``users.npy`` in ``users.exp_avg.npy`` and so on. As for tables, such a file that is there already stays as it
-            is, and can be used when ``checkpoint.resume`` has replaced what is in it.
+        tables: ``HostEmbedding`` s, or parameter groups: ``[{"params": [users], "lr": 0.1},
+            {"params": [items]}]``.
+        state: Where row-wise state is kept: a function of table, key, shape and dtype. By default
+            beside the table: in the same kind of memory, or for ``users.npy`` in
+            ``users.exp_avg.npy`` and so on. As for tables, such a file that is there already stays
+            as it is, and can be used when ``checkpoint.resume`` has replaced what is in it.
         options: Of ``optimizer_class``.
 
     Raises:
-        ArgumentError: No tables, frozen ones, one that is there twice, or an optimizer that cannot train rows.
+        ArgumentError: No tables, frozen ones, one that is there twice, or an optimizer that cannot
+            train rows.
         StoreError: A store of another shape or dtype, or another file that is there already.
     """
 
     def __init__(
-        self, optimizer_class: Any, tables: Iterable[HostEmbedding | Mapping[str, Any]], *, state: StateStore | None = None, **options: Any
+        self,
+        optimizer_class: Any,
+        tables: Iterable[HostEmbedding | Mapping[str, Any]],
+        *,
+        state: StateStore | None = None,
+        **options: Any,
     ) -> None:
         if isinstance(optimizer_class, torch.optim.Optimizer):
             raise ArgumentError(
@@ -100,19 +119,33 @@ class RowOptimizer(torch.optim.Optimizer):
         groups = _groups(tables)
         for table in (table for group in groups for table in group["params"]):
             _check_table(table)
-        found = {table: discover(optimizer_class, options, *_kind(table), _own(group)) for group in groups for table in group["params"]}
+        found = {
+            table: discover(optimizer_class, options, *_kind(table), _own(group))
+            for group in groups
+            for table in group["params"]
+        }
         self._found: list[str] = []
         with contextlib.ExitStack() as undo:
-            stores = {table: _stores(table, layout, state or _beside, undo, self._found) for table, layout in found.items()}
-            self.tables = {table: TableState(table, layout, stores[table]) for table, layout in found.items()}
+            stores = {
+                table: _stores(table, layout, state or _beside, undo, self._found)
+                for table, layout in found.items()
+            }
+            self.tables = {
+                table: TableState(table, layout, stores[table]) for table, layout in found.items()
+            }
             self.inner: torch.optim.Optimizer = optimizer_class(
-                [{**group, "params": [self.tables[table].weight for table in group["params"]]} for group in groups], **options
+                [
+                    {**group, "params": [self.tables[table].weight for table in group["params"]]}
+                    for group in groups
+                ],
+                **options,
             )
             undo.pop_all()
         self.awaits_resume = bool(self._found)
         """Whether state is in files that were there already, and ``checkpoint.resume`` has not replaced it yet."""
         super().__init__([nn.Parameter(torch.empty(0, device="cpu"))], self.inner.defaults)
-        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+        self.param_groups = self.inner.param_groups
+        self.state = self.inner.state
 
     def __repr__(self) -> str:
         return f"RowOptimizer({self.inner!r})"
@@ -124,8 +157,8 @@ class RowOptimizer(torch.optim.Optimizer):
             closure: Evaluated first, with gradients enabled; its loss is returned.
 
         Raises:
-            ArgumentError: Gradients of an earlier batch were never applied: their rows are not here any more. Or the loop that runs was
-                not given this optimizer.
+            ArgumentError: Gradients of an earlier batch were never applied: their rows are not here
+                any more. Or the loop that runs was not given this optimizer.
         """
         loss = None
         if closure is not None:
@@ -138,8 +171,14 @@ class RowOptimizer(torch.optim.Optimizer):
                 "the next batch is taken (to accumulate gradients, give train_rows the larger batches and split them in the loop)"
             )
         blocks = {table: table._block for table in self.tables if table._block is not None}
-        if strange := [table.name for table, block in blocks.items() if block.weight is not self.tables[table].lent]:
-            raise ArgumentError(f"the loop over rows of {', '.join(strange)} was made without this optimizer; give it to train_rows")
+        if strange := [
+            table.name
+            for table, block in blocks.items()
+            if block.weight is not self.tables[table].lent
+        ]:
+            raise ArgumentError(
+                f"the loop over rows of {', '.join(strange)} was made without this optimizer; give it to train_rows"
+            )
         for kind in {type(block) for block in blocks.values()}:
             same = [block for block in blocks.values() if type(block) is kind]
             same[0].collect(same)
@@ -166,7 +205,8 @@ class RowOptimizer(torch.optim.Optimizer):
         """Check that the row-wise state is that of this run.
 
         Raises:
-            StoreError: If some is in files that were there before the optimizer, and ``checkpoint.resume`` has not replaced it.
+            StoreError: If some is in files that were there before the optimizer, and
+                ``checkpoint.resume`` has not replaced it.
         """
         if self.awaits_resume:
             raise StoreError(
@@ -186,7 +226,9 @@ class RowOptimizer(torch.optim.Optimizer):
             ArgumentError: Always, once this is made.
         """
         if hasattr(self, "param_groups") and self.param_groups:
-            raise ArgumentError("add_param_group: give a RowOptimizer all its tables at construction, or make a second one")
+            raise ArgumentError(
+                "add_param_group: give a RowOptimizer all its tables at construction, or make a second one"
+            )
         super().add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
@@ -194,9 +236,16 @@ class RowOptimizer(torch.optim.Optimizer):
         tables = []
         for state in self.tables.values():
             rows = {row.key for row in state.layout.rows}
-            own = {key: value for key, value in self.inner.state.get(state.weight, {}).items() if key not in rows}
+            own = {
+                key: value
+                for key, value in self.inner.state.get(state.weight, {}).items()
+                if key not in rows
+            }
             tables.append({"begun": state.begun, "state": own})
-        groups = [{key: value for key, value in group.items() if key != "params"} for group in self.param_groups]
+        groups = [
+            {key: value for key, value in group.items() if key != "params"}
+            for group in self.param_groups
+        ]
         return {"tables": tables, "param_groups": groups}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -208,16 +257,26 @@ class RowOptimizer(torch.optim.Optimizer):
         try:
             tables, groups = list(state_dict["tables"]), list(state_dict["param_groups"])
         except (KeyError, TypeError) as error:
-            raise ArgumentError(f"not a state of a RowOptimizer ({error!r}); expected what state_dict() returned") from None
+            raise ArgumentError(
+                f"not a state of a RowOptimizer ({error!r}); expected what state_dict() returned"
+            ) from None
         if (len(tables), len(groups)) != (len(self.tables), len(self.param_groups)):
             raise ArgumentError(
                 f"a state of {len(tables)} tables in {len(groups)} groups; expected {len(self.tables)} in {len(self.param_groups)}"
             )
         for state, saved in zip(self.tables.values(), tables, strict=True):
             state.begun = bool(saved["begun"])
-            kept = {row.key: self.inner.state.get(state.weight, {}).get(row.key) for row in state.layout.rows}
-            own = {key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in saved["state"].items()}
-            self.inner.state[state.weight] = own | {key: value for key, value in kept.items() if value is not None}
+            kept = {
+                row.key: self.inner.state.get(state.weight, {}).get(row.key)
+                for row in state.layout.rows
+            }
+            own = {
+                key: value.clone() if isinstance(value, torch.Tensor) else value
+                for key, value in saved["state"].items()
+            }
+            self.inner.state[state.weight] = own | {
+                key: value for key, value in kept.items() if value is not None
+            }
         for group, saved_group in zip(self.param_groups, groups, strict=True):
             group.update(saved_group)
 
@@ -227,7 +286,13 @@ class RowOptimizer(torch.optim.Optimizer):
             for store in state.stores:
                 store.close()
 
-    def bind(self, table: HostEmbedding, weight: nn.Parameter, rows: list[torch.Tensor], lent: nn.Parameter | None = None) -> None:
+    def bind(
+        self,
+        table: HostEmbedding,
+        weight: nn.Parameter,
+        rows: list[torch.Tensor],
+        lent: nn.Parameter | None = None,
+    ) -> None:
         """Work on another batch's rows of a table.
 
         Args:
@@ -238,12 +303,21 @@ class RowOptimizer(torch.optim.Optimizer):
         """
         lent = weight if lent is None else lent
         self._switch(table, weight, lent, rows)
-        group = next(group for group in self.param_groups if any(parameter is self.tables[table].lent for parameter in group["params"]))
+        group = next(
+            group
+            for group in self.param_groups
+            if any(parameter is self.tables[table].lent for parameter in group["params"])
+        )
         on_device = group.get("capturable") or group.get("fused")
         own = self.inner.state.get(weight, {})
         for key, value in own.items():
-            if isinstance(value, torch.Tensor) and value.device != weight.device and (value.ndim or on_device):
-                own[key] = value.to(weight.device)  # of a checkpoint, or of a loop on another device; numbers are on the CPU by custom
+            if (
+                isinstance(value, torch.Tensor)
+                and value.device != weight.device
+                and (value.ndim or on_device)
+            ):
+                # Of a checkpoint, or of a loop on another device; numbers are on the CPU by custom.
+                own[key] = value.to(weight.device)
 
     def _put(self, parameters: Sequence[nn.Parameter]) -> None:
         """Put these parameters, one for each table, into the groups: the groups have the tables in their order."""
@@ -251,8 +325,18 @@ class RowOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             group["params"] = [next(left) for _ in group["params"]]
 
-    def _switch(self, table: HostEmbedding, weight: nn.Parameter, lent: nn.Parameter, rows: list[torch.Tensor]) -> None:
-        """Work on other rows. An interrupt leaves the old ones or the new ones, and what the table as a whole has, for the next call."""
+    def _switch(
+        self,
+        table: HostEmbedding,
+        weight: nn.Parameter,
+        lent: nn.Parameter,
+        rows: list[torch.Tensor],
+    ) -> None:
+        """Work on other rows.
+
+        An interrupt leaves the old ones or the new ones, and what the table as a whole has, for the
+        next call.
+        """
         state = self.tables[table]
         own = self.inner.state.get(state.weight, {})
         keys = {row.key for row in state.layout.rows}
@@ -263,13 +347,19 @@ class RowOptimizer(torch.optim.Optimizer):
         if kept:
             self.inner.state[weight] = kept
         state.left_behind |= state.unapplied
-        state.weight, state.lent, state.stepped, state.unapplied, state.unused = weight, lent, False, False, False
+        state.weight = weight
+        state.lent = lent
+        state.stepped = False
+        state.unapplied = False
+        state.unused = False
         self._put([other.lent for other in self.tables.values()])
         current = {id(other.weight) for other in self.tables.values()}
         for gone in [parameter for parameter in self.inner.state if id(parameter) not in current]:
             del self.inner.state[gone]
         if lent.requires_grad:
-            lent.register_post_accumulate_grad_hook(functools.partial(_note_gradient, weakref.ref(state)))
+            lent.register_post_accumulate_grad_hook(
+                functools.partial(_note_gradient, weakref.ref(state))
+            )
 
     def changed(self, table: HostEmbedding) -> list[torch.Tensor | None] | None:
         """Row-wise state of the batch after a step, None for what the optimizer does not keep yet; None as a whole without a step.
@@ -287,17 +377,27 @@ class RowOptimizer(torch.optim.Optimizer):
                 f"{type(self.inner).__name__} keeps {sorted(unknown)}, which it did not keep when it was tried on a small table"
             )
         state.begun = True
-        return [self._checked(own.get(row.key), row, len(state.weight)) for row in state.layout.rows]
+        return [
+            self._checked(own.get(row.key), row, len(state.weight)) for row in state.layout.rows
+        ]
 
     def release(self, table: HostEmbedding) -> None:
         """The batch's rows have gone: keep what is one for the table."""
-        none = torch.empty(0, table.embedding_dim, dtype=self.tables[table].weight.dtype, device="cpu")
-        empty = [torch.empty(0, *row.row_shape, dtype=TORCH[row.dtype], device="cpu") for row in self.tables[table].layout.rows]
+        none = torch.empty(
+            0, table.embedding_dim, dtype=self.tables[table].weight.dtype, device="cpu"
+        )
+        empty = [
+            torch.empty(0, *row.row_shape, dtype=TORCH[row.dtype], device="cpu")
+            for row in self.tables[table].layout.rows
+        ]
         weight = nn.Parameter(none)
         self._switch(table, weight, weight, empty)
 
     def _checked(self, value: torch.Tensor | None, row: RowState, n: int) -> torch.Tensor | None:
-        if value is not None and (tuple(value.shape), NUMPY.get(value.dtype)) != ((n, *row.row_shape), row.dtype):
+        if value is not None and (tuple(value.shape), NUMPY.get(value.dtype)) != (
+            (n, *row.row_shape),
+            row.dtype,
+        ):
             raise ArgumentError(
                 f"{type(self.inner).__name__} keeps {row.key!r} of shape {tuple(value.shape)}, {value.dtype}; "
                 f"expected {(n, *row.row_shape)}, {row.dtype}, as when it was tried on a small table"
@@ -306,19 +406,25 @@ class RowOptimizer(torch.optim.Optimizer):
 
 
 def _note_gradient(state: weakref.ref[TableState], weight: torch.Tensor) -> None:
-    """A gradient has been added. The garbage collector cannot see what a hook holds, so it holds nothing."""
+    """A gradient has been added.
+
+    The garbage collector cannot see what a hook holds, so it holds nothing.
+    """
     if (found := state()) is None:
         return
     if found.lent is weight:
         found.unapplied = found.unused = True
-    else:  # backward() of a loss that was kept: its rows have gone
+    else:
+        # backward() of a loss that was kept: its rows have gone.
         found.left_behind = True
 
 
 def _groups(tables: Iterable[HostEmbedding | Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Parameter groups, each with a list of tables."""
     if not isinstance(tables, (HostEmbedding, Iterable)):
-        raise ArgumentError(f"tables={tables!r}: expected HostEmbeddings, or parameter groups of them")
+        raise ArgumentError(
+            f"tables={tables!r}: expected HostEmbeddings, or parameter groups of them"
+        )
     given = [tables] if isinstance(tables, HostEmbedding) else list(tables)
     if not given:
         raise ArgumentError("tables is empty; expected HostEmbeddings, or parameter groups of them")
@@ -364,7 +470,13 @@ def _kind(table: HostEmbedding) -> tuple[int, torch.dtype]:
     return table.embedding_dim, TORCH[np.dtype(table.store.dtype)]
 
 
-def _stores(table: HostEmbedding, layout: StateLayout, make: StateStore, undo: contextlib.ExitStack, found: list[str]) -> list[Store]:
+def _stores(
+    table: HostEmbedding,
+    layout: StateLayout,
+    make: StateStore,
+    undo: contextlib.ExitStack,
+    found: list[str],
+) -> list[Store]:
     """A store for each row-wise state, with what a row begins with.
 
     Args:
@@ -386,7 +498,11 @@ def _stores(table: HostEmbedding, layout: StateLayout, make: StateStore, undo: c
         store = make(table, row.key, shape, row.dtype)
         if make is _beside:
             undo.callback(_remove, store)
-        if (store.n_rows, *store.row_shape) != shape or store.dtype != row.dtype or not store.writable:
+        if (
+            (store.n_rows, *store.row_shape) != shape
+            or store.dtype != row.dtype
+            or not store.writable
+        ):
             raise StoreError(
                 f"state {row.key!r} of {table.name}: a store of shape {(store.n_rows, *store.row_shape)}, {store.dtype}; "
                 f"expected {shape}, {row.dtype}, writable"

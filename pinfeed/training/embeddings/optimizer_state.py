@@ -1,7 +1,8 @@
 """What an optimizer keeps for each row: found out by trying it, not listed by hand.
 
-An optimizer is run on two small parameters of unequal length, with gradients of zero. State whose first axis follows the length is
-row-wise; all other state is the table's as a whole. What a state tensor is when it is first assigned is what a row begins with.
+An optimizer is run on two small parameters of unequal length, with gradients of zero. State whose
+first axis follows the length is row-wise; all other state is the table's as a whole. What a state
+tensor is when it is first assigned is what a row begins with.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from pinfeed.errors import ArgumentError, described
 from pinfeed.tensors.numpy_torch import NUMPY
 
 _LENGTHS = (3, 5)
-_STEPS = 8  # some optimizers make a state tensor only at a later step
+# Some optimizers make a state tensor only at a later step.
+_STEPS = 8
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,9 @@ class _First(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         if value is not None:
-            self.first.setdefault(key, value.detach().clone() if isinstance(value, torch.Tensor) else value)
+            self.first.setdefault(
+                key, value.detach().clone() if isinstance(value, torch.Tensor) else value
+            )
         super().__setitem__(key, value)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
@@ -71,12 +75,17 @@ class _First(dict[str, Any]):
 
 
 def discover(
-    optimizer_class: Any, options: Mapping[str, Any], dim: int, dtype: torch.dtype, group: Mapping[str, Any] | None = None
+    optimizer_class: Any,
+    options: Mapping[str, Any],
+    dim: int,
+    dtype: torch.dtype,
+    group: Mapping[str, Any] | None = None,
 ) -> StateLayout:
     """What ``optimizer_class([{"params": params, **group}], **options)`` keeps for a parameter of shape (n, dim).
 
     Raises:
-        ArgumentError: If it cannot be run step by step, or keeps something that is neither row-wise nor one for the table.
+        ArgumentError: If it cannot be run step by step, or keeps something that is neither row-wise
+            nor one for the table.
         MemoryError: If the system does not have the memory to try it.
     """
     name = getattr(optimizer_class, "__name__", str(optimizer_class))
@@ -104,7 +113,9 @@ def discover(
     filled, _ = tried(values, sparse)
     rows, tables = [], set()
     for key, value in short.items():
-        if not isinstance(value, torch.Tensor) and isinstance(value, (int, float, bool, str, type(None))):
+        if not isinstance(value, torch.Tensor) and isinstance(
+            value, (int, float, bool, str, type(None))
+        ):
             tables.add(key)
         elif not isinstance(value, torch.Tensor):
             raise ArgumentError(
@@ -113,26 +124,41 @@ def discover(
         elif value.shape == long[key].shape:
             tables.add(key)
         elif (len(value), len(long[key])) == _LENGTHS and value.shape[1:] == long[key].shape[1:]:
-            rows.append(RowState(key, tuple(value.shape[1:]), NUMPY[value.dtype], _initial(name, key, value, filled[key], values)))
+            rows.append(
+                RowState(
+                    key,
+                    tuple(value.shape[1:]),
+                    NUMPY[value.dtype],
+                    _initial(name, key, value, filled[key], values),
+                )
+            )
         else:
             raise ArgumentError(
                 f"{name} keeps {key!r} of shape {tuple(value.shape)} for {_LENGTHS[0]} rows and {tuple(long[key].shape)} for "
                 f"{_LENGTHS[1]}; expected the first axis to be the rows, or a shape that does not depend on them"
             )
-    return StateLayout(tuple(sorted(rows, key=lambda row: row.key)), frozenset(tables), frozenset(born), sparse)
+    return StateLayout(
+        tuple(sorted(rows, key=lambda row: row.key)), frozenset(tables), frozenset(born), sparse
+    )
 
 
 def _tried(
-    optimizer_class: Any, options: Mapping[str, Any], group: Mapping[str, Any], values: torch.Tensor, sparse: bool
+    optimizer_class: Any,
+    options: Mapping[str, Any],
+    group: Mapping[str, Any],
+    values: torch.Tensor,
+    sparse: bool,
 ) -> tuple[dict[str, Any], set[str]]:
     """State as it was first assigned, and the keys that the constructor made."""
     weight = nn.Parameter(values.clone())
     optimizer = optimizer_class([{**group, "params": [weight]}], **options)
     for made in optimizer.param_groups:
         if "weight_decay" in made:
-            made["weight_decay"] = 0  # a gradient of its own
+            # A gradient of its own.
+            made["weight_decay"] = 0
         if "capturable" in made:
-            made["capturable"] = False  # refused on the CPU, where this runs
+            # Refused on the CPU, where this runs.
+            made["capturable"] = False
     born = dict(optimizer.state.get(weight, {}))
     optimizer.state[weight] = first = _First(born)
     for _ in range(_STEPS):
@@ -145,14 +171,20 @@ def _tried(
 def sparse_rows(gradient: torch.Tensor) -> torch.Tensor:
     """A gradient as a sparse tensor of all its rows."""
     rows = torch.arange(len(gradient), device=gradient.device)
-    return torch.sparse_coo_tensor(rows[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False)
+    return torch.sparse_coo_tensor(
+        rows[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False
+    )
 
 
-def _initial(name: str, key: str, zeros: torch.Tensor, filled: torch.Tensor, values: torch.Tensor) -> float | None:
+def _initial(
+    name: str, key: str, zeros: torch.Tensor, filled: torch.Tensor, values: torch.Tensor
+) -> float | None:
     """What a row's state begins with, from what it began with for weights of zero and for other ones."""
     first = zeros.reshape(-1)[:1]
     if bool((zeros == first).all()) and bool((filled == first).all()):
         return float(first)
     if filled.shape == values.shape and bool((filled == values.to(filled.dtype)).all()):
         return None
-    raise ArgumentError(f"{name} begins {key!r} with neither a constant nor a copy of the weights; rows cannot begin one by one")
+    raise ArgumentError(
+        f"{name} begins {key!r} with neither a constant nor a copy of the weights; rows cannot begin one by one"
+    )

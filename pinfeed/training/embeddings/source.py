@@ -54,7 +54,12 @@ class FedRows:
 
     def block(self, trainable: bool) -> BatchRows:
         """What the table is lent."""
-        return BatchRows(self.rows, self.ids, nn.Parameter(self.tensors[0], requires_grad=trainable), self.positions)
+        return BatchRows(
+            self.rows,
+            self.ids,
+            nn.Parameter(self.tensors[0], requires_grad=trainable),
+            self.positions,
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -120,7 +125,10 @@ class RowsOfTables(LoaderSource):
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]  # the base has it once and for all
-        return {"order": "a DataLoader's own", "tables": [[table.name, table.n_rows] for table in self._tables]}
+        return {
+            "order": "a DataLoader's own",
+            "tables": [[table.name, table.n_rows] for table in self._tables],
+        }
 
     @property
     def exchanged(self) -> Exchanged:
@@ -149,7 +157,8 @@ class RowsOfTables(LoaderSource):
         )
 
     def draw(self, batch: Any) -> BatchThunk:
-        # The user's functions are called here, one at a time; what follows from their ids is left to whichever reader has time.
+        # The user's functions are called here, one at a time; what follows from their ids is left
+        # to whichever reader has time.
         return functools.partial(self._load, batch, [table.ids_of(batch) for table in self._tables])
 
     def _load(self, batch: Any, ids: Sequence[Any]) -> HostBatch:
@@ -158,20 +167,39 @@ class RowsOfTables(LoaderSource):
         for table, lookup in zip(self._tables, lookups, strict=True):
             parts.append(HostLeaf(torch.from_numpy(lookup.rows)))
             groups.append(RowGroup(lookup.rows, len(parts), table.stores))
-            parts += [*(StoreRows(store, lookup.rows) for store in table.stores), *places_of(lookup)]
-        return HostBatch(parts, functools.partial(self._rebuild, load, groups, lookups), load.batches, groups)
+            parts += [
+                *(StoreRows(store, lookup.rows) for store in table.stores),
+                *places_of(lookup),
+            ]
+        return HostBatch(
+            parts, functools.partial(self._rebuild, load, groups, lookups), load.batches, groups
+        )
 
     def _looked_up(self, batch: Any, ids: Sequence[Any]) -> tuple[HostBatch, list[Lookup]]:
         """The batch itself, and what it looks up in each table."""
         load = load_of(batch)
-        return load, [_look_up(load, wanted, table) for table, wanted in zip(self._tables, ids, strict=True)]
+        return load, [
+            _look_up(load, wanted, table) for table, wanted in zip(self._tables, ids, strict=True)
+        ]
 
     @staticmethod
-    def _rebuild(load: HostBatch, groups: Sequence[RowGroup], lookups: Sequence[Lookup], tensors: Iterator[Tensor]) -> FedBatch:
+    def _rebuild(
+        load: HostBatch,
+        groups: Sequence[RowGroup],
+        lookups: Sequence[Lookup],
+        tensors: Iterator[Tensor],
+    ) -> FedBatch:
         batch, tables = [next(tensors) for _ in load.parts], []
         for group, lookup in zip(groups, lookups, strict=True):
             ids, rows = next(tensors), [next(tensors) for _ in group.stores]
-            tables.append(FedRows(group.rows, ids, rows, [(batch[place], next(tensors)) for place, _ in lookup.places]))
+            tables.append(
+                FedRows(
+                    group.rows,
+                    ids,
+                    rows,
+                    [(batch[place], next(tensors)) for place, _ in lookup.places],
+                )
+            )
         return FedBatch(load.rebuild(iter(batch)), tables)
 
 
@@ -183,8 +211,13 @@ def places_of(lookup: Lookup) -> list[HostLeaf]:
 def _look_up(load: HostBatch, ids: Any, table: TableRows) -> Lookup:
     leaves = _leaves(ids)
     rows, positions = _unique([_flat(leaf, table.name) for leaf in leaves], table)
-    places = [(_place(leaf, load), leaf, where) for leaf, where in zip(leaves, positions, strict=True)]
-    return Lookup(rows, [(place, where.reshape(leaf.shape)) for place, leaf, where in places if place is not None])
+    places = [
+        (_place(leaf, load), leaf, where) for leaf, where in zip(leaves, positions, strict=True)
+    ]
+    return Lookup(
+        rows,
+        [(place, where.reshape(leaf.shape)) for place, leaf, where in places if place is not None],
+    )
 
 
 def _unique(ids: Sequence[np.ndarray[Any, Any]], table: TableRows) -> tuple[Rows, list[Rows]]:
@@ -193,7 +226,11 @@ def _unique(ids: Sequence[np.ndarray[Any, Any]], table: TableRows) -> tuple[Rows
     Raises:
         RowIndexError: They are out of range.
     """
-    every = np.concatenate([np.empty(0, np.int64), *[array for array in ids if array.size]], dtype=np.int64, casting="unsafe")
+    every = np.concatenate(
+        [np.empty(0, np.int64), *[array for array in ids if array.size]],
+        dtype=np.int64,
+        casting="unsafe",
+    )
     rows, positions = np.unique(every, return_inverse=True)
     check_rows(rows, table.n_rows, f"{table.name}: ids of the batch")
     return rows, np.split(positions, np.cumsum([array.size for array in ids])[:-1])
@@ -203,13 +240,17 @@ def _place(leaf: Any, load: HostBatch) -> int | None:
     """Which part of the batch some ids are, if they are one as they are there."""
     if not isinstance(leaf, torch.Tensor):
         return None
-    return next((i for i, part in enumerate(load.parts) if getattr(part, "host_value", None) is leaf), None)
+    return next(
+        (i for i, part in enumerate(load.parts) if getattr(part, "host_value", None) is leaf), None
+    )
 
 
 def _leaves(ids: Any) -> list[Any]:
     if isinstance(ids, Mapping):
         ids = list(ids.values())
-    if isinstance(ids, (list, tuple)) and any(hasattr(leaf, "ndim") or isinstance(leaf, (list, tuple, Mapping)) for leaf in ids):
+    if isinstance(ids, (list, tuple)) and any(
+        hasattr(leaf, "ndim") or isinstance(leaf, (list, tuple, Mapping)) for leaf in ids
+    ):
         return [found for leaf in ids for found in _leaves(leaf)]
     return [ids]
 

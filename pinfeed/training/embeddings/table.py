@@ -26,7 +26,13 @@ from pinfeed.stores.pinned import Pin
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
 from pinfeed.training.row_file import Gathered, write_rows
-from pinfeed.validation.arguments import check_file_to_make, check_flag, explain_arguments, real_number, whole_number
+from pinfeed.validation.arguments import (
+    check_file_to_make,
+    check_flag,
+    explain_arguments,
+    real_number,
+    whole_number,
+)
 
 Init = str | Callable[[torch.Tensor], Any]
 Path = str | os.PathLike[str]
@@ -34,14 +40,20 @@ Path = str | os.PathLike[str]
 HINTS = {
     "sparse": "the rows of a batch alone are moved and trained, always; leave it out, and train the table with pinfeed.RowOptimizer",
     "device": "the table stays in host memory or in a file; the device of the loop is train_rows(..., device=...)",
-    **dict.fromkeys(("_weight", "weight"), "give the rows to HostEmbedding.from_pretrained(rows, freeze=False)"),
-    **dict.fromkeys(("freeze", "_freeze"), "give it to HostEmbedding.from_pretrained(rows, freeze=...), or call requires_grad_(False)"),
+    **dict.fromkeys(
+        ("_weight", "weight"), "give the rows to HostEmbedding.from_pretrained(rows, freeze=False)"
+    ),
+    **dict.fromkeys(
+        ("freeze", "_freeze"),
+        "give it to HostEmbedding.from_pretrained(rows, freeze=...), or call requires_grad_(False)",
+    ),
     "mode": "bags of rows are a HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
     **dict.fromkeys(("path", "filename"), "the file of the rows is store="),
 }
 """Advice, by the names that torch has for it."""
 
-_PIECE_BYTES = 16 << 20  # tables are copied in pieces of this size
+# Tables are copied in pieces of this size.
+_PIECE_BYTES = 16 << 20
 
 
 class RowLender(Protocol):
@@ -69,8 +81,17 @@ class BatchRows:
         positions: Ids that are known to be looked up, and where they are.
     """
 
-    def __init__(self, rows: Rows, ids: torch.Tensor, weight: nn.Parameter, positions: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        self.rows, self.ids, self.weight, self._version = rows, ids, weight, version_of(weight)
+    def __init__(
+        self,
+        rows: Rows,
+        ids: torch.Tensor,
+        weight: nn.Parameter,
+        positions: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    ) -> None:
+        self.rows = rows
+        self.ids = ids
+        self.weight = weight
+        self._version = version_of(weight)
         self._known = [(known, version_of(known), where) for known, where in positions]
 
     @property
@@ -87,12 +108,14 @@ class BatchRows:
         """Where in the block the ids are, in the shape of ``ids``.
 
         Raises:
-            RowIndexError: One is not there. On a GPU, where nobody waits to see, an assertion on the device.
+            RowIndexError: One is not there. On a GPU, where nobody waits to see, an assertion on
+                the device.
         """
         if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
             raise RowIndexError(f"{name}: ids of {ids.dtype}; expected integers (mask: ids[mask])")
         for known, version, where in self._known:
-            if ids is known and version_of(ids) == version:  # as they were when the batch was prepared
+            if ids is known and version_of(ids) == version:
+                # As they were when the batch was prepared.
                 return where
         wanted = ids.to(self.ids.device, torch.int64, non_blocking=True)
         if not len(self.rows):
@@ -105,7 +128,9 @@ class BatchRows:
             if not bool(found.all()):
                 raise self._missing(name, int(wanted[~found].reshape(-1)[0]))
         else:
-            torch._assert_async(found.all(), f"{name}: an id that was not announced to train_rows for this batch")
+            torch._assert_async(
+                found.all(), f"{name}: an id that was not announced to train_rows for this batch"
+            )
         return positions
 
     def collect(self, blocks: Sequence[Any]) -> None:
@@ -126,37 +151,42 @@ class BatchRows:
 class HostEmbedding(nn.Module):
     """An embedding table in host memory or in a file, used like ``torch.nn.Embedding`` in a loop over ``train_rows``.
 
-    In the loop, the rows of the batch are a parameter on the device, ``weight``, shape (rows of the batch, embedding_dim): ascending by
-    id, each id once, so that ids that repeat add their gradients. It is no parameter of the module: ``parameters()`` and ``state_dict()``
-    of a model do not see it, so that a dense optimizer leaves it alone; ``RowOptimizer`` trains it. Outside a loop, rows are read where
-    they are, without gradients.
+    In the loop, the rows of the batch are a parameter on the device, ``weight``, shape (rows of the
+    batch, embedding_dim): ascending by id, each id once, so that ids that repeat add their
+    gradients. It is no parameter of the module: ``parameters()`` and ``state_dict()`` of a model do
+    not see it, so that a dense optimizer leaves it alone; ``RowOptimizer`` trains it. Outside a
+    loop, rows are read where they are, without gradients.
 
     Args:
         num_embeddings: Rows.
         embedding_dim: Numbers in a row.
         padding_idx: As in ``nn.Embedding``: this row begins as zeros, and its gradient is zero.
-        max_norm: As in ``nn.Embedding``: rows that are longer are renormalised, in the table too, when they are looked up in a loop.
+        max_norm: As in ``nn.Embedding``: rows that are longer are renormalised, in the table too,
+            when they are looked up in a loop.
         norm_type: Of ``max_norm``.
         scale_grad_by_freq: As in ``nn.Embedding``.
-        init: How the table begins: the name of a function of ``torch.nn.init`` (``"normal"``, ``"xavier_uniform"``), or a function that
-            fills the tensor that it is given, in place. Drawn from torch's generator as ``nn.Embedding`` does: the same seed gives the
-            same table. None leaves a Store that is given as it is, and is ``"normal"`` for others.
+        init: How the table begins: the name of a function of ``torch.nn.init`` (``"normal"``,
+            ``"xavier_uniform"``), or a function that fills the tensor that it is given, in place.
+            Drawn from torch's generator as ``nn.Embedding`` does: the same seed gives the same
+            table. None leaves a Store that is given as it is, and is ``"normal"`` for others.
         dtype: Of the table, as torch or numpy spells it; torch's default if None.
-        store: Where the rows are: a path of a .npy file that is created, or a Store of shape (num_embeddings, embedding_dim); None for
-            memory. A file of the same shape and dtype that is there already stays as it is, and can be used when ``checkpoint.resume`` has
+        store: Where the rows are: a path of a .npy file that is created, or a Store of shape
+            (num_embeddings, embedding_dim); None for memory. A file of the same shape and dtype
+            that is there already stays as it is, and can be used when ``checkpoint.resume`` has
             replaced its rows: so a run is resumed by the program that began it.
         pin: For memory: as in ``PinnedStore``.
         overwrite: Whether a file that is there is replaced by a new one at once.
         name: What errors and checkpoints call it.
 
     Raises:
-        ArgumentError: Sizes, options or an initialiser that cannot be, or an ``init`` that returns another tensor than it was given.
+        ArgumentError: Sizes, options or an initialiser that cannot be, or an ``init`` that returns
+            another tensor than it was given.
         UnknownArgument: There is no such argument. The message says what to give instead.
         FileMissing: The directory of the file that ``store`` names does not exist.
         MemoryError: The system does not have so much memory.
-        StoreError: A store of another shape, a dtype that is not floating point, another file that is there already, or more bytes
-            than memory or a file can have. If the rows of a file that was there already are used before ``checkpoint.resume`` has
-            replaced them.
+        StoreError: A store of another shape, a dtype that is not floating point, another file that
+            is there already, or more bytes than memory or a file can have. If the rows of a file
+            that was there already are used before ``checkpoint.resume`` has replaced them.
     """
 
     @explain_arguments(HINTS)
@@ -187,32 +217,39 @@ class HostEmbedding(nn.Module):
         check_flag(overwrite, "overwrite")
         self.scale_grad_by_freq = scale_grad_by_freq
         fill = _initialiser(init)
-        shape, self.overwrite, self.trainable = (self._n_own_rows(), self.embedding_dim), overwrite, True
+        shape = (self._n_own_rows(), self.embedding_dim)
+        self.overwrite = overwrite
+        self.trainable = True
         self._block: BatchRows | None = None
         self._lender: RowLender | None = None
         self.awaits_resume = False
         """Whether the rows are those of a file that was there already, and ``checkpoint.resume`` has not replaced them yet."""
         self._store, self._owned = self._opened(store, shape, dtype, pin)
-        is_to_fill = init not in ("zeros", "zeros_") if self._owned else init is not None  # new memory and files are zeros
+        # New memory and files are zeros.
+        is_to_fill = init not in ("zeros", "zeros_") if self._owned else init is not None
         if is_to_fill and not self.awaits_resume:
             try:
                 self._fill(fill)
             except BaseException:
                 self.close()
                 if isinstance(store, (str, os.PathLike)):
-                    os.remove(store)  # it would be refused at the next attempt
+                    # It would be refused at the next attempt.
+                    os.remove(store)
                 raise
 
     @classmethod
-    def from_pretrained(cls, embeddings: Any, *, freeze: bool = True, name: str | None = None, **options: Any) -> Any:
+    def from_pretrained(
+        cls, embeddings: Any, *, freeze: bool = True, name: str | None = None, **options: Any
+    ) -> Any:
         """A table of rows that are there: a 2-d tensor or array, shared, a path of a .npy file, or a Store.
 
         Args:
-            embeddings: The rows. A file is opened for reading if ``freeze``, else its rows are trained in place.
+            embeddings: The rows. A file is opened for reading if ``freeze``, else its rows are
+                trained in place.
             freeze: Whether they stay as they are.
             name: As above.
-            options: As above: ``padding_idx``, ``max_norm``, ``norm_type``, ``scale_grad_by_freq``; ``overwrite`` for the files of its
-                optimizer's state.
+            options: As above: ``padding_idx``, ``max_norm``, ``norm_type``, ``scale_grad_by_freq``;
+                ``overwrite`` for the files of its optimizer's state.
 
         Raises:
             StoreError: They are not rows of floating point numbers.
@@ -223,9 +260,15 @@ class HostEmbedding(nn.Module):
         if owned:
             store: Store = MmapStore(embeddings, mode="r" if freeze else "r+")
         else:
-            store = embeddings if isinstance(embeddings, Store) else ArrayStore(embeddings, name="embeddings")
+            store = (
+                embeddings
+                if isinstance(embeddings, Store)
+                else ArrayStore(embeddings, name="embeddings")
+            )
         if len(store.row_shape) != 1:
-            raise StoreError(f"embeddings of shape {(store.n_rows, *store.row_shape)}; expected (num_embeddings, embedding_dim)")
+            raise StoreError(
+                f"embeddings of shape {(store.n_rows, *store.row_shape)}; expected (num_embeddings, embedding_dim)"
+            )
         table = cls(store.n_rows, store.row_shape[0], store=store, name=name, **options)
         table._owned = owned
         return table.requires_grad_(not freeze)
@@ -238,10 +281,13 @@ class HostEmbedding(nn.Module):
 
         Raises:
             RowIndexError: An id is out of range, or was not announced to ``train_rows``.
-            ClosedError: Outside a loop, where the rows would not be trained, in training and with gradients.
+            ClosedError: Outside a loop, where the rows would not be trained, in training and with
+                gradients.
         """
         positions, weight, padding = self._looked_up(_integers(ids, f"{self.name}: ids"))
-        return functional.embedding(positions, weight, padding, self.max_norm, self.norm_type, self.scale_grad_by_freq)
+        return functional.embedding(
+            positions, weight, padding, self.max_norm, self.norm_type, self.scale_grad_by_freq
+        )
 
     @property
     def store(self) -> Store:
@@ -252,7 +298,8 @@ class HostEmbedding(nn.Module):
     def weight(self) -> nn.Parameter:
         """The rows of the batch that is lent, on the device, shape (n, embedding_dim), ascending by id.
 
-        In the body of the loop they may be changed in any way; afterwards they are on their way back, and to be left alone (``clone()``).
+        In the body of the loop they may be changed in any way; afterwards they are on their way
+        back, and to be left alone (``clone()``).
 
         Raises:
             ClosedError: There is none.
@@ -267,7 +314,9 @@ class HostEmbedding(nn.Module):
             ClosedError: Nothing is.
         """
         if self._block is None:
-            raise ClosedError(f"{self.name} has rows on the device only in the body of a loop over train_rows; outside: read(ids), store")
+            raise ClosedError(
+                f"{self.name} has rows on the device only in the body of a loop over train_rows; outside: read(ids), store"
+            )
         return self._block
 
     def requires_grad_(self, requires_grad: bool = True) -> HostEmbedding:
@@ -326,7 +375,8 @@ class HostEmbedding(nn.Module):
         """Check that the rows are those of this run.
 
         Raises:
-            StoreError: If they are in a file that was there before the table, and ``checkpoint.resume`` has not replaced them.
+            StoreError: If they are in a file that was there before the table, and
+                ``checkpoint.resume`` has not replaced them.
         """
         if self.awaits_resume and isinstance(self._store, MmapStore):
             path = self._store.paths[0]
@@ -342,16 +392,22 @@ class HostEmbedding(nn.Module):
 
         Raises:
             OSError: What the file system says.
-            StoreError: It is the table's own file, which has the rows when a loop has ended; or this file was not resumed; or ``path``
-                is a directory.
+            StoreError: It is the table's own file, which has the rows when a loop has ended; or
+                this file was not resumed; or ``path`` is a directory.
             FileMissing: If the directory of the file does not exist.
             ArgumentError: If ``path`` is no path.
         """
         check_file_to_make(path)
         self.require_resumed()
         self.land()
-        if isinstance(self._store, MmapStore) and os.path.exists(path) and any(os.path.samefile(path, own) for own in self._store.paths):
-            raise StoreError(f"export to {os.fspath(path)!r}, which is {self.name}'s own file and has its rows; expected another path")
+        if (
+            isinstance(self._store, MmapStore)
+            and os.path.exists(path)
+            and any(os.path.samefile(path, own) for own in self._store.paths)
+        ):
+            raise StoreError(
+                f"export to {os.fspath(path)!r}, which is {self.name}'s own file and has its rows; expected another path"
+            )
         aside = f"{os.fspath(path)}.{os.getpid()}.writing"
         try:
             with open(aside, "wb") as file:
@@ -424,7 +480,9 @@ class HostEmbedding(nn.Module):
                 )
             fill(to_torch(array))
         if self.padding_idx is not None:
-            store.scatter(np.array([self.padding_idx]), np.zeros((1, self.embedding_dim), store.dtype))
+            store.scatter(
+                np.array([self.padding_idx]), np.zeros((1, self.embedding_dim), store.dtype)
+            )
 
     def _take(self, lender: RowLender) -> None:
         """A loop begins to lend rows; no other one does until ``_release``."""
@@ -448,7 +506,11 @@ class HostEmbedding(nn.Module):
         """Positions, rows, and the position of the padding."""
         block = self._block
         if block is not None:
-            return block.positions(ids, self.name), block.weight, block.position_of(self.padding_idx)
+            return (
+                block.positions(ids, self.name),
+                block.weight,
+                block.position_of(self.padding_idx),
+            )
         if self.training and self.trainable and torch.is_grad_enabled():
             raise ClosedError(
                 f"{self.name} was called outside a loop over train_rows, where its rows would not be trained; "
@@ -457,15 +519,24 @@ class HostEmbedding(nn.Module):
         rows, positions = np.unique(np.asarray(ids.detach().cpu()), return_inverse=True)
         weight = self.read(rows)
         padding = None if self.padding_idx is None else _position(rows, self.padding_idx)
-        return torch.from_numpy(positions.reshape(ids.shape)).to(ids.device), weight.to(ids.device), padding
+        return (
+            torch.from_numpy(positions.reshape(ids.shape)).to(ids.device),
+            weight.to(ids.device),
+            padding,
+        )
 
     def _checked_padding(self, padding: int | None) -> int | None:
         if padding is None:
             return None
         n = self.num_embeddings
-        return whole_number(padding, "padding_idx", least=-n, most=n - 1, note=f" (a row of {n:,})") % n
+        return (
+            whole_number(padding, "padding_idx", least=-n, most=n - 1, note=f" (a row of {n:,})")
+            % n
+        )
 
-    def _opened(self, store: Store | Path | None, shape: tuple[int, int], dtype: Any, pin: Pin) -> tuple[Store, bool]:
+    def _opened(
+        self, store: Store | Path | None, shape: tuple[int, int], dtype: Any, pin: Pin
+    ) -> tuple[Store, bool]:
         """The store, and whether it was made here."""
         wanted = dtype_of(torch.get_default_dtype() if dtype is None else dtype, self.name)
         if not TORCH[wanted].is_floating_point:
@@ -485,17 +556,23 @@ class HostEmbedding(nn.Module):
                 return open_created(store, shape, wanted), True
             return MmapStore.create(store, shape, wanted, overwrite=self.overwrite), True
         if (store.n_rows, *store.row_shape) != shape:
-            raise StoreError(f"{self.name}: a store of shape {(store.n_rows, *store.row_shape)}; expected {shape}")
-        if not TORCH[np.dtype(store.dtype)].is_floating_point or (dtype is not None and wanted != store.dtype):
-            raise StoreError(f"{self.name}: a store of {store.dtype}; expected {dtype or 'a floating point dtype'}")
+            raise StoreError(
+                f"{self.name}: a store of shape {(store.n_rows, *store.row_shape)}; expected {shape}"
+            )
+        if not TORCH[np.dtype(store.dtype)].is_floating_point or (
+            dtype is not None and wanted != store.dtype
+        ):
+            raise StoreError(
+                f"{self.name}: a store of {store.dtype}; expected {dtype or 'a floating point dtype'}"
+            )
         return store, False
 
 
 class HostEmbeddingBag(HostEmbedding):
     """A ``HostEmbedding`` that reduces the rows of each bag, used like ``torch.nn.EmbeddingBag``.
 
-    Where the padding row is not among a batch's, torch sums bags with weights in another order than where there is one: the last bit may
-    differ from ``nn.EmbeddingBag``.
+    Where the padding row is not among a batch's, torch sums bags with weights in another order than
+    where there is one: the last bit may differ from ``nn.EmbeddingBag``.
 
     Args:
         num_embeddings: Rows.
@@ -510,21 +587,32 @@ class HostEmbeddingBag(HostEmbedding):
 
     @explain_arguments(HINTS)
     def __init__(
-        self, num_embeddings: int, embedding_dim: int, *, mode: str = "mean", include_last_offset: bool = False, **options: Any
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        mode: str = "mean",
+        include_last_offset: bool = False,
+        **options: Any,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ArgumentError(f"mode={mode!r}: expected 'sum', 'mean' or 'max'")
         check_flag(include_last_offset, "include_last_offset")
         super().__init__(num_embeddings, embedding_dim, **options)
-        self.mode, self.include_last_offset = mode, include_last_offset
+        self.mode = mode
+        self.include_last_offset = include_last_offset
 
-    def forward(self, ids: Any, offsets: Any = None, per_sample_weights: torch.Tensor | None = None) -> torch.Tensor:
+    def forward(
+        self, ids: Any, offsets: Any = None, per_sample_weights: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """The reduced rows, shape (bags, embedding_dim).
 
         Args:
-            ids: Shape (bags, ids of a bag), or (n,) with ``offsets``; integers in a tensor, an array or a list.
+            ids: Shape (bags, ids of a bag), or (n,) with ``offsets``; integers in a tensor, an
+                array or a list.
             offsets: Where in ``ids`` each bag begins, shape (bags,); likewise.
-            per_sample_weights: Factors of the rows, in the shape of ``ids``; with mode ``"sum"`` only.
+            per_sample_weights: Factors of the rows, in the shape of ``ids``; with mode ``"sum"``
+                only.
 
         Raises:
             RowIndexError: As for ``HostEmbedding``.
@@ -534,7 +622,9 @@ class HostEmbeddingBag(HostEmbedding):
         return functional.embedding_bag(
             positions,
             weight,
-            offsets if offsets is None else _integers(offsets, f"{self.name}: offsets").to(positions),
+            offsets
+            if offsets is None
+            else _integers(offsets, f"{self.name}: offsets").to(positions),
             max_norm=self.max_norm,
             norm_type=self.norm_type,
             scale_grad_by_freq=self.scale_grad_by_freq,
@@ -567,17 +657,22 @@ def _integers(values: Any, name: str) -> torch.Tensor:
     """A tensor of integers in a tensor, which it is itself, in an array or in a list.
 
     Raises:
-        RowIndexError: If they are something else than integers, or are of rows of different lengths.
+        RowIndexError: If they are something else than integers, or are of rows of different
+            lengths.
     """
     if isinstance(values, torch.Tensor):
         return values
     try:
         array = np.asarray(values)
     except (TypeError, ValueError) as error:
-        raise RowIndexError(f"{name}: {described(error)}; expected integers in a tensor, an array or a list") from None
+        raise RowIndexError(
+            f"{name}: {described(error)}; expected integers in a tensor, an array or a list"
+        ) from None
     # numpy takes an empty list for floats.
     if array.size and array.dtype.kind not in "iu":
-        raise RowIndexError(f"{name}: a {type(values).__name__} of {array.dtype}; expected integers in a tensor, an array or a list")
+        raise RowIndexError(
+            f"{name}: a {type(values).__name__} of {array.dtype}; expected integers in a tensor, an array or a list"
+        )
     return torch.from_numpy(array.astype(np.int64))
 
 
@@ -585,7 +680,11 @@ def _initialiser(init: Init | None) -> Callable[[torch.Tensor], Any]:
     if callable(init):
         return functools.partial(_filled, init)
     name = "normal" if init is None else str(init).removesuffix("_")
-    names = [key[:-1] for key, value in vars(nn.init).items() if key.endswith("_") and not key.startswith("_") and _fills_alone(value)]
+    names = [
+        key[:-1]
+        for key, value in vars(nn.init).items()
+        if key.endswith("_") and not key.startswith("_") and _fills_alone(value)
+    ]
     if name not in names:
         raise ArgumentError(
             f"init={init!r} is no function of torch.nn.init that needs a tensor alone; expected one of {', '.join(sorted(names))}, "
@@ -602,7 +701,10 @@ def _filled(init: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> None:
         ArgumentError: If it returns a tensor of other memory, which nothing would use.
     """
     returned = init(tensor)
-    if isinstance(returned, torch.Tensor) and returned.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr():
+    if (
+        isinstance(returned, torch.Tensor)
+        and returned.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
+    ):
         raise ArgumentError(
             f"init={init!r} returned another tensor than it was given; expected a function that fills the given tensor in place; give "
             "lambda tensor: tensor.copy_(values), or HostEmbedding.from_pretrained(values, freeze=False)"

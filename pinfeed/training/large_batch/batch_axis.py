@@ -42,7 +42,9 @@ class BatchAxisOperations(TorchDispatchMode):
             self.names.append(name)
         return func(*args, **kwargs)
 
-    def _is_over_samples(self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def _is_over_samples(
+        self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> bool:
         first = args[0] if args else None
         if not isinstance(first, torch.Tensor) or not first.ndim or len(first) != self._n:
             return False

@@ -19,7 +19,13 @@ from pinfeed.memory.host import free_host_bytes
 from pinfeed.training import rng_state
 from pinfeed.training.large_batch.check import Check, compared
 from pinfeed.training.large_batch.decisions import SOURCE, Decisions
-from pinfeed.training.large_batch.losses import Count, Reduction, check_targets, count_of, reduction_of
+from pinfeed.training.large_batch.losses import (
+    Count,
+    Reduction,
+    check_targets,
+    count_of,
+    reduction_of,
+)
 from pinfeed.training.large_batch.micro_batches import (
     MicroBatches,
     is_source,
@@ -34,7 +40,15 @@ from pinfeed.training.large_batch.micro_batches import (
 from pinfeed.training.large_batch.proof import Proofs
 from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.large_batch.select import STRATEGIES, Strategy, StrategyChoice, batch_norms
-from pinfeed.training.large_batch.strategies import Accumulation, Pieces, Task, all_or_nothing, give_back, plain, two_pass
+from pinfeed.training.large_batch.strategies import (
+    Accumulation,
+    Pieces,
+    Task,
+    all_or_nothing,
+    give_back,
+    plain,
+    two_pass,
+)
 from pinfeed.training.memory_model.estimate import check_autocast
 from pinfeed.training.memory_model.probe import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import moved
@@ -50,10 +64,16 @@ _MOST_AHEAD = 8
 
 _HINTS = {
     "batch_size": "the batch is what backward() is given; samples that are computed at a time are chunk_size=",
-    **dict.fromkeys(("micro_batch_size", "microbatch_size", "n_chunks", "chunks"), "samples that are computed at a time are chunk_size="),
+    **dict.fromkeys(
+        ("micro_batch_size", "microbatch_size", "n_chunks", "chunks"),
+        "samples that are computed at a time are chunk_size=",
+    ),
     "optimizer": "step it after backward(), as without pinfeed",
     "device": "move the model there: model.to(device)",
-    **dict.fromkeys(("gpu_memory_limit", "cpu_memory_limit"), "limits are given together: config=pinfeed.Config(...)"),
+    **dict.fromkeys(
+        ("gpu_memory_limit", "cpu_memory_limit"),
+        "limits are given together: config=pinfeed.Config(...)",
+    ),
 }
 """Advice, by names that users try."""
 
@@ -63,13 +83,17 @@ class BigBatch:
 
     Strategies:
         ``"plain"``: the whole batch at once.
-        ``"accumulate"``: chunk after chunk, the next one on its way; for losses that are sums or means of terms, weighed by their number:
-            torch's own (also by ``functools.partial``), and others where ``reduction`` says so.
-        ``"two_pass"``: the outputs of all chunks, the loss of them, and each chunk again, with the same random numbers: for any loss.
-        ``"checkpoint"``: the whole batch; parts of the model are computed again in the backward pass.
+        ``"accumulate"``: chunk after chunk, the next one on its way; for losses that are sums or
+            means of terms, weighed by their number: torch's own (also by ``functools.partial``),
+            and others where ``reduction`` says so.
+        ``"two_pass"``: the outputs of all chunks, the loss of them, and each chunk again, with the
+            same random numbers: for any loss.
+        ``"checkpoint"``: the whole batch; parts of the model are computed again in the backward
+            pass.
         ``"offload"``: the whole batch; what is kept for the backward pass waits on the host.
-        ``"auto"``: decided at the first batch of each size, by what they take and whether they are right; ``chosen`` says why. Chunks are
-            taken only where they give the gradients of the plain step on some of the first batch's samples (see ``prove``).
+        ``"auto"``: decided at the first batch of each size, by what they take and whether they are
+            right; ``chosen`` says why. Chunks are taken only where they give the gradients of the
+            plain step on some of the first batch's samples (see ``prove``).
 
     Args:
         model: On the device, in the mode in which it is trained.
@@ -77,16 +101,20 @@ class BigBatch:
         config: Limits. A chunk is the largest that fits.
         chunk_size: Samples at a time, in place of that.
         strategy: One of the above.
-        reduction: ``"mean"`` or ``"sum"`` of terms, which only the caller knows of a loss that is none of torch's.
-        count: Called with targets, the number of terms that a mean is taken of. None for samples; of classes, in the first tensor of the
-            targets, for those that are not ``ignore_index`` (-100), by the weight of their class.
+        reduction: ``"mean"`` or ``"sum"`` of terms, which only the caller knows of a loss that is
+            none of torch's.
+        count: Called with targets, the number of terms that a mean is taken of. None for samples;
+            of classes, in the first tensor of the targets, for those that are not ``ignore_index``
+            (-100), by the weight of their class.
         modules: Others that have parameters, where the loss uses them.
         autocast: The dtype of autocast for forward passes and losses.
         scaler: A ``torch.amp.GradScaler``; unscale and step are the caller's.
-        prove: Compare ``"accumulate"``, ``"two_pass"`` and ``"checkpoint"`` with the plain step before they are used: at the first batch,
-            and again for another shape of samples and after ``train()`` or ``eval()``. Three samples are computed, whole and in chunks of
-            two and one; outputs, gradients, the loss and what the forward pass changes are compared. ``"auto"`` takes
-            another strategy or refuses where they differ; of one that was named, a warning tells. False leaves that out.
+        prove: Compare ``"accumulate"``, ``"two_pass"`` and ``"checkpoint"`` with the plain step
+            before they are used: at the first batch, and again for another shape of samples and
+            after ``train()`` or ``eval()``. Three samples are computed, whole and in chunks of two
+            and one; outputs, gradients, the loss and what the forward pass changes are compared.
+            ``"auto"`` takes another strategy or refuses where they differ; of one that was named, a
+            warning tells. False leaves that out.
 
     Raises:
         ArgumentError: What cannot be.
@@ -113,16 +141,27 @@ class BigBatch:
         if reduction not in (None, "mean", "sum"):
             raise ArgumentError(f"reduction={reduction!r}: expected 'mean', 'sum' or None")
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._model, self._config, self._strategy = model, config, strategy
-        self._count, self._dtype = count or count_of(loss), autocast
+        self._model = model
+        self._config = config
+        self._strategy = strategy
+        self._count = count or count_of(loss)
+        self._dtype = autocast
         found: Reduction | None = reduction or reduction_of(loss)
         every = (model, *([loss] if isinstance(loss, nn.Module) else []), *modules)
         scale = (lambda loss: loss) if scaler is None else scaler.scale
         self._task = Task(model, loss, every, found or "sum", self._count, self._context, scale)
         self._decisions = Decisions(
-            self._task, self._device, config, chunk_size, strategy, found is not None, Proofs(prove, autocast), autocast
+            self._task,
+            self._device,
+            config,
+            chunk_size,
+            strategy,
+            found is not None,
+            Proofs(prove, autocast),
+            autocast,
         )
-        self._cut, self._is_closed = MicroBatches(), False
+        self._cut = MicroBatches()
+        self._is_closed = False
         self._stream: LoaderFeeder | None = None
         self._offload: Offload | None = None
         self.chosen: StrategyChoice | None = None
@@ -148,9 +187,11 @@ class BigBatch:
         """Add the gradients of a whole batch to those that are there.
 
         Args:
-            inputs: Tensors or numpy arrays, on the host or on the device, in any structure, as the model takes them: a tuple is
-                positional arguments, a dict keyword arguments. Or a Feeder, a DataLoader or an iterator of (inputs, targets), all of whose
-                batches are one; then only ``"accumulate"`` is possible, and they are cut where they are larger than a chunk.
+            inputs: Tensors or numpy arrays, on the host or on the device, in any structure, as the
+                model takes them: a tuple is positional arguments, a dict keyword arguments. Or a
+                Feeder, a DataLoader or an iterator of (inputs, targets), all of whose batches are
+                one; then only ``"accumulate"`` is possible, and they are cut where they are larger
+                than a chunk.
             targets: Likewise, of the same samples.
 
         Returns:
@@ -158,7 +199,8 @@ class BigBatch:
 
         Raises:
             ClosedError: This is closed.
-            ArgumentError: Tensors of different numbers of samples; a strategy that is wrong for this model and loss.
+            ArgumentError: Tensors of different numbers of samples; a strategy that is wrong for
+                this model and loss.
             NotEnoughGPUMemory: Not even one sample fits.
             NotEnoughCPUMemory: Likewise, where the model is on the CPU.
         """
@@ -169,7 +211,9 @@ class BigBatch:
         inputs, targets = tensors(inputs), tensors(targets)
         n = n_samples(inputs)
         if targets is not None and n_samples(targets) != n:
-            raise ArgumentError(f"inputs have {n} samples and targets {n_samples(targets)}; expected equally many")
+            raise ArgumentError(
+                f"inputs have {n} samples and targets {n_samples(targets)}; expected equally many"
+            )
         if n == 0:
             raise ArgumentError("the batch is empty; expected at least one sample")
         refuse_lists((inputs, targets), n, " (inputs, targets)")
@@ -199,51 +243,83 @@ class BigBatch:
             strategy = (self.chosen or self._decisions.of(inputs, targets)).strategy
         chosen = self._decisions.as_told(strategy, n, chunk_size or max(1, n // 3))  # type: ignore[arg-type]
         whole, task = (self._moved(inputs), self._moved(targets)), self._task
-        return compared(task, strategy, lambda: plain(task, *whole), lambda: self._compute(chosen, inputs, targets))
+        return compared(
+            task,
+            strategy,
+            lambda: plain(task, *whole),
+            lambda: self._compute(chosen, inputs, targets),
+        )
 
     def _compute(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
         task, size = self._task, chosen.chunk_size
         with all_or_nothing(task):
             if chosen.strategy == "accumulate":
                 total = float(n_samples(inputs) if targets is None else self._count(targets))
-                if task.reduction == "mean" and not total:  # a mean of nothing: as the plain step has it, whatever that is
-                    return plain(task, self._moved(part(inputs, 0, size)), self._moved(part(targets, 0, size)))
-                return self._accumulated(task, self._pieces(inputs, targets, size), total, self._decisions.key_of(inputs, targets))
+                if task.reduction == "mean" and not total:
+                    # A mean of nothing: as the plain step has it, whatever that is.
+                    return plain(
+                        task,
+                        self._moved(part(inputs, 0, size)),
+                        self._moved(part(targets, 0, size)),
+                    )
+                return self._accumulated(
+                    task,
+                    self._pieces(inputs, targets, size),
+                    total,
+                    self._decisions.key_of(inputs, targets),
+                )
             if chosen.strategy in ("plain", "two_pass"):
                 return self._again_if_it_does_not_fit(task, chosen, inputs, targets)
             with recomputed(self._model) if chosen.strategy == "checkpoint" else self._offloaded():
                 return plain(task, self._moved(inputs), self._moved(targets))
 
-    def _accumulated(self, task: Task, pieces: Pieces, total: float | None, key: Any) -> torch.Tensor:
+    def _accumulated(
+        self, task: Task, pieces: Pieces, total: float | None, key: Any
+    ) -> torch.Tensor:
         accumulation = Accumulation(task)
         try:
-            with contextlib.closing(pieces):  # an error that somebody keeps would keep the loop over chunks, too
+            with contextlib.closing(pieces):
+                # An error that somebody keeps would keep the loop over chunks, too.
                 return accumulation.run(pieces, total)
         finally:
-            if accumulation.n_halved:  # the next batch is cut smaller at once
+            if accumulation.n_halved:
+                # The next batch is cut smaller at once.
                 self.n_halved += accumulation.n_halved
                 self._decisions.halve(key)
 
-    def _again_if_it_does_not_fit(self, task: Task, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
+    def _again_if_it_does_not_fit(
+        self, task: Task, chosen: StrategyChoice, inputs: Any, targets: Any
+    ) -> torch.Tensor:
         """The whole batch, or two passes; from the beginning in smaller chunks, as long as there is no memory."""
         state, size = rng_state.capture(), chosen.chunk_size
         try:
             with all_or_nothing(task):
                 if chosen.strategy == "plain" or size >= n_samples(inputs):
                     return plain(task, self._moved(inputs), self._moved(targets))
-                return two_pass(task, functools.partial(self._pieces, inputs, targets, size), self._moved(targets))
+                return two_pass(
+                    task,
+                    functools.partial(self._pieces, inputs, targets, size),
+                    self._moved(targets),
+                )
         except (RuntimeError, MemoryError) as error:
-            cannot_cut = size == 1 or self._strategy == "plain" or (chosen.strategy == "plain" and batch_norms(self._model))
+            cannot_cut = (
+                size == 1
+                or self._strategy == "plain"
+                or (chosen.strategy == "plain" and batch_norms(self._model))
+            )
             if not is_out_of_memory(error) or cannot_cut:
                 raise
-        # Out of the except block: until then the traceback keeps the tensors of the frames that failed.
+        # Out of the except block: until then the traceback keeps the tensors of the frames that
+        # failed.
         give_back()
         rng_state.restore(state)
         self.n_halved += 1
         strategy: Strategy = "two_pass"
         if chosen.strategy == "plain":
             strategy = self._decisions.right_chunks(inputs, targets)
-        smaller = dataclasses.replace(chosen, strategy=strategy, chunk_size=-(-size // 2), why="more did not fit")
+        smaller = dataclasses.replace(
+            chosen, strategy=strategy, chunk_size=-(-size // 2), why="more did not fit"
+        )
         self.chosen = self._decisions.keep(self._decisions.key_of(inputs, targets), smaller)
         return self._compute(smaller, inputs, targets)
 
@@ -261,7 +337,9 @@ class BigBatch:
             if not first:
                 raise ArgumentError("there is no batch; expected at least one")
             alike, task = _like_the_first(first), self._task
-            self.chosen = self._decisions.of_source(*alike, is_one_of_several=len(first) > 1 and n_samples(alike[0]) == 1)
+            self.chosen = self._decisions.of_source(
+                *alike, is_one_of_several=len(first) > 1 and n_samples(alike[0]) == 1
+            )
             pieces = self._cut_pieces(itertools.chain(first, coming), self.chosen.chunk_size)
             with all_or_nothing(task):
                 return self._accumulated(task, pieces, None, SOURCE)
@@ -271,18 +349,29 @@ class BigBatch:
             self._decisions.check_part_of_source(inputs, targets)
             for start in range(0, n_samples(inputs), size):
                 # Tensors are on the device already; numpy arrays are moved here.
-                x, y = (self._moved(part(batch, start, start + size)) for batch in (inputs, targets))
+                x, y = (
+                    self._moved(part(batch, start, start + size)) for batch in (inputs, targets)
+                )
                 yield x, y, float(n_samples(x) if y is None else self._count(y))
 
     def _pieces(self, inputs: Any, targets: Any, size: int) -> Pieces:
         """Chunks, on the device, one ahead."""
         if self._stream is None:
             self._stream = wrap_loader(self._cut, device=self._device, depth=1)
-        self._cut.batch, self._cut.size = (inputs, targets), size
+        self._cut.batch = (inputs, targets)
+        self._cut.size = size
         chunks: Any = iter(self._stream)
         try:
             for start, (x, y) in zip(range(0, n_samples(inputs), size), chunks, strict=True):
-                yield x, y, float(n_samples(x) if y is None else self._count(part(targets, start, start + size)))
+                yield (
+                    x,
+                    y,
+                    float(
+                        n_samples(x)
+                        if y is None
+                        else self._count(part(targets, start, start + size))
+                    ),
+                )
         finally:
             chunks.close()
             self._cut.batch = None
@@ -292,7 +381,11 @@ class BigBatch:
             raise ClosedError("this BigBatch is closed; make another one")
 
     def _context(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._dtype is None else torch.autocast(self._device.type, self._dtype)
+        return (
+            contextlib.nullcontext()
+            if self._dtype is None
+            else torch.autocast(self._device.type, self._dtype)
+        )
 
     def _moved(self, batch: Any) -> Any:
         return moved(batch, self._device)
@@ -325,7 +418,16 @@ def _like_the_first(batches: list[tuple[Any, Any]]) -> tuple[Any, Any]:
     return joined(list(inputs)), None if targets[0] is None else joined(list(targets))
 
 
-def check_step(model: Any, loss: Any, config: Any, chunk_size: int | None, strategy: str, autocast: Any, scaler: Any, prove: Any) -> None:
+def check_step(
+    model: Any,
+    loss: Any,
+    config: Any,
+    chunk_size: int | None,
+    strategy: str,
+    autocast: Any,
+    scaler: Any,
+    prove: Any,
+) -> None:
     """Refuse arguments of a BigBatch, or of a Trainer, with which no step can be computed.
 
     Raises:
@@ -334,7 +436,9 @@ def check_step(model: Any, loss: Any, config: Any, chunk_size: int | None, strat
     if not isinstance(model, nn.Module):
         raise ArgumentError(f"model={model!r}: expected a torch module")
     if isinstance(loss, type):
-        raise ArgumentError(f"loss is the class {loss.__name__}; expected a function of outputs and targets; give {loss.__name__}()")
+        raise ArgumentError(
+            f"loss is the class {loss.__name__}; expected a function of outputs and targets; give {loss.__name__}()"
+        )
     if not callable(loss):
         raise ArgumentError(f"loss={loss!r}: expected a function of outputs and targets")
     if config is not None and not isinstance(config, limits.MemoryLimits):
@@ -342,9 +446,13 @@ def check_step(model: Any, loss: Any, config: Any, chunk_size: int | None, strat
     if chunk_size is not None:
         whole_number(chunk_size, "chunk_size")
     if strategy != "auto" and strategy not in STRATEGIES:
-        raise ArgumentError(f"strategy={strategy!r}: expected 'auto', {', '.join(map(repr, STRATEGIES))}")
+        raise ArgumentError(
+            f"strategy={strategy!r}: expected 'auto', {', '.join(map(repr, STRATEGIES))}"
+        )
     check_autocast(autocast)
-    if scaler is not None and (isinstance(scaler, type) or not callable(getattr(scaler, "scale", None))):
+    if scaler is not None and (
+        isinstance(scaler, type) or not callable(getattr(scaler, "scale", None))
+    ):
         raise ArgumentError(f"scaler={scaler!r}: expected a torch.amp.GradScaler, or None")
     check_flag(prove, "prove")
 

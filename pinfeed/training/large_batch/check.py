@@ -43,7 +43,9 @@ class Check:
         return f"{self.strategy} and the plain step: {verdict} ({errors})"
 
 
-def compared(task: Task, strategy: str, plain: Callable[[], torch.Tensor], other: Callable[[], torch.Tensor]) -> Check:
+def compared(
+    task: Task, strategy: str, plain: Callable[[], torch.Tensor], other: Callable[[], torch.Tensor]
+) -> Check:
     """Both, from the same state; the model, its gradients and the generators are as before afterwards."""
     parameters, state = task.parameters, rng_state.capture()
     gradients, before = [p.grad for p in parameters], buffers_of(task.modules)
@@ -54,7 +56,12 @@ def compared(task: Task, strategy: str, plain: Callable[[], torch.Tensor], other
         rng_state.restore(state)
         with replayed_buffers(before):
             loss = compute().item()
-            found = [value.clone() for module, _ in before for value in module._buffers.values() if value is not None]
+            found = [
+                value.clone()
+                for module, _ in before
+                for value in module._buffers.values()
+                if value is not None
+            ]
             return loss, [None if p.grad is None else p.grad.double() for p in parameters], found
 
     try:
@@ -65,11 +72,21 @@ def compared(task: Task, strategy: str, plain: Callable[[], torch.Tensor], other
             p.grad = gradient
         rng_state.restore(state)
     size = _norm(want)
-    gradient_error = _norm([_difference(a, b) for a, b in zip(want, got, strict=True)]) / (size or 1)
-    loss_error = 0.0 if math.isnan(loss) and math.isnan(other_loss) else abs(loss - other_loss) / (abs(loss) or 1)
-    buffer_error = max((_largest(a, b) for a, b in zip(want_buffers, got_buffers, strict=True) if a.numel()), default=0.0)
+    gradient_error = _norm([_difference(a, b) for a, b in zip(want, got, strict=True)]) / (
+        size or 1
+    )
+    loss_error = (
+        0.0
+        if math.isnan(loss) and math.isnan(other_loss)
+        else abs(loss - other_loss) / (abs(loss) or 1)
+    )
+    buffer_error = max(
+        (_largest(a, b) for a, b in zip(want_buffers, got_buffers, strict=True) if a.numel()),
+        default=0.0,
+    )
     rounding = max((_ROUNDING.get(p.dtype, 1e-4) for p in parameters), default=1e-4)
-    is_exact = all(error <= rounding for error in (gradient_error, loss_error, buffer_error))  # not so if one is not a number
+    # Not so if one is not a number.
+    is_exact = all(error <= rounding for error in (gradient_error, loss_error, buffer_error))
     return Check(strategy, gradient_error, loss_error, buffer_error, is_exact)
 
 

@@ -13,12 +13,26 @@ import torch
 
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.differences import Differs, Rounding, added, first_line, norm_of, random_rows
+from pinfeed.training.large_batch.differences import (
+    Differs,
+    Rounding,
+    added,
+    first_line,
+    norm_of,
+    random_rows,
+)
 from pinfeed.training.large_batch.fixed_random import FixedRandomness
 from pinfeed.training.large_batch.micro_batches import check_rows, joined, part, some
 from pinfeed.training.large_batch.model_state import State, on_copies, on_other_parameters
 from pinfeed.training.large_batch.recompute import recomputed
-from pinfeed.training.large_batch.steps import ONE_BY_ONE, Edges, StepSamples, cloned, compare_steps, own_gradients
+from pinfeed.training.large_batch.steps import (
+    ONE_BY_ONE,
+    Edges,
+    StepSamples,
+    cloned,
+    compare_steps,
+    own_gradients,
+)
 from pinfeed.training.large_batch.strategies import Task
 from pinfeed.training.memory_model.estimate import call
 from pinfeed.training.memory_model.probe import is_out_of_memory
@@ -46,7 +60,10 @@ class _Computed:
 _LOSS_BYTES = 16 << 20
 """Bytes of outputs for which losses are compared."""
 _ROUNDING = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 5e-2, torch.float16: 1e-2}
-"""Relative differences that rounding explains, by dtype. Larger ones are computed again in float64."""
+"""Relative differences that rounding explains, by dtype.
+
+Larger ones are computed again in float64.
+"""
 PLAIN_FAILS = "the plain step fails"
 """The beginning of a problem that the plain step has as well."""
 
@@ -57,11 +74,19 @@ class Comparison:
     Args:
         task: The model and the loss.
         samples: The samples.
-        more: Returns at most so many samples for which losses are compared: outputs of few are repeated for them.
-        autocast: The dtype of autocast, or None. It is used only where the model does not run without it.
+        more: Returns at most so many samples for which losses are compared: outputs of few are
+            repeated for them.
+        autocast: The dtype of autocast, or None. It is used only where the model does not run
+            without it.
     """
 
-    def __init__(self, task: Task, samples: StepSamples, more: Callable[[int], StepSamples], autocast: torch.dtype | None) -> None:
+    def __init__(
+        self,
+        task: Task,
+        samples: StepSamples,
+        more: Callable[[int], StepSamples],
+        autocast: torch.dtype | None,
+    ) -> None:
         self._task = task
         self._samples = samples
         self._more = more
@@ -91,20 +116,26 @@ class Comparison:
         contexts = [self._context]
         if self._has_drawn():
             # A number near each end of its range takes both ways of most branches.
-            contexts = [_both(self._context, functools.partial(FixedRandomness, at)) for at in (0.98, 0.02)]
+            contexts = [
+                _both(self._context, functools.partial(FixedRandomness, at)) for at in (0.98, 0.02)
+            ]
         for context in contexts:
             self._context = context
             plain = self._compute(self._whole)
             self._compare(plain, lambda into: self._compute(self._edges, into))
             if strategy in ("accumulate", ONE_BY_ONE):
                 self._compare_losses(plain)
-            compare_steps(self._task, strategy, self._samples, self._random, self._rounding, context)
+            compare_steps(
+                self._task, strategy, self._samples, self._random, self._rounding, context
+            )
 
     def _require_no_other_randomness(self) -> None:
         now = rng_state.capture()
         for name in ("numpy", "python"):
             if str(now[name]) != str(self._random[name]):
-                raise Differs(f"the forward pass draws random numbers of {name}, which cannot be fixed for a comparison")
+                raise Differs(
+                    f"the forward pass draws random numbers of {name}, which cannot be fixed for a comparison"
+                )
 
     def _require_parameters_are_read(self) -> None:
         rng_state.restore(self._random)
@@ -118,7 +149,9 @@ class Comparison:
                 # The plain step is about to fail as well, and says so.
             name = written()
         if name:
-            raise Differs(f"the forward pass writes into the parameter {name!r}, which it would do for each chunk")
+            raise Differs(
+                f"the forward pass writes into the parameter {name!r}, which it would do for each chunk"
+            )
 
     def _plain(self) -> _Computed:
         """The plain step; without autocast, whose rounding hides differences, if that works."""
@@ -131,7 +164,9 @@ class Comparison:
                 raise
             if autocast is None:
                 n = self._edges[-1][1]
-                raise Differs(f"{PLAIN_FAILS} on {n} samples of the batch ({first_line(error)})") from error
+                raise Differs(
+                    f"{PLAIN_FAILS} on {n} samples of the batch ({first_line(error)})"
+                ) from error
         self._autocast = None
         self._context = lambda: torch.autocast(device.type, autocast)
         self._rounding = Rounding(max(self._rounding.limit, _ROUNDING[autocast]))
@@ -162,7 +197,9 @@ class Comparison:
         with recomputed(self._task.model):
             return self._compute(self._whole, into)
 
-    def _gradients(self, outputs: Sequence[Any], start: int, stop: int) -> Sequence[torch.Tensor | None]:
+    def _gradients(
+        self, outputs: Sequence[Any], start: int, stop: int
+    ) -> Sequence[torch.Tensor | None]:
         """Gradients of the parameters for random gradients of the outputs of these samples."""
         wanted = [
             (leaf, random_rows(i, leaf, start, stop))
@@ -185,7 +222,9 @@ class Comparison:
         pairs = zip(now.get("cuda", []), self._random.get("cuda", []), strict=False)
         return any(not torch.equal(one, other) for one, other in pairs)
 
-    def _compare(self, plain: _Computed, compute: Callable[[list[torch.Tensor | None]], _Computed]) -> None:
+    def _compare(
+        self, plain: _Computed, compute: Callable[[list[torch.Tensor | None]], _Computed]
+    ) -> None:
         norms = [norm_of(gradient) for gradient in plain.gradients]
         try:
             other = compute(plain.gradients)
@@ -198,7 +237,9 @@ class Comparison:
         self._rounding.require_states(plain.state, other.state)
         for one, another in zip(plain.outputs, other.outputs, strict=True):
             self._rounding.require(one, another, "an output of the model differs")
-        self._rounding.require_norms(self._task, norms, [norm_of(difference) for difference in other.gradients])
+        self._rounding.require_norms(
+            self._task, norms, [norm_of(difference) for difference in other.gradients]
+        )
 
     def _compare_losses(self, plain: _Computed) -> None:
         """Compare the loss of all targets, and its gradients, with those of the chunks; outputs are repeated where there are fewer."""
@@ -208,7 +249,10 @@ class Comparison:
         batch = self._more(max(2 * n_computed, _LOSS_BYTES // max(1, nbytes // n_computed)))
         n = batch.edges[-1][1]
         repeated = torch.arange(n) % n_computed
-        outputs = [_leaf(leaf) for _, leaf in flatten(some(plain.rebuild(iter(plain.outputs)), repeated))[0]]
+        outputs = [
+            _leaf(leaf)
+            for _, leaf in flatten(some(plain.rebuild(iter(plain.outputs)), repeated))[0]
+        ]
         parameters = [p for m in task.modules if m is not task.model for p in m.parameters()]
         wanted = [t for t in (*outputs, *parameters) if getattr(t, "requires_grad", False)]
 
@@ -222,18 +266,27 @@ class Comparison:
         with on_copies(task.modules), self._context():
             try:
                 whole = loss(0, n)
-                terms = [task.terms(part(batch.inputs, *edge), part(batch.targets, *edge)) for edge in batch.edges]
+                terms = [
+                    task.terms(part(batch.inputs, *edge), part(batch.targets, *edge))
+                    for edge in batch.edges
+                ]
                 total = sum(terms) if task.reduction == "mean" else 1.0
                 weights = terms if task.reduction == "mean" else [1.0 for _ in terms]
                 # A mean of no terms is not a number, and no part of the whole.
-                chunks = [loss(*edge) * (weight / total) for edge, weight in zip(batch.edges, weights, strict=True) if weight]
+                chunks = [
+                    loss(*edge) * (weight / total)
+                    for edge, weight in zip(batch.edges, weights, strict=True)
+                    if weight
+                ]
                 if not chunks or not wanted:
                     return
                 made = torch.stack(chunks).sum()
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                raise Differs(f"the loss fails on some of the samples ({first_line(error)})") from None
+                raise Differs(
+                    f"the loss fails on some of the samples ({first_line(error)})"
+                ) from None
             said = "the losses of chunks do not make that of the batch: "
             self._rounding.require(whole.detach(), made.detach(), f"{said}it differs")
             for one, another in zip(gradients(whole), gradients(made), strict=True):

@@ -90,7 +90,10 @@ class Decisions:
             self._by_shape[SOURCE] = self.as_told("accumulate", None, size)
             self._is_reported = bool(batch_norms(self._task.model))
         if is_one_of_several and self._proofs.is_on and not self._is_reported:
-            self._report("accumulate", "no two samples of the first batches have one shape, so that nothing can be compared")
+            self._report(
+                "accumulate",
+                "no two samples of the first batches have one shape, so that nothing can be compared",
+            )
             self._is_reported = True
         self.check_part_of_source(inputs, targets)
         return self._by_shape[SOURCE]
@@ -128,11 +131,20 @@ class Decisions:
             if self._strategy == "auto":
                 predictor = None if self._config is None else self._predictor(inputs, targets)
                 problem_of = functools.partial(self._problem_of, inputs=inputs, targets=targets)
-                self._by_shape[key] = choose(self._task.model, n, self._chunk_size, self._is_made_of_parts, predictor, problem_of)
+                self._by_shape[key] = choose(
+                    self._task.model,
+                    n,
+                    self._chunk_size,
+                    self._is_made_of_parts,
+                    predictor,
+                    problem_of,
+                )
             else:
                 size = self._size(self._strategy, n, inputs, targets)
                 self._by_shape[key] = chosen = self.as_told(self._strategy, n, size)  # type: ignore[arg-type]
-                if self._is_doubtful(chosen, n) and (problem := self._problem_of(chosen.strategy, inputs, targets)):
+                if self._is_doubtful(chosen, n) and (
+                    problem := self._problem_of(chosen.strategy, inputs, targets)
+                ):
                     self._report(chosen.strategy, problem)
         return self._by_shape[key]
 
@@ -140,7 +152,11 @@ class Decisions:
         """Whether a strategy that was named may compute something else than the plain step, and nothing has warned of that yet."""
         if chosen.strategy == "checkpoint":
             return True
-        return chosen.strategy in ("accumulate", "two_pass") and chosen.chunk_size < n and not batch_norms(self._task.model)
+        return (
+            chosen.strategy in ("accumulate", "two_pass")
+            and chosen.chunk_size < n
+            and not batch_norms(self._task.model)
+        )
 
     def right_chunks(self, inputs: Any, targets: Any) -> Strategy:
         """The strategy for a batch that was to be computed whole and does not fit."""
@@ -156,7 +172,11 @@ class Decisions:
     def _problem_of(self, strategy: str, inputs: Any, targets: Any) -> str:
         def most() -> int:
             is_limited = self._config is not None and self._chunk_size is None
-            return MOST_COMPARED if not is_limited else self._predictor(inputs, targets).n_compared(n_samples(inputs))
+            return (
+                MOST_COMPARED
+                if not is_limited
+                else self._predictor(inputs, targets).n_compared(n_samples(inputs))
+            )
 
         return self._proofs.problem_of(strategy, self._task, inputs, targets, most)
 
@@ -171,7 +191,10 @@ class Decisions:
         if problem.startswith(PLAIN_FAILS):
             # The step itself is about to say so.
             return
-        warnings.warn(f"{said}; take strategy='auto', or give prove=False if the difference does not matter", stacklevel=4)
+        warnings.warn(
+            f"{said}; take strategy='auto', or give prove=False if the difference does not matter",
+            stacklevel=4,
+        )
 
     def key_of(self, inputs: Any, targets: Any) -> Any:
         """Return the key of a decision: shapes, and modes, in which a model may compute otherwise."""
@@ -184,12 +207,20 @@ class Decisions:
         if self._chunk_size is not None:
             return self._chunk_size
         if self._config is None:
-            raise ArgumentError("neither chunk_size nor a config with a limit was given; give one of them")
+            raise ArgumentError(
+                "neither chunk_size nor a config with a limit was given; give one of them"
+            )
         return self._predictor(inputs, targets).chunk_size(n, in_two_passes=strategy == "two_pass")
 
     def as_told(self, strategy: Strategy, n: int | None, chunk_size: int) -> StrategyChoice:
         """The decision for a strategy that was named, for ``n`` samples; None for a source, which tells its samples at its end."""
-        size = (n or 1) if strategy not in ("accumulate", "two_pass") else chunk_size if n is None else min(n, chunk_size)
+        size = (
+            (n or 1)
+            if strategy not in ("accumulate", "two_pass")
+            else chunk_size
+            if n is None
+            else min(n, chunk_size)
+        )
         if (n is None or size < n) and (norms := batch_norms(self._task.model)):
             warnings.warn(
                 f"{norms[0]} normalizes over chunks of {size} samples, not over the whole batch: gradients and running statistics are "
@@ -205,10 +236,20 @@ class Decisions:
         return StrategyChoice(strategy, size, why, {})
 
     def _predictor(self, inputs: Any, targets: Any) -> Predictor:
-        key = samples_like(inputs).key, targets is not None and samples_like(targets).key, *batch_norms(self._task.model)
+        key = (
+            samples_like(inputs).key,
+            targets is not None and samples_like(targets).key,
+            *batch_norms(self._task.model),
+        )
         if key not in self._predictors:
             assert self._config is not None
             self._predictors[key] = predictor_of(
-                self._task.model, self._config, self._device, inputs, targets, loss=self._task.loss, autocast=self._autocast
+                self._task.model,
+                self._config,
+                self._device,
+                inputs,
+                targets,
+                loss=self._task.loss,
+                autocast=self._autocast,
             )
         return self._predictors[key]

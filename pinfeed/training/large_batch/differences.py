@@ -64,18 +64,26 @@ class Rounding:
                 continue
             # The same computation gives the same bits; a state that has gone further does not.
             if error_of(_value(one), _value(another)) > 0:
-                raise Differs(f"{name!r} of the model, which the forward pass changes, has other values afterwards")
+                raise Differs(
+                    f"{name!r} of the model, which the forward pass changes, has other values afterwards"
+                )
 
-    def require_gradients(self, task: Task, plain: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]) -> None:
+    def require_gradients(
+        self, task: Task, plain: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]
+    ) -> None:
         """Check the gradients of all parameters.
 
         Raises:
             Differs: Some differ.
         """
-        differences = [norm_of(added(one, another, -1)) for one, another in zip(plain, other, strict=True)]
+        differences = [
+            norm_of(added(one, another, -1)) for one, another in zip(plain, other, strict=True)
+        ]
         self.require_norms(task, [norm_of(one) for one in plain], differences)
 
-    def require_norms(self, task: Task, norms: Sequence[float], differences: Sequence[float]) -> None:
+    def require_norms(
+        self, task: Task, norms: Sequence[float], differences: Sequence[float]
+    ) -> None:
         """Check the gradients of all parameters, of which norms and the norms of differences are known.
 
         Raises:
@@ -83,7 +91,8 @@ class Rounding:
         """
         least = _NEGLIGIBLE * math.hypot(*norms)
         errors = {
-            name: difference / (max(norm, least) or 1.0) for name, norm, difference in zip(names_of(task), norms, differences, strict=True)
+            name: difference / (max(norm, least) or 1.0)
+            for name, norm, difference in zip(names_of(task), norms, differences, strict=True)
         }
         wrong = {name: error for name, error in errors.items() if not error <= self.limit}
         if wrong:

@@ -1,7 +1,7 @@
 """FixedRandomness: random numbers of torch that depend neither on the generator nor on the shape.
 
-A model with dropout draws other numbers for a batch than for its chunks. With fixed numbers in their
-place, both compute the same function, and their gradients can be compared.
+A model with dropout draws other numbers for a batch than for its chunks. With fixed numbers in
+their place, both compute the same function, and their gradients can be compared.
 """
 
 from __future__ import annotations

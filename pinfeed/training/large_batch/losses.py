@@ -18,12 +18,32 @@ Reduction = Literal["mean", "sum"]
 Count = Callable[[Any], Any]
 """How many terms a mean over targets has: a number, or a tensor of one."""
 
-_IGNORED = -100  # what torch's losses and those of language models leave out, by default
+# What torch's losses and those of language models leave out, by default.
+_IGNORED = -100
 _OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
 _OF_ELEMENTS = (
-    *(nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss, nn.PoissonNLLLoss, nn.KLDivLoss),
-    *(functional.mse_loss, functional.l1_loss, functional.smooth_l1_loss, functional.huber_loss, functional.kl_div),
-    *(functional.binary_cross_entropy, functional.binary_cross_entropy_with_logits, functional.poisson_nll_loss),
+    *(
+        nn.MSELoss,
+        nn.L1Loss,
+        nn.SmoothL1Loss,
+        nn.HuberLoss,
+        nn.BCELoss,
+        nn.BCEWithLogitsLoss,
+        nn.PoissonNLLLoss,
+        nn.KLDivLoss,
+    ),
+    *(
+        functional.mse_loss,
+        functional.l1_loss,
+        functional.smooth_l1_loss,
+        functional.huber_loss,
+        functional.kl_div,
+    ),
+    *(
+        functional.binary_cross_entropy,
+        functional.binary_cross_entropy_with_logits,
+        functional.poisson_nll_loss,
+    ),
 )
 
 
@@ -31,7 +51,11 @@ def reduction_of(loss: Any) -> Reduction | None:
     """What a loss of torch's does with its terms; None if it is not one, for then nobody knows without being told."""
     loss, options = _unwrapped(loss)
     if isinstance(loss, nn.Module):
-        found = getattr(loss, "reduction", None) if type(loss).__module__ == nn.modules.loss.__name__ else None
+        found = (
+            getattr(loss, "reduction", None)
+            if type(loss).__module__ == nn.modules.loss.__name__
+            else None
+        )
     else:
         is_torchs = getattr(functional, getattr(loss, "__name__", ""), None) is loss
         found = _reduction_among(options) if is_torchs else None
@@ -54,10 +78,17 @@ def check_targets(loss: Any, inputs: Any, targets: Any) -> None:
         ArgumentError: There are none.
     """
     known, _ = _unwrapped(loss)
-    is_torchs = type(known).__module__ == nn.modules.loss.__name__ or known in (*_OF_CLASSES, *_OF_ELEMENTS)
+    is_torchs = type(known).__module__ == nn.modules.loss.__name__ or known in (
+        *_OF_CLASSES,
+        *_OF_ELEMENTS,
+    )
     if targets is None and is_torchs:
         name = getattr(known, "__name__", type(known).__name__)
-        pair = "; the inputs are a pair: give backward(*batch)" if isinstance(inputs, (tuple, list)) and len(inputs) == 2 else ""
+        pair = (
+            "; the inputs are a pair: give backward(*batch)"
+            if isinstance(inputs, (tuple, list)) and len(inputs) == 2
+            else ""
+        )
         raise ArgumentError(
             f"the batch has no targets, and {name} compares outputs with targets; expected inputs and targets, as backward(inputs, "
             f"targets), or a loader whose batches are such pairs{pair}"
@@ -67,8 +98,9 @@ def check_targets(loss: Any, inputs: Any, targets: Any) -> None:
 def count_of(loss: Any) -> Count:
     """What counts the terms of a loss.
 
-    Of classes, targets that are not ignored, each with the weight of its class; of a loss that compares numbers, these; else samples. Of a
-    loss that is not known, integers are classes, and -100 is ignored.
+    Of classes, targets that are not ignored, each with the weight of its class; of a loss that
+    compares numbers, these; else samples. Of a loss that is not known, integers are classes, and
+    -100 is ignored.
     """
     known, options = _unwrapped(loss)
     ignored = options.get("ignore_index", getattr(known, "ignore_index", _IGNORED))
@@ -82,10 +114,18 @@ def count_of(loss: Any) -> Count:
         first = leaves[0] if leaves else None
         if first is not None and of_elements:
             return first.numel()
-        if first is None or not _are_classes(first, of_classes) or (reduction_of(loss) is not None and not of_classes):
+        if (
+            first is None
+            or not _are_classes(first, of_classes)
+            or (reduction_of(loss) is not None and not of_classes)
+        ):
             return n_samples(targets) if leaves else 0
         taken = first != ignored
-        return taken.sum() if weight is None else (weight.to(first.device)[first.where(taken, 0).long()] * taken).sum()
+        return (
+            taken.sum()
+            if weight is None
+            else (weight.to(first.device)[first.where(taken, 0).long()] * taken).sum()
+        )
 
     return count
 

@@ -22,9 +22,15 @@ def n_samples(batch: Any) -> int:
     Raises:
         ArgumentError: Its tensors have none, or not equally many.
     """
-    lengths = {path: len(leaf) for path, leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    lengths = {
+        path: len(leaf)
+        for path, leaf in flatten(batch)[0]
+        if isinstance(leaf, torch.Tensor) and leaf.ndim
+    }
     if not lengths:
-        raise ArgumentError(f"got {type(batch).__name__}; expected tensors whose first dimension is that of the batch")
+        raise ArgumentError(
+            f"got {type(batch).__name__}; expected tensors whose first dimension is that of the batch"
+        )
     if len(set(lengths.values())) > 1:
         raise ArgumentError(f"the tensors of a batch have {lengths} samples; expected equally many")
     return next(iter(lengths.values()))
@@ -33,14 +39,20 @@ def n_samples(batch: Any) -> int:
 def part(batch: Any, start: int, stop: int) -> Any:
     """Samples [start, stop) of a batch; what has no samples stays."""
     leaves, rebuild = flatten(batch)
-    return rebuild(leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf for _, leaf in leaves)
+    return rebuild(
+        leaf[start:stop] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
+        for _, leaf in leaves
+    )
 
 
 def some(batch: Any, rows: torch.Tensor) -> Any:
     """The samples with these row indices; leaves without samples stay as they are."""
     leaves, rebuild = flatten(batch)
     has_rows = [isinstance(leaf, torch.Tensor) and leaf.ndim for _, leaf in leaves]
-    return rebuild(leaf[rows.to(leaf.device)] if has else leaf for (_, leaf), has in zip(leaves, has_rows, strict=True))
+    return rebuild(
+        leaf[rows.to(leaf.device)] if has else leaf
+        for (_, leaf), has in zip(leaves, has_rows, strict=True)
+    )
 
 
 def check_rows(outputs: Any, n: int) -> None:
@@ -51,7 +63,9 @@ def check_rows(outputs: Any, n: int) -> None:
     """
     for path, leaf in flatten(outputs)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) != n:
-            raise ArgumentError(f"output{path} of the model has shape {tuple(leaf.shape)} for {n} samples; {NEED_ROWS}")
+            raise ArgumentError(
+                f"output{path} of the model has shape {tuple(leaf.shape)} for {n} samples; {NEED_ROWS}"
+            )
 
 
 def joined(parts: list[Any]) -> Any:
@@ -62,23 +76,32 @@ def joined(parts: list[Any]) -> Any:
     """
     flat = [flatten(one) for one in parts]
     columns = list(zip(*([leaf for _, leaf in leaves] for leaves, _ in flat), strict=True))
-    if len(parts) > 1 and any(isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not leaf.ndim for leaf, *_ in columns):
+    if len(parts) > 1 and any(
+        isinstance(leaf, torch.Tensor) and leaf.is_floating_point() and not leaf.ndim
+        for leaf, *_ in columns
+    ):
         raise ArgumentError(
             "the model gives a number for the whole batch, as if it were a loss; have it give outputs, and loss= one of them"
         )
-    return flat[0][1](torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].ndim else column[0] for column in columns)
+    return flat[0][1](
+        torch.cat(column) if isinstance(column[0], torch.Tensor) and column[0].ndim else column[0]
+        for column in columns
+    )
 
 
 def tensors(batch: Any) -> Any:
     """The batch with tensors in place of its numpy arrays, on their memory.
 
     Raises:
-        ArgumentError: An array has a dtype that torch has not, or a tensor is sparse, which cannot be cut.
+        ArgumentError: An array has a dtype that torch has not, or a tensor is sparse, which cannot
+            be cut.
     """
     leaves, rebuild = flatten(batch)
     for path, leaf in leaves:
         if isinstance(leaf, torch.Tensor) and leaf.layout is not torch.strided:
-            raise ArgumentError(f"batch{path} is a {leaf.layout} tensor, which cannot be cut into samples; give a dense one")
+            raise ArgumentError(
+                f"batch{path} is a {leaf.layout} tensor, which cannot be cut into samples; give a dense one"
+            )
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV":
             raise ArgumentError(f"batch{path} is an array of {leaf.dtype}; expected numbers")
     return rebuild(to_torch(leaf) if isinstance(leaf, np.ndarray) else leaf for _, leaf in leaves)
@@ -89,13 +112,19 @@ def samples_like(batch: Any) -> SampleSpec:
     leaves, rebuild = flatten(batch)
     found = [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
     if len(found) < len(leaves):
-        raise ArgumentError("a batch has values that are no tensors of samples; give strategy= and chunk_size=, which need no prediction")
-    return SampleSpec(tuple(tuple(leaf.shape[1:]) for leaf in found), tuple(leaf.dtype for leaf in found), rebuild)
+        raise ArgumentError(
+            "a batch has values that are no tensors of samples; give strategy= and chunk_size=, which need no prediction"
+        )
+    return SampleSpec(
+        tuple(tuple(leaf.shape[1:]) for leaf in found), tuple(leaf.dtype for leaf in found), rebuild
+    )
 
 
 def shapes_of(*batches: Any) -> tuple[Any, ...]:
     """Shapes and dtypes of all tensors: what a decision is made for."""
-    leaves = (leaf for batch in batches for _, leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor))
+    leaves = (
+        leaf for batch in batches for _, leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor)
+    )
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
@@ -109,7 +138,9 @@ def refuse_lists(batch: Any, n: int, path: str = "") -> None:
         for key, value in batch.items():
             refuse_lists(value, n, f"{path}[{key!r}]")
     elif isinstance(batch, (list, tuple)):
-        if len(batch) == n > 1 and not any(isinstance(leaf, torch.Tensor) for _, leaf in flatten(batch)[0]):
+        if len(batch) == n > 1 and not any(
+            isinstance(leaf, torch.Tensor) for _, leaf in flatten(batch)[0]
+        ):
             raise ArgumentError(
                 f"batch{path} is a {type(batch).__name__} with a value for each of {n} samples, which cannot be cut; give a tensor"
             )
@@ -124,7 +155,9 @@ def shapes_of_samples(*batches: Any) -> tuple[Any, ...]:
 
 def is_source(value: Any) -> bool:
     """Whether it gives batches, rather than being one."""
-    return not isinstance(value, (torch.Tensor, np.ndarray, Mapping, tuple, list)) and hasattr(value, "__iter__")
+    return not isinstance(value, (torch.Tensor, np.ndarray, Mapping, tuple, list)) and hasattr(
+        value, "__iter__"
+    )
 
 
 def pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
@@ -135,10 +168,17 @@ def pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
     """
     for batch in batches:
         if not isinstance(batch, (tuple, list)) or len(batch) != 2:
-            raise ArgumentError(f"a batch is a {type(batch).__name__}; expected a pair of inputs and targets")
+            raise ArgumentError(
+                f"a batch is a {type(batch).__name__}; expected a pair of inputs and targets"
+            )
         inputs, targets = tensors(batch[0]), tensors(batch[1])
-        if any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for _, leaf in flatten((inputs, targets))[0]):
-            raise ArgumentError("a batch of a source has a tensor that requires grad; give the whole batch as tensors")
+        if any(
+            isinstance(leaf, torch.Tensor) and leaf.requires_grad
+            for _, leaf in flatten((inputs, targets))[0]
+        ):
+            raise ArgumentError(
+                "a batch of a source has a tensor that requires grad; give the whole batch as tensors"
+            )
         yield inputs, targets
 
 

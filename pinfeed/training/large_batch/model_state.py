@@ -109,7 +109,11 @@ def on_other_parameters(modules: Sequence[nn.Module]) -> Iterator[Callable[[], s
         p.data = others[-1].clone()
     try:
         yield lambda: next(
-            (name for (name, p), other in zip(named, others, strict=True) if not torch.equal(p.data, other)),
+            (
+                name
+                for (name, p), other in zip(named, others, strict=True)
+                if not torch.equal(p.data, other)
+            ),
             "",
         )
     finally:
@@ -121,7 +125,9 @@ def _attributes(module: nn.Module) -> State:
     return {
         key: value
         for key, value in module.__dict__.items()
-        if key not in _OF_MODULES and isinstance(value, (torch.Tensor, *_PLAIN)) and not isinstance(value, nn.Parameter)
+        if key not in _OF_MODULES
+        and isinstance(value, (torch.Tensor, *_PLAIN))
+        and not isinstance(value, nn.Parameter)
     }
 
 

@@ -12,7 +12,8 @@ from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.recompute import recomputed
 from pinfeed.training.memory_model.estimate import Run, plain_step
 
-_LEAST_BYTES = 64 << 10  # of a storage that is worth its way to the host
+# Of a storage that is worth its way to the host.
+_LEAST_BYTES = 64 << 10
 
 
 def accumulate_step(run: Run, batch_size: int) -> Any:
@@ -80,8 +81,12 @@ class OffloadStep:
         self.host_bytes = self._now = 0
 
     def __call__(self, run: Run, batch_size: int) -> Any:
-        stay = {tensor.untyped_storage()._cdata for tensor in (*run.model.parameters(), *run.model.buffers())}
-        moved: dict[int, _Moved] = {}  # by storage, while that lives: its address may be another one's then
+        stay = {
+            tensor.untyped_storage()._cdata
+            for tensor in (*run.model.parameters(), *run.model.buffers())
+        }
+        # By storage, while that lives: its address may be another one's then.
+        moved: dict[int, _Moved] = {}
 
         def pack(tensor: torch.Tensor) -> Any:
             storage = tensor.untyped_storage()
@@ -117,4 +122,7 @@ class OffloadStep:
 def _repeated(value: Any, n: int, size: int) -> Any:
     """Outputs of a whole batch, of those of a chunk."""
     leaves, rebuild = flatten(value)
-    return rebuild(leaf.new_empty((len(leaf) * n // size, *leaf.shape[1:])) if leaf.ndim else leaf for _, leaf in leaves)
+    return rebuild(
+        leaf.new_empty((len(leaf) * n // size, *leaf.shape[1:])) if leaf.ndim else leaf
+        for _, leaf in leaves
+    )

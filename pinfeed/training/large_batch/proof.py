@@ -41,7 +41,10 @@ from pinfeed.training.memory_model.probe import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import moved
 
 _CHUNKS = {4: (2, 1, 1), 3: (2, 1), 2: (1, 1)}
-"""Sizes of the chunks, by the number of samples that are compared. More samples are cut into a half, one, a fourth and the rest."""
+"""Sizes of the chunks, by the number of samples that are compared.
+
+More samples are cut into a half, one, a fourth and the rest.
+"""
 _SIZES = (3, 2)
 """Numbers of samples that the model is tried with, until they fit."""
 _PERHAPS_ROUNDING = 1e-2
@@ -68,9 +71,17 @@ class Proofs:
         self._problems.clear()
 
     def problem_of(
-        self, strategy: str, task: Task, inputs: Any, targets: Any = None, most: Callable[[], int] = lambda: MOST_COMPARED
+        self,
+        strategy: str,
+        task: Task,
+        inputs: Any,
+        targets: Any = None,
+        most: Callable[[], int] = lambda: MOST_COMPARED,
     ) -> str:
-        """Say in what a strategy differs from the plain step; as ``problem_of``. ``most`` says how many samples fit."""
+        """Say in what a strategy differs from the plain step; as ``problem_of``.
+
+        ``most`` says how many samples fit.
+        """
         if not self.is_on or n_samples(inputs) < 2:
             return ""
         key = strategy, shapes_of_samples(inputs, targets), task.modes
@@ -78,7 +89,9 @@ class Proofs:
             if strategy in ("accumulate", ONE_BY_ONE) and not has_terms(task, inputs, targets):
                 # Every target is ignored, so that another batch has to tell.
                 return ""
-            self._problems[key] = problem_of(task, strategy, inputs, targets, self._autocast, most())
+            self._problems[key] = problem_of(
+                task, strategy, inputs, targets, self._autocast, most()
+            )
         return self._problems[key]
 
 
@@ -87,7 +100,14 @@ def has_terms(task: Task, inputs: Any, targets: Any) -> bool:
     return task.reduction != "mean" or bool(task.terms(inputs, targets))
 
 
-def problem_of(task: Task, strategy: str, inputs: Any, targets: Any, autocast: torch.dtype | None = None, most: int = MOST_COMPARED) -> str:
+def problem_of(
+    task: Task,
+    strategy: str,
+    inputs: Any,
+    targets: Any,
+    autocast: torch.dtype | None = None,
+    most: int = MOST_COMPARED,
+) -> str:
     """Say in what a strategy differs from the plain step on some samples of a batch.
 
     Parameters, gradients, buffers, attributes and random generators are as before afterwards.
@@ -125,7 +145,9 @@ def problem_of(task: Task, strategy: str, inputs: Any, targets: Any, autocast: t
     return ""
 
 
-def _problem(task: Task, strategy: str, inputs: Any, targets: Any, autocast: torch.dtype | None, n: int) -> str:
+def _problem(
+    task: Task, strategy: str, inputs: Any, targets: Any, autocast: torch.dtype | None, n: int
+) -> str:
     if strategy != "checkpoint" and (hooked := _hooked_parameters(task)):
         return f"the hooks of {hooked} would run for each chunk and not once for the batch"
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in task.parameters):
@@ -144,7 +166,9 @@ def _problem(task: Task, strategy: str, inputs: Any, targets: Any, autocast: tor
         return "" if difference is None else f"{difference}{_cause(task, samples.inputs, n)}"
 
 
-def _found(task: Task, strategy: str, samples: StepSamples, more: More, autocast: torch.dtype | None) -> Differs | None:
+def _found(
+    task: Task, strategy: str, samples: StepSamples, more: More, autocast: torch.dtype | None
+) -> Differs | None:
     is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in task.parameters)
     difference = None
     if not is_narrow:
@@ -158,7 +182,9 @@ def _found(task: Task, strategy: str, samples: StepSamples, more: More, autocast
         return _difference(task, strategy, samples, more, autocast) if is_narrow else difference
 
 
-def _difference(task: Task, strategy: str, samples: StepSamples, more: More, autocast: torch.dtype | None) -> Differs | None:
+def _difference(
+    task: Task, strategy: str, samples: StepSamples, more: More, autocast: torch.dtype | None
+) -> Differs | None:
     try:
         Comparison(task, samples, more, autocast).run(strategy)
     except Differs as difference:
@@ -168,7 +194,9 @@ def _difference(task: Task, strategy: str, samples: StepSamples, more: More, aut
     return None
 
 
-def _difference_in_float64(task: Task, strategy: str, samples: StepSamples, more: More) -> Differs | None:
+def _difference_in_float64(
+    task: Task, strategy: str, samples: StepSamples, more: More
+) -> Differs | None:
     modules = [module.double() for module in copy.deepcopy(list(task.modules))]
     loss = task.loss
     if isinstance(loss, nn.Module):
@@ -184,8 +212,13 @@ def _difference_in_float64(task: Task, strategy: str, samples: StepSamples, more
 def _doubled(samples: StepSamples) -> StepSamples:
     def doubled(batch: Any) -> Any:
         leaves, rebuild = flatten(batch)
-        is_float = [isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for _, leaf in leaves]
-        return rebuild(leaf.double() if floating else leaf for (_, leaf), floating in zip(leaves, is_float, strict=True))
+        is_float = [
+            isinstance(leaf, torch.Tensor) and leaf.is_floating_point() for _, leaf in leaves
+        ]
+        return rebuild(
+            leaf.double() if floating else leaf
+            for (_, leaf), floating in zip(leaves, is_float, strict=True)
+        )
 
     targets = None if samples.targets is None else doubled(samples.targets)
     return replace(samples, inputs=doubled(samples.inputs), targets=targets)
@@ -203,16 +236,29 @@ def _cause(task: Task, inputs: Any, n: int) -> str:
     """Operations of the model that go over the samples, as a clause."""
     found = BatchAxisOperations(n)
     modules = task.modules
-    with contextlib.suppress(Exception), torch.no_grad(), on_copies(modules), on_other_parameters(modules), found:
+    with (
+        contextlib.suppress(Exception),
+        torch.no_grad(),
+        on_copies(modules),
+        on_other_parameters(modules),
+        found,
+    ):
         call(task.model, inputs)
-    return f" (its forward pass has operations over the samples: {', '.join(found.names)})" * bool(found.names)
+    return f" (its forward pass has operations over the samples: {', '.join(found.names)})" * bool(
+        found.names
+    )
 
 
 def _hooked_parameters(task: Task) -> str:
     """The name of a parameter that has hooks, in quotes; "" if none has."""
     for module in task.modules:
         for name, p in module.named_parameters():
-            hooks = [hook for of in (p._backward_hooks, p._post_accumulate_grad_hooks) if of for hook in of.values()]
+            hooks = [
+                hook
+                for of in (p._backward_hooks, p._post_accumulate_grad_hooks)
+                if of
+                for hook in of.values()
+            ]
             if p.requires_grad and any(not isinstance(hook, Touched) for hook in hooks):
                 return repr(name)
     return ""

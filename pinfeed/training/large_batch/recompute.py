@@ -11,12 +11,16 @@ from typing import Any, TypeGuard
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-_LEAST = 2  # parts below which nothing is gained
+# Parts below which nothing is gained.
+_LEAST = 2
 
 
 @contextlib.contextmanager
 def recomputed(model: nn.Module) -> Iterator[None]:
-    """Run the forward pass in this. Blocks of a ModuleList are computed again one by one, modules of a Sequential some at a time."""
+    """Run the forward pass in this.
+
+    Blocks of a ModuleList are computed again one by one, modules of a Sequential some at a time.
+    """
     changed: list[nn.Module] = []
     try:
         for owner in _containers(model):
@@ -57,7 +61,8 @@ def _change(module: nn.Module, forward: Callable[..., Any], changed: list[nn.Mod
 
 
 def _in_segments(owner: nn.Sequential, x: Any) -> Any:
-    modules = list(owner)  # one that is there twice runs twice
+    # One that is there twice runs twice.
+    modules = list(owner)
     n = max(1, round(math.sqrt(len(modules))))
     size = -(-len(modules) // n)
     for i in range(0, len(modules), size):
@@ -72,7 +77,9 @@ def _one_by_one(modules: Sequence[nn.Module], x: Any) -> Any:
     return x
 
 
-def _again(modules: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _again(
+    modules: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
     before = buffers_of(modules)
     contexts = lambda: (contextlib.nullcontext(), replayed_buffers(before))  # noqa: E731
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
@@ -84,7 +91,16 @@ Buffers = list[tuple[nn.Module, dict[str, Any]]]
 def buffers_of(modules: Sequence[nn.Module]) -> Buffers:
     """Copies of all buffers: running statistics, vectors of a power iteration, counters."""
     every = {id(one): one for module in modules for one in module.modules() if one._buffers}
-    return [(one, {name: None if value is None else value.clone() for name, value in one._buffers.items()}) for one in every.values()]
+    return [
+        (
+            one,
+            {
+                name: None if value is None else value.clone()
+                for name, value in one._buffers.items()
+            },
+        )
+        for one in every.values()
+    ]
 
 
 @contextlib.contextmanager
@@ -92,7 +108,9 @@ def replayed_buffers(before: Buffers) -> Iterator[None]:
     """Compute again from ``before``, on copies; afterwards the buffers are those that they are now: what was computed first counts."""
     now = [dict(module._buffers) for module, _ in before]
     for module, values in before:
-        module._buffers.update({name: None if value is None else value.clone() for name, value in values.items()})
+        module._buffers.update(
+            {name: None if value is None else value.clone() for name, value in values.items()}
+        )
     try:
         yield
     finally:

@@ -51,9 +51,14 @@ def _scores(inputs: Any, targets: Any) -> Iterator[torch.Tensor]:
 
 def _rows(batch: Any) -> Iterator[torch.Tensor]:
     for _, leaf in flatten(batch)[0]:
-        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided or leaf.is_complex():
+        if (
+            not isinstance(leaf, torch.Tensor)
+            or leaf.layout is not torch.strided
+            or leaf.is_complex()
+        ):
             continue
         if leaf.ndim and leaf.numel():
             rows = leaf.detach().reshape(len(leaf), -1)
-            # Large rows are looked at here and there, so that this takes neither long nor much memory.
+            # Large rows are looked at here and there, so that this takes neither long nor much
+            # memory.
             yield rows[:, :: -(-rows.shape[1] // _MOST_NUMBERS)]

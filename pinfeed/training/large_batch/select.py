@@ -17,7 +17,12 @@ from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits, human
 from pinfeed.training.large_batch.comparison import PLAIN_FAILS
 from pinfeed.training.large_batch.micro_batches import NEED_ROWS, samples_like
-from pinfeed.training.large_batch.predict import OffloadStep, TwoPassStep, accumulate_step, checkpoint_step
+from pinfeed.training.large_batch.predict import (
+    OffloadStep,
+    TwoPassStep,
+    accumulate_step,
+    checkpoint_step,
+)
 from pinfeed.training.large_batch.recompute import can_be_recomputed
 from pinfeed.training.memory_model.estimate import Step, StepEstimator, bytes_there, plain_step
 from pinfeed.training.memory_model.sizing import largest_that_fits
@@ -36,7 +41,8 @@ class StrategyChoice:
         strategy: How gradients are computed.
         chunk_size: Samples at a time.
         why: A sentence.
-        device_bytes: What the strategies that were looked at are predicted to take, in bytes; None where that is not known.
+        device_bytes: What the strategies that were looked at are predicted to take, in bytes; None
+            where that is not known.
     """
 
     strategy: Strategy
@@ -46,13 +52,22 @@ class StrategyChoice:
 
     def __str__(self) -> str:
         said = f"{self.strategy}, {self.chunk_size} samples at a time: {self.why}"
-        rows = [(name, "?" if nbytes is None else human(nbytes)) for name, nbytes in self.device_bytes.items()]
-        return f"{said}\n{tabulate(rows, headers=('strategy', 'device memory'))}" if any(self.device_bytes.values()) else said
+        rows = [
+            (name, "?" if nbytes is None else human(nbytes))
+            for name, nbytes in self.device_bytes.items()
+        ]
+        return (
+            f"{said}\n{tabulate(rows, headers=('strategy', 'device memory'))}"
+            if any(self.device_bytes.values())
+            else said
+        )
 
 
 def batch_norms(model: nn.Module) -> list[str]:
     """Modules whose output for a sample depends on the other samples, and whose statistics on how many there are."""
-    norms = [(name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)]
+    norms = [
+        (name, module) for name, module in model.named_modules() if isinstance(module, _BatchNorm)
+    ]
     return [name for name, norm in norms if norm.training or norm.running_mean is None]
 
 
@@ -67,12 +82,19 @@ class Predictor:
     """
 
     def __init__(self, estimator: StepEstimator, limit: int, host_limit: int, n_ahead: int) -> None:
-        self._estimator, self.limit, self.host_limit = estimator, limit, host_limit
-        sample = sum(estimator.inputs.nbytes) + sum(estimator.targets.nbytes if estimator.targets is not None else ())
+        self._estimator = estimator
+        self.limit = limit
+        self.host_limit = host_limit
+        sample = sum(estimator.inputs.nbytes) + sum(
+            estimator.targets.nbytes if estimator.targets is not None else ()
+        )
         self._ahead = n_ahead * sample
         self.offload = OffloadStep()
         self.why_not = ""
-        self._least = 2 if isinstance(estimator.model, nn.Module) and batch_norms(estimator.model) else 1  # one has no variance
+        # One has no variance.
+        self._least = (
+            2 if isinstance(estimator.model, nn.Module) and batch_norms(estimator.model) else 1
+        )
 
     def chunk_size(self, n: int | None, *, in_two_passes: bool = False) -> int:
         """The largest chunk of a batch of ``n`` that fits, with gradients that are there already.
@@ -83,7 +105,9 @@ class Predictor:
         """
 
         def need(size: int) -> int:
-            taken = self.bytes_of("two_pass" if in_two_passes else "accumulate", n or size, max(size, self._least))
+            taken = self.bytes_of(
+                "two_pass" if in_two_passes else "accumulate", n or size, max(size, self._least)
+            )
             if taken is None:
                 raise EstimateError(f"{self.why_not}; or give chunk_size=")
             return taken
@@ -91,7 +115,9 @@ class Predictor:
         found = largest_that_fits(need, self.limit, n)
         if not found:
             error, name = self._not_enough()
-            raise error(f"chunks of one sample need {human(need(1))} ({need(1)} bytes); {name} is {human(self.limit)} ({self.limit} bytes)")
+            raise error(
+                f"chunks of one sample need {human(need(1))} ({need(1)} bytes); {name} is {human(self.limit)} ({self.limit} bytes)"
+            )
         return found
 
     def _not_enough(self) -> tuple[type[NotEnoughGPUMemory] | type[NotEnoughCPUMemory], str]:
@@ -157,11 +183,14 @@ def choose(
         problem_of: Says in what a strategy differs from the plain step; "" if in nothing.
 
     Raises:
-        ArgumentError: No strategy gives the gradients of the plain step, or there is neither a limit nor a chunk size.
+        ArgumentError: No strategy gives the gradients of the plain step, or there is neither a
+            limit nor a chunk size.
         NotEnoughGPUMemory: Not even one sample fits.
     """
     if predictor is None and chunk_size is None:
-        raise ArgumentError("neither chunk_size nor a config with a limit was given; give one of them")
+        raise ArgumentError(
+            "neither chunk_size nor a config with a limit was given; give one of them"
+        )
     taken: dict[str, int | None] = {}
     problems: dict[str, str] = {}
 
@@ -193,13 +222,31 @@ def choose(
                 taken[name] = None if predictor is None else predictor.bytes_of(name, n, size)
                 return StrategyChoice(name, min(size, n), why, taken)
     why = said_of(problems)
-    if fits("offload") and predictor is not None and predictor.offload.host_bytes <= predictor.host_limit:
-        return StrategyChoice("offload", n, f"chunks are wrong ({why}), and what is kept for the backward pass fits on the host", taken)
+    if (
+        fits("offload")
+        and predictor is not None
+        and predictor.offload.host_bytes <= predictor.host_limit
+    ):
+        return StrategyChoice(
+            "offload",
+            n,
+            f"chunks are wrong ({why}), and what is kept for the backward pass fits on the host",
+            taken,
+        )
     if can_be_recomputed(model) and fits("checkpoint") and is_right("checkpoint"):
-        return StrategyChoice("checkpoint", n, f"chunks are wrong ({why}), and the whole batch fits if parts are computed again", taken)
+        return StrategyChoice(
+            "checkpoint",
+            n,
+            f"chunks are wrong ({why}), and the whole batch fits if parts are computed again",
+            taken,
+        )
     why = said_of(problems)
-    # Outputs that cannot be cut are a problem of chunks, although the comparison finds it in the plain step.
-    if all(problem.startswith(PLAIN_FAILS) and NEED_ROWS not in problem for problem in problems.values()):
+    # Outputs that cannot be cut are a problem of chunks, although the comparison finds it in the
+    # plain step.
+    if all(
+        problem.startswith(PLAIN_FAILS) and NEED_ROWS not in problem
+        for problem in problems.values()
+    ):
         raise ArgumentError(
             f"{next(iter(problems.values()))}, so that no strategy can be compared with it; expected inputs and targets with which the "
             "step runs without pinfeed, too; if it fails with few samples alone, name a strategy and give prove=False"
@@ -237,7 +284,8 @@ def predictor_of(
     autocast: torch.dtype | None = None,
 ) -> Predictor:
     """A predictor for batches like this one, under the limits of ``config``; without loss and optimizer, as ``estimate`` has it then."""
-    there = bytes_there(model, device)  # what is free is beside them, and the estimate counts them again
+    # What is free is beside them, and the estimate counts them again.
+    there = bytes_there(model, device)
     on_gpu, limit = device.type == "cuda", config.gpu_memory_limit
     host = config.host_limit(free_host_bytes() + (0 if on_gpu else there))
     if on_gpu and limit is None:

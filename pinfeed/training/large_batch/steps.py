@@ -86,7 +86,9 @@ def compare_steps(
     def in_chunks() -> torch.Tensor:
         if strategy == "two_pass":
             return two_pass(task, pieces, targets)
-        return Accumulation(task).run(pieces(), None if strategy == ONE_BY_ONE else task.terms(inputs, targets))
+        return Accumulation(task).run(
+            pieces(), None if strategy == ONE_BY_ONE else task.terms(inputs, targets)
+        )
 
     if strategy != "two_pass" and task.reduction == "mean" and not task.terms(inputs, targets):
         return
@@ -95,7 +97,9 @@ def compare_steps(
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise Differs(f"the step fails in chunks of some of the samples ({first_line(error)})") from error
+        raise Differs(
+            f"the step fails in chunks of some of the samples ({first_line(error)})"
+        ) from error
     rounding.require_states(whole[2], state)
     rounding.require(whole[0], loss, "the loss of a step differs")
     rounding.require_gradients(task, whole[1], gradients)
@@ -128,7 +132,9 @@ def own_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
 def _any_loss(outputs: Any, targets: Any) -> torch.Tensor:
     tensors = [leaf for _, leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
     floats = [leaf for leaf in tensors if leaf.is_floating_point()]
-    sums = [(leaf * random_rows(i, leaf, 0, len(leaf))).sum().float() for i, leaf in enumerate(floats)]
+    sums = [
+        (leaf * random_rows(i, leaf, 0, len(leaf))).sum().float() for i, leaf in enumerate(floats)
+    ]
     return torch.stack(sums).sum()
 
 
@@ -136,5 +142,8 @@ def cloned(batch: Any) -> Any:
     """The batch in memory of its own: a model may change its inputs."""
     leaves, rebuild = flatten(batch)
     return rebuild(
-        leaf.detach().clone().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves
+        leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else leaf
+        for _, leaf in leaves
     )

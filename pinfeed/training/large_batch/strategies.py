@@ -51,7 +51,9 @@ class Task:
     @property
     def parameters(self) -> list[nn.Parameter]:
         """Those that want gradients, each once."""
-        found = {id(p): p for module in self.modules for p in module.parameters() if p.requires_grad}
+        found = {
+            id(p): p for module in self.modules for p in module.parameters() if p.requires_grad
+        }
         return list(found.values())
 
     @property
@@ -89,12 +91,13 @@ class Touched:
 class Accumulation:
     """Gradients of a batch as the sum of those of its pieces.
 
-    A piece that does not fit is computed in halves. Gradients that it has added to by then are left out of that: a backward pass adds
-    all of a parameter's gradient at once, or nothing.
+    A piece that does not fit is computed in halves. Gradients that it has added to by then are left
+    out of that: a backward pass adds all of a parameter's gradient at once, or nothing.
     """
 
     def __init__(self, task: Task) -> None:
-        self._task, self._parameters = task, task.parameters
+        self._task = task
+        self._parameters = task.parameters
         self._touched = Touched()
         self.n_halved = 0
 
@@ -110,10 +113,13 @@ class Accumulation:
         """
         if self._task.reduction == "sum" or total is not None:
             return self._sum(pieces, 1.0 if self._task.reduction == "sum" else total or 1.0)
-        # Gradients are of the size of a mean from the first piece on: what clips or overflows does so as in the plain step.
+        # Gradients are of the size of a mean from the first piece on: what clips or overflows does
+        # so as in the plain step.
         first = next((piece for piece in pieces if piece[2]), None)
         if first is None:
-            raise ArgumentError("every target of the batches is ignored; expected at least one that is not")
+            raise ArgumentError(
+                "every target of the batches is ignored; expected at least one that is not"
+            )
         loss = self._sum(itertools.chain([first], pieces), first[2])
         ratio = self._n_terms / first[2]
         for p in self._parameters:
@@ -122,7 +128,8 @@ class Accumulation:
         return loss / ratio
 
     def _sum(self, pieces: Iterable[tuple[Any, Any, float]], total: float) -> torch.Tensor:
-        self._n_terms, loss = 0.0, None
+        self._n_terms = 0.0
+        loss = None
         hooks = [p.register_post_accumulate_grad_hook(self._touched) for p in self._parameters]
         try:
             for inputs, targets, n_terms in pieces:
@@ -136,9 +143,17 @@ class Accumulation:
             raise ArgumentError("the batch is empty; expected at least one sample")
         return loss
 
-    def _piece(self, inputs: Any, targets: Any, n_terms: float, total: float, wanted: list[nn.Parameter] | None) -> torch.Tensor:
+    def _piece(
+        self,
+        inputs: Any,
+        targets: Any,
+        n_terms: float,
+        total: float,
+        wanted: list[nn.Parameter] | None,
+    ) -> torch.Tensor:
         """Gradients of a piece, of the parameters that are wanted; None for all."""
-        if self._task.reduction == "mean" and not n_terms:  # a mean of nothing, which is not a number
+        if self._task.reduction == "mean" and not n_terms:
+            # A mean of nothing, which is not a number.
             return torch.zeros((), device=self._parameters[0].device)
         self._touched.parameters.clear()
         state = rng_state.capture()
@@ -152,14 +167,21 @@ class Accumulation:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or n_samples(inputs) == 1:
                 raise
-        # Out of the except block: until then the traceback keeps the tensors of the frames that failed.
+        # Out of the except block: until then the traceback keeps the tensors of the frames that
+        # failed.
         give_back()
         rng_state.restore(state)
         self.n_halved += 1
-        missing = [p for p in (self._parameters if wanted is None else wanted) if p not in self._touched.parameters]
+        missing = [
+            p
+            for p in (self._parameters if wanted is None else wanted)
+            if p not in self._touched.parameters
+        ]
         n = n_samples(inputs)
         halves = [(part(inputs, a, b), part(targets, a, b)) for a, b in ((0, n // 2), (n // 2, n))]
-        return torch.stack([self._piece(*half, self._task.terms(*half), total, missing) for half in halves]).sum()
+        return torch.stack(
+            [self._piece(*half, self._task.terms(*half), total, missing) for half in halves]
+        ).sum()
 
 
 def two_pass(task: Task, pieces: Callable[[], Pieces], targets: Any) -> torch.Tensor:
@@ -170,7 +192,9 @@ def two_pass(task: Task, pieces: Callable[[], Pieces], targets: Any) -> torch.Te
         pieces: Gives the pieces, the same ones each time.
         targets: Of the whole batch, on the device.
     """
-    states, parts, buffers = [], [], buffers_of(task.modules)
+    states = []
+    parts = []
+    buffers = buffers_of(task.modules)
     with torch.no_grad(), contextlib.closing(pieces()) as first:
         for inputs, _, _ in first:
             states.append(rng_state.capture())
@@ -193,10 +217,18 @@ def two_pass(task: Task, pieces: Callable[[], Pieces], targets: Any) -> torch.Te
             rng_state.restore(state)
             with task.context():
                 again = [leaf for _, leaf in flatten(call(task.model, inputs))[0]]
-            both = [(new, old.grad) for new, old in zip(again, held, strict=True) if _wants(new) and new.requires_grad]
-            pairs = [(new, gradient[start : start + n]) for new, gradient in both if gradient is not None]
+            both = [
+                (new, old.grad)
+                for new, old in zip(again, held, strict=True)
+                if _wants(new) and new.requires_grad
+            ]
+            pairs = [
+                (new, gradient[start : start + n]) for new, gradient in both if gradient is not None
+            ]
             if pairs:
-                torch.autograd.backward([new for new, _ in pairs], [gradient for _, gradient in pairs])
+                torch.autograd.backward(
+                    [new for new, _ in pairs], [gradient for _, gradient in pairs]
+                )
             start += n
     return loss.detach()
 

@@ -13,13 +13,16 @@ from pinfeed.training.memory_model.report import Estimate
 
 @dataclass(frozen=True)
 class Budget:
-    """What a training step and the feeder beside it take. ``str(budget)`` is a table of where each byte goes.
+    """What a training step and the feeder beside it take.
+
+    ``str(budget)`` is a table of where each byte goes.
 
     Attributes:
         batch_size: Samples.
         step: The estimate of the step.
         feeder: The plan of the feeder.
-        margin: Bytes left for what the estimate does not see; or, after ``probe``, what was seen beyond it, which may be less than none.
+        margin: Bytes left for what the estimate does not see; or, after ``probe``, what was seen
+            beyond it, which may be less than none.
         seen: What steps took when they ran, in estimates; None if they did not.
         cpu_memory_limit: In bytes.
         gpu_memory_limit: In bytes; None where training is on the CPU.
@@ -37,8 +40,14 @@ class Budget:
     def items(self) -> tuple[Allocation, ...]:
         """Everything, once each: the step's own batch is one of the feeder's."""
         place = "host" if self.gpu_memory_limit is None else "device"
-        step = [(what, nbytes) for what, nbytes in self.step.breakdown.items() if what != "batch" and nbytes]
-        step += [("left for what is not seen" if self.seen is None else "seen beyond that", self.margin)] * bool(self.margin)
+        step = [
+            (what, nbytes)
+            for what, nbytes in self.step.breakdown.items()
+            if what != "batch" and nbytes
+        ]
+        step += [
+            ("left for what is not seen" if self.seen is None else "seen beyond that", self.margin)
+        ] * bool(self.margin)
         return (*(Allocation(what, place, 1, nbytes) for what, nbytes in step), *self.feeder.items)  # type: ignore[arg-type]
 
     @property
@@ -54,7 +63,9 @@ class Budget:
     @property
     def fits(self) -> bool:
         """Whether it is within the limits."""
-        return self.cpu_bytes <= self.cpu_memory_limit and (self.gpu_memory_limit is None or self.gpu_bytes <= self.gpu_memory_limit)
+        return self.cpu_bytes <= self.cpu_memory_limit and (
+            self.gpu_memory_limit is None or self.gpu_bytes <= self.gpu_memory_limit
+        )
 
     @property
     def step_bytes(self) -> int:
@@ -62,9 +73,20 @@ class Budget:
         return self.step.reserved_bytes - self.step.breakdown["batch"] + self.margin
 
     def __str__(self) -> str:
-        rows = [(item.place, item.what, item.count, human(item.nbytes), human(item.total)) for item in self.items]
-        table = tabulate(rows, headers=("where", "what", "count", "each", "in all"), colalign=("left", "left", "right", "right", "right"))
-        lines = [f"batches of {self.batch_size} samples", table, f"host: {human(self.cpu_bytes)} of {human(self.cpu_memory_limit)}"]
+        rows = [
+            (item.place, item.what, item.count, human(item.nbytes), human(item.total))
+            for item in self.items
+        ]
+        table = tabulate(
+            rows,
+            headers=("where", "what", "count", "each", "in all"),
+            colalign=("left", "left", "right", "right", "right"),
+        )
+        lines = [
+            f"batches of {self.batch_size} samples",
+            table,
+            f"host: {human(self.cpu_bytes)} of {human(self.cpu_memory_limit)}",
+        ]
         if self.gpu_memory_limit is not None:
             lines.append(f"device: {human(self.gpu_bytes)} of {human(self.gpu_memory_limit)}")
         if self.seen is not None:
@@ -75,9 +97,21 @@ class Budget:
 def refusal(least: Budget, n_samples: int) -> BudgetError:
     """The error that says why not even so many samples fit."""
     on_device = least.gpu_memory_limit is not None and least.gpu_bytes > least.gpu_memory_limit
-    need, limit = (least.gpu_bytes, least.gpu_memory_limit) if on_device else (least.cpu_bytes, least.cpu_memory_limit)
-    name, kind = ("gpu_memory_limit", NotEnoughGPUMemory) if on_device else ("cpu_memory_limit", NotEnoughCPUMemory)
-    uses = ", ".join(f"{human(item.total)} {item.what}" for item in least.items if (item.place == "device") == on_device)
+    need, limit = (
+        (least.gpu_bytes, least.gpu_memory_limit)
+        if on_device
+        else (least.cpu_bytes, least.cpu_memory_limit)
+    )
+    name, kind = (
+        ("gpu_memory_limit", NotEnoughGPUMemory)
+        if on_device
+        else ("cpu_memory_limit", NotEnoughCPUMemory)
+    )
+    uses = ", ".join(
+        f"{human(item.total)} {item.what}"
+        for item in least.items
+        if (item.place == "device") == on_device
+    )
     return kind(
         f"a batch of {n_samples} needs {human(need)} ({need} bytes): {uses}; {name} is {human(limit or 0)} ({limit} bytes); "
         f"raise {name}, lower depth (now {least.feeder.depth}), or train in chunks"

@@ -1,6 +1,7 @@
 """torch's caching allocator of CUDA memory, simulated: what it reserves for tensors that come and go in a given order.
 
-Sizes and policy are those of c10/cuda/CUDACachingAllocator.cpp by default: one stream, no expandable segments.
+Sizes and policy are those of c10/cuda/CUDACachingAllocator.cpp by default: one stream, no
+expandable segments.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _ROUND = 512
-_SMALL = 1 << 20  # up to this, tensors live in segments of their own kind
+# Up to this, tensors live in segments of their own kind.
+_SMALL = 1 << 20
 _SMALL_SEGMENT = 2 << 20
-_MEDIUM, _MEDIUM_SEGMENT = 10 << 20, 20 << 20  # below the first, a segment of the second is taken
+# Below the first, a segment of the second is taken.
+_MEDIUM, _MEDIUM_SEGMENT = 10 << 20, 20 << 20
 _ROUND_SEGMENT = 2 << 20
 
 Event = tuple[int, int]
@@ -30,7 +33,8 @@ class Replay:
     Attributes:
         allocated: Most bytes of tensors at a time, each rounded up to 512.
         reserved: Most bytes of segments at a time.
-        n_retries: Times that unused segments were given back because of the limit: each is a wait for the device.
+        n_retries: Times that unused segments were given back because of the limit: each is a wait
+            for the device.
     """
 
     allocated: int
@@ -65,7 +69,9 @@ class CachingAllocator:
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.allocated = self.reserved = self.most_allocated = self.most_reserved = self.n_retries = 0
+        self.allocated = self.reserved = self.most_allocated = self.most_reserved = (
+            self.n_retries
+        ) = 0
         self._n_segments = 0
         self._live: dict[int, _Block] = {}
         self._free: dict[bool, list[_Block]] = {True: [], False: []}  # by size
@@ -121,19 +127,31 @@ class CachingAllocator:
             for free in self._free.values():
                 whole = [block for block in free if block.before is None and block.after is None]
                 self.reserved -= sum(block.size for block in whole)
-                free[:] = [block for block in free if block.before is not None or block.after is not None]
+                free[:] = [
+                    block for block in free if block.before is not None or block.after is not None
+                ]
             if self.reserved + wanted > self.limit:
-                raise OutOfMemory(f"{wanted} bytes were wanted, {self.reserved} of {self.limit} are reserved")
+                raise OutOfMemory(
+                    f"{wanted} bytes were wanted, {self.reserved} of {self.limit} are reserved"
+                )
         self.reserved += wanted
         self.most_reserved = max(self.most_reserved, self.reserved)
         self._n_segments += 1
         return _Block(wanted, self._n_segments, 0, size <= _SMALL)
 
     def _split(self, block: _Block, size: int) -> None:
-        rest = _Block(block.size - size, block.segment, block.offset + size, block.is_small, before=block, after=block.after)
+        rest = _Block(
+            block.size - size,
+            block.segment,
+            block.offset + size,
+            block.is_small,
+            before=block,
+            after=block.after,
+        )
         if block.after is not None:
             block.after.before = rest
-        block.after, block.size = rest, size
+        block.after = rest
+        block.size = size
         self._put(rest)
 
     def _put(self, block: _Block) -> None:

@@ -37,7 +37,9 @@ def confidence_in(
     found += _of_recurrent(recurrent, device, are_measured=measured)
     halves = {p.dtype for p in model.parameters()} | {autocast}
     if device == "cpu" and not halves.isdisjoint({torch.float16, torch.bfloat16}):
-        found.append(("low", "half precision: what a CPU takes to compute in it is not seen; run probe()"))
+        found.append(
+            ("low", "half precision: what a CPU takes to compute in it is not seen; run probe()")
+        )
     if tracker.foreign:
         names = ", ".join(sorted(tracker.foreign))
         note = "what these operations take while they run is not seen; run probe()"

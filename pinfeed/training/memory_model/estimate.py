@@ -23,14 +23,24 @@ from pinfeed.training.memory_model.storage_tracker import Peak, StorageTracker, 
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.validation.arguments import whole_number
 
-KINDS = ("parameters", "buffers", "gradients", "optimizer state", "batch", "activations", "temporary")
+KINDS = (
+    "parameters",
+    "buffers",
+    "gradients",
+    "optimizer state",
+    "batch",
+    "activations",
+    "temporary",
+)
 _ONE_AT_A_TIME = threading.RLock()
 """Held while functions of torch are replaced, for the whole process."""
-_N_STEPS = 2  # the optimizer's state comes with the first one's end
+# The optimizer's state comes with the first one's end.
+_N_STEPS = 2
 _MOST_SAMPLES = 1 << 40
 """Most samples of a batch that is predicted: sizes in bytes of larger ones overflow in torch."""
 _ROUND = {"cuda": 512, "cpu": 64}
-_WORKSPACE_BYTES = 32 << 20  # of cuBLAS, which torch's allocator gives; on Hopper (pytorch 175344), less elsewhere
+# Of cuBLAS, which torch's allocator gives; on Hopper (pytorch 175344), less elsewhere.
+_WORKSPACE_BYTES = 32 << 20
 
 
 def estimate(
@@ -49,16 +59,20 @@ def estimate(
     """Predict the peak of a training step, on tensors without data: in some seconds, without a GPU, and without its memory.
 
     Args:
-        model: A torch module, which stays as it is; or what makes one when it is called: a class, a function.
+        model: A torch module, which stays as it is; or what makes one when it is called: a class, a
+            function.
         batch_size: Samples.
-        input_shape: Of a sample, without the dimension of the batch: a shape, or a tuple (positional arguments of the model), list or
-            dict (its keyword arguments) of shapes.
+        input_shape: Of a sample, without the dimension of the batch: a shape, or a tuple
+            (positional arguments of the model), list or dict (its keyword arguments) of shapes.
         output_shape: Of a sample's target, likewise; None without targets.
-        input_dtype: One for all inputs, or a structure like theirs: a dtype of torch or numpy, or its name.
+        input_dtype: One for all inputs, or a structure like theirs: a dtype of torch or numpy, or
+            its name.
         output_dtype: Likewise, of targets.
         loss: Called with the model's outputs and targets; None for the sum of the outputs.
-        optimizer: A torch optimizer of the model's parameters; or its class, or a function, called with parameters. None for AdamW.
-        device: ``"cuda"``: as torch does on a GPU, with what its allocator reserves; ``"cpu"``: as on this machine.
+        optimizer: A torch optimizer of the model's parameters; or its class, or a function, called
+            with parameters. None for AdamW.
+        device: ``"cuda"``: as torch does on a GPU, with what its allocator reserves; ``"cpu"``: as
+            on this machine.
         autocast: The dtype of autocast, where it is used.
 
     Raises:
@@ -67,11 +81,16 @@ def estimate(
     """
     targets = None if output_shape is None else samples_of(output_shape, output_dtype, "output")
     inputs = samples_of(input_shape, input_dtype, "input")
-    return StepEstimator(model, inputs, targets, loss=loss, optimizer=optimizer, device=device, autocast=autocast).at(batch_size)
+    return StepEstimator(
+        model, inputs, targets, loss=loss, optimizer=optimizer, device=device, autocast=autocast
+    ).at(batch_size)
 
 
 class Step(Protocol):
-    """How gradients are computed of a batch. What it returns is alive until the next step, as the variables of a loop are."""
+    """How gradients are computed of a batch.
+
+    What it returns is alive until the next step, as the variables of a loop are.
+    """
 
     def __call__(self, run: Run, batch_size: int) -> Any: ...
 
@@ -85,15 +104,25 @@ class Run:
         held: Outputs and loss of the step before, while they are alive.
     """
 
-    def __init__(self, estimator: StepEstimator, model: nn.Module, loss: Any, tracker: StorageTracker) -> None:
-        self._estimator, self.model, self._loss, self.tracker = estimator, model, loss, tracker
+    def __init__(
+        self, estimator: StepEstimator, model: nn.Module, loss: Any, tracker: StorageTracker
+    ) -> None:
+        self._estimator = estimator
+        self.model = model
+        self._loss = loss
+        self.tracker = tracker
         self.held: tuple[Any, ...] = ()
 
     def batch(self, n: int) -> tuple[Any, Any]:
         """Inputs and targets of so many samples."""
         self.tracker.enter("batch")
         samples = (self._estimator.inputs, self._estimator.targets)
-        found = tuple(None if one is None else one.batch(n, lambda shape, dtype: torch.empty(shape, dtype=dtype)) for one in samples)
+        found = tuple(
+            None
+            if one is None
+            else one.batch(n, lambda shape, dtype: torch.empty(shape, dtype=dtype))
+            for one in samples
+        )
         return found[0], found[1]
 
     def outputs(self, inputs: Any) -> Any:
@@ -132,12 +161,16 @@ class StepEstimator:
     """Predicts steps of one model, at any batch size.
 
     Args:
-        model: A module, which stays as it is, or what makes one when it is called: a class, a function.
-        inputs: What a sample is, for the model: a tensor, positional arguments (a tuple) or keyword arguments (a dict).
+        model: A module, which stays as it is, or what makes one when it is called: a class, a
+            function.
+        inputs: What a sample is, for the model: a tensor, positional arguments (a tuple) or keyword
+            arguments (a dict).
         targets: What a sample is, for the loss.
         loss: Called with outputs and targets; None for the sum of the outputs.
-        optimizer: A torch optimizer, of the model's parameters; or its class, or a function, called with the parameters. None for AdamW.
-        device: ``"cuda"``: as torch would on a GPU, with what its allocator reserves; ``"cpu"``: as on this machine.
+        optimizer: A torch optimizer, of the model's parameters; or its class, or a function, called
+            with the parameters. None for AdamW.
+        device: ``"cuda"``: as torch would on a GPU, with what its allocator reserves; ``"cpu"``: as
+            on this machine.
         autocast: The dtype of autocast, where it is used.
 
     Raises:
@@ -156,13 +189,19 @@ class StepEstimator:
         autocast: torch.dtype | None = None,
     ) -> None:
         if not callable(model):
-            raise ArgumentError(f"model={model!r}: expected a torch module, or a class or function that makes one")
+            raise ArgumentError(
+                f"model={model!r}: expected a torch module, or a class or function that makes one"
+            )
         if device not in ("cuda", "cpu"):
             raise ArgumentError(f"device={device!r}: expected 'cuda' or 'cpu'")
         check_autocast(autocast)
-        self.model, self.inputs, self.targets = model, inputs, targets
+        self.model = model
+        self.inputs = inputs
+        self.targets = targets
         self.loss = loss or _sum
-        self._optimizer, self.device, self._dtype = optimizer, device, autocast
+        self._optimizer = optimizer
+        self.device = device
+        self._dtype = autocast
         self._notes: list[str] = []
         self._known: dict[tuple[int, Step], Estimate] = {}
         if loss is None:
@@ -172,15 +211,24 @@ class StepEstimator:
 
     def autocast(self, device_type: str = "cpu") -> contextlib.AbstractContextManager[Any]:
         """What the forward pass runs in."""
-        return contextlib.nullcontext() if self._dtype is None else torch.autocast(device_type, self._dtype)
+        return (
+            contextlib.nullcontext()
+            if self._dtype is None
+            else torch.autocast(device_type, self._dtype)
+        )
 
     def optimizer_of(self, model: nn.Module, stand_ins: Mapping[int, torch.Tensor]) -> Any:
         """An optimizer, as it was given, of a copy of the model; and what stands for the tensors of the model there, by their id."""
         given = self._optimizer
         if isinstance(given, torch.optim.Optimizer):
             if any(id(p) not in stand_ins for group in given.param_groups for p in group["params"]):
-                raise ArgumentError("the optimizer has parameters that are neither the model's nor the loss's; give its class")
-            groups = [group | {"params": [stand_ins[id(p)] for p in group["params"]]} for group in given.param_groups]
+                raise ArgumentError(
+                    "the optimizer has parameters that are neither the model's nor the loss's; give its class"
+                )
+            groups = [
+                group | {"params": [stand_ins[id(p)] for p in group["params"]]}
+                for group in given.param_groups
+            ]
             return type(given)(groups, **_taken(type(given), given.defaults))
         return (given or torch.optim.AdamW)([p for p in model.parameters() if p.requires_grad])
 
@@ -197,21 +245,33 @@ class StepEstimator:
         return self._known[batch_size, step]
 
     def _estimated(self, batch_size: int, step: Step) -> Estimate:
-        tracker, log = StorageTracker(is_cpu=self.device == "cpu"), logging.getLogger("torch._subclasses.fake_tensor")
-        was_silent, log.disabled = log.disabled, True  # it prints the traceback of what is raised here
+        tracker, log = (
+            StorageTracker(is_cpu=self.device == "cpu"),
+            logging.getLogger("torch._subclasses.fake_tensor"),
+        )
+        # It prints the traceback of what is raised here.
+        was_silent = log.disabled
+        log.disabled = True
         try:
             layers, confidence, notes = self._follow(tracker, batch_size, step)
         except ArgumentError:
             raise
         except Exception as error:
-            raise EstimateError(self._refusal(error, batch_size, tracker.marks[-1][1] if tracker.marks else "beginning")) from error
+            raise EstimateError(
+                self._refusal(
+                    error, batch_size, tracker.marks[-1][1] if tracker.marks else "beginning"
+                )
+            ) from error
         finally:
             log.disabled = was_silent
         peak = peak_of(tracker, _ROUND[self.device])
         return self._summary(batch_size, tracker, peak, layers, confidence, notes)
 
-    def _follow(self, tracker: StorageTracker, batch_size: int, step: Step) -> tuple[tuple[Layer, ...], Confidence, list[str]]:
-        from torch._subclasses.fake_tensor import FakeTensorMode  # takes a second to load
+    def _follow(
+        self, tracker: StorageTracker, batch_size: int, step: Step
+    ) -> tuple[tuple[Layer, ...], Confidence, list[str]]:
+        # Takes a second to load.
+        from torch._subclasses.fake_tensor import FakeTensorMode
 
         cuda = self.device == "cuda"
         mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
@@ -251,7 +311,13 @@ class StepEstimator:
         )
 
     def _summary(
-        self, batch_size: int, tracker: StorageTracker, peak: Peak, layers: tuple[Layer, ...], confidence: Confidence, notes: list[str]
+        self,
+        batch_size: int,
+        tracker: StorageTracker,
+        peak: Peak,
+        layers: tuple[Layer, ...],
+        confidence: Confidence,
+        notes: list[str],
     ) -> Estimate:
         named = {"forward": "activations", "backward": "temporary", "optimizer": "temporary"}
         breakdown = dict.fromkeys(KINDS, 0)
@@ -263,7 +329,16 @@ class StepEstimator:
             reserved = CachingAllocator().replay(tracker.events).reserved + _WORKSPACE_BYTES
             breakdown["reserve"] = reserved - sum(breakdown.values())
         phases = {phase: nbytes for phase, nbytes in peak.phases.items() if phase in named}
-        return Estimate(batch_size, peak.nbytes, reserved, breakdown, phases, layers, confidence, (*self._notes, *notes))
+        return Estimate(
+            batch_size,
+            peak.nbytes,
+            reserved,
+            breakdown,
+            phases,
+            layers,
+            confidence,
+            (*self._notes, *notes),
+        )
 
 
 def check_autocast(dtype: Any) -> None:
@@ -273,7 +348,9 @@ def check_autocast(dtype: Any) -> None:
         ArgumentError: ``dtype`` is neither a floating-point dtype of torch nor None.
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ArgumentError(f"autocast={dtype!r}: expected a floating-point dtype of torch, as torch.bfloat16, or None")
+        raise ArgumentError(
+            f"autocast={dtype!r}: expected a floating-point dtype of torch, as torch.bfloat16, or None"
+        )
 
 
 def call(model: Callable[..., Any], inputs: Any) -> Any:
@@ -291,13 +368,26 @@ def _without_data(model: Any, loss: Any) -> tuple[nn.Module, Any, dict[int, torc
     for module in (given for given in (model, loss) if isinstance(given, nn.Module)):
         for tensor in tensors_of(module):
             if id(tensor) not in fakes:
-                fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-                fakes[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else fake
-    memo = dict(fakes)  # deepcopy keeps what is in its memo for what it stands for
+                fake = torch.empty_strided(
+                    tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu"
+                )
+                fakes[id(tensor)] = (
+                    nn.Parameter(fake, tensor.requires_grad)
+                    if isinstance(tensor, nn.Parameter)
+                    else fake
+                )
+    # deepcopy keeps what is in its memo for what it stands for.
+    memo = dict(fakes)
     made = copy.deepcopy(model, memo) if isinstance(model, nn.Module) else model()
     if not isinstance(made, nn.Module):
-        raise ArgumentError(f"model={model!r} made a {type(made).__name__}; expected a torch module")
-    return made if made.training else made.train(), copy.deepcopy(loss, memo) if isinstance(loss, nn.Module) else loss, fakes
+        raise ArgumentError(
+            f"model={model!r} made a {type(made).__name__}; expected a torch module"
+        )
+    return (
+        made if made.training else made.train(),
+        copy.deepcopy(loss, memo) if isinstance(loss, nn.Module) else loss,
+        fakes,
+    )
 
 
 def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
@@ -313,7 +403,11 @@ def bytes_there(model: Any, device: torch.device) -> int:
     if not isinstance(model, nn.Module):
         return 0
     gradients = (p.grad for p in model.parameters() if p.grad is not None)
-    found = {id(tensor): tensor for tensor in (*tensors_of(model), *gradients) if tensor.device.type == device.type}
+    found = {
+        id(tensor): tensor
+        for tensor in (*tensors_of(model), *gradients)
+        if tensor.device.type == device.type
+    }
     return sum(tensor.numel() * tensor.element_size() for tensor in found.values())
 
 
@@ -321,7 +415,11 @@ def _taken(kind: type, defaults: Mapping[str, Any]) -> dict[str, Any]:
     """Those of an optimizer's defaults that its constructor takes."""
     import inspect
 
-    return {name: value for name, value in defaults.items() if name in inspect.signature(kind).parameters}
+    return {
+        name: value
+        for name, value in defaults.items()
+        if name in inspect.signature(kind).parameters
+    }
 
 
 def _as_by_default(optimizer: Any) -> None:
@@ -337,4 +435,6 @@ def _state_of(optimizer: Any) -> Iterator[torch.Tensor]:
 
 
 def _sum(outputs: Any, targets: Any) -> torch.Tensor:
-    return torch.stack([leaf.float().sum() for _, leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]).sum()
+    return torch.stack(
+        [leaf.float().sum() for _, leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
+    ).sum()

@@ -20,8 +20,15 @@ from pinfeed.training import rng_state
 from pinfeed.training.memory_model.estimate import StepEstimator, call, tensors_of
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, moved
 
-_N_STEPS = 3  # the optimizer's state comes in the first, what libraries try out in the first as well
-_SAID = ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED", "can't allocate memory", "not enough memory")
+# The optimizer's state comes in the first, what libraries try out in the first as well.
+_N_STEPS = 3
+_SAID = (
+    "out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+    "CUDNN_STATUS_ALLOC_FAILED",
+    "can't allocate memory",
+    "not enough memory",
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -31,10 +38,16 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _SAID)
 
 
-def measured(estimator: StepEstimator, batch_size: int, device: torch.device, make_batch: Callable[[int], Any] | None) -> int | None:
+def measured(
+    estimator: StepEstimator,
+    batch_size: int,
+    device: torch.device,
+    make_batch: Callable[[int], Any] | None,
+) -> int | None:
     """Bytes that steps of a copy of the model take on the device, beyond what was taken before; None if there is not so much memory.
 
-    On a GPU what torch's allocator reserves; on the CPU the growth of the process. Random numbers are drawn as if nothing had happened.
+    On a GPU what torch's allocator reserves; on the CPU the growth of the process. Random numbers
+    are drawn as if nothing had happened.
     """
     state = rng_state.capture()
     found = None
@@ -52,12 +65,19 @@ def measured(estimator: StepEstimator, batch_size: int, device: torch.device, ma
     return found
 
 
-def _steps(estimator: StepEstimator, batch_size: int, device: torch.device, make_batch: Callable[[int], Any] | None) -> int:
+def _steps(
+    estimator: StepEstimator,
+    batch_size: int,
+    device: torch.device,
+    make_batch: Callable[[int], Any] | None,
+) -> int:
     with _peak(device) as peak:
         model, loss_of, stand_ins = _copy(estimator.model, estimator.loss, device)
         optimizer = estimator.optimizer_of(model, stand_ins)
         for _ in range(_N_STEPS):
-            inputs, targets = make_batch(batch_size) if make_batch is not None else _sample(estimator, batch_size)
+            inputs, targets = (
+                make_batch(batch_size) if make_batch is not None else _sample(estimator, batch_size)
+            )
             inputs, targets = moved(inputs, device), moved(targets, device)
             with estimator.autocast(device.type):
                 outputs = call(model, inputs)
@@ -79,10 +99,13 @@ def _peak(device: torch.device) -> Iterator[Callable[[], int]]:
         reserved = torch.cuda.memory_reserved(device)
         yield lambda: torch.cuda.max_memory_reserved(device) - reserved
     else:
-        with contextlib.suppress(OSError, AttributeError):  # another C library
-            ctypes.CDLL(None).malloc_trim(0)  # what the heap has kept of freed memory would not be seen to be taken again
+        with contextlib.suppress(OSError, AttributeError):
+            # Another C library.
+            # What the heap has kept of freed memory would not be seen to be taken again.
+            ctypes.CDLL(None).malloc_trim(0)
         try:
-            pathlib.Path("/proc/self/clear_refs").write_text("5")  # proc(5): the peak begins anew
+            # proc(5): the peak begins anew.
+            pathlib.Path("/proc/self/clear_refs").write_text("5")
         except OSError as error:
             raise EstimateError(
                 f"probe() on the CPU measures the peak of this process, which begins anew when /proc/self/clear_refs is written ({error}); "
@@ -92,7 +115,9 @@ def _peak(device: torch.device) -> Iterator[Callable[[], int]]:
         yield lambda: (resident_bytes()["peak"] or 0) - before
 
 
-def _copy(model: Any, loss: Any, device: torch.device) -> tuple[nn.Module, Any, dict[int, torch.Tensor]]:
+def _copy(
+    model: Any, loss: Any, device: torch.device
+) -> tuple[nn.Module, Any, dict[int, torch.Tensor]]:
     """Model and loss on the device, and what their tensors became."""
     memo: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in _kept(model, loss)}
     made = copy.deepcopy(model, memo) if isinstance(model, nn.Module) else model()
@@ -101,7 +126,11 @@ def _copy(model: Any, loss: Any, device: torch.device) -> tuple[nn.Module, Any, 
     stand_ins: dict[int, torch.Tensor] = {}
     for old, new in ((model, made), (loss, made_loss)):
         if isinstance(old, nn.Module):
-            pairs = zip((*old.parameters(), *old.buffers()), (*new.parameters(), *new.buffers()), strict=True)
+            pairs = zip(
+                (*old.parameters(), *old.buffers()),
+                (*new.parameters(), *new.buffers()),
+                strict=True,
+            )
             stand_ins |= {id(before): after for before, after in pairs}
     return made if made.training else made.train(), made_loss, stand_ins
 
@@ -116,7 +145,11 @@ def _sample(estimator: StepEstimator, n: int) -> tuple[Any, Any]:
     """Numbers as good as any: zeros for integers, for they may be rows of a table or classes."""
 
     def make(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        return torch.rand(shape, dtype=dtype) if dtype.is_floating_point else torch.zeros(shape, dtype=dtype)
+        return (
+            torch.rand(shape, dtype=dtype)
+            if dtype.is_floating_point
+            else torch.zeros(shape, dtype=dtype)
+        )
 
     def batch(samples: SampleSpec | None) -> Any:
         return None if samples is None else samples.batch(n, make)

@@ -8,7 +8,8 @@ from collections.abc import Callable
 def largest_that_fits(need: Callable[[int], float], limit: float, most: int | None) -> int:
     """The largest ``n`` of 1 to ``most`` with ``need(n) <= limit``; 0 if there is none.
 
-    ``need`` grows with ``n``, nearly in a line beyond some size: a few calls find the place, and halving makes sure of it.
+    ``need`` grows with ``n``, nearly in a line beyond some size: a few calls find the place, and
+    halving makes sure of it.
 
     Args:
         need: Bytes, or a share; called a few times, again for the same ``n`` too.

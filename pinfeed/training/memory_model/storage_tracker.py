@@ -56,7 +56,8 @@ class StorageTracker(TorchDispatchMode):
         self.marks: list[tuple[int, str]] = []
         self.kinds: dict[int, str] = {}
         self.foreign: set[str] = set()
-        self._living: dict[int, tuple[int, int]] = {}  # number and bytes, by storage
+        # Number and bytes, by storage.
+        self._living: dict[int, tuple[int, int]] = {}
         self._n = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -85,7 +86,10 @@ class StorageTracker(TorchDispatchMode):
     def label(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
         """Say what the memory of these is, as it turned out."""
         for tensor in tensors:
-            if tensor is not None and (found := self._living.get(tensor.untyped_storage()._cdata)) is not None:
+            if (
+                tensor is not None
+                and (found := self._living.get(tensor.untyped_storage()._cdata)) is not None
+            ):
                 self.kinds[found[0]] = kind
 
     def _see_all(self, tensors: Sequence[torch.Tensor]) -> None:
@@ -146,8 +150,11 @@ def peak_of(tracker: StorageTracker, round_to: int) -> Peak:
     """The peak of a program that was tracked, each storage rounded up."""
     now: dict[str, int] = {}
     phases: dict[str, int] = {}
-    marks, phase = dict(tracker.marks), ""  # the last one, where there are several at a place
-    total, most, found = 0, -1, {}
+    # The last one, where there are several at a place.
+    marks, phase = dict(tracker.marks), ""
+    total = 0
+    most = -1
+    found = {}
     for i, (number, nbytes) in enumerate(tracker.events):
         phase = marks.get(i, phase)
         size = -(-abs(nbytes) // round_to) * round_to * (1 if nbytes > 0 else -1)
@@ -164,23 +171,47 @@ def peak_of(tracker: StorageTracker, round_to: int) -> Peak:
 def as_on_cuda() -> Iterator[None]:
     """Have operations of the CPU keep for the backward pass what those of CUDA do.
 
-    Dropout keeps a mask of bytes there and one of floats here; attention with dropout keeps nothing there and the whole matrix here.
-    The functions are replaced: a TorchFunctionMode is not active in the backward pass, where a checkpoint runs the forward pass again.
+    Dropout keeps a mask of bytes there and one of floats here; attention with dropout keeps nothing
+    there and the whole matrix here. The functions are replaced: a TorchFunctionMode is not active
+    in the backward pass, where a checkpoint runs the forward pass again.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
-    low_level, dropout, attention = torch.dropout, functional.dropout, functional.scaled_dot_product_attention
+    low_level = torch.dropout
+    dropout = functional.dropout
+    attention = functional.scaled_dot_product_attention
 
     def native(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-        if isinstance(x, FakeTensor) and training and 0 < p < 1 and not inplace:  # other threads compute with real ones
+        if isinstance(x, FakeTensor) and training and 0 < p < 1 and not inplace:
+            # Other threads compute with real ones.
             return torch.native_dropout(x, p, True)[0]
         return dropout(x, p, training, inplace)
 
-    def attend(query: Any, key: Any, value: Any, attn_mask: Any = None, dropout_p: float = 0.0, *args: Any, **kwargs: Any) -> Any:
-        return attention(query, key, value, attn_mask, 0.0 if isinstance(query, FakeTensor) else dropout_p, *args, **kwargs)
+    def attend(
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any = None,
+        dropout_p: float = 0.0,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        return attention(
+            query,
+            key,
+            value,
+            attn_mask,
+            0.0 if isinstance(query, FakeTensor) else dropout_p,
+            *args,
+            **kwargs,
+        )
 
-    torch.dropout, functional.dropout, functional.scaled_dot_product_attention = native, native, attend  # type: ignore[assignment]
+    torch.dropout = native  # type: ignore[assignment]
+    functional.dropout = native  # type: ignore[assignment]
+    functional.scaled_dot_product_attention = attend
     try:
         yield
     finally:
-        torch.dropout, functional.dropout, functional.scaled_dot_product_attention = low_level, dropout, attention
+        torch.dropout = low_level
+        functional.dropout = dropout
+        functional.scaled_dot_product_attention = attention

@@ -7,9 +7,10 @@
             loss.backward()                                   # what was saved comes back ahead of its use
             optimizer.step(); optimizer.zero_grad()
 
-The gradients are those of the plain step, bit for bit, and so are all other effects (dropout, BatchNorm's running statistics): nothing is
-computed twice or in another order. Each storage goes once, however many tensors on it are saved, and all blocks on the host are used
-again in the next step.
+The gradients are those of the plain step, bit for bit, and so are all other effects (dropout,
+BatchNorm's running statistics): nothing is computed twice or in another order. Each storage goes
+once, however many tensors on it are saved, and all blocks on the host are used again in the next
+step.
 """
 
 from __future__ import annotations
@@ -33,7 +34,15 @@ from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import KiB, MiB
 from pinfeed.training.offload.offload_transfer import OffloadTransfer, StoragePiece
 from pinfeed.training.offload.pinned_pool import PinnedPool
-from pinfeed.training.offload.saved_tensors import Geometry, Range, Same, Storages, geometry_of, tensors_of, version_of
+from pinfeed.training.offload.saved_tensors import (
+    Geometry,
+    Range,
+    Same,
+    Storages,
+    geometry_of,
+    tensors_of,
+    version_of,
+)
 
 
 @dataclass(frozen=True)
@@ -72,7 +81,8 @@ class _Kept:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         # An output would keep its node of the graph alive, and so itself.
-        self.tensor, self.version = tensor if tensor.is_leaf else tensor.detach(), version_of(tensor)
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = version_of(tensor)
 
 
 class _Moved(StoragePiece):
@@ -88,7 +98,9 @@ class _Moved(StoragePiece):
     @property
     def is_served(self) -> bool:
         """Whether every tensor on it has been asked for since it came back."""
-        return all(handle is None or handle.back is self.back for handle in (ref() for ref in self.handles))
+        return all(
+            handle is None or handle.back is self.back for handle in (ref() for ref in self.handles)
+        )
 
 
 class _Handle:
@@ -97,7 +109,8 @@ class _Handle:
     __slots__ = ("__weakref__", "back", "geometry", "piece")
 
     def __init__(self, piece: _Moved, geometry: Geometry) -> None:
-        self.piece, self.geometry = piece, geometry
+        self.piece = piece
+        self.geometry = geometry
         self.back: Event | None = None
         """Of the piece, when this was asked for last."""
         piece.handles.append(weakref.ref(self))
@@ -106,20 +119,24 @@ class _Handle:
 class Offload:
     """Moves what autograd saves on one device to the host during the forward pass and back during the backward pass.
 
-    The first step page-locks the blocks, which takes time; after that the host waits for nothing. Several graphs may be there at a time, be
-    kept for several backward passes, be differentiated again, or be dropped; blocks are free when the last saved tensor on them is.
+    The first step page-locks the blocks, which takes time; after that the host waits for nothing.
+    Several graphs may be there at a time, be kept for several backward passes, be differentiated
+    again, or be dropped; blocks are free when the last saved tensor on them is.
 
-    A saved tensor that is changed in place before the backward pass is an error, as it is without Offload: the change may come before the
-    copy is done. What torch does not count (``.data``, kernels of one's own) is not seen, and must leave alone what was saved. A saved
-    tensor that another stream reads without saving it needs ``record_stream``, as if the graph did not keep it.
+    A saved tensor that is changed in place before the backward pass is an error, as it is without
+    Offload: the change may come before the copy is done. What torch does not count (``.data``,
+    kernels of one's own) is not seen, and must leave alone what was saved. A saved tensor that
+    another stream reads without saving it needs ``record_stream``, as if the graph did not keep it.
 
     Args:
-        device: Where the model is: ``"auto"``, ``"cuda"``, ``"cuda:1"``, ``"cpu"`` (for tests), or a Device.
-        host_limit: Most bytes of page-locked memory, free blocks included; what finds no room stays on the device. None for half of what
-            is free.
+        device: Where the model is: ``"auto"``, ``"cuda"``, ``"cuda:1"``, ``"cpu"`` (for tests), or
+            a Device.
+        host_limit: Most bytes of page-locked memory, free blocks included; what finds no room stays
+            on the device. None for half of what is free.
         threshold: Storages of fewer bytes stay on the device.
-        window: Bytes of device memory that what was saved last may hold while it is copied, and as many for what comes back ahead of its
-            use. Enough for a few layers: with too little, computation waits for copies.
+        window: Bytes of device memory that what was saved last may hold while it is copied, and as
+            many for what comes back ahead of its use. Enough for a few layers: with too little,
+            computation waits for copies.
 
     Raises:
         ArgumentError: A size that cannot be.
@@ -129,18 +146,35 @@ class Offload:
     storages: type[Storages] = Storages
     """How tensors lie on their storages; otherwise on a simulated device."""
 
-    def __init__(self, device: Any = "auto", *, host_limit: int | None = None, threshold: int = KiB(64), window: int = MiB(256)) -> None:
-        for name, value, least in (("host_limit", host_limit, 0), ("threshold", threshold, 0), ("window", window, 1)):
+    def __init__(
+        self,
+        device: Any = "auto",
+        *,
+        host_limit: int | None = None,
+        threshold: int = KiB(64),
+        window: int = MiB(256),
+    ) -> None:
+        for name, value, least in (
+            ("host_limit", host_limit, 0),
+            ("threshold", threshold, 0),
+            ("window", window, 1),
+        ):
             if value is not None and value < least:
                 raise ArgumentError(f"{name}={value}: expected bytes, at least {least}")
         self.device: Device = resolve(device, n_spare=0)
         self._owns_device = self.device is not device
         self._storages = self.storages(self.device.name)
-        self._blocks = PinnedPool(self.device, free_host_bytes() // 2 if host_limit is None else host_limit)
+        self._blocks = PinnedPool(
+            self.device, free_host_bytes() // 2 if host_limit is None else host_limit
+        )
         self._spill = OffloadTransfer(self.device, self._blocks, window)
-        self._threshold, self._window = threshold, window
-        self._lock = threading.Lock()  # the backward pass runs in threads of autograd's
-        self._saved: weakref.WeakValueDictionary[tuple[int, Range], _Moved] = weakref.WeakValueDictionary()
+        self._threshold = threshold
+        self._window = window
+        # The backward pass runs in threads of autograd's.
+        self._lock = threading.Lock()
+        self._saved: weakref.WeakValueDictionary[tuple[int, Range], _Moved] = (
+            weakref.WeakValueDictionary()
+        )
         self._served: list[weakref.ref[_Moved]] = []
         self._n_pieces = self._n_tensors = self._n_storages = self._kept_bytes = 0
         self._closed = False
@@ -150,19 +184,23 @@ class Offload:
         """What autograd saves in this context, in this thread, goes to the host: wrap the forward pass and the loss.
 
         Args:
-            models: Whose parameters and buffers stay; also tensors that stay because they are on the device anyway, such as the inputs.
+            models: Whose parameters and buffers stay; also tensors that stay because they are on
+                the device anyway, such as the inputs.
 
         Raises:
             ClosedError: The Offload is closed.
         """
         if self._closed:
             raise ClosedError("step() of a closed Offload; make a new one")
-        staying = {id(owner): owner for owner in map(self._owner, tensors_of(models)) if owner is not None}
+        staying = {
+            id(owner): owner for owner in map(self._owner, tensors_of(models)) if owner is not None
+        }
         try:
             with saved_tensors_hooks(lambda tensor: self._pack(tensor, staying), self._unpack):
                 yield
         finally:
-            staying.clear()  # the graph has the hooks, and lives on
+            # The graph has the hooks, and lives on.
+            staying.clear()
             with self._lock:
                 self._spill.tidy()
 
@@ -186,7 +224,10 @@ class Offload:
             )
 
     def close(self) -> None:
-        """Wait for copies that are under way and free the host's blocks. A graph that is still there keeps its own, and can be used."""
+        """Wait for copies that are under way and free the host's blocks.
+
+        A graph that is still there keeps its own, and can be used.
+        """
         with self._lock:
             if self._closed:
                 return
@@ -198,22 +239,35 @@ class Offload:
     def __enter__(self) -> Offload:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         self.close()
 
     def _owner(self, tensor: torch.Tensor) -> Any:
         return self._storages.owner(tensor) if self._storages.is_dense(tensor) else None
 
     def _pack(self, tensor: torch.Tensor, staying: dict[int, Any]) -> _Kept | _Handle:
-        """The graph saves a tensor. In the thread of the forward pass, or of a backward pass that is differentiated again."""
+        """The graph saves a tensor.
+
+        In the thread of the forward pass, or of a backward pass that is differentiated again.
+        """
         storages = self._storages
         if self._closed or not storages.can_move(tensor):
             return _Kept(tensor)
         owner = storages.owner(tensor)
-        if id(owner) in staying or storages.nbytes(owner) < self._threshold or not (ranges := storages.ranges(tensor)):
+        if (
+            id(owner) in staying
+            or storages.nbytes(owner) < self._threshold
+            or not (ranges := storages.ranges(tensor))
+        ):
             return _Kept(tensor)
         with self._lock, torch.no_grad():
-            # Without Offload the graph would keep this memory, whatever stream it was allocated for, until the backward pass is queued.
+            # Without Offload the graph would keep this memory, whatever stream it was allocated
+            # for, until the backward pass is queued.
             self.device.share(tensor, self.device.current_stream())
             piece = self._find(tensor, owner, ranges) or self._move(tensor, owner, ranges[0])
             self._n_tensors += piece.block is not None
@@ -228,8 +282,10 @@ class Offload:
     def _move(self, tensor: torch.Tensor, owner: Any, cut: Range) -> _Moved:
         storages = self._storages
         piece = _Moved(self._n_pieces, storages.piece(tensor, cut), self.device.current_stream())
-        piece.range, piece.handles = cut, []
-        piece.same, piece.probe = Same(owner, storages.base(tensor), version_of(tensor)), storages.watch(tensor)
+        piece.range = cut
+        piece.handles = []
+        piece.same = Same(owner, storages.base(tensor), version_of(tensor))
+        piece.probe = storages.watch(tensor)
         self._n_pieces += 1
         if self._spill.send(piece):
             self._n_storages += 1
@@ -256,7 +312,11 @@ class Offload:
 
     def _forget_served(self, piece: _Moved) -> None:
         """Let go of what a retained graph has been given whole; the last of it stays, for one node may ask more than once."""
-        served = [other for other in (ref() for ref in self._served) if other is not None and other is not piece and other.back is not None]
+        served = [
+            other
+            for other in (ref() for ref in self._served)
+            if other is not None and other is not piece and other.back is not None
+        ]
         if piece.back is not None and piece.is_served:
             served.append(piece)
         while len(served) > 1 and sum(other.nbytes for other in served) > self._window:

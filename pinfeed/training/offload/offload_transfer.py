@@ -1,7 +1,7 @@
 """Storages out to host memory and back: every wait and record of it.
 
-Rule 1: no call here blocks the host, but ``close``.
-Rule 2: device memory is taken and given back in the order of the stream that computes; so the allocator may hand it out again at once.
+Rule 1: no call here blocks the host, but ``close``. Rule 2: device memory is taken and given back
+in the order of the stream that computes; so the allocator may hand it out again at once.
         Memory that was allocated for another stream is shared with the one that saves it (``Device.share``): the allocator then keeps it
         until that stream has done the work that it was given before the memory was let go of. The window does not bound such memory.
 
@@ -21,11 +21,12 @@ Rule 2: device memory is taken and given back in the order of the stream that co
                                                                     back = read.record()
     unpack:  compute.wait(back)                                                              the values may not be back yet
 
-What was saved last stays on the device as well, at most ``window`` bytes of it: their copies are under way, and the backward pass asks
-for them first. When more is saved, the compute stream waits for the oldest copy and lets go of its memory; it waits in fact only if the
-link cannot keep up. Letting go when the host sees that a copy is done (``is_done``, or ``record_stream``, for which the allocator asks)
-would not do: the host runs ahead of the device, sees nothing done yet, and all that is saved would be held through the forward pass. So
-the peak is the same in every run.
+What was saved last stays on the device as well, at most ``window`` bytes of it: their copies are
+under way, and the backward pass asks for them first. When more is saved, the compute stream waits
+for the oldest copy and lets go of its memory; it waits in fact only if the link cannot keep up.
+Letting go when the host sees that a copy is done (``is_done``, or ``record_stream``, for which the
+allocator asks) would not do: the host runs ahead of the device, sees nothing done yet, and all that
+is saved would be held through the forward pass. So the peak is the same in every run.
 """
 
 from __future__ import annotations
@@ -41,14 +42,17 @@ from pinfeed.devices.base import Device, Event, Stream
 from pinfeed.training.offload.pinned_pool import PinnedBlock, PinnedPool
 
 _BYTES = np.dtype(np.uint8)
-_LOOK = 1024  # positions that are looked through for one to fetch: those of other branches may be gone
+_LOOK = (
+    1024  # positions that are looked through for one to fetch: those of other branches may be gone
+)
 
 
 class StoragePiece:
     """Bytes of a storage that were saved.
 
     Attributes:
-        memory: On the device: where they were, while they are still there; where they came back to; None while they are on the host only.
+        memory: On the device: where they were, while they are still there; where they came back to;
+            None while they are on the host only.
         block: On the host; None if there is no room.
         position: In the order of saving.
     """
@@ -56,7 +60,8 @@ class StoragePiece:
     __slots__ = ("__weakref__", "back", "block", "memory", "nbytes", "position", "stream")
 
     def __init__(self, position: int, memory: torch.Tensor, stream: Stream) -> None:
-        self.position, self.nbytes = position, memory.numel()
+        self.position = position
+        self.nbytes = memory.numel()
         self.memory: torch.Tensor | None = memory
         self.stream, self.block = stream, None  # type: tuple[Stream, PinnedBlock | None]
         self.back: Event | None = None
@@ -96,15 +101,22 @@ class OffloadTransfer:
     Args:
         device: Where they are.
         blocks: Where to.
-        window: Bytes of device memory that what was saved last may hold, and as many for what comes back ahead of its use.
+        window: Bytes of device memory that what was saved last may hold, and as many for what comes
+            back ahead of its use.
     """
 
     def __init__(self, device: Device, blocks: PinnedPool, window: int) -> None:
-        self.device, self._blocks, self._window = device, blocks, window
-        self._write, self._read = device.stream("write"), device.stream("read")
-        self._going, self._coming = _Copies(), _Copies()
+        self.device = device
+        self._blocks = blocks
+        self._window = window
+        self._write = device.stream("write")
+        self._read = device.stream("read")
+        self._going = _Copies()
+        self._coming = _Copies()
         self._pieces: weakref.WeakValueDictionary[int, StoragePiece] = weakref.WeakValueDictionary()
-        self._ended: deque[int] = deque()  # positions; a deque as in PinnedPool, and for the same reason
+        self._ended: deque[int] = (
+            deque()
+        )  # positions; a deque as in PinnedPool, and for the same reason
         self._asked = self._seen = 0
         """Positions: the last one asked for, and the last one that was looked at then, whether it is to be fetched ahead."""
         self._closed = False
@@ -139,8 +151,12 @@ class OffloadTransfer:
             if coming is None:
                 self.n_missed += 1
                 coming = self._fetch(piece, compute)
-            coming.stream.wait(coming.done)  # the values may not be back yet; nor must this memory have other values when it is free
-            piece.memory, piece.back, piece.stream = coming.memory, coming.done, coming.stream
+            coming.stream.wait(
+                coming.done
+            )  # the values may not be back yet; nor must this memory have other values when it is free
+            piece.memory = coming.memory
+            piece.back = coming.done
+            piece.stream = coming.stream
         if compute != piece.stream and piece.back is not None:
             compute.wait(piece.back)  # as above, in another stream than the memory was taken for
             self.device.share(piece.memory, compute)
@@ -190,7 +206,9 @@ class OffloadTransfer:
         block = piece.block
         assert block is not None
         assert block.busy is not None
-        memory = self.device.tensor(self.device.empty(piece.nbytes, compute), (piece.nbytes,), _BYTES)
+        memory = self.device.tensor(
+            self.device.empty(piece.nbytes, compute), (piece.nbytes,), _BYTES
+        )
         self._read.wait(compute.record())  # kernels may still use what the memory was before
         self._read.wait(block.busy)  # the values may not have arrived in the block yet
         self.device.copy(block.memory[: piece.nbytes], memory, self._read)
@@ -201,11 +219,14 @@ class OffloadTransfer:
     def _has_room(self, piece: StoragePiece, asked: int) -> bool:
         """Whether the piece may come back ahead of its use, once those have made way that are asked for later.
 
-        They are not between it and what is asked for now: the backward pass went past them, or they are of another graph.
+        They are not between it and what is asked for now: the backward pass went past them, or they
+        are of another graph.
         """
         room = self._window - piece.nbytes
         if self._coming.nbytes > room:
-            for other in [position for position in self._coming.all if not piece.position <= position <= asked]:
+            for other in [
+                position for position in self._coming.all if not piece.position <= position <= asked
+            ]:
                 self._drop(other)
                 if self._coming.nbytes <= room:
                     break

@@ -15,7 +15,9 @@ from pinfeed.memory.buffer_pool import block_nbytes, unlock_freed
 
 logger = logging.getLogger("pinfeed")
 
-_WASTE = 8  # a block may be larger than what it is for, by this part of it: sizes that vary find the same blocks again
+# A block may be larger than what it is for, by this part of it: sizes that vary find the same
+# blocks again.
+_WASTE = 8
 
 
 class PinnedBlock:
@@ -24,7 +26,8 @@ class PinnedBlock:
     __slots__ = ("busy", "memory", "nbytes")
 
     def __init__(self, memory: npt.NDArray[np.uint8]) -> None:
-        self.memory, self.nbytes = memory, len(memory)
+        self.memory = memory
+        self.nbytes = len(memory)
         self.busy: Event | None = None
 
 
@@ -37,9 +40,11 @@ class PinnedPool:
     """
 
     def __init__(self, device: Device, limit: int) -> None:
-        self._device, self.limit = device, limit
+        self._device = device
+        self.limit = limit
         self._free: list[PinnedBlock] = []  # by size
-        # A deque: its operations are atomic, and a finalizer may run in the midst of anything, take() included.
+        # A deque: its operations are atomic, and a finalizer may run in the midst of anything,
+        # take() included.
         self._returned: deque[PinnedBlock] = deque()
         self._closed = False
         self.nbytes = self.used = self.peak = self.n_made = 0
@@ -90,7 +95,8 @@ class PinnedPool:
         for block in reversed(self._free.copy()):
             if self.nbytes + size <= self.limit:
                 break
-            if block.busy is None or block.busy.is_done():  # else it cannot be unlocked without waiting
+            if block.busy is None or block.busy.is_done():
+                # Else it cannot be unlocked without waiting.
                 self._free.remove(block)
                 self.nbytes -= block.nbytes
         return self.nbytes + size <= self.limit
@@ -99,8 +105,13 @@ class PinnedPool:
         try:
             block = PinnedBlock(self._device.staging(size))
         except (DeviceError, MemoryError) as error:
-            logger.warning("no more than %d bytes of page-locked memory for saved activations, the others stay: %s", self.nbytes, error)
-            self.limit = self.nbytes  # it is slow to be refused
+            logger.warning(
+                "no more than %d bytes of page-locked memory for saved activations, the others stay: %s",
+                self.nbytes,
+                error,
+            )
+            # It is slow to be refused.
+            self.limit = self.nbytes
             return None
         self.nbytes += size
         self.n_made += 1

@@ -1,9 +1,10 @@
 """Tensors that autograd saves, told apart by the storage they are on, and made again on another one.
 
-Tensors that share a version counter are the same values for as long as the counter stands still, so they may share a copy. The same
-storage alone is not enough: ``unsafe_chunk`` gives tensors on one storage that count their changes apart (the gates of an LSTM cell on
-the CPU are such, each changed in place in its turn). Torch does not show whose a counter is. A view has that of its base, and there it is
-seen; a ``detach()`` and a view as another dtype have no base, so they go on their own.
+Tensors that share a version counter are the same values for as long as the counter stands still, so
+they may share a copy. The same storage alone is not enough: ``unsafe_chunk`` gives tensors on one
+storage that count their changes apart (the gates of an LSTM cell on the CPU are such, each changed
+in place in its turn). Torch does not show whose a counter is. A view has that of its base, and
+there it is seen; a ``detach()`` and a view as another dtype have no base, so they go on their own.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-_ALIGNED = 512  # as torch's allocators align at most: what is cut out here is aligned there as it was, and runs in the same kernels
-_ALONE = 8  # a view of less than this part of its base goes alone: it may be a batch, cut from all of the data
+# As torch's allocators align at most: what is cut out here is aligned there as it was, and runs in
+# the same kernels.
+_ALIGNED = 512
+# A view of less than this part of its base goes alone: it may be a batch, cut from all of the data.
+_ALONE = 8
 
 
 @dataclass(frozen=True)
@@ -56,15 +60,24 @@ class Storages:
 
     def can_move(self, tensor: torch.Tensor) -> bool:
         """Whether it is a dense tensor on the device, whose memory would be free without it."""
-        if isinstance(tensor, nn.Parameter) or not self.is_dense(tensor) or tensor.device != self._device:
+        if (
+            isinstance(tensor, nn.Parameter)
+            or not self.is_dense(tensor)
+            or tensor.device != self._device
+        ):
             return False
-        return not any(known.is_leaf and known.requires_grad for known in (tensor, self.base(tensor)))  # autograd itself keeps a leaf
+        # autograd itself keeps a leaf.
+        return not any(
+            known.is_leaf and known.requires_grad for known in (tensor, self.base(tensor))
+        )
 
     def is_dense(self, tensor: torch.Tensor) -> bool:
         """Whether strides on a storage say all about it."""
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return False
-        return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_inference())
+        return tensor.layout is torch.strided and not (
+            tensor.is_nested or tensor.is_quantized or tensor.is_inference()
+        )
 
     @staticmethod
     def base(tensor: torch.Tensor) -> torch.Tensor:
@@ -91,19 +104,24 @@ class Storages:
 
     def piece(self, tensor: torch.Tensor, cut: Range) -> torch.Tensor:
         """Those bytes of its storage, as a tensor on the same memory."""
-        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(tensor.untyped_storage(), cut.start, (cut.nbytes,), (1,))
+        return torch.empty(0, dtype=torch.uint8, device=self._device).set_(
+            tensor.untyped_storage(), cut.start, (cut.nbytes,), (1,)
+        )
 
     def remade(self, piece: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         """The tensor of that geometry on the bytes of ``piece``."""
         made = torch.empty(0, dtype=geometry.dtype, device=self._device)
         first = piece.storage_offset() // geometry.dtype.itemsize
-        made.set_(piece.untyped_storage(), first + geometry.offset, geometry.shape, geometry.strides)
+        made.set_(
+            piece.untyped_storage(), first + geometry.offset, geometry.shape, geometry.strides
+        )
         return lazily(made, geometry)
 
     def watch(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor without memory that counts the changes of this one."""
         probe = tensor.detach()
-        probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)  # the counter stays
+        # The counter stays
+        probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return probe
 
 
@@ -116,7 +134,14 @@ def lazily(made: torch.Tensor, geometry: Geometry) -> torch.Tensor:
 def geometry_of(tensor: torch.Tensor, cut: Range) -> Geometry:
     """How the tensor lies on those bytes of its storage."""
     offset = int(tensor.storage_offset()) - cut.start // tensor.dtype.itemsize
-    return Geometry(tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, tensor.is_conj(), tensor.is_neg())
+    return Geometry(
+        tensor.dtype,
+        tuple(tensor.shape),
+        tensor.stride(),
+        offset,
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -143,7 +168,9 @@ class Same:
     __slots__ = ("_base", "_owner", "version")
 
     def __init__(self, owner: Any, base: torch.Tensor, version: int) -> None:
-        self._owner, self._base, self.version = weakref.ref(owner), weakref.ref(base), version
+        self._owner = weakref.ref(owner)
+        self._base = weakref.ref(base)
+        self.version = version
 
     def has(self, owner: Any, base: torch.Tensor, version: int) -> bool:
         """Whether it is so for a tensor with this storage and base, at this version."""
@@ -153,5 +180,7 @@ class Same:
 def _extent(tensor: torch.Tensor) -> Range:
     """From the first to the last byte that it reaches, the beginning rounded down; it must have elements."""
     size, first = tensor.dtype.itemsize, int(tensor.storage_offset())
-    last = first + sum((n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    last = first + sum(
+        (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
+    )
     return Range(first * size // _ALIGNED * _ALIGNED, (last + 1) * size)

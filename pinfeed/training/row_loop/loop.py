@@ -29,7 +29,8 @@ from pinfeed.training.embeddings.table import BatchRows, HostEmbedding
 from pinfeed.training.row_loop.verify import Shadow
 from pinfeed.validation.arguments import check_flag, explain_arguments
 
-_MAX_READERS = 4  # and half of the cores: the loop and the writer have work of their own
+# And half of the cores: the loop and the writer have work of their own.
+_MAX_READERS = 4
 
 logger = logging.getLogger("pinfeed")
 
@@ -49,11 +50,12 @@ def train_rows(
 ) -> RowLoop:
     """The batches of ``loader`` on the device, and in the loop's body the rows of the tables that they look up.
 
-    A few batches ahead, background threads ask for a batch, collect the ids that it looks up, each once, and bring these rows of the
-    tables, with their optimizer state, to the device. Rows that an earlier batch changes meanwhile are brought up to date there. When
-    the next batch is asked for, or the loop is left, the rows of the batch go back, in the background, after what was queued in the
-    stream that is current then; all have landed when the loop has ended. Losses, tables and state are those of ``depth=0``, the
-    synchronous loop, bit for bit.
+    A few batches ahead, background threads ask for a batch, collect the ids that it looks up, each
+    once, and bring these rows of the tables, with their optimizer state, to the device. Rows that
+    an earlier batch changes meanwhile are brought up to date there. When the next batch is asked
+    for, or the loop is left, the rows of the batch go back, in the background, after what was
+    queued in the stream that is current then; all have landed when the loop has ended. Losses,
+    tables and state are those of ``depth=0``, the synchronous loop, bit for bit.
 
         users = pinfeed.HostEmbedding(50_000_000, 128)
         optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [users], lr=1e-3)
@@ -65,25 +67,37 @@ def train_rows(
 
     Args:
         loader: As for ``wrap_loader``: a DataLoader, or any iterable of batches, on the host.
-        tables: For each table a function that is given a batch, on the host, and returns the ids that the loop will look up: integers in
-            a tensor or array of any shape, or several of these in a tuple, list or dict. Or the key of the batch under which they are.
-            It is called in a background thread, one batch at a time, in order.
+        tables: For each table a function that is given a batch, on the host, and returns the ids
+            that the loop will look up: integers in a tensor or array of any shape, or several of
+            these in a tuple, list or dict. Or the key of the batch under which they are. It is
+            called in a background thread, one batch at a time, in order.
         optimizer: The ``RowOptimizer`` s that will step in the loop; their state travels along.
         depth: Batches ahead of the loop, at most 1,024; 0 is the synchronous loop.
         device: As for ``Feeder``.
         route: As for ``Feeder``.
-        verify: Keep a copy of every row that was lent, run the synchronous loop on it beside this one, and raise VerificationError at
-            the first difference. It waits for the device at every batch.
+        verify: Keep a copy of every row that was lent, run the synchronous loop on it beside this
+            one, and raise VerificationError at the first difference. It waits for the device at
+            every batch.
         progress: Show a progress bar.
         timeline: Record what takes time in every batch.
 
     Raises:
-        ArgumentError: No tables, tables that share rows, some that are sharded and some that are not, or an optimizer that is no
-            RowOptimizer.
+        ArgumentError: No tables, tables that share rows, some that are sharded and some that are
+            not, or an optimizer that is no RowOptimizer.
         UnknownArgument: There is no such argument. The message says where it goes instead.
         DeviceError: There is no such device.
     """
-    return RowLoop(loader, tables, optimizer, depth=depth, device=device, route=route, verify=verify, progress=progress, timeline=timeline)
+    return RowLoop(
+        loader,
+        tables,
+        optimizer,
+        depth=depth,
+        device=device,
+        route=route,
+        verify=verify,
+        progress=progress,
+        timeline=timeline,
+    )
 
 
 class RowLoop(LoaderFeeder):
@@ -108,13 +122,26 @@ class RowLoop(LoaderFeeder):
         optimizers = _check(tables, optimizer)
         self._tables = [_Lent(table, optimizers.get(table)) for table in tables]
         specs = [
-            TableRows(lent.table.name, _ids_of(lent.table, tables[lent.table]), lent.stores, lent.table.num_embeddings)
+            TableRows(
+                lent.table.name,
+                _ids_of(lent.table, tables[lent.table]),
+                lent.stores,
+                lent.table.num_embeddings,
+            )
             for lent in self._tables
         ]
-        every = {f"{lent.table.name}.{name}": store for lent in self._tables for name, store in zip(lent.names, lent.stores, strict=True)}
+        every = {
+            f"{lent.table.name}.{name}": store
+            for lent in self._tables
+            for name, store in zip(lent.names, lent.stores, strict=True)
+        }
         if shared := aliases(list(every), list(every.values())):
-            raise ArgumentError(f"{shared} have rows in common; give tables that are one as one HostEmbedding, looked up several times")
-        schedule = PrefetchSchedule(depth, n_readers=max(1, min(depth + 1, len(os.sched_getaffinity(0)) // 2, _MAX_READERS)))
+            raise ArgumentError(
+                f"{shared} have rows in common; give tables that are one as one HostEmbedding, looked up several times"
+            )
+        schedule = PrefetchSchedule(
+            depth, n_readers=max(1, min(depth + 1, len(os.sched_getaffinity(0)) // 2, _MAX_READERS))
+        )
         self._rows = _source(loader, self._tables, specs, schedule, verify)
         super().__init__(
             self._rows,
@@ -129,15 +156,22 @@ class RowLoop(LoaderFeeder):
         self._verify = verify
         self._shadow: Shadow | None = None
         self._loan: LentBatch | None = None
-        self._thread: int | None = None  # the loop's, while one runs
-        self._random: dict[str, Any] = {}  # as the epoch began
-        self._told: int | None = None  # the epoch of the last set_epoch
-        self._whole: Mapping[str, Any] | None = None  # a state that was loaded, taken when all batches of its epoch had been lent
+        # The loop's, while one runs.
+        self._thread: int | None = None
+        # As the epoch began.
+        self._random: dict[str, Any] = {}
+        # The epoch of the last set_epoch.
+        self._told: int | None = None
+        # A state that was loaded, taken when all batches of its epoch had been lent.
+        self._whole: Mapping[str, Any] | None = None
         self._outer: weakref.ref[GeneratorType[Any, None, None]] | None = None
 
     @safe_repr
     def __repr__(self) -> str:
-        tables = [f"{lent.table.name} ({lent.table.num_embeddings:,}, {lent.table.embedding_dim})" for lent in self._tables]
+        tables = [
+            f"{lent.table.name} ({lent.table.num_embeddings:,}, {lent.table.embedding_dim})"
+            for lent in self._tables
+        ]
         loader = type(self._loader).__name__
         return f"<RowLoop: a {loader}, with rows of {', '.join(tables)}; batches on {self.device}, {self._loop}>"
 
@@ -146,14 +180,18 @@ class RowLoop(LoaderFeeder):
 
         Raises:
             ClosedError: This is closed, or another loop over it or over one of its tables runs.
-            StoreError: If a table or its optimizer's state is in a file that was there already, and was not resumed.
+            StoreError: If a table or its optimizer's state is in a file that was there already, and
+                was not resumed.
         """
         with self._rows.telling():
             for lent in self._tables:
                 lent.require_resumed()
         for lent in self._tables:
-            lent.table.require_idle()  # and again when it begins: two may be made before either does
-        loans = cast("Generator[LentBatch, None, None]", self._loop.run(lambda loan: loan, begin=self._begin))
+            # And again when it begins: two may be made before either does.
+            lent.table.require_idle()
+        loans = cast(
+            "Generator[LentBatch, None, None]", self._loop.run(lambda loan: loan, begin=self._begin)
+        )
         generator = cast("GeneratorType[Any, None, None]", self._lend(loans))
         self._outer = weakref.ref(generator)
         return generator
@@ -192,13 +230,16 @@ class RowLoop(LoaderFeeder):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Let the next loop go on where the state was taken: with the very next batch, if the loader draws from generators that are here.
 
-        The loader begins the epoch again, with the generators as they were then, and the batches that were done are dropped.
+        The loader begins the epoch again, with the generators as they were then, and the batches
+        that were done are dropped.
 
         Raises:
             ArgumentError: It is not such a state, or of a loop over other tables.
         """
         if not {"told", "random"} <= set(state):
-            raise ArgumentError("not a state of a loop over train_rows; expected what state_dict() returned")
+            raise ArgumentError(
+                "not a state of a loop over train_rows; expected what state_dict() returned"
+            )
         if state["told"] is not None:
             self.set_epoch(state["told"])
         self._loop.load_state(state)
@@ -244,12 +285,20 @@ class RowLoop(LoaderFeeder):
         self._loop.land()
 
     def close(self) -> None:
-        """End a loop that runs, and land its changes. The loader, tables and optimizers stay as they are. Idempotent."""
+        """End a loop that runs, and land its changes.
+
+        The loader, tables and optimizers stay as they are. Idempotent.
+        """
         with contextlib.ExitStack() as stack:
             stack.callback(super().close)
             generator = self._outer() if self._outer is not None else None
-            # As Loop.close() does: what does not end here raises ClosedError when it is asked for a batch.
-            if generator is not None and is_suspended(generator) and self._thread in (None, threading.get_ident()):
+            # As Loop.close() does: what does not end here raises ClosedError when it is asked for a
+            # batch.
+            if (
+                generator is not None
+                and is_suspended(generator)
+                and self._thread in (None, threading.get_ident())
+            ):
                 generator.close()
 
     def _is_abandoned(self) -> bool:
@@ -265,15 +314,22 @@ class RowLoop(LoaderFeeder):
             self._random = self._captured()
             self._source.begin()
         if self._verify:
-            self._shadow = Shadow([(lent.table.name, lent.names, lent.stores) for lent in self._tables])
+            self._shadow = Shadow(
+                [(lent.table.name, lent.names, lent.stores) for lent in self._tables]
+            )
 
     def _captured(self) -> dict[str, Any]:
         """What the loader may draw from, now."""
-        return {**rng_state.capture(), "loader": [one.get_state() for one in rng_state.generators(self._loader)]}
+        return {
+            **rng_state.capture(),
+            "loader": [one.get_state() for one in rng_state.generators(self._loader)],
+        }
 
     def _go_on(self, start: int, *, to_the_end: bool = False) -> None:
         """Begin the epoch as it was begun, and drop what was done of it; or all of it, for what the loader draws at its end."""
-        for generator, state in zip(rng_state.generators(self._loader), self._random["loader"], strict=True):
+        for generator, state in zip(
+            rng_state.generators(self._loader), self._random["loader"], strict=True
+        ):
             generator.set_state(state)
         with rng_state.replayed(self._random):
             self._source.begin()
@@ -299,7 +355,9 @@ class RowLoop(LoaderFeeder):
                     left = False
                     for lent in self._tables:
                         lent.warn_of_unused_gradients()
-                finally:  # left by break or by an error, what the optimizer has done counts, as it does in the plain loop
+                finally:
+                    # Left by break or by an error, what the optimizer has done counts, as it does
+                    # in the plain loop.
                     del data
                     try:
                         self._write_back(loan, copied=False, check=not left)
@@ -333,7 +391,12 @@ class RowLoop(LoaderFeeder):
         values = [lent.changed() for lent in self._tables]
         if any(tensors is not None for tensors in values) or self._rows.writes_always:
             if self._shadow is not None:
-                self._shadow.write([(group.rows, tensors) for group, tensors in zip(loan.groups, values, strict=True)])
+                self._shadow.write(
+                    [
+                        (group.rows, tensors)
+                        for group, tensors in zip(loan.groups, values, strict=True)
+                    ]
+                )
             loan.write(values, copied=copied, check=check)
 
 
@@ -341,10 +404,15 @@ class _Lent:
     """A table of the loop, and the optimizer that steps on it."""
 
     def __init__(self, table: HostEmbedding, optimizer: RowOptimizer | None) -> None:
-        self.table, self.optimizer, self.trainable = table, optimizer, table.trainable
+        self.table = table
+        self.optimizer = optimizer
+        self.trainable = table.trainable
         self._is_warned = False
         state = optimizer.tables[table] if optimizer is not None else None
-        self.names = ["weight", *([row.key for row in state.layout.rows] if state is not None else [])]
+        self.names = [
+            "weight",
+            *([row.key for row in state.layout.rows] if state is not None else []),
+        ]
         self.stores = [table.store, *(state.stores if state is not None else [])]
 
     def require_resumed(self) -> None:
@@ -399,27 +467,54 @@ class _Lent:
         """Values for the stores: weights and state after a step; the weights alone without one, for they may be changed by hand too."""
         block = self.table.block
         touched = block.touched
-        state = self.optimizer.changed(self.table) if self.optimizer is not None and self.trainable else None
+        state = (
+            self.optimizer.changed(self.table)
+            if self.optimizer is not None and self.trainable
+            else None
+        )
         if state is None and not touched:
-            by_hand = self.trainable and self.table.training and self.table.store.writable  # through weight.data, which is not counted
+            # Through weight.data, which is not counted.
+            by_hand = self.trainable and self.table.training and self.table.store.writable
             if not by_hand:
                 return None
         if not self.trainable and not self.table.store.writable:
-            return None  # max_norm: every look-up does it again
-        kept: Sequence[torch.Tensor | None] = state if state is not None else [None] * (len(self.stores) - 1)
-        return [None if tensor is None else tensor.detach().contiguous() for tensor in (block.owned, *kept)]
+            # max_norm: every look-up does it again.
+            return None
+        kept: Sequence[torch.Tensor | None] = (
+            state if state is not None else [None] * (len(self.stores) - 1)
+        )
+        return [
+            None if tensor is None else tensor.detach().contiguous()
+            for tensor in (block.owned, *kept)
+        ]
 
 
-def _check(tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]) -> dict[HostEmbedding, RowOptimizer]:
+def _check(
+    tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]
+) -> dict[HostEmbedding, RowOptimizer]:
     """The optimizer of each table that has one."""
-    if not isinstance(tables, Mapping) or not tables or not all(isinstance(table, HostEmbedding) for table in tables):
-        kinds = ", ".join(sorted({type(table).__name__ for table in tables})) if isinstance(tables, Mapping) else type(tables).__name__
-        raise ArgumentError(f"tables: got {kinds or 'none'}; expected {{table: ids_of_batch}}, with one HostEmbedding or several")
-    if isinstance(optimizer, type) or not isinstance(optimizer, (torch.optim.Optimizer, Iterable, NoneType)):
+    if (
+        not isinstance(tables, Mapping)
+        or not tables
+        or not all(isinstance(table, HostEmbedding) for table in tables)
+    ):
+        kinds = (
+            ", ".join(sorted({type(table).__name__ for table in tables}))
+            if isinstance(tables, Mapping)
+            else type(tables).__name__
+        )
+        raise ArgumentError(
+            f"tables: got {kinds or 'none'}; expected {{table: ids_of_batch}}, with one HostEmbedding or several"
+        )
+    if isinstance(optimizer, type) or not isinstance(
+        optimizer, (torch.optim.Optimizer, Iterable, NoneType)
+    ):
         raise ArgumentError(
             f"optimizer={optimizer!r}: expected a RowOptimizer, or several: pinfeed.RowOptimizer(torch.optim.Adam, [table])"
         )
-    optimizers = [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    optimizers = (
+        [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer or ())
+    )
     found: dict[HostEmbedding, RowOptimizer] = {}
     for one in optimizers:
         if not isinstance(one, RowOptimizer):
@@ -433,7 +528,13 @@ def _check(tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]) -> dic
     return found
 
 
-def _source(loader: Any, tables: Sequence[_Lent], specs: Sequence[TableRows], schedule: PrefetchSchedule, verify: bool) -> RowsOfTables:
+def _source(
+    loader: Any,
+    tables: Sequence[_Lent],
+    specs: Sequence[TableRows],
+    schedule: PrefetchSchedule,
+    verify: bool,
+) -> RowsOfTables:
     """The loader's batches with rows of tables that are here, or of tables that are shared.
 
     Raises:
@@ -444,10 +545,16 @@ def _source(loader: Any, tables: Sequence[_Lent], specs: Sequence[TableRows], sc
         return RowsOfTables(loader, specs)
     if len(shared) < len(tables) or any(table.peers is not shared[0].peers for table in shared):
         kinds = ", ".join(
-            f"{lent.table.name} ({'sharded' if isinstance(lent.table, ShardedEmbedding) else 'not sharded'})" for lent in tables
+            f"{lent.table.name} ({'sharded' if isinstance(lent.table, ShardedEmbedding) else 'not sharded'})"
+            for lent in tables
         )
-        raise ArgumentError(f"tables: {kinds}; expected all of them sharded, over the same process_group, or none")
-    sharded = [ShardedTable(spec, lent.optimizer is not None, table.mean) for spec, lent, table in zip(specs, tables, shared, strict=True)]
+        raise ArgumentError(
+            f"tables: {kinds}; expected all of them sharded, over the same process_group, or none"
+        )
+    sharded = [
+        ShardedTable(spec, lent.optimizer is not None, table.mean)
+        for spec, lent, table in zip(specs, tables, shared, strict=True)
+    ]
     return ShardedSource(loader, sharded, shared[0].peers, schedule, verify)
 
 
@@ -460,7 +567,13 @@ def _ids_of(table: HostEmbedding, value: Any) -> IdsOf:
         try:
             return batch[value]
         except (LookupError, TypeError) as error:
-            has = f"keys {', '.join(map(repr, batch))}" if isinstance(batch, Mapping) else f"{type(batch).__name__}"
-            raise ArgumentError(f"{table.name}: ids at {value!r} of a batch that has {has}; expected the key of its ids") from error
+            has = (
+                f"keys {', '.join(map(repr, batch))}"
+                if isinstance(batch, Mapping)
+                else f"{type(batch).__name__}"
+            )
+            raise ArgumentError(
+                f"{table.name}: ids at {value!r} of a batch that has {has}; expected the key of its ids"
+            ) from error
 
     return at_key

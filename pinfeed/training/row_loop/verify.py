@@ -25,7 +25,8 @@ class Shadow:
 
     def __init__(self, tables: Sequence[tuple[str, Sequence[str], Sequence[Store]]]) -> None:
         self._tables = [
-            [_Rows(f"{table}, {name}", store) for name, store in zip(names, stores, strict=True)] for table, names, stores in tables
+            [_Rows(f"{table}, {name}", store) for name, store in zip(names, stores, strict=True)]
+            for table, names, stores in tables
         ]
 
     def check(self, batch: int, lent: Sequence[tuple[Rows, Sequence[torch.Tensor]]]) -> None:
@@ -41,7 +42,8 @@ class Shadow:
     def write(self, written: Sequence[tuple[Rows, Sequence[torch.Tensor | None] | None]]) -> None:
         """Scatter what the loop writes back, at once."""
         for table, (rows, tensors) in zip(self._tables, written, strict=True):
-            for known, tensor in zip(table, tensors or (), strict=False):  # none, where the table stays as it is
+            for known, tensor in zip(table, tensors or (), strict=False):
+                # None, where the table stays as it is.
                 if tensor is not None:
                     known.values.update(zip(rows.tolist(), _bytes(tensor).copy(), strict=True))
 
@@ -60,7 +62,8 @@ class _Rows:
     """Rows of one store as the synchronous loop has them."""
 
     def __init__(self, name: str, store: Store) -> None:
-        self.name, self.store = name, store
+        self.name = name
+        self.store = store
         self.values: dict[int, npt.NDArray[np.uint8]] = {}
 
     def compare(self, when: str, rows: Rows, found: npt.NDArray[np.uint8]) -> None:

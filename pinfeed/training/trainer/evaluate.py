@@ -50,8 +50,14 @@ class Evaluator:
         """
         sums: dict[str, Any] = dict.fromkeys(("loss", *metrics), 0.0)
         n_terms: Any = 0.0
-        n, count, reduction = 0, count_of(self.loss), reduction_of(self.loss)
-        with contextlib.ExitStack() as stack, torch.no_grad(), in_eval_mode([self.model, self.loss]):
+        n = 0
+        count = count_of(self.loss)
+        reduction = reduction_of(self.loss)
+        with (
+            contextlib.ExitStack() as stack,
+            torch.no_grad(),
+            in_eval_mode([self.model, self.loss]),
+        ):
             parts: Iterable[Any] = _Parts(loader, self.size)
             if not is_there:
                 parts = stack.enter_context(wrap_loader(parts, device=self.device))
@@ -61,9 +67,14 @@ class Evaluator:
                     found = torch.as_tensor(self.loss(outputs, targets)).detach().double()
                 weight = torch.as_tensor(terms, dtype=torch.float64, device=found.device)
                 # A mean of no terms is not a number, and has no weight.
-                sums["loss"] = sums["loss"] + (found if reduction == "sum" else torch.where(weight > 0, found * weight, 0.0))
+                sums["loss"] = sums["loss"] + (
+                    found if reduction == "sum" else torch.where(weight > 0, found * weight, 0.0)
+                )
                 for name, metric in metrics.items():
-                    sums[name] = sums[name] + torch.as_tensor(metric(outputs, targets)).detach().double() * size
+                    sums[name] = (
+                        sums[name]
+                        + torch.as_tensor(metric(outputs, targets)).detach().double() * size
+                    )
                 n, n_terms = n + size, n_terms + weight
         if not n:
             raise ArgumentError(f"loader={loader!r} gave no samples; expected at least one batch")
@@ -73,14 +84,18 @@ class Evaluator:
 
     def _batches(self, parts: Iterable[Any]) -> Iterator[tuple[Any, Any, int]]:
         """Outputs, targets and the number of samples, batch by batch."""
-        outputs, targets, n = [], [], 0
+        outputs = []
+        targets = []
+        n = 0
         for x, y, is_last in parts:
             n += n_samples(x)
             outputs.append(self._outputs(moved(x, self.device)))
             targets.append(moved(y, self.device))
             if is_last:
                 yield joined(outputs), None if y is None else joined(targets), n
-                outputs, targets, n = [], [], 0
+                outputs = []
+                targets = []
+                n = 0
 
     def _outputs(self, inputs: Any) -> Any:
         n = n_samples(inputs)
@@ -90,7 +105,8 @@ class Evaluator:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or n == 1:
                 raise
-        # Out of the except block: until then the traceback keeps the tensors of the frames that failed.
+        # Out of the except block: until then the traceback keeps the tensors of the frames that
+        # failed.
         give_back()
         return joined([self._outputs(part(inputs, a, b)) for a, b in ((0, n // 2), (n // 2, n))])
 
@@ -99,7 +115,8 @@ class _Parts:
     """Parts of batches: inputs, targets, and whether it is the last one of its batch."""
 
     def __init__(self, loader: Any, size: int | None) -> None:
-        self._loader, self._size = loader, size
+        self._loader = loader
+        self._size = size
 
     def __iter__(self) -> Iterator[tuple[Any, Any, bool]]:
         for batch in self._loader:
@@ -117,10 +134,14 @@ def check_metrics(metrics: Any) -> None:
         ArgumentError: They are none.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise ArgumentError(f"metrics={metrics!r}: expected a dict of functions of outputs and targets, as {{'accuracy': function}}")
+        raise ArgumentError(
+            f"metrics={metrics!r}: expected a dict of functions of outputs and targets, as {{'accuracy': function}}"
+        )
     for name, metric in (metrics or {}).items():
         if not isinstance(name, str) or isinstance(metric, type) or not callable(metric):
-            raise ArgumentError(f"metrics= has {name!r}: {metric!r}; expected a name and a function of outputs and targets")
+            raise ArgumentError(
+                f"metrics= has {name!r}: {metric!r}; expected a name and a function of outputs and targets"
+            )
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
@@ -132,7 +153,9 @@ def pair_of(batch: Any) -> tuple[Any, Any]:
     if not isinstance(batch, (tuple, list)):
         return batch, None
     if len(batch) != 2:
-        raise ArgumentError(f"a batch has {len(batch)} parts; expected a pair of inputs and targets, each of any structure")
+        raise ArgumentError(
+            f"a batch has {len(batch)} parts; expected a pair of inputs and targets, each of any structure"
+        )
     return batch[0], batch[1]
 
 

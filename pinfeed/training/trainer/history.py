@@ -25,10 +25,13 @@ class Record:
         batch: The number of the backward pass in its epoch, from 0; else None.
         loss: Of the batch; of an epoch the mean of its batches, weighed by their samples.
         samples: How many.
-        seconds: From the one before, or the beginning of the epoch, to its end on the host: what the device still computes is not in it.
+        seconds: From the one before, or the beginning of the epoch, to its end on the host: what
+            the device still computes is not in it.
         allocated_bytes: What torch's tensors took on the device at its end; None on the CPU.
-        peak_bytes: The most that they took until then, since torch's peak was last reset; None on the CPU.
-        host_bytes: Resident memory of the process at its end; None where the system does not tell it.
+        peak_bytes: The most that they took until then, since torch's peak was last reset; None on
+            the CPU.
+        host_bytes: Resident memory of the process at its end; None where the system does not tell
+            it.
         metrics: Of an evaluation.
     """
 
@@ -77,7 +80,13 @@ class History:
         Raises:
             ArgumentError: The path ends in something else.
         """
-        table_file.write(path, [{name: getattr(row, name) for name in COLUMNS} | dict(row.metrics) for row in self.rows])
+        table_file.write(
+            path,
+            [
+                {name: getattr(row, name) for name in COLUMNS} | dict(row.metrics)
+                for row in self.rows
+            ],
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> History:
@@ -89,8 +98,14 @@ class History:
         found = cls()
         for number, row in enumerate(table_file.read(path)):
             if missing := [name for name in COLUMNS if name not in row]:
-                raise ArgumentError(f"{os.fspath(path)!r}, row {number} has no {missing[0]!r}; expected a file that History.save wrote")
-            metrics = {name: value for name, value in row.items() if name not in COLUMNS and value is not None}
+                raise ArgumentError(
+                    f"{os.fspath(path)!r}, row {number} has no {missing[0]!r}; expected a file that History.save wrote"
+                )
+            metrics = {
+                name: value
+                for name, value in row.items()
+                if name not in COLUMNS and value is not None
+            }
             found.rows.append(Record(**{name: row[name] for name in COLUMNS}, metrics=metrics))
         return found
 
@@ -107,14 +122,18 @@ class History:
             from matplotlib.backends.backend_agg import FigureCanvasAgg
             from matplotlib.figure import Figure
         except ImportError:
-            raise MissingDependency('a picture needs matplotlib: pip install "pinfeed[plot]"') from None
+            raise MissingDependency(
+                'a picture needs matplotlib: pip install "pinfeed[plot]"'
+            ) from None
         figure = Figure(figsize=(10, 7), layout="constrained")
         endings = FigureCanvasAgg(figure).get_supported_filetypes()
         given: Any = path
         ending = os.path.splitext(path)[1] if isinstance(given, (str, os.PathLike)) else None
         # matplotlib adds an ending where there is none.
         if ending is None or (ending and ending[1:].lower() not in endings):
-            raise ArgumentError(f"path={path!r}: expected the path of a picture, such as history.png; save() writes .csv and .json files")
+            raise ArgumentError(
+                f"path={path!r}: expected the path of a picture, such as history.png; save() writes .csv and .json files"
+            )
         losses, memory = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
         self._draw_losses(losses)
         self._draw_memory(memory)
@@ -124,8 +143,14 @@ class History:
         places = self._places()
         labels = {"batch": "batch", "epoch": "epoch, mean", "evaluation": "evaluation"}
         for kind, label in labels.items():
-            points = [(x, row.loss) for x, row in zip(places, self.rows, strict=True) if row.kind == kind]
-            style = {"linewidth": 0.8, "alpha": 0.6} if kind == "batch" else {"marker": "o", "markersize": 4}
+            points = [
+                (x, row.loss) for x, row in zip(places, self.rows, strict=True) if row.kind == kind
+            ]
+            style = (
+                {"linewidth": 0.8, "alpha": 0.6}
+                if kind == "batch"
+                else {"marker": "o", "markersize": 4}
+            )
             if points:
                 axes.plot(*zip(*points, strict=True), color=_COLOURS[kind], label=label, **style)
         axes.set_ylabel("loss")
@@ -133,8 +158,17 @@ class History:
 
     def _draw_memory(self, axes: Any) -> None:
         places = self._places()
-        for name, label in (("allocated_bytes", "device"), ("peak_bytes", "device, peak"), ("host_bytes", "host, resident")):
-            taken = [(x, getattr(row, name)) for x, row in zip(places, self.rows, strict=True) if row.kind != "epoch"]  # that is no moment
+        for name, label in (
+            ("allocated_bytes", "device"),
+            ("peak_bytes", "device, peak"),
+            ("host_bytes", "host, resident"),
+        ):
+            # That is no moment.
+            taken = [
+                (x, getattr(row, name))
+                for x, row in zip(places, self.rows, strict=True)
+                if row.kind != "epoch"
+            ]
             points = [(x, nbytes / _GIB) for x, nbytes in taken if nbytes is not None]
             if points:
                 axes.plot(*zip(*points, strict=True), label=label, linewidth=1)
@@ -151,4 +185,8 @@ class History:
             if row.batch is not None:
                 counts[row.epoch] = max(counts.get(row.epoch, 0), row.batch + 1)
         inside = {"batch": 0.0, "epoch": 0.5, "evaluation": 0.0}
-        return [row.epoch + (inside[row.kind] if row.batch is None else (row.batch + 1) / counts[row.epoch]) for row in self.rows]
+        return [
+            row.epoch
+            + (inside[row.kind] if row.batch is None else (row.batch + 1) / counts[row.epoch])
+            for row in self.rows
+        ]

@@ -13,8 +13,13 @@ from pinfeed.errors import ArgumentError
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
     """Those that an optimizer steps."""
-    own = getattr(optimizer, "parameters", None)  # a RowOptimizer's change from batch to batch
-    return list(own()) if own is not None else [p for group in optimizer.param_groups for p in group["params"]]
+    # A RowOptimizer's change from batch to batch.
+    own = getattr(optimizer, "parameters", None)
+    return (
+        list(own())
+        if own is not None
+        else [p for group in optimizer.param_groups for p in group["params"]]
+    )
 
 
 class OptimizerGroup:
@@ -30,20 +35,33 @@ class OptimizerGroup:
         ArgumentError: What cannot be.
     """
 
-    def __init__(self, optimizers: Any, schedulers: Any, clip_norm: float | None, scaler: Any) -> None:
-        self.optimizers, self.schedulers = _several(optimizers, "optimizer", "step", "zero_grad"), _several(schedulers, "scheduler", "step")
+    def __init__(
+        self, optimizers: Any, schedulers: Any, clip_norm: float | None, scaler: Any
+    ) -> None:
+        self.optimizers = _several(optimizers, "optimizer", "step", "zero_grad")
+        self.schedulers = _several(schedulers, "scheduler", "step")
         if not self.optimizers:
             raise ArgumentError("optimizer= is empty; expected a torch optimizer, or several")
-        if isinstance(optimizer := next((one for one in (*self.optimizers, *self.schedulers) if isinstance(one, type)), None), type):
-            raise ArgumentError(f"got the class {optimizer.__name__}; expected what it makes, as {optimizer.__name__}(model.parameters())")
+        if isinstance(
+            optimizer := next(
+                (one for one in (*self.optimizers, *self.schedulers) if isinstance(one, type)), None
+            ),
+            type,
+        ):
+            raise ArgumentError(
+                f"got the class {optimizer.__name__}; expected what it makes, as {optimizer.__name__}(model.parameters())"
+            )
         is_number = hasattr(clip_norm, "__float__") and not isinstance(clip_norm, bool)
         if clip_norm is not None and not (is_number and clip_norm > 0):
             raise ArgumentError(f"clip_norm={clip_norm!r}: expected a number above 0, or None")
-        self._clip_norm, self._scaler = clip_norm, scaler
+        self._clip_norm = clip_norm
+        self._scaler = scaler
 
     def parameters(self) -> list[torch.Tensor]:
         """Those of all optimizers."""
-        return [parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)]
+        return [
+            parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)
+        ]
 
     def step(self) -> None:
         """Use the gradients."""
@@ -80,5 +98,7 @@ def _several(value: Any, name: str, *methods: str) -> Sequence[Any]:
     for one in found:
         for method in methods:
             if not callable(getattr(one, method, None)):
-                raise ArgumentError(f"{name}={one!r} has no {method}(); expected a torch {name}, or a list of them")
+                raise ArgumentError(
+                    f"{name}={one!r} has no {method}(); expected a torch {name}, or a list of them"
+                )
     return found

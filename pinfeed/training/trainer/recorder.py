@@ -13,7 +13,8 @@ import torch
 from pinfeed.memory.host import resident_bytes
 from pinfeed.training.trainer.history import History, Record
 
-_TOGETHER = 256  # losses that become one tensor on the device: a tensor of its own takes 512 bytes there
+# Losses that become one tensor on the device: a tensor of its own takes 512 bytes there.
+_TOGETHER = 256
 
 
 class MemoryUse(TypedDict):
@@ -27,7 +28,9 @@ class MemoryUse(TypedDict):
 def taken(device: torch.device) -> MemoryUse:
     """Memory as it is. Does not wait for the device."""
     host = resident_bytes()
-    kinds = [nbytes for name in ("anonymous", "file", "shared") if (nbytes := host[name]) is not None]
+    kinds = [
+        nbytes for name in ("anonymous", "file", "shared") if (nbytes := host[name]) is not None
+    ]
     on_gpu = device.type == "cuda"
     return {
         "allocated_bytes": torch.cuda.memory_allocated(device) if on_gpu else None,
@@ -50,15 +53,20 @@ class Recorder:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._pending, self._rows = device, PendingRecord(), list[Record]()
+        self._device = device
+        self._pending = PendingRecord()
+        self._rows = list[Record]()
         self._begin = self._since = 0.0
-        self.history, self.n_epochs, self.is_recording = History(), 0, False
+        self.history = History()
+        self.n_epochs = 0
+        self.is_recording = False
         self.loss: torch.Tensor | None = None
 
     def begin(self) -> int:
         """An epoch begins; its number."""
         self._begin = self._since = time.perf_counter()
-        self.is_recording, self.n_epochs = True, self.n_epochs + 1
+        self.is_recording = True
+        self.n_epochs = self.n_epochs + 1
         return self.n_epochs - 1
 
     def add(self, loss: torch.Tensor, n_samples: int) -> None:
@@ -66,13 +74,23 @@ class Recorder:
         self.loss = loss
         if self.is_recording:
             now = time.perf_counter()
-            seconds, self._since = now - self._since, now
-            row = Record("batch", self.n_epochs - 1, len(self._pending), math.nan, n_samples, seconds, **taken(self._device))
+            seconds = now - self._since
+            self._since = now
+            row = Record(
+                "batch",
+                self.n_epochs - 1,
+                len(self._pending),
+                math.nan,
+                n_samples,
+                seconds,
+                **taken(self._device),
+            )
             self._pending.add(row, loss)
 
     def end(self) -> None:
         """No more batches of this epoch, for whatever reason."""
-        self.is_recording, self.loss = False, None
+        self.is_recording = False
+        self.loss = None
         self._rows = self._pending.read()
         self.history.rows += self._rows
 
@@ -80,11 +98,34 @@ class Recorder:
         """The epoch that has ended, as a whole; it goes into the history."""
         n = sum(row.samples for row in self._rows)
         loss = sum(row.loss * row.samples for row in self._rows) / n if n else math.nan
-        return self._kept(Record("epoch", self.n_epochs - 1, None, loss, n, time.perf_counter() - self._begin, **taken(self._device)))
+        return self._kept(
+            Record(
+                "epoch",
+                self.n_epochs - 1,
+                None,
+                loss,
+                n,
+                time.perf_counter() - self._begin,
+                **taken(self._device),
+            )
+        )
 
-    def evaluation(self, loss: float, n_samples: int, seconds: float, metrics: Mapping[str, float]) -> Record:
+    def evaluation(
+        self, loss: float, n_samples: int, seconds: float, metrics: Mapping[str, float]
+    ) -> Record:
         """An evaluation was done; it goes into the history."""
-        return self._kept(Record("evaluation", self.n_epochs, None, loss, n_samples, seconds, **taken(self._device), metrics=metrics))
+        return self._kept(
+            Record(
+                "evaluation",
+                self.n_epochs,
+                None,
+                loss,
+                n_samples,
+                seconds,
+                **taken(self._device),
+                metrics=metrics,
+            )
+        )
 
     def _kept(self, row: Record) -> Record:
         self.history.rows.append(row)
@@ -113,8 +154,12 @@ class PendingRecord:
         """All of them, with their losses. Waits for the device."""
         self._gather()
         losses = [loss for group in self._groups for loss in group.tolist()]
-        rows = [dataclasses.replace(row, loss=loss) for row, loss in zip(self._rows, losses, strict=True)]
-        self._rows, self._groups = [], []
+        rows = [
+            dataclasses.replace(row, loss=loss)
+            for row, loss in zip(self._rows, losses, strict=True)
+        ]
+        self._rows = []
+        self._groups = []
         return rows
 
     def _gather(self) -> None:

@@ -28,7 +28,10 @@ def write(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> No
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Rows that were written. Of a CSV file, numbers are numbers again, and an empty field is None."""
+    """Rows that were written.
+
+    Of a CSV file, numbers are numbers again, and an empty field is None.
+    """
     with open(path, newline="") as file:
         if not _is_csv(path):
             found: list[dict[str, Any]] = json.load(file)

@@ -28,17 +28,32 @@ from pinfeed.training.trainer.recorder import Recorder
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 
 _HINTS = {
-    **dict.fromkeys(("epochs", "n_epochs", "num_epochs", "max_epochs"), "give it to train(): trainer.train(n_epochs)"),
+    **dict.fromkeys(
+        ("epochs", "n_epochs", "num_epochs", "max_epochs"),
+        "give it to train(): trainer.train(n_epochs)",
+    ),
     "batch_size": "the loader has it; samples that are computed at a time are chunk_size=",
     **dict.fromkeys(
-        ("dataset", "data", "train_loader", "train_dataloader"), "give a loader of batches: DataLoader(dataset, batch_size=...)"
+        ("dataset", "data", "train_loader", "train_dataloader"),
+        "give a loader of batches: DataLoader(dataset, batch_size=...)",
     ),
-    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "give it to the optimizer: torch.optim.SGD(model.parameters(), lr=...)"),
-    **dict.fromkeys(("metrics", "val_loader", "eval_loader"), "give it to evaluate(): trainer.evaluate(loader, metrics)"),
+    **dict.fromkeys(
+        ("lr", "learning_rate", "weight_decay"),
+        "give it to the optimizer: torch.optim.SGD(model.parameters(), lr=...)",
+    ),
+    **dict.fromkeys(
+        ("metrics", "val_loader", "eval_loader"),
+        "give it to evaluate(): trainer.evaluate(loader, metrics)",
+    ),
     **dict.fromkeys(("amp", "precision", "dtype"), "give autocast=torch.bfloat16"),
     **dict.fromkeys(("lr_scheduler", "schedulers"), "give it as scheduler="),
-    **dict.fromkeys(("gpu_memory_limit", "cpu_memory_limit"), "limits are given together: config=pinfeed.Config(...)"),
-    **dict.fromkeys(("max_norm", "grad_clip", "max_grad_norm", "gradient_clip_val"), "give it as clip_norm="),
+    **dict.fromkeys(
+        ("gpu_memory_limit", "cpu_memory_limit"),
+        "limits are given together: config=pinfeed.Config(...)",
+    ),
+    **dict.fromkeys(
+        ("max_norm", "grad_clip", "max_grad_norm", "gradient_clip_val"), "give it as clip_norm="
+    ),
 }
 """Advice, by the names that other trainers have for it."""
 
@@ -57,21 +72,25 @@ class Trainer:
             trainer.step()
             trainer.zero_grad()
 
-    Gradients are those of whole batches, by a BigBatch. Without ``config`` and ``chunk_size`` that is the plain step, and batches come to
-    the device ahead of the loop; with them, batches stay where the loader has them, and come to the device in chunks.
+    Gradients are those of whole batches, by a BigBatch. Without ``config`` and ``chunk_size`` that
+    is the plain step, and batches come to the device ahead of the loop; with them, batches stay
+    where the loader has them, and come to the device in chunks.
 
-    What an epoch measured is in ``history`` when it has ended; no batch waits for the device. The model stays in the mode it is in.
+    What an epoch measured is in ``history`` when it has ended; no batch waits for the device. The
+    model stays in the mode it is in.
 
     Args:
         model: The model.
         loss: Called with outputs and targets; with outputs and None where there are none.
         optimizer: A torch optimizer, or several of different parameters; a RowOptimizer too.
-        loader: A DataLoader, a Feeder, or another iterable of batches: pairs of inputs and targets, or inputs alone, in any structure.
+        loader: A DataLoader, a Feeder, or another iterable of batches: pairs of inputs and targets,
+            or inputs alone, in any structure.
         config: Limits of memory, as for BigBatch.
         chunk_size: Samples at a time, in place of that.
         strategy: As for BigBatch.
         prove: As for BigBatch.
-        scheduler: One, or several; stepped after every epoch, ReduceLROnPlateau with its mean loss. Of batches: call it in a callback.
+        scheduler: One, or several; stepped after every epoch, ReduceLROnPlateau with its mean loss.
+            Of batches: call it in a callback.
         clip_norm: The norm of all gradients together is brought down to this before a step.
         scaler: A ``torch.amp.GradScaler``.
         autocast: The dtype of autocast for forward passes and losses.
@@ -115,15 +134,30 @@ class Trainer:
         if device is not None:
             model.to(torch_device(device, exists=True))
         self._big = BigBatch(
-            model, loss, config=config, chunk_size=chunk_size, strategy=strategy, autocast=autocast, scaler=scaler, prove=prove
+            model,
+            loss,
+            config=config,
+            chunk_size=chunk_size,
+            strategy=strategy,
+            autocast=autocast,
+            scaler=scaler,
+            prove=prove,
         )
-        self.model, self._loss, self.loader = model, loss, loader
+        self.model = model
+        self._loss = loss
+        self.loader = loader
         _check_is_stepped(model, loss, self._updates.optimizers)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._chunk_size, self._autocast, self._progress = chunk_size, autocast, progress
+        self._chunk_size = chunk_size
+        self._autocast = autocast
+        self._progress = progress
         is_there = isinstance(loader, (Feeder, LoaderFeeder))
-        self._feeder = wrap_loader(loader, device=self._device) if not is_limited and not is_there else None
-        self._events = MissingStepCheck(self._updates.optimizers, parameters_of, has_scaler=scaler is not None)
+        self._feeder = (
+            wrap_loader(loader, device=self._device) if not is_limited and not is_there else None
+        )
+        self._events = MissingStepCheck(
+            self._updates.optimizers, parameters_of, has_scaler=scaler is not None
+        )
         self._recorder = Recorder(self._device)
         self._is_training = self._is_stopped = self._is_closed = False
 
@@ -134,7 +168,10 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        """Let go of threads, page-locked memory and the optimizers. The history stays. Idempotent."""
+        """Let go of threads, page-locked memory and the optimizers.
+
+        The history stays. Idempotent.
+        """
         self._is_closed = True
         with contextlib.ExitStack() as stack:
             stack.callback(self._events.close)
@@ -164,7 +201,8 @@ class Trainer:
             ArgumentError: ``n_epochs`` is no whole number, or the loader gives no batch.
         """
         n_epochs = whole_number(n_epochs, "n_epochs", least=0)
-        self._is_training, self._is_stopped = True, False
+        self._is_training = True
+        self._is_stopped = False
         try:
             self._callbacks("on_train_begin", self)
             for _ in range(n_epochs):
@@ -178,7 +216,8 @@ class Trainer:
 
     def epoch(self) -> float:
         """Train for one epoch; the mean of its losses, weighed by samples."""
-        with contextlib.closing(self.batches()) as batches:  # an error that is kept would keep the loop running
+        with contextlib.closing(self.batches()) as batches:
+            # An error that is kept would keep the loop running.
             for batch in batches:
                 self.backward(*batch)
                 self.step()
@@ -186,7 +225,9 @@ class Trainer:
         return self.history.epochs[-1].loss
 
     def batches(self) -> Generator[tuple[Any, Any], None, None]:
-        """Inputs and targets of an epoch, for a loop of the caller's. Gradients that are there when it begins are cleared.
+        """Inputs and targets of an epoch, for a loop of the caller's.
+
+        Gradients that are there when it begins are cleared.
 
         Raises:
             ArgumentError: The loader gives no batch, or one that is no pair.
@@ -194,7 +235,9 @@ class Trainer:
         """
         self._require_open()
         if self._recorder.is_recording:
-            raise ClosedError("batches() while another loop over this trainer is running; end it (or close() its iterator) first")
+            raise ClosedError(
+                "batches() while another loop over this trainer is running; end it (or close() its iterator) first"
+            )
         self._is_stopped = self._is_training and self._is_stopped
         epoch = self._recorder.begin()
         try:
@@ -215,7 +258,10 @@ class Trainer:
         self._callbacks("on_epoch_end", self, row)
 
     def backward(self, inputs: Any, targets: Any = None) -> torch.Tensor:
-        """Add the gradients of a batch to those that are there; its loss, on the device. In a loop over ``batches`` it is recorded."""
+        """Add the gradients of a batch to those that are there; its loss, on the device.
+
+        In a loop over ``batches`` it is recorded.
+        """
         self._require_open()
         n = n_samples(tensors(inputs))
         self._events.backward_begins()
@@ -234,31 +280,42 @@ class Trainer:
         self._events.cleared()
 
     def stop(self) -> None:
-        """End the loop after the batch that is under way, and training with it. For callbacks, and for loops over ``batches``."""
+        """End the loop after the batch that is under way, and training with it.
+
+        For callbacks, and for loops over ``batches``.
+        """
         self._is_stopped = True
 
     def evaluate(self, loader: Any, metrics: Metrics | None = None) -> dict[str, float]:
-        """Loss and metrics of other batches: in eval mode, without gradients, in chunks. Modes are as before afterwards.
+        """Loss and metrics of other batches: in eval mode, without gradients, in chunks.
+
+        Modes are as before afterwards.
 
         Args:
             loader: As the Trainer's.
             metrics: By name, functions of the outputs and targets of a batch of the loader.
 
         Returns:
-            ``"loss"``, weighed by the terms of each batch (a sum, if the loss is a sum), and the mean of each metric, weighed by samples.
-            Also in the history.
+            ``"loss"``, weighed by the terms of each batch (a sum, if the loss is a sum), and the
+            mean of each metric, weighed by samples. Also in the history.
 
         Raises:
-            ArgumentError: The loader gives no batches or no samples, ``metrics`` is no dict of functions, or a metric has a name of
-                the history's columns.
+            ArgumentError: The loader gives no batches or no samples, ``metrics`` is no dict of
+                functions, or a metric has a name of the history's columns.
         """
         check_loader(loader)
         check_metrics(metrics)
         metrics = dict(metrics or {})
         if taken_names := set(metrics) & set(Record.__dataclass_fields__):
-            raise ArgumentError(f"metrics= has {min(taken_names)!r}, which is a column of the history; give it another name")
+            raise ArgumentError(
+                f"metrics= has {min(taken_names)!r}, which is a column of the history; give it another name"
+            )
         begin, size = time.perf_counter(), self._chunk_size
-        if size is None and self.chosen is not None and self.chosen.strategy in ("accumulate", "two_pass"):
+        if (
+            size is None
+            and self.chosen is not None
+            and self.chosen.strategy in ("accumulate", "two_pass")
+        ):
             size = self.chosen.chunk_size
         evaluator = Evaluator(self.model, self._loss, self._device, size, self._context)
         found, n = evaluator.run(loader, metrics, isinstance(loader, (Feeder, LoaderFeeder)))
@@ -272,7 +329,8 @@ class Trainer:
         with progress_bar(self._progress, source, epoch) as update, contextlib.ExitStack() as stack:
             batches = iter(source)
             if hasattr(batches, "close"):
-                stack.callback(batches.close)  # a reader thread ends with the loop, by break too
+                # A reader thread ends with the loop, by break too.
+                stack.callback(batches.close)
             for number, batch in enumerate(batches):
                 yield pair_of(batch)
                 update(self._recorder.loss)
@@ -287,15 +345,28 @@ class Trainer:
             raise ClosedError("the trainer is closed; make a new one")
 
     def _context(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self._autocast is None else torch.autocast(self._device.type, self._autocast)
+        return (
+            contextlib.nullcontext()
+            if self._autocast is None
+            else torch.autocast(self._device.type, self._autocast)
+        )
 
 
 def _check_is_stepped(model: nn.Module, loss: Any, optimizers: Sequence[Any]) -> None:
     """Raise ArgumentError where no optimizer steps a parameter of model or loss, as after the model was copied or made anew."""
     modules = [module for module in (model, loss) if isinstance(module, nn.Module)]
-    wanted = {id(parameter) for module in modules for parameter in module.parameters() if parameter.requires_grad}
+    wanted = {
+        id(parameter)
+        for module in modules
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    }
     stepped = [id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)]
-    if wanted.isdisjoint(stepped) and wanted and not any(isinstance(optimizer, RowOptimizer) for optimizer in optimizers):
+    if (
+        wanted.isdisjoint(stepped)
+        and wanted
+        and not any(isinstance(optimizer, RowOptimizer) for optimizer in optimizers)
+    ):
         raise ArgumentError(
             f"optimizer= steps none of the {len(wanted)} parameters of the model; make it of model.parameters() of this very model"
         )
