@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 import torch._inductor.config
 
-from tests.test_loader import queues_closed
+from tests.feeders.test_dataloader import queues_closed
 
 __all__ = ["queues_closed"]
 EXAMPLES = Path(__file__).parent.parent / "examples"

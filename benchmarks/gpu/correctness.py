@@ -35,7 +35,7 @@ _RESTARTS = ("--max-worker-restart", "100")
 _PARALLEL_SHARE = 0.75
 _ALONE_S = 120.0
 _N_SLOWEST = 20
-_SANITIZED = ("tests/test_cuda.py", "-k", "rows_of_every_size")
+_SANITIZED = ("tests/devices/test_cuda.py", "-k", "rows_of_every_size")
 
 
 def tests(run: Run) -> list[Cell]:
@@ -53,7 +53,7 @@ def _all_tests(run: Run) -> Fields:
         )
         markers = "gpu"
     else:
-        files = ["tests/test_kernels.py", "tests/test_config.py"]
+        files = ["tests/devices/test_kernels.py", "tests/memory/test_limits.py"]
         markers = "not gpu and not stress"
     n_processes = max(2, min(6, len(os.sched_getaffinity(0)) // 3))
     found = _pytest(

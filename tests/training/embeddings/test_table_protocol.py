@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules import corners, randomly, stalling
+from support.schedules import corners, randomly, stalling
 from torch import nn
 from torch.nn import functional
 

@@ -13,7 +13,7 @@ from pinfeed.training.memory_model.convolutions import Convolution
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.report import Estimate
 from pinfeed.training.memory_model.tensor_specs import samples_of
-from tests.test_estimate import measured
+from tests.training.memory_model.test_estimate import measured
 
 
 def why_not_measured() -> str:

@@ -184,7 +184,7 @@ def example(rank: int, size: int, directory: Path) -> dict[str, Any]:
         "--epochs=2",
     ]
     runpy.run_path(
-        str(Path(__file__).parent.parent / "examples" / "sharded_tables.py"), run_name="__main__"
+        str(Path(__file__).parents[2] / "examples" / "sharded_tables.py"), run_name="__main__"
     )
     return {}
 

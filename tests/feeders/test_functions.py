@@ -18,7 +18,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules import SLOTS, STREAMS, randomly
+from support.schedules import SLOTS, STREAMS, randomly
 
 from pinfeed import errors, rows, wrap_readers
 from pinfeed.devices.cpu import HostDevice

@@ -11,7 +11,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from pinfeed import ArrayStore, Feeder, PinnedStore, RowDataset, errors
-from tests.test_loader import queues_closed, same
+from tests.feeders.test_dataloader import queues_closed, same
 
 __all__ = ["queues_closed"]
 N = 50

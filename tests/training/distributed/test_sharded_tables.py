@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import sharded_ranks
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simranks import RankThreads
+from support import sharded_ranks
+from support.simranks import RankThreads
 from torch import distributed, nn
 
 from pinfeed import (
@@ -969,12 +969,12 @@ def test_rank_0_cannot_export(tmp_path: Path) -> None:
 
 
 # ---- processes -----------------------------------------------------------------------------------
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
 
 
 def in_time(*command: str, seconds: float = 60) -> str:
     """Run a program with its children; what it printed."""
-    environment = {**os.environ, "PYTHONPATH": str(HERE.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, *command],
         stdout=subprocess.PIPE,
@@ -1036,7 +1036,14 @@ def test_groups_wait_as_long_as_the_one_that_they_were_made_beside(
 
 def test_processes(tmp_path: Path) -> None:
     """2 and 4 of them over gloo, with DistributedDataParallel for the dense part; the example; and a rank that hangs."""
-    out = in_time(str(HERE / "sharded_ranks.py"), str(tmp_path), "2", "4", "example", "absent")
+    out = in_time(
+        str(ROOT / "tests" / "support" / "sharded_ranks.py"),
+        str(tmp_path),
+        "2",
+        "4",
+        "example",
+        "absent",
+    )
     lonely = torch.load(tmp_path / "absent" / "0.pt")
     assert "RankError('rank 0 of 2 lost the others while they exchanged words: " in lonely["read"]
     assert (
@@ -1099,7 +1106,7 @@ def test_the_example_under_torchrun() -> None:
     arguments = (
         "--standalone",
         "--nproc-per-node=2",
-        str(HERE.parent / "examples" / "sharded_tables.py"),
+        str(ROOT / "examples" / "sharded_tables.py"),
         "--ratings=4000",
     )
     assert "epoch 2: loss" in in_time("-m", "torch.distributed.run", *arguments, seconds=110)
@@ -1125,7 +1132,7 @@ def test_ranks_that_share_a_gpu(depth: int) -> None:
 @pytest.mark.gpu
 def test_a_rank_on_each_gpu(tmp_path: Path) -> None:
     job = f"cuda-{torch.cuda.device_count()}"
-    in_time(str(HERE / "sharded_ranks.py"), str(tmp_path), job)
+    in_time(str(ROOT / "tests" / "support" / "sharded_ranks.py"), str(tmp_path), job)
     results = sorted((tmp_path / job).glob("*.pt"))
     assert len(results) == torch.cuda.device_count()
     whole = HostEmbedding.from_pretrained(sharded_ranks.whole_numbers(), freeze=False)

@@ -35,7 +35,7 @@ from pinfeed.errors import DeviceError
 from pinfeed.memory.host import free_host_bytes, host_limits, lock_limit
 from pinfeed.testing import SimDevice
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 X = np.random.default_rng(0).normal(size=(500, 3, 8)).astype(np.float32)
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="of a machine without a GPU")

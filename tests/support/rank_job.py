@@ -231,9 +231,7 @@ def example(folder: Path, options: list[str]) -> None:
     """The example in one process; what it prints is beside its folder."""
     sys.argv = ["ddp.py", "--folder", str(folder), *EXAMPLE, *options]
     with folder.with_suffix(".txt").open("w") as file, contextlib.redirect_stdout(file):
-        runpy.run_path(
-            str(Path(__file__).parent.parent / "examples" / "ddp.py"), run_name="__main__"
-        )
+        runpy.run_path(str(Path(__file__).parents[2] / "examples" / "ddp.py"), run_name="__main__")
 
 
 def main(folder: Path) -> None:

@@ -13,12 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from rank_job import CRASH, EXAMPLE, GLOBAL_BATCH, N_ROWS, WORLDS, model, normal, parameters
+from support.rank_job import CRASH, EXAMPLE, GLOBAL_BATCH, N_ROWS, WORLDS, model, normal, parameters
 from torch.nn.functional import mse_loss
 
 from pinfeed import rows
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 # Of jobs that take some seconds: a hang fails loudly.
 TIMEOUT_S = 100
 
@@ -54,7 +54,7 @@ def launch(*arguments: str, status: int = 0) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where the processes have left their reports."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch("-W", "error", str(ROOT / "tests" / "rank_job.py"), str(folder))
+    launch("-W", "error", str(ROOT / "tests" / "support" / "rank_job.py"), str(folder))
     return folder
 
 

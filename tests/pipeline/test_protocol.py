@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from schedules import SLOTS, STREAMS, corners, randomly
+from support.schedules import SLOTS, STREAMS, corners, randomly
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.testing import SimDevice, favour, lazy

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from schedules import corners, randomly
+from support.schedules import corners, randomly
 from torch import nn
 
 from pinfeed import KiB, MiB

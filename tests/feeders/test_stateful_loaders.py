@@ -15,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful import Stateful
 
 from pinfeed import ArgumentError, ClosedError, Feeder, wrap_loader, wrap_readers
-from tests.test_loader import queues_closed, same
+from tests.feeders.test_dataloader import queues_closed, same
 
 __all__ = ["queues_closed"]
 # StatefulDataLoader calls it

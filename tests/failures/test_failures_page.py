@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
     for line in (ROOT / "docs/bad-days.md").read_text().splitlines()
@@ -13,7 +13,7 @@ ROWS = [
 ]
 TESTS = {
     name
-    for path in (ROOT / "tests").glob("test_*.py")
+    for path in (ROOT / "tests").rglob("test_*.py")
     for name in re.findall(r"^def (test_\w+)", path.read_text(), re.MULTILINE)
 }
 
