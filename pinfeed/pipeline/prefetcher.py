@@ -19,8 +19,8 @@ from types import NoneType
 from typing import Any, cast
 
 from pinfeed.devices.base import Tensor
-from pinfeed.errors import ClosedError, WorkerError, WriteBackError
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.errors import ClosedError, WriteBackError
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, guarded
 from pinfeed.pipeline.transfer import Cancelled, PendingWrite, Slot, Transfer
 from pinfeed.pipeline.write_queue import WriteQueue
 from pinfeed.threads.pool import Call, Pending, Workers
@@ -428,33 +428,3 @@ def _unnamed(lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:
     finally:
         # As in _named
         del fn, args
-
-
-def guarded(fn: Callable[..., Any], *args: Any) -> Any:
-    """Call ``fn``; what would end the loop or the program in silence becomes an error that says so.
-
-    Raises:
-        WorkerError: ``fn`` raised StopIteration, SystemExit or the like.
-    """
-    try:
-        return fn(*args)
-    except (StopIteration, StopAsyncIteration, SystemExit, GeneratorExit) as error:
-        raise WorkerError(
-            f"{_where(error)} raised {error!r}, which would end the loop in silence; raise an error that says what is wrong"
-        ) from error
-    except RuntimeError as error:
-        if isinstance(error.__cause__, StopIteration) and not isinstance(error, WorkerError):
-            # A generator turns it into this.
-            raise WorkerError(
-                f"{_where(error.__cause__)} raised {error.__cause__!r}, which would end the loop in silence"
-            ) from error.__cause__
-        raise
-
-
-def _where(error: BaseException) -> str:
-    traceback = error.__traceback__
-    assert traceback is not None
-    while traceback.tb_next is not None:
-        traceback = traceback.tb_next
-    code = traceback.tb_frame.f_code
-    return f"{code.co_name} ({code.co_filename}, line {traceback.tb_lineno})"

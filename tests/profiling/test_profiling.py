@@ -21,11 +21,12 @@ from torch.utils.data import DataLoader, TensorDataset
 import pinfeed
 from pinfeed import ArrayStore, Feeder, KiB, MiB, MmapStore, Plan, errors, wrap_loader, wrap_readers
 from pinfeed.devices.cpu import HostDevice
-from pinfeed.feeders.dataloader import LoaderFeeder, LoaderSource
+from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.functions import ReaderFeeder
 from pinfeed.feeders.restartable import Restartable
 from pinfeed.memory.limits import Allocation
 from pinfeed.pipeline.forwarding import WriteLog
+from pinfeed.pipeline.sources.dataloader import LoaderSource
 from pinfeed.pipeline.transfer import HeldValues, PendingWrite
 from pinfeed.pipeline.write_queue import WriteQueue
 from pinfeed.profiling import plot

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
 from pinfeed.devices.base import HostArray
+from pinfeed.errors import WorkerError
 from pinfeed.readahead import ReadStrategy, RowPart
 from pinfeed.rows.batches import Draw as RowsDraw
 from pinfeed.rows.batches import RowBatches
@@ -137,3 +138,33 @@ class RowSource:
 def part_nbytes(part: HostArray) -> int:
     """Bytes of a part."""
     return math.prod(part.shape) * part.dtype.itemsize
+
+
+def guarded(fn: Callable[..., Any], *args: Any) -> Any:
+    """Call ``fn``; what would end the loop or the program in silence becomes an error that says so.
+
+    Raises:
+        WorkerError: ``fn`` raised StopIteration, SystemExit or the like.
+    """
+    try:
+        return fn(*args)
+    except (StopIteration, StopAsyncIteration, SystemExit, GeneratorExit) as error:
+        raise WorkerError(
+            f"{_where(error)} raised {error!r}, which would end the loop in silence; raise an error that says what is wrong"
+        ) from error
+    except RuntimeError as error:
+        if isinstance(error.__cause__, StopIteration) and not isinstance(error, WorkerError):
+            # A generator turns it into this.
+            raise WorkerError(
+                f"{_where(error.__cause__)} raised {error.__cause__!r}, which would end the loop in silence"
+            ) from error.__cause__
+        raise
+
+
+def _where(error: BaseException) -> str:
+    traceback = error.__traceback__
+    assert traceback is not None
+    while traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    code = traceback.tb_frame.f_code
+    return f"{code.co_name} ({code.co_filename}, line {traceback.tb_lineno})"

@@ -15,9 +15,9 @@ import torch
 
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import ClosedError
-from pinfeed.feeders.dataloader import HostLeaf, is_end
 from pinfeed.pipeline.prefetcher import PrefetchSchedule
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
+from pinfeed.pipeline.sources.dataloader import HostLeaf, is_end
 from pinfeed.readahead.base import StoreRows
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.training.distributed.batch_rows import RowPlaces, ShardedBatch, SharedRows

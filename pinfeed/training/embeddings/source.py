@@ -14,8 +14,8 @@ from torch import nn
 
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import RowIndexError, StoreError, described
-from pinfeed.feeders.dataloader import HostLeaf, LoaderSource, load_of
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
+from pinfeed.pipeline.sources.dataloader import HostLeaf, LoaderSource, load_of
 from pinfeed.readahead.base import StoreRows
 from pinfeed.rows.batches import check_rows
 from pinfeed.rows.orders import Rows

@@ -12,9 +12,10 @@ from torch import nn
 
 from pinfeed.devices import torch_device
 from pinfeed.errors import ArgumentError, ClosedError
-from pinfeed.feeders.dataloader import LoaderFeeder, check_loader, wrap_loader
+from pinfeed.feeders.dataloader import LoaderFeeder, wrap_loader
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory import limits
+from pinfeed.pipeline.sources.dataloader import check_loader
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.large_batch.big_batch import BigBatch, check_step
 from pinfeed.training.large_batch.micro_batches import n_samples, tensors
