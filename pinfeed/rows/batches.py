@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from pinfeed.errors import ArgumentError, RowIndexError, WorkerError, described
+from pinfeed.errors import ArgumentError, WorkerError
+from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import At, Order, Rows, Windows, windows
 
 # An order is asked for so many rows at once: small batches share numpy's cost per call, large ones
@@ -416,34 +417,3 @@ def _epoch_of(sampler: Any) -> int | None:
 def _is_single(element: Any) -> bool:
     """Whether it is a row number and not a batch of them, as far as that can be told without a look inside."""
     return bool(element.ndim == 0) if hasattr(element, "ndim") else not hasattr(element, "__len__")
-
-
-def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False) -> Rows:
-    """``rows`` as int64, contiguous, shape (n,), every one in [0, n_rows); with ``copy`` not the caller's memory, which he may change.
-
-    Raises:
-        RowIndexError: Not integers, negative or too large.
-    """
-    try:
-        array = np.asarray(rows)
-    except (TypeError, ValueError) as error:
-        raise RowIndexError(
-            f"{name}: {described(error)}; expected a 1-d array of integer row numbers (mask: np.flatnonzero)"
-        ) from None
-    if array.shape == (0,):
-        # numpy takes an empty list for floats.
-        return np.empty(0, np.int64)
-    if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise RowIndexError(
-            f"{name}: got shape {array.shape} of {array.dtype}; expected a 1-d array of integer row numbers (mask: np.flatnonzero)"
-        )
-    if len(array):
-        low, high = int(array.min()), int(array.max())
-        if low < 0 or high >= n_rows:
-            wrong = low if low < 0 else high
-            raise RowIndexError(
-                f"{name}: row {wrong} is out of range; expected 0 <= row < {n_rows}"
-            )
-    return (
-        array.astype(np.int64, order="C") if copy else np.ascontiguousarray(array, dtype=np.int64)
-    )

@@ -28,9 +28,9 @@ from pinfeed.rows.batches import (
     OrderBatches,
     RowBatches,
     SamplerBatches,
-    check_rows,
     largest_batch,
 )
+from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Order, Rows, block_shuffled, per_rank, sequential, shuffled, windows
 from pinfeed.rows.permutation import permutation
 
