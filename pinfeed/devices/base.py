@@ -15,28 +15,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Store
+from pinfeed.stores.base import Array, HostArray, Store
 from pinfeed.threads.pool import Workers
 
-Array = npt.NDArray[Any]
 Tensor = Any
 """What the device lends: a torch tensor on it (a simulated device has arrays of its own)."""
 Buffer = Any
 """Raw memory of the device."""
-
-
-class HostArray(Protocol):
-    """One array of a batch, while it still is where it comes from."""
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-
-    def read(self, out: Array) -> Iterator[None]:
-        """Fill ``out``, of this shape and dtype, in steps: the iterator is asked for the next one until it ends."""
-        ...
 
 
 class Event(Protocol):

@@ -14,12 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.base import Array, HostArray
 from pinfeed.memory.buffer_pool import BufferPool, Bytes
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import put_rows
-from pinfeed.stores.base import Store
+from pinfeed.stores.base import Array, HostArray, Store
 from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_numpy, to_torch
 from pinfeed.threads.pool import ThreadPool
 

@@ -17,14 +17,13 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.devices.base import Array, HostArray
 from pinfeed.devices.kernels import Move, RowKernels
 from pinfeed.devices.route_benchmark import STAGED, Rates, Route, decide, measure, remembered
 from pinfeed.errors import DeviceError, described
 from pinfeed.memory.buffer_pool import REGISTER, BufferPool, Bytes, page_locked, unlock_freed
 from pinfeed.memory.limits import ON_THEIR_WAY_BYTES
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Store, row_nbytes
+from pinfeed.stores.base import Array, HostArray, Store, row_nbytes
 from pinfeed.stores.pinned import PinnedStore
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch
 from pinfeed.threads.pool import ThreadPool

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pinfeed.devices.base import HostArray
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.errors import ArgumentError, DeviceError
-from pinfeed.stores.base import Store
+from pinfeed.stores.base import HostArray, Store
 
 
 class PlannedGpu(HostDevice):

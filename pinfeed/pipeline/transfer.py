@@ -54,14 +54,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Buffer, Device, Event, HostArray, Stream, Tensor
+from pinfeed.devices.base import Buffer, Device, Event, Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.buffer_pool import unlock_freed
 from pinfeed.pipeline.forwarding import Write, WriteLog, WrittenRows, newest
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup, part_nbytes
 from pinfeed.profiling.counters import Counters
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Store
+from pinfeed.stores.base import HostArray, Store
 
 
 class Cancelled(Exception):

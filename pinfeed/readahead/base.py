@@ -11,9 +11,9 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import HostArray
 from pinfeed.memory.limits import Allocation
 from pinfeed.rows.orders import Rows, Windows
+from pinfeed.stores.base import HostArray
 
 
 class RowPart(HostArray, Protocol):

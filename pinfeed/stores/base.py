@@ -6,6 +6,7 @@ import math
 import mmap
 import operator
 import sys
+from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -74,6 +75,21 @@ class Store(Protocol):
 
     def close(self) -> None:
         """Free what the store holds. Idempotent."""
+
+
+class HostArray(Protocol):
+    """One array of a batch that is still on the host."""
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the array."""
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Native dtype of the array."""
+
+    def read(self, out: Array) -> Iterator[None]:
+        """Fill ``out``, of this shape and dtype, in steps; each item of the iterator is a step."""
 
 
 def whole_numbers(shape: Any, name: str) -> tuple[int, ...]:

@@ -24,9 +24,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import HostArray
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Store
+from pinfeed.stores.base import HostArray, Store
 from pinfeed.threads.pool import Call
 
 Array = npt.NDArray[Any]

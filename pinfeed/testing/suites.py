@@ -21,12 +21,12 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from pinfeed.devices.base import Device, HostArray, Stream, Tensor
+from pinfeed.devices.base import Device, Stream, Tensor
 from pinfeed.errors import ArgumentError, RowIndexError, WriteBackError
 from pinfeed.pipeline.sources.base import part_nbytes
 from pinfeed.readahead.base import StoreRows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import Store
+from pinfeed.stores.base import HostArray, Store
 from pinfeed.tensors.dtypes import DTYPES
 
 Array = npt.NDArray[Any]

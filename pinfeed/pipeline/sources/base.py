@@ -9,13 +9,12 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
-from pinfeed.devices.base import HostArray
 from pinfeed.errors import WorkerError
 from pinfeed.readahead import ReadStrategy, RowPart
 from pinfeed.rows.batches import Draw as RowsDraw
 from pinfeed.rows.batches import RowBatches
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Store, row_nbytes
+from pinfeed.stores.base import HostArray, Store, row_nbytes
 from pinfeed.tensors.pytree import Rebuild
 
 

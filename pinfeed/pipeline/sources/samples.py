@@ -14,11 +14,11 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import HostArray
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.pipeline.sources.base import HostBatch, guarded
 from pinfeed.pipeline.sources.dataloader import HostLeaf
 from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import HostArray
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.threads.pool import Pending, Workers
