@@ -16,15 +16,15 @@ from pinfeed.rows.orders import Rows, Windows
 from pinfeed.stores.base import HostArray
 
 
-class RowPart(HostArray, Protocol):
+class HostRows(HostArray, Protocol):
     """Rows of a store, while they still are where they come from."""
 
-    def cut(self, begin: int, end: int) -> RowPart:
+    def cut(self, begin: int, end: int) -> HostRows:
         """Rows [begin, end) of these."""
         ...
 
 
-Serve = Callable[[int, int], Callable[[Rows], RowPart]]
+Serve = Callable[[int, int], Callable[[Rows], HostRows]]
 """Given a position of the epoch and a number of rows, what makes a part of these rows.
 
 Called in the order of positions.

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
 from pinfeed.errors import WorkerError
-from pinfeed.readahead import ReadStrategy, RowPart
+from pinfeed.readahead import HostRows, ReadStrategy
 from pinfeed.rows.batches import Draw as RowsDraw
 from pinfeed.rows.batches import RowBatches
 from pinfeed.rows.orders import Rows
@@ -48,7 +48,7 @@ class HostBatch:
         """Batches [start, stop) of several, which come from stores."""
         counts = [n_rows for n_rows, _ in self.batches]
         begin, end = sum(counts[:start]), sum(counts[:stop])
-        parts = [cast(RowPart, part).cut(begin, end) for part in self.parts]
+        parts = [cast(HostRows, part).cut(begin, end) for part in self.parts]
         return HostBatch(
             parts,
             self.rebuild,
@@ -124,7 +124,7 @@ class RowSource:
         largest = max(range(len(self.stores)), key=lambda i: row_nbytes(self.stores[i]))
         return self.strategies[largest].hint
 
-    def _load(self, draw: RowsDraw, parts: Sequence[Callable[[Rows], RowPart]]) -> HostBatch:
+    def _load(self, draw: RowsDraw, parts: Sequence[Callable[[Rows], HostRows]]) -> HostBatch:
         group = draw()
         return HostBatch(
             [part(group.rows) for part in parts],
