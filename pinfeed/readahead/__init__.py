@@ -1,4 +1,4 @@
-"""How the rows of a store come to where they are gathered: directly, or read ahead into memory."""
+"""Strategies for reading rows of stores: directly from the store, or ahead of the training loop."""
 
 from pinfeed.readahead.base import HostRows, ReadStrategy, StoreRows
 from pinfeed.readahead.select import ReadPlan, choose, window_sizes

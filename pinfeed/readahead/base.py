@@ -1,4 +1,4 @@
-"""ReadStrategy: how the rows of one store come to where they are gathered."""
+"""ReadStrategy: a way to read the rows of one store; DirectReads, the simplest one."""
 
 from __future__ import annotations
 
@@ -11,32 +11,34 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.memory.limits import Allocation
+from pinfeed.memory.limits import Allocation, human
 from pinfeed.rows.orders import Rows, Windows
 from pinfeed.stores.base import HostArray
+from pinfeed.stores.sharded_file import AnyShardedStore
+
+# Rows are gathered in steps, because a loop that ends waits for the current step. A step takes
+# some milliseconds from memory, and less than a second from a disk with 20,000 seeks per second.
+_STEP_BYTES = 16 << 20
+_STEP_ROWS = 1 << 13
 
 
 class HostRows(HostArray, Protocol):
-    """Rows of a store, while they still are where they come from."""
+    """Rows of a store that are still to be gathered."""
 
     def cut(self, begin: int, end: int) -> HostRows:
-        """Rows [begin, end) of these."""
+        """Return rows [begin, end) of these."""
         ...
 
 
-Serve = Callable[[int, int], Callable[[Rows], HostRows]]
-"""Given a position of the epoch and a number of rows, what makes a part of these rows.
+OpenBatch = Callable[[int, int], Callable[[Rows], HostRows]]
+"""Takes the position of a batch in the epoch and its number of rows, in the order of positions.
 
-Called in the order of positions.
+It returns a function that takes the row indices of the batch, possibly later and in another thread.
 """
-
-# Rows are gathered in steps, and a loop that ends waits for one step at most: some milliseconds
-# from memory, and less than a second from a disk that seeks 20,000 times a second.
-_STEP_BYTES, _STEP_ROWS = 16 << 20, 1 << 13
 
 
 class Gatherable(Protocol):
-    """Rows that can be gathered: what a part needs of a Store."""
+    """Rows that can be gathered: the part of a Store that reading needs."""
 
     @property
     def row_shape(self) -> tuple[int, ...]: ...
@@ -46,7 +48,7 @@ class Gatherable(Protocol):
 
 
 class StoreRows:
-    """The rows of one store that a batch wants."""
+    """Rows of one store that a batch needs."""
 
     __slots__ = ("dtype", "rows", "shape", "store")
 
@@ -57,7 +59,7 @@ class StoreRows:
         self.dtype = store.dtype
 
     def cut(self, begin: int, end: int) -> StoreRows:
-        """Rows [begin, end) of these."""
+        """Return rows [begin, end) of these."""
         return StoreRows(self.store, self.rows[begin:end])
 
     def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
@@ -69,52 +71,75 @@ class StoreRows:
 
 
 class ReadStrategy(Protocol):
-    """How the rows of one store are read.
+    """Way in which the rows of one store are read.
 
-    Belongs to a feeder; threads of its own live as long as an epoch.
+    It belongs to one feeder. Threads that it starts live as long as an epoch.
     """
 
     @property
     def items(self) -> tuple[Allocation, ...]:
-        """Memory that it takes, at most."""
+        """Memory that the strategy takes at most."""
         ...
 
     def open_epoch(
         self, windows: Windows | None, start: int, stop: int
-    ) -> AbstractContextManager[Serve]:
-        """Serve the positions [start, stop) of an epoch. What runs in the background ends with the context."""
+    ) -> AbstractContextManager[OpenBatch]:
+        """Serve the positions [start, stop) of an epoch; background work ends with the context.
+
+        Args:
+            windows: Windows of a block-shuffled epoch; None for any other order.
+            start: First position.
+            stop: Position behind the last one.
+        """
         ...
 
     @property
     def hint(self) -> str:
-        """What to change where a loop waits for these rows, in whole sentences."""
+        """Advice, in whole sentences, for a loop that waits for these rows."""
         ...
 
     def close(self) -> None:
-        """Free its memory."""
+        """Free the memory of the strategy."""
 
 
-IN_MEMORY = "The rows are in memory: a smaller dtype leaves less to copy (uint8 or float16, converted on the device), and more cores copy faster."
-"""What to change where rows that are in memory do not come fast enough."""
+IN_MEMORY_HINT = (
+    "The rows are in memory: a smaller dtype leaves less to copy (uint8 or float16, converted on "
+    "the device), and more cores copy faster."
+)
+"""Advice for a loop that waits for rows that are in memory."""
+
+DISK_SPEED = "as fast as the disk gives it: a smaller dtype leaves less to read."
+"""End of a sentence of advice about a file that is read at the speed of its disk."""
+
+
+def whole_file_hint(store: AnyShardedStore) -> str:
+    """Return advice about memory for the whole file."""
+    if store.writable:
+        return "If it is opened for reading only, it can be brought into memory."
+    needed = human(store.n_rows * store.row_nbytes)
+    return (
+        f"With {needed} of memory for the whole file (a larger cpu_memory_limit of a Config, or "
+        "more free memory), it is brought into memory once."
+    )
 
 
 class DirectReads:
-    """Rows are gathered from the store itself.
+    """Strategy that gathers rows from the store itself.
 
     Args:
-        store: Has the rows.
-        hint: What to change where they do not come fast enough.
+        store: The rows.
+        hint: Advice for a loop that waits for them.
     """
 
     items: tuple[Allocation, ...] = ()
 
-    def __init__(self, store: Gatherable, hint: str = IN_MEMORY) -> None:
+    def __init__(self, store: Gatherable, hint: str = IN_MEMORY_HINT) -> None:
         self._store = store
         self.hint = hint
 
     @contextlib.contextmanager
-    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
         yield lambda position, n: functools.partial(StoreRows, self._store)
 
     def close(self) -> None:
-        """There is nothing."""
+        """Do nothing: the strategy has no memory of its own."""

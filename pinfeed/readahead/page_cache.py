@@ -1,4 +1,4 @@
-"""PageCacheReadahead: rows of a file through the page cache, which is filled ahead of them in sequence."""
+"""PageCacheReadahead: rows of a file are read through the page cache, filled ahead of them."""
 
 from __future__ import annotations
 
@@ -7,69 +7,72 @@ import functools
 from collections.abc import Callable, Iterator
 
 from pinfeed.memory.limits import Allocation
-from pinfeed.readahead.base import Serve, StoreRows
-from pinfeed.readahead.files import whole_file
-from pinfeed.readahead.window_cursor import Runs, WindowCursor
+from pinfeed.readahead.base import OpenBatch, StoreRows, whole_file_hint
+from pinfeed.readahead.windows import RowRuns, WindowCursor
 from pinfeed.rows.orders import Rows, Windows
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.pool import ThreadPool
 
-# Advice is given in pieces: it takes as long as the disk has room for it, and the loop may end
-# meanwhile.
-_STEP_BYTES = 8 << 20
+# The kernel is advised in chunks, because each advice may block until the disk has accepted it,
+# and the loop may end in between.
+_CHUNK_BYTES = 8 << 20
 
 
 class PageCacheReadahead:
-    """Rows are gathered from a file, whose page cache the kernel is told to fill: the whole of it, once, in sequence; or window by window.
+    """Strategy that gathers rows from a file and lets the kernel fill the page cache ahead.
 
-    A disk gives many times as much in sequence as in random rows; these are soon found in memory
-    that is the kernel's.
+    The page cache is filled window by window in a block-shuffled epoch. In any other order, the
+    whole file is read once, in sequence. A disk reads many times faster in sequence than in random
+    order, so the random reads soon find their rows in memory that belongs to the kernel.
     """
 
     items: tuple[Allocation, ...] = ()
 
     def __init__(self, store: AnyShardedStore) -> None:
         self._store = store
-        self._told = 0
+        self._n_advised = 0
         self._stopping = False
-        self._step = max(1, _STEP_BYTES // max(1, store.row_nbytes))
+        self._chunk_rows = max(1, _CHUNK_BYTES // max(1, store.row_nbytes))
 
     @contextlib.contextmanager
-    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
         self._stopping = False
         with ThreadPool(1, "pinfeed-advise") as adviser:
-            ahead = None
+            cursor = None
             if windows is None:
-                adviser.submit(self._tell_all)
+                adviser.submit(self._advise_all)
             else:
-                ahead = WindowCursor(
-                    windows, start, stop, lambda runs: adviser.submit(self._tell, runs)
+                cursor = WindowCursor(
+                    windows, start, stop, lambda runs: adviser.submit(self._advise, runs)
                 )
 
-            def serve(position: int, n: int) -> Callable[[Rows], StoreRows]:
-                if ahead is not None:
-                    ahead.take(position, n)
+            def open_batch(position: int, n: int) -> Callable[[Rows], StoreRows]:
+                if cursor is not None:
+                    cursor.take(position, n)
                 return functools.partial(StoreRows, self._store)
 
             try:
-                yield serve
+                yield open_batch
             finally:
                 self._stopping = True
 
     @property
     def hint(self) -> str:
-        return f"Rows of {self._store.label} come from the page cache, as far as it holds them. {whole_file(self._store)}"
+        return (
+            f"Rows of {self._store.label} come from the page cache, as far as it holds them. "
+            f"{whole_file_hint(self._store)}"
+        )
 
     def close(self) -> None:
-        """There is nothing."""
+        """Do nothing: the page cache belongs to the kernel."""
 
-    def _tell_all(self) -> None:
-        while self._told < self._store.n_rows and not self._stopping:
-            end = min(self._told + self._step, self._store.n_rows)
-            self._store.will_gather(self._told, end)
-            self._told = end
+    def _advise_all(self) -> None:
+        while self._n_advised < self._store.n_rows and not self._stopping:
+            end = min(self._n_advised + self._chunk_rows, self._store.n_rows)
+            self._store.will_gather(self._n_advised, end)
+            self._n_advised = end
 
-    def _tell(self, runs: Runs) -> None:
-        for run in runs:
+    def _advise(self, runs: RowRuns) -> None:
+        for start, stop in runs:
             if not self._stopping:
-                self._store.will_gather(*run)
+                self._store.will_gather(start, stop)

@@ -1,4 +1,8 @@
-"""Which strategy a store gets: decided from the order, its size, the memory that may be used, and the share of its rows that an epoch has."""
+"""Choice of a read strategy for each store.
+
+It depends on the order, the size of the store, the memory that may be used, and the share of its
+rows that an epoch has.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.memory.limits import Allocation, human, window_item
-from pinfeed.readahead.base import DirectReads, ReadStrategy
-from pinfeed.readahead.files import AS_FAST, whole_file
-from pinfeed.readahead.in_memory import InMemoryCopy, resident_item
+from pinfeed.readahead.base import DISK_SPEED, DirectReads, ReadStrategy, whole_file_hint
+from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows.orders import Order, PerRank, Sequential, Windows, windows
@@ -19,52 +22,58 @@ from pinfeed.stores.base import Store
 from pinfeed.stores.file import MmapStore
 from pinfeed.stores.sharded_file import AnyShardedStore, ShardedStore
 
-# What a disk reads in sequence in the time of one random read: 20,000 to 60,000 of them a second
-# and 1.2 to 2.5 GB/s were measured.
+# Bytes that a disk reads in sequence in the time of one random read. Measured disks gave 20,000 to
+# 60,000 random reads per second, and 1.2 to 2.5 GB/s in sequence.
 _SEEK_BYTES = 64 << 10
+
+Choice = tuple[ReadStrategy, str]
+"""A strategy, and the reason for it as the plan shows it."""
 
 
 @dataclass(frozen=True)
 class ReadPlan:
-    """How the rows of each store are brought."""
+    """Read strategies of all stores."""
 
     strategies: Sequence[ReadStrategy]
     notes: tuple[str, ...]
-    """A line for each file: what was chosen, and why."""
+    """A line for each file: the strategy, and the reason for it."""
 
     @property
     def items(self) -> tuple[Allocation, ...]:
-        """The memory that it takes."""
+        """Memory that the strategies take at most."""
         return tuple(item for strategy in self.strategies for item in strategy.items)
 
 
 def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: int) -> ReadPlan:
-    """Choose.
+    """Choose a strategy for each store.
 
     Args:
-        stores: Of equally many rows.
-        order: An order, or any other iterable of rows.
-        n_batch_rows: Rows of all batches under way.
+        stores: Stores with the same number of rows.
+        order: An order, or any other iterable of row indices.
+        n_batch_rows: Rows of all batches that are read at the same time.
         free: Host memory that may be used for rows of files, in bytes.
     """
     strategies: list[ReadStrategy] = []
     notes: list[str] = []
     for store in stores:
-        if not isinstance(store, ShardedStore) or not store.row_nbytes:
-            own = f"It is gather() of the {type(store).__name__} that is waited for: longer rows or larger batches ask it less often."
-            strategies.append(
-                DirectReads(store) if isinstance(store, ArrayStore) else DirectReads(store, own)
+        if isinstance(store, ShardedStore) and store.row_nbytes:
+            strategy, reason = _choose_for_file(store, order, n_batch_rows, free)
+            free -= sum(item.total for item in strategy.items)
+            notes.append(f"{store.label}, {human(store.n_rows * store.row_nbytes)}: {reason}")
+        elif isinstance(store, ArrayStore):
+            strategy = DirectReads(store)
+        else:
+            hint = (
+                f"It is gather() of the {type(store).__name__} that is waited for: longer rows or "
+                "larger batches ask it less often."
             )
-            continue
-        strategy, why = _choose(store, order, n_batch_rows, free)
-        free -= sum(item.total for item in strategy.items)
+            strategy = DirectReads(store, hint)
         strategies.append(strategy)
-        notes.append(f"{store.label}, {human(store.n_rows * store.row_nbytes)}: {why}")
     return ReadPlan(strategies, tuple(notes))
 
 
 def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], ...]:
-    """Rows of a window and bytes of a row, for each file that windows can be read ahead of."""
+    """Return rows of a window and bytes of a row, for each file whose windows can be read ahead."""
     files = [store for store in stores if isinstance(store, ShardedStore) and not store.writable]
     found = [(_windows(store, order), store.row_nbytes) for store in files]
     return tuple(
@@ -72,70 +81,86 @@ def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], 
     )
 
 
-def _choose(
-    store: AnyShardedStore, order: Any, n_batch_rows: int, free: int
-) -> tuple[ReadStrategy, str]:
+def _choose_for_file(store: AnyShardedStore, order: Any, n_batch_rows: int, free: int) -> Choice:
     if _in_sequence(order):
-        hint = f"{store.label} is read in sequence, {AS_FAST} {whole_file(store)}"
+        hint = f"{store.label} is read in sequence, {DISK_SPEED} {whole_file_hint(store)}"
         return DirectReads(store, hint), "read in sequence"
-    share, item = _share(store, order), resident_item(store)
-    if not store.writable and share > 0.5 and item.total <= free:
+    share = _share(store, order)
+    if not store.writable and share > 0.5 and copy_allocation(store).total <= free:
+        # The system may refuse memory that it reports as free.
         with contextlib.suppress(OSError):
-            # The system may refuse what is free by its own account.
-            return (
-                InMemoryCopy(store),
-                f"brought into memory while its rows are served: it fits, and an epoch has {share:.0%} of its rows",
+            return InMemoryCopy(store), (
+                "brought into memory while its rows are served: it fits, and an epoch has "
+                f"{share:.0%} of its rows"
             )
     found = _windows(store, order)
     if found is not None:
-        item = window_item(found.window_rows, store.row_nbytes, n_batch_rows)
-        if not store.writable and item.total <= free:
-            return WindowReadahead(
-                store, found.window_rows, n_batch_rows
-            ), "its windows are read ahead in long runs"
-        why = (
-            "it is open for writing"
-            if store.writable
-            else f"memory for them would be {human(item.total)}, {human(max(0, free))} are left"
-        )
-        return PageCacheReadahead(
-            store
-        ), f"rows come from the page cache, which is filled a window ahead ({why})"
-    if (
+        return _read_windows(store, found, n_batch_rows, free)
+    if _fills_page_cache(store, share):
+        reason = "rows come from the page cache, which is filled in sequence meanwhile"
+        return PageCacheReadahead(store), reason
+    return _read_one_by_one(store)
+
+
+def _read_windows(store: AnyShardedStore, windows: Windows, n_batch_rows: int, free: int) -> Choice:
+    """Read windows ahead, into memory if that is possible, else into the page cache."""
+    item = window_item(windows.window_rows, store.row_nbytes, n_batch_rows)
+    if store.writable:
+        problem = "it is open for writing"
+    elif item.total > free:
+        problem = f"memory for them would be {human(item.total)}, {human(max(0, free))} are left"
+    else:
+        strategy = WindowReadahead(store, windows.window_rows, n_batch_rows)
+        return strategy, "its windows are read ahead in long runs"
+    reason = f"rows come from the page cache, which is filled a window ahead ({problem})"
+    return PageCacheReadahead(store), reason
+
+
+def _fills_page_cache(store: AnyShardedStore, share: float) -> bool:
+    """Return whether reading the whole file in sequence is faster than its rows at random."""
+    return (
         isinstance(store, MmapStore)
         and store.keep_cache
         and share * store.n_rows * _SEEK_BYTES >= store.n_rows * store.row_nbytes
-    ):
-        return PageCacheReadahead(
-            store
-        ), "rows come from the page cache, which is filled in sequence meanwhile"
+    )
+
+
+def _read_one_by_one(store: AnyShardedStore) -> Choice:
+    block_rows = -(-_SEEK_BYTES // store.row_nbytes)
     hint = (
-        f"Rows of {store.label} are read one by one; neighbours come together, and are read in long runs, with "
-        f"rows=pinfeed.rows.block_shuffled(seed, block_rows={-(-_SEEK_BYTES // store.row_nbytes)}). {whole_file(store)}"
+        f"Rows of {store.label} are read one by one; neighbours come together, and are read in "
+        f"long runs, with rows=pinfeed.rows.block_shuffled(seed, block_rows={block_rows}). "
+        f"{whole_file_hint(store)}"
     )
-    return (
-        DirectReads(store, hint),
-        "rows are read one by one, many at a time; in a block_shuffled order they would come in long runs",
+    reason = (
+        "rows are read one by one, many at a time; in a block_shuffled order they would come in "
+        "long runs"
     )
+    return DirectReads(store, hint), reason
 
 
 def _in_sequence(order: Any) -> bool:
-    """Whether the rows of a batch follow one another: of all ranks' rows, a rank's share of ``Ranks`` has whole batches."""
-    return isinstance(order, Sequential) or (
-        isinstance(order, PerRank) and isinstance(order.order, Sequential) and order.hand != 1
-    )
+    """Return whether the rows of a batch are consecutive.
+
+    A rank of ``Ranks`` has whole batches of a sequential order, not every n-th row.
+    """
+    if isinstance(order, PerRank):
+        return isinstance(order.order, Sequential) and order.hand != 1
+    return isinstance(order, Sequential)
 
 
 def _windows(store: AnyShardedStore, order: Any) -> Windows | None:
-    """The windows of an order, if its blocks are worth a seek."""
-    found = windows(order, store.n_rows, 0) if isinstance(order, Order) else None
-    return (
-        found
-        if found is not None and found.order.block_rows * store.row_nbytes >= _SEEK_BYTES
-        else None
-    )
+    """Return the windows of an order, if its blocks are large enough to be worth a seek."""
+    if not isinstance(order, Order):
+        return None
+    found = windows(order, store.n_rows, 0)
+    if found is None or found.order.block_rows * store.row_nbytes < _SEEK_BYTES:
+        return None
+    return found
 
 
 def _share(store: AnyShardedStore, order: Any) -> float:
-    """The share of the rows that an epoch has; where nobody knows, all of them."""
-    return min(1.0, order.length(store.n_rows) / store.n_rows) if isinstance(order, Order) else 1.0
+    """Return the share of the rows that an epoch has; 1 if it is unknown."""
+    if not isinstance(order, Order):
+        return 1.0
+    return min(1.0, order.length(store.n_rows) / store.n_rows)

@@ -1,67 +1,126 @@
-"""WindowReadahead: the windows of a block-shuffled order, read ahead of it in long runs."""
+"""WindowReadahead: windows of a block-shuffled order are read ahead into memory, in long runs."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.limits import window_item
-from pinfeed.readahead.base import Serve, StoreRows
-from pinfeed.readahead.files import AS_FAST, whole_file
-from pinfeed.readahead.window_cursor import Runs, WindowCursor
+from pinfeed.readahead.base import DISK_SPEED, OpenBatch, StoreRows, whole_file_hint
 from pinfeed.rows.orders import Rows, Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.pool import Pending, ThreadPool
 
-# Reads that wait for the disk at a time.
+T = TypeVar("T")
+
+RowRuns = Iterable[tuple[int, int]]
+"""Row indices as runs [start, stop)."""
+
+# Reads that wait for the disk at the same time.
 _N_THREADS = 4
 
 
+class WindowCursor(Generic[T]):
+    """Position in the windows of an epoch; the next window is begun while one is served.
+
+    Args:
+        windows: Windows of the epoch.
+        start: First position of the epoch that is served.
+        stop: Position behind the last one.
+        begin: Begins to read a window, given its runs; its result stands for the window.
+    """
+
+    def __init__(
+        self, windows: Windows, start: int, stop: int, begin: Callable[[RowRuns], T]
+    ) -> None:
+        self._windows = windows
+        self._begin = begin
+        self._spans = iter(windows.spans(start, stop))
+        self._end = start
+        # The position behind each window that was begun; the first window is being served.
+        self._begun: deque[tuple[int, T]] = deque()
+
+    def take(self, position: int, n: int) -> list[tuple[int, T]]:
+        """Return the windows of positions [position, position + n), each with its number of rows.
+
+        Positions are asked for in ascending order.
+        """
+        taken: list[tuple[int, T]] = []
+        while n:
+            while self._begun and self._begun[0][0] <= position:
+                self._begun.popleft()
+            self._begin_next()
+            end, window = self._begun[0]
+            n_here = min(n, end - position)
+            taken.append((n_here, window))
+            position += n_here
+            n -= n_here
+        return taken
+
+    def _begin_next(self) -> None:
+        """Begin windows until one is ahead of the window that is served."""
+        while len(self._begun) < 2:
+            span = next(self._spans, None)
+            if span is None:
+                return
+            number, n_rows = span
+            self._end += n_rows
+            self._begun.append((self._end, self._begin(self._windows.runs(number))))
+
+
 class WindowReadahead:
-    """Rows are gathered from windows in memory: one is read ahead, the others are those that batches under way are gathered from.
+    """Strategy that gathers rows from windows in memory.
+
+    One window is read ahead; the others are those that unfinished batches are gathered from.
 
     Args:
         store: A read-only store.
         window_rows: Rows of a window.
-        n_batch_rows: Rows of all batches under way.
+        n_batch_rows: Rows of all batches that are read at the same time.
     """
 
     def __init__(self, store: AnyShardedStore, window_rows: int, n_batch_rows: int) -> None:
         self._store = store
-        self._nbytes = window_rows * store.row_nbytes
+        self._window_nbytes = window_rows * store.row_nbytes
         self.items = (window_item(window_rows, store.row_nbytes, n_batch_rows),)
         self._pool = BufferPool(self.items[0].count)
 
     @contextlib.contextmanager
-    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[Serve]:
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
         assert windows is not None
         with ThreadPool(_N_THREADS, "pinfeed-window") as threads:
-            ahead = WindowCursor(
+            cursor = WindowCursor(
                 windows,
                 start,
                 stop,
-                lambda runs: _Window(self._store, runs, self._pool.take(self._nbytes), threads),
+                lambda runs: _Window(
+                    self._store, runs, self._pool.take(self._window_nbytes), threads
+                ),
             )
             try:
                 yield lambda position, n: functools.partial(
-                    _WindowRows, self._store, ahead.take(position, n)
+                    _WindowRows, self._store, cursor.take(position, n)
                 )
             except GeneratorExit:
-                # The loop was left; at the end of the data, the last batches may still wait for
-                # what is being read.
+                # The training loop was left early. At the end of the data, in contrast, the last
+                # batches may still wait for reads, so these are not cancelled.
                 threads.shutdown(wait=False, cancel_futures=True)
                 raise
 
     @property
     def hint(self) -> str:
-        return f"Windows of {self._store.label} are read ahead in long runs, {AS_FAST} {whole_file(self._store)}"
+        return (
+            f"Windows of {self._store.label} are read ahead in long runs, {DISK_SPEED} "
+            f"{whole_file_hint(self._store)}"
+        )
 
     def close(self) -> None:
         """Free the windows."""
@@ -69,40 +128,42 @@ class WindowReadahead:
 
 
 class _Window:
-    """Rows of some runs, being read."""
+    """Rows of some runs, which reader threads are reading into memory."""
 
     def __init__(
-        self, store: AnyShardedStore, runs: Runs, memory: npt.NDArray[np.uint8], threads: ThreadPool
+        self,
+        store: AnyShardedStore,
+        runs: RowRuns,
+        memory: npt.NDArray[np.uint8],
+        threads: ThreadPool,
     ) -> None:
         self.row_shape = store.row_shape
         self.dtype = store.dtype
-        self._starts, stops = np.array(list(runs), np.int64).T
-        ends = np.cumsum(stops - self._starts)
-        # From a row's number to its place in memory.
+        starts, stops = np.array(list(runs), np.int64).T
+        ends = np.cumsum(stops - starts)
+        self._starts = starts
+        # Added to a row index of a run, this gives its position in memory.
         self._shifts = ends - stops
         n_rows = int(ends[-1])
         array: npt.NDArray[Any] = (
             memory[: n_rows * store.row_nbytes].view(store.dtype).reshape(n_rows, *store.row_shape)
         )
         self._rows = ArrayStore(array)
-        self._reading: Sequence[Pending[None]] = [
+        self._reads: Sequence[Pending[None]] = [
             threads.submit(store.gather, np.arange(start, stop), array[end - (stop - start) : end])
-            for start, stop, end in zip(
-                self._starts.tolist(), stops.tolist(), ends.tolist(), strict=True
-            )
+            for start, stop, end in zip(starts.tolist(), stops.tolist(), ends.tolist(), strict=True)
         ]
 
     def gather(self, rows: Rows, out: npt.NDArray[Any]) -> None:
-        """Copy rows of the window into ``out``, when it has been read."""
-        for reading in self._reading:
-            reading.result()
-        self._rows.gather(
-            rows + self._shifts[np.searchsorted(self._starts, rows, side="right") - 1], out
-        )
+        """Copy rows of the window into ``out``, once the window has been read."""
+        for read in self._reads:
+            read.result()
+        run = np.searchsorted(self._starts, rows, side="right") - 1
+        self._rows.gather(rows + self._shifts[run], out)
 
 
 class _WindowRows:
-    """Rows that lie on some windows, one after the other."""
+    """Rows of consecutive windows that a batch needs."""
 
     def __init__(
         self, store: AnyShardedStore, windows: Sequence[tuple[int, _Window]], rows: Rows
@@ -114,11 +175,13 @@ class _WindowRows:
         self.dtype = store.dtype
 
     def cut(self, begin: int, end: int) -> _WindowRows:
-        """Rows [begin, end) of these."""
-        windows, first = [], 0
+        """Return rows [begin, end) of these."""
+        windows = []
+        first = 0
         for n, window in self._windows:
-            if (here := min(end, first + n) - max(begin, first)) > 0:
-                windows.append((here, window))
+            n_here = min(end, first + n) - max(begin, first)
+            if n_here > 0:
+                windows.append((n_here, window))
             first += n
         return _WindowRows(self._store, windows, self._rows[begin:end])
 
@@ -126,5 +189,6 @@ class _WindowRows:
         """Gather the rows into ``out``, step by step."""
         begin = 0
         for n, window in self._windows:
-            yield from StoreRows(window, self._rows[begin : begin + n]).read(out[begin : begin + n])
-            begin += n
+            end = begin + n
+            yield from StoreRows(window, self._rows[begin:end]).read(out[begin:end])
+            begin = end

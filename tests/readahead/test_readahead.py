@@ -104,8 +104,8 @@ def test_every_way_gives_the_rows(
     batch_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(in_memory, "_PIECE_BYTES", KiB(20))
-    monkeypatch.setattr(advised, "_STEP_BYTES", KiB(20))
+    monkeypatch.setattr(in_memory, "_CHUNK_BYTES", KiB(20))
+    monkeypatch.setattr(advised, "_CHUNK_BYTES", KiB(20))
     for access in strategies(store, order):
         for epoch, start in ((0, 0), (1, 0), (2, 1)):
             for numbers, values in served(
@@ -120,7 +120,7 @@ def test_nothing_runs_after_an_epoch_that_is_left(
     store: MmapStore, array: np.ndarray, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fixture nothing_left sees to threads; what has come in is there in the next epoch."""
-    monkeypatch.setattr(in_memory, "_PIECE_BYTES", KiB(4))
+    monkeypatch.setattr(in_memory, "_CHUNK_BYTES", KiB(4))
     for access in strategies(store, order):
         for epoch in range(3):
             for numbers, values in itertools.islice(
@@ -174,8 +174,8 @@ def test_the_end_of_the_data_lets_the_last_batches_have_their_window(
 def test_rows_that_are_not_there_yet_are_read_one_by_one(
     path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_memory, "_SOON_S", 0)
-    monkeypatch.setattr(in_memory, "_PIECE_BYTES", KiB(64))
+    monkeypatch.setattr(in_memory, "_MAX_WAIT_S", 0)
+    monkeypatch.setattr(in_memory, "_CHUNK_BYTES", KiB(64))
     with Slow(path) as store:
         access = InMemoryCopy(store)
         numbers = np.array([4999, 0, 17, 17])
