@@ -225,7 +225,7 @@ class MmapStore(ShardedStore[FileReader]):
         super()._begin_here()
         # Shards that were written since their last fsync, and how often.
         self._dirty: dict[int, int] = {}
-        self._contexts = linux_aio.Contexts()
+        self._contexts = linux_aio.AioContextPool()
         self._inodes = [inode_of(os.stat(extent.path)) for extent in self._extents]
 
     @safe_repr

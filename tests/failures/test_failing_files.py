@@ -50,9 +50,9 @@ class Disk:
         self.fault = fault
         self.n_good = n_good
         self._preadv = os.preadv
-        self._reap = linux_aio.Requests._reap
+        self._reap = linux_aio.AioContext._reap
         patch.setattr(file_reader.os, "preadv", self.preadv)
-        patch.setattr(linux_aio.Requests, "_reap", lambda requests, n: self.reap(requests, n))
+        patch.setattr(linux_aio.AioContext, "_reap", lambda requests, n: self.reap(requests, n))
 
     def is_bad(self) -> bool:
         self.n_good -= 1

@@ -56,7 +56,7 @@ class FileTests(StoreTests):
 
     @pytest.fixture(autouse=True)
     def forbid(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(linux_aio.Requests, "make", lambda: None)
+        monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
 
     def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
         raise NotImplementedError

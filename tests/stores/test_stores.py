@@ -52,7 +52,7 @@ class TestMmapStoreWithoutTheSystemCall(TestMmapStore):
 
     @pytest.fixture(autouse=True)
     def forbid(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(linux_aio.Requests, "make", lambda: None)
+        monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
 
 
 class TestMmapStoreOfShards(StoreTests):
@@ -158,7 +158,7 @@ def test_a_file_that_shrinks_is_an_error(
     tmp_path: Path, to: str, rows: list[int], call: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not call:
-        monkeypatch.setattr(linux_aio.Requests, "make", lambda: None)
+        monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
     path = saved(tmp_path / "x.npy", np.ones((100, 1000)))
     with MmapStore(path) as store:
         gathered(store, rows)
@@ -205,7 +205,7 @@ def test_a_write_that_fails_is_the_error_it_is(
 ) -> None:
     """The system refuses to write beyond a limit, as it does on a full disk; rows before it are written."""
     if not call:
-        monkeypatch.setattr(linux_aio.Requests, "make", lambda: None)
+        monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
     path = saved(tmp_path / "x.npy", np.zeros(10_000))
     with MmapStore(path, mode="r+") as store:
         limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -261,7 +261,7 @@ def test_an_interrupted_call_does_not_answer_the_next_one(
 
     with MmapStore(path) as store:
         with monkeypatch.context() as patch:
-            patch.setattr(linux_aio.Requests, "_reap", interrupted)
+            patch.setattr(linux_aio.AioContext, "_reap", interrupted)
             with pytest.raises(KeyboardInterrupt):
                 gathered(store, [3, 1])
         assert gathered(store, [30, 10, 50]).tolist() == [30, 10, 50]
@@ -272,7 +272,7 @@ def test_an_interrupted_call_does_not_answer_the_next_one(
 
 def test_native_aio_works_here() -> None:
     """It is the fast path of every test machine: were it to fail in silence, nothing else would notice."""
-    requests = linux_aio.Requests.make()
+    requests = linux_aio.AioContext.create()
     assert requests is not None
     requests.close()
     requests.close()

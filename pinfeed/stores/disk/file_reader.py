@@ -50,7 +50,7 @@ class FileReader:
     def __init__(
         self,
         extent: RowLayout,
-        contexts: linux_aio.Contexts,
+        contexts: linux_aio.AioContextPool,
         *,
         inode: tuple[int, int],
         writable: bool,

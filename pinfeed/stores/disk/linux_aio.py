@@ -6,7 +6,7 @@ need one call too, but leaves the file resident in the process, and ends the pro
 the file has shrunk.
 
 The kernel has the call on every Linux; a sandbox may forbid it, and a system-wide limit
-(fs.aio-max-nr) may be used up. Then ``Requests.make`` gives None, and the caller reads row by row.
+(fs.aio-max-nr) may be used up. Then ``AioContext.create`` gives None, and the caller reads row by row.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _SETUP, _DESTROY, _SUBMIT, _GETEVENTS = range(4)
 _NUMBERS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
 
 
-class Requests:
+class AioContext:
     """A context of the kernel's for ``N_REQUESTS`` requests at a time.
 
     One thread at a time may use it.
@@ -81,7 +81,7 @@ class Requests:
         self._finalizer.atexit = False
 
     @classmethod
-    def make(cls) -> Requests | None:
+    def create(cls) -> AioContext | None:
         """A new context, or None where there is none to be had."""
         if not sys.platform.startswith("linux") or platform.machine() not in _NUMBERS:
             return None
@@ -155,7 +155,7 @@ class Requests:
         return self._events[:n]
 
 
-class Contexts:
+class AioContextPool:
     """Requests for any thread that needs some, made when there is none to spare.
 
     At most as many as threads use it at a time.
@@ -163,17 +163,17 @@ class Contexts:
 
     def __init__(self) -> None:
         # Its operations are atomic.
-        self._idle: deque[Requests] = deque()
+        self._idle: deque[AioContext] = deque()
 
     @contextlib.contextmanager
-    def take(self) -> Iterator[Requests | None]:
+    def take(self) -> Iterator[AioContext | None]:
         """One that is the caller's meanwhile; None where there is none to be had."""
         try:
-            requests: Requests | None = self._idle.pop()
+            requests: AioContext | None = self._idle.pop()
         except IndexError:
             requests = None
         if requests is None or requests.inherited:
-            requests = Requests.make()
+            requests = AioContext.create()
         try:
             yield requests
         except BaseException:
