@@ -18,7 +18,7 @@ import numpy as np
 from pinfeed.cli.options import expanded
 from pinfeed.cli.output import Report, facts, saying, sections, table, wrapped
 from pinfeed.errors import PinfeedError, described
-from pinfeed.memory.limits import human
+from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore
 from pinfeed.stores.formats.npy import Header, parse_header, read_header, strange
 from pinfeed.stores.remote import has_protocol

@@ -14,7 +14,7 @@ import click
 
 from pinfeed.cli.output import wrapped
 from pinfeed.errors import StoreError
-from pinfeed.memory.limits import human
+from pinfeed.memory.units import human
 
 if TYPE_CHECKING:
     from pinfeed.stores.sharded_file import AnyShardedStore

@@ -18,7 +18,9 @@ from pinfeed.cli.options import (
 from pinfeed.cli.output import Report, facts, sections, table, wrapped
 from pinfeed.errors import BudgetError
 from pinfeed.feeders.feeder import Feeder
-from pinfeed.memory.limits import MemoryLimits, Plan, human
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.plan import Plan
+from pinfeed.memory.units import human
 
 _PLACES = {"host": "host", "pinned": "host, page-locked", "device": "device"}
 

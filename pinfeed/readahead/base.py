@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.base import HostArray
-from pinfeed.memory.limits import Allocation
+from pinfeed.memory.plan import Allocation
 from pinfeed.rows.orders import Rows, Windows
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pinfeed.memory.limits import human
+from pinfeed.memory.units import human
 from pinfeed.stores.sharded_file import AnyShardedStore
 
 AS_FAST = "as fast as the disk gives it: a smaller dtype leaves less to read."

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 
-from pinfeed.memory.limits import Allocation
+from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.base import Serve, StoreRows
 from pinfeed.readahead.files import whole_file
 from pinfeed.readahead.window_cursor import Runs, WindowCursor

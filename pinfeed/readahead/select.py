@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pinfeed.memory.limits import Allocation, human, window_item
+from pinfeed.memory.demand import window_allocation
+from pinfeed.memory.plan import Allocation
+from pinfeed.memory.units import human
 from pinfeed.readahead.base import DirectReads, ReadStrategy
 from pinfeed.readahead.files import AS_FAST, whole_file
 from pinfeed.readahead.in_memory import InMemoryCopy, resident_item
@@ -88,7 +90,7 @@ def _choose(
             )
     found = _windows(store, order)
     if found is not None:
-        item = window_item(found.window_rows, store.row_nbytes, n_batch_rows)
+        item = window_allocation(found.window_rows, store.row_nbytes, n_batch_rows)
         if not store.writable and item.total <= free:
             return WindowReadahead(
                 store, found.window_rows, n_batch_rows

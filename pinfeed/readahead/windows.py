@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.memory.buffer_pool import BufferPool
-from pinfeed.memory.limits import window_item
+from pinfeed.memory.demand import window_allocation
 from pinfeed.readahead.base import Serve, StoreRows
 from pinfeed.readahead.files import AS_FAST, whole_file
 from pinfeed.readahead.window_cursor import Runs, WindowCursor
@@ -36,7 +36,7 @@ class WindowReadahead:
     def __init__(self, store: AnyShardedStore, window_rows: int, n_batch_rows: int) -> None:
         self._store = store
         self._nbytes = window_rows * store.row_nbytes
-        self.items = (window_item(window_rows, store.row_nbytes, n_batch_rows),)
+        self.items = (window_allocation(window_rows, store.row_nbytes, n_batch_rows),)
         self._pool = BufferPool(self.items[0].count)
 
     @contextlib.contextmanager

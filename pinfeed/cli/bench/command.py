@@ -33,7 +33,7 @@ from pinfeed.devices import resolve
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.limits import human, human_rate
+from pinfeed.memory.units import human, human_rate
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.stores import MmapStore
 from pinfeed.stores.sharded_file import AnyShardedStore

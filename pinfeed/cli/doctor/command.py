@@ -16,7 +16,7 @@ from pinfeed.cli.measure.bandwidth import link_rates, memory_rate
 from pinfeed.cli.options import described, open_rows, usual_batch
 from pinfeed.cli.output import Report, saying
 from pinfeed.errors import PinfeedError
-from pinfeed.memory.limits import human
+from pinfeed.memory.units import human
 from pinfeed.stores.formats.npy import read_header
 
 _PAGE_BYTES = 4096
