@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Store
-from pinfeed.threads.pool import Workers
+from pinfeed.threads.call import Workers
 
 Array = npt.NDArray[Any]
 Tensor = Any

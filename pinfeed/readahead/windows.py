@@ -18,7 +18,8 @@ from pinfeed.readahead.window_cursor import Runs, WindowCursor
 from pinfeed.rows.orders import Rows, Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.sharded_file import AnyShardedStore
-from pinfeed.threads.pool import Pending, ThreadPool
+from pinfeed.threads.call import Pending
+from pinfeed.threads.pool import ThreadPool
 
 # Reads that wait for the disk at a time.
 _N_THREADS = 4

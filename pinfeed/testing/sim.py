@@ -27,7 +27,7 @@ import numpy.typing as npt
 from pinfeed.devices.base import HostArray
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Store
-from pinfeed.threads.pool import Call
+from pinfeed.threads.call import Call
 
 Array = npt.NDArray[Any]
 Choose = Callable[[Sequence[str]], "str | None"]
