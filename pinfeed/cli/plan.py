@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pinfeed.cli.options import (
+from pinfeed.cli.terminal.options import (
     all_described,
     open_sources,
     order_of,
@@ -15,7 +15,7 @@ from pinfeed.cli.options import (
     sources_values,
     usual_batch,
 )
-from pinfeed.cli.output import Report, facts, sections, table, wrapped
+from pinfeed.cli.terminal.output import Report, facts, sections, table, wrapped
 from pinfeed.errors import BudgetError
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.limits import MemoryLimits

@@ -19,7 +19,7 @@ import torch
 from pinfeed.cli.bench.dataloader import Rows, loader_epochs, parts_of
 from pinfeed.cli.measure.bandwidth import link_rates, memory_rate, sequential_rate
 from pinfeed.cli.measure.page_cache import cached_share, drop, read_through
-from pinfeed.cli.options import (
+from pinfeed.cli.terminal.options import (
     all_described,
     open_sources,
     order_of,
@@ -28,7 +28,7 @@ from pinfeed.cli.options import (
     sources_values,
     usual_batch,
 )
-from pinfeed.cli.output import Report, saying, sections, table, wrapped
+from pinfeed.cli.terminal.output import Report, saying, sections, table, wrapped
 from pinfeed.devices import resolve
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.feeder import Feeder

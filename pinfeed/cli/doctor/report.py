@@ -9,7 +9,7 @@ from typing import Any
 from pinfeed.cli.doctor.advice import Advice, Ceilings, Data, spelled
 from pinfeed.cli.doctor.disk import Disk
 from pinfeed.cli.doctor.machine import Gpu, Host, Package, install_line, limit_values
-from pinfeed.cli.output import facts, sections, table, wrapped
+from pinfeed.cli.terminal.output import facts, sections, table, wrapped
 from pinfeed.memory.units import human, human_rate
 
 _WAYS = {

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from pinfeed.cli.output import wrapped
+from pinfeed.cli.terminal.output import wrapped
 from pinfeed.errors import StoreError
 from pinfeed.memory.units import human
 
