@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.cli.terminal.options import expanded
 from pinfeed.cli.terminal.output import Report, facts, saying, sections, table, wrapped
+from pinfeed.cli.terminal.sources import expanded
 from pinfeed.errors import PinfeedError, described
 from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pinfeed.cli.terminal.options import (
+from pinfeed.cli.terminal.options import order_of
+from pinfeed.cli.terminal.output import Report, facts, sections, table, wrapped
+from pinfeed.cli.terminal.sources import (
     all_described,
     open_sources,
-    order_of,
     row_nbytes_of,
     source_of,
     sources_values,
     usual_batch,
 )
-from pinfeed.cli.terminal.output import Report, facts, sections, table, wrapped
 from pinfeed.errors import BudgetError
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.limits import MemoryLimits

@@ -19,16 +19,16 @@ import torch
 from pinfeed.cli.bench.dataloader import Rows, loader_epochs, parts_of
 from pinfeed.cli.measure.bandwidth import link_rates, memory_rate, sequential_rate
 from pinfeed.cli.measure.page_cache import cached_share, drop, read_through
-from pinfeed.cli.terminal.options import (
+from pinfeed.cli.terminal.options import order_of
+from pinfeed.cli.terminal.output import Report, saying, sections, table, wrapped
+from pinfeed.cli.terminal.sources import (
     all_described,
     open_sources,
-    order_of,
     row_nbytes_of,
     source_of,
     sources_values,
     usual_batch,
 )
-from pinfeed.cli.terminal.output import Report, saying, sections, table, wrapped
 from pinfeed.devices import resolve
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.feeder import Feeder
