@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 from tqdm import tqdm
 
 import pinfeed
-from pinfeed.memory.limits import human
+from pinfeed.memory.units import human
 
 LIMIT = pinfeed.MiB(256)
 STEP = pinfeed.MiB(96)

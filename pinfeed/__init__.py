@@ -36,7 +36,8 @@ from pinfeed.feeders.dataloader import wrap_loader
 from pinfeed.feeders.feeder import Batch, Feeder
 from pinfeed.feeders.functions import wrap_readers
 from pinfeed.feeders.restartable import restartable
-from pinfeed.memory.limits import GiB, KiB, MiB, Plan
+from pinfeed.memory.plan import Plan
+from pinfeed.memory.units import GiB, KiB, MiB
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.rows.ranks import Ranks
 from pinfeed.stores import ArrayStore, ArrowStore, MmapStore, PinnedStore, RemoteStore, Store

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.cli.options import expanded
-from pinfeed.cli.output import Report, facts, saying, sections, table, wrapped
+from pinfeed.cli.terminal.output import Report, facts, saying, sections, table, wrapped
+from pinfeed.cli.terminal.sources import expanded
 from pinfeed.errors import PinfeedError, described
-from pinfeed.memory.limits import human
+from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore
 from pinfeed.stores.formats.npy import Header, parse_header, read_header, strange
 from pinfeed.stores.remote import has_protocol

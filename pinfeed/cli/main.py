@@ -13,8 +13,8 @@ from typing import Any
 import click
 
 from pinfeed import __version__
-from pinfeed.cli.options import counts, order_options, size, with_option
-from pinfeed.cli.output import Report, json_of, wrapped
+from pinfeed.cli.terminal.options import counts, order_options, size, with_option
+from pinfeed.cli.terminal.output import Report, json_of, wrapped
 from pinfeed.errors import PinfeedError
 
 FINDING = 1

@@ -6,19 +6,21 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from pinfeed.cli.options import (
+from pinfeed.cli.terminal.options import order_of
+from pinfeed.cli.terminal.output import Report, facts, sections, table, wrapped
+from pinfeed.cli.terminal.sources import (
     all_described,
     open_sources,
-    order_of,
     row_nbytes_of,
     source_of,
     sources_values,
     usual_batch,
 )
-from pinfeed.cli.output import Report, facts, sections, table, wrapped
 from pinfeed.errors import BudgetError
 from pinfeed.feeders.feeder import Feeder
-from pinfeed.memory.limits import MemoryLimits, Plan, human
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.plan import Plan
+from pinfeed.memory.units import human
 
 _PLACES = {"host": "host", "pinned": "host, page-locked", "device": "device"}
 

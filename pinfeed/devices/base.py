@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, HostArray, Store
-from pinfeed.threads.pool import Workers
+from pinfeed.threads.call import Workers
 
 Tensor = Any
 """What the device lends: a torch tensor on it (a simulated device has arrays of its own)."""

@@ -21,7 +21,7 @@ from pinfeed.devices.kernels import Move, RowKernels
 from pinfeed.devices.route_benchmark import STAGED, Rates, Route, decide, measure, remembered
 from pinfeed.errors import DeviceError, described
 from pinfeed.memory.buffer_pool import REGISTER, BufferPool, Bytes, page_locked, unlock_freed
-from pinfeed.memory.limits import ON_THEIR_WAY_BYTES
+from pinfeed.memory.demand import OVERLAP_CHUNK_BYTES
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, HostArray, Store, row_nbytes
 from pinfeed.stores.pinned import PinnedStore
@@ -265,7 +265,7 @@ class CudaDevice:
             positions = self._upload(np.stack((src_pos, dst_pos)))
             words, target = _words(src), _words(dst)
             # What is selected has memory of its own meanwhile.
-            step = max(1, ON_THEIR_WAY_BYTES * len(dst) // dst.nbytes)
+            step = max(1, OVERLAP_CHUNK_BYTES * len(dst) // dst.nbytes)
             for start in range(0, len(src_pos), step):
                 source, into = positions[:, start : start + step]
                 target.index_copy_(0, into, words.index_select(0, source))

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.memory.limits import human_rate
+from pinfeed.memory.units import human_rate
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import row_nbytes

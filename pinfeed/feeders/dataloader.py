@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from pinfeed.devices import resolve
-from pinfeed.memory.limits import check_depth, safe_repr
+from pinfeed.memory.depth import check_depth
 from pinfeed.pipeline.epochs import EpochRunner, no_copy, no_items
 from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
@@ -15,6 +15,7 @@ from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.stores.base import Store
 from pinfeed.validation.arguments import check_flag, explain_arguments
+from pinfeed.validation.safe_repr import safe_repr
 
 _OF_ITS_BATCHES = (
     "batch_size",

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
-from pinfeed.memory.limits import safe_repr
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.validation.arguments import explain_arguments
+from pinfeed.validation.safe_repr import safe_repr
 
 _OF_LOADER = (
     "batch_size",

@@ -14,15 +14,9 @@ import numpy as np
 from pinfeed.devices import resolve
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError, RowIndexError
-from pinfeed.memory.limits import (
-    DEFAULT_DEPTH,
-    MemoryLimits,
-    Plan,
-    check_depth,
-    check_route,
-    n_held,
-    safe_repr,
-)
+from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth, n_held
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.epochs import no_copy, no_items
 from pinfeed.pipeline.planner import choose_schedule, make_plan
 from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
@@ -37,6 +31,7 @@ from pinfeed.rows.ranks import Ranks
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import Store, row_nbytes
 from pinfeed.validation.arguments import check_flag, check_seed, explain_arguments, whole_number
+from pinfeed.validation.safe_repr import safe_repr
 
 logger = logging.getLogger("pinfeed")
 

@@ -13,7 +13,7 @@ import numpy as np
 from pinfeed.devices import resolve
 from pinfeed.errors import ArgumentError, StoreError, described
 from pinfeed.feeders.feeder import HINTS, warn_of_no_batch
-from pinfeed.memory.limits import check_depth, safe_repr
+from pinfeed.memory.depth import check_depth
 from pinfeed.pipeline.epochs import no_copy, no_items
 from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
 from pinfeed.pipeline.sources.functions import ReaderSource
@@ -26,6 +26,7 @@ from pinfeed.rows.rank_batches import RankBatches, loop_over, note_workers, shar
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import check_flag, check_seed, explain_arguments, whole_number
+from pinfeed.validation.safe_repr import safe_repr
 
 _MAX_READERS = 1024
 """Most identities that are read at the same time. Each is read in a thread of its own."""

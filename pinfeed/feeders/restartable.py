@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pinfeed.errors import ArgumentError
-from pinfeed.memory.limits import safe_repr
 from pinfeed.pipeline.epochs import no_items
+from pinfeed.validation.safe_repr import safe_repr
 
 
 def restartable(feeder: Any) -> Restartable:

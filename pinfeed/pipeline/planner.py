@@ -9,8 +9,11 @@ from typing import Any
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import BudgetError
+from pinfeed.memory.demand import Demand, plan_allocations, window_allocation
+from pinfeed.memory.depth import DEFAULT_DEPTH
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.limits import DEFAULT_DEPTH, Demand, MemoryLimits, Plan, plan_items, window_item
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.prefetcher import PrefetchSchedule
 from pinfeed.readahead import ReadPlan, choose, window_sizes
 from pinfeed.rows.batches import largest_batch
@@ -64,7 +67,9 @@ def make_plan(
     )
     if config is None:
         size = min(batch_size, demand.n_rows) if batch_size is not None else (largest or 0)
-        plan = Plan(size, schedule.depth, demand.route, plan_items(demand, size, schedule.depth))
+        plan = Plan(
+            size, schedule.depth, demand.route, plan_allocations(demand, size, schedule.depth)
+        )
         limit = free // 2
     else:
         limit = config.host_limit(free)
@@ -131,9 +136,9 @@ def _fitted(
 ) -> Plan:
     """The plan with the largest batch that fits, beside the windows of the order if these leave half of the limit."""
     there = 0 if config.gpu_memory_limit is not None or device.unified else device.free_bytes()
-    least = sum(window_item(*sizes, n_batch_rows=1).total for sizes in windows)
+    least = sum(window_allocation(*sizes, n_batch_rows=1).total for sizes in windows)
     beside = dataclasses.replace(
         demand, windows=windows if least <= config.host_limit(free) // 2 else ()
     )
     plan = config.plan(beside, free_host_bytes=free, free_device_bytes=there)
-    return dataclasses.replace(plan, items=plan_items(demand, plan.batch_size, plan.depth))
+    return dataclasses.replace(plan, items=plan_allocations(demand, plan.batch_size, plan.depth))

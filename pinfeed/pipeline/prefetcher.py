@@ -23,7 +23,7 @@ from pinfeed.errors import ClosedError, WriteBackError
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, guarded
 from pinfeed.pipeline.transfer import Cancelled, PendingWrite, Slot, Transfer
 from pinfeed.pipeline.write_queue import WriteQueue
-from pinfeed.threads.pool import Call, Pending, Workers
+from pinfeed.threads.call import Call, Pending, Workers
 
 
 class InlineWorkers:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from pinfeed.pipeline.transfer import PendingWrite
 from pinfeed.profiling.counters import Counters
-from pinfeed.threads.pool import Pending
+from pinfeed.threads.call import Pending
 
 
 class WriteQueue:

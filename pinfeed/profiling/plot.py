@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import MissingDependency
-from pinfeed.memory.limits import human
+from pinfeed.memory.units import human
 from pinfeed.profiling.spans import THREADS, Lane, Span, clipped, extent, starved, tracks
 from pinfeed.profiling.stats import WORTH_A_WORD, Totals
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from tqdm.auto import tqdm
 
-from pinfeed.memory.limits import human_rate
+from pinfeed.memory.units import human_rate
 from pinfeed.profiling.stats import Totals
 
 _LATELY_S = 1.0

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable
 
-from pinfeed.memory.limits import human
+from pinfeed.memory.units import human
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.stats import STARVED, Bottleneck, Totals
 

@@ -10,7 +10,7 @@ from typing import Literal, TypeVar
 
 from pinfeed.memory.buffer_pool import locked_bytes
 from pinfeed.memory.host import resident_bytes
-from pinfeed.memory.limits import human, human_rate
+from pinfeed.memory.units import human, human_rate
 
 Bottleneck = Literal[
     "computing", "reading", "copying", "writing", "unevenness", "start", "loop", "depth"

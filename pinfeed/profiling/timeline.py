@@ -10,10 +10,10 @@ from collections import deque
 
 from pinfeed.devices.base import Event
 from pinfeed.errors import ArgumentError, MissingDependency
-from pinfeed.memory.limits import safe_repr
 from pinfeed.profiling import plot
 from pinfeed.profiling.chrome_trace import trace
 from pinfeed.profiling.spans import Lane, Span, extent, middle, totals
+from pinfeed.validation.safe_repr import safe_repr
 
 MOST_SPANS = 300_000
 """Those of some 50,000 batches."""

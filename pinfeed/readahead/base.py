@@ -11,7 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.memory.limits import Allocation, human
+from pinfeed.memory.limits import human
+from pinfeed.memory.plan import Allocation
 from pinfeed.rows.orders import Rows, Windows
 from pinfeed.stores.base import HostArray
 from pinfeed.stores.sharded_file import AnyShardedStore

@@ -6,7 +6,7 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 
-from pinfeed.memory.limits import Allocation
+from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.base import OpenBatch, StoreRows, whole_file_hint
 from pinfeed.readahead.windows import RowRuns, WindowCursor
 from pinfeed.rows.orders import Rows, Windows

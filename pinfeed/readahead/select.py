@@ -11,7 +11,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pinfeed.memory.limits import Allocation, human, window_item
+from pinfeed.memory.demand import window_allocation
+from pinfeed.memory.plan import Allocation
+from pinfeed.memory.units import human
 from pinfeed.readahead.base import DISK_SPEED, DirectReads, ReadStrategy, whole_file_hint
 from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
 from pinfeed.readahead.page_cache import PageCacheReadahead
@@ -104,7 +106,7 @@ def _choose_for_file(store: AnyShardedStore, order: Any, n_batch_rows: int, free
 
 def _read_windows(store: AnyShardedStore, windows: Windows, n_batch_rows: int, free: int) -> Choice:
     """Read windows ahead, into memory if that is possible, else into the page cache."""
-    item = window_item(windows.window_rows, store.row_nbytes, n_batch_rows)
+    item = window_allocation(windows.window_rows, store.row_nbytes, n_batch_rows)
     if store.writable:
         problem = "it is open for writing"
     elif item.total > free:

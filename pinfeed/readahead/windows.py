@@ -12,12 +12,13 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.memory.buffer_pool import BufferPool
-from pinfeed.memory.limits import window_item
+from pinfeed.memory.demand import window_allocation
 from pinfeed.readahead.base import DISK_SPEED, OpenBatch, StoreRows, whole_file_hint
 from pinfeed.rows.orders import Rows, Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.sharded_file import AnyShardedStore
-from pinfeed.threads.pool import Pending, ThreadPool
+from pinfeed.threads.call import Pending
+from pinfeed.threads.pool import ThreadPool
 
 T = TypeVar("T")
 
@@ -90,7 +91,7 @@ class WindowReadahead:
     def __init__(self, store: AnyShardedStore, window_rows: int, n_batch_rows: int) -> None:
         self._store = store
         self._window_nbytes = window_rows * store.row_nbytes
-        self.items = (window_item(window_rows, store.row_nbytes, n_batch_rows),)
+        self.items = (window_allocation(window_rows, store.row_nbytes, n_batch_rows),)
         self._pool = BufferPool(self.items[0].count)
 
     @contextlib.contextmanager

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from pinfeed.errors import ArgumentError, BudgetError
-from pinfeed.memory.limits import MemoryLimits, Plan
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.epochs import EpochRunner, SamplerEpochRunner
 from pinfeed.rows.batches import Draw, OrderBatches, RowBatches, SamplerBatches
 from pinfeed.rows.orders import BlockShuffled, Order, PerRank, Sequential, Shuffled, Windows

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import StoreError, WriteBackError
-from pinfeed.memory.limits import safe_repr
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_gather, checked_scatter, in_words, run_of
 from pinfeed.tensors.dtypes import check_dtype
+from pinfeed.validation.safe_repr import safe_repr
 
 
 class ArrayStore:

@@ -10,10 +10,10 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import MissingDependency, StoreError
-from pinfeed.memory.limits import safe_repr
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_gather, in_words, run_of
+from pinfeed.validation.safe_repr import safe_repr
 
 # Lengths that are compared at a time.
 _CHECKED = 1 << 20

@@ -23,7 +23,6 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError, WriteBackError
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.limits import safe_repr
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_scatter, shape_to_make, whole_numbers
 from pinfeed.stores.disk import linux_aio
@@ -39,6 +38,7 @@ from pinfeed.validation.arguments import (
     check_path,
     explain_arguments,
 )
+from pinfeed.validation.safe_repr import safe_repr
 
 logger = logging.getLogger("pinfeed")
 

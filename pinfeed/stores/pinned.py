@@ -14,13 +14,13 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, ClosedError, DeviceError, MissingDependency, StoreError
 from pinfeed.memory.buffer_pool import REGISTER, Bytes, anonymous, page_locked, unlock_freed
-from pinfeed.memory.limits import safe_repr
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import Array, Store, in_words, shape_to_make
 from pinfeed.stores.file import MmapStore
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import explain_arguments, real_number, whole_number
+from pinfeed.validation.safe_repr import safe_repr
 
 logger = logging.getLogger("pinfeed")
 

@@ -14,11 +14,11 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ClosedError, CopyError, StoreError
-from pinfeed.memory.limits import safe_repr
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_gather, run_of
 from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.tensors.dtypes import check_dtype
+from pinfeed.validation.safe_repr import safe_repr
 
 # Of a thousand, so many hold a descriptor at a time.
 _OPEN_SHARDS = 64

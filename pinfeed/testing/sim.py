@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import HostArray, Store
-from pinfeed.threads.pool import Call
+from pinfeed.threads.call import Call
 
 Array = npt.NDArray[Any]
 Choose = Callable[[Sequence[str]], "str | None"]

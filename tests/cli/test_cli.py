@@ -18,7 +18,6 @@ from click.testing import CliRunner, Result
 
 import pinfeed
 from pinfeed import Config, Feeder, GiB, KiB, MiB, MmapStore, rows
-from pinfeed.cli import options
 from pinfeed.cli.bench import command as bench
 from pinfeed.cli.bench.dataloader import Rows
 from pinfeed.cli.doctor import disk
@@ -28,8 +27,9 @@ from pinfeed.cli.inspect import look
 from pinfeed.cli.main import main, reporting
 from pinfeed.cli.measure import bandwidth, page_cache
 from pinfeed.cli.measure.page_cache import cached_share, drop, read_through
-from pinfeed.cli.output import Report, json_of, wrapped
 from pinfeed.cli.plan import plan_values
+from pinfeed.cli.terminal import options
+from pinfeed.cli.terminal.output import Report, json_of, wrapped
 from pinfeed.devices.planned_gpu import PlannedGpu
 from pinfeed.errors import DeviceError
 from pinfeed.memory.host import free_host_bytes, host_limits, lock_limit

@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 
 from pinfeed import Config, GiB, KiB, MiB
 from pinfeed.errors import ArgumentError, BudgetError
-from pinfeed.memory.limits import Demand, Plan, check_depth, human, human_rate, plan_items
+from pinfeed.memory.demand import Demand, plan_allocations
+from pinfeed.memory.depth import check_depth
+from pinfeed.memory.plan import Plan
+from pinfeed.memory.units import human, human_rate
 
 # More than any limit here.
 FREE = GiB(1000)
@@ -73,7 +76,7 @@ def test_a_plan_keeps_the_limits_and_is_the_largest_that_does(
     load: Demand, cpu: int, gpu: int, depth: int, preferred: int | None
 ) -> None:
     def excess(batch_size: int) -> bool:
-        larger = Plan(batch_size, depth, load.route, plan_items(load, batch_size, depth))
+        larger = Plan(batch_size, depth, load.route, plan_allocations(load, batch_size, depth))
         return larger.host_bytes > cpu or (not load.unified and larger.device_bytes > gpu)
 
     plan = plan_or_none(load, cpu, gpu, depth, preferred)
@@ -119,7 +122,7 @@ def test_more_depth_never_gives_a_larger_batch(
 @settings(deadline=None)
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
 def test_a_plan_is_the_sum_of_its_items(load: Demand, batch_size: int, depth: int) -> None:
-    items = plan_items(load, batch_size, depth)
+    items = plan_allocations(load, batch_size, depth)
     plan = Plan(batch_size, depth, load.route, items)
     assert all(item.total == item.count * item.nbytes for item in items)
     assert plan.host_bytes + plan.device_bytes == sum(item.total for item in items)
@@ -137,7 +140,8 @@ def test_a_plan_is_the_sum_of_its_items(load: Demand, batch_size: int, depth: in
 @given(load=loads(), batch_size=st.integers(1, 10**6), depth=DEPTH)
 def test_memory_grows_with_the_batch(load: Demand, batch_size: int, depth: int) -> None:
     small, large = (
-        Plan(n, depth, load.route, plan_items(load, n, depth)) for n in (batch_size, batch_size + 1)
+        Plan(n, depth, load.route, plan_allocations(load, n, depth))
+        for n in (batch_size, batch_size + 1)
     )
     assert small.host_bytes < large.host_bytes
     assert small.device_bytes <= large.device_bytes
@@ -148,7 +152,7 @@ def test_memory_grows_with_the_batch(load: Demand, batch_size: int, depth: int) 
 def test_every_batch_that_is_there_at_a_time_is_planned(
     load: Demand, batch_size: int, depth: int
 ) -> None:
-    items = {item.what: item for item in plan_items(load, batch_size, depth)}
+    items = {item.what: item for item in plan_allocations(load, batch_size, depth)}
     batch_nbytes = batch_size * sum(load.row_nbytes)
     written_nbytes = batch_size * sum(
         nbytes for nbytes, writable in zip(load.row_nbytes, load.writable, strict=True) if writable
@@ -289,7 +293,7 @@ def test_a_refusal_tells_what_is_needed_and_what_the_limit_is(
         message = str(error)
     else:
         return
-    least = Plan(1, depth, load.route, plan_items(load, 1, depth))
+    least = Plan(1, depth, load.route, plan_allocations(load, 1, depth))
     on_device = not load.unified and least.device_bytes > gpu
     name, limit, need, kind = (
         ("gpu", gpu, least.device_bytes, "device")
@@ -310,7 +314,7 @@ def test_a_refusal_tells_what_is_needed_and_what_the_limit_is(
 @pytest.mark.parametrize("unified", [False, True])
 def test_a_refusal_is_exact_to_the_byte(short: int, unified: bool) -> None:
     load = load_of(row_nbytes=(10_000_000,), unified=unified, writable=(True,))
-    least = Plan(1, 3, "staged", plan_items(load, 1, 3))
+    least = Plan(1, 3, "staged", plan_allocations(load, 1, 3))
     for cpu, gpu in (
         (least.host_bytes - short, FREE),
         (least.host_bytes, least.device_bytes - short),
@@ -459,7 +463,7 @@ def test_a_plan_in_words() -> None:
 
 def test_a_plan_without_limits_in_words() -> None:
     load = load_of(unified=True, staged=(False,))
-    first, host, *items = str(Plan(10, 0, "direct", plan_items(load, 10, 0))).splitlines()
+    first, host, *items = str(Plan(10, 0, "direct", plan_allocations(load, 10, 0))).splitlines()
     assert first == "batches of 10 rows, 0 ahead, direct route"
     assert host == "host: 3.0 MiB, of it page-locked: 0 B"
     assert [item.split(" x ")[0] for item in items] == ["  host: 2", "  host: 3", "  host: 1"]

@@ -24,7 +24,7 @@ from pinfeed.devices.cpu import HostDevice
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.functions import ReaderFeeder
 from pinfeed.feeders.restartable import Restartable
-from pinfeed.memory.limits import Allocation
+from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.forwarding import WriteLog
 from pinfeed.pipeline.sources.dataloader import LoaderSource
 from pinfeed.pipeline.transfer import HeldValues, PendingWrite

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError
-from pinfeed.memory.limits import Demand, plan_items
+from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.rows.batches import (
     Draw,
     OrderBatches,
@@ -391,7 +391,7 @@ def test_an_order_takes_no_more_memory_than_is_planned_for_it(
     load = Demand((4,), (False,), resident_bytes=0, n_rows=n, unified=True, staged=(False,))
     planned = {
         item.what: item.total
-        for item in plan_items(load, min(batch_size, order.length(n)), depth=0)
+        for item in plan_allocations(load, min(batch_size, order.length(n)), depth=0)
     }
     batches = drawn(OrderBatches(order, n, batch_size).epoch(0))
     tracemalloc.start()

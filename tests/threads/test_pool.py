@@ -8,7 +8,8 @@ from concurrent.futures import CancelledError
 import pytest
 
 from pinfeed.errors import ClosedError
-from pinfeed.threads.pool import Call, ThreadPool
+from pinfeed.threads.call import Call
+from pinfeed.threads.pool import ThreadPool
 
 
 def threads_of(name: str) -> list[threading.Thread]:

@@ -19,21 +19,21 @@ import torch
 from pinfeed.cli.bench.dataloader import Rows, loader_epochs, parts_of
 from pinfeed.cli.measure.bandwidth import link_rates, memory_rate, sequential_rate
 from pinfeed.cli.measure.page_cache import cached_share, drop, read_through
-from pinfeed.cli.options import (
+from pinfeed.cli.terminal.options import order_of
+from pinfeed.cli.terminal.output import Report, saying, sections, table, wrapped
+from pinfeed.cli.terminal.sources import (
     all_described,
     open_sources,
-    order_of,
     row_nbytes_of,
     source_of,
     sources_values,
     usual_batch,
 )
-from pinfeed.cli.output import Report, saying, sections, table, wrapped
 from pinfeed.devices import resolve
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.limits import human, human_rate
+from pinfeed.memory.units import human, human_rate
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.stores import MmapStore
 from pinfeed.stores.sharded_file import AnyShardedStore

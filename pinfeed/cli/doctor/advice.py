@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pinfeed.memory.limits import human
+from pinfeed.memory.units import human
 
 # Of the free memory: what data may take where a model, or a feeder, needs the rest.
 _ENOUGH = 0.5

@@ -13,10 +13,10 @@ from pinfeed.cli.doctor.disk import look_at_disk
 from pinfeed.cli.doctor.machine import Gpu, Host, Package, packages
 from pinfeed.cli.doctor.report import Diagnosis, Subject
 from pinfeed.cli.measure.bandwidth import link_rates, memory_rate
-from pinfeed.cli.options import described, open_rows, usual_batch
-from pinfeed.cli.output import Report, saying
+from pinfeed.cli.terminal.output import Report, saying
+from pinfeed.cli.terminal.sources import described, open_rows, usual_batch
 from pinfeed.errors import PinfeedError
-from pinfeed.memory.limits import human
+from pinfeed.memory.units import human
 from pinfeed.stores.formats.npy import read_header
 
 _PAGE_BYTES = 4096

@@ -13,9 +13,9 @@ import numpy as np
 
 from pinfeed.cli.measure.bandwidth import random_rate, sequential_rate
 from pinfeed.cli.measure.page_cache import PIECE_BYTES, cached_share, drop
-from pinfeed.cli.output import saying
+from pinfeed.cli.terminal.output import saying
 from pinfeed.errors import described
-from pinfeed.memory.limits import human
+from pinfeed.memory.units import human
 
 # Of a file, or of a scratch file.
 _SPAN_BYTES = 256 << 20

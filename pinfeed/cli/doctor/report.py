@@ -9,8 +9,8 @@ from typing import Any
 from pinfeed.cli.doctor.advice import Advice, Ceilings, Data, spelled
 from pinfeed.cli.doctor.disk import Disk
 from pinfeed.cli.doctor.machine import Gpu, Host, Package, install_line, limit_values
-from pinfeed.cli.output import facts, sections, table, wrapped
-from pinfeed.memory.limits import human, human_rate
+from pinfeed.cli.terminal.output import facts, sections, table, wrapped
+from pinfeed.memory.units import human, human_rate
 
 _WAYS = {
     "to_device_pinned": "to the GPU, page-locked",

@@ -15,7 +15,10 @@ import torch
 
 from pinfeed.compat.pytorch_memory.model_summary import Recognised, recognised
 from pinfeed.errors import ArgumentError, NotEnoughCPUMemory
-from pinfeed.memory.limits import DEFAULT_DEPTH, Allocation, Demand, check_depth, human, plan_items
+from pinfeed.memory.demand import Demand, plan_allocations
+from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth
+from pinfeed.memory.plan import Allocation
+from pinfeed.memory.units import human
 from pinfeed.training.memory_model import config
 from pinfeed.training.memory_model.budget import Budget
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
@@ -272,7 +275,7 @@ class Config:
             for size in samples.nbytes
         )
         nothing = (False,) * len(nbytes)
-        items = plan_items(
+        items = plan_allocations(
             Demand(nbytes, nothing, 0, batch_size, unified=True, staged=nothing),
             batch_size,
             self.depth,

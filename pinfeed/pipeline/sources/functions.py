@@ -13,7 +13,7 @@ from pinfeed.pipeline.sources.samples import OrderedMap, SampleReader, ThreadedM
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.rank_batches import RankBatches
-from pinfeed.threads.pool import Workers
+from pinfeed.threads.call import Workers
 
 
 class ReaderSource:

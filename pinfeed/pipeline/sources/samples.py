@@ -21,7 +21,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import HostArray
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
-from pinfeed.threads.pool import Pending, Workers
+from pinfeed.threads.call import Pending, Workers
 
 T = TypeVar("T")
 R = TypeVar("R")

@@ -14,7 +14,8 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores.disk import linux_aio
 from pinfeed.stores.disk.page_cache import PageCache
 from pinfeed.stores.formats.row_layout import RowLayout
-from pinfeed.threads.pool import Call, ThreadPool
+from pinfeed.threads.call import Call
+from pinfeed.threads.pool import ThreadPool
 
 Bytes = npt.NDArray[np.uint8]
 

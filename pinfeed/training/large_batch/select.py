@@ -14,7 +14,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from pinfeed.devices import resolve
 from pinfeed.errors import ArgumentError, EstimateError, NotEnoughCPUMemory, NotEnoughGPUMemory
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.limits import MemoryLimits, human
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.units import human
 from pinfeed.training.large_batch.comparison import PLAIN_FAILS
 from pinfeed.training.large_batch.micro_batches import NEED_ROWS, samples_like
 from pinfeed.training.large_batch.predict import (

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from tabulate import tabulate
 
 from pinfeed.errors import BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
-from pinfeed.memory.limits import Allocation, Plan, human
+from pinfeed.memory.plan import Allocation, Plan
+from pinfeed.memory.units import human
 from pinfeed.training.memory_model.report import Estimate
 
 

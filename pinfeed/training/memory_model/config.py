@@ -14,8 +14,11 @@ import torch
 from pinfeed.devices import resolve, torch_device
 from pinfeed.errors import ArgumentError, DeviceError, EstimateError
 from pinfeed.memory import limits
+from pinfeed.memory.demand import Demand, plan_allocations
+from pinfeed.memory.depth import DEFAULT_DEPTH, n_batches
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.limits import DEFAULT_DEPTH, Demand, GiB, Plan, n_batches, plan_items
+from pinfeed.memory.plan import Plan
+from pinfeed.memory.units import GiB
 from pinfeed.training.memory_model.budget import Budget, refusal
 from pinfeed.training.memory_model.estimate import StepEstimator, bytes_there, check_autocast
 from pinfeed.training.memory_model.probe import measured
@@ -355,7 +358,7 @@ class Config(limits.MemoryLimits):
             staged=(gpu is not None,) * len(nbytes),
         )
         feeder = Plan(
-            batch_size, self._depth, demand.route, plan_items(demand, batch_size, self._depth)
+            batch_size, self._depth, demand.route, plan_allocations(demand, batch_size, self._depth)
         )
         if seen is None:
             margin = (

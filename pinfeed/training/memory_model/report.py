@@ -9,7 +9,7 @@ from typing import Literal
 from tabulate import tabulate
 from torch import nn
 
-from pinfeed.memory.limits import human
+from pinfeed.memory.units import human
 
 Confidence = Literal["exact", "close", "low"]
 Kind = Literal["cuda", "cpu"]

@@ -31,7 +31,7 @@ from pinfeed.devices import resolve
 from pinfeed.devices.base import Device, Event
 from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.limits import KiB, MiB
+from pinfeed.memory.units import KiB, MiB
 from pinfeed.training.offload.offload_transfer import OffloadTransfer, StoragePiece
 from pinfeed.training.offload.pinned_pool import PinnedPool
 from pinfeed.training.offload.saved_tensors import (

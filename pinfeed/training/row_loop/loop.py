@@ -15,7 +15,8 @@ import torch
 
 from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.feeders.dataloader import HINTS, LoaderFeeder
-from pinfeed.memory.limits import check_depth, check_route, safe_repr
+from pinfeed.memory.depth import check_depth
+from pinfeed.memory.plan import check_route
 from pinfeed.pipeline.abandoned import is_abandoned
 from pinfeed.pipeline.epochs import is_suspended
 from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
@@ -28,6 +29,7 @@ from pinfeed.training.embeddings.source import Exchanged, FedBatch, IdsOf, RowsO
 from pinfeed.training.embeddings.table import BatchRows, HostEmbedding
 from pinfeed.training.row_loop.verify import Shadow
 from pinfeed.validation.arguments import check_flag, explain_arguments
+from pinfeed.validation.safe_repr import safe_repr
 
 # And half of the cores: the loop and the writer have work of their own.
 _MAX_READERS = 4

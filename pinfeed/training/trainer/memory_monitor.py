@@ -13,7 +13,7 @@ from tabulate import tabulate
 from pinfeed.devices import torch_device
 from pinfeed.devices.cuda import check_gpu
 from pinfeed.errors import DeviceError
-from pinfeed.memory.limits import human
+from pinfeed.memory.units import human
 from pinfeed.profiling.stats import ProcessMemory
 from pinfeed.training.trainer import table_file
 

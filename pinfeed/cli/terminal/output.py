@@ -1,4 +1,4 @@
-"""Report: what a command found, as text for a terminal of 80 columns and as plain values for scripts."""
+"""Report: the result of a command, as text for 80 columns and as plain values for scripts."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ WIDTH = 80
 
 @dataclass(frozen=True)
 class Report:
-    """What a command found.
+    """The result of a command.
 
     Attributes:
-        values: For scripts: what JSON can hold.
-        text: For people.
-        findings: What is wrong, a sentence each; the command's exit status is 1 if there is one.
+        values: The result for scripts, in types that JSON has.
+        text: The result for people.
+        findings: A sentence for each thing that is wrong; the exit status is 1 if there is one.
     """
 
     values: Mapping[str, Any]
@@ -33,7 +33,7 @@ class Report:
 
 
 def json_of(values: Mapping[str, Any]) -> str:
-    """One JSON object; what is no number in JSON becomes null."""
+    """Return values as one JSON object; NaN and infinity, which JSON lacks, become null."""
     return json.dumps(_plain(values), indent=1)
 
 
@@ -48,7 +48,13 @@ def _plain(value: Any) -> Any:
 
 
 def table(rows: Iterable[Sequence[str]], headers: Sequence[str], align: str = "") -> str:
-    """Columns; ``align`` has an ``l`` or ``r`` for each, as far as they are not left-aligned."""
+    """Format rows as a table.
+
+    Args:
+        rows: The cells of each row.
+        headers: The title of each column.
+        align: ``l`` or ``r`` for each column; columns without a letter are left-aligned.
+    """
     shown = list(rows)
     sides = [{"l": "left", "r": "right"}[side] for side in align.ljust(len(headers), "l")]
     return tabulate(
@@ -57,7 +63,7 @@ def table(rows: Iterable[Sequence[str]], headers: Sequence[str], align: str = ""
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """Names and what they are, below each other; what is long goes on in the next line."""
+    """Format names and values, one pair a line; pairs without a value are left out."""
     shown = [(name, value) for name, value in pairs if value]
     width = max((len(name) for name, _ in shown), default=0) + 4
     return "\n".join(
@@ -66,7 +72,7 @@ def facts(pairs: Iterable[tuple[str, str]]) -> str:
 
 
 def wrapped(text: str, first: str = "", rest: str = "") -> str:
-    """A paragraph of at most ``WIDTH`` columns; a path or a command is never broken."""
+    """Wrap a paragraph at ``WIDTH`` columns; a path or a command is never broken."""
     return textwrap.fill(
         text,
         WIDTH,
@@ -78,13 +84,13 @@ def wrapped(text: str, first: str = "", rest: str = "") -> str:
 
 
 def sections(parts: Mapping[str, str]) -> str:
-    """Titles with their text below."""
+    """Join titles with the text below each; a title without text is left out."""
     return "\n\n".join(f"{title}\n{text}" for title, text in parts.items() if text)
 
 
 @contextlib.contextmanager
 def saying(what: str) -> Iterator[None]:
-    """Show on a terminal what is being waited for; elsewhere nothing."""
+    """Show on a terminal what the command waits for, until the context ends."""
     if not sys.stderr.isatty():
         yield
         return

@@ -1,0 +1,1 @@
+"""Options and files of the command line, and the text that commands print."""

@@ -1,0 +1,95 @@
+"""Options that several commands share: sizes, lists of numbers, the order of rows."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+_UNITS = {
+    "": 1,
+    "b": 1,
+    **{f"{k}ib": 1 << 10 * i for i, k in enumerate("kmgt", 1)},
+    **{f"{k}b": 1000**i for i, k in enumerate("kmgt", 1)},
+}
+_NUMBER = re.compile(r"([0-9]+\.?[0-9]*(?:e\+?[0-9]+)?)\s*([kmgt]?i?b?)", re.IGNORECASE)
+
+
+def size(text: str) -> int:
+    """Parse a number of bytes: ``2GiB``, ``512MiB``, ``1.5e9``.
+
+    Raises:
+        click.BadParameter: If the text is no size, or the size is below 1.
+    """
+    found = _NUMBER.fullmatch(text.strip())
+    nbytes = float(found[1]) * _UNITS.get(found[2].lower(), math.nan) if found else math.nan
+    if not 1 <= nbytes < 1 << 63:
+        raise click.BadParameter(
+            f"{text!r} is not a size; expected bytes, at least 1, such as 2GiB, 512MiB or 1.5e9"
+        )
+    return int(nbytes)
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Parse numbers that are separated by commas: ``0,2``.
+
+    Raises:
+        click.BadParameter: If the text is no such list.
+    """
+    if not re.fullmatch(r"[0-9]+(,[0-9]+)*", text):
+        raise click.BadParameter(f"{text!r} is not a list of numbers; expected such as 0 or 0,2,8")
+    return tuple(map(int, text.split(",")))
+
+
+def order_options(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the options that say how rows become batches, named as ``Feeder`` names them."""
+    for option in (
+        click.option(
+            "--seed", type=int, default=None, show_default="0", help="Of the random order."
+        ),
+        click.option(
+            "--block-rows",
+            type=click.IntRange(1),
+            metavar="ROWS",
+            help="Random order, in blocks of so many neighbouring rows.",
+        ),
+        click.option("--shuffle", is_flag=True, help="Rows in random order."),
+        click.option(
+            "--batch-size", type=click.IntRange(1), metavar="ROWS", help="Rows of a batch."
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def order_of(shuffle: bool, block_rows: int | None, seed: int | None) -> tuple[Any, str]:
+    """Return the order that the options ask for, and its name for people.
+
+    Raises:
+        click.UsageError: If two orders were given, or a seed without a random order.
+    """
+    from pinfeed.rows.orders import block_shuffled, sequential, shuffled
+
+    if shuffle and block_rows is not None:
+        raise click.UsageError("--shuffle and --block-rows: give one of them")
+    if seed is not None and not shuffle and block_rows is None:
+        raise click.UsageError(
+            f"--seed {seed} was given, and neither --shuffle nor --block-rows, which use it: "
+            "give one of them"
+        )
+    seed = seed or 0
+    if block_rows is not None:
+        return block_shuffled(seed, block_rows=block_rows), f"shuffled in blocks of {block_rows:,}"
+    return (shuffled(seed), "shuffled") if shuffle else (sequential(), "in sequence")
+
+
+def with_option(command: Callable[..., Any]) -> Callable[..., Any]:
+    """Add the option for sources beside FILE, which ``Feeder`` takes in a tuple."""
+    words = (
+        "Another source, whose rows go with those of FILE, as labels with images: "
+        "a file or a quoted pattern. May be repeated."
+    )
+    return click.option("--with", "others", multiple=True, metavar="FILE", help=words)(command)

@@ -1,0 +1,129 @@
+"""Sources: files of the command line, opened as stores and described for people and scripts."""
+
+from __future__ import annotations
+
+import contextlib
+import glob
+import os
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pinfeed.cli.terminal.output import wrapped
+from pinfeed.errors import StoreError
+from pinfeed.memory.units import human
+
+if TYPE_CHECKING:
+    from pinfeed.stores.sharded_file import AnyShardedStore
+
+_BATCH_BYTES = 16 << 20
+_BATCH_ROWS = 1024
+
+
+def expanded(files: Sequence[str]) -> list[str]:
+    """Replace each pattern by the files that it matches; a pattern that matches none stays."""
+    names = []
+    for name in files:
+        is_pattern = glob.has_magic(name) and "://" not in name and not os.path.exists(name)
+        matches = sorted(glob.glob(name)) if is_pattern else []
+        names += matches or [name]
+    return names
+
+
+def open_rows(files: Sequence[str]) -> AnyShardedStore:
+    """Open one file, or the shards of one source; local, or remote (``s3://…``).
+
+    The caller closes the store.
+
+    Raises:
+        PinfeedError: If ``MmapStore`` or ``RemoteStore`` refuses the files.
+    """
+    from pinfeed.stores import MmapStore, RemoteStore
+    from pinfeed.stores.remote import has_protocol
+
+    names = expanded(files)
+    kind = RemoteStore if has_protocol(names[0]) else MmapStore
+    try:
+        # A single name may be a pattern without matches, for which the store has its own message.
+        return kind(names[0] if len(names) == 1 else names)
+    except StoreError as error:
+        if "shards do not match" not in str(error):
+            raise
+        raise StoreError(
+            f"{error}; several files are shards of one source: "
+            "give what goes with them, such as labels, as --with FILE"
+        ) from None
+
+
+@contextlib.contextmanager
+def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[AnyShardedStore]]:
+    """Open files, and each other source beside them, until the context ends.
+
+    Raises:
+        PinfeedError: If ``open_rows`` refuses files.
+        StoreError: If the sources have unequal numbers of rows.
+    """
+    with contextlib.ExitStack() as stack:
+        stores = [
+            stack.enter_context(contextlib.closing(open_rows(names)))
+            for names in (files, *([other] for other in others))
+        ]
+        if any(store.n_rows != stores[0].n_rows for store in stores):
+            counts = ", ".join(f"{_files_of(store)} has {store.n_rows:,}" for store in stores)
+            raise StoreError(
+                f"sources have unequal numbers of rows: {counts}; "
+                "expected equally many, as a sample has one row of each"
+            )
+        yield stores
+
+
+def source_of(stores: Sequence[AnyShardedStore]) -> Any:
+    """Return the source of a ``Feeder``: the one store, or a tuple of several."""
+    return stores[0] if len(stores) == 1 else tuple(stores)
+
+
+def row_nbytes_of(stores: Sequence[AnyShardedStore]) -> int:
+    """Return the bytes of one row of all sources together."""
+    return sum(store.row_nbytes for store in stores)
+
+
+def usual_batch(row_nbytes: int) -> int:
+    """Return the default rows per batch: a power of two, up to 1024 rows and 16 MiB."""
+    most = max(1, min(_BATCH_ROWS, _BATCH_BYTES // max(1, row_nbytes)))
+    return 1 << (most.bit_length() - 1)
+
+
+def described(store: AnyShardedStore) -> str:
+    """Describe a source in words."""
+    nbytes = human(store.n_rows * store.row_nbytes)
+    rows = f"{store.n_rows:,} rows of shape {store.row_shape}"
+    return f"{_files_of(store)}: {rows}, {store.dtype}, {nbytes}"
+
+
+def all_described(stores: Sequence[AnyShardedStore]) -> str:
+    """Describe sources in words, a paragraph each."""
+    return "\n".join(
+        wrapped(described(store), "with " if i else "", "  ") for i, store in enumerate(stores)
+    )
+
+
+def _files_of(store: AnyShardedStore) -> str:
+    n_more = len(store.paths) - 1
+    if not n_more:
+        return store.paths[0]
+    return f"{store.paths[0]} and {n_more} more shard{'s' * (n_more > 1)}"
+
+
+def sources_values(stores: Sequence[AnyShardedStore]) -> dict[str, Any]:
+    """Describe the first source, and those beside it, for scripts."""
+    return {"source": _values(stores[0]), "with": [_values(store) for store in stores[1:]]}
+
+
+def _values(store: AnyShardedStore) -> dict[str, Any]:
+    return {
+        "files": store.paths,
+        "rows": store.n_rows,
+        "row_shape": store.row_shape,
+        "dtype": str(store.dtype),
+        "row_bytes": store.row_nbytes,
+        "bytes": store.n_rows * store.row_nbytes,
+    }

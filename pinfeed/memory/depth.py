@@ -1,0 +1,46 @@
+"""Prefetch depth: its default, its bounds, and how many batches a depth keeps in memory."""
+
+from __future__ import annotations
+
+from pinfeed.validation.arguments import whole_number
+
+DEFAULT_DEPTH = 2
+MAX_DEPTH = 1024
+"""Most batches that a feeder prefetches.
+
+Each batch takes memory of its own, and each write-back is compared with the rows of all of them.
+
+A prefetched batch hides a stall as long as a training step, so a few are enough. More than some
+hundred hide nothing that fewer do not.
+"""
+
+
+def check_depth(depth: int) -> int:
+    """Return ``depth`` as an int.
+
+    Raises:
+        ArgumentError: If it is not a whole number from 0 to ``MAX_DEPTH``.
+    """
+    note = (
+        " (0 is the synchronous loop); "
+        "each batch ahead takes memory of its own, and 2 to 32 are enough"
+    )
+    return whole_number(depth, "depth", least=0, most=MAX_DEPTH, note=note)
+
+
+def n_batches(depth: int, batches_per_slot: int = 1) -> int:
+    """Return how many batches are in memory at a time.
+
+    The training step uses ``batches_per_slot`` of them, the loop takes the next one before it drops
+    those, and ``depth`` more are prefetched.
+    """
+    return depth + 1 + batches_per_slot
+
+
+def n_held(depth: int) -> int:
+    """Return how many write-backs are kept at a time.
+
+    ``max(depth, 1)`` of them are not written yet, and a prefetched batch may not have seen
+    ``depth + 1`` others.
+    """
+    return max(depth, 1) + depth + 1

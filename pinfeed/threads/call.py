@@ -1,0 +1,100 @@
+"""Call: a function call that another thread makes, and protocols for what makes such calls."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, Protocol, TypeVar
+
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+
+
+class Pending(Protocol[R_co]):
+    """The result of a call that another thread makes; a ``concurrent.futures.Future`` is one."""
+
+    def done(self) -> bool: ...
+    def result(self) -> R_co: ...
+    def exception(self) -> BaseException | None: ...
+
+
+class Workers(Protocol):
+    """Threads that begin calls in the order in which they were submitted.
+
+    A ``concurrent.futures.Executor`` satisfies the protocol.
+    """
+
+    def submit(self, fn: Callable[..., R], /, *args: Any) -> Pending[R]: ...
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None: ...
+
+
+class Call(Generic[R]):
+    """A function with its arguments, and what it returned or raised once ``run`` was called.
+
+    A thread waits for it in one call into C, which an interrupt ends without harm. The condition
+    that a ``Future`` waits with is Python code, and an interrupt within it may leave its lock held.
+    """
+
+    def __init__(self, fn: Callable[..., R], *args: Any) -> None:
+        self._fn: Callable[[], R] | None = functools.partial(fn, *args)
+        # Held until the function has ended.
+        self._running = threading.Lock()
+        self._running.acquire()
+        self._done = False
+        self._value: R
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        """Call the function."""
+        fn = self._fn
+        self._fn = None
+        assert fn is not None
+        try:
+            self._value = fn()
+        except BaseException as error:
+            self.fail(error)
+            # The error's traceback keeps this frame, which must keep neither the error nor the
+            # arguments.
+            del fn, self
+        else:
+            self._end()
+
+    def fail(self, error: BaseException) -> None:
+        """End the call with ``error``, as if the function had raised it, without calling it."""
+        self._fn = None
+        self._error = error
+        self._end()
+
+    def done(self) -> bool:
+        """Return whether the function has returned or raised."""
+        return self._done
+
+    def exception(self) -> BaseException | None:
+        """Wait until the function has ended; return its error, or None."""
+        self._wait()
+        return self._error
+
+    def result(self) -> R:
+        """Wait until the function has ended; return its result.
+
+        Raises:
+            Exception: If the function raised it.
+        """
+        self._wait()
+        if self._error is None:
+            return self._value
+        try:
+            raise self._error
+        finally:
+            # The error's traceback keeps this frame, which must not keep the error.
+            del self
+
+    def _wait(self) -> None:
+        if not self._done:
+            with self._running:
+                pass
+
+    def _end(self) -> None:
+        self._done = True
+        self._running.release()

@@ -1,0 +1,124 @@
+"""ExitHook: ends the threads of all pools when the program ends.
+
+Python waits at exit for all threads that are no daemons. Those of a pool wait for calls, so the
+exit hook must tell them that no more calls follow. It does so as soon as no thread of the program's
+own can submit one.
+"""
+
+from __future__ import annotations
+
+# This module must be loaded before the hook below is registered, because it registers a hook too.
+# It cannot be imported any more once the main thread has ended, and torch imports it late.
+import concurrent.futures.thread  # noqa: F401
+import os
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from pinfeed.errors import ClosedError
+
+ENDING = "the program ends, and the threads of its loops have ended; end each loop before"
+
+
+class Pool(Protocol):
+    """A pool of threads, as the exit hook sees it."""
+
+    owner: threading.Thread
+    """The program's own thread that the pool works for."""
+
+    def shutdown(self, wait: bool = True) -> None: ...
+
+
+class PoolThread(threading.Thread):
+    """A thread of a pool.
+
+    Args:
+        owner: The program's own thread that the pool works for.
+        target: The function that the thread runs.
+        name: The name of the thread.
+    """
+
+    def __init__(self, owner: threading.Thread, target: Callable[[], object], name: str) -> None:
+        super().__init__(target=target, name=name)
+        self.owner = owner
+
+
+class ExitHook:
+    """The pools of this process, which end once no thread of the program's own needs them.
+
+    Attributes:
+        pools: The pools that have not ended.
+    """
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget all pools: a forked process does not have their threads."""
+        self.pools: set[weakref.ref[Any]] = set()
+        self._main_has_ended = False
+        self._is_watching = False
+        self._is_over = False
+
+    def main_thread_ends(self) -> None:
+        """End the pools that worked for the main thread, or for threads that have ended.
+
+        Python calls this before it waits for the other threads.
+        """
+        self._main_has_ended = True
+        main = threading.main_thread()
+        self._end(lambda pool: pool.owner is main or not pool.owner.is_alive())
+        if self.pools:
+            self._watch()
+
+    def check_open(self) -> None:
+        """Check that a pool can be made now, and ensure that it will be ended.
+
+        Raises:
+            ClosedError: If no thread of the program's own is left.
+        """
+        if self._main_has_ended and not self._is_watching:
+            self._watch()
+        if self._is_over:
+            raise ClosedError(ENDING)
+
+    def _watch(self) -> None:
+        self._is_watching = True
+        try:
+            threading.Thread(target=self._wait_and_end, name="pinfeed-exit").start()
+        except RuntimeError:
+            # Python 3.12.0 and 3.12.1 start no thread once the main thread has ended: the loops of
+            # other threads end with a ClosedError.
+            self._is_over = True
+            self._end(lambda pool: True)
+
+    def _wait_and_end(self) -> None:
+        while others := self._own_threads():
+            for thread in others:
+                thread.join()
+        # This is set first, because a daemon thread may make a pool now.
+        self._is_over = True
+        self._end(lambda pool: True)
+
+    def _end(self, is_done: Callable[[Pool], bool]) -> None:
+        for reference in self.pools.copy():
+            if (pool := reference()) is not None and is_done(pool):
+                pool.shutdown(wait=False)
+
+    @staticmethod
+    def _own_threads() -> list[threading.Thread]:
+        """List the program's own threads that Python waits for, other than this one."""
+        others = (threading.main_thread(), threading.current_thread())
+        return [
+            thread
+            for thread in threading.enumerate()
+            if not isinstance(thread, PoolThread) and not thread.daemon and thread not in others
+        ]
+
+
+exit_hook = ExitHook()
+os.register_at_fork(after_in_child=exit_hook.reset)
+# Python has no public way to call a function before it waits for threads. concurrent.futures uses
+# this one, in every version since 3.9.
+threading._register_atexit(exit_hook.main_thread_ends)  # type: ignore[attr-defined]
