@@ -25,6 +25,7 @@ from pinfeed.stores.file import open_created
 from pinfeed.stores.pinned import Pin
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
+from pinfeed.training.atomic_write import atomic_write
 from pinfeed.training.row_file import Gathered, write_rows
 from pinfeed.validation.arguments import (
     check_file_to_make,
@@ -408,16 +409,8 @@ class HostEmbedding(nn.Module):
             raise StoreError(
                 f"export to {os.fspath(path)!r}, which is {self.name}'s own file and has its rows; expected another path"
             )
-        aside = f"{os.fspath(path)}.{os.getpid()}.writing"
-        try:
-            with open(aside, "wb") as file:
-                self._write_rows(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(aside)
+        with atomic_write(path) as file:
+            self._write_rows(file)
 
     def to_embedding(self) -> nn.Embedding:
         """An ``nn.Embedding`` with a copy of the whole table."""
