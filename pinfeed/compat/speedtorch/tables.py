@@ -16,7 +16,7 @@ from pinfeed.stores import ArrayStore, MmapStore, Store
 from pinfeed.tensors.dtypes import BFLOAT16
 from pinfeed.tensors.numpy_torch import TORCH, memory_of
 from pinfeed.training.atomic_write import atomic_write
-from pinfeed.training.embeddings.table import pieces
+from pinfeed.training.row_file import row_chunks
 
 FileName = str | os.PathLike[str]
 
@@ -30,7 +30,7 @@ def copy_rows(source: Store, table: Table) -> None:
     if (shape := (source.n_rows, *source.row_shape)) != table.shape:
         raise StoreError(f"a table of shape {shape} was saved; expected {table.shape}")
     values = HostTable(source)
-    for start, stop in pieces(source):
+    for start, stop in row_chunks(source):
         rows = np.arange(start, stop, dtype=np.int64)
         table.write(rows, values.read(rows, torch.device("cpu"), TORCH[source.dtype]))
 

@@ -26,7 +26,7 @@ from pinfeed.stores.pinned import Pin
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
 from pinfeed.training.atomic_write import atomic_write
-from pinfeed.training.row_file import Gathered, write_rows
+from pinfeed.training.row_file import write_rows
 from pinfeed.validation.arguments import (
     check_file_to_make,
     check_flag,
@@ -52,9 +52,6 @@ HINTS = {
     **dict.fromkeys(("path", "filename"), "the file of the rows is store="),
 }
 """Advice, by the names that torch has for it."""
-
-# Tables are copied in pieces of this size.
-_PIECE_BYTES = 16 << 20
 
 
 class RowLender(Protocol):
@@ -626,13 +623,6 @@ class HostEmbeddingBag(HostEmbedding):
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
-
-
-def pieces(store: Gathered, nbytes: int = _PIECE_BYTES) -> list[tuple[int, int]]:
-    """The rows of a store as ranges [start, stop) of so many bytes."""
-    row = max(1, int(np.prod(store.row_shape, dtype=np.int64)) * store.dtype.itemsize)
-    step = max(1, nbytes // row)
-    return [(start, min(start + step, store.n_rows)) for start in range(0, store.n_rows, step)]
 
 
 def version_of(tensor: torch.Tensor) -> int:
