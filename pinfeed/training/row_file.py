@@ -1,4 +1,4 @@
-"""The rows of a store as a .npy file: written piece by piece, with checksums, and read back."""
+"""Rows of a store as a .npy file, written and read in chunks, and the checksums of such a file."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import stat
 import zlib
 from collections.abc import Iterator
 from io import BufferedReader
-from typing import IO, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from pinfeed.errors import CheckpointError, StoreError
 from pinfeed.readahead.base import Gatherable
@@ -17,76 +18,75 @@ from pinfeed.stores import Store
 from pinfeed.stores.formats.npy import read_header
 from pinfeed.stores.formats.row_layout import RowLayout
 
-PIECE_BYTES = 16 << 20
-"""Memory that writing and reading take; and what a checksum is of."""
+CHUNK_BYTES = 16 << 20
+"""Memory that one pass over rows takes, and the number of bytes under one checksum."""
 
 
-class Gathered(Gatherable, Protocol):
-    """Rows that can be gathered, and how many there are."""
+class RowSequence(Gatherable, Protocol):
+    """Rows that can be gathered, and their number."""
 
     @property
     def n_rows(self) -> int: ...
 
 
-def write_rows(store: Gathered, file: IO[bytes]) -> None:
-    """Write all rows of a store to a file, as numpy.save would."""
-    shape = (store.n_rows, *store.row_shape)
+def row_chunks(rows: RowSequence) -> list[tuple[int, int]]:
+    """List the rows as ranges [start, stop) of about 16 MiB each."""
+    row_nbytes = int(np.prod(rows.row_shape, dtype=np.int64)) * rows.dtype.itemsize
+    length = max(1, CHUNK_BYTES // max(1, row_nbytes))
+    starts = range(0, rows.n_rows, length)
+    return [(start, min(start + length, rows.n_rows)) for start in starts]
+
+
+def write_rows(rows: RowSequence, file: IO[bytes]) -> None:
+    """Write all rows to an open file, in the bytes that ``numpy.save`` would write."""
     fields = {
-        "descr": np.lib.format.dtype_to_descr(store.dtype),
+        "descr": np.lib.format.dtype_to_descr(rows.dtype),
         "fortran_order": False,
-        "shape": shape,
+        "shape": (rows.n_rows, *rows.row_shape),
     }
     np.lib.format.write_array_header_2_0(file, fields)
-    for start, values in _pieces(store):
-        store.gather(np.arange(start, start + len(values)), values)
-        file.write(values.reshape(-1).view(np.uint8).data)
+    for indices, buffer in _buffered_chunks(rows):
+        rows.gather(indices, buffer)
+        file.write(_bytes_of(buffer))
 
 
 def check_rows_file(path: str, store: Store) -> None:
-    """Check that a file has the rows of a store, as its header says.
+    """Check that the header of a file names the shape and dtype of a store.
 
     Raises:
-        CheckpointError: If it is no .npy file that holds them.
+        CheckpointError: If the file is not such a .npy file.
     """
     header = _header(path, store)
-    found, expected = (header.n_rows, *header.row_shape), (store.n_rows, *store.row_shape)
+    found = (header.n_rows, *header.row_shape)
+    expected = (store.n_rows, *store.row_shape)
     if (found, header.dtype) != (expected, store.dtype):
         raise CheckpointError(
-            f"{path} has shape {found}, {header.dtype}; expected {expected}, {store.dtype}, as the table now is"
+            f"{path} has shape {found}, {header.dtype}; "
+            f"expected {expected}, {store.dtype}, as the table now is"
         )
 
 
 def read_rows(path: str, store: Store) -> None:
-    """Bring all rows of a file into a store.
+    """Copy all rows of a file into a store, and flush the store.
 
     Raises:
-        CheckpointError: If the file does not hold them any more.
+        CheckpointError: If the file is shorter than its header says.
     """
     with open_plain(path) as file:
         file.seek(_header(path, store).offset)
-        for start, values in _pieces(store):
-            view = values.reshape(-1).view(np.uint8).data
+        for indices, buffer in _buffered_chunks(store):
+            view = _bytes_of(buffer)
             if file.readinto(view) != len(view):
                 raise CheckpointError(f"{path} ended while it was read")
-            store.scatter(np.arange(start, start + len(values)), values)
+            store.scatter(indices, buffer)
     store.flush()
 
 
-def _header(path: str, store: Store) -> RowLayout:
-    try:
-        return read_header(path, store.dtype)
-    except StoreError as error:
-        # Its message begins with the path.
-        raise CheckpointError(
-            f"{error}; this file of a checkpoint is damaged, or was not written by pinfeed"
-        ) from error
-
-
 def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
-    """Open a file for reading; a link is not followed, and a pipe is not waited for.
+    """Open a regular file for reading, without following a link or blocking on a pipe.
 
     Raises:
-        OSError: It is not there, or is no plain file.
+        OSError: If the file does not exist, or is not a regular file.
     """
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
@@ -96,20 +96,36 @@ def open_plain(path: str | os.PathLike[str]) -> BufferedReader:
 
 
 def checksums(path: str) -> list[int]:
-    """CRC-32 of a file, piece by piece. A link is not followed."""
-    found, buffer = [], bytearray(PIECE_BYTES)
+    """Return the CRC-32 of every 16 MiB of a file; a link is not followed."""
+    found = []
+    buffer = bytearray(CHUNK_BYTES)
     with open_plain(path) as file:
         while n := file.readinto(buffer):
             found.append(zlib.crc32(memoryview(buffer)[:n]))
-        # Nobody reads it soon, and training needs the memory.
+        # The file is not read again soon, and training needs the memory of the page cache.
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     return found
 
 
-def _pieces(store: Gathered) -> Iterator[tuple[int, np.ndarray]]:
-    """First row and room for the rows of each piece; the room is the same memory every time."""
-    row_nbytes = int(np.prod(store.row_shape, dtype=np.int64)) * store.dtype.itemsize
-    step = max(1, PIECE_BYTES // max(1, row_nbytes))
-    room = np.empty((min(step, store.n_rows), *store.row_shape), store.dtype)
-    for start in range(0, store.n_rows, step):
-        yield start, room[: min(step, store.n_rows - start)]
+def _header(path: str, store: Store) -> RowLayout:
+    try:
+        return read_header(path, store.dtype)
+    except StoreError as error:
+        # The message of the error begins with the path.
+        raise CheckpointError(
+            f"{error}; this file of a checkpoint is damaged, or was not written by pinfeed"
+        ) from error
+
+
+def _buffered_chunks(rows: RowSequence) -> Iterator[tuple[npt.NDArray[np.int64], np.ndarray]]:
+    """Yield the row indices of each chunk and a buffer for its rows, the same memory every time."""
+    chunks = row_chunks(rows)
+    longest = chunks[0][1] if chunks else 0
+    buffer = np.empty((longest, *rows.row_shape), rows.dtype)
+    for start, stop in chunks:
+        yield np.arange(start, stop), buffer[: stop - start]
+
+
+def _bytes_of(array: np.ndarray) -> Any:
+    """Return the memory of a contiguous array as bytes, shared."""
+    return array.reshape(-1).view(np.uint8).data

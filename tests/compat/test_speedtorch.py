@@ -13,8 +13,9 @@ from torch import nn
 
 import pinfeed.compat.speedtorch as SpeedTorch  # noqa: N812 - as its users write it
 from pinfeed import errors
-from pinfeed.compat.speedtorch import placement, tables
+from pinfeed.compat.speedtorch import placement
 from pinfeed.memory.host import resident_bytes
+from pinfeed.training.atomic_write import atomic_write
 
 N = 40
 DIM = 3
@@ -597,7 +598,7 @@ def test_saved_files_are_there_whole_or_as_they_were() -> None:
         save(name)
         # Another file has taken the name.
         assert os.stat(name).st_ino != first
-    with pytest.raises(ZeroDivisionError), tables.replacing("a.npy") as file:
+    with pytest.raises(ZeroDivisionError), atomic_write("a.npy") as file:
         file.write(b"half")
         raise ZeroDivisionError
     np.testing.assert_array_equal(np.load("a.npy"), start().numpy())

@@ -15,7 +15,8 @@ from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError
 from pinfeed.stores import ArrayStore, MmapStore, Store
 from pinfeed.tensors.dtypes import BFLOAT16
 from pinfeed.tensors.numpy_torch import TORCH, memory_of
-from pinfeed.training.embeddings.table import pieces
+from pinfeed.training.atomic_write import atomic_write
+from pinfeed.training.row_file import row_chunks
 
 FileName = str | os.PathLike[str]
 
@@ -29,7 +30,7 @@ def copy_rows(source: Store, table: Table) -> None:
     if (shape := (source.n_rows, *source.row_shape)) != table.shape:
         raise StoreError(f"a table of shape {shape} was saved; expected {table.shape}")
     values = HostTable(source)
-    for start, stop in pieces(source):
+    for start, stop in row_chunks(source):
         rows = np.arange(start, stop, dtype=np.int64)
         table.write(rows, values.read(rows, torch.device("cpu"), TORCH[source.dtype]))
 
@@ -55,23 +56,6 @@ def making() -> Iterator[dict[str, Table]]:
                 os.remove(path)
             table.close()
         raise
-
-
-@contextlib.contextmanager
-def replacing(path: str) -> Iterator[IO[bytes]]:
-    """A file that takes the name ``path`` once it is written and on the disk; if that fails, what was there stays."""
-    # A link goes on to be one.
-    path = os.path.realpath(path)
-    aside = f"{path}.{os.getpid()}.writing"
-    try:
-        with open(aside, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(aside, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(aside)
 
 
 class Tables:
@@ -121,7 +105,7 @@ class Tables:
             raise ArgumentError(
                 f"{path}: the table has its rows in this file; save it under another name"
             )
-        return replacing(path)
+        return atomic_write(os.path.realpath(path))
 
     def _all(self) -> dict[str, Table]:
         if self._tables is None:
@@ -141,7 +125,7 @@ class OneTable(Tables):
         """
         path = named(saveFileName, ".npy")
         if not self._has_rows_in(path):
-            with replacing(path) as file:
+            with atomic_write(os.path.realpath(path)) as file:
                 np.save(file, memory_of(self._all()[""].tensor().cpu()))
 
     def loadCupy(self, loadFileName: FileName) -> None:

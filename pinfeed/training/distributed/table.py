@@ -19,8 +19,8 @@ from pinfeed.training.distributed.initialization import drawn
 from pinfeed.training.distributed.lockstep import Step
 from pinfeed.training.distributed.process_groups import peers_of
 from pinfeed.training.distributed.row_partition import RowPartition
-from pinfeed.training.embeddings.table import HostEmbedding, HostEmbeddingBag, Path, pieces
-from pinfeed.training.row_file import write_rows
+from pinfeed.training.embeddings.table import HostEmbedding, HostEmbeddingBag, Path
+from pinfeed.training.row_file import row_chunks, write_rows
 from pinfeed.validation.arguments import check_flag
 
 Gradients = Literal["mean", "sum"]
@@ -123,7 +123,7 @@ class ShardedEmbedding(HostEmbedding):
                 whole.n_rows, whole.row_shape[0], init="zeros", dtype=dtype, name=name, **options
             )
             # A file that was there already gets its rows from a checkpoint.
-            for start, stop in [] if table.awaits_resume else pieces(whole):
+            for start, stop in [] if table.awaits_resume else row_chunks(whole):
                 rows = table.owners.own(table.peers.rank, start, stop)
                 values = np.empty((len(rows), *whole.row_shape), whole.dtype)
                 whole.gather(rows, values)
@@ -168,7 +168,7 @@ class ShardedEmbedding(HostEmbedding):
             if self.peers.rank == 0:
                 super().export(path)
             else:
-                for _ in pieces(self._whole):
+                for _ in row_chunks(self._whole):
                     self._gathered(np.empty(0, np.int64))
             self.peers.loop.meet(Step.EXPORT)
 

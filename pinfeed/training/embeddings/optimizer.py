@@ -19,7 +19,8 @@ from pinfeed.stores import MmapStore, PinnedStore, Store
 from pinfeed.stores.file import open_created
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH
 from pinfeed.training.embeddings.optimizer_state import RowState, StateLayout, discover, sparse_rows
-from pinfeed.training.embeddings.table import HostEmbedding, pieces
+from pinfeed.training.embeddings.table import HostEmbedding
+from pinfeed.training.row_file import row_chunks
 
 StateStore = Callable[[HostEmbedding, str, tuple[int, ...], np.dtype[Any]], Store]
 """Given a table, the key of its state, its shape and dtype: where to keep it."""
@@ -522,7 +523,7 @@ def _remove(store: Store) -> None:
 
 def _begin(store: Store, row: RowState, weights: Store) -> None:
     """Fill state piece by piece."""
-    for start, stop in pieces(store):
+    for start, stop in row_chunks(store):
         rows = np.arange(start, stop)
         if row.initial is None:
             values = np.empty((len(rows), *weights.row_shape), weights.dtype)

@@ -25,7 +25,8 @@ from pinfeed.stores.file import open_created
 from pinfeed.stores.pinned import Pin
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.tensors.numpy_torch import TORCH, to_torch
-from pinfeed.training.row_file import Gathered, write_rows
+from pinfeed.training.atomic_write import atomic_write
+from pinfeed.training.row_file import write_rows
 from pinfeed.validation.arguments import (
     check_file_to_make,
     check_flag,
@@ -51,9 +52,6 @@ HINTS = {
     **dict.fromkeys(("path", "filename"), "the file of the rows is store="),
 }
 """Advice, by the names that torch has for it."""
-
-# Tables are copied in pieces of this size.
-_PIECE_BYTES = 16 << 20
 
 
 class RowLender(Protocol):
@@ -408,16 +406,8 @@ class HostEmbedding(nn.Module):
             raise StoreError(
                 f"export to {os.fspath(path)!r}, which is {self.name}'s own file and has its rows; expected another path"
             )
-        aside = f"{os.fspath(path)}.{os.getpid()}.writing"
-        try:
-            with open(aside, "wb") as file:
-                self._write_rows(file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(aside, path)
-        finally:
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(aside)
+        with atomic_write(path) as file:
+            self._write_rows(file)
 
     def to_embedding(self) -> nn.Embedding:
         """An ``nn.Embedding`` with a copy of the whole table."""
@@ -633,13 +623,6 @@ class HostEmbeddingBag(HostEmbedding):
             include_last_offset=self.include_last_offset,
             padding_idx=padding,
         )
-
-
-def pieces(store: Gathered, nbytes: int = _PIECE_BYTES) -> list[tuple[int, int]]:
-    """The rows of a store as ranges [start, stop) of so many bytes."""
-    row = max(1, int(np.prod(store.row_shape, dtype=np.int64)) * store.dtype.itemsize)
-    step = max(1, nbytes // row)
-    return [(start, min(start + step, store.n_rows)) for start in range(0, store.n_rows, step)]
 
 
 def version_of(tensor: torch.Tensor) -> int:
