@@ -15,7 +15,16 @@ from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.micro_batches import (
+from pinfeed.training.large_batch.equivalence.verifier import Proofs
+from pinfeed.training.large_batch.select import (
+    STRATEGIES,
+    StrategyChoice,
+    batch_norms,
+    choose,
+    predictor_of,
+)
+from pinfeed.training.large_batch.strategies.gradients import Task
+from pinfeed.training.large_batch.strategies.micro_batches import (
     check_rows,
     joined,
     n_samples,
@@ -24,16 +33,11 @@ from pinfeed.training.large_batch.micro_batches import (
     shapes_of,
     tensors,
 )
-from pinfeed.training.large_batch.proof import Proofs
-from pinfeed.training.large_batch.recompute import buffers_of, recomputed, replayed_buffers
-from pinfeed.training.large_batch.select import (
-    STRATEGIES,
-    StrategyChoice,
-    batch_norms,
-    choose,
-    predictor_of,
+from pinfeed.training.large_batch.strategies.recompute import (
+    buffers_of,
+    recomputed,
+    replayed_buffers,
 )
-from pinfeed.training.large_batch.strategies import Task
 from pinfeed.training.memory_model.estimate import call
 from pinfeed.training.memory_model.tensor_specs import moved
 from pinfeed.training.offload.offload import Offload

@@ -12,8 +12,8 @@ from pinfeed.compat.infinitybatch.containers import Containers, Watched
 from pinfeed.compat.infinitybatch.forward import Forwards
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
-from pinfeed.training.large_batch.micro_batches import n_samples, tensors
 from pinfeed.training.large_batch.select import StrategyChoice
+from pinfeed.training.large_batch.strategies.micro_batches import n_samples, tensors
 from pinfeed.training.memory_model.tensor_specs import moved
 from pinfeed.training.trainer.evaluate import pair_of
 

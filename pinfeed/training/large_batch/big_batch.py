@@ -18,15 +18,25 @@ from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.training import rng_state
 from pinfeed.training.large_batch.check import Check, compared
-from pinfeed.training.large_batch.decisions import SOURCE, Decisions
-from pinfeed.training.large_batch.losses import (
+from pinfeed.training.large_batch.equivalence.verifier import Proofs
+from pinfeed.training.large_batch.select import STRATEGIES, Strategy, StrategyChoice, batch_norms
+from pinfeed.training.large_batch.strategies.gradients import (
+    Accumulation,
+    Pieces,
+    Task,
+    all_or_nothing,
+    give_back,
+    plain,
+    two_pass,
+)
+from pinfeed.training.large_batch.strategies.loss_reduction import (
     Count,
     Reduction,
     check_targets,
     count_of,
     reduction_of,
 )
-from pinfeed.training.large_batch.micro_batches import (
+from pinfeed.training.large_batch.strategies.micro_batches import (
     MicroBatches,
     is_source,
     joined,
@@ -37,18 +47,8 @@ from pinfeed.training.large_batch.micro_batches import (
     shapes_of_samples,
     tensors,
 )
-from pinfeed.training.large_batch.proof import Proofs
-from pinfeed.training.large_batch.recompute import recomputed
-from pinfeed.training.large_batch.select import STRATEGIES, Strategy, StrategyChoice, batch_norms
-from pinfeed.training.large_batch.strategies import (
-    Accumulation,
-    Pieces,
-    Task,
-    all_or_nothing,
-    give_back,
-    plain,
-    two_pass,
-)
+from pinfeed.training.large_batch.strategies.recompute import recomputed
+from pinfeed.training.large_batch.strategy_selector import SOURCE, Decisions
 from pinfeed.training.memory_model.estimate import check_autocast
 from pinfeed.training.memory_model.probe import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import moved

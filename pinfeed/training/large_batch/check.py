@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.recompute import buffers_of, replayed_buffers
-from pinfeed.training.large_batch.strategies import Task
+from pinfeed.training.large_batch.strategies.gradients import Task
+from pinfeed.training.large_batch.strategies.recompute import buffers_of, replayed_buffers
 
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 

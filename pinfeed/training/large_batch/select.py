@@ -15,15 +15,15 @@ from pinfeed.devices import resolve
 from pinfeed.errors import ArgumentError, EstimateError, NotEnoughCPUMemory, NotEnoughGPUMemory
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits, human
-from pinfeed.training.large_batch.comparison import PLAIN_FAILS
-from pinfeed.training.large_batch.micro_batches import NEED_ROWS, samples_like
-from pinfeed.training.large_batch.predict import (
+from pinfeed.training.large_batch.equivalence.comparison import PLAIN_FAILS
+from pinfeed.training.large_batch.simulated_steps import (
     OffloadStep,
     TwoPassStep,
     accumulate_step,
     checkpoint_step,
 )
-from pinfeed.training.large_batch.recompute import can_be_recomputed
+from pinfeed.training.large_batch.strategies.micro_batches import NEED_ROWS, samples_like
+from pinfeed.training.large_batch.strategies.recompute import can_be_recomputed
 from pinfeed.training.memory_model.estimate import Step, StepEstimator, bytes_there, plain_step
 from pinfeed.training.memory_model.sizing import largest_that_fits
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.dataloader import wrap_loader
-from pinfeed.training.large_batch.losses import count_of, reduction_of
-from pinfeed.training.large_batch.micro_batches import joined, n_samples, part, tensors
-from pinfeed.training.large_batch.strategies import give_back
+from pinfeed.training.large_batch.strategies.gradients import give_back
+from pinfeed.training.large_batch.strategies.loss_reduction import count_of, reduction_of
+from pinfeed.training.large_batch.strategies.micro_batches import joined, n_samples, part, tensors
 from pinfeed.training.memory_model.estimate import call
 from pinfeed.training.memory_model.probe import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import moved

@@ -18,8 +18,8 @@ from pinfeed.memory import limits
 from pinfeed.pipeline.sources.dataloader import check_loader
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.large_batch.big_batch import BigBatch, check_step
-from pinfeed.training.large_batch.micro_batches import n_samples, tensors
 from pinfeed.training.large_batch.select import StrategyChoice
+from pinfeed.training.large_batch.strategies.micro_batches import n_samples, tensors
 from pinfeed.training.trainer.callbacks import Callbacks, progress_bar
 from pinfeed.training.trainer.evaluate import Evaluator, Metrics, check_metrics, pair_of
 from pinfeed.training.trainer.history import History, Record

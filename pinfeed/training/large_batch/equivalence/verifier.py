@@ -26,16 +26,16 @@ from torch import nn
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.batch_axis import BatchAxisOperations
-from pinfeed.training.large_batch.comparison import Comparison
-from pinfeed.training.large_batch.differences import Differs
-from pinfeed.training.large_batch.fixed_random import UnknownRandomness
-from pinfeed.training.large_batch.micro_batches import n_samples, shapes_of_samples, some
-from pinfeed.training.large_batch.model_state import on_copies, on_other_parameters
-from pinfeed.training.large_batch.representative import representative_samples
+from pinfeed.training.large_batch.equivalence.batch_axis import BatchAxisOperations
+from pinfeed.training.large_batch.equivalence.comparison import Comparison
+from pinfeed.training.large_batch.equivalence.fixed_random import UnknownRandomness
+from pinfeed.training.large_batch.equivalence.model_state import on_copies, on_other_parameters
+from pinfeed.training.large_batch.equivalence.rounding import Differs
+from pinfeed.training.large_batch.equivalence.sample_selection import representative_samples
+from pinfeed.training.large_batch.equivalence.step_comparison import ONE_BY_ONE, StepSamples
 from pinfeed.training.large_batch.select import MOST_COMPARED
-from pinfeed.training.large_batch.steps import ONE_BY_ONE, StepSamples
-from pinfeed.training.large_batch.strategies import Task, Touched, give_back
+from pinfeed.training.large_batch.strategies.gradients import Task, Touched, give_back
+from pinfeed.training.large_batch.strategies.micro_batches import n_samples, shapes_of_samples, some
 from pinfeed.training.memory_model.estimate import call
 from pinfeed.training.memory_model.probe import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import moved

@@ -16,9 +16,14 @@ from torch import nn
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.losses import Count, Reduction
-from pinfeed.training.large_batch.micro_batches import check_rows, joined, n_samples, part
-from pinfeed.training.large_batch.recompute import buffers_of, replayed_buffers
+from pinfeed.training.large_batch.strategies.loss_reduction import Count, Reduction
+from pinfeed.training.large_batch.strategies.micro_batches import (
+    check_rows,
+    joined,
+    n_samples,
+    part,
+)
+from pinfeed.training.large_batch.strategies.recompute import buffers_of, replayed_buffers
 from pinfeed.training.memory_model.estimate import call
 from pinfeed.training.memory_model.probe import is_out_of_memory
 

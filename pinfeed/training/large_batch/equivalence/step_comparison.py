@@ -12,10 +12,21 @@ import torch
 
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.differences import Differs, Rounding, first_line, random_rows
-from pinfeed.training.large_batch.micro_batches import part
-from pinfeed.training.large_batch.model_state import State, on_copies
-from pinfeed.training.large_batch.strategies import Accumulation, Pieces, Task, plain, two_pass
+from pinfeed.training.large_batch.equivalence.model_state import State, on_copies
+from pinfeed.training.large_batch.equivalence.rounding import (
+    Differs,
+    Rounding,
+    first_line,
+    random_rows,
+)
+from pinfeed.training.large_batch.strategies.gradients import (
+    Accumulation,
+    Pieces,
+    Task,
+    plain,
+    two_pass,
+)
+from pinfeed.training.large_batch.strategies.micro_batches import part
 from pinfeed.training.memory_model.probe import is_out_of_memory
 
 Edges = Sequence[tuple[int, int]]

@@ -13,7 +13,13 @@ import torch
 
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.differences import (
+from pinfeed.training.large_batch.equivalence.fixed_random import FixedRandomness
+from pinfeed.training.large_batch.equivalence.model_state import (
+    State,
+    on_copies,
+    on_other_parameters,
+)
+from pinfeed.training.large_batch.equivalence.rounding import (
     Differs,
     Rounding,
     added,
@@ -21,11 +27,7 @@ from pinfeed.training.large_batch.differences import (
     norm_of,
     random_rows,
 )
-from pinfeed.training.large_batch.fixed_random import FixedRandomness
-from pinfeed.training.large_batch.micro_batches import check_rows, joined, part, some
-from pinfeed.training.large_batch.model_state import State, on_copies, on_other_parameters
-from pinfeed.training.large_batch.recompute import recomputed
-from pinfeed.training.large_batch.steps import (
+from pinfeed.training.large_batch.equivalence.step_comparison import (
     ONE_BY_ONE,
     Edges,
     StepSamples,
@@ -33,7 +35,9 @@ from pinfeed.training.large_batch.steps import (
     compare_steps,
     own_gradients,
 )
-from pinfeed.training.large_batch.strategies import Task
+from pinfeed.training.large_batch.strategies.gradients import Task
+from pinfeed.training.large_batch.strategies.micro_batches import check_rows, joined, part, some
+from pinfeed.training.large_batch.strategies.recompute import recomputed
 from pinfeed.training.memory_model.estimate import call
 from pinfeed.training.memory_model.probe import is_out_of_memory
 

@@ -11,9 +11,9 @@ import torch
 
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.limits import MemoryLimits
-from pinfeed.training.large_batch.comparison import PLAIN_FAILS
-from pinfeed.training.large_batch.micro_batches import n_samples, samples_like, shapes_of
-from pinfeed.training.large_batch.proof import Proofs
+from pinfeed.training.large_batch.equivalence.comparison import PLAIN_FAILS
+from pinfeed.training.large_batch.equivalence.step_comparison import ONE_BY_ONE
+from pinfeed.training.large_batch.equivalence.verifier import Proofs
 from pinfeed.training.large_batch.select import (
     MOST_COMPARED,
     Predictor,
@@ -25,8 +25,8 @@ from pinfeed.training.large_batch.select import (
     predictor_of,
     said_of,
 )
-from pinfeed.training.large_batch.steps import ONE_BY_ONE
-from pinfeed.training.large_batch.strategies import Task
+from pinfeed.training.large_batch.strategies.gradients import Task
+from pinfeed.training.large_batch.strategies.micro_batches import n_samples, samples_like, shapes_of
 
 SOURCE = object()
 """The key of all batches that a source gives."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from pinfeed.errors import described
-from pinfeed.training.large_batch.model_state import Recorded, State
-from pinfeed.training.large_batch.strategies import Task
+from pinfeed.training.large_batch.equivalence.model_state import Recorded, State
+from pinfeed.training.large_batch.strategies.gradients import Task
 
 _NEGLIGIBLE = 1e-3
 """A parameter with a smaller share of the gradient's norm is compared with that share of it."""
