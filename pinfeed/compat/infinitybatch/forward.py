@@ -15,27 +15,31 @@ from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.micro_batches import (
-    check_rows,
-    joined,
-    n_samples,
-    part,
-    samples_like,
-    shapes_of,
-    tensors,
-)
-from pinfeed.training.large_batch.proof import Proofs
-from pinfeed.training.large_batch.recompute import buffers_of, recomputed, replayed_buffers
+from pinfeed.training.large_batch.equivalence.verifier import EquivalenceVerifier
 from pinfeed.training.large_batch.select import (
     STRATEGIES,
     StrategyChoice,
     batch_norms,
-    choose,
-    predictor_of,
+    choose_strategy,
+    memory_predictor_for,
 )
-from pinfeed.training.large_batch.strategies import Task
-from pinfeed.training.memory_model.estimate import call
-from pinfeed.training.memory_model.tensor_specs import moved
+from pinfeed.training.large_batch.strategies.gradients import StepSpec
+from pinfeed.training.large_batch.strategies.micro_batches import (
+    as_tensors,
+    check_output_rows,
+    concatenate,
+    n_samples,
+    sample_spec_of,
+    shapes_and_dtypes,
+    slice_samples,
+)
+from pinfeed.training.large_batch.strategies.recompute import (
+    buffers_of,
+    recomputed,
+    replayed_buffers,
+)
+from pinfeed.training.memory_model.estimate import call_model
+from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.offload.offload import Offload
 from pinfeed.validation.arguments import whole_number
 
@@ -71,7 +75,7 @@ class Forwards:
         self._config = config or limits.MemoryLimits()
         self._chunk_size = chunk_size
         self._strategy = strategy
-        self._proofs = Proofs(prove)
+        self._proofs = EquivalenceVerifier(prove)
         self._by_shape: dict[Any, StrategyChoice] = {}
         # By the shape of a sample.
         self._plain: dict[Any, StrategyChoice] = {}
@@ -105,7 +109,7 @@ class Forwards:
             device: Of the model.
             back: Where the outputs are wanted.
         """
-        inputs = tensors(inputs)
+        inputs = as_tensors(inputs)
         self.chosen = chosen = self._choose(model, inputs, optimizer, device)
         if chosen.strategy == "two_pass":
             return _in_chunks(model, inputs, chosen.chunk_size, device, back)
@@ -118,7 +122,7 @@ class Forwards:
             )
             context = self._offload.step(model)
         with context:
-            return moved(call(model, moved(inputs, device)), back)
+            return to_device(call_model(model, to_device(inputs, device)), back)
 
     def _choose(
         self, model: nn.Module, inputs: Any, optimizer: Any, device: torch.device
@@ -126,11 +130,11 @@ class Forwards:
         n = n_samples(inputs)
         if n == 0:
             raise ArgumentError("the batch is empty; expected at least one sample")
-        key = shapes_of(inputs), *(module.training for module in model.modules())
+        key = shapes_and_dtypes(inputs), *(module.training for module in model.modules())
         if key not in self._by_shape:
             # What fits of many samples fits of fewer: the last batch of an epoch needs no
             # prediction of its own.
-            rest = samples_like(inputs).key, key[1:]
+            rest = sample_spec_of(inputs).key, key[1:]
             fits = self._plain.get(rest)
             found = (
                 fits
@@ -163,10 +167,12 @@ class Forwards:
         try:
             predictor = None
             if self._chunk_size is None:
-                predictor = predictor_of(model, self._config, device, inputs, optimizer=optimizer)
+                predictor = memory_predictor_for(
+                    model, self._config, device, inputs, optimizer=optimizer
+                )
             if self._strategy == "auto":
                 problem_of = functools.partial(self._problem_of, model, inputs)
-                return choose(model, n, self._chunk_size, False, predictor, problem_of)
+                return choose_strategy(model, n, self._chunk_size, False, predictor, problem_of)
             size = min(n, self._chunk_size or predictor.chunk_size(n, in_two_passes=True))  # type: ignore[union-attr]  # there is one or the other
         except EstimateError as error:
             self.unpredicted = str(error)
@@ -175,7 +181,7 @@ class Forwards:
 
     def _problem_of(self, model: nn.Module, inputs: Any, strategy: str) -> str:
         """In what the outputs of a strategy, or gradients through them, differ from those of the whole batch."""
-        outputs_only = Task(
+        outputs_only = StepSpec(
             model,
             lambda outputs, _: outputs,
             (model,),
@@ -207,7 +213,8 @@ class _Again:
         self._device = device
         self._back = back
         self._chunks = [
-            part(inputs, start, start + size) for start in range(0, n_samples(inputs), size)
+            slice_samples(inputs, start, start + size)
+            for start in range(0, n_samples(inputs), size)
         ]  # views
         self._states: list[dict[str, Any]] = []
         self._buffers = buffers_of([model])
@@ -219,10 +226,10 @@ class _Again:
         parts = []
         for chunk in self._chunks:
             self._states.append(rng_state.capture())
-            outputs = call(self._model, moved(chunk, self._device))
-            check_rows(outputs, n_samples(chunk))
-            parts.append(moved(outputs, self._back))
-        leaves, self.rebuild = flatten(joined(parts))
+            outputs = call_model(self._model, to_device(chunk, self._device))
+            check_output_rows(outputs, n_samples(chunk))
+            parts.append(to_device(outputs, self._back))
+        leaves, self.rebuild = flatten(concatenate(parts))
         return [leaf for _, leaf in leaves]
 
     def second(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
@@ -234,7 +241,7 @@ class _Again:
         start = 0
         for chunk, state in zip(self._chunks, self._states, strict=True):
             with torch.enable_grad(), rng_state.replayed(state), self._context():
-                outputs = call(self._model, moved(chunk, self._device))
+                outputs = call_model(self._model, to_device(chunk, self._device))
             stop = start + n_samples(outputs)
             leaves = [leaf for _, leaf in flatten(outputs)[0]]
             pairs = [

@@ -12,9 +12,9 @@ from pinfeed.compat.infinitybatch.containers import Containers, Watched
 from pinfeed.compat.infinitybatch.forward import Forwards
 from pinfeed.errors import ArgumentError
 from pinfeed.memory import limits
-from pinfeed.training.large_batch.micro_batches import n_samples, tensors
 from pinfeed.training.large_batch.select import StrategyChoice
-from pinfeed.training.memory_model.tensor_specs import moved
+from pinfeed.training.large_batch.strategies.micro_batches import as_tensors, n_samples
+from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.trainer.evaluate import pair_of
 
 
@@ -89,11 +89,11 @@ class InfinityBatch:
         n_batches = n = size = 0
         for batch in self._loader:
             inputs, targets = pair_of(batch)
-            size = n_samples(tensors(inputs))
+            size = n_samples(as_tensors(inputs))
             self._print(
                 f"-- batch {n_batches}: finished with {n}, current batch size {size}.", end="\r"
             )
-            self.targets[-1].append(moved(tensors(targets), self.backward_device))
+            self.targets[-1].append(to_device(as_tensors(targets), self.backward_device))
             self.batch_(inputs)
             n_batches, n = n_batches + 1, n + size
             self.loss()
@@ -155,7 +155,7 @@ class InfinityBatch:
             )
         outputs = self.outputs[-1][-1]
         self._loss = loss = self._given("criterion")(
-            outputs, moved(self.targets[-1][-1], self._backward_device)
+            outputs, to_device(self.targets[-1][-1], self._backward_device)
         )
         self._containers.add_loss(loss, n_samples(outputs))
 

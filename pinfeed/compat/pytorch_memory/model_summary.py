@@ -13,7 +13,7 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.memory_model.estimate import Run, StepEstimator, call
+from pinfeed.training.memory_model.estimate import Run, StepEstimator, call_model
 from pinfeed.training.memory_model.report import layers_of
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 
@@ -115,7 +115,7 @@ class Forward:
             module.register_forward_hook(self._see, with_kwargs=True)
             for module in run.model.modules()
         ]
-        self.outputs = call(run.model, inputs)
+        self.outputs = call_model(run.model, inputs)
         for hook in hooks:
             hook.remove()
 

@@ -17,41 +17,41 @@ from pinfeed.feeders.dataloader import LoaderFeeder, wrap_loader
 from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.check import Check, compared
-from pinfeed.training.large_batch.decisions import SOURCE, Decisions
-from pinfeed.training.large_batch.losses import (
+from pinfeed.training.large_batch.check import Check, compare_with_plain_step
+from pinfeed.training.large_batch.equivalence.verifier import EquivalenceVerifier
+from pinfeed.training.large_batch.select import STRATEGIES, Strategy, StrategyChoice, batch_norms
+from pinfeed.training.large_batch.strategies.gradients import (
+    Chunks,
+    GradientAccumulator,
+    StepSpec,
+    plain,
+    release_cached_memory,
+    restore_gradients_on_error,
+    two_pass,
+)
+from pinfeed.training.large_batch.strategies.loss_reduction import (
     Count,
     Reduction,
     check_targets,
     count_of,
     reduction_of,
 )
-from pinfeed.training.large_batch.micro_batches import (
-    MicroBatches,
-    is_source,
-    joined,
+from pinfeed.training.large_batch.strategies.micro_batches import (
+    ChunkLoader,
+    as_tensors,
+    check_no_sample_lists,
+    concatenate,
+    input_target_pairs,
+    is_batch_source,
     n_samples,
-    pairs,
-    part,
-    refuse_lists,
-    shapes_of_samples,
-    tensors,
+    sample_shapes_and_dtypes,
+    slice_samples,
 )
-from pinfeed.training.large_batch.proof import Proofs
-from pinfeed.training.large_batch.recompute import recomputed
-from pinfeed.training.large_batch.select import STRATEGIES, Strategy, StrategyChoice, batch_norms
-from pinfeed.training.large_batch.strategies import (
-    Accumulation,
-    Pieces,
-    Task,
-    all_or_nothing,
-    give_back,
-    plain,
-    two_pass,
-)
+from pinfeed.training.large_batch.strategies.recompute import recomputed
+from pinfeed.training.large_batch.strategy_selector import SOURCE, StrategySelector
 from pinfeed.training.memory_model.estimate import check_autocast
 from pinfeed.training.memory_model.probe import is_out_of_memory
-from pinfeed.training.memory_model.tensor_specs import moved
+from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 
 if TYPE_CHECKING:
@@ -149,18 +149,18 @@ class BigBatch:
         found: Reduction | None = reduction or reduction_of(loss)
         every = (model, *([loss] if isinstance(loss, nn.Module) else []), *modules)
         scale = (lambda loss: loss) if scaler is None else scaler.scale
-        self._task = Task(model, loss, every, found or "sum", self._count, self._context, scale)
-        self._decisions = Decisions(
-            self._task,
+        self._spec = StepSpec(model, loss, every, found or "sum", self._count, self._context, scale)
+        self._selector = StrategySelector(
+            self._spec,
             self._device,
             config,
             chunk_size,
             strategy,
             found is not None,
-            Proofs(prove, autocast),
+            EquivalenceVerifier(prove, autocast),
             autocast,
         )
-        self._cut = MicroBatches()
+        self._cut = ChunkLoader()
         self._is_closed = False
         self._stream: LoaderFeeder | None = None
         self._offload: Offload | None = None
@@ -205,10 +205,10 @@ class BigBatch:
             NotEnoughCPUMemory: Likewise, where the model is on the CPU.
         """
         self._require_open()
-        if targets is None and is_source(inputs):
+        if targets is None and is_batch_source(inputs):
             return self._of_source(inputs)
-        check_targets(self._task.loss, inputs, targets)
-        inputs, targets = tensors(inputs), tensors(targets)
+        check_targets(self._spec.loss, inputs, targets)
+        inputs, targets = as_tensors(inputs), as_tensors(targets)
         n = n_samples(inputs)
         if targets is not None and n_samples(targets) != n:
             raise ArgumentError(
@@ -216,8 +216,8 @@ class BigBatch:
             )
         if n == 0:
             raise ArgumentError("the batch is empty; expected at least one sample")
-        refuse_lists((inputs, targets), n, " (inputs, targets)")
-        self.chosen = self._decisions.of(inputs, targets)
+        check_no_sample_lists((inputs, targets), n, " (inputs, targets)")
+        self.chosen = self._selector.of(inputs, targets)
         return self._compute(self.chosen, inputs, targets)
 
     def check(self, inputs: Any, targets: Any = None, *, chunk_size: int | None = None) -> Check:
@@ -236,47 +236,47 @@ class BigBatch:
             ArgumentError: As for ``backward``.
         """
         self._require_open()
-        check_targets(self._task.loss, inputs, targets)
-        inputs, targets = tensors(inputs), tensors(targets)
+        check_targets(self._spec.loss, inputs, targets)
+        inputs, targets = as_tensors(inputs), as_tensors(targets)
         n, strategy = n_samples(inputs), self._strategy
         if strategy == "auto":
-            strategy = (self.chosen or self._decisions.of(inputs, targets)).strategy
-        chosen = self._decisions.as_told(strategy, n, chunk_size or max(1, n // 3))  # type: ignore[arg-type]
-        whole, task = (self._moved(inputs), self._moved(targets)), self._task
-        return compared(
-            task,
+            strategy = (self.chosen or self._selector.of(inputs, targets)).strategy
+        chosen = self._selector.as_told(strategy, n, chunk_size or max(1, n // 3))  # type: ignore[arg-type]
+        whole, spec = (self._to_device(inputs), self._to_device(targets)), self._spec
+        return compare_with_plain_step(
+            spec,
             strategy,
-            lambda: plain(task, *whole),
+            lambda: plain(spec, *whole),
             lambda: self._compute(chosen, inputs, targets),
         )
 
     def _compute(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
-        task, size = self._task, chosen.chunk_size
-        with all_or_nothing(task):
+        spec, size = self._spec, chosen.chunk_size
+        with restore_gradients_on_error(spec):
             if chosen.strategy == "accumulate":
                 total = float(n_samples(inputs) if targets is None else self._count(targets))
-                if task.reduction == "mean" and not total:
+                if spec.reduction == "mean" and not total:
                     # A mean of nothing: as the plain step has it, whatever that is.
                     return plain(
-                        task,
-                        self._moved(part(inputs, 0, size)),
-                        self._moved(part(targets, 0, size)),
+                        spec,
+                        self._to_device(slice_samples(inputs, 0, size)),
+                        self._to_device(slice_samples(targets, 0, size)),
                     )
                 return self._accumulated(
-                    task,
+                    spec,
                     self._pieces(inputs, targets, size),
                     total,
-                    self._decisions.key_of(inputs, targets),
+                    self._selector.key_of(inputs, targets),
                 )
             if chosen.strategy in ("plain", "two_pass"):
-                return self._again_if_it_does_not_fit(task, chosen, inputs, targets)
+                return self._again_if_it_does_not_fit(spec, chosen, inputs, targets)
             with recomputed(self._model) if chosen.strategy == "checkpoint" else self._offloaded():
-                return plain(task, self._moved(inputs), self._moved(targets))
+                return plain(spec, self._to_device(inputs), self._to_device(targets))
 
     def _accumulated(
-        self, task: Task, pieces: Pieces, total: float | None, key: Any
+        self, spec: StepSpec, pieces: Chunks, total: float | None, key: Any
     ) -> torch.Tensor:
-        accumulation = Accumulation(task)
+        accumulation = GradientAccumulator(spec)
         try:
             with contextlib.closing(pieces):
                 # An error that somebody keeps would keep the loop over chunks, too.
@@ -285,21 +285,21 @@ class BigBatch:
             if accumulation.n_halved:
                 # The next batch is cut smaller at once.
                 self.n_halved += accumulation.n_halved
-                self._decisions.halve(key)
+                self._selector.halve(key)
 
     def _again_if_it_does_not_fit(
-        self, task: Task, chosen: StrategyChoice, inputs: Any, targets: Any
+        self, spec: StepSpec, chosen: StrategyChoice, inputs: Any, targets: Any
     ) -> torch.Tensor:
         """The whole batch, or two passes; from the beginning in smaller chunks, as long as there is no memory."""
         state, size = rng_state.capture(), chosen.chunk_size
         try:
-            with all_or_nothing(task):
+            with restore_gradients_on_error(spec):
                 if chosen.strategy == "plain" or size >= n_samples(inputs):
-                    return plain(task, self._moved(inputs), self._moved(targets))
+                    return plain(spec, self._to_device(inputs), self._to_device(targets))
                 return two_pass(
-                    task,
+                    spec,
                     functools.partial(self._pieces, inputs, targets, size),
-                    self._moved(targets),
+                    self._to_device(targets),
                 )
         except (RuntimeError, MemoryError) as error:
             cannot_cut = (
@@ -311,16 +311,16 @@ class BigBatch:
                 raise
         # Out of the except block: until then the traceback keeps the tensors of the frames that
         # failed.
-        give_back()
+        release_cached_memory()
         rng_state.restore(state)
         self.n_halved += 1
         strategy: Strategy = "two_pass"
         if chosen.strategy == "plain":
-            strategy = self._decisions.right_chunks(inputs, targets)
+            strategy = self._selector.right_chunks(inputs, targets)
         smaller = dataclasses.replace(
             chosen, strategy=strategy, chunk_size=-(-size // 2), why="more did not fit"
         )
-        self.chosen = self._decisions.keep(self._decisions.key_of(inputs, targets), smaller)
+        self.chosen = self._selector.keep(self._selector.key_of(inputs, targets), smaller)
         return self._compute(smaller, inputs, targets)
 
     def _of_source(self, source: Any) -> torch.Tensor:
@@ -332,29 +332,30 @@ class BigBatch:
             batches = source
             if not hasattr(source, "batches") and not isinstance(source, LoaderFeeder):
                 batches = stack.enter_context(wrap_loader(source, device=self._device, depth=1))
-            coming = stack.enter_context(contextlib.closing(pairs(batches)))
-            first = list(itertools.islice(_until_comparable(coming, self._task), _MOST_AHEAD))
+            coming = stack.enter_context(contextlib.closing(input_target_pairs(batches)))
+            first = list(itertools.islice(_until_comparable(coming, self._spec), _MOST_AHEAD))
             if not first:
                 raise ArgumentError("there is no batch; expected at least one")
-            alike, task = _like_the_first(first), self._task
-            self.chosen = self._decisions.of_source(
+            alike, spec = _like_the_first(first), self._spec
+            self.chosen = self._selector.of_source(
                 *alike, is_one_of_several=len(first) > 1 and n_samples(alike[0]) == 1
             )
             pieces = self._cut_pieces(itertools.chain(first, coming), self.chosen.chunk_size)
-            with all_or_nothing(task):
-                return self._accumulated(task, pieces, None, SOURCE)
+            with restore_gradients_on_error(spec):
+                return self._accumulated(spec, pieces, None, SOURCE)
 
-    def _cut_pieces(self, batches: Iterable[tuple[Any, Any]], size: int) -> Pieces:
+    def _cut_pieces(self, batches: Iterable[tuple[Any, Any]], size: int) -> Chunks:
         for inputs, targets in batches:
-            self._decisions.check_part_of_source(inputs, targets)
+            self._selector.check_part_of_source(inputs, targets)
             for start in range(0, n_samples(inputs), size):
                 # Tensors are on the device already; numpy arrays are moved here.
                 x, y = (
-                    self._moved(part(batch, start, start + size)) for batch in (inputs, targets)
+                    self._to_device(slice_samples(batch, start, start + size))
+                    for batch in (inputs, targets)
                 )
                 yield x, y, float(n_samples(x) if y is None else self._count(y))
 
-    def _pieces(self, inputs: Any, targets: Any, size: int) -> Pieces:
+    def _pieces(self, inputs: Any, targets: Any, size: int) -> Chunks:
         """Chunks, on the device, one ahead."""
         if self._stream is None:
             self._stream = wrap_loader(self._cut, device=self._device, depth=1)
@@ -369,7 +370,7 @@ class BigBatch:
                     float(
                         n_samples(x)
                         if y is None
-                        else self._count(part(targets, start, start + size))
+                        else self._count(slice_samples(targets, start, start + size))
                     ),
                 )
         finally:
@@ -387,8 +388,8 @@ class BigBatch:
             else torch.autocast(self._device.type, self._dtype)
         )
 
-    def _moved(self, batch: Any) -> Any:
-        return moved(batch, self._device)
+    def _to_device(self, batch: Any) -> Any:
+        return to_device(batch, self._device)
 
     def _offloaded(self) -> contextlib.AbstractContextManager[Any]:
         if self._offload is None:
@@ -396,26 +397,28 @@ class BigBatch:
 
             limit = None if self._config is None else self._config.host_limit(free_host_bytes())
             self._offload = Offload(self._device, host_limit=limit)
-        return self._offload.step(*self._task.modules)
+        return self._offload.step(*self._spec.modules)
 
 
-def _until_comparable(batches: Iterable[tuple[Any, Any]], task: Task) -> Iterator[tuple[Any, Any]]:
+def _until_comparable(
+    batches: Iterable[tuple[Any, Any]], spec: StepSpec
+) -> Iterator[tuple[Any, Any]]:
     """Batches up to the one with which there are samples to compare: two or more, with terms of the loss."""
     n = terms = 0.0
     for inputs, targets in batches:
         yield inputs, targets
         n += n_samples(inputs)
-        terms += task.terms(inputs, targets)
+        terms += spec.terms(inputs, targets)
         if n > 1 and terms:
             return
 
 
 def _like_the_first(batches: list[tuple[Any, Any]]) -> tuple[Any, Any]:
-    """Those of some batches that can be joined, as one."""
-    shape = shapes_of_samples(*batches[0])
-    alike = [batch for batch in batches if shapes_of_samples(*batch) == shape]
+    """Those of some batches that can be concatenated, as one."""
+    shape = sample_shapes_and_dtypes(*batches[0])
+    alike = [batch for batch in batches if sample_shapes_and_dtypes(*batch) == shape]
     inputs, targets = zip(*alike, strict=True)
-    return joined(list(inputs)), None if targets[0] is None else joined(list(targets))
+    return concatenate(list(inputs)), None if targets[0] is None else concatenate(list(targets))
 
 
 def check_step(

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.recompute import buffers_of, replayed_buffers
-from pinfeed.training.large_batch.strategies import Task
+from pinfeed.training.large_batch.strategies.gradients import StepSpec
+from pinfeed.training.large_batch.strategies.recompute import buffers_of, replayed_buffers
 
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
@@ -43,12 +43,15 @@ class Check:
         return f"{self.strategy} and the plain step: {verdict} ({errors})"
 
 
-def compared(
-    task: Task, strategy: str, plain: Callable[[], torch.Tensor], other: Callable[[], torch.Tensor]
+def compare_with_plain_step(
+    spec: StepSpec,
+    strategy: str,
+    plain: Callable[[], torch.Tensor],
+    other: Callable[[], torch.Tensor],
 ) -> Check:
     """Both, from the same state; the model, its gradients and the generators are as before afterwards."""
-    parameters, state = task.parameters, rng_state.capture()
-    gradients, before = [p.grad for p in parameters], buffers_of(task.modules)
+    parameters, state = spec.parameters, rng_state.capture()
+    gradients, before = [p.grad for p in parameters], buffers_of(spec.modules)
 
     def run(compute: Callable[[], torch.Tensor]) -> tuple[float, list[Any], list[torch.Tensor]]:
         for p in parameters:

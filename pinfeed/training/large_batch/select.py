@@ -16,15 +16,10 @@ from pinfeed.errors import ArgumentError, EstimateError, NotEnoughCPUMemory, Not
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.units import human
-from pinfeed.training.large_batch.comparison import PLAIN_FAILS
-from pinfeed.training.large_batch.micro_batches import NEED_ROWS, samples_like
-from pinfeed.training.large_batch.predict import (
-    OffloadStep,
-    TwoPassStep,
-    accumulate_step,
-    checkpoint_step,
-)
-from pinfeed.training.large_batch.recompute import can_be_recomputed
+from pinfeed.training.large_batch.equivalence.comparison import PLAIN_FAILS
+from pinfeed.training.large_batch.simulated_steps import OffloadStep, TwoPassStep, accumulate_step, checkpoint_step
+from pinfeed.training.large_batch.strategies.micro_batches import NEED_ROWS, sample_spec_of
+from pinfeed.training.large_batch.strategies.recompute import can_be_recomputed
 from pinfeed.training.memory_model.estimate import Step, StepEstimator, bytes_there, plain_step
 from pinfeed.training.memory_model.sizing import largest_that_fits
 
@@ -72,7 +67,7 @@ def batch_norms(model: nn.Module) -> list[str]:
     return [name for name, norm in norms if norm.training or norm.running_mean is None]
 
 
-class Predictor:
+class MemoryPredictor:
     """What each strategy takes, as far as it can be predicted.
 
     Args:
@@ -165,12 +160,12 @@ class Predictor:
             return None
 
 
-def choose(
+def choose_strategy(
     model: nn.Module,
     n: int,
     chunk_size: int | None,
     is_made_of_parts: bool,
-    predictor: Predictor | None,
+    predictor: MemoryPredictor | None,
     problem_of: Callable[[Strategy], str],
 ) -> StrategyChoice:
     """The way for a batch of ``n``.
@@ -222,7 +217,7 @@ def choose(
                     why = f"accumulate is wrong: {problems['accumulate']}"
                 taken[name] = None if predictor is None else predictor.bytes_of(name, n, size)
                 return StrategyChoice(name, min(size, n), why, taken)
-    why = said_of(problems)
+    why = describe_problems(problems)
     if (
         fits("offload")
         and predictor is not None
@@ -241,7 +236,7 @@ def choose(
             f"chunks are wrong ({why}), and the whole batch fits if parts are computed again",
             taken,
         )
-    why = said_of(problems)
+    why = describe_problems(problems)
     # Outputs that cannot be cut are a problem of chunks, although the comparison finds it in the
     # plain step.
     if all(
@@ -265,7 +260,7 @@ def chunk_strategies(is_made_of_parts: bool) -> tuple[Strategy, ...]:
     return ("accumulate", "two_pass") if is_made_of_parts else ("two_pass",)
 
 
-def said_of(problems: Mapping[str, str]) -> str:
+def describe_problems(problems: Mapping[str, str]) -> str:
     """Problems of strategies as a clause; those that have the same one together."""
     names: dict[str, list[str]] = {}
     for name, problem in problems.items():
@@ -273,7 +268,7 @@ def said_of(problems: Mapping[str, str]) -> str:
     return "; ".join(f"{', '.join(found)}: {problem}" for problem, found in names.items())
 
 
-def predictor_of(
+def memory_predictor_for(
     model: nn.Module,
     config: MemoryLimits,
     device: torch.device,
@@ -283,7 +278,7 @@ def predictor_of(
     loss: Any = None,
     optimizer: Any = None,
     autocast: torch.dtype | None = None,
-) -> Predictor:
+) -> MemoryPredictor:
     """A predictor for batches like this one, under the limits of ``config``; without loss and optimizer, as ``estimate`` has it then."""
     # What is free is beside them, and the estimate counts them again.
     there = bytes_there(model, device)
@@ -293,11 +288,11 @@ def predictor_of(
         limit = int((resolve(device, n_spare=0).free_bytes() + there) * (1 - config.headroom))
     estimator = StepEstimator(
         model,
-        samples_like(inputs),
-        None if targets is None else samples_like(targets),
+        sample_spec_of(inputs),
+        None if targets is None else sample_spec_of(targets),
         loss=loss,
         optimizer=optimizer if optimizer is not None else getattr(config, "optimizer", None),
         device="cuda" if limit is not None else "cpu",
         autocast=autocast,
     )
-    return Predictor(estimator, host if limit is None else limit, host, n_ahead=2)
+    return MemoryPredictor(estimator, host if limit is None else limit, host, n_ahead=2)

@@ -129,7 +129,7 @@ class Run:
         """The forward pass."""
         self.tracker.enter("forward")
         with self._estimator.autocast():
-            return call(self.model, inputs)
+            return call_model(self.model, inputs)
 
     def loss(self, outputs: Any, targets: Any) -> torch.Tensor:
         """The loss."""
@@ -353,7 +353,7 @@ def check_autocast(dtype: Any) -> None:
         )
 
 
-def call(model: Callable[..., Any], inputs: Any) -> Any:
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
     """The model on inputs: positional arguments if they are a tuple or list, keyword arguments if they are a mapping."""
     if isinstance(inputs, Mapping):
         return model(**inputs)

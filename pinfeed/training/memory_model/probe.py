@@ -17,8 +17,8 @@ from torch import nn
 from pinfeed.errors import EstimateError
 from pinfeed.memory.host import resident_bytes
 from pinfeed.training import rng_state
-from pinfeed.training.memory_model.estimate import StepEstimator, call, tensors_of
-from pinfeed.training.memory_model.tensor_specs import SampleSpec, moved
+from pinfeed.training.memory_model.estimate import StepEstimator, call_model, tensors_of
+from pinfeed.training.memory_model.tensor_specs import SampleSpec, to_device
 
 # The optimizer's state comes in the first, what libraries try out in the first as well.
 _N_STEPS = 3
@@ -78,9 +78,9 @@ def _steps(
             inputs, targets = (
                 make_batch(batch_size) if make_batch is not None else _sample(estimator, batch_size)
             )
-            inputs, targets = moved(inputs, device), moved(targets, device)
+            inputs, targets = to_device(inputs, device), to_device(targets, device)
             with estimator.autocast(device.type):
-                outputs = call(model, inputs)
+                outputs = call_model(model, inputs)
                 loss = loss_of(outputs, targets)
             loss.backward()
             optimizer.step()

@@ -81,7 +81,7 @@ def samples_of(shape: Any, dtype: Any, name: str) -> SampleSpec:
     return SampleSpec(shapes, dtypes, rebuild)
 
 
-def moved(batch: Any, device: torch.device) -> Any:
+def to_device(batch: Any, device: torch.device) -> Any:
     """A batch with its tensors on a device."""
     leaves, rebuild = flatten(batch)
     return rebuild(

@@ -12,12 +12,17 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.dataloader import wrap_loader
-from pinfeed.training.large_batch.losses import count_of, reduction_of
-from pinfeed.training.large_batch.micro_batches import joined, n_samples, part, tensors
-from pinfeed.training.large_batch.strategies import give_back
-from pinfeed.training.memory_model.estimate import call
+from pinfeed.training.large_batch.strategies.gradients import release_cached_memory
+from pinfeed.training.large_batch.strategies.loss_reduction import count_of, reduction_of
+from pinfeed.training.large_batch.strategies.micro_batches import (
+    as_tensors,
+    concatenate,
+    n_samples,
+    slice_samples,
+)
+from pinfeed.training.memory_model.estimate import call_model
 from pinfeed.training.memory_model.probe import is_out_of_memory
-from pinfeed.training.memory_model.tensor_specs import moved
+from pinfeed.training.memory_model.tensor_specs import to_device
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
 
@@ -89,10 +94,10 @@ class Evaluator:
         n = 0
         for x, y, is_last in parts:
             n += n_samples(x)
-            outputs.append(self._outputs(moved(x, self.device)))
-            targets.append(moved(y, self.device))
+            outputs.append(self._outputs(to_device(x, self.device)))
+            targets.append(to_device(y, self.device))
             if is_last:
-                yield joined(outputs), None if y is None else joined(targets), n
+                yield concatenate(outputs), None if y is None else concatenate(targets), n
                 outputs = []
                 targets = []
                 n = 0
@@ -101,14 +106,16 @@ class Evaluator:
         n = n_samples(inputs)
         try:
             with self.context():
-                return call(self.model, inputs)
+                return call_model(self.model, inputs)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or n == 1:
                 raise
         # Out of the except block: until then the traceback keeps the tensors of the frames that
         # failed.
-        give_back()
-        return joined([self._outputs(part(inputs, a, b)) for a, b in ((0, n // 2), (n // 2, n))])
+        release_cached_memory()
+        return concatenate(
+            [self._outputs(slice_samples(inputs, a, b)) for a, b in ((0, n // 2), (n // 2, n))]
+        )
 
 
 class _Parts:
@@ -120,11 +127,15 @@ class _Parts:
 
     def __iter__(self) -> Iterator[tuple[Any, Any, bool]]:
         for batch in self._loader:
-            inputs, targets = (tensors(one) for one in pair_of(batch))
+            inputs, targets = (as_tensors(one) for one in pair_of(batch))
             n = n_samples(inputs)
             for start in range(0, n, self._size or n or 1):
                 stop = start + (self._size or n)
-                yield part(inputs, start, stop), part(targets, start, stop), stop >= n
+                yield (
+                    slice_samples(inputs, start, stop),
+                    slice_samples(targets, start, stop),
+                    stop >= n,
+                )
 
 
 def check_metrics(metrics: Any) -> None:

@@ -18,8 +18,8 @@ from pinfeed.memory import limits
 from pinfeed.pipeline.sources.dataloader import check_loader
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.large_batch.big_batch import BigBatch, check_step
-from pinfeed.training.large_batch.micro_batches import n_samples, tensors
 from pinfeed.training.large_batch.select import StrategyChoice
+from pinfeed.training.large_batch.strategies.micro_batches import as_tensors, n_samples
 from pinfeed.training.trainer.callbacks import Callbacks, progress_bar
 from pinfeed.training.trainer.evaluate import Evaluator, Metrics, check_metrics, pair_of
 from pinfeed.training.trainer.history import History, Record
@@ -264,7 +264,7 @@ class Trainer:
         In a loop over ``batches`` it is recorded.
         """
         self._require_open()
-        n = n_samples(tensors(inputs))
+        n = n_samples(as_tensors(inputs))
         self._events.backward_begins()
         loss = self._big.backward(inputs, targets)
         self._recorder.add(loss, n)

@@ -17,7 +17,7 @@ from torch.nn.utils import spectral_norm as old_spectral_norm
 from torch.utils.checkpoint import checkpoint
 
 from pinfeed import BigBatch, errors
-from pinfeed.training.large_batch.batch_axis import BatchAxisOperations
+from pinfeed.training.large_batch.equivalence.batch_axis import BatchAxisOperations
 
 N, CHUNK = 24, 8
 X = torch.randn(N, 6, generator=torch.Generator().manual_seed(0))

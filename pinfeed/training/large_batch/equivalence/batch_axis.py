@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from pinfeed.training.large_batch.fixed_random import arguments_of
+from pinfeed.training.large_batch.equivalence.fixed_random import arguments_of
 
 _NORMALIZE = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 

@@ -10,14 +10,14 @@ from typing import Any
 import torch
 
 from pinfeed.errors import described
-from pinfeed.training.large_batch.model_state import Recorded, State
-from pinfeed.training.large_batch.strategies import Task
+from pinfeed.training.large_batch.equivalence.model_state import ReshapedTensor, State
+from pinfeed.training.large_batch.strategies.gradients import StepSpec
 
 _NEGLIGIBLE = 1e-3
 """A parameter with a smaller share of the gradient's norm is compared with that share of it."""
 
 
-class Differs(Exception):
+class DifferenceFound(Exception):
     """A comparison has found a difference; the message says which.
 
     Args:
@@ -44,65 +44,68 @@ class Rounding:
         """Check that two values are equal but for rounding.
 
         Raises:
-            Differs: They are not.
+            DifferenceFound: They are not.
         """
         found = error_of(one, other)
         if found > self.limit:
-            raise Differs(f"{said} by {found:.2%}", found)
+            raise DifferenceFound(f"{said} by {found:.2%}", found)
 
     def require_states(self, plain: State, other: State) -> None:
         """Check that a model ends in the same state, bit for bit.
 
         Raises:
-            Differs: It does not.
+            DifferenceFound: It does not.
         """
         for name in dict.fromkeys((*plain, *other)):
             one, another = plain.get(name), other.get(name)
-            is_record = isinstance(one, Recorded) or isinstance(another, Recorded)
+            is_record = isinstance(one, ReshapedTensor) or isinstance(another, ReshapedTensor)
             if is_record and getattr(one, "shape", None) != getattr(another, "shape", None):
                 # An attribute that follows the shape of the batch shows the last batch.
                 continue
             # The same computation gives the same bits; a state that has gone further does not.
             if error_of(_value(one), _value(another)) > 0:
-                raise Differs(
+                raise DifferenceFound(
                     f"{name!r} of the model, which the forward pass changes, has other values afterwards"
                 )
 
     def require_gradients(
-        self, task: Task, plain: Sequence[torch.Tensor | None], other: Sequence[torch.Tensor | None]
+        self,
+        spec: StepSpec,
+        plain: Sequence[torch.Tensor | None],
+        other: Sequence[torch.Tensor | None],
     ) -> None:
         """Check the gradients of all parameters.
 
         Raises:
-            Differs: Some differ.
+            DifferenceFound: Some differ.
         """
         differences = [
             norm_of(added(one, another, -1)) for one, another in zip(plain, other, strict=True)
         ]
-        self.require_norms(task, [norm_of(one) for one in plain], differences)
+        self.require_norms(spec, [norm_of(one) for one in plain], differences)
 
     def require_norms(
-        self, task: Task, norms: Sequence[float], differences: Sequence[float]
+        self, spec: StepSpec, norms: Sequence[float], differences: Sequence[float]
     ) -> None:
         """Check the gradients of all parameters, of which norms and the norms of differences are known.
 
         Raises:
-            Differs: Some differ.
+            DifferenceFound: Some differ.
         """
         least = _NEGLIGIBLE * math.hypot(*norms)
         errors = {
             name: difference / (max(norm, least) or 1.0)
-            for name, norm, difference in zip(names_of(task), norms, differences, strict=True)
+            for name, norm, difference in zip(names_of(spec), norms, differences, strict=True)
         }
         wrong = {name: error for name, error in errors.items() if not error <= self.limit}
         if wrong:
             worst = max(wrong, key=lambda name: wrong[name])
             said = f"gradients of {len(wrong)} of {len(errors)} parameters differ, that of {worst!r} by {wrong[worst]:.2%}"
-            raise Differs(said, wrong[worst])
+            raise DifferenceFound(said, wrong[worst])
 
 
 def _value(state: Any) -> Any:
-    return state.value if isinstance(state, Recorded) else state
+    return state.value if isinstance(state, ReshapedTensor) else state
 
 
 def first_line(error: Exception) -> str:
@@ -110,11 +113,11 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or described(error)).splitlines()[0]
 
 
-def names_of(task: Task) -> list[str]:
-    """Names of the parameters of a task, in their order."""
-    named = (pair for module in task.modules for pair in module.named_parameters())
+def names_of(spec: StepSpec) -> list[str]:
+    """Names of the parameters of a spec, in their order."""
+    named = (pair for module in spec.modules for pair in module.named_parameters())
     names = {id(p): name for name, p in named}
-    return [names[id(p)] for p in task.parameters]
+    return [names[id(p)] for p in spec.parameters]
 
 
 def random_rows(i: int, leaf: torch.Tensor, start: int, stop: int) -> torch.Tensor:

@@ -13,28 +13,37 @@ import torch
 
 from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.differences import (
-    Differs,
+from pinfeed.training.large_batch.equivalence.fixed_random import FixedRandomness
+from pinfeed.training.large_batch.equivalence.model_state import (
+    State,
+    perturbed_parameters,
+    state_on_copies,
+)
+from pinfeed.training.large_batch.equivalence.rounding import (
+    DifferenceFound,
     Rounding,
     added,
     first_line,
     norm_of,
     random_rows,
 )
-from pinfeed.training.large_batch.fixed_random import FixedRandomness
-from pinfeed.training.large_batch.micro_batches import check_rows, joined, part, some
-from pinfeed.training.large_batch.model_state import State, on_copies, on_other_parameters
-from pinfeed.training.large_batch.recompute import recomputed
-from pinfeed.training.large_batch.steps import (
+from pinfeed.training.large_batch.equivalence.step_comparison import (
     ONE_BY_ONE,
     Edges,
     StepSamples,
     cloned,
     compare_steps,
-    own_gradients,
+    gradients_set_aside,
 )
-from pinfeed.training.large_batch.strategies import Task
-from pinfeed.training.memory_model.estimate import call
+from pinfeed.training.large_batch.strategies.gradients import StepSpec
+from pinfeed.training.large_batch.strategies.micro_batches import (
+    check_output_rows,
+    concatenate,
+    select_samples,
+    slice_samples,
+)
+from pinfeed.training.large_batch.strategies.recompute import recomputed
+from pinfeed.training.memory_model.estimate import call_model
 from pinfeed.training.memory_model.probe import is_out_of_memory
 
 Context = Callable[[], AbstractContextManager[Any]]
@@ -72,7 +81,7 @@ class Comparison:
     """Compares a strategy with the plain step on some samples.
 
     Args:
-        task: The model and the loss.
+        spec: The model and the loss.
         samples: The samples.
         more: Returns at most so many samples for which losses are compared: outputs of few are
             repeated for them.
@@ -82,19 +91,19 @@ class Comparison:
 
     def __init__(
         self,
-        task: Task,
+        spec: StepSpec,
         samples: StepSamples,
         more: Callable[[int], StepSamples],
         autocast: torch.dtype | None,
     ) -> None:
-        self._task = task
+        self._spec = spec
         self._samples = samples
         self._more = more
         self._autocast = autocast
         self._inputs = samples.inputs
         self._edges = samples.edges
         self._whole: Edges = [(0, samples.edges[-1][1])]
-        self._parameters = task.parameters
+        self._parameters = spec.parameters
         self._random = rng_state.capture()
         self._context: Context = contextlib.nullcontext
         kinds = {p.dtype for p in self._parameters}
@@ -104,7 +113,7 @@ class Comparison:
         """Compare ``"accumulate"``, ``ONE_BY_ONE``, ``"two_pass"`` or ``"checkpoint"``.
 
         Raises:
-            Differs: The strategy gives something else.
+            DifferenceFound: The strategy gives something else.
         """
         # First, for the other computations would leave the parameters changed.
         self._require_parameters_are_read()
@@ -126,30 +135,30 @@ class Comparison:
             if strategy in ("accumulate", ONE_BY_ONE):
                 self._compare_losses(plain)
             compare_steps(
-                self._task, strategy, self._samples, self._random, self._rounding, context
+                self._spec, strategy, self._samples, self._random, self._rounding, context
             )
 
     def _require_no_other_randomness(self) -> None:
         now = rng_state.capture()
         for name in ("numpy", "python"):
             if str(now[name]) != str(self._random[name]):
-                raise Differs(
+                raise DifferenceFound(
                     f"the forward pass draws random numbers of {name}, which cannot be fixed for a comparison"
                 )
 
     def _require_parameters_are_read(self) -> None:
         rng_state.restore(self._random)
-        modules = self._task.modules
-        with on_copies(modules), on_other_parameters(modules) as written, self._context():
+        modules = self._spec.modules
+        with state_on_copies(modules), perturbed_parameters(modules) as written, self._context():
             try:
-                call(self._task.model, cloned(self._inputs))
+                call_model(self._spec.model, cloned(self._inputs))
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
                 # The plain step is about to fail as well, and says so.
             name = written()
         if name:
-            raise Differs(
+            raise DifferenceFound(
                 f"the forward pass writes into the parameter {name!r}, which it would do for each chunk"
             )
 
@@ -160,11 +169,11 @@ class Comparison:
         try:
             return self._compute(self._whole)
         except Exception as error:
-            if is_out_of_memory(error) or isinstance(error, Differs):
+            if is_out_of_memory(error) or isinstance(error, DifferenceFound):
                 raise
             if autocast is None:
                 n = self._edges[-1][1]
-                raise Differs(
+                raise DifferenceFound(
                     f"{PLAIN_FAILS} on {n} samples of the batch ({first_line(error)})"
                 ) from error
         self._autocast = None
@@ -178,11 +187,11 @@ class Comparison:
         total: list[torch.Tensor | None] = [None] * len(self._parameters) if into is None else into
         sign = 1 if into is None else -1
         parts = []
-        with on_copies(self._task.modules) as state, self._context():
+        with state_on_copies(self._spec.modules) as state, self._context():
             copied = cloned(self._inputs)
             for start, stop in edges:
-                outputs = call(self._task.model, part(copied, start, stop))
-                check_rows(outputs, stop - start)
+                outputs = call_model(self._spec.model, slice_samples(copied, start, stop))
+                check_output_rows(outputs, stop - start)
                 leaves, rebuild = flatten(outputs)
                 tensors = [leaf for _, leaf in leaves]
                 found = self._gradients(tensors, start, stop)
@@ -190,11 +199,11 @@ class Comparison:
                 for i, gradient in enumerate(found):
                     total[i] = added(total[i], gradient, sign)
                 parts.append(rebuild(map(_detached, tensors)))
-            leaves, rebuild = flatten(joined(parts))
+            leaves, rebuild = flatten(concatenate(parts))
             return _Computed([leaf for _, leaf in leaves], rebuild, total, state())
 
     def _computed_again(self, into: list[torch.Tensor | None]) -> _Computed:
-        with recomputed(self._task.model):
+        with recomputed(self._spec.model):
             return self._compute(self._whole, into)
 
     def _gradients(
@@ -209,7 +218,7 @@ class Comparison:
         if not wanted or not self._parameters:
             return [None for _ in self._parameters]
         leaves, cotangents = zip(*wanted, strict=True)
-        with own_gradients(self._parameters):
+        with gradients_set_aside(self._parameters):
             # As a training step does it, with its hooks, and for models that compute parts again.
             torch.autograd.backward(leaves, cotangents)
             return [p.grad for p in self._parameters]
@@ -228,22 +237,24 @@ class Comparison:
         norms = [norm_of(gradient) for gradient in plain.gradients]
         try:
             other = compute(plain.gradients)
-        except Differs:
+        except DifferenceFound:
             raise
         except Exception as error:
             if is_out_of_memory(error):
                 raise
-            raise Differs(f"the model fails on some of the samples ({first_line(error)})") from None
+            raise DifferenceFound(
+                f"the model fails on some of the samples ({first_line(error)})"
+            ) from None
         self._rounding.require_states(plain.state, other.state)
         for one, another in zip(plain.outputs, other.outputs, strict=True):
             self._rounding.require(one, another, "an output of the model differs")
         self._rounding.require_norms(
-            self._task, norms, [norm_of(difference) for difference in other.gradients]
+            self._spec, norms, [norm_of(difference) for difference in other.gradients]
         )
 
     def _compare_losses(self, plain: _Computed) -> None:
         """Compare the loss of all targets, and its gradients, with those of the chunks; outputs are repeated where there are fewer."""
-        task = self._task
+        spec = self._spec
         n_computed = self._whole[0][1]
         nbytes = sum(leaf.nbytes for leaf in plain.outputs if isinstance(leaf, torch.Tensor))
         batch = self._more(max(2 * n_computed, _LOSS_BYTES // max(1, nbytes // n_computed)))
@@ -251,27 +262,29 @@ class Comparison:
         repeated = torch.arange(n) % n_computed
         outputs = [
             _leaf(leaf)
-            for _, leaf in flatten(some(plain.rebuild(iter(plain.outputs)), repeated))[0]
+            for _, leaf in flatten(select_samples(plain.rebuild(iter(plain.outputs)), repeated))[0]
         ]
-        parameters = [p for m in task.modules if m is not task.model for p in m.parameters()]
+        parameters = [p for m in spec.modules if m is not spec.model for p in m.parameters()]
         wanted = [t for t in (*outputs, *parameters) if getattr(t, "requires_grad", False)]
 
         def loss(start: int, stop: int) -> torch.Tensor:
-            given = part(plain.rebuild(iter(outputs)), start, stop)
-            return task.loss(given, part(batch.targets, start, stop))
+            given = slice_samples(plain.rebuild(iter(outputs)), start, stop)
+            return spec.loss(given, slice_samples(batch.targets, start, stop))
 
         def gradients(of: torch.Tensor) -> Sequence[torch.Tensor | None]:
             return torch.autograd.grad(of, wanted, allow_unused=True, retain_graph=True)
 
-        with on_copies(task.modules), self._context():
+        with state_on_copies(spec.modules), self._context():
             try:
                 whole = loss(0, n)
                 terms = [
-                    task.terms(part(batch.inputs, *edge), part(batch.targets, *edge))
+                    spec.terms(
+                        slice_samples(batch.inputs, *edge), slice_samples(batch.targets, *edge)
+                    )
                     for edge in batch.edges
                 ]
-                total = sum(terms) if task.reduction == "mean" else 1.0
-                weights = terms if task.reduction == "mean" else [1.0 for _ in terms]
+                total = sum(terms) if spec.reduction == "mean" else 1.0
+                weights = terms if spec.reduction == "mean" else [1.0 for _ in terms]
                 # A mean of no terms is not a number, and no part of the whole.
                 chunks = [
                     loss(*edge) * (weight / total)
@@ -284,7 +297,7 @@ class Comparison:
             except Exception as error:
                 if is_out_of_memory(error):
                     raise
-                raise Differs(
+                raise DifferenceFound(
                     f"the loss fails on some of the samples ({first_line(error)})"
                 ) from None
             said = "the losses of chunks do not make that of the batch: "

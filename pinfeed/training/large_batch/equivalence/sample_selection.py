@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.micro_batches import n_samples
+from pinfeed.training.large_batch.strategies.micro_batches import n_samples
 
 _MOST_NUMBERS = 4096
 

@@ -36,7 +36,7 @@ def n_samples(batch: Any) -> int:
     return next(iter(lengths.values()))
 
 
-def part(batch: Any, start: int, stop: int) -> Any:
+def slice_samples(batch: Any, start: int, stop: int) -> Any:
     """Samples [start, stop) of a batch; what has no samples stays."""
     leaves, rebuild = flatten(batch)
     return rebuild(
@@ -45,7 +45,7 @@ def part(batch: Any, start: int, stop: int) -> Any:
     )
 
 
-def some(batch: Any, rows: torch.Tensor) -> Any:
+def select_samples(batch: Any, rows: torch.Tensor) -> Any:
     """The samples with these row indices; leaves without samples stay as they are."""
     leaves, rebuild = flatten(batch)
     has_rows = [isinstance(leaf, torch.Tensor) and leaf.ndim for _, leaf in leaves]
@@ -55,7 +55,7 @@ def some(batch: Any, rows: torch.Tensor) -> Any:
     )
 
 
-def check_rows(outputs: Any, n: int) -> None:
+def check_output_rows(outputs: Any, n: int) -> None:
     """Check that every tensor among the outputs of ``n`` samples has one row for each of them.
 
     Raises:
@@ -68,7 +68,7 @@ def check_rows(outputs: Any, n: int) -> None:
             )
 
 
-def joined(parts: list[Any]) -> Any:
+def concatenate(parts: list[Any]) -> Any:
     """Batches one after the other as one.
 
     Raises:
@@ -89,7 +89,7 @@ def joined(parts: list[Any]) -> Any:
     )
 
 
-def tensors(batch: Any) -> Any:
+def as_tensors(batch: Any) -> Any:
     """The batch with tensors in place of its numpy arrays, on their memory.
 
     Raises:
@@ -107,7 +107,7 @@ def tensors(batch: Any) -> Any:
     return rebuild(to_torch(leaf) if isinstance(leaf, np.ndarray) else leaf for _, leaf in leaves)
 
 
-def samples_like(batch: Any) -> SampleSpec:
+def sample_spec_of(batch: Any) -> SampleSpec:
     """What a sample of a batch is."""
     leaves, rebuild = flatten(batch)
     found = [leaf for _, leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.ndim]
@@ -120,7 +120,7 @@ def samples_like(batch: Any) -> SampleSpec:
     )
 
 
-def shapes_of(*batches: Any) -> tuple[Any, ...]:
+def shapes_and_dtypes(*batches: Any) -> tuple[Any, ...]:
     """Shapes and dtypes of all tensors: what a decision is made for."""
     leaves = (
         leaf for batch in batches for _, leaf in flatten(batch)[0] if isinstance(leaf, torch.Tensor)
@@ -128,7 +128,7 @@ def shapes_of(*batches: Any) -> tuple[Any, ...]:
     return tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
-def refuse_lists(batch: Any, n: int, path: str = "") -> None:
+def check_no_sample_lists(batch: Any, n: int, path: str = "") -> None:
     """Check that no list or tuple in a batch has a value for each of its ``n`` samples: chunks would have all of them.
 
     Raises:
@@ -136,7 +136,7 @@ def refuse_lists(batch: Any, n: int, path: str = "") -> None:
     """
     if isinstance(batch, Mapping):
         for key, value in batch.items():
-            refuse_lists(value, n, f"{path}[{key!r}]")
+            check_no_sample_lists(value, n, f"{path}[{key!r}]")
     elif isinstance(batch, (list, tuple)):
         if len(batch) == n > 1 and not any(
             isinstance(leaf, torch.Tensor) for _, leaf in flatten(batch)[0]
@@ -145,22 +145,22 @@ def refuse_lists(batch: Any, n: int, path: str = "") -> None:
                 f"batch{path} is a {type(batch).__name__} with a value for each of {n} samples, which cannot be cut; give a tensor"
             )
         for i, value in enumerate(batch):
-            refuse_lists(value, n, f"{path}[{i}]")
+            check_no_sample_lists(value, n, f"{path}[{i}]")
 
 
-def shapes_of_samples(*batches: Any) -> tuple[Any, ...]:
+def sample_shapes_and_dtypes(*batches: Any) -> tuple[Any, ...]:
     """Shapes without the number of samples, and dtypes, of all tensors."""
-    return tuple((shape[1:], dtype) for shape, dtype in shapes_of(*batches))
+    return tuple((shape[1:], dtype) for shape, dtype in shapes_and_dtypes(*batches))
 
 
-def is_source(value: Any) -> bool:
+def is_batch_source(value: Any) -> bool:
     """Whether it gives batches, rather than being one."""
     return not isinstance(value, (torch.Tensor, np.ndarray, Mapping, tuple, list)) and hasattr(
         value, "__iter__"
     )
 
 
-def pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
+def input_target_pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
     """Inputs and targets that a source gives.
 
     Raises:
@@ -171,7 +171,7 @@ def pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
             raise ArgumentError(
                 f"a batch is a {type(batch).__name__}; expected a pair of inputs and targets"
             )
-        inputs, targets = tensors(batch[0]), tensors(batch[1])
+        inputs, targets = as_tensors(batch[0]), as_tensors(batch[1])
         if any(
             isinstance(leaf, torch.Tensor) and leaf.requires_grad
             for _, leaf in flatten((inputs, targets))[0]
@@ -182,7 +182,7 @@ def pairs(batches: Any) -> Generator[tuple[Any, Any], None, None]:
         yield inputs, targets
 
 
-class MicroBatches:
+class ChunkLoader:
     """The chunks of a batch, as a loader gives them.
 
     Attributes:
@@ -197,4 +197,4 @@ class MicroBatches:
     def __iter__(self) -> Iterator[Any]:
         batch, size = self.batch, self.size
         for start in range(0, n_samples(batch), size):
-            yield part(batch, start, start + size)
+            yield slice_samples(batch, start, start + size)

@@ -15,7 +15,7 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 State = dict[str, Any]
 
 
-class Recorded:
+class ReshapedTensor:
     """The value of a tensor attribute that a forward pass has made, or whose shape it has changed.
 
     Args:
@@ -28,7 +28,7 @@ class Recorded:
 
 
 @contextlib.contextmanager
-def on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], State]]:
+def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], State]]:
     """Let modules change copies of their state, and put the originals back at the end.
 
     Lists, dicts and other objects that a module keeps are not copied.
@@ -64,7 +64,7 @@ def on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], State]]:
                 path = f"{name}.{key}"
                 if isinstance(value, torch.Tensor):
                     copied = value.detach().clone()
-                    value = copied if shapes.get(path) == value.shape else Recorded(copied)
+                    value = copied if shapes.get(path) == value.shape else ReshapedTensor(copied)
                 found[path.removeprefix(".")] = value
         return found
 
@@ -85,7 +85,7 @@ def on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], State]]:
 
 
 @contextlib.contextmanager
-def on_other_parameters(modules: Sequence[nn.Module]) -> Iterator[Callable[[], str]]:
+def perturbed_parameters(modules: Sequence[nn.Module]) -> Iterator[Callable[[], str]]:
     """Let modules compute with slightly different parameters, and put the originals back.
 
     Yields:

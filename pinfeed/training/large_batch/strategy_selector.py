@@ -1,4 +1,4 @@
-"""Decisions: how each batch of a BigBatch is computed."""
+"""StrategySelector: how each batch of a BigBatch is computed."""
 
 from __future__ import annotations
 
@@ -11,62 +11,66 @@ import torch
 
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.limits import MemoryLimits
-from pinfeed.training.large_batch.comparison import PLAIN_FAILS
-from pinfeed.training.large_batch.micro_batches import n_samples, samples_like, shapes_of
-from pinfeed.training.large_batch.proof import Proofs
+from pinfeed.training.large_batch.equivalence.comparison import PLAIN_FAILS
+from pinfeed.training.large_batch.equivalence.step_comparison import ONE_BY_ONE
+from pinfeed.training.large_batch.equivalence.verifier import EquivalenceVerifier
 from pinfeed.training.large_batch.select import (
     MOST_COMPARED,
-    Predictor,
+    MemoryPredictor,
     Strategy,
     StrategyChoice,
     batch_norms,
-    choose,
+    choose_strategy,
     chunk_strategies,
-    predictor_of,
-    said_of,
+    describe_problems,
+    memory_predictor_for,
 )
-from pinfeed.training.large_batch.steps import ONE_BY_ONE
-from pinfeed.training.large_batch.strategies import Task
+from pinfeed.training.large_batch.strategies.gradients import StepSpec
+from pinfeed.training.large_batch.strategies.micro_batches import (
+    n_samples,
+    sample_spec_of,
+    shapes_and_dtypes,
+)
 
 SOURCE = object()
 """The key of all batches that a source gives."""
 
 
-class Decisions:
+class StrategySelector:
     """Decides how a batch is computed, once for each shape of batches and each mode of the model.
 
     Args:
-        task: The model and the loss.
+        spec: The model and the loss.
         device: Where the model is.
         config: Limits.
         chunk_size: Samples at a time, in place of what fits.
         strategy: ``"auto"``, or the one that was named.
         is_made_of_parts: Whether the loss is said to be made of the losses of chunks.
-        proofs: Whether strategies are right.
+        verifier: Whether strategies are right.
         autocast: The dtype of autocast.
     """
 
     def __init__(
         self,
-        task: Task,
+        spec: StepSpec,
         device: torch.device,
         config: MemoryLimits | None,
         chunk_size: int | None,
         strategy: str,
         is_made_of_parts: bool,
-        proofs: Proofs,
+        verifier: EquivalenceVerifier,
         autocast: torch.dtype | None,
     ) -> None:
-        self._task = task
+        self._spec = spec
         self._device = device
         self._config = config
         self._chunk_size = chunk_size
         self._strategy = strategy
         self._is_made_of_parts = is_made_of_parts
-        self._proofs = proofs
+        self._verifier = verifier
         self._autocast = autocast
         self._by_shape: dict[Any, StrategyChoice] = {}
-        self._predictors: dict[Any, Predictor] = {}
+        self._predictors: dict[Any, MemoryPredictor] = {}
         self._is_reported = False
 
     def of_source(self, inputs: Any, targets: Any, *, is_one_of_several: bool) -> StrategyChoice:
@@ -80,7 +84,7 @@ class Decisions:
         Raises:
             ArgumentError: They cannot be added.
         """
-        if self._strategy == "auto" and (norms := batch_norms(self._task.model)):
+        if self._strategy == "auto" and (norms := batch_norms(self._spec.model)):
             raise ArgumentError(
                 f"{norms[0]} normalizes over the batch, and batches that come one by one can only be added; give the whole batch as "
                 "tensors, or strategy='accumulate' for statistics of chunks"
@@ -88,8 +92,8 @@ class Decisions:
         if SOURCE not in self._by_shape:
             size = self._size("accumulate", None, inputs, targets)
             self._by_shape[SOURCE] = self.as_told("accumulate", None, size)
-            self._is_reported = bool(batch_norms(self._task.model))
-        if is_one_of_several and self._proofs.is_on and not self._is_reported:
+            self._is_reported = bool(batch_norms(self._spec.model))
+        if is_one_of_several and self._verifier.is_on and not self._is_reported:
             self._report(
                 "accumulate",
                 "no two samples of the first batches have one shape, so that nothing can be compared",
@@ -131,8 +135,8 @@ class Decisions:
             if self._strategy == "auto":
                 predictor = None if self._config is None else self._predictor(inputs, targets)
                 problem_of = functools.partial(self._problem_of, inputs=inputs, targets=targets)
-                self._by_shape[key] = choose(
-                    self._task.model,
+                self._by_shape[key] = choose_strategy(
+                    self._spec.model,
                     n,
                     self._chunk_size,
                     self._is_made_of_parts,
@@ -155,7 +159,7 @@ class Decisions:
         return (
             chosen.strategy in ("accumulate", "two_pass")
             and chosen.chunk_size < n
-            and not batch_norms(self._task.model)
+            and not batch_norms(self._spec.model)
         )
 
     def right_chunks(self, inputs: Any, targets: Any) -> Strategy:
@@ -166,7 +170,7 @@ class Decisions:
             if not problem:
                 return strategy
         raise ArgumentError(
-            f"the whole batch does not fit, and chunks do not give its gradients ({said_of(problems)}); give strategy='offload'"
+            f"the whole batch does not fit, and chunks do not give its gradients ({describe_problems(problems)}); give strategy='offload'"
         )
 
     def _problem_of(self, strategy: str, inputs: Any, targets: Any) -> str:
@@ -178,7 +182,7 @@ class Decisions:
                 else self._predictor(inputs, targets).n_compared(n_samples(inputs))
             )
 
-        return self._proofs.problem_of(strategy, self._task, inputs, targets, most)
+        return self._verifier.problem_of(strategy, self._spec, inputs, targets, most)
 
     def _report(self, strategy: Strategy, problem: str) -> None:
         """Raise for a strategy that was chosen here, warn of one that was named."""
@@ -198,7 +202,7 @@ class Decisions:
 
     def key_of(self, inputs: Any, targets: Any) -> Any:
         """Return the key of a decision: shapes, and modes, in which a model may compute otherwise."""
-        return shapes_of(inputs, targets), self._task.modes
+        return shapes_and_dtypes(inputs, targets), self._spec.modes
 
     def _size(self, strategy: str, n: int | None, inputs: Any, targets: Any) -> int:
         """Return the number of samples in a chunk."""
@@ -221,7 +225,7 @@ class Decisions:
             if n is None
             else min(n, chunk_size)
         )
-        if (n is None or size < n) and (norms := batch_norms(self._task.model)):
+        if (n is None or size < n) and (norms := batch_norms(self._spec.model)):
             warnings.warn(
                 f"{norms[0]} normalizes over chunks of {size} samples, not over the whole batch: gradients and running statistics are "
                 "those of the chunks; 'offload' and 'checkpoint' see the whole batch",
@@ -235,21 +239,21 @@ class Decisions:
         why = "batches that come one by one can only be added" if n is None else "it was asked for"
         return StrategyChoice(strategy, size, why, {})
 
-    def _predictor(self, inputs: Any, targets: Any) -> Predictor:
+    def _predictor(self, inputs: Any, targets: Any) -> MemoryPredictor:
         key = (
-            samples_like(inputs).key,
-            targets is not None and samples_like(targets).key,
-            *batch_norms(self._task.model),
+            sample_spec_of(inputs).key,
+            targets is not None and sample_spec_of(targets).key,
+            *batch_norms(self._spec.model),
         )
         if key not in self._predictors:
             assert self._config is not None
-            self._predictors[key] = predictor_of(
-                self._task.model,
+            self._predictors[key] = memory_predictor_for(
+                self._spec.model,
                 self._config,
                 self._device,
                 inputs,
                 targets,
-                loss=self._task.loss,
+                loss=self._spec.loss,
                 autocast=self._autocast,
             )
         return self._predictors[key]

@@ -26,19 +26,30 @@ from torch import nn
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.batch_axis import BatchAxisOperations
-from pinfeed.training.large_batch.comparison import Comparison
-from pinfeed.training.large_batch.differences import Differs
-from pinfeed.training.large_batch.fixed_random import UnknownRandomness
-from pinfeed.training.large_batch.micro_batches import n_samples, shapes_of_samples, some
-from pinfeed.training.large_batch.model_state import on_copies, on_other_parameters
-from pinfeed.training.large_batch.representative import representative_samples
+from pinfeed.training.large_batch.equivalence.batch_axis import BatchAxisOperations
+from pinfeed.training.large_batch.equivalence.comparison import Comparison
+from pinfeed.training.large_batch.equivalence.fixed_random import UnknownRandomness
+from pinfeed.training.large_batch.equivalence.model_state import (
+    perturbed_parameters,
+    state_on_copies,
+)
+from pinfeed.training.large_batch.equivalence.rounding import DifferenceFound
+from pinfeed.training.large_batch.equivalence.sample_selection import representative_samples
+from pinfeed.training.large_batch.equivalence.step_comparison import ONE_BY_ONE, StepSamples
 from pinfeed.training.large_batch.select import MOST_COMPARED
-from pinfeed.training.large_batch.steps import ONE_BY_ONE, StepSamples
-from pinfeed.training.large_batch.strategies import Task, Touched, give_back
-from pinfeed.training.memory_model.estimate import call
+from pinfeed.training.large_batch.strategies.gradients import (
+    AccumulationHook,
+    StepSpec,
+    release_cached_memory,
+)
+from pinfeed.training.large_batch.strategies.micro_batches import (
+    n_samples,
+    sample_shapes_and_dtypes,
+    select_samples,
+)
+from pinfeed.training.memory_model.estimate import call_model
 from pinfeed.training.memory_model.probe import is_out_of_memory
-from pinfeed.training.memory_model.tensor_specs import moved
+from pinfeed.training.memory_model.tensor_specs import to_device
 
 _CHUNKS = {4: (2, 1, 1), 3: (2, 1), 2: (1, 1)}
 """Sizes of the chunks, by the number of samples that are compared.
@@ -53,7 +64,7 @@ _PERHAPS_ROUNDING = 1e-2
 More = Callable[[int], StepSamples]
 
 
-class Proofs:
+class EquivalenceVerifier:
     """Cache of comparisons: one for each strategy, shape of samples and mode of the model.
 
     Args:
@@ -73,7 +84,7 @@ class Proofs:
     def problem_of(
         self,
         strategy: str,
-        task: Task,
+        spec: StepSpec,
         inputs: Any,
         targets: Any = None,
         most: Callable[[], int] = lambda: MOST_COMPARED,
@@ -84,24 +95,24 @@ class Proofs:
         """
         if not self.is_on or n_samples(inputs) < 2:
             return ""
-        key = strategy, shapes_of_samples(inputs, targets), task.modes
+        key = strategy, sample_shapes_and_dtypes(inputs, targets), spec.modes
         if key not in self._problems:
-            if strategy in ("accumulate", ONE_BY_ONE) and not has_terms(task, inputs, targets):
+            if strategy in ("accumulate", ONE_BY_ONE) and not has_terms(spec, inputs, targets):
                 # Every target is ignored, so that another batch has to tell.
                 return ""
             self._problems[key] = problem_of(
-                task, strategy, inputs, targets, self._autocast, most()
+                spec, strategy, inputs, targets, self._autocast, most()
             )
         return self._problems[key]
 
 
-def has_terms(task: Task, inputs: Any, targets: Any) -> bool:
+def has_terms(spec: StepSpec, inputs: Any, targets: Any) -> bool:
     """Whether the loss has something to take the mean of."""
-    return task.reduction != "mean" or bool(task.terms(inputs, targets))
+    return spec.reduction != "mean" or bool(spec.terms(inputs, targets))
 
 
 def problem_of(
-    task: Task,
+    spec: StepSpec,
     strategy: str,
     inputs: Any,
     targets: Any,
@@ -113,7 +124,7 @@ def problem_of(
     Parameters, gradients, buffers, attributes and random generators are as before afterwards.
 
     Args:
-        task: The model and the loss, on their device.
+        spec: The model and the loss, on their device.
         strategy: ``"accumulate"``, ``ONE_BY_ONE``, ``"two_pass"`` or ``"checkpoint"``.
         inputs: A batch of at least two samples.
         targets: Its targets, or None.
@@ -130,7 +141,7 @@ def problem_of(
     fitting = [n for n in _SIZES if n <= min(most, n_samples(inputs))]
     for n in fitting:
         try:
-            return _problem(task, strategy, inputs, targets, autocast, n)
+            return _problem(spec, strategy, inputs, targets, autocast, n)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -141,18 +152,18 @@ def problem_of(
                     "or give prove=False"
                 ) from error
         # The error's traceback is gone here, and with it the tensors of the frames that failed.
-        give_back()
+        release_cached_memory()
     return ""
 
 
 def _problem(
-    task: Task, strategy: str, inputs: Any, targets: Any, autocast: torch.dtype | None, n: int
+    spec: StepSpec, strategy: str, inputs: Any, targets: Any, autocast: torch.dtype | None, n: int
 ) -> str:
-    if strategy != "checkpoint" and (hooked := _hooked_parameters(task)):
+    if strategy != "checkpoint" and (hooked := _hooked_parameters(spec)):
         return f"the hooks of {hooked} would run for each chunk and not once for the batch"
-    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in task.parameters):
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in spec.parameters):
         return "the first forward pass makes its parameters; call the model once before"
-    device = next((p.device for p in task.parameters), torch.device("cpu"))
+    device = next((p.device for p in spec.parameters), torch.device("cpu"))
     if torch.is_autocast_enabled(device.type):
         autocast = autocast or torch.get_autocast_dtype(device.type)
     samples = _samples(inputs, targets, n, device)
@@ -162,49 +173,49 @@ def _problem(
 
     precisely = torch.autocast(device.type, enabled=False)
     with rng_state.replayed(rng_state.capture()), _full_precision(device), precisely:
-        difference = _found(task, strategy, samples, more, autocast)
-        return "" if difference is None else f"{difference}{_cause(task, samples.inputs, n)}"
+        difference = _found(spec, strategy, samples, more, autocast)
+        return "" if difference is None else f"{difference}{_cause(spec, samples.inputs, n)}"
 
 
 def _found(
-    task: Task, strategy: str, samples: StepSamples, more: More, autocast: torch.dtype | None
-) -> Differs | None:
-    is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in task.parameters)
+    spec: StepSpec, strategy: str, samples: StepSamples, more: More, autocast: torch.dtype | None
+) -> DifferenceFound | None:
+    is_narrow = any(p.dtype in (torch.bfloat16, torch.float16) for p in spec.parameters)
     difference = None
     if not is_narrow:
-        difference = _difference(task, strategy, samples, more, autocast)
+        difference = _difference(spec, strategy, samples, more, autocast)
         if difference is None or difference.error > _PERHAPS_ROUNDING:
             return difference
     try:
-        return _difference_in_float64(task, strategy, samples, more)
+        return _difference_in_float64(spec, strategy, samples, more)
     except Exception:
         # A model that cannot be copied, or does not run in float64, is compared as it is.
-        return _difference(task, strategy, samples, more, autocast) if is_narrow else difference
+        return _difference(spec, strategy, samples, more, autocast) if is_narrow else difference
 
 
 def _difference(
-    task: Task, strategy: str, samples: StepSamples, more: More, autocast: torch.dtype | None
-) -> Differs | None:
+    spec: StepSpec, strategy: str, samples: StepSamples, more: More, autocast: torch.dtype | None
+) -> DifferenceFound | None:
     try:
-        Comparison(task, samples, more, autocast).run(strategy)
-    except Differs as difference:
+        Comparison(spec, samples, more, autocast).run(strategy)
+    except DifferenceFound as difference:
         return difference
     except (UnknownRandomness, ArgumentError) as error:
-        return Differs(str(error))
+        return DifferenceFound(str(error))
     return None
 
 
 def _difference_in_float64(
-    task: Task, strategy: str, samples: StepSamples, more: More
-) -> Differs | None:
-    modules = [module.double() for module in copy.deepcopy(list(task.modules))]
-    loss = task.loss
+    spec: StepSpec, strategy: str, samples: StepSamples, more: More
+) -> DifferenceFound | None:
+    modules = [module.double() for module in copy.deepcopy(list(spec.modules))]
+    loss = spec.loss
     if isinstance(loss, nn.Module):
-        loss = modules[list(task.modules).index(loss)]
-    wide = replace(task, model=modules[0], modules=modules, loss=loss)
+        loss = modules[list(spec.modules).index(loss)]
+    wide = replace(spec, model=modules[0], modules=modules, loss=loss)
     try:
         Comparison(wide, _doubled(samples), lambda most: _doubled(more(most)), None).run(strategy)
-    except Differs as difference:
+    except DifferenceFound as difference:
         return difference
     return None
 
@@ -226,32 +237,32 @@ def _doubled(samples: StepSamples) -> StepSamples:
 
 def _samples(inputs: Any, targets: Any, n: int, device: torch.device) -> StepSamples:
     rows = representative_samples(inputs, targets, n)
-    x = moved(some(inputs, rows), device)
-    y = None if targets is None else moved(some(targets, rows), device)
+    x = to_device(select_samples(inputs, rows), device)
+    y = None if targets is None else to_device(select_samples(targets, rows), device)
     sizes = _CHUNKS.get(n, (n // 2, 1, n // 4, n - n // 2 - 1 - n // 4))
     return StepSamples(x, y, list(itertools.pairwise(itertools.accumulate(sizes, initial=0))))
 
 
-def _cause(task: Task, inputs: Any, n: int) -> str:
+def _cause(spec: StepSpec, inputs: Any, n: int) -> str:
     """Operations of the model that go over the samples, as a clause."""
     found = BatchAxisOperations(n)
-    modules = task.modules
+    modules = spec.modules
     with (
         contextlib.suppress(Exception),
         torch.no_grad(),
-        on_copies(modules),
-        on_other_parameters(modules),
+        state_on_copies(modules),
+        perturbed_parameters(modules),
         found,
     ):
-        call(task.model, inputs)
+        call_model(spec.model, inputs)
     return f" (its forward pass has operations over the samples: {', '.join(found.names)})" * bool(
         found.names
     )
 
 
-def _hooked_parameters(task: Task) -> str:
+def _hooked_parameters(spec: StepSpec) -> str:
     """The name of a parameter that has hooks, in quotes; "" if none has."""
-    for module in task.modules:
+    for module in spec.modules:
         for name, p in module.named_parameters():
             hooks = [
                 hook
@@ -259,7 +270,7 @@ def _hooked_parameters(task: Task) -> str:
                 if of
                 for hook in of.values()
             ]
-            if p.requires_grad and any(not isinstance(hook, Touched) for hook in hooks):
+            if p.requires_grad and any(not isinstance(hook, AccumulationHook) for hook in hooks):
                 return repr(name)
     return ""
 

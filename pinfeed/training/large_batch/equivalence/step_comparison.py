@@ -12,10 +12,21 @@ import torch
 
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.differences import Differs, Rounding, first_line, random_rows
-from pinfeed.training.large_batch.micro_batches import part
-from pinfeed.training.large_batch.model_state import State, on_copies
-from pinfeed.training.large_batch.strategies import Accumulation, Pieces, Task, plain, two_pass
+from pinfeed.training.large_batch.equivalence.model_state import State, state_on_copies
+from pinfeed.training.large_batch.equivalence.rounding import (
+    DifferenceFound,
+    Rounding,
+    first_line,
+    random_rows,
+)
+from pinfeed.training.large_batch.strategies.gradients import (
+    Chunks,
+    GradientAccumulator,
+    StepSpec,
+    plain,
+    two_pass,
+)
+from pinfeed.training.large_batch.strategies.micro_batches import slice_samples
 from pinfeed.training.memory_model.probe import is_out_of_memory
 
 Edges = Sequence[tuple[int, int]]
@@ -42,7 +53,7 @@ ONE_BY_ONE = "accumulate one by one"
 
 
 def compare_steps(
-    task: Task,
+    spec: StepSpec,
     strategy: str,
     samples: StepSamples,
     random: dict[str, Any],
@@ -52,7 +63,7 @@ def compare_steps(
     """Compare the loss, the gradients and the state after the plain step and after a strategy's.
 
     Args:
-        task: The model and the loss.
+        spec: The model and the loss.
         strategy: ``"accumulate"``, ``ONE_BY_ONE`` or ``"two_pass"``.
         samples: What is computed.
         random: The state of the random generators to begin with.
@@ -60,64 +71,66 @@ def compare_steps(
         context: What forward passes and losses run in.
 
     Raises:
-        Differs: They are not equal.
+        DifferenceFound: They are not equal.
     """
-    task = replace(task, context=context, scale=lambda loss: loss)
+    spec = replace(spec, context=context, scale=lambda loss: loss)
     inputs, targets = samples.inputs, samples.targets
     try:
-        whole = _step(task, random, lambda: plain(task, cloned(inputs), targets))
+        whole = _step(spec, random, lambda: plain(spec, cloned(inputs), targets))
     except Exception as error:
         if is_out_of_memory(error):
             raise
         if strategy != "two_pass":
-            raise Differs(f"the loss fails on some of the samples ({first_line(error)})") from error
+            raise DifferenceFound(
+                f"the loss fails on some of the samples ({first_line(error)})"
+            ) from error
         # A loss that needs the whole batch: two passes give it all outputs, so any loss will do.
-        task = replace(task, loss=_any_loss)
-        whole = _step(task, random, lambda: plain(task, cloned(inputs), targets))
+        spec = replace(spec, loss=_any_loss)
+        whole = _step(spec, random, lambda: plain(spec, cloned(inputs), targets))
 
     # One copy for both passes: a model that changes its inputs changes them twice.
     copied = cloned(inputs)
 
-    def pieces() -> Pieces:
+    def pieces() -> Chunks:
         for edge in samples.edges:
-            x, y = part(copied, *edge), part(targets, *edge)
-            yield x, y, task.terms(x, y)
+            x, y = slice_samples(copied, *edge), slice_samples(targets, *edge)
+            yield x, y, spec.terms(x, y)
 
     def in_chunks() -> torch.Tensor:
         if strategy == "two_pass":
-            return two_pass(task, pieces, targets)
-        return Accumulation(task).run(
-            pieces(), None if strategy == ONE_BY_ONE else task.terms(inputs, targets)
+            return two_pass(spec, pieces, targets)
+        return GradientAccumulator(spec).run(
+            pieces(), None if strategy == ONE_BY_ONE else spec.terms(inputs, targets)
         )
 
-    if strategy != "two_pass" and task.reduction == "mean" and not task.terms(inputs, targets):
+    if strategy != "two_pass" and spec.reduction == "mean" and not spec.terms(inputs, targets):
         return
     try:
-        loss, gradients, state = _step(task, random, in_chunks)
+        loss, gradients, state = _step(spec, random, in_chunks)
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        raise Differs(
+        raise DifferenceFound(
             f"the step fails in chunks of some of the samples ({first_line(error)})"
         ) from error
     rounding.require_states(whole[2], state)
     rounding.require(whole[0], loss, "the loss of a step differs")
-    rounding.require_gradients(task, whole[1], gradients)
+    rounding.require_gradients(spec, whole[1], gradients)
 
 
 Step = tuple[torch.Tensor, list[torch.Tensor | None], State]
 """Loss, gradients and state of a step."""
 
 
-def _step(task: Task, random: dict[str, Any], compute: Callable[[], torch.Tensor]) -> Step:
-    parameters = task.parameters
+def _step(spec: StepSpec, random: dict[str, Any], compute: Callable[[], torch.Tensor]) -> Step:
+    parameters = spec.parameters
     rng_state.restore(random)
-    with own_gradients(parameters), on_copies(task.modules) as state:
+    with gradients_set_aside(parameters), state_on_copies(spec.modules) as state:
         return compute(), [p.grad for p in parameters], state()
 
 
 @contextlib.contextmanager
-def own_gradients(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
+def gradients_set_aside(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
     """Begin without gradients, and put those of the caller back at the end."""
     before = [p.grad for p in parameters]
     for p in parameters:

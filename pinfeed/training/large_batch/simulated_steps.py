@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.large_batch.recompute import recomputed
+from pinfeed.training.large_batch.strategies.recompute import recomputed
 from pinfeed.training.memory_model.estimate import Run, plain_step
 
 # Of a storage that is worth its way to the host.

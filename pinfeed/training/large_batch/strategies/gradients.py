@@ -16,18 +16,23 @@ from torch import nn
 from pinfeed.errors import ArgumentError
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.losses import Count, Reduction
-from pinfeed.training.large_batch.micro_batches import check_rows, joined, n_samples, part
-from pinfeed.training.large_batch.recompute import buffers_of, replayed_buffers
-from pinfeed.training.memory_model.estimate import call
+from pinfeed.training.large_batch.strategies.loss_reduction import Count, Reduction
+from pinfeed.training.large_batch.strategies.micro_batches import (
+    check_output_rows,
+    concatenate,
+    n_samples,
+    slice_samples,
+)
+from pinfeed.training.large_batch.strategies.recompute import buffers_of, replayed_buffers
+from pinfeed.training.memory_model.estimate import call_model
 from pinfeed.training.memory_model.probe import is_out_of_memory
 
-Pieces = Generator[tuple[Any, Any, float], None, None]
+Chunks = Generator[tuple[Any, Any, float], None, None]
 """Inputs and targets of some samples, on the device, and terms of their loss; one after the other."""
 
 
 @dataclass(frozen=True)
-class Task:
+class StepSpec:
     """What is computed of every batch.
 
     Attributes:
@@ -64,21 +69,21 @@ class Task:
     def forward(self, inputs: Any, targets: Any) -> torch.Tensor:
         """The loss."""
         with self.context():
-            return self.loss(call(self.model, inputs), targets)
+            return self.loss(call_model(self.model, inputs), targets)
 
     def terms(self, inputs: Any, targets: Any) -> float:
         """Of the loss of these."""
         return float(n_samples(inputs) if targets is None else self.count(targets))
 
 
-def plain(task: Task, inputs: Any, targets: Any) -> torch.Tensor:
+def plain(spec: StepSpec, inputs: Any, targets: Any) -> torch.Tensor:
     """The whole batch at once."""
-    loss = task.forward(inputs, targets)
-    task.scale(loss).backward()
+    loss = spec.forward(inputs, targets)
+    spec.scale(loss).backward()
     return loss.detach()
 
 
-class Touched:
+class AccumulationHook:
     """A hook that remembers parameters whose gradients have been added to."""
 
     def __init__(self) -> None:
@@ -88,20 +93,20 @@ class Touched:
         self.parameters.add(parameter)
 
 
-class Accumulation:
+class GradientAccumulator:
     """Gradients of a batch as the sum of those of its pieces.
 
     A piece that does not fit is computed in halves. Gradients that it has added to by then are left
     out of that: a backward pass adds all of a parameter's gradient at once, or nothing.
     """
 
-    def __init__(self, task: Task) -> None:
-        self._task = task
-        self._parameters = task.parameters
-        self._touched = Touched()
+    def __init__(self, spec: StepSpec) -> None:
+        self._spec = spec
+        self._parameters = spec.parameters
+        self._touched = AccumulationHook()
         self.n_halved = 0
 
-    def run(self, pieces: Pieces, total: float | None) -> torch.Tensor:
+    def run(self, pieces: Chunks, total: float | None) -> torch.Tensor:
         """Gradients of all pieces together; none are there before.
 
         Args:
@@ -111,8 +116,8 @@ class Accumulation:
         Returns:
             The loss of the whole batch.
         """
-        if self._task.reduction == "sum" or total is not None:
-            return self._sum(pieces, 1.0 if self._task.reduction == "sum" else total or 1.0)
+        if self._spec.reduction == "sum" or total is not None:
+            return self._sum(pieces, 1.0 if self._spec.reduction == "sum" else total or 1.0)
         # Gradients are of the size of a mean from the first piece on: what clips or overflows does
         # so as in the plain step.
         first = next((piece for piece in pieces if piece[2]), None)
@@ -152,24 +157,24 @@ class Accumulation:
         wanted: list[nn.Parameter] | None,
     ) -> torch.Tensor:
         """Gradients of a piece, of the parameters that are wanted; None for all."""
-        if self._task.reduction == "mean" and not n_terms:
+        if self._spec.reduction == "mean" and not n_terms:
             # A mean of nothing, which is not a number.
             return torch.zeros((), device=self._parameters[0].device)
         self._touched.parameters.clear()
         state = rng_state.capture()
         try:
-            loss = self._task.forward(inputs, targets)
-            if self._task.reduction == "mean":
+            loss = self._spec.forward(inputs, targets)
+            if self._spec.reduction == "mean":
                 loss = loss * (n_terms / total)
             if wanted is None or wanted:
-                self._task.scale(loss).backward(inputs=wanted)
+                self._spec.scale(loss).backward(inputs=wanted)
             return loss.detach()
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or n_samples(inputs) == 1:
                 raise
         # Out of the except block: until then the traceback keeps the tensors of the frames that
         # failed.
-        give_back()
+        release_cached_memory()
         rng_state.restore(state)
         self.n_halved += 1
         missing = [
@@ -178,45 +183,48 @@ class Accumulation:
             if p not in self._touched.parameters
         ]
         n = n_samples(inputs)
-        halves = [(part(inputs, a, b), part(targets, a, b)) for a, b in ((0, n // 2), (n // 2, n))]
+        halves = [
+            (slice_samples(inputs, a, b), slice_samples(targets, a, b))
+            for a, b in ((0, n // 2), (n // 2, n))
+        ]
         return torch.stack(
-            [self._piece(*half, self._task.terms(*half), total, missing) for half in halves]
+            [self._piece(*half, self._spec.terms(*half), total, missing) for half in halves]
         ).sum()
 
 
-def two_pass(task: Task, pieces: Callable[[], Pieces], targets: Any) -> torch.Tensor:
+def two_pass(spec: StepSpec, pieces: Callable[[], Chunks], targets: Any) -> torch.Tensor:
     """Any loss of all outputs: outputs of each piece first; then their gradients; then each piece again, with the same random numbers.
 
     Args:
-        task: What is computed.
+        spec: What is computed.
         pieces: Gives the pieces, the same ones each time.
         targets: Of the whole batch, on the device.
     """
     states = []
     parts = []
-    buffers = buffers_of(task.modules)
+    buffers = buffers_of(spec.modules)
     with torch.no_grad(), contextlib.closing(pieces()) as first:
         for inputs, _, _ in first:
             states.append(rng_state.capture())
-            with task.context():
-                parts.append(call(task.model, inputs))
-            check_rows(parts[-1], n_samples(inputs))
+            with spec.context():
+                parts.append(call_model(spec.model, inputs))
+            check_output_rows(parts[-1], n_samples(inputs))
     if not parts:
         raise ArgumentError("the batch is empty; expected at least one sample")
-    outputs = joined(parts)
+    outputs = concatenate(parts)
     sizes = [n_samples(one) for one in parts]
     del parts
     leaves, rebuild = flatten(outputs)
     held = [leaf.detach().requires_grad_() if _wants(leaf) else leaf for _, leaf in leaves]
-    with task.context():
-        loss = task.loss(rebuild(iter(held)), targets)
-    task.scale(loss).backward()
+    with spec.context():
+        loss = spec.loss(rebuild(iter(held)), targets)
+    spec.scale(loss).backward()
     start = 0
     with replayed_buffers(buffers), contextlib.closing(pieces()) as second:
         for (inputs, _, _), state, n in zip(second, states, sizes, strict=True):
             rng_state.restore(state)
-            with task.context():
-                again = [leaf for _, leaf in flatten(call(task.model, inputs))[0]]
+            with spec.context():
+                again = [leaf for _, leaf in flatten(call_model(spec.model, inputs))[0]]
             both = [
                 (new, old.grad)
                 for new, old in zip(again, held, strict=True)
@@ -234,9 +242,9 @@ def two_pass(task: Task, pieces: Callable[[], Pieces], targets: Any) -> torch.Te
 
 
 @contextlib.contextmanager
-def all_or_nothing(task: Task) -> Iterator[None]:
+def restore_gradients_on_error(spec: StepSpec) -> Iterator[None]:
     """Gradients as they were, if there is an error; else what came is added to them."""
-    parameters = task.parameters
+    parameters = spec.parameters
     there = [p.grad for p in parameters]
     for p in parameters:
         p.grad = None
@@ -255,7 +263,7 @@ def _wants(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())
 
 
-def give_back() -> None:
+def release_cached_memory() -> None:
     """Let go of what died, down to the device."""
     if torch.cuda.is_available():
         gc.collect()

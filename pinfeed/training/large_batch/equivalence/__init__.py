@@ -1,0 +1,1 @@
+"""Comparison of each strategy with the plain training step on a few samples."""

@@ -1,0 +1,1 @@
+"""Gradients of a batch computed whole, in chunks, in two passes, with recomputation."""
