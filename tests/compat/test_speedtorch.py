@@ -13,7 +13,7 @@ from torch import nn
 
 import pinfeed.compat.speedtorch as SpeedTorch  # noqa: N812 - as its users write it
 from pinfeed import errors
-from pinfeed.compat.speedtorch import factories, placement, tables
+from pinfeed.compat.speedtorch import factories, placement, saved_files
 from pinfeed.memory.host import resident_bytes
 
 N = 40
@@ -597,7 +597,7 @@ def test_saved_files_are_there_whole_or_as_they_were() -> None:
         save(name)
         # Another file has taken the name.
         assert os.stat(name).st_ino != first
-    with pytest.raises(ZeroDivisionError), tables.replacing("a.npy") as file:
+    with pytest.raises(ZeroDivisionError), saved_files.replacing("a.npy") as file:
         file.write(b"half")
         raise ZeroDivisionError
     np.testing.assert_array_equal(np.load("a.npy"), start().numpy())

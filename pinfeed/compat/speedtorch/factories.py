@@ -12,51 +12,65 @@ import torch
 from torch import nn
 
 from pinfeed.compat.speedtorch.optimizer_state import StateTables
-from pinfeed.compat.speedtorch.placement import Place, as_dtype, on_device, on_disk
+from pinfeed.compat.speedtorch.placement import Placement, on_device, on_disk, table_dtype
 from pinfeed.compat.speedtorch.tables import CountTable
 from pinfeed.compat.speedtorch.weights import WeightTable
 from pinfeed.errors import StoreError
 
 
-def _on_gpu_unless(CPUPinn: bool) -> Place:
+def _on_gpu_unless(CPUPinn: bool) -> Placement:
     return on_device("cpu" if CPUPinn else "cuda", CPUPinn)
 
 
 class ModelFactory(WeightTable):
-    """A table of embeddings on the GPU, if there is one, or with ``CPUPinn`` in page-locked memory.
+    """A table of embeddings on the GPU, if there is one.
 
-    With ``diskname``, which the first READMEs document, the table is in a file, as that of
+    With ``CPUPinn`` it is in page-locked memory. With ``diskname``, which the first READMEs document, the table is in a file, as in
     ``ModelFactoryMM``.
 
     Raises:
-        StoreError: If ``datatype`` is not a dtype; the name of a file is passed as ``diskname=``.
+        StoreError: If ``datatype`` is not a dtype. Pass the name of a file as ``diskname=``.
     """
 
     def __init__(
-        self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32", CPUPinn: bool = False,
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        datatype: Any = "float32",
+        CPUPinn: bool = False,
         diskname: str | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         try:
-            as_dtype(datatype)
+            table_dtype(datatype)
         except StoreError as error:
             # The first READMEs have diskname where datatype is now.
             raise StoreError(
                 f"{error}; the name of a file is passed by keyword, as diskname="
             ) from None
-        place = _on_gpu_unless(CPUPinn) if diskname is None else on_disk(diskname)
-        super().__init__(model_variable, total_classes, embed_dimension, datatype, place)
+        placement = _on_gpu_unless(CPUPinn) if diskname is None else on_disk(diskname)
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, placement)
         self.CPUPinn = CPUPinn
         if diskname is not None:
             self.diskname = diskname
 
 
 class OptimizerFactory(StateTables):
-    """Tables of the row-wise state of an optimizer on the GPU, if there is one, or with ``CPUPinn`` in page-locked memory."""
+    """Tables of an optimizer's row-wise state on the GPU, if there is one.
+
+    With ``CPUPinn`` they are in page-locked memory.
+    """
 
     def __init__(
-        self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
-        dtype: Any = "float32", CPUPinn: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+        CPUPinn: bool = False,
+    ) -> None:
         super().__init__(
             given_optimizer,
             total_classes,
@@ -70,7 +84,10 @@ class OptimizerFactory(StateTables):
 
 
 class COM(CountTable):
-    """A table of co-occurrences on the GPU, if there is one, or with ``CPUPinn`` in page-locked memory."""
+    """A table of co-occurrence counts on the GPU, if there is one.
+
+    With ``CPUPinn`` it is in page-locked memory.
+    """
 
     def __init__(self, total_classes: int, datatype: Any = "uint32", CPUPinn: bool = False) -> None:
         super().__init__(total_classes, datatype, _on_gpu_unless(CPUPinn))
@@ -78,48 +95,61 @@ class COM(CountTable):
 
 
 class ModelFactoryMM(WeightTable):
-    """A table of embeddings in a file; each initialisation makes a new one.
+    """A table of embeddings in a file; each initialisation creates a new file.
 
-    ``CPUPinn`` is accepted: the rows are not in memory.
+    ``CPUPinn`` has no effect, because the rows are not in memory.
     """
 
     getCupyMM = WeightTable.getCupyVar  # noqa: N815 - its documented name
 
     def __init__(
-        self, model_variable: Any, total_classes: int, embed_dimension: int, diskname: str = "variable", datatype: Any = "float32",
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        diskname: str = "variable",
+        datatype: Any = "float32",
         CPUPinn: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            model_variable, total_classes, embed_dimension, datatype, on_disk(diskname)
-        )
+    ) -> None:
+        placement = on_disk(diskname)
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, placement)
         self.diskname = diskname
         self.CPUPinn = CPUPinn
 
 
 class OptimizerFactoryMM(StateTables):
-    """Tables of the row-wise state of an optimizer, each in a file; ``diskname`` is the variable's and the optimizer's if None."""
+    """Tables of an optimizer's row-wise state, each in a file.
+
+    ``diskname`` begins the names of the files. None stands for the names of the variable and of the
+    optimizer's class. ``CPUPinn`` has no effect, because the rows are not in memory.
+    """
 
     getCupyMM = StateTables.getCupyVar  # noqa: N815 - its documented name
 
     def __init__(
-        self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
-        dtype: Any = "float32", CPUPinn: bool = False, diskname: str | None = None,
-    ) -> None:  # fmt: skip
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+        CPUPinn: bool = False,
+        diskname: str | None = None,
+    ) -> None:
         self.diskname = diskname or f"{variable_name}{type(given_optimizer).__name__}"
         self.CPUPinn = CPUPinn
+        placement = on_disk(self.diskname)
         super().__init__(
-            given_optimizer,
-            total_classes,
-            embed_dimension,
-            model,
-            variable_name,
-            dtype,
-            on_disk(self.diskname),
+            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, placement
         )
 
 
 class COMMM(CountTable):
-    """A table of co-occurrences in a file. ``CPUPinn`` is accepted: the rows are not in memory."""
+    """A table of co-occurrence counts in a file.
+
+    ``CPUPinn`` has no effect, because the rows are not in memory.
+    """
 
     getCupyMM = CountTable.getCupyVar  # noqa: N815 - its documented name
 
@@ -136,39 +166,58 @@ class COMMM(CountTable):
 
 
 class PytorchModelFactory(WeightTable):
-    """A table of embeddings on the GPU, if there is one, or in memory, page-locked if ``pinType``."""
+    """A table of embeddings on the GPU, if there is one, or in memory.
+
+    ``pinType`` page-locks a table in memory.
+    """
 
     def __init__(
-        self, model_variable: Any, total_classes: int, embed_dimension: int, datatype: Any = "float32", deviceType: str = "cuda",
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        datatype: Any = "float32",
+        deviceType: str = "cuda",
         pinType: bool = False,
-    ) -> None:  # fmt: skip
-        super().__init__(
-            model_variable, total_classes, embed_dimension, datatype, on_device(deviceType, pinType)
-        )
+    ) -> None:
+        placement = on_device(deviceType, pinType)
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, placement)
         self.deviceType = deviceType
         self.pinType = pinType
 
 
 class PytorchOptimizerFactory(StateTables):
-    """Tables of the row-wise state of an optimizer on the GPU, if there is one, or in memory, page-locked if ``pinType``.
+    """Tables of an optimizer's row-wise state on the GPU, if there is one, or in memory.
 
-    ``CPUPinn=True``, which one of the READMEs documents, means ``deviceType="cpu", pinType=True``.
+    ``pinType`` page-locks tables in memory. ``CPUPinn=True``, which one of the READMEs documents,
+    means ``deviceType="cpu", pinType=True``.
     """
 
     def __init__(
-        self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
-        dtype: Any = "float32", deviceType: str = "cuda", pinType: bool = False, CPUPinn: bool = False,
-    ) -> None:  # fmt: skip
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+        deviceType: str = "cuda",
+        pinType: bool = False,
+        CPUPinn: bool = False,
+    ) -> None:
         self.deviceType = "cpu" if CPUPinn else deviceType
         self.pinType = CPUPinn or pinType
-        place = on_device(self.deviceType, self.pinType)
+        placement = on_device(self.deviceType, self.pinType)
         super().__init__(
-            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, place
+            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, placement
         )
 
 
 class PytorchCOM(CountTable):
-    """A table of co-occurrences on the GPU, if there is one, or in memory, page-locked if ``pinType``."""
+    """A table of co-occurrence counts on the GPU, if there is one, or in memory.
+
+    ``pinType`` page-locks a table in memory.
+    """
 
     def __init__(
         self,
@@ -196,19 +245,24 @@ class GPUPytorchModelFactory(PytorchModelFactory):
 
 
 class GPUPytorchOptimizerFactory(PytorchOptimizerFactory):
-    """Tables of the row-wise state of an optimizer on the GPU, if there is one."""
+    """Tables of an optimizer's row-wise state on the GPU, if there is one."""
 
     def __init__(
-        self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
         dtype: Any = "float32",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
             given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, "cuda"
         )
 
 
 class GPUPytorchCOM(PytorchCOM):
-    """A table of co-occurrences on the GPU, if there is one."""
+    """A table of co-occurrence counts on the GPU, if there is one."""
 
     def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
         super().__init__(total_classes, datatype, "cuda")
@@ -228,12 +282,17 @@ class CPUPytorchModelFactory(PytorchModelFactory):
 
 
 class CPUPytorchOptimizerFactory(PytorchOptimizerFactory):
-    """Tables of the row-wise state of an optimizer in page-locked memory."""
+    """Tables of an optimizer's row-wise state in page-locked memory."""
 
     def __init__(
-        self, given_optimizer: torch.optim.Optimizer, total_classes: int, embed_dimension: int, model: nn.Module, variable_name: str,
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
         dtype: Any = "float32",
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__(
             given_optimizer,
             total_classes,
@@ -241,13 +300,13 @@ class CPUPytorchOptimizerFactory(PytorchOptimizerFactory):
             model,
             variable_name,
             dtype,
-            "cpu",
-            True,
+            deviceType="cpu",
+            pinType=True,
         )
 
 
 class CPUPytorchCOM(PytorchCOM):
-    """A table of co-occurrences in page-locked memory."""
+    """A table of co-occurrence counts in page-locked memory."""
 
     def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
         super().__init__(total_classes, datatype, "cpu", True)
