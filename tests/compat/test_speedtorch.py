@@ -13,7 +13,7 @@ from torch import nn
 
 import pinfeed.compat.speedtorch as SpeedTorch  # noqa: N812 - as its users write it
 from pinfeed import errors
-from pinfeed.compat.speedtorch import placement
+from pinfeed.compat.speedtorch import factories, placement, saved_files
 from pinfeed.memory.host import resident_bytes
 from pinfeed.training.atomic_write import atomic_write
 
@@ -224,7 +224,7 @@ def test_equals_training_the_whole_table_in_a_table_of_torch(
 ) -> None:
     """What is kept on a GPU, on the CPU."""
     monkeypatch.setattr(
-        SpeedTorch,
+        factories,
         "on_device",
         lambda *_: (
             lambda shape, dtype, key: placement.DeviceTable(
@@ -683,7 +683,7 @@ def test_where_tables_are(
     monkeypatch: pytest.MonkeyPatch, name: str, options: dict[str, Any], place: tuple[str, bool]
 ) -> None:
     asked: list[Any] = []
-    monkeypatch.setattr(SpeedTorch, "on_device", lambda *where: asked.append(where))
+    monkeypatch.setattr(factories, "on_device", lambda *where: asked.append(where))
     model = Model(2)
     getattr(SpeedTorch, name)(model.inner.words, N, DIM, **options)
     optimizer = LAZY["sgd"](model.inner.words.parameters())

@@ -1,4 +1,4 @@
-"""Where the rows of a table are: on the host, on a GPU or on the disk."""
+"""Placement of a table's rows: in host memory, in a file or on a GPU."""
 
 from __future__ import annotations
 
@@ -18,55 +18,57 @@ from pinfeed.tensors.numpy_torch import NUMPY, TORCH, memory_of, to_torch
 
 
 class Table(Protocol):
-    """Rows in one place."""
+    """Rows in one place, read and written as torch tensors."""
 
     def read(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """A new tensor of the rows, which may repeat, shape (n, *row_shape)."""
+        """Return the rows, which may repeat, as a new tensor of shape (n, *row_shape)."""
 
     def write(self, rows: Rows, values: torch.Tensor) -> None:
-        """Store the values as the rows, each of which is there once."""
+        """Store the values as the rows. Each row occurs once."""
 
     def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
-        """Let a function fill the table as a whole, where it is."""
+        """Call a function with the whole table as a tensor, which the function fills in place."""
 
     def tensor(self) -> torch.Tensor:
-        """The table itself, shared."""
+        """Return the table itself, sharing its memory."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """(n_rows, *row_shape)."""
+        """Shape of the table, (n_rows, *row_shape)."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Of the rows."""
+        """Dtype of the rows."""
 
     @property
     def files(self) -> list[str]:
-        """In which the rows are, if they are in files."""
+        """Paths of the files that hold the rows; empty for a table in memory."""
 
     def close(self) -> None:
-        """Flush and close a file. Idempotent."""
+        """Flush and close the file, if there is one. May be called again."""
 
 
-Place = Callable[[tuple[int, ...], np.dtype[Any], str], Table]
-"""Given shape, dtype and key: a new table of zeros."""
+Placement = Callable[[tuple[int, ...], np.dtype[Any], str], Table]
+"""Function that creates a table of zeros, given its shape, dtype and key."""
 
 
-# torch copies no rows of unsigned types.
+# torch implements index_select and index_copy_ for signed integers only.
 _SIGNED = {torch.uint16: torch.int16, torch.uint32: torch.int32, torch.uint64: torch.int64}
 
 
-def staging(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Memory on the host for what is to go to a device.
+def staging_tensor(
+    shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """Allocate host memory for values that are copied to a device next.
 
-    For a GPU it is page-locked, so that the copy need not wait: torch's allocator keeps the memory
-    until the copy is done.
+    For a GPU the memory is page-locked, so that the copy is asynchronous. torch's allocator keeps
+    the memory until the copy has completed.
     """
     return torch.empty(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
 
 
-class HostTable:
-    """Rows of a store, in memory or in one file."""
+class StoreTable:
+    """Base of tables whose rows are in a store on the host."""
 
     def __init__(self, store: Store) -> None:
         self.store = store
@@ -79,37 +81,52 @@ class HostTable:
     def dtype(self) -> np.dtype[Any]:
         return self.store.dtype
 
-    @property
-    def files(self) -> list[str]:
-        return self.store.paths if isinstance(self.store, MmapStore) else []
-
     def read(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        out = staging((len(rows), *self.store.row_shape), TORCH[self.dtype], device)
+        out = staging_tensor((len(rows), *self.store.row_shape), TORCH[self.dtype], device)
         self.store.gather(rows, memory_of(out))
         return out.to(device, non_blocking=True).to(dtype)
 
     def write(self, rows: Rows, values: torch.Tensor) -> None:
-        self.store.scatter(
-            rows, memory_of(values.detach().to("cpu", TORCH[self.dtype]).contiguous())
-        )
-
-    def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
-        with torch.no_grad():
-            if isinstance(self.store, MmapStore):
-                with self.store.mapped() as array:
-                    function(to_torch(array))
-            else:
-                function(self.tensor())
-
-    def tensor(self) -> torch.Tensor:
-        if isinstance(self.store, MmapStore):
-            mapped = np.load(self.store.paths[0], mmap_mode="r+")
-            return to_torch(np.asarray(mapped.view(BFLOAT16) if self.dtype == BFLOAT16 else mapped))
-        assert isinstance(self.store, ArrayStore)
-        return to_torch(self.store.array)
+        on_host = values.detach().to("cpu", TORCH[self.dtype]).contiguous()
+        self.store.scatter(rows, memory_of(on_host))
 
     def close(self) -> None:
         self.store.close()
+
+
+class MemoryTable(StoreTable):
+    """Rows in host memory."""
+
+    store: ArrayStore
+
+    @property
+    def files(self) -> list[str]:
+        return []
+
+    def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
+        with torch.no_grad():
+            function(self.tensor())
+
+    def tensor(self) -> torch.Tensor:
+        return to_torch(self.store.array)
+
+
+class FileTable(StoreTable):
+    """Rows in one .npy file."""
+
+    store: MmapStore
+
+    @property
+    def files(self) -> list[str]:
+        return self.store.paths
+
+    def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
+        with torch.no_grad(), self.store.mapped() as array:
+            function(to_torch(array))
+
+    def tensor(self) -> torch.Tensor:
+        mapped = np.load(self.store.paths[0], mmap_mode="r+")
+        return to_torch(np.asarray(mapped.view(BFLOAT16) if self.dtype == BFLOAT16 else mapped))
 
 
 class DeviceTable:
@@ -117,7 +134,7 @@ class DeviceTable:
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
-        # The same memory
+        # A view of the same memory.
         self._rows = tensor.view(_SIGNED.get(tensor.dtype, tensor.dtype))
 
     @property
@@ -133,14 +150,12 @@ class DeviceTable:
         return []
 
     def read(self, rows: Rows, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        return (
-            self._rows.index_select(0, self._ids(rows)).view(self._tensor.dtype).to(device, dtype)
-        )
+        values = self._rows.index_select(0, self._index(rows)).view(self._tensor.dtype)
+        return values.to(device, dtype)
 
     def write(self, rows: Rows, values: torch.Tensor) -> None:
-        self._rows.index_copy_(
-            0, self._ids(rows), values.detach().to(self._tensor).view(self._rows.dtype)
-        )
+        converted = values.detach().to(self._tensor).view(self._rows.dtype)
+        self._rows.index_copy_(0, self._index(rows), converted)
 
     def fill(self, function: Callable[[torch.Tensor], Any]) -> None:
         with torch.no_grad():
@@ -150,24 +165,23 @@ class DeviceTable:
         return self._tensor
 
     def close(self) -> None:
-        """Memory needs none."""
+        """Do nothing: memory needs no closing."""
 
-    def _ids(self, rows: Rows) -> torch.Tensor:
+    def _index(self, rows: Rows) -> torch.Tensor:
         return torch.from_numpy(rows).to(self._tensor.device)
 
 
-def in_memory(page_locked: bool) -> Place:
-    """On the host; page-locked, where that is wanted and can be."""
-    return lambda shape, dtype, key: HostTable(
-        PinnedStore.zeros(shape, dtype, pin="auto" if page_locked else False)
-    )
+def in_memory(page_locked: bool) -> Placement:
+    """Place tables in host memory, page-locked if asked for and possible."""
+    pin: Any = "auto" if page_locked else False
+    return lambda shape, dtype, key: MemoryTable(PinnedStore.zeros(shape, dtype, pin=pin))
 
 
-def on_device(device_type: str, page_locked: bool) -> Place:
-    """On a GPU if there is one and it is wanted, else on the host.
+def on_device(device_type: str, page_locked: bool) -> Placement:
+    """Place tables on a GPU if it is asked for and available, else in host memory.
 
     Raises:
-        ArgumentError: A device of another type.
+        ArgumentError: If ``device_type`` is not a CPU or CUDA device.
     """
     try:
         device = torch.device(device_type)
@@ -182,22 +196,21 @@ def on_device(device_type: str, page_locked: bool) -> Place:
     )
 
 
-def on_disk(name: str) -> Place:
-    """In a new .npy file, which takes the first number that is free."""
-    # Rows are found wherever the process goes later.
+def on_disk(name: str) -> Placement:
+    """Place each table in a new .npy file, whose name has the first number that is free."""
+    # The process may change its working directory later.
     name = os.path.abspath(name)
 
-    def make(shape: tuple[int, ...], dtype: np.dtype[Any], key: str) -> Table:
-        names = (f"{name}{number}.memmap{key}.cpy.npy" for number in itertools.count())
-        return HostTable(
-            MmapStore.create(next(path for path in names if not os.path.exists(path)), shape, dtype)
-        )
+    def create(shape: tuple[int, ...], dtype: np.dtype[Any], key: str) -> Table:
+        paths = (f"{name}{number}.memmap{key}.cpy.npy" for number in itertools.count())
+        free_path = next(path for path in paths if not os.path.exists(path))
+        return FileTable(MmapStore.create(free_path, shape, dtype))
 
-    return make
+    return create
 
 
-def as_dtype(value: Any) -> np.dtype[Any]:
-    """The numpy dtype that a name, a numpy dtype or a torch dtype spells.
+def table_dtype(value: Any) -> np.dtype[Any]:
+    """Return the numpy dtype for the name of a dtype, a numpy dtype or a torch dtype.
 
     Raises:
         StoreError: If it is not a dtype, or not one that both numpy and torch have.

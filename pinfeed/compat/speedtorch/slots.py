@@ -1,4 +1,4 @@
-"""Rows that are lent for the length of a batch: each occurrence of an id has a slot of its own."""
+"""Slots: the rows of a weight that hold one batch, with a slot for each occurrence of an id."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from pinfeed.rows.orders import Rows
 
 @dataclass(frozen=True)
 class Slots:
-    """The rows of a batch: each occurrence of an id has a slot of its own."""
+    """The slots of a batch: each occurrence of an id has a slot of its own."""
 
     rows: Rows
-    """Of each slot."""
+    """Row index of each slot."""
     unique: Rows
-    """Ascending, each once."""
+    """The distinct row indices, ascending."""
     first: Rows
-    """The first slot of each."""
+    """The first slot of each distinct row."""
     inverse: Rows
-    """Of each slot, where its row is in ``unique``."""
+    """The position in ``unique`` of each slot's row."""
 
     @property
     def repeat(self) -> bool:
@@ -34,93 +34,99 @@ class Slots:
         return len(self.unique) < len(self.rows)
 
 
-class Switcher(Tables):
-    """Tables whose rows are lent for the length of a batch."""
+class SlotTables(Tables):
+    """Base of tables whose rows are copied into slots for a batch, and back after its step."""
 
     total_classes: int
-    _lent: Slots | None = None
+    _current: Slots | None = None
+    """The slots whose rows are in the model or the optimizer now."""
 
     def beforeForwardPass(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
-        """Bring the rows of a batch in: those of the positive ids first, each occurrence in a slot of its own.
+        """Copy the rows of a batch into the slots: first those of the positive ids.
 
         Args:
-            retrievedPosIndexes: Array, tensor or list of integers, of any shape.
-            retrievedNegIndexes: More of them.
+            retrievedPosIndexes: Array, tensor or list of integer ids, of any shape.
+            retrievedNegIndexes: Further ids; None for no more.
 
         Raises:
-            RowIndexError: Not integers, negative or too large.
-            ClosedError: There is no table yet.
+            RowIndexError: If the ids are not integers, or one is negative or too large.
+            ClosedError: If the table was not created yet.
         """
         self._all()
         rows = self._rows(retrievedPosIndexes, retrievedNegIndexes)
         slots = Slots(rows, *np.unique(rows, return_index=True, return_inverse=True))
-        self._lend(slots)
-        self._lent = slots
+        self._copy_in(slots)
+        self._current = slots
 
     def afterOptimizerStep(self, retrievedPosIndexes: Any, retrievedNegIndexes: Any = None) -> None:
-        """Bring the rows of the batch back, as the optimizer has left them.
+        """Copy the rows of the batch back to the table, as the optimizer has left them.
+
+        Args:
+            retrievedPosIndexes: The ids that ``beforeForwardPass`` was given.
+            retrievedNegIndexes: Likewise.
 
         Raises:
-            RowIndexError: Not integers, negative or too large.
-            WriteBackError: Other rows than ``beforeForwardPass`` was given, rows of another shape,
-                or slots of one row that differ.
+            RowIndexError: If the ids are not integers, or one is negative or too large.
+            WriteBackError: If ``beforeForwardPass`` was given other ids, if the rows have another
+                shape, or if slots of one row differ.
         """
-        rows, lent = self._rows(retrievedPosIndexes, retrievedNegIndexes), self._lent
-        if lent is None or not np.array_equal(rows, lent.rows):
+        rows = self._rows(retrievedPosIndexes, retrievedNegIndexes)
+        slots = self._current
+        if slots is None or not np.array_equal(rows, slots.rows):
             raise WriteBackError(
-                f"{type(self).__name__}.afterOptimizerStep: {len(rows)} rows that are not in the model; expected beforeForwardPass "
-                "with the same ids before it"
+                f"{type(self).__name__}.afterOptimizerStep: {len(rows)} rows that are not in the "
+                "model; expected beforeForwardPass with the same ids before it"
             )
-        self._land(lent)
-        self._lent = None
+        self._copy_out(slots)
+        self._current = None
 
-    def _begin(self, tables: dict[str, Table]) -> None:
-        super()._begin(tables)
-        # Rows of what was there before.
-        self._lent = None
+    def _use(self, tables: dict[str, Table]) -> None:
+        super()._use(tables)
+        # The slots hold rows of the previous tables.
+        self._current = None
 
     def _rows(self, *ids: Any) -> Rows:
-        arrays = [
-            np.asarray(each.detach().cpu() if isinstance(each, torch.Tensor) else each)
-            for each in ids
-            if each is not None
-        ]
+        """Return the row indices of a batch, shape (n,), after checking them."""
+        arrays = []
+        for each in ids:
+            if each is not None:
+                array = np.asarray(each.detach().cpu() if isinstance(each, torch.Tensor) else each)
+                arrays.append(array.reshape(-1))
         return np.concatenate(
-            [
-                check_rows(array.reshape(-1), self.total_classes, type(self).__name__)
-                for array in arrays
-            ]
+            [check_rows(array, self.total_classes, type(self).__name__) for array in arrays]
         )
 
-    def _lend(self, slots: Slots) -> None:
+    def _copy_in(self, slots: Slots) -> None:
         raise NotImplementedError
 
-    def _land(self, slots: Slots) -> None:
+    def _copy_out(self, slots: Slots) -> None:
         raise NotImplementedError
 
 
-def check_width(weight: torch.Tensor, embed_dimension: int, name: str) -> None:
-    """Check that rows of ``embed_dimension`` numbers fit.
+def check_row_width(weight: torch.Tensor, embed_dimension: int, name: str) -> None:
+    """Check that the rows of a weight have ``embed_dimension`` numbers.
 
     Raises:
-        ArgumentError: They do not.
+        ArgumentError: If they have not.
     """
     if weight.ndim != 2 or weight.shape[1] != embed_dimension:
         raise ArgumentError(
-            f"embed_dimension={embed_dimension}: {name} has a weight of shape {tuple(weight.shape)}; expected (rows, {embed_dimension})"
+            f"embed_dimension={embed_dimension}: {name} has a weight of shape "
+            f"{tuple(weight.shape)}; expected (rows, {embed_dimension})"
         )
 
 
-def first_of(
+def values_of_rows(
     values: torch.Tensor, slots: Slots, row_shape: tuple[int, ...], name: str
 ) -> torch.Tensor:
-    """Of each row, what its first slot holds: all of them hold the same.
+    """Return the value of each distinct row, taken from its first slot.
 
     Raises:
-        WriteBackError: There are more or fewer slots, or rows of another shape.
+        WriteBackError: If the number of slots or the shape of the rows has changed.
     """
     if tuple(values.shape) != (len(slots.rows), *row_shape):
         raise WriteBackError(
-            f"{name} is of shape {tuple(values.shape)}; expected {(len(slots.rows), *row_shape)}, as it was lent"
+            f"{name} is of shape {tuple(values.shape)}; expected {(len(slots.rows), *row_shape)}, "
+            "as beforeForwardPass has left it"
         )
     return values.detach().index_select(0, torch.from_numpy(slots.first).to(values.device))

@@ -1,4 +1,4 @@
-"""Tables: rows in one place or several, and how they are made, shown, saved and loaded as a whole."""
+"""Tables as SpeedTorch shows, saves and loads them."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ from typing import IO, Any
 import numpy as np
 import torch
 
-from pinfeed.compat.speedtorch.placement import HostTable, Place, Table, as_dtype
-from pinfeed.errors import ArgumentError, ClosedError, FileMissing, StoreError
+from pinfeed.compat.speedtorch.placement import Placement, Table, table_dtype
+from pinfeed.compat.speedtorch.saved_files import FileName, find_file, replacing, with_suffix
+from pinfeed.errors import ArgumentError, ClosedError, StoreError
 from pinfeed.stores import ArrayStore, MmapStore, Store
 from pinfeed.tensors.dtypes import BFLOAT16
 from pinfeed.tensors.numpy_torch import TORCH, memory_of
 from pinfeed.training.atomic_write import atomic_write
 from pinfeed.training.row_file import row_chunks
 
-FileName = str | os.PathLike[str]
 
-
-def copy_rows(source: Store, table: Table) -> None:
-    """Copy all rows, piece by piece.
+def copy_all_rows(source: Store, table: Table) -> None:
+    """Copy all rows of a store into a table, piece by piece.
 
     Raises:
-        StoreError: The shapes differ.
+        StoreError: If the shapes differ.
     """
     if (shape := (source.n_rows, *source.row_shape)) != table.shape:
         raise StoreError(f"a table of shape {shape} was saved; expected {table.shape}")
-    values = HostTable(source)
     for start, stop in row_chunks(source):
         rows = np.arange(start, stop, dtype=np.int64)
-        table.write(rows, values.read(rows, torch.device("cpu"), TORCH[source.dtype]))
+        values = torch.empty(
+            (len(rows), *source.row_shape), dtype=TORCH[source.dtype], device="cpu"
+        )
+        source.gather(rows, memory_of(values))
+        table.write(rows, values)
 
 
-def store_of(value: Any, name: str) -> ArrayStore:
-    """The rows of a tensor that was saved.
+def store_of_saved(value: Any, name: str) -> ArrayStore:
+    """Return the rows of a saved tensor as a store.
 
     Raises:
-        StoreError: It is no tensor, or not one of rows.
+        StoreError: If the value is not a tensor, or has no rows.
     """
     return ArrayStore(value.contiguous() if isinstance(value, torch.Tensor) else value, name=name)
 
 
 @contextlib.contextmanager
-def making() -> Iterator[dict[str, Table]]:
-    """A dict for new tables; if they cannot be made or filled, their files do not stay."""
+def new_tables() -> Iterator[dict[str, Table]]:
+    """Give a dict for new tables, whose files are removed if creating or filling them fails."""
     tables: dict[str, Table] = {}
     try:
         yield tables
@@ -59,36 +61,39 @@ def making() -> Iterator[dict[str, Table]]:
 
 
 class Tables:
-    """One table, or several with a key each, and what can be done with them as a whole."""
+    """Base of one table, or of several with a key each, that are shown and closed together."""
 
     _tables: dict[str, Table] | None = None
-    # What makes them
-    _init = "zerosInit()"
+    _init_method = "zerosInit()"
+    """The method that creates the tables, for error messages."""
 
     def getNumpyVersion(self) -> Any:
-        """A numpy copy of the table; of an optimizer's, a dict of copies by key of its state."""
+        """Return a numpy copy of the table; for an optimizer, a dict of copies by state key."""
         return self._shown(lambda table: memory_of(table.tensor().cpu()).copy())
 
     def getCupyVar(self) -> Any:
-        """The table itself as a numpy array, shared (of a file: mapped; of a GPU: a read-only copy). There is no CuPy behind it."""
+        """Return the table as a numpy array that shares its memory; CuPy is not used.
+
+        The array of a table in a file is mapped. The array of a table on a GPU is a read-only copy.
+        """
         return self._shown(_as_array)
 
     @property
     def CUPYcorpus(self) -> Any:
-        """As ``getCupyVar()``."""
+        """The table as ``getCupyVar()`` returns it."""
         return self.getCupyVar()
 
     def getTorchVar(self) -> Any:
-        """The table itself as a torch tensor, shared, where it is."""
+        """Return the table as a torch tensor that shares its memory, on the table's device."""
         return self._shown(lambda table: table.tensor())
 
     def close(self) -> None:
-        """Flush and close the files, if any. Idempotent."""
+        """Flush and close the files, if any. May be called again."""
         for table in (self._tables or {}).values():
             table.close()
 
-    def _begin(self, tables: dict[str, Table]) -> None:
-        """Go on with these tables."""
+    def _use(self, tables: dict[str, Table]) -> None:
+        """Use these tables from now on, and close the previous ones."""
         if tables is not self._tables:
             self.close()
         self._tables = tables
@@ -109,118 +114,104 @@ class Tables:
 
     def _all(self) -> dict[str, Table]:
         if self._tables is None:
-            raise ClosedError(f"{type(self).__name__} has no table yet; call {self._init} first")
+            raise ClosedError(
+                f"{type(self).__name__} has no table yet; call {self._init_method} first"
+            )
         return self._tables
 
 
-class OneTable(Tables):
-    """A table that is saved as a .npy file, or by torch."""
+class SingleTable(Tables):
+    """Base of a table that is saved as a .npy file, or by torch."""
 
     datatype: np.dtype[Any]
 
     def saveCupy(self, saveFileName: FileName) -> None:
-        """Save the table as a .npy file, which is there whole or as it was; the name gets .npy if it has not.
+        """Save the table as a .npy file, which is either complete or unchanged.
 
-        In the table's own file the rows are already.
+        ``.npy`` is added to the name if it is missing. Saving a table into its own file does
+        nothing, because the file has the rows.
         """
-        path = named(saveFileName, ".npy")
+        path = with_suffix(saveFileName, ".npy")
         if not self._has_rows_in(path):
             with atomic_write(os.path.realpath(path)) as file:
                 np.save(file, memory_of(self._all()[""].tensor().cpu()))
 
     def loadCupy(self, loadFileName: FileName) -> None:
-        """Take over the rows of a .npy file.
+        """Load the rows of a .npy file.
 
         Raises:
-            FileMissing: There is no such file.
-            StoreError: It is of another shape.
+            FileMissing: If the file does not exist.
+            StoreError: If its shape is different.
         """
-        # Which a .npy file cannot name.
+        # A .npy file cannot name bfloat16.
         dtype = BFLOAT16 if self.datatype == BFLOAT16 else None
-        with MmapStore(existing(loadFileName, ".npy"), dtype=dtype) as store:
+        with MmapStore(find_file(loadFileName, ".npy"), dtype=dtype) as store:
             self._load(store)
 
     def saveTorch(self, saveFileName: FileName) -> None:
-        """Save the table with ``torch.save``; the file is there whole or as it was.
+        """Save the table with ``torch.save``; the file is either complete or unchanged.
 
         Raises:
-            ArgumentError: The table has its rows in this file.
+            ArgumentError: If the table has its rows in this file.
         """
         with self._writing(os.fspath(saveFileName)) as file:
             torch.save(self._all()[""].tensor().cpu(), file)
 
     def loadTorch(self, loadFileName: FileName) -> None:
-        """Take over the rows of a tensor that ``torch.save`` has saved; nothing else in the file is unpickled.
+        """Load the rows of a tensor that ``torch.save`` saved; nothing else is unpickled.
 
         Raises:
-            FileMissing: There is no such file.
-            StoreError: It is no tensor, or of another shape.
+            FileMissing: If the file does not exist.
+            StoreError: If it does not hold a tensor of the table's shape.
         """
-        path = existing(loadFileName, "")
-        self._load(store_of(torch.load(path, map_location="cpu", weights_only=True), path))
+        path = find_file(loadFileName, "")
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        self._load(store_of_saved(saved, path))
 
     def new_table(self) -> Table:
-        """A table of zeros."""
+        """Create a table of zeros."""
         raise NotImplementedError
 
     def _load(self, store: Store) -> None:
-        with making() as made:
+        with new_tables() as made:
             if self._tables is None:
                 made[""] = self.new_table()
             tables = self._tables or made
-            copy_rows(store, tables[""])
-        self._begin(tables)
+            copy_all_rows(store, tables[""])
+        self._use(tables)
 
 
-class CountTable(OneTable):
-    """A square table of counts: which classes occur together.
+class CountTable(SingleTable):
+    """A square table of counts: how often two classes occur together.
 
     Args:
-        total_classes: Rows and columns.
-        datatype: Of the counts.
-        place: Where the table is to be.
+        total_classes: Number of rows, and of columns.
+        datatype: Dtype of the counts.
+        placement: Creates the table where its rows are to be.
     """
 
-    _init = "comInit()"
+    _init_method = "comInit()"
 
-    def __init__(self, total_classes: int, datatype: Any, place: Place) -> None:
+    def __init__(self, total_classes: int, datatype: Any, placement: Placement) -> None:
         self.total_classes = total_classes
-        self.datatype = as_dtype(datatype)
-        self._place = place
+        self.datatype = table_dtype(datatype)
+        self._placement = placement
 
     def comInit(self, CPUPinn: bool = False) -> None:
-        """Make the table, of zeros; ``getTorchVar()`` gives it to be counted in.
+        """Create the table, filled with zeros. Count into the tensor of ``getTorchVar()``.
 
-        ``CPUPinn`` is accepted: the constructor has it.
+        ``CPUPinn`` has no effect here: the constructor's argument counts.
         """
-        self._begin({"": self.new_table()})
+        self._use({"": self.new_table()})
 
     def new_table(self) -> Table:
-        return self._place((self.total_classes, self.total_classes), self.datatype, "")
-
-
-def named(name: FileName, suffix: str) -> str:
-    """The name, with the suffix, as numpy's saving names it."""
-    path = os.fspath(name)
-    return path if path.endswith(suffix) else path + suffix
-
-
-def existing(name: FileName, suffix: str) -> str:
-    """The file, with the suffix that saving gave it, or as it is named.
-
-    Raises:
-        FileMissing: There is none.
-    """
-    for candidate in (named(name, suffix), os.fspath(name)):
-        if os.path.isfile(candidate):
-            return candidate
-    raise FileMissing(f"{os.fspath(name)}: no such file (looked in {os.getcwd()})")
+        return self._placement((self.total_classes, self.total_classes), self.datatype, "")
 
 
 def _as_array(table: Table) -> Any:
     tensor = table.tensor()
     array = memory_of(tensor.cpu())
     if tensor.device.type != "cpu":
-        # What is written into a copy would be lost.
+        # Values that are written into a copy would be lost.
         array.flags.writeable = False
     return array

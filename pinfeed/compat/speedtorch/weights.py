@@ -1,4 +1,4 @@
-"""WeightTable: rows of embeddings that take turns in the weight of a model."""
+"""WeightTable: embeddings whose rows are copied into a model's weight batch by batch."""
 
 from __future__ import annotations
 
@@ -9,36 +9,38 @@ import torch
 from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from pinfeed.compat.speedtorch.placement import Place, Table, as_dtype
-from pinfeed.compat.speedtorch.slots import Slots, Switcher, check_width, first_of
-from pinfeed.compat.speedtorch.tables import OneTable, making
+from pinfeed.compat.speedtorch.placement import Placement, Table, table_dtype
+from pinfeed.compat.speedtorch.slots import Slots, SlotTables, check_row_width, values_of_rows
+from pinfeed.compat.speedtorch.tables import SingleTable, new_tables
 from pinfeed.errors import ArgumentError, StoreError, WriteBackError
 
 _HOOKS = WeakTensorKeyDictionary()
-"""Of each weight whose slots share gradients, the handle of its hook.
+"""Handle of the gradient hook of each weight whose slots share gradients.
 
-It is the weight's, not its table's: tables may come and go.
+A hook belongs to the weight, because several tables may use a weight one after the other.
 """
 
-# Slots of a batch: where the slots of a row differ, they do in most rows, and all of them would
-# cost as much as a gather.
-_COMPARED = 64
+_MAX_COMPARED = 64
+"""Slots of a batch that are compared with the first slot of their row.
+
+If the slots of one row differ, those of most rows do. Comparing all would cost as much as a gather.
+"""
 
 
-class WeightTable(Switcher, OneTable):
-    """A table whose rows take turns in ``model_variable.weight``.
+class WeightTable(SlotTables, SingleTable):
+    """A table whose rows are copied into ``model_variable.weight`` for each batch.
 
     Args:
-        model_variable: An ``nn.Embedding``, or anything with a ``weight``.
-        total_classes: Rows of the table.
-        embed_dimension: Numbers in a row.
-        datatype: Of the table; the weight keeps its own.
-        place: Where the table is to be.
+        model_variable: An ``nn.Embedding``, or any object with a ``weight``.
+        total_classes: Number of rows of the table.
+        embed_dimension: Length of a row.
+        datatype: Dtype of the table; the weight keeps its own.
+        placement: Creates the table where its rows are to be.
 
     Raises:
-        ArgumentError: No weight, or one with rows of another length, or options of the embedding
-            that speak of ids, where it is given slots.
-        StoreError: No such dtype.
+        ArgumentError: If there is no weight, or its rows have another length, or the embedding has
+            options that refer to ids, because it is called with slots.
+        StoreError: If ``datatype`` is not a dtype.
     """
 
     def __init__(
@@ -47,89 +49,89 @@ class WeightTable(Switcher, OneTable):
         total_classes: int,
         embed_dimension: int,
         datatype: Any,
-        place: Place,
+        placement: Placement,
     ) -> None:
         if not isinstance(getattr(model_variable, "weight", None), torch.Tensor):
             raise ArgumentError(
-                f"model_variable={type(model_variable).__name__}: expected an nn.Embedding, or a module with a weight"
+                f"model_variable={type(model_variable).__name__}: "
+                "expected an nn.Embedding, or a module with a weight"
             )
-        check_width(model_variable.weight, embed_dimension, type(model_variable).__name__)
-        if getattr(model_variable, "padding_idx", None) is not None or getattr(
-            model_variable, "scale_grad_by_freq", False
-        ):
+        check_row_width(model_variable.weight, embed_dimension, type(model_variable).__name__)
+        has_padding = getattr(model_variable, "padding_idx", None) is not None
+        if has_padding or getattr(model_variable, "scale_grad_by_freq", False):
             raise ArgumentError(
-                "model_variable: padding_idx and scale_grad_by_freq mean ids, and the embedding is given slots; leave both out"
+                "model_variable: padding_idx and scale_grad_by_freq refer to ids, "
+                "but the embedding is called with slots; leave both out"
             )
         self.model_variable = model_variable
         self.total_classes = total_classes
         self.embed_dimension = embed_dimension
-        self.datatype = as_dtype(datatype)
-        self._place = place
+        self.datatype = table_dtype(datatype)
+        self._placement = placement
 
     def zerosInit(self) -> None:
-        """Make the table, of zeros."""
-        self._begin({"": self.new_table()})
+        """Create the table, filled with zeros."""
+        self._use({"": self.new_table()})
 
     def uniformDistributionInit(self, low: float, high: float) -> None:
-        """Make the table, of numbers evenly distributed from ``low`` to ``high``, drawn from torch's generator."""
+        """Create the table, filled with uniformly distributed numbers from torch's generator."""
         self.customInit(nn.init.uniform_, low, high)
 
     def normalDistributionInit(self, mean: float, stdDev: float) -> None:
-        """Make the table, of normally distributed numbers, drawn from torch's generator."""
+        """Create the table, filled with normally distributed numbers from torch's generator."""
         self.customInit(nn.init.normal_, mean, stdDev)
 
     def customInit(self, initFunction: Any, *args: Any) -> None:
-        """Make the table, and call ``initFunction(table, *args)``, a function of ``torch.nn.init`` say, to fill it where it is.
+        """Create the table and call ``initFunction(table, *args)`` to fill it in place.
+
+        Functions of ``torch.nn.init`` can be passed.
 
         Raises:
-            StoreError: The table is not of floating point numbers.
+            StoreError: If the dtype of the table is not floating point.
         """
+        # numpy's kind of bfloat16 is V.
         if self.datatype.kind not in "fV":
-            # V: bfloat16
             raise StoreError(f"random rows of {self.datatype}; expected a floating point datatype")
-        with making() as tables:
+        with new_tables() as tables:
             tables[""] = self.new_table()
             tables[""].fill(lambda tensor: initFunction(tensor, *args))
-        self._begin(tables)
+        self._use(tables)
 
     def variableTransformer(
         self, batchSize: int, posPerBatch: int, negPerBatch: int | None = None
     ) -> Any:
-        """Indexes of the slots, the same for every batch, to call the model with.
+        """Return the slot indices to call the model with; they are the same for every batch.
 
         Returns:
-            int64 array of shape (batchSize, posPerBatch); with ``negPerBatch`` also one of shape
-            (batchSize, negPerBatch), which goes on where the first one ends.
+            int64 array of shape (batchSize, posPerBatch). With ``negPerBatch`` also a second one of
+            shape (batchSize, negPerBatch), whose indices continue those of the first.
         """
         n_pos = batchSize * posPerBatch
         positive = np.arange(n_pos, dtype=np.int64).reshape(batchSize, posPerBatch)
         if negPerBatch is None:
             return positive
-        return positive, np.arange(n_pos, n_pos + batchSize * negPerBatch, dtype=np.int64).reshape(
-            batchSize, negPerBatch
-        )
+        negative = np.arange(n_pos, n_pos + batchSize * negPerBatch, dtype=np.int64)
+        return positive, negative.reshape(batchSize, negPerBatch)
 
     def new_table(self) -> Table:
-        """A table of zeros."""
-        return self._place((self.total_classes, self.embed_dimension), self.datatype, "")
+        return self._placement((self.total_classes, self.embed_dimension), self.datatype, "")
 
-    def _begin(self, tables: dict[str, Table]) -> None:
-        super()._begin(tables)
-        unhook(self.model_variable.weight)
+    def _use(self, tables: dict[str, Table]) -> None:
+        super()._use(tables)
+        remove_gradient_hook(self.model_variable.weight)
 
-    def _lend(self, slots: Slots) -> None:
+    def _copy_in(self, slots: Slots) -> None:
         weight = self.model_variable.weight
-        block = self._all()[""].read(slots.rows, weight.device, weight.dtype)
-        if weight.shape != block.shape:
-            # Of a batch of another size: nothing could be added to it.
+        values = self._all()[""].read(slots.rows, weight.device, weight.dtype)
+        if weight.shape != values.shape:
+            # A gradient of another size cannot be added to.
             weight.grad = None
-            # Autograd's node of the weight knows the size too, and lives on as long as somebody
-            # holds the last loss. torch makes a new one for a weight that has had another dtype.
-            weight.data = weight.data.new_empty(
-                0, dtype=torch.float32 if weight.dtype == torch.float64 else torch.float64
-            )
-        weight.data = block
-        unhook(weight)
+            # Autograd's node of the weight also knows the size, and it lives as long as the last
+            # loss is referenced. torch creates a new node after the weight had another dtype.
+            other_dtype = torch.float32 if weight.dtype == torch.float64 else torch.float64
+            weight.data = weight.data.new_empty(0, dtype=other_dtype)
+        weight.data = values
+        remove_gradient_hook(weight)
         if slots.repeat and weight.requires_grad:
             inverse = torch.from_numpy(slots.inverse).to(weight.device)
             n = len(slots.unique)
@@ -137,59 +139,62 @@ class WeightTable(Switcher, OneTable):
                 lambda gradient: shared_gradient(gradient, inverse, n)
             )
 
-    def _land(self, slots: Slots) -> None:
-        weight, table = self.model_variable.weight, self._all()[""]
-        values = first_of(weight, slots, table.shape[1:], "weight")
+    def _copy_out(self, slots: Slots) -> None:
+        weight = self.model_variable.weight
+        table = self._all()[""]
+        values = values_of_rows(weight, slots, table.shape[1:], "weight")
         if slots.repeat and weight.requires_grad:
-            check_alike(weight.detach(), slots)
+            check_slots_equal(weight.detach(), slots)
         table.write(slots.unique, values)
-        unhook(weight)
+        remove_gradient_hook(weight)
 
 
-def unhook(weight: torch.Tensor) -> None:
-    """Let the slots of a weight have gradients of their own."""
+def remove_gradient_hook(weight: torch.Tensor) -> None:
+    """Remove the hook that shares gradients between slots, if the weight has it."""
     if (handle := _HOOKS.pop(weight, None)) is not None:
         handle.remove()
 
 
-def check_alike(block: torch.Tensor, slots: Slots) -> None:
-    """Check, for some slots, that they have evolved as the first slot of their row.
+def check_slots_equal(values: torch.Tensor, slots: Slots) -> None:
+    """Check, for some slots, that they equal the first slot of their row.
 
     Raises:
-        WriteBackError: They have not.
+        WriteBackError: If they differ by more than rounding.
     """
     first = slots.first[slots.inverse]
-    others = np.flatnonzero(first != np.arange(len(first)))[:_COMPARED]
-    these, those = (
-        block.index_select(0, torch.from_numpy(at).to(block.device))
-        for at in (others, first[others])
+    repeated = np.flatnonzero(first != np.arange(len(first)))[:_MAX_COMPARED]
+    found, expected = (
+        values.index_select(0, torch.from_numpy(which).to(values.device))
+        for which in (repeated, first[repeated])
     )
-    # One slot may be computed by a vector instruction and the other not. Nothing is greater than a
-    # NaN.
-    if bool(((these - those).abs() > 32 * torch.finfo(block.dtype).eps * those.abs().max()).any()):
+    # Rounding may differ, because one slot may be computed by a vector instruction and another one
+    # not. The comparison is false for NaN, so that NaN is accepted.
+    tolerance = 32 * torch.finfo(values.dtype).eps * expected.abs().max()
+    if bool(((found - expected).abs() > tolerance).any()):
         raise WriteBackError(
-            "weight: slots of one row differ, and only one of them could be kept; expected them to evolve alike: an optimizer that keeps "
-            "state needs its OptimizerFactory (or give each id once)"
+            "weight: slots of one row differ, and only one of them could be kept; expected them to "
+            "stay equal: an optimizer with state needs its OptimizerFactory "
+            "(or give each id once)"
         )
 
 
 def shared_gradient(gradient: torch.Tensor, inverse: torch.Tensor, n: int) -> torch.Tensor:
-    """The gradient with which all slots of a row learn what each of them has to say: the sum over them, in each of them.
+    """Return a gradient in which each slot has the sum over all slots of its row.
 
     Args:
-        gradient: Of the slots, dense or sparse, shape (slots, ...).
-        inverse: Of each slot, which of the ``n`` rows it holds.
-        n: Rows.
+        gradient: Gradient of the slots, dense or sparse, shape (slots, ...).
+        inverse: Position of each slot's row among the ``n`` distinct rows.
+        n: Number of distinct rows.
     """
     if not gradient.is_sparse:
         return gradient.new_zeros(n, *gradient.shape[1:]).index_add_(0, inverse, gradient)[inverse]
-    slots, values = gradient._indices()[0], gradient._values()
+    slots = gradient._indices()[0]
+    values = gradient._values()
     sums = values.new_zeros(n, *values.shape[1:]).index_add_(0, inverse[slots], values)
-    # Slots of rows that have no gradient stay without one: a sparse optimizer passes them over.
-    touched = torch.zeros(n, dtype=torch.bool, device=inverse.device).index_fill_(
-        0, inverse[slots], True
-    )
-    kept = touched[inverse].nonzero().squeeze(1)
+    # Slots of rows without a gradient stay without one, so that a sparse optimizer skips them.
+    has_gradient = torch.zeros(n, dtype=torch.bool, device=inverse.device)
+    has_gradient.index_fill_(0, inverse[slots], True)
+    kept = has_gradient[inverse].nonzero().squeeze(1)
     return torch.sparse_coo_tensor(
         kept[None], sums[inverse[kept]], gradient.shape, is_coalesced=True, check_invariants=False
     )

@@ -1,0 +1,312 @@
+"""SpeedTorch's factories: tables of weights, of optimizer state and of counts, in each placement.
+
+A factory is one of three kinds of table (WeightTable, StateTables, CountTable) with one of five
+placements. The placement determines its arguments and where its rows are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from pinfeed.compat.speedtorch.optimizer_state import StateTables
+from pinfeed.compat.speedtorch.placement import Placement, on_device, on_disk, table_dtype
+from pinfeed.compat.speedtorch.tables import CountTable
+from pinfeed.compat.speedtorch.weights import WeightTable
+from pinfeed.errors import StoreError
+
+
+def _on_gpu_unless(CPUPinn: bool) -> Placement:
+    return on_device("cpu" if CPUPinn else "cuda", CPUPinn)
+
+
+class ModelFactory(WeightTable):
+    """A table of embeddings on the GPU, if there is one.
+
+    With ``CPUPinn`` it is in page-locked memory. With ``diskname``, which the first READMEs document, the table is in a file, as in
+    ``ModelFactoryMM``.
+
+    Raises:
+        StoreError: If ``datatype`` is not a dtype. Pass the name of a file as ``diskname=``.
+    """
+
+    def __init__(
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        datatype: Any = "float32",
+        CPUPinn: bool = False,
+        diskname: str | None = None,
+    ) -> None:
+        try:
+            table_dtype(datatype)
+        except StoreError as error:
+            # The first READMEs have diskname where datatype is now.
+            raise StoreError(
+                f"{error}; the name of a file is passed by keyword, as diskname="
+            ) from None
+        placement = _on_gpu_unless(CPUPinn) if diskname is None else on_disk(diskname)
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, placement)
+        self.CPUPinn = CPUPinn
+        if diskname is not None:
+            self.diskname = diskname
+
+
+class OptimizerFactory(StateTables):
+    """Tables of an optimizer's row-wise state on the GPU, if there is one.
+
+    With ``CPUPinn`` they are in page-locked memory.
+    """
+
+    def __init__(
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+        CPUPinn: bool = False,
+    ) -> None:
+        super().__init__(
+            given_optimizer,
+            total_classes,
+            embed_dimension,
+            model,
+            variable_name,
+            dtype,
+            _on_gpu_unless(CPUPinn),
+        )
+        self.CPUPinn = CPUPinn
+
+
+class COM(CountTable):
+    """A table of co-occurrence counts on the GPU, if there is one.
+
+    With ``CPUPinn`` it is in page-locked memory.
+    """
+
+    def __init__(self, total_classes: int, datatype: Any = "uint32", CPUPinn: bool = False) -> None:
+        super().__init__(total_classes, datatype, _on_gpu_unless(CPUPinn))
+        self.CPUPinn = CPUPinn
+
+
+class ModelFactoryMM(WeightTable):
+    """A table of embeddings in a file; each initialisation creates a new file.
+
+    ``CPUPinn`` has no effect, because the rows are not in memory.
+    """
+
+    getCupyMM = WeightTable.getCupyVar  # noqa: N815 - its documented name
+
+    def __init__(
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        diskname: str = "variable",
+        datatype: Any = "float32",
+        CPUPinn: bool = False,
+    ) -> None:
+        placement = on_disk(diskname)
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, placement)
+        self.diskname = diskname
+        self.CPUPinn = CPUPinn
+
+
+class OptimizerFactoryMM(StateTables):
+    """Tables of an optimizer's row-wise state, each in a file.
+
+    ``diskname`` begins the names of the files. None stands for the names of the variable and of the
+    optimizer's class. ``CPUPinn`` has no effect, because the rows are not in memory.
+    """
+
+    getCupyMM = StateTables.getCupyVar  # noqa: N815 - its documented name
+
+    def __init__(
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+        CPUPinn: bool = False,
+        diskname: str | None = None,
+    ) -> None:
+        self.diskname = diskname or f"{variable_name}{type(given_optimizer).__name__}"
+        self.CPUPinn = CPUPinn
+        placement = on_disk(self.diskname)
+        super().__init__(
+            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, placement
+        )
+
+
+class COMMM(CountTable):
+    """A table of co-occurrence counts in a file.
+
+    ``CPUPinn`` has no effect, because the rows are not in memory.
+    """
+
+    getCupyMM = CountTable.getCupyVar  # noqa: N815 - its documented name
+
+    def __init__(
+        self,
+        total_classes: int,
+        diskname: str = "COM",
+        datatype: Any = "uint32",
+        CPUPinn: bool = False,
+    ) -> None:
+        super().__init__(total_classes, datatype, on_disk(diskname))
+        self.diskname = diskname
+        self.CPUPinn = CPUPinn
+
+
+class PytorchModelFactory(WeightTable):
+    """A table of embeddings on the GPU, if there is one, or in memory.
+
+    ``pinType`` page-locks a table in memory.
+    """
+
+    def __init__(
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        datatype: Any = "float32",
+        deviceType: str = "cuda",
+        pinType: bool = False,
+    ) -> None:
+        placement = on_device(deviceType, pinType)
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, placement)
+        self.deviceType = deviceType
+        self.pinType = pinType
+
+
+class PytorchOptimizerFactory(StateTables):
+    """Tables of an optimizer's row-wise state on the GPU, if there is one, or in memory.
+
+    ``pinType`` page-locks tables in memory. ``CPUPinn=True``, which one of the READMEs documents,
+    means ``deviceType="cpu", pinType=True``.
+    """
+
+    def __init__(
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+        deviceType: str = "cuda",
+        pinType: bool = False,
+        CPUPinn: bool = False,
+    ) -> None:
+        self.deviceType = "cpu" if CPUPinn else deviceType
+        self.pinType = CPUPinn or pinType
+        placement = on_device(self.deviceType, self.pinType)
+        super().__init__(
+            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, placement
+        )
+
+
+class PytorchCOM(CountTable):
+    """A table of co-occurrence counts on the GPU, if there is one, or in memory.
+
+    ``pinType`` page-locks a table in memory.
+    """
+
+    def __init__(
+        self,
+        total_classes: int,
+        datatype: Any = "int32",
+        deviceType: str = "cuda",
+        pinType: bool = False,
+    ) -> None:
+        super().__init__(total_classes, datatype, on_device(deviceType, pinType))
+        self.deviceType = deviceType
+        self.pinType = pinType
+
+
+class GPUPytorchModelFactory(PytorchModelFactory):
+    """A table of embeddings on the GPU, if there is one."""
+
+    def __init__(
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        datatype: Any = "float32",
+    ) -> None:
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, "cuda")
+
+
+class GPUPytorchOptimizerFactory(PytorchOptimizerFactory):
+    """Tables of an optimizer's row-wise state on the GPU, if there is one."""
+
+    def __init__(
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+    ) -> None:
+        super().__init__(
+            given_optimizer, total_classes, embed_dimension, model, variable_name, dtype, "cuda"
+        )
+
+
+class GPUPytorchCOM(PytorchCOM):
+    """A table of co-occurrence counts on the GPU, if there is one."""
+
+    def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
+        super().__init__(total_classes, datatype, "cuda")
+
+
+class CPUPytorchModelFactory(PytorchModelFactory):
+    """A table of embeddings in page-locked memory."""
+
+    def __init__(
+        self,
+        model_variable: Any,
+        total_classes: int,
+        embed_dimension: int,
+        datatype: Any = "float32",
+    ) -> None:
+        super().__init__(model_variable, total_classes, embed_dimension, datatype, "cpu", True)
+
+
+class CPUPytorchOptimizerFactory(PytorchOptimizerFactory):
+    """Tables of an optimizer's row-wise state in page-locked memory."""
+
+    def __init__(
+        self,
+        given_optimizer: torch.optim.Optimizer,
+        total_classes: int,
+        embed_dimension: int,
+        model: nn.Module,
+        variable_name: str,
+        dtype: Any = "float32",
+    ) -> None:
+        super().__init__(
+            given_optimizer,
+            total_classes,
+            embed_dimension,
+            model,
+            variable_name,
+            dtype,
+            deviceType="cpu",
+            pinType=True,
+        )
+
+
+class CPUPytorchCOM(PytorchCOM):
+    """A table of co-occurrence counts in page-locked memory."""
+
+    def __init__(self, total_classes: int, datatype: Any = "int32") -> None:
+        super().__init__(total_classes, datatype, "cpu", True)
