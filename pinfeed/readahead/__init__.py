@@ -1,4 +1,4 @@
-"""How the rows of a store come to where they are gathered: directly, or read ahead into memory."""
+"""Strategies that read the rows of a store: directly, or ahead into memory."""
 
 from pinfeed.readahead.base import ReadStrategy, RowPart, StoreRows
 from pinfeed.readahead.select import ReadPlan, choose, window_sizes

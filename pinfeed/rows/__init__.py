@@ -1,4 +1,4 @@
-"""Which rows make up the batches of an epoch, in which order, and for which rank."""
+"""Row orders: the rows of an epoch's batches, their order, and each rank's part."""
 
 # Pickled orders name their classes by this package.
 from pinfeed.rows.orders import BlockShuffled as BlockShuffled
