@@ -97,7 +97,7 @@ def main() -> None:
         if accelerator.num_processes == 1 and accelerator.device.type == "cpu":
             assert torch.equal(weights, by_hand([feeder] * 3))
 
-    # A prepared DataLoader, wrapped: its batches, a few ahead. See docs/among-others.md for what is
+    # A prepared DataLoader, wrapped: its batches, a few ahead. See docs/integrations.md for what is
     # not the same.
     loader = DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), batch_size=32)
     prepared = accelerator.prepare(loader)

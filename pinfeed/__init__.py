@@ -1,15 +1,18 @@
-"""pinfeed: rows of host memory or of files, on the device a batch ahead, under a memory budget that holds."""
+"""Prefetching of rows from host memory or files to a device, inside memory limits."""
 
+import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
-# Before the other imports: some of them fail elsewhere, with errors that do not say why.
+# This check precedes the other imports, because on other systems they fail with obscure errors.
 if sys.platform != "linux":
     raise ImportError(
-        f"pinfeed runs on Linux, and this is {sys.platform}; on Windows, use it within WSL 2, else in a container or on a server"
+        f"pinfeed runs on Linux, and this is {sys.platform}; on Windows, use it within WSL 2, "
+        "else in a container or on a server"
     )
 
 from pinfeed import errors, rows
+from pinfeed.compat import moved
 from pinfeed.errors import (
     ArgumentError,
     BudgetError,
@@ -53,6 +56,7 @@ if TYPE_CHECKING:
     from pinfeed.training.large_batch.big_batch import BigBatch as BigBatch
     from pinfeed.training.memory_model.config import Config as Config
     from pinfeed.training.memory_model.estimate import estimate as estimate
+    from pinfeed.training.offload.offload import Offload as Offload
     from pinfeed.training.row_loop.loop import train_rows as train_rows
     from pinfeed.training.trainer.memory_monitor import MemoryMonitor as MemoryMonitor
     from pinfeed.training.trainer.trainer import Trainer as Trainer
@@ -64,6 +68,7 @@ _WITH_TORCH = {
     "HostEmbedding": "training.embeddings.table",
     "HostEmbeddingBag": "training.embeddings.table",
     "MemoryMonitor": "training.trainer.memory_monitor",
+    "Offload": "training.offload.offload",
     "RowDataset": "feeders.dataset",
     "RowOptimizer": "training.embeddings.optimizer",
     "ShardedEmbedding": "training.distributed.table",
@@ -100,6 +105,7 @@ __all__ = [
     "MmapStore",
     "NotEnoughCPUMemory",
     "NotEnoughGPUMemory",
+    "Offload",
     "PinfeedError",
     "PinnedStore",
     "Plan",
@@ -130,17 +136,20 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    """What needs torch from the start is loaded when it is asked for."""
-    import importlib
+moved.install()
 
+
+def __getattr__(name: str) -> Any:
+    """Load a name that needs torch when it is first used, and old module paths likewise."""
     if name == "checkpoint":
-        return importlib.import_module(".training.checkpoint", __name__)
+        return importlib.import_module("pinfeed.training.checkpoint")
     if name in _WITH_TORCH:
-        return getattr(importlib.import_module(f".{_WITH_TORCH[name]}", __name__), name)
+        return getattr(importlib.import_module(f"pinfeed.{_WITH_TORCH[name]}"), name)
+    if moved.is_old(f"pinfeed.{name}"):
+        return importlib.import_module(f"pinfeed.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    """The public names, those that are loaded when they are asked for among them, and the module's own attributes."""
+    """Return the public names, loaded or not, and the module's own attributes."""
     return sorted([*__all__, *(name for name in globals() if name.startswith("__"))])

@@ -1,4 +1,4 @@
-"""``python -m pinfeed``: the command."""
+"""The ``pinfeed`` command, run as ``python -m pinfeed``."""
 
 from pinfeed.cli.main import main
 

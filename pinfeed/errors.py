@@ -1,84 +1,90 @@
-"""What can go wrong, each kind under the built-in exception that a caller would expect.
+"""Exceptions of pinfeed, each a subclass of the built-in exception that a caller would expect.
 
-In brackets what each is besides, so that ``except`` clauses that are there already catch it:
+The built-in class is in brackets, so that existing ``except`` clauses catch the error:
 
     PinfeedError
-    ├── ArgumentError      (ValueError)         an argument that cannot be
-    │   └── UnknownArgument (TypeError)         an argument that does not exist
-    ├── BudgetError        (ValueError)         a memory limit that cannot hold one row a slot
-    │   ├── NotEnoughCPUMemory                  … on the host
-    │   └── NotEnoughGPUMemory                  … on the device
-    ├── EstimateError      (RuntimeError)       a training step whose memory cannot be predicted
-    ├── RowIndexError      (IndexError)         row numbers out of range, negative or not integers
-    ├── StoreError         (ValueError)         rows that pinfeed cannot serve: damaged file, wrong dtype
-    │   └── FileMissing    (FileNotFoundError)  no such file, or no directory to make it in
-    ├── ReadError          (OSError)            a file that failed or shrank while it was read
-    ├── WriteBackError     (ValueError)         values that cannot be written back
-    ├── DeviceError        (RuntimeError)       a device that does not exist or cannot do what was asked
-    ├── MissingDependency  (ImportError)        a package, or the hardware behind it, that is not here
-    ├── RankError          (RuntimeError)       another process of the job failed, left, or does something else
-    ├── ClosedError        (RuntimeError)       use after close, or a second loop at the same time
-    ├── CopyError          (TypeError)          what belongs to one process and cannot be pickled or copied
-    ├── VerificationError  (AssertionError)     a prefetching loop that differs from the synchronous one
-    ├── CheckpointError    (ValueError)         a checkpoint that is damaged, or of something else
-    └── WorkerError        (RuntimeError)       user code raised what would have ended the loop in silence
+    ├── ArgumentError       (ValueError)         an invalid argument, or arguments that conflict
+    │   └── UnknownArgument (TypeError)          an argument that does not exist
+    ├── BudgetError         (ValueError)         a memory limit too small for one row in each slot
+    │   ├── NotEnoughCPUMemory                   … in host memory
+    │   └── NotEnoughGPUMemory                   … in device memory
+    ├── EstimateError       (RuntimeError)       a training step whose memory cannot be predicted
+    ├── RowIndexError       (IndexError)         row indices out of range, or not integers
+    ├── StoreError          (ValueError)         rows that cannot be served: damaged, wrong dtype
+    │   └── FileMissing     (FileNotFoundError)  a missing file, or a missing directory for a new one
+    ├── ReadError           (OSError)            a file that failed or shrank during a read
+    ├── WriteBackError      (ValueError)         values that cannot be written back
+    ├── DeviceError         (RuntimeError)       a missing device, or one that lacks an ability
+    ├── MissingDependency   (ImportError)        a missing package, or the hardware it needs
+    ├── RankError           (RuntimeError)       a rank of the job that failed, left or diverged
+    ├── ClosedError         (RuntimeError)       use after close, or a second loop at a time
+    ├── CopyError           (TypeError)          an object that cannot leave its process
+    ├── VerificationError   (AssertionError)     a loop that differs from the synchronous one
+    ├── CheckpointError     (ValueError)         a checkpoint that is damaged or does not match
+    └── WorkerError         (RuntimeError)       user code that would have ended the loop silently
 """
 
 from __future__ import annotations
 
 
 def described(error: BaseException) -> str:
-    """Return the type of an exception with its message: ``KeyError: 'lr'``, or ``MemoryError`` where the message is empty."""
+    """Return the type and the message of an exception, such as ``KeyError: 'lr'``.
+
+    Without a message, return the type alone, such as ``MemoryError``.
+    """
     message = str(error).strip()
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 class PinfeedError(Exception):
-    """Base of every error that pinfeed raises on its own account."""
+    """Base class of all errors that pinfeed itself raises."""
 
 
 class ArgumentError(PinfeedError, ValueError):
-    """An argument, or a combination of arguments, that cannot be."""
+    """An invalid argument, or arguments that conflict."""
 
 
 class UnknownArgument(ArgumentError, TypeError):
-    """An argument that a function does not have. The message names the one that does the same."""
+    """An argument that a function does not have.
+
+    The message names the argument that does the same.
+    """
 
 
 class BudgetError(PinfeedError, ValueError):
-    """A memory limit that cannot hold even one row in every slot."""
+    """A memory limit that is too small for one row in each slot."""
 
 
 class NotEnoughCPUMemory(BudgetError):
-    """``cpu_memory_limit`` cannot hold what is needed."""
+    """A ``cpu_memory_limit`` that is too small for the smallest batch."""
 
 
 class NotEnoughGPUMemory(BudgetError):
-    """``gpu_memory_limit`` cannot hold what is needed."""
+    """A ``gpu_memory_limit`` that is too small for the smallest batch."""
 
 
 class EstimateError(PinfeedError, RuntimeError):
-    """A training step whose memory cannot be predicted: it needs data, or fails."""
+    """A training step whose memory cannot be predicted, because it needs data or fails."""
 
 
 class RowIndexError(PinfeedError, IndexError):
-    """Row numbers that are out of range, negative or not integers."""
+    """Row indices that are out of range, negative or not integers."""
 
 
 class StoreError(PinfeedError, ValueError):
-    """Rows that pinfeed cannot serve."""
+    """A source whose rows pinfeed cannot serve."""
 
 
 class FileMissing(StoreError, FileNotFoundError):
-    """A file that is not there, or the directory in which one is to be made."""
+    """A file that does not exist, or the directory of a new file that does not exist."""
 
 
 class ReadError(PinfeedError, OSError):
-    """A file that failed, or shrank, while it was read."""
+    """A file that failed, or shrank, during a read."""
 
 
 class WriteBackError(PinfeedError, ValueError):
-    """Values that cannot be written back, or not any more."""
+    """Values that cannot be written back, or that are written back too late."""
 
 
 class DeviceError(PinfeedError, RuntimeError):
@@ -86,7 +92,7 @@ class DeviceError(PinfeedError, RuntimeError):
 
 
 class MissingDependency(PinfeedError, ImportError):
-    """A package, or the hardware behind it, that is needed and not here."""
+    """A missing package, or missing hardware that the package needs."""
 
 
 class ClosedError(PinfeedError, RuntimeError):
@@ -94,20 +100,23 @@ class ClosedError(PinfeedError, RuntimeError):
 
 
 class RankError(PinfeedError, RuntimeError):
-    """Another process of the job failed, left its loop, or does something else; the message has which and what."""
+    """Another rank of the job that failed, left its loop, or made another call.
+
+    The message says which rank, and the reason.
+    """
 
 
 class CopyError(PinfeedError, TypeError):
-    """An object that belongs to the process which made it, and cannot be pickled or copied."""
+    """An object that belongs to one process and cannot be pickled or copied."""
 
 
 class VerificationError(PinfeedError, AssertionError):
-    """A prefetching loop differs from the synchronous one."""
+    """A prefetching loop whose results differ from those of the synchronous loop."""
 
 
 class CheckpointError(PinfeedError, ValueError):
-    """A checkpoint that is damaged, or of something else."""
+    """A checkpoint that is damaged, or that does not match the objects to resume."""
 
 
 class WorkerError(PinfeedError, RuntimeError):
-    """User code raised an exception that would have ended the loop, or the program, in silence."""
+    """An exception of user code that would have ended the loop, or the program, silently."""

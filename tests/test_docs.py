@@ -1,6 +1,6 @@
-"""The code of the README, of CONTRIBUTING and of the guide runs; the map and the reference leave nothing out; links lead somewhere.
+"""The pages: their code runs, their links work, and the map and the reference are complete.
 
-The guide fetches nothing from the network; its build checks the same of every page that it makes.
+The pages fetch nothing from the network; their build checks the same of the pages that it makes.
 """
 
 import importlib.util
@@ -47,7 +47,7 @@ def test_code_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_every_kind_of_page_is_run() -> None:
-    assert {"README.md", "CONTRIBUTING.md", "docs/index.md", "docs/moving.md"} <= {
+    assert {"README.md", "CONTRIBUTING.md", "docs/index.md", "docs/migration.md"} <= {
         name for name, page in NAMES.items() if blocks(page)
     }
 
@@ -68,6 +68,19 @@ def test_every_package_is_on_the_map_and_the_map_is_short() -> None:
     packages = [path.parent.name for path in (ROOT / "pinfeed").glob("*/__init__.py")]
     assert sorted(found) == sorted(packages)
     assert len(found) <= 15
+
+
+def test_the_picture_of_the_layers_is_the_import_contract() -> None:
+    picture = re.search(r"```text\n(.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
+    contract = re.search(
+        r'name = "imports go down".*?layers = \[\n(.*?)\n\]',
+        (ROOT / "pyproject.toml").read_text(),
+        re.DOTALL,
+    )
+    assert picture is not None
+    assert contract is not None
+    drawn = [line.split("  ")[0] for line in picture[1].splitlines()]
+    assert drawn == re.findall(r'"(.+?)"', contract[1])
 
 
 def test_the_root_has_nothing_but_packages() -> None:

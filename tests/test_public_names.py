@@ -80,3 +80,18 @@ def test_dir_of_a_wrapped_loader_has_what_it_asks_the_loader_for() -> None:
 def test_dir_of_a_restartable_has_what_the_feeder_has(name: str) -> None:
     with Feeder(ArrayStore(np.zeros((4, 2))), batch_size=2) as feeder:
         assert name in dir(restartable(feeder))
+
+
+def test_import_is_quick_and_loads_no_framework() -> None:
+    program = "import sys, pinfeed; print([m for m in ('torch', 'cupy', 'tqdm', 'matplotlib') if m in sys.modules])"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, text=True, timeout=60
+        ).stdout
+        == "[]\n"
+    )
+
+
+def test_public_names_are_sorted_and_there() -> None:
+    assert sorted(pinfeed.__all__) == pinfeed.__all__
+    assert all(hasattr(pinfeed, name) for name in pinfeed.__all__)

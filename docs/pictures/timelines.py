@@ -1,4 +1,4 @@
-"""Draw loops that starve, that are balanced, and that compute: the timelines of docs/seeing.md.
+"""Draw loops that starve, that are balanced, and that compute: the timelines of docs/profiling.md.
 
 Reading is as slow as it is told to be (a store that sleeps, as one that waits for a disk does), and
 so is the step; the threads that read, and when they do, are the feeder's.

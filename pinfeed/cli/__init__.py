@@ -1,1 +1,1 @@
-"""The ``pinfeed`` command: what this machine can do, what a feeder would do with a file, and what is wrong with one."""
+"""The ``pinfeed`` command: ``doctor``, ``plan``, ``bench`` and ``inspect``."""

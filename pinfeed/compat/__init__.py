@@ -1,1 +1,1 @@
-"""The documented APIs of earlier systems, as thin faces over pinfeed."""
+"""Documented APIs of earlier systems on top of pinfeed, and pinfeed's own old module paths."""

@@ -1,1 +1,1 @@
-"""What a user iterates: feeders over stores, DataLoaders and reader functions."""
+"""Feeders, which users iterate: over stores, DataLoaders and reader functions."""

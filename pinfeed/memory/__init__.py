@@ -1,1 +1,1 @@
-"""Memory limits and plans, what is free on the host, and reusable buffers."""
+"""Memory limits, memory plans, free host memory, and reusable buffers."""

@@ -1,1 +1,1 @@
-"""The engine of every feeder: sources, a prefetcher, transfers to the device, lent batches and a queue of writes."""
+"""Prefetching engine: sources, prefetcher, transfer to the device, lent batches, write queue."""

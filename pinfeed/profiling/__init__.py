@@ -1,1 +1,1 @@
-"""What a loop did with its time: counted, recorded, drawn and said."""
+"""Statistics, timelines and starvation warnings of a loop."""

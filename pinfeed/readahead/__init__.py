@@ -1,4 +1,4 @@
-"""Strategies for reading rows of stores: directly from the store, or ahead of the training loop."""
+"""Strategies that read the rows of a store: directly, or ahead into memory."""
 
 from pinfeed.readahead.base import HostRows, ReadStrategy, StoreRows
 from pinfeed.readahead.select import ReadPlan, choose, window_sizes

@@ -1,4 +1,4 @@
-"""Where rows live on the host."""
+"""Stores: rows in host memory or in files, behind one interface."""
 
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore

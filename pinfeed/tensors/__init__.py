@@ -1,1 +1,1 @@
-"""Dtypes, numpy arrays and torch tensors as each other, and the nested structure of a batch."""
+"""Dtypes, conversion between numpy arrays and torch tensors, and nested batches."""

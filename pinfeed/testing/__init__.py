@@ -1,4 +1,4 @@
-"""For tests: a simulated asynchronous device, and the contracts of stores and devices as test classes."""
+"""Test tools: a simulated asynchronous device, and test suites for stores and devices."""
 
 from pinfeed.testing.sim import SimDevice, favour, lazy
 

@@ -1,1 +1,1 @@
-"""Threads that work for a loop, even after the main thread has ended."""
+"""Worker threads of a loop, which also run after the main thread has ended."""

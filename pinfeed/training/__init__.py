@@ -1,1 +1,1 @@
-"""What a training loop adds on top of the feeder: tables in host memory, their optimizer, checkpoints."""
+"""Training on top of feeders: tables in host memory, checkpoints, memory, large batches."""

@@ -1,1 +1,1 @@
-"""Checks of arguments that several functions share, and what to give instead of a wrong source."""
+"""Shared checks of arguments, and suggestions for sources of a wrong kind."""

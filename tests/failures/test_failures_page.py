@@ -1,4 +1,4 @@
-"""The table of the guide's bad days: each row names tests, and they are there."""
+"""The table of the guide on failure handling: each row names its tests, and the tests exist."""
 
 import re
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 ROWS = [
     [cell.strip() for cell in line.strip("|").split(" | ")]
-    for line in (ROOT / "docs/bad-days.md").read_text().splitlines()
+    for line in (ROOT / "docs/failures.md").read_text().splitlines()
     if line.startswith("| ") and not line.startswith("| fault")
 ]
 TESTS = {

@@ -1,1 +1,1 @@
-"""The command `pinfeed bench`: batches of a file, beside a DataLoader."""
+"""The command ``pinfeed bench``: throughput of a file's batches, compared with a DataLoader."""

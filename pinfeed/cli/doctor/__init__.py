@@ -1,1 +1,1 @@
-"""The command `pinfeed doctor`: what the machine can do, and whether pinfeed helps."""
+"""The command ``pinfeed doctor``: what the machine can do, and whether pinfeed helps."""

@@ -1,1 +1,1 @@
-"""What disks and memory do at best, measured."""
+"""Measured bandwidth of disks and memory, shared with the benchmarks."""

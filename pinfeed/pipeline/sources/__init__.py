@@ -1,1 +1,1 @@
-"""Where the batches of an epoch come from: rows of stores, a torch DataLoader, functions that read samples."""
+"""Sources of batches: rows of stores, a torch DataLoader, functions that read samples."""

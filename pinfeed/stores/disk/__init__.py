@@ -1,1 +1,1 @@
-"""Reads of local files: system calls, many reads in one call, the page cache."""
+"""Reads of local files: system calls, asynchronous reads, and the page cache."""

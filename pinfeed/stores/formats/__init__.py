@@ -1,1 +1,1 @@
-"""Where the rows of a file are, as the header of each format says."""
+"""File formats: the offset, shape and dtype of the rows, from each format's header."""

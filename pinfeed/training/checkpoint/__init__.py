@@ -1,4 +1,4 @@
-"""Checkpoints that are complete at any moment: save and resume."""
+"""Atomic checkpoints: save, resume, check."""
 
 from pinfeed.training.checkpoint.writer import check, exists, resume, save
 

@@ -1,1 +1,1 @@
-"""Tables sharded by row over ranks."""
+"""Embedding tables that are sharded by row over the ranks of a job."""

@@ -1,1 +1,1 @@
-"""Saved activations in host memory."""
+"""Offloading of saved activations to host memory."""

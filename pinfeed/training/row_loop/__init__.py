@@ -1,1 +1,1 @@
-"""Training loops that prefetch the rows of tables."""
+"""Training loops that prefetch the rows of embedding tables."""

@@ -1,1 +1,1 @@
-"""Training as a whole: the loop, what it measured, and what it may have forgotten."""
+"""Managed training: the loop, its history, and checks for forgotten steps."""

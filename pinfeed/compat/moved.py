@@ -1,0 +1,118 @@
+"""Old module paths that documentation named, and where their contents are now.
+
+``import pinfeed`` installs a finder for these paths, behind Python's own finders. A name that is
+asked for under an old path is looked up in its new module, and a ``DeprecationWarning`` says the
+new path. Imports and pickles that name an old path therefore work for one more release.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+import warnings
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from importlib.util import spec_from_loader
+from types import ModuleType
+from typing import Any
+
+MOVED = {
+    "pinfeed.batches": "pinfeed.rows.batches",
+    "pinfeed.config": "pinfeed.memory.limits",
+    "pinfeed.feeder": "pinfeed.feeders.feeder",
+    "pinfeed.loader": "pinfeed.feeders.dataloader",
+    "pinfeed.ranks": "pinfeed.rows.ranks",
+    "pinfeed.readers": "pinfeed.feeders.functions",
+    "pinfeed.restarting": "pinfeed.feeders.restartable",
+    "pinfeed.rowdataset": "pinfeed.feeders.dataset",
+    "pinfeed.seeing.stats": "pinfeed.profiling.stats",
+    "pinfeed.seeing.timeline": "pinfeed.profiling.timeline",
+    "pinfeed.stores.extent": "pinfeed.stores.formats.row_layout",
+    "pinfeed.stores.mmap": "pinfeed.stores.file",
+    "pinfeed.training.big.bigbatch": "pinfeed.training.large_batch.big_batch",
+    "pinfeed.training.big.check": "pinfeed.training.large_batch.check",
+    "pinfeed.training.big.choice": "pinfeed.training.large_batch.select",
+    "pinfeed.training.big.offload": "pinfeed.training.offload.offload",
+    "pinfeed.training.embedding": "pinfeed.training.embeddings.table",
+    "pinfeed.training.manage.callbacks": "pinfeed.training.trainer.callbacks",
+    "pinfeed.training.manage.history": "pinfeed.training.trainer.history",
+    "pinfeed.training.manage.monitor": "pinfeed.training.trainer.memory_monitor",
+    "pinfeed.training.manage.trainer": "pinfeed.training.trainer.trainer",
+    "pinfeed.training.memory.budget": "pinfeed.training.memory_model.budget",
+    "pinfeed.training.memory.config": "pinfeed.training.memory_model.config",
+    "pinfeed.training.memory.estimate": "pinfeed.training.memory_model.estimate",
+    "pinfeed.training.memory.report": "pinfeed.training.memory_model.report",
+    "pinfeed.training.optimizer": "pinfeed.training.embeddings.optimizer",
+    "pinfeed.training.rowloop": "pinfeed.training.row_loop.loop",
+    "pinfeed.training.sharded.table": "pinfeed.training.distributed.table",
+}
+"""Old module -> new module."""
+
+RENAMED = {
+    "pinfeed.config.Item": "pinfeed.memory.limits.Allocation",
+    "pinfeed.stores.extent.Extent": "pinfeed.stores.formats.row_layout.RowLayout",
+    "pinfeed.training.big.choice.Chosen": "pinfeed.training.large_batch.select.StrategyChoice",
+    "pinfeed.training.manage.history.Row": "pinfeed.training.trainer.history.Record",
+}
+"""Old name -> new name, for names that changed too or that are not in the new module."""
+
+_OLD_PACKAGES = {
+    "pinfeed.seeing",
+    "pinfeed.training.big",
+    "pinfeed.training.manage",
+    "pinfeed.training.memory",
+    "pinfeed.training.sharded",
+}
+
+
+class MovedModules(MetaPathFinder, Loader):
+    """Finder and loader of the old paths; Python asks it last, so existing modules win."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if is_old(fullname):
+            return spec_from_loader(fullname, self, is_package=fullname in _OLD_PACKAGES)
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        def look_up(name: str) -> Any:
+            return _look_up(module.__name__, name)
+
+        vars(module)["__getattr__"] = look_up
+
+
+def is_old(module: str) -> bool:
+    """Return whether a dotted name is an old module, or the package of one."""
+    return module in MOVED or module in _OLD_PACKAGES
+
+
+def install() -> None:
+    """Make the old paths importable. A second call changes nothing."""
+    if not any(isinstance(finder, MovedModules) for finder in sys.meta_path):
+        sys.meta_path.append(MovedModules())
+
+
+def _look_up(old_module: str, name: str) -> Any:
+    """Return an attribute of an old module or package.
+
+    Raises:
+        AttributeError: If neither the old module nor the new one has this name.
+    """
+    old = f"{old_module}.{name}"
+    if is_old(old):
+        return importlib.import_module(old)
+    if name.startswith("__") or old_module not in MOVED:
+        raise AttributeError(f"module {old_module!r} has no attribute {name!r}")
+    new_module, _, new_name = RENAMED.get(old, f"{MOVED[old_module]}.{name}").rpartition(".")
+    found = getattr(importlib.import_module(new_module), new_name)
+    is_public = new_name in sys.modules["pinfeed"].__all__
+    new = f"pinfeed.{new_name}" if is_public else f"{new_module}.{new_name}"
+    # The frames between here and the importing line: this one and ``look_up``.
+    warnings.warn(
+        f"{old} is {new} now; the old path ends with the next release; import the new one",
+        DeprecationWarning,
+        stacklevel=3,
+    )
+    return found

@@ -1,0 +1,85 @@
+"""Objects that are no loader of batches: the error says what to give instead."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from pinfeed import (
+    HostEmbedding,
+    errors,
+    train_rows,
+    wrap_loader,
+)
+
+
+def test_a_path_is_no_loader() -> None:
+    with pytest.raises(errors.ArgumentError, match=r"a file is streamed by pinfeed\.Feeder\(path"):
+        wrap_loader("x.npy")
+
+
+class _Items(Dataset[Any]):
+    def __getitem__(self, i: int) -> Any:
+        return torch.zeros(2)
+
+
+NO_LOADERS: list[Any] = [
+    (
+        {"x": torch.zeros(2, 3)},
+        "loader is a dict, and iterating it gives its keys or columns; expected a DataLoader",
+    ),
+    (
+        pyarrow.table({"x": [1, 2]}),
+        "loader is a Table, and iterating it gives its keys or columns; expected a DataLoader",
+    ),
+    (
+        torch.zeros(2, 3),
+        "loader is a Tensor, and iterating it gives single samples; expected a DataLoader",
+    ),
+    (
+        np.zeros((2, 3)),
+        r"single samples; expected a DataLoader .*; give DataLoader\(dataset, batch_size=\.\.\.\), or let pinfeed.Feeder",
+    ),
+    (
+        TensorDataset(torch.zeros(2, 3)),
+        "loader is a TensorDataset, a Dataset, which gives single samples; expected a DataLoader",
+    ),
+    (
+        _Items(),
+        r"loader is a _Items, a Dataset, .*; give DataLoader\(dataset, batch_size=\.\.\.\), or batch_size=None where each",
+    ),
+]
+
+
+@pytest.mark.parametrize(("loader", "message"), NO_LOADERS, ids=lambda value: type(value).__name__)
+def test_what_gives_no_batches_is_no_loader(loader: Any, message: str) -> None:
+    with pytest.raises(errors.ArgumentError, match=message):
+        wrap_loader(loader, device="cpu")
+    with pytest.raises(errors.ArgumentError, match=message):
+        train_rows(loader, {HostEmbedding(4, 2): lambda batch: batch}, device="cpu")
+
+
+class _Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.ones(2)
+
+
+class _Own(_Items):
+    shape = (1, 2)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [lambda: [torch.ones(2)], lambda: iter([torch.ones(2)]), _Stream, _Own],
+    ids=["list", "iterator", "stream", "its own iteration"],
+)
+def test_other_iterables_are_loaders(make: Any) -> None:
+    with wrap_loader(make(), device="cpu") as loader:
+        assert [batch.tolist() for batch in loader] == [[1, 1]]

@@ -1,0 +1,235 @@
+"""Bad values for ``write_back``: they are refused before any row is changed."""
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from pinfeed import (
+    ArrayStore,
+    Feeder,
+    MmapStore,
+    errors,
+)
+
+
+@pytest.fixture
+def x() -> np.ndarray:
+    return np.arange(100 * 3, dtype=np.float32).reshape(100, 3)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (torch.zeros(2, 3), r"shape \(2, 3\), expected \(4, 3\)"),
+        (
+            torch.zeros(4, 3, dtype=torch.float64),
+            r"dtype \(convert with \.to\(\)\) float64, expected float32",
+        ),
+        (torch.zeros(4, 3, device="meta"), "device meta, expected cpu"),
+        (
+            np.zeros((4, 3), np.float32),
+            r"got ndarray; expected .* dtype float32 on cpu; give torch\.as_tensor\(array, device='cpu'\)",
+        ),
+        (
+            torch.eye(4, 3).to_sparse(),
+            r"got Tensor of layout torch\.sparse_coo; expected a dense tensor of shape \(4, 3\)",
+        ),
+        (
+            torch.nested.as_nested_tensor([torch.zeros(3)] * 4, layout=torch.jagged),
+            "got NestedTensor of layout torch.jagged; expected a dense",
+        ),
+        (
+            5,
+            r"write_back of source: got int; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu",
+        ),
+        (
+            (torch.zeros(4, 3),),
+            r"write_back of a tuple; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu$",
+        ),
+        (
+            {"x": torch.zeros(4, 3)},
+            r"write_back of a dict; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu$",
+        ),
+        (
+            None,
+            r"write_back of None; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu; rows that stay as they are need no",
+        ),
+    ],
+    ids=str,
+)
+def test_values_that_do_not_fit(x: np.ndarray, values: Any, message: str) -> None:
+    kept = x.copy()
+    with Feeder(x, batch_size=4, device="cpu") as feeder:
+        loop = feeder.batches()
+        batch = next(loop)
+        with pytest.raises(errors.WriteBackError, match=message):
+            batch.write_back(values)
+        # Nothing had been written: it still can be.
+        batch.write_back(batch.data)
+        del loop
+    np.testing.assert_array_equal(x, kept)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        (
+            {"x": None},
+            r"write_back of a dict without \['y'\]; expected a dense tensor of shape \(4, 3\) .* for source\['x'\] and",
+        ),
+        (
+            {"x": None, "z": None},
+            r"a dict without \['y'\] and with \['z'\], which the source does not have; expected",
+        ),
+        (
+            (None, None),
+            r"a tuple without \['x'\], \['y'\] and with \[0\], \[1\], which the source does not have; expected",
+        ),
+        (torch.zeros(4, 3), r"write_back of a Tensor without \['x'\], \['y'\]; expected"),
+        (
+            None,
+            r"write_back of None; expected .*float32 on cpu for source\['x'\] and a dense tensor of shape \(4,\) and dtype int64",
+        ),
+        (
+            {"x": None, "y": torch.zeros(4)},
+            r"source\['y'\]: dtype \(convert with \.to\(\)\) float32, expected int64",
+        ),
+    ],
+    ids=str,
+)
+def test_values_of_another_structure(x: np.ndarray, values: Any, message: str) -> None:
+    with Feeder({"x": x, "y": np.zeros(100, np.int64)}, batch_size=4, device="cpu") as feeder:
+        batch = next(loop := feeder.batches())
+        with pytest.raises(errors.WriteBackError, match=message):
+            batch.write_back(values)
+        # Nothing had been written: it still can be.
+        batch.write_back({"x": batch.data["x"] + 1, "y": None})
+        del loop
+    assert x[3, 2] == 12
+
+
+def test_a_list_is_written_in_the_place_of_a_tuple(x: np.ndarray) -> None:
+    with Feeder((x, np.zeros(100)), batch_size=50, device="cpu") as feeder:
+        for batch in feeder.batches():
+            batch.write_back([batch.data[0] + 1, None])
+    assert x[99, 2] == 300
+
+
+def test_write_back_to_a_read_only_store(x: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", x)
+    x.flags.writeable = False
+    for source in (x, tmp_path / "x.npy", MmapStore(tmp_path / "x.npy")):
+        with Feeder(source, batch_size=4) as feeder:
+            loop = feeder.batches()
+            batch = next(loop)
+            with pytest.raises(
+                errors.WriteBackError,
+                match=r'read-only; open a file with MmapStore\(path, mode="r\+"\)',
+            ):
+                batch.write_back(batch.data)
+            del loop
+
+
+def test_write_back_of_repeated_rows(x: np.ndarray) -> None:
+    kept = x.copy()
+    with Feeder(x, rows=[[3, 5, 3]]) as feeder:
+        loop = feeder.batches()
+        batch = next(loop)
+        with pytest.raises(errors.WriteBackError, match="row 3 stands more than once"):
+            batch.write_back(batch.data + 1)
+        del loop
+    np.testing.assert_array_equal(x, kept)
+
+
+def test_write_back_too_late_or_twice(x: np.ndarray) -> None:
+    with Feeder(x, batch_size=4) as feeder:
+        loop = feeder.batches()
+        one, two = next(loop), next(loop)
+        with pytest.raises(errors.WriteBackError, match="after the next batch was taken"):
+            one.write_back(one.data)
+        two.write_back(two.data)
+        with pytest.raises(errors.WriteBackError, match="called for this batch before"):
+            two.write_back(two.data)
+        del loop
+        with pytest.raises(errors.WriteBackError, match="after the loop"):
+            two.write_back(two.data)
+
+
+def test_write_back_to_rows_that_are_given_twice(x: np.ndarray, tmp_path: Path) -> None:
+    """A write to one would not be seen in the other, which was prefetched."""
+    np.save(tmp_path / "x.npy", x)
+    file = MmapStore(tmp_path / "x.npy", mode="r+")
+    for source in ((x, x), (x, ArrayStore(x[:, 1:])), (file, MmapStore(tmp_path / "x.npy"))):
+        with Feeder(source, batch_size=4) as feeder:
+            loop = feeder.batches()
+            batch = next(loop)
+            with pytest.raises(
+                errors.WriteBackError, match=r"source\[0\] and source\[1\] have rows in common"
+            ):
+                batch.write_back((batch.data[0], None))
+            del loop
+    with Feeder((x[:, :1], x[:, 1:]), batch_size=4) as feeder:
+        # Columns of one array have no memory in common.
+        for batch in feeder.batches():
+            batch.write_back((batch.data[0] + 1, batch.data[1]))
+    file.close()
+    with pytest.raises(errors.ArgumentError, match="stands twice"):
+        MmapStore([tmp_path / "x.npy"] * 2, mode="r+")
+
+
+def test_write_back_of_a_dict_in_another_order(x: np.ndarray) -> None:
+    y = x * 2
+    with Feeder({"x": x, "y": y}, batch_size=50) as feeder:
+        for batch in feeder.batches():
+            batch.write_back({"y": batch.data["y"] + 1, "x": None})
+    np.testing.assert_array_equal(y, x * 2 + 1)
+
+
+class _Writing(IterableDataset[Any]):
+    """Adds 1 to all rows of a source, and writes down what pinfeed logs."""
+
+    def __init__(self, log: Path, source: Any) -> None:
+        self._log = log
+        self._source = source
+
+    def __iter__(self) -> Iterator[Any]:
+        logging.getLogger("pinfeed").addHandler(logging.FileHandler(self._log))
+        with Feeder(self._source, batch_size=2, device="cpu") as feeder:
+            for batch in feeder.batches():
+                batch.write_back(batch.data + 1)
+                yield len(batch.rows)
+
+
+@pytest.mark.parametrize(
+    ("kind", "is_changed"),
+    [("array", False), ("tensor", False), ("shared", True), ("memmap", True)],
+)
+def test_write_back_to_the_copy_of_a_worker_process_is_warned_of(
+    kind: str, is_changed: bool, tmp_path: Path
+) -> None:
+    source: Any = np.zeros((4, 2)) if kind == "array" else torch.zeros(4, 2)
+    if kind == "shared":
+        source.share_memory_()
+    elif kind == "memmap":
+        source = np.lib.format.open_memmap(tmp_path / "x.npy", "w+", shape=(4, 2))
+    loader = DataLoader(
+        _Writing(tmp_path / "log", source),
+        batch_size=None,
+        num_workers=1,
+        multiprocessing_context="fork",
+    )
+    assert list(loader) == [2, 2]
+    assert bool((source == 1).all()) == is_changed
+    said = (tmp_path / "log").read_text().splitlines()
+    assert len(said) == (not is_changed)
+    assert all(
+        "changes that process's copy of an array, and the array of the main process stays as it is"
+        in line
+        for line in said
+    )

@@ -1,0 +1,113 @@
+"""Input that is valid but probably not meant: a warning, once."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pinfeed import (
+    Feeder,
+    MmapStore,
+    Ranks,
+    wrap_readers,
+)
+
+
+def test_a_list_of_files_that_are_alike_is_warned_of_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = [str(tmp_path / f"part-{i}.npy") for i in range(4)]
+    for file in files:
+        np.save(file, np.zeros((5, 2)))
+    for source in (files[:2], files[:2], {"x": (files, np.zeros(5))}):
+        with Feeder(source, batch_size=5, device="cpu") as feeder:
+            list(feeder)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == 2
+    assert said[0] == (
+        f"source=[{files[0]!r}, {files[1]!r}] is a list of 2 files with equally many rows of one shape and dtype, and each batch is a list "
+        "of 2 tensors, one of each file; if the files are shards of one source, give MmapStore([...]) or a pattern; if they belong side by "
+        "side, give a tuple, of which there is no warning"
+    )
+    assert said[1].startswith(f"source=[{files[0]!r}, {files[1]!r}, ...] is a list of 4 files")
+
+
+def test_sources_side_by_side_are_not_warned_of(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for name, dtype in (("a-0", "f4"), ("a-1", "f4"), ("b-0", "f4"), ("b-1", "f4"), ("c-0", "i4")):
+        np.save(tmp_path / f"{name}.npy", np.zeros((5, 2), dtype))
+    at = {path.stem: str(path) for path in tmp_path.iterdir()}
+    with MmapStore(at["a-0"]) as one, MmapStore(at["a-1"]) as other:
+        for source in (
+            (at["a-0"], at["a-1"]),
+            [at["a-0"], at["c-0"]],
+            [at["a-0"], np.zeros((5, 2), "f4")],
+            [str(tmp_path / "a-*.npy"), str(tmp_path / "b-*.npy")],
+            {"x": at["a-0"], "y": at["a-1"]},
+            [one, other],
+        ):
+            with Feeder(source, batch_size=5, device="cpu") as feeder:
+                list(feeder)
+    assert not [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+
+def test_an_epoch_of_nothing_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+    with Feeder(np.zeros((8, 2)), batch_size=9, drop_last=True) as feeder:
+        assert list(feeder) == []
+    assert "drop_last=True leaves no batch: 8 rows, batches of 9" in caplog.text
+
+
+NO_BATCH: list[Any] = [
+    (
+        {"ranks": Ranks("drop", rank=0, world_size=1000)},
+        "rank 0 of 1000 has no batch: 0 of 8 {}, batches of 2; lower world_size",
+    ),
+    (
+        {"ranks": Ranks("join", rank=9, world_size=10)},
+        "rank 9 of 10 has no batch: 0 of 8 {}, batches of 2; lower world_size",
+    ),
+    (
+        {"ranks": Ranks("drop", rank=1, world_size=8), "drop_last": True},
+        "rank 1 of 8 has no batch: 1 of 8 {}, batches of 2, drop_last=True; lower world_size",
+    ),
+]
+
+
+@pytest.mark.parametrize(("arguments", "message"), NO_BATCH)
+def test_ranks_that_have_nothing_are_told_of(
+    arguments: dict[str, Any], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with Feeder(np.zeros((8, 2)), batch_size=2, **arguments) as feeder:
+        assert list(feeder) == []
+    functions: dict[str, Any] = {"read_input": lambda i: [i], "get_output": lambda i: [i]}
+    with wrap_readers(range(8), range(8), batch_size=2, **functions, **arguments) as reader:
+        assert list(reader) == []
+    wanted = [message.format("rows"), message.format("identities")]
+    assert [said[: len(one)] for said, one in zip(caplog.messages, wanted, strict=True)] == wanted
+
+
+def test_ranks_that_have_a_batch_are_not_warned_of(caplog: pytest.LogCaptureFixture) -> None:
+    with Feeder(
+        np.zeros((8, 2)), batch_size=2, ranks=Ranks("join", rank=7, world_size=8)
+    ) as feeder:
+        assert [len(batch) for batch in feeder] == [1]
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{}, {"shuffle": True, "depth": 0}, {"ranks": Ranks(rank=0, world_size=2)}],
+    ids=str,
+)
+def test_no_identities_are_told_of(
+    arguments: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    with wrap_readers(
+        [], [], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=2, **arguments
+    ) as reader:
+        assert list(reader) == []
+    assert caplog.messages == [
+        "there are no identities, so that epochs have no batch; give at least one"
+    ]

@@ -1,0 +1,64 @@
+"""Ctrl-C, and the end of the interpreter, with a loop that is running."""
+
+import signal
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+PROGRAM = """
+    import sys, time, numpy as np, threading, pinfeed
+    from pinfeed import ArrayStore
+
+    class Slow(ArrayStore):
+        calls = 0
+
+        def gather(self, rows, out):
+            self.calls += 1
+            if {slow} and self.calls > 1:
+                if self.calls == 3:
+                    print("ready", flush=True)
+                time.sleep(0.5)
+            super().gather(rows, out)
+
+    table = np.zeros((2, 256 << 20), np.uint8) if {slow} else np.zeros((1000, 2))
+    store = Slow(table.reshape(-1, 4096) if {slow} else table)
+    feeder = pinfeed.Feeder(store, batch_size={batch_size}, depth={depth})
+    try:
+        while True:
+            for batch in feeder:
+                if not {slow}:
+                    print("ready", flush=True)
+                time.sleep(0.01)
+    except KeyboardInterrupt:
+        feeder.close()
+        left = [t.name for t in threading.enumerate() if t.name.startswith("pinfeed")]
+        print("interrupted", left, "#", store.calls, flush=True)
+"""
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("slow", [False, True], ids=["in the body", "in a large batch"])
+def test_ctrl_c_ends_a_loop_at_once(depth: int, slow: bool) -> None:
+    """A batch of 256 MiB is gathered in sixteen steps, half a second each here; the loop does not wait for the last one."""
+    program = textwrap.dedent(
+        PROGRAM.format(depth=depth, slow=slow, batch_size=1 << 16 if slow else 10)
+    )
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    left, n_steps = out.rpartition("interrupted ")[2].split("#")
+    assert left == "[] "
+    assert not slow or int(n_steps) < 16, "the steps before the signal, and the one that it came in"
+    assert process.returncode == 0
+
+
+def test_the_interpreter_can_end_with_a_live_feeder() -> None:
+    program = "import numpy as np, pinfeed; f = pinfeed.Feeder(np.zeros((1000, 2)), batch_size=2); i = iter(f); next(i); print('end')"
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
