@@ -14,7 +14,8 @@ from typing import Any, cast
 import torch
 
 from pinfeed.errors import ArgumentError, ClosedError
-from pinfeed.feeders.dataloader import HINTS, LoaderFeeder
+from pinfeed.feeders.dataloader import LoaderFeeder
+from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.memory.limits import check_depth, check_route, safe_repr
 from pinfeed.pipeline.abandoned import is_abandoned
 from pinfeed.pipeline.epochs import is_suspended
@@ -35,7 +36,7 @@ _MAX_READERS = 4
 logger = logging.getLogger("pinfeed")
 
 
-@explain_arguments(HINTS)
+@explain_arguments(LOADER_HINTS)
 def train_rows(
     loader: Any,
     tables: Mapping[HostEmbedding, Any],
@@ -150,9 +151,8 @@ class RowLoop(LoaderFeeder):
             progress=progress,
             timeline=timeline,
             n_spare=(len(every) + len(specs) + 4) * (2 * depth + 2),
-            stores=list(every.values()),
-            route=check_route(route),
         )
+        self._route = self._device.choose_route(list(every.values()), 0, check_route(route))
         self._verify = verify
         self._shadow: Shadow | None = None
         self._loan: LentBatch | None = None
