@@ -258,7 +258,7 @@ class RowLoop(LoaderFeeder):
         """Call ``flush_writes``, which was named ``land`` before."""
         self.flush_writes()
 
-    def let_go(self) -> None:
+    def release_tables(self) -> None:
         """Release the tables if the loop has ended without doing so, or cannot go on.
 
         Interrupts can keep a loop from releasing its tables. A loop cannot go on if only
