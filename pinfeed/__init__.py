@@ -35,8 +35,9 @@ from pinfeed.errors import (
     WorkerError,
     WriteBackError,
 )
+from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.dataloader import wrap_loader
-from pinfeed.feeders.feeder import Batch, Feeder
+from pinfeed.feeders.feeder import Feeder
 from pinfeed.feeders.functions import wrap_readers
 from pinfeed.feeders.restartable import restartable
 from pinfeed.memory.plan import Plan

@@ -1,58 +1,24 @@
-"""wrap_loader(): a torch DataLoader as a source."""
+"""wrap_loader(): the batches of a torch DataLoader, prefetched to the device."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from pinfeed.devices import resolve
+from pinfeed.feeders.base import BaseFeeder
+from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.memory.depth import check_depth
-from pinfeed.pipeline.epochs import EpochRunner, no_copy, no_items
+from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
-from pinfeed.profiling.stats import FeederStats
-from pinfeed.profiling.timeline import Timeline
-from pinfeed.stores.base import Store
 from pinfeed.validation.arguments import check_flag, explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
-_OF_ITS_BATCHES = (
-    "batch_size",
-    "shuffle",
-    "sampler",
-    "batch_sampler",
-    "collate_fn",
-    "drop_last",
-    "generator",
-    "in_order",
-)
-_OF_ITS_WORKERS = (
-    "num_workers",
-    "timeout",
-    "worker_init_fn",
-    "multiprocessing_context",
-    "persistent_workers",
-)
-HINTS = {
-    **{
-        name: f"give it to the DataLoader: DataLoader(dataset, {name}=...)"
-        for name in (*_OF_ITS_BATCHES, *_OF_ITS_WORKERS)
-    },
-    **dict.fromkeys(
-        ("pin_memory", "pin_memory_device"),
-        "tensors go through page-locked memory where there is a GPU; leave it out",
-    ),
-    "prefetch_factor": "give it to the DataLoader, for its worker processes; the batches that are ready on the device are depth=",
-    "seed": "the DataLoader draws the order: give it generator=torch.Generator().manual_seed(seed)",
-    "rows": "the DataLoader has the order: give it sampler= or batch_sampler=",
-    "ranks": "the DataLoader has the order: give it sampler=DistributedSampler(dataset)",
-    "transform": "give it to the dataset, or apply it to the batch in the loop",
-}
-"""Advice, by the names that DataLoader and Feeder have for it."""
+_STATE_METHODS = ("state_dict", "load_state_dict")
 
 
-@explain_arguments(HINTS)
+@explain_arguments(LOADER_HINTS)
 def wrap_loader(
     loader: Any,
     *,
@@ -61,50 +27,54 @@ def wrap_loader(
     progress: bool = False,
     timeline: bool = False,
 ) -> LoaderFeeder:
-    """The same batches as ``loader`` gives, on the device, ``depth`` batches ahead.
+    """Wrap a loader, to get its batches on the device, prefetched ``depth`` batches ahead.
 
-    A loop begins with ``iter(loader)``, in the caller's thread; its batches are then asked for in a
-    background thread. Their tensors are moved through page-locked memory on a side stream, whether
-    the loader pins them or not; other objects with a ``to(device)`` method move by that; all other
-    leaves (numpy arrays, strings, numbers, None) pass through as they are. The structure may be of
-    tuples, lists, mappings, named tuples and dataclasses.
+        for images, labels in pinfeed.wrap_loader(DataLoader(dataset, batch_size=256)):
+            ...
 
-    Shuffling and the seeds of worker processes are those of the loader alone, under the same
-    ``torch.manual_seed``, whatever the loop's body draws. Not so what a dataset, sampler or
-    ``collate_fn`` itself draws from a global generator in this process (``num_workers=0``): that is
-    drawn ahead of the body and, unless ``depth`` is 0, mixes with what the body draws; give them a
-    generator of their own. They also run without the caller's ``torch.no_grad()`` and the like, as
-    they do in worker processes.
+    A loop calls ``iter(loader)`` in the caller's thread. A background thread then asks for the
+    batches. Their tensors are copied through page-locked memory on a side stream, whether or not
+    the loader pins them. Other objects with a ``to(device)`` method are moved by that method. All
+    other leaves (numpy arrays, strings, numbers, None) stay as they are. A batch may be any
+    structure of tuples, lists, mappings, named tuples and dataclasses.
 
-    Of a loader with ``state_dict`` and ``load_state_dict``, such as torchdata's StatefulDataLoader,
-    this has them too, and they are the loader's own: taken in the loop's body, the state that the
-    loader itself would give there, whatever was prefetched. Either loads what the other saved. It
-    is asked for with every batch, in the reader's thread; where that takes long, worker processes
-    and torchdata's ``snapshot_every_n_steps`` make it rarer. Whatever else a loader tells of its
-    place (that of Accelerate, which batch is the last) is its own place, ahead of the loop.
+    Shuffling and the seeds of worker processes are those of the loader alone under the same
+    ``torch.manual_seed``, whatever the training step draws. This does not hold for random numbers
+    that a dataset, sampler or ``collate_fn`` draws from a global generator in this process
+    (``num_workers=0``). Unless ``depth`` is 0, they are drawn ahead of the training step and mix
+    with its own; give such objects a generator of their own. They also run without the caller's
+    ``torch.no_grad()`` and similar modes, as they do in worker processes.
+
+    If the loader has ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader
+    does, the feeder has them too. Inside a training step, ``state_dict`` returns the state that the
+    loader itself would return there, regardless of prefetched batches. Each of the two loads the
+    states of the other. The reader thread asks for the state with every batch. If that takes long,
+    worker processes and torchdata's ``snapshot_every_n_steps`` make it rarer. Anything else that a
+    loader tells about its position (for example Accelerate's, about the last batch) is the loader's
+    own position, which is ahead of the loop.
 
     Args:
         loader: A ``torch.utils.data.DataLoader``, or any iterable of batches that can be iterated
-            again for the next epoch. Each batch has memory of its own: one that is filled again for
-            the next batch would change while it is waiting to be lent. A dataset, an array, a
-            tensor or a dict of them is refused: its iteration gives single samples or names.
-        device: As for ``Feeder``.
-        depth: Batches ahead of the loop, at most 1,024; 0 is the loader itself, moved.
-        progress: Show a progress bar.
-        timeline: Record what takes time in every batch.
+            again for the next epoch. Each batch must have memory of its own, because a batch that
+            the loader fills again would change while it waits. A dataset, an array, a tensor
+            or a dict of them is refused, because iterating it yields single samples or names.
+        device: Target device, as for ``Feeder``.
+        depth: Number of batches to prefetch, at most 1,024; 0 is the loader itself, with its
+            batches moved.
+        progress: Whether to show a progress bar.
+        timeline: Whether to record what takes time in every batch.
 
     Raises:
-        DeviceError: There is no such device.
-        ArgumentError: ``depth`` is not a whole number from 0 to 1,024, ``progress`` or ``timeline``
-            is no bool, or ``loader`` cannot be iterated, or gives no batches.
-        UnknownArgument: There is no such argument. The message says where it goes instead.
+        DeviceError: If the device does not exist.
+        ArgumentError: If ``depth`` is not a whole number from 0 to 1,024, ``progress`` or
+            ``timeline`` is not a bool, or ``loader`` cannot be iterated or does not yield batches.
+        UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
     check_flag(progress, "progress")
     check_flag(timeline, "timeline")
-    knows = all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
-    feeder, source = (
-        (StatefulLoaderFeeder, StatefulSource) if knows else (LoaderFeeder, LoaderSource)
-    )
+    has_state = all(callable(getattr(loader, name, None)) for name in _STATE_METHODS)
+    feeder = StatefulLoaderFeeder if has_state else LoaderFeeder
+    source = StatefulSource if has_state else LoaderSource
     return feeder(
         source(loader),
         device=device,
@@ -114,8 +84,21 @@ def wrap_loader(
     )
 
 
-class LoaderFeeder:
-    """A loader whose batches are on the device; what it does not know itself it asks the loader (``dataset``, ``batch_sampler``, …)."""
+class LoaderFeeder(BaseFeeder):
+    """Loader whose batches are on the device; ``wrap_loader`` returns it.
+
+    Attributes that it does not have itself are those of the loader (``dataset``,
+    ``batch_sampler``, ...).
+
+    Args:
+        source: Source that iterates the loader.
+        device: Target device, as the user named it.
+        schedule: How far ahead batches are prefetched.
+        progress: Whether to show a progress bar.
+        timeline: Whether to record what takes time in every batch.
+        n_spare: Number of device buffers that may be kept for reuse; None is one per batch that is
+            on the device at a time.
+    """
 
     def __init__(
         self,
@@ -126,99 +109,76 @@ class LoaderFeeder:
         progress: bool,
         timeline: bool,
         n_spare: int | None = None,
-        stores: Sequence[Store] = (),
-        route: str | None = None,
     ) -> None:
         self._source = source
         self._loader = source.loader
-        found = resolve(device, n_spare=schedule.depth + 2 if n_spare is None else n_spare)
-        self._device = found
-        self._owned_device = None if found is device else found
-        self._route = found.choose_route(stores, 0, route) if stores else ""
         self._loop = EpochRunner(
-            source, found, schedule=schedule, capacity=(), progress=progress, timeline=timeline
+            source,
+            self._open_device(device, schedule.depth + 2 if n_spare is None else n_spare),
+            schedule=schedule,
+            capacity=(),
+            progress=progress,
+            timeline=timeline,
         )
-
-    __reduce__ = no_copy
-    __getitems__ = no_items
 
     @safe_repr
     def __repr__(self) -> str:
         size = getattr(self._loader, "batch_size", None)
         batches = f"batches of {size:,}" if isinstance(size, int) else "its batches"
-        return f"<{type(self).__name__}: a {type(self._loader).__name__}, {batches} on {self.device}, {self._loop}>"
-
-    def __enter__(self) -> LoaderFeeder:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self.close()
+        loader = type(self._loader).__name__
+        return f"<{type(self).__name__}: a {loader}, {batches} on {self.device}, {self._loop}>"
 
     def __len__(self) -> int:
-        """Batches in an epoch, as the loader says.
+        """Return the number of batches in an epoch, as the loader reports it.
 
         Raises:
-            TypeError: If the loader does not know.
+            TypeError: If the loader has no length.
         """
         try:
             return len(self._loader)
         except TypeError as error:
             raise TypeError(
-                f"loader={type(self._loader).__name__}: its len() fails ({error}), so the number of batches is not known; "
-                "count them in the loop"
+                f"loader={type(self._loader).__name__}: its len() fails ({error}), so the number "
+                "of batches is not known; count them in the loop"
             ) from error
 
     def __iter__(self) -> Iterator[Any]:
-        """The loader's next epoch, on the device.
+        """Begin the loader's next epoch, with its batches on the device.
 
         Raises:
-            ClosedError: This is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs.
         """
         return self._loop.run(LentBatch.take, begin=self._source.begin)
 
     def __getattr__(self, name: str) -> Any:
-        if name in ("state_dict", "load_state_dict"):
+        if name in _STATE_METHODS:
             raise AttributeError(
-                f"{type(self._loader).__name__} has no {name}, so the loop cannot be resumed; give a loader that has "
-                "(torchdata's StatefulDataLoader), or a Feeder"
+                f"{type(self._loader).__name__} has no {name}, so the loop cannot be resumed; give "
+                "a loader that has (torchdata's StatefulDataLoader), or a Feeder"
             )
         if name.startswith("_"):
-            # Not made yet, or a protocol that the loader must not answer for this object.
+            # Either an attribute that the constructor has not set yet, or a protocol that the
+            # loader must not answer for the feeder.
             raise AttributeError(name)
         return getattr(self._loader, name)
 
     def __dir__(self) -> list[str]:
-        """Its own names, and those that it asks the loader for."""
-        asked = {name for name in dir(self._loader) if not name.startswith("_")} - {
-            "state_dict",
-            "load_state_dict",
-        }
-        return sorted({*super().__dir__(), *asked})
-
-    @property
-    def device(self) -> str:
-        """Name of the device, as torch writes it."""
-        return self._device.name
-
-    @property
-    def stats(self) -> FeederStats:
-        """What was measured so far; bytes are those that were moved."""
-        return self._loop.stats
-
-    @property
-    def timeline(self) -> Timeline:
-        """What took time. Only with ``timeline=True``."""
-        return self._loop.timeline
+        """Return the names of the feeder's own attributes and of the loader's public ones."""
+        of_loader = {name for name in dir(self._loader) if not name.startswith("_")}
+        return sorted({*super().__dir__(), *of_loader.difference(_STATE_METHODS)})
 
     def set_epoch(self, number: int) -> None:
-        """Tell the epoch to the loader's sampler, batch sampler and dataset, whichever of them has ``set_epoch``.
+        """Call ``set_epoch`` of the loader, its samplers and its dataset, if they have it.
 
-        Where none of them has it, the batches stay as they are, without an error: such a loader
-        draws its order from torch's random numbers or has one order, and loops that work with any
-        sampler call ``set_epoch`` in every epoch.
+        If none of them has it, nothing changes and no error is raised. Such a loader draws its
+        order from torch's random numbers, or has one order. Loops that work with any sampler call
+        ``set_epoch`` in every epoch.
+
+        Args:
+            number: Number of the epoch, at least 0.
 
         Raises:
-            ClosedError: A loop over this runs.
+            ClosedError: If a loop runs, or the feeder is closed.
         """
         self._loop.set_epoch(number)
         batch_sampler = getattr(self._loader, "batch_sampler", None)
@@ -229,37 +189,39 @@ class LoaderFeeder:
             getattr(batch_sampler, "sampler", None),
             getattr(self._loader, "dataset", None),
         ]
+        # One object may have several of these roles; it is called once.
         for target in {id(candidate): candidate for candidate in candidates}.values():
             if callable(getattr(target, "set_epoch", None)):
                 target.set_epoch(number)
 
-    def close(self) -> None:
-        """End a loop that runs. The loader stays as it is. Idempotent."""
-        with contextlib.ExitStack() as stack:
-            if self._owned_device is not None:
-                stack.callback(self._owned_device.close)
-            stack.callback(self._source.end)
-            stack.callback(self._loop.close)
+    def _close_sources(self, stack: contextlib.ExitStack) -> None:
+        stack.callback(self._source.end)
 
 
 class StatefulLoaderFeeder(LoaderFeeder):
-    """A loader that knows where it is, and this where the loop is: ahead of the loop, that is where the loader was."""
+    """Loader whose batches are on the device, and that can be resumed; ``wrap_loader`` returns it.
+
+    Prefetching moves the loader ahead of the loop. The feeder keeps the state that the loader had
+    after the batch of the current training step.
+    """
 
     _source: StatefulSource
 
     def __iter__(self) -> Iterator[Any]:
-        """The loader's next epoch, on the device.
+        """Begin the loader's next epoch, with its batches on the device.
 
         Raises:
-            ClosedError: This is closed, or another loop over it runs.
+            ClosedError: If the feeder is closed, or another loop over it runs.
         """
-        return self._loop.run(self._lend, begin=self._begin)
+        return self._loop.run(self._take, begin=self._begin)
 
     def state_dict(self) -> Any:
-        """What the loader's ``state_dict()`` is where the loop is: batches that were prefetched and not lent count for nothing.
+        """Return the loader's ``state_dict()`` at the position of the loop.
+
+        Batches that are only prefetched do not count.
 
         Raises:
-            Exception: What the loader's ``state_dict()`` raised.
+            Exception: If the loader's ``state_dict()`` failed; its error.
         """
         state = self._source.state() if self._loop.is_at_rest else self._state
         if isinstance(state, Exception):
@@ -267,19 +229,25 @@ class StatefulLoaderFeeder(LoaderFeeder):
         return state
 
     def load_state_dict(self, state: Any) -> None:
-        """Let the next loop go on where ``state`` was taken, here or of the loader itself.
+        """Make the next loop continue at a saved position.
+
+        Args:
+            state: What ``state_dict`` of this feeder or of the loader itself returned.
 
         Raises:
-            ClosedError: A loop over this runs.
+            ClosedError: If a loop runs, or the feeder is closed.
         """
-        # An epoch that was left is left for good.
+        # The loader alone knows the batch. An epoch that was left is not continued.
         self._loop.load_state(self._loop.state() | {"batch": 0, "checksum": 0})
         self._loader.load_state_dict(state)
 
     def _begin(self) -> None:
+        """Begin an epoch of the loader, and keep its state before the first batch."""
         self._source.begin()
         self._state = self._source.state()
 
-    def _lend(self, loan: LentBatch) -> Any:
-        batch, self._state = loan.take()
+    def _take(self, lent: LentBatch) -> Any:
+        """Return the data of a batch to the loop, and keep the loader's state after it."""
+        batch, state = lent.take()
+        self._state = state
         return batch

@@ -1,4 +1,4 @@
-"""RowDataset: the rows of a feeder's sources by number, without a loop."""
+"""RowDataset: rows of a feeder's sources by row index, without a loop."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from torch.utils.data import Dataset
 
+from pinfeed.feeders.hints import DATASET_HINTS
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
@@ -16,50 +17,28 @@ from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
-_OF_LOADER = (
-    "batch_size",
-    "shuffle",
-    "sampler",
-    "batch_sampler",
-    "num_workers",
-    "collate_fn",
-    "pin_memory",
-    "drop_last",
-    "timeout",
-)
-_MORE_OF_LOADER = (
-    "worker_init_fn",
-    "multiprocessing_context",
-    "generator",
-    "prefetch_factor",
-    "persistent_workers",
-    "pin_memory_device",
-)
-HINTS = {
-    name: f"a RowDataset has rows and no batches; give it to DataLoader(RowDataset(source), {name}=...), or use Feeder(source, ...)"
-    for name in (*_OF_LOADER, *_MORE_OF_LOADER, "in_order")
-} | {
-    "transform": "apply it to what the dataset gives, in the collate_fn of the DataLoader or in the loop"
-}
-"""Advice, by the names that DataLoader has for it."""
-
 
 class RowDataset(Dataset[Any]):
-    """``dataset[i]`` is row i of what a Feeder would be given: CPU tensors, in the structure of the source, yours to keep.
+    """Rows of arrays and files by index, as CPU tensors in the structure of the source.
 
-    For evaluation, for a look at some rows, and wherever a map-style ``torch.utils.data.Dataset``
-    is wanted. ``dataset[[3, 1, 4]]`` and ``dataset[10:20]`` are batches. A DataLoader's batch is
-    one gather, in its worker processes too: a dataset of paths is pickled as its paths, and every
-    process opens the files for itself; arrays are pickled whole where processes are spawned.
+    ``dataset[i]`` is row i. ``dataset[[3, 1, 4]]`` and ``dataset[10:20]`` are batches. The tensors
+    belong to the caller. Use it for evaluation, to look at some rows, and wherever a map-style
+    ``torch.utils.data.Dataset`` is required:
+
+        loader = DataLoader(pinfeed.RowDataset("x.npy"), batch_size=256, num_workers=4)
+
+    A batch of a DataLoader is one gather, in worker processes too. A dataset of paths is pickled as
+    its paths, and every process opens the files itself. Arrays are pickled as a whole if processes
+    are spawned.
 
     Args:
-        source: As ``Feeder`` takes it.
+        source: Source of rows, as for ``Feeder``.
 
     Raises:
-        StoreError: A source that cannot be served, or sources of unequal length.
+        StoreError: If a source cannot be read, or sources have different numbers of rows.
     """
 
-    @explain_arguments(HINTS)
+    @explain_arguments(DATASET_HINTS)
     def __init__(self, source: Any) -> None:
         self._source = source
         self._open()
@@ -78,10 +57,10 @@ class RowDataset(Dataset[Any]):
         return self._tree.n_rows
 
     def __getitem__(self, index: Any) -> Any:
-        """A row for a number; for a slice, or for several numbers in an array or a list, a batch of them.
+        """Return one row for an index, or a batch for a slice, an array or a list of indices.
 
         Raises:
-            RowIndexError: Numbers that are out of range, negative, or none.
+            RowIndexError: If an index is out of range, negative, or not a whole number.
         """
         if isinstance(index, slice):
             return self._batch(range(*index.indices(len(self))))
@@ -90,7 +69,7 @@ class RowDataset(Dataset[Any]):
         return self._batch(index)
 
     def __getitems__(self, rows: Sequence[Any]) -> list[Any]:
-        """Several rows, which share the memory of one gather: what a DataLoader asks for, and collates."""
+        """Return several rows, which share the memory of one gather; a DataLoader collates them."""
         tensors = self._gather(rows)
         return [
             self._tree.rebuild(iter([tensor[i] for tensor in tensors])) for i in range(len(rows))
@@ -104,7 +83,7 @@ class RowDataset(Dataset[Any]):
         self._open()
 
     def close(self) -> None:
-        """Close files that were opened from paths. Idempotent."""
+        """Close the files that were opened from paths. A second call does nothing."""
         self._tree.close()
 
     def _open(self) -> None:
@@ -116,8 +95,8 @@ class RowDataset(Dataset[Any]):
 
     def _gather(self, rows: Any) -> list[Any]:
         if self._process != os.getpid():
-            # A fork has the descriptors, and not the kernel's queues, of the process that opened
-            # the files.
+            # After a fork, the process shares the file descriptors of its parent, but not the
+            # kernel's queues for asynchronous reads.
             self._open()
         wanted: Rows = check_rows(rows, len(self))
         tensors = []

@@ -1,4 +1,4 @@
-"""restartable(): a feeder for frameworks that begin the next loop before they let go of the last."""
+"""restartable(): a feeder for frameworks that begin a loop before they release the previous one."""
 
 from __future__ import annotations
 
@@ -12,35 +12,37 @@ from pinfeed.validation.safe_repr import safe_repr
 
 
 def restartable(feeder: Any) -> Restartable:
-    """``feeder``, iterated by a framework: a new loop ends the one before, which a feeder itself refuses.
+    """Wrap a feeder, so that a new loop ends the previous one instead of raising ClosedError.
 
-    Lightning and others keep the iterator of an epoch while they make that of the next, and do not
-    ask it for the end. Everything else is the feeder's own; each loop is its next epoch. Where it
-    can be resumed, so can this.
+    Lightning and other frameworks keep the iterator of an epoch while they make the next one, and
+    do not exhaust it. All other attributes are those of the feeder. Each loop is the feeder's next
+    epoch. The wrapper can be resumed if the feeder can.
+
+        trainer.fit(model, pinfeed.restartable(pinfeed.wrap_loader(loader)))
 
     Args:
-        feeder: A Feeder, or what ``wrap_loader`` or ``wrap_readers`` returned. It stays the
-            caller's.
+        feeder: A Feeder, or what ``wrap_loader`` or ``wrap_readers`` returned. The caller closes
+            it.
 
     Raises:
-        ArgumentError: ``feeder`` is none of these.
+        ArgumentError: If ``feeder`` is none of these.
     """
-    # Only a feeder's loops can be ended from outside; close() tells it from a list and from a
-    # DataLoader.
+    # Only the loops of a feeder can be ended from outside. A list and a DataLoader have no close().
     if not isinstance(feeder, Iterable) or not callable(getattr(feeder, "close", None)):
         raise ArgumentError(
-            f"restartable({feeder!r}): expected a Feeder, or what wrap_loader or wrap_readers returned; "
-            "give restartable(pinfeed.wrap_loader(loader)) for a DataLoader"
+            f"restartable({feeder!r}): expected a Feeder, or what wrap_loader or wrap_readers "
+            "returned; give restartable(pinfeed.wrap_loader(loader)) for a DataLoader"
         )
-    return (StatefulRestartable if hasattr(feeder, "state_dict") else Restartable)(feeder)
+    kind = StatefulRestartable if hasattr(feeder, "state_dict") else Restartable
+    return kind(feeder)
 
 
 class Restartable:
-    """A feeder whose loops end when the next one begins."""
+    """Feeder whose loop ends when the next one begins."""
 
     def __init__(self, feeder: Any) -> None:
         self._feeder = feeder
-        # The caller's reference alone keeps a loop going.
+        # A weak reference, so that a loop ends when the caller drops its iterator.
         self._running: weakref.ref[Any] | None = None
 
     __getitems__ = no_items
@@ -53,7 +55,7 @@ class Restartable:
         return len(self._feeder)
 
     def __iter__(self) -> Iterator[Any]:
-        """The next epoch."""
+        """End a running loop, and begin the next epoch."""
         self.end()
         batches: Iterator[Any] = iter(self._feeder)
         self._running = weakref.ref(batches)
@@ -65,21 +67,20 @@ class Restartable:
         return getattr(self._feeder, name)
 
     def __dir__(self) -> list[str]:
-        return sorted(
-            {*super().__dir__(), *(name for name in dir(self._feeder) if not name.startswith("_"))}
-        )
+        of_feeder = {name for name in dir(self._feeder) if not name.startswith("_")}
+        return sorted({*super().__dir__(), *of_feeder})
 
     def end(self) -> None:
-        """End a loop that runs, as ``break`` does."""
+        """End a running loop, as ``break`` does."""
         batches = self._running() if self._running is not None else None
         if batches is not None:
             batches.close()
 
 
 class StatefulRestartable(Restartable):
-    """One that can be resumed."""
+    """Restartable feeder that can be resumed."""
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Let the next loop go on where ``state`` was taken. A loop that runs is ended."""
+        """End a running loop, and make the next one continue where ``state`` was taken."""
         self.end()
         self._feeder.load_state_dict(state)

@@ -1,4 +1,4 @@
-"""Checks of arguments that several functions share: numbers, seeds, ranks, flags, paths, and names that no argument has."""
+"""Checks of arguments that several functions share: numbers, seeds, ranks, flags, paths, names."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import inspect
 import math
 import operator
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from numbers import Real
 from typing import Any, ParamSpec, TypeVar
 
 from pinfeed.errors import ArgumentError, FileMissing, StoreError, UnknownArgument
+from pinfeed.validation.options import defaults_of, with_options
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,17 +21,17 @@ T = TypeVar("T")
 def whole_number(
     value: Any, name: str, *, least: int = 1, most: int | None = None, note: str = ""
 ) -> int:
-    """``value`` as an int.
+    """Return ``value`` as an int.
 
     Args:
         value: The user's argument.
         name: The argument's name.
         least: The smallest number that is accepted.
         most: The largest number that is accepted; None accepts any.
-        note: Appended to what was expected: a reason, or what to give instead.
+        note: Text that the error appends to the expected range: a reason, or what to give instead.
 
     Raises:
-        ArgumentError: If ``value`` is no integer (True and False are none), or out of range.
+        ArgumentError: If ``value`` is not an integer, is True or False, or is out of range.
     """
     number = _integer(value)
     if number is None or number < least or (most is not None and number > most):
@@ -46,13 +47,12 @@ def real_number(value: Any, name: str, *, least: float = -math.inf, note: str = 
         value: The user's argument.
         name: The argument's name.
         least: The smallest number that is accepted.
-        note: Appended to what was expected.
+        note: Text that the error appends to the expected range.
 
     Raises:
-        ArgumentError: If ``value`` is no number (True, False and NaN are none), or is below
-            ``least``.
+        ArgumentError: If ``value`` is not a number, is True, False or NaN, or is below ``least``.
     """
-    # "not >=", because NaN compares with nothing.
+    # "not >=" refuses NaN too, for which every comparison is false.
     if isinstance(value, bool) or not isinstance(value, Real) or not float(value) >= least:
         range_text = "" if least == -math.inf else f", at least {least:g}"
         raise ArgumentError(f"{name}={value!r}: expected a number{range_text}{note}")
@@ -63,7 +63,7 @@ def check_path(value: Any, name: str = "path") -> str:
     """Return ``value`` as a str.
 
     Raises:
-        ArgumentError: If it is no path.
+        ArgumentError: If ``value`` is neither a str nor a path object of str.
     """
     path = os.fspath(value) if isinstance(value, (str, os.PathLike)) else None
     if not isinstance(path, str):
@@ -72,145 +72,188 @@ def check_path(value: Any, name: str = "path") -> str:
 
 
 def check_file_to_make(value: Any, name: str = "path") -> str:
-    """Return ``value`` as a str, if it can be the path of a file that is made.
+    """Return ``value`` as a str, if a file can be created at that path.
 
     Raises:
-        ArgumentError: If it is no path.
-        StoreError: If it is a directory.
-        FileMissing: If its directory does not exist.
+        ArgumentError: If ``value`` is neither a str nor a path object of str.
+        StoreError: If ``value`` is a directory.
+        FileMissing: If the directory of the file does not exist.
     """
     path = check_path(value, name)
     if os.path.isdir(path):
         raise StoreError(
-            f"{name}={path!r} is a directory; expected the name of a .npy file that is to be made; give a name in it"
+            f"{name}={path!r} is a directory; expected the name of a .npy file that is to be made; "
+            "give a name in it"
         )
     directory = os.path.dirname(path)
     if directory and not os.path.isdir(directory):
         raise FileMissing(
-            f"{name}={path!r}: the directory {directory!r} does not exist (looked in {os.getcwd()}); expected one that does; make it "
-            f"with os.makedirs({directory!r})"
+            f"{name}={path!r}: the directory {directory!r} does not exist (looked in "
+            f"{os.getcwd()}); expected one that does; make it with os.makedirs({directory!r})"
         )
     return path
 
 
 def check_seed(seed: Any) -> int:
-    """``seed`` as an int.
+    """Return ``seed`` as an int.
 
     Raises:
-        ArgumentError: If it is not an integer.
+        ArgumentError: If ``seed`` is not an integer.
     """
     number = _integer(seed)
     if number is None:
         raise ArgumentError(
-            f"seed={seed!r}: expected a whole number; for another order in every run, give seed=random.randrange(2**32)"
+            f"seed={seed!r}: expected a whole number; for another order in every run, give "
+            "seed=random.randrange(2**32)"
         )
     return number
 
 
 def check_rank(rank: Any, world_size: Any, text: str) -> tuple[int, int]:
-    """Both as ints. ``text`` says where they come from, for the error.
+    """Return ``rank`` and ``world_size`` as ints.
+
+    Args:
+        rank: The user's rank.
+        world_size: The user's number of ranks.
+        text: Beginning of the error, which says where the two numbers were given.
 
     Raises:
         ArgumentError: If one is not an integer, or the rank is not in [0, world_size).
     """
-    numbers = _integer(rank), _integer(world_size)
-    if numbers[0] is None or numbers[1] is None or not 0 <= numbers[0] < numbers[1]:
+    number = _integer(rank)
+    n_ranks = _integer(world_size)
+    if number is None or n_ranks is None or not 0 <= number < n_ranks:
         raise ArgumentError(f"{text}: expected 0 <= rank < world_size, both whole numbers")
-    return numbers[0], numbers[1]
+    return number, n_ranks
 
 
 def check_flag(value: Any, name: str) -> None:
-    """Refuse what is neither True nor False: the string ``"False"`` is true.
+    """Raise ArgumentError unless ``value`` is True or False.
 
-    Raises:
-        ArgumentError: If it is neither.
+    A truthy value is not enough: the string ``"False"`` is truthy.
     """
+    # Python's bool is "bool", and numpy's is "bool" or "bool_".
     if type(value).__name__ not in ("bool", "bool_"):
-        # Python's and numpy's
         raise ArgumentError(f"{name}={value!r}: expected True or False")
 
 
 def explain_arguments(
-    hints: Mapping[str, str], example: str = ""
+    hints: Mapping[str, str], example: str = "", options: Any = None
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Decorate a function, or an ``__init__``, so that an argument that it does not have gets an error that says what to give.
+    """Decorate a function, or an ``__init__``, so that a wrong argument gets helpful advice.
 
-    The function's signature stays as it is, for people, editors and type checkers. A ``seed``
-    without ``shuffle`` is refused here too, because only here the caller's words can be told from
-    defaults: such a seed would shuffle nothing.
+    People, editors and type checkers still see the function's own signature. A ``seed`` without
+    ``shuffle`` is refused here too, because such a seed would shuffle nothing. Only here can the
+    arguments that the caller typed be told from defaults.
 
     Args:
-        hints: What to do instead, by the name that other libraries have for it.
-        example: An argument with its name, for the error about too many without one; the first that
-            the function has if empty.
+        hints: What to give instead, by the name that other libraries use for the argument.
+        example: A keyword argument, shown in the error about too many positional arguments; empty
+            for the function's first keyword argument.
+        options: Group of options (see ``validation.options``) that the function takes as
+            ``**options: Unpack[...]``. The signature then names each of them, and the function
+            receives all of them, defaults included.
 
     Raises:
-        UnknownArgument: If the function has no argument of that name, or too many were given
-            without a name.
-        ArgumentError: If ``seed`` was given, and ``shuffle`` was not.
+        UnknownArgument: If the function has no argument of a given name, or too many positional
+            arguments are given.
+        ArgumentError: If ``seed`` is given without ``shuffle``.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        signature = inspect.signature(function)
+        if options is not None:
+            signature = with_options(signature, options)
+        defaults = {} if options is None else defaults_of(options)
         title = function.__qualname__.split(".")[0]
-        parameters = inspect.signature(function).parameters.values()
-        positional = [
-            one.name
-            for one in parameters
-            if one.kind is one.POSITIONAL_OR_KEYWORD and one.name != "self"
-        ]
-        known = [one.name for one in parameters if one.name != "self"]
-        takes_any_name = any(one.kind is one.VAR_KEYWORD for one in parameters)
-        n_most = len([one for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD])
+        check = _ArgumentCheck(title, signature, hints, example)
 
         @functools.wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-            unknown = [name for name in kwargs if name not in known and not takes_any_name]
-            if unknown:
-                raise UnknownArgument(
-                    "\n".join(
-                        f"{title} has no argument {name!r}; {_advice(name, known, hints)}"
-                        for name in unknown
-                    )
-                )
-            if len(args) > n_most:
-                expected = ", ".join(positional)
-                named = example or "".join(f"{name}=..." for name in known[len(positional) :][:1])
-                by_name = (
-                    f"; give the others by name: {title}({expected}, {named})" if named else ""
-                )
-                raise UnknownArgument(
-                    f"{title} got {len(args) - n_most + len(positional)} arguments without a name; expected {expected} alone{by_name}"
-                )
-            if "seed" in kwargs and "shuffle" in known and "shuffle" not in kwargs:
-                seed = f"seed={kwargs['seed']!r}"
-                order = (
-                    f" (an order has its own: rows=pinfeed.rows.shuffled({seed}))"
-                    if "rows" in known
-                    else ""
-                )
-                raise ArgumentError(
-                    f"{seed} was given and shuffle was not; expected shuffle=True, which alone uses the seed; "
-                    f"give shuffle=True, or leave seed out{order}"
-                )
+            check.require_known_names(kwargs)
+            check.require_few_positional(len(args))
+            check.require_shuffle_with_seed(kwargs)
+            for name, value in defaults.items():
+                kwargs.setdefault(name, value)
             return function(*args, **kwargs)
 
+        checked.__dict__["__signature__"] = signature
         return checked
 
     return decorate
 
 
-def _advice(name: str, known: Sequence[str], hints: Mapping[str, str]) -> str:
-    import difflib
+class _ArgumentCheck:
+    """Check of the arguments of one function, before the function is called."""
 
-    if name in hints:
-        return hints[name]
-    if near := difflib.get_close_matches(name.lower(), known, 1):
-        return f"did you mean {near[0]!r}?"
-    return f"expected one of {', '.join(known)}"
+    def __init__(
+        self, title: str, signature: inspect.Signature, hints: Mapping[str, str], example: str
+    ) -> None:
+        parameters = signature.parameters.values()
+        names = [one.name for one in parameters if one.kind is one.POSITIONAL_OR_KEYWORD]
+        self._title = title
+        self._hints = hints
+        self._example = example
+        self._n_positional = len(names)
+        self._positional = [name for name in names if name != "self"]
+        self._known = [one.name for one in parameters if one.name != "self"]
+        self._takes_any_name = any(one.kind is one.VAR_KEYWORD for one in parameters)
+
+    def require_known_names(self, given: Mapping[str, Any]) -> None:
+        """Raise UnknownArgument if the function has no argument of a given name."""
+        if self._takes_any_name:
+            return
+        unknown = [name for name in given if name not in self._known]
+        if unknown:
+            raise UnknownArgument(
+                "\n".join(
+                    f"{self._title} has no argument {name!r}; {self._advice(name)}"
+                    for name in unknown
+                )
+            )
+
+    def require_few_positional(self, n_given: int) -> None:
+        """Raise UnknownArgument if there are more positional arguments than the function takes."""
+        n_too_many = n_given - self._n_positional
+        if n_too_many <= 0:
+            return
+        n_positional = len(self._positional)
+        expected = ", ".join(self._positional)
+        by_name = self._example
+        if not by_name and len(self._known) > n_positional:
+            by_name = f"{self._known[n_positional]}=..."
+        text = f"; give the others by name: {self._title}({expected}, {by_name})" if by_name else ""
+        raise UnknownArgument(
+            f"{self._title} got {n_too_many + n_positional} arguments without a name; "
+            f"expected {expected} alone{text}"
+        )
+
+    def require_shuffle_with_seed(self, given: Mapping[str, Any]) -> None:
+        """Raise ArgumentError if a seed is given that shuffles nothing."""
+        if "seed" not in given or "shuffle" in given or "shuffle" not in self._known:
+            return
+        seed = f"seed={given['seed']!r}"
+        order = ""
+        if "rows" in self._known:
+            order = f" (an order has its own: rows=pinfeed.rows.shuffled({seed}))"
+        raise ArgumentError(
+            f"{seed} was given and shuffle was not; expected shuffle=True, which alone uses the "
+            f"seed; give shuffle=True, or leave seed out{order}"
+        )
+
+    def _advice(self, name: str) -> str:
+        """Return what to give instead of an argument that the function does not have."""
+        import difflib
+
+        if name in self._hints:
+            return self._hints[name]
+        if near := difflib.get_close_matches(name.lower(), self._known, 1):
+            return f"did you mean {near[0]!r}?"
+        return f"expected one of {', '.join(self._known)}"
 
 
 def _integer(value: Any) -> int | None:
-    """``value`` as an int; None if it is not an integer, or True or False."""
+    """Return ``value`` as an int; None if it is not an integer, or is True or False."""
     if isinstance(value, bool):
         return None
     try:

@@ -65,7 +65,7 @@ class RowLender(Protocol):
     def land(self) -> None:
         """Bring every change so far into the stores. In the loop's thread."""
 
-    def let_go(self) -> None:
+    def release_tables(self) -> None:
         """Give the tables back, if the loop has ended and interrupts kept it from doing so, or if nobody can go on with it."""
 
 
@@ -363,7 +363,7 @@ class HostEmbedding(nn.Module):
             ClosedError: One does.
         """
         if self._lender is not None:
-            self._lender.let_go()
+            self._lender.release_tables()
         if self._lender is not None:
             raise ClosedError(
                 f"a loop over rows of {self.name} is running; end it first: leave its body, or close() what train_rows returned"
@@ -489,7 +489,7 @@ class HostEmbedding(nn.Module):
     def _running(self) -> RowLender | None:
         """The loop that lends rows of the table now."""
         if self._lender is not None and not self._lender.is_running:
-            self._lender.let_go()
+            self._lender.release_tables()
         return self._lender
 
     def _looked_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:

@@ -1,4 +1,4 @@
-"""Shadow: the synchronous loop, run beside the one that prefetches, to compare with."""
+"""SynchronousRows: the rows as the synchronous loop has them, to compare with."""
 
 from __future__ import annotations
 
@@ -14,52 +14,61 @@ from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import bytes_by_row, to_numpy
 
 
-class Shadow:
-    """Rows as the synchronous loop has them: every row that was lent, as it was lent first and written since.
+class SynchronousRows:
+    """Rows as the synchronous loop has them: a copy of every row that was lent.
 
-    A row is read from its store when it is lent for the first time: nobody has written it by then.
+    A row is read from its store when it is lent for the first time, because the loop has not
+    written it before. Later writes of the loop change the copy at once.
 
     Args:
-        tables: For each table its name, and the names and stores of its weights and state.
+        tables: For each table its name, the names of its stores (weights, then row-wise state), and
+            these stores.
     """
 
     def __init__(self, tables: Sequence[tuple[str, Sequence[str], Sequence[Store]]]) -> None:
-        self._tables = [
-            [_Rows(f"{table}, {name}", store) for name, store in zip(names, stores, strict=True)]
-            for table, names, stores in tables
-        ]
+        self._tables = [_copies_of(*table) for table in tables]
 
     def check(self, batch: int, lent: Sequence[tuple[Rows, Sequence[torch.Tensor]]]) -> None:
-        """Compare what is lent with what the synchronous loop would gather now.
+        """Compare the rows of a batch with those that the synchronous loop would gather.
+
+        Args:
+            batch: Number of the batch, for the error.
+            lent: For each table its row indices, and these rows of each of its stores.
 
         Raises:
-            VerificationError: At the first difference.
+            VerificationError: If a row differs.
         """
         for table, (rows, tensors) in zip(self._tables, lent, strict=True):
-            for known, tensor in zip(table, tensors, strict=True):
-                known.compare(f"batch {batch}", rows, _bytes(tensor))
+            for copy, tensor in zip(table, tensors, strict=True):
+                copy.compare(f"batch {batch}", rows, _bytes(tensor))
 
     def write(self, written: Sequence[tuple[Rows, Sequence[torch.Tensor | None] | None]]) -> None:
-        """Scatter what the loop writes back, at once."""
+        """Write the rows that the loop writes back.
+
+        Args:
+            written: For each table its row indices, and the values for each of its stores. None in
+                place of values leaves a store, or a table, unchanged.
+        """
         for table, (rows, tensors) in zip(self._tables, written, strict=True):
-            for known, tensor in zip(table, tensors or (), strict=False):
-                # None, where the table stays as it is.
+            for copy, tensor in zip(table, tensors or (), strict=False):
                 if tensor is not None:
-                    known.values.update(zip(rows.tolist(), _bytes(tensor).copy(), strict=True))
+                    values = _bytes(tensor).copy()
+                    copy.values.update(zip(rows.tolist(), values, strict=True))
 
     def check_stores(self) -> None:
-        """Compare the stores, after the loop.
+        """Compare the stores with the copies, after the loop.
 
         Raises:
-            VerificationError: At the first difference.
+            VerificationError: If a row differs.
         """
-        for known in (known for table in self._tables for known in table):
-            rows = np.array(sorted(known.values), np.int64)
-            known.compare("after the loop, in the store", rows, _gathered(known.store, rows))
+        for table in self._tables:
+            for copy in table:
+                rows = np.array(sorted(copy.values), np.int64)
+                copy.compare("after the loop, in the store", rows, _gathered(copy.store, rows))
 
 
-class _Rows:
-    """Rows of one store as the synchronous loop has them."""
+class _RowCopies:
+    """Copies of rows of one store, by row index, as bytes."""
 
     def __init__(self, name: str, store: Store) -> None:
         self.name = name
@@ -67,6 +76,16 @@ class _Rows:
         self.values: dict[int, npt.NDArray[np.uint8]] = {}
 
     def compare(self, when: str, rows: Rows, found: npt.NDArray[np.uint8]) -> None:
+        """Compare rows with their copies; rows without a copy are read from the store first.
+
+        Args:
+            when: Beginning of the error.
+            rows: Row indices, shape (n,).
+            found: Bytes of these rows, shape (n, bytes per row).
+
+        Raises:
+            VerificationError: If a row differs.
+        """
         new = np.array([row for row in rows.tolist() if row not in self.values], np.int64)
         self.values.update(zip(new.tolist(), _gathered(self.store, new), strict=True))
         if not len(rows):
@@ -74,18 +93,28 @@ class _Rows:
         expected = np.stack([self.values[row] for row in rows.tolist()])
         wrong = np.flatnonzero((expected != found).any(axis=1))
         if len(wrong):
-            one, other = (array[wrong[0]].view(self.store.dtype) for array in (found, expected))
+            first = wrong[0]
+            value = found[first].view(self.store.dtype)
+            expected_value = expected[first].view(self.store.dtype)
             raise VerificationError(
-                f"{when}: {self.name}, row {rows[wrong[0]]} is {one}; the synchronous loop has {other} "
-                f"({len(wrong)} of {len(rows)} rows differ)"
+                f"{when}: {self.name}, row {rows[first]} is {value}; the synchronous loop has "
+                f"{expected_value} ({len(wrong)} of {len(rows)} rows differ)"
             )
 
 
+def _copies_of(table: str, names: Sequence[str], stores: Sequence[Store]) -> list[_RowCopies]:
+    """Return copies, still empty, of the rows of each store of a table."""
+    pairs = zip(names, stores, strict=True)
+    return [_RowCopies(f"{table}, {name}", store) for name, store in pairs]
+
+
 def _gathered(store: Store, rows: Rows) -> npt.NDArray[np.uint8]:
+    """Return rows of a store as bytes, shape (n, bytes per row)."""
     out = np.empty((len(rows), *store.row_shape), store.dtype)
     store.gather(rows, out)
     return bytes_by_row(out)
 
 
 def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """Return rows on a device as bytes, shape (n, bytes per row)."""
     return bytes_by_row(to_numpy(tensor.detach().cpu().contiguous(), "rows"))

@@ -286,8 +286,8 @@ def test_what_verification_keeps_goes_with_the_loop() -> None:
     table = table_of_zeros()
     loop = train_rows(ids_of([0], [1]), {table: same}, device="cpu", verify=True)
     for _ in loop:
-        assert loop._shadow is not None
-    assert loop._shadow is None
+        assert loop._lending._reference is not None
+    assert loop._lending._reference is None
 
 
 def test_a_wrong_mode_makes_no_file(tmp_path: Path) -> None:

@@ -1,0 +1,144 @@
+"""BaseFeeder and ResumableFeeder: the members that all feeders share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from pinfeed.devices import resolve
+from pinfeed.devices.base import Device
+from pinfeed.pipeline.epochs import EpochRunner, no_copy, no_items
+from pinfeed.profiling.stats import FeederStats
+from pinfeed.profiling.timeline import Timeline
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class BaseFeeder:
+    """Loop over batches on a device that can be measured and closed.
+
+    A subclass calls ``_open_device`` and sets ``_loop`` in its constructor, and defines
+    ``__iter__`` and ``__len__``.
+    """
+
+    _device: Device
+    _owned_device: Device | None
+    _loop: EpochRunner
+
+    __reduce__ = no_copy
+    __getitems__ = no_items
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: object
+    ) -> None:
+        self.close()
+
+    @property
+    def device(self) -> str:
+        """Name of the device, as torch spells it."""
+        return self._device.name
+
+    @property
+    def stats(self) -> FeederStats:
+        """Statistics of all loops so far; ``print(feeder.stats)`` explains them in words."""
+        return self._loop.stats
+
+    @property
+    def timeline(self) -> Timeline:
+        """Timeline of all loops so far; ``feeder.timeline.save("timeline.png")`` draws it.
+
+        Raises:
+            ArgumentError: If the feeder was made without ``timeline=True``.
+        """
+        return self._loop.timeline
+
+    def close(self) -> None:
+        """End a running loop, complete its write-backs, and close what the feeder opened.
+
+        Inside a loop, it ends that loop as ``break`` does. A second call does nothing. Objects
+        that the user gave (a loader, a store, a Device) stay open.
+
+        Raises:
+            Exception: If a write-back failed and no loop has raised its error; the error as it was.
+        """
+        with contextlib.ExitStack() as stack:
+            if self._owned_device is not None:
+                stack.callback(self._owned_device.close)
+            self._close_sources(stack)
+            stack.callback(self._loop.close)
+
+    def _open_device(self, device: Any, n_spare: int) -> Device:
+        """Find the device that the user named, and own it unless the user gave a Device.
+
+        Args:
+            device: The user's ``device`` argument.
+            n_spare: Number of device buffers that may be kept for reuse.
+        """
+        self._device = resolve(device, n_spare=n_spare)
+        self._owned_device = None if self._device is device else self._device
+        return self._device
+
+    def _close_sources(self, stack: contextlib.ExitStack) -> None:
+        """Add callbacks that close the sources, which run after the loop has ended."""
+
+
+class ResumableFeeder(BaseFeeder):
+    """Feeder that draws its order itself, so that it knows its epoch and position."""
+
+    def __len__(self) -> int:
+        """Return the number of batches in an epoch.
+
+        Raises:
+            TypeError: If the number is unknown, because the given ``rows`` have no length.
+        """
+        return len(self._loop.source)
+
+    @property
+    def epoch(self) -> int:
+        """Number of the running epoch, or of the next one if no loop runs."""
+        return self._loop.epoch
+
+    def set_epoch(self, number: int) -> None:
+        """Make the next loop epoch ``number``.
+
+        Without a call, every loop is the epoch after the previous one. If a position in epoch
+        ``number`` was loaded, the loop still continues there. A program may therefore call this
+        before every epoch, including the one that it resumes.
+
+        Args:
+            number: Number of the epoch, at least 0.
+
+        Raises:
+            ArgumentError: If ``number`` is not a whole number, or is negative.
+            ClosedError: If a loop runs, or the feeder is closed.
+        """
+        self._loop.set_epoch(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position of the loop, as plain values.
+
+        Inside a training step, the batch of that step counts as done. Batches that are only
+        prefetched do not count.
+        """
+        return self._loop.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Make the next loop continue at a saved position, with the batches that were left then.
+
+        With ``ranks``, the state of any rank holds for all ranks, and for another number of ranks:
+        see ``Ranks``.
+
+        Args:
+            state: What ``state_dict`` returned.
+
+        Raises:
+            ArgumentError: If ``state`` is not a state of a feeder, or belongs to a feeder with
+                other rows, order or batch size.
+            ClosedError: If a loop runs, or the feeder is closed.
+        """
+        self._loop.load_state(state)

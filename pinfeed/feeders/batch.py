@@ -1,0 +1,107 @@
+"""Batch: one batch of rows that can be written back."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from pinfeed.devices.base import Device
+from pinfeed.memory.limits import safe_repr
+from pinfeed.pipeline.prefetcher import LentBatch
+from pinfeed.pipeline.store_tree import StoreTree
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.base import Store
+
+logger = logging.getLogger("pinfeed")
+
+
+class Batch:
+    """One batch of rows, with its row indices, that can be written back to its sources.
+
+        for batch in feeder.batches():
+            batch.write_back(batch.data * 0.5)
+
+    Attributes:
+        rows: Row indices of the batch, shape (n,), int64.
+        data: Tensors on the device, in the structure of the source, each of shape (n, *row_shape).
+            They belong to the caller, who may keep and change them.
+    """
+
+    __slots__ = ("_device", "_lent", "_stores", "data", "rows")
+
+    def __init__(self, lent: LentBatch, data: Any, stores: StoreTree, device: Device) -> None:
+        self._lent = lent
+        self._stores = stores
+        self._device = device
+        self.rows: Rows = lent.groups[0].rows
+        self.data = data
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return f"<Batch of {len(self.rows):,} rows>"
+
+    def write_back(self, values: Any) -> None:
+        """Write ``values`` to the rows of this batch in the background.
+
+        Later batches contain the new rows, even if they were prefetched before. All writes are in
+        the stores when the loop has ended. In a worker process of a DataLoader, an array changes
+        in that process alone, and a warning says so once. Files and shared memory change for all
+        processes.
+
+        Args:
+            values: Tensors on the device in the structure of the source, each of shape
+                (n, *row_shape) and of its store's dtype. None in place of a tensor leaves that
+                store unchanged. The tensors are copied, so they may change after the call, and may
+                be ``data`` itself.
+
+        Raises:
+            WriteBackError: If the structure, shape, dtype or device of ``values`` is wrong, a store
+                is read-only, the batch has a row twice, the batch was written before, or the loop
+                has taken the next batch. No row has changed then.
+        """
+        self._lent.require_writable()
+        checked = self._stores.check(values, len(self.rows), self._device)
+        pairs = zip(self._stores.stores, checked, strict=True)
+        _warn_in_worker_process(store for store, value in pairs if value is not None)
+        self._lent.write([checked])
+
+
+def _warn_in_worker_process(stores: Iterable[Store]) -> None:
+    """Warn once if a worker process of a DataLoader writes to its own copy of an array.
+
+    Called by the worker process.
+    """
+    # A worker process has imported torch.utils.data already.
+    data = sys.modules.get("torch.utils.data")
+    if data is None or data.get_worker_info() is None:
+        return
+    if any(isinstance(store, ArrayStore) and _is_private(store.array) for store in stores):
+        _warn_of_private_copy()
+
+
+@functools.cache
+def _warn_of_private_copy() -> None:
+    logger.warning(
+        "write_back in a worker process of a DataLoader changes that process's copy of an array, "
+        "and the array of the main process stays as it is; loop over the feeder in the main "
+        "process, or give a file (MmapStore(path, mode='r+')) or a tensor after share_memory_()"
+    )
+
+
+def _is_private(array: Any) -> bool:
+    """Return whether an array is memory of one process, neither a mapped file nor shared memory."""
+    owner = array
+    while isinstance(getattr(owner, "base", None), np.ndarray) and not isinstance(owner, np.memmap):
+        owner = owner.base
+    if isinstance(owner, np.memmap):
+        return False
+    if owner.base is None:
+        return True
+    is_shared = getattr(owner.base, "is_shared", None)
+    return callable(is_shared) and not is_shared()

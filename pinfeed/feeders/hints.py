@@ -1,0 +1,109 @@
+"""Advice about arguments that a function does not have, by the names that other libraries use."""
+
+from __future__ import annotations
+
+# Arguments of torch.utils.data.DataLoader.
+_BATCH_ARGUMENTS = (
+    "batch_size",
+    "shuffle",
+    "sampler",
+    "batch_sampler",
+    "collate_fn",
+    "drop_last",
+    "generator",
+    "in_order",
+)
+_WORKER_ARGUMENTS = (
+    "num_workers",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "persistent_workers",
+)
+_MEMORY_ARGUMENTS = ("pin_memory", "pin_memory_device")
+
+_COLLATE = "change the batch in the loop, or give pinfeed.wrap_loader(DataLoader(...))"
+
+FEEDER_HINTS = {
+    **dict.fromkeys(
+        ("num_workers", "workers", "n_workers", "n_readers"),
+        "pinfeed runs as many reader threads as help; leave it out",
+    ),
+    **dict.fromkeys(
+        ("persistent_workers", "worker_init_fn", "multiprocessing_context", "timeout"),
+        "there are no worker processes, because reader threads read the rows; leave it out",
+    ),
+    **dict.fromkeys(
+        _MEMORY_ARGUMENTS,
+        "batches go through page-locked memory where that is faster; leave it out",
+    ),
+    **dict.fromkeys(("sampler", "batch_sampler", "order"), "give it as rows="),
+    **dict.fromkeys(
+        ("prefetch_factor", "prefetch", "buffer_size"), "the batches that are prefetched are depth="
+    ),
+    **dict.fromkeys(("dataset", "data", "path", "x"), "the source comes first, without a name"),
+    **{
+        name: f"limits are given together: config=pinfeed.Config({name}=...)"
+        for name in ("gpu_memory_limit", "cpu_memory_limit", "preferred_batch_size", "headroom")
+    },
+    "generator": "give shuffle=True and seed=generator.initial_seed()",
+    "in_order": "batches always come in order; leave it out",
+    "collate_fn": f"rows are batched as they are stored; {_COLLATE}",
+    "transform": "apply it to the batch in the loop, on the device; or give "
+    "pinfeed.wrap_loader(DataLoader(...))",
+    "dtype": "batches have the dtype of the source; convert them in the loop",
+}
+"""Advice for ``Feeder``."""
+
+READER_HINTS = {
+    **FEEDER_HINTS,
+    **dict.fromkeys(
+        ("num_workers", "workers", "n_workers"), "the threads that read are n_readers="
+    ),
+    **dict.fromkeys(
+        ("sampler", "batch_sampler", "rows", "order"),
+        "give inputs and outputs in the order that is wanted, or shuffle=True",
+    ),
+    **dict.fromkeys(
+        ("dataset", "data", "source", "path", "x"),
+        "the lists of inputs and of outputs come first, without names",
+    ),
+    "collate_fn": "give apply_on_input_batch= and apply_on_output_batch=",
+    "transform": "apply it in read_input, or in apply_on_input_batch=",
+    "dtype": "give input_dtype= and output_dtype=",
+}
+"""Advice for ``wrap_readers``."""
+
+LOADER_HINTS = {
+    **{
+        name: f"give it to the DataLoader: DataLoader(dataset, {name}=...)"
+        for name in (*_BATCH_ARGUMENTS, *_WORKER_ARGUMENTS)
+    },
+    **dict.fromkeys(
+        _MEMORY_ARGUMENTS,
+        "tensors go through page-locked memory where there is a GPU; leave it out",
+    ),
+    "prefetch_factor": "give it to the DataLoader, for its worker processes; the batches that are "
+    "ready on the device are depth=",
+    "seed": "the DataLoader draws the order: give it generator=torch.Generator().manual_seed(seed)",
+    "rows": "the DataLoader has the order: give it sampler= or batch_sampler=",
+    "ranks": "the DataLoader has the order: give it sampler=DistributedSampler(dataset)",
+    "transform": "give it to the dataset, or apply it to the batch in the loop",
+}
+"""Advice for ``wrap_loader`` and ``train_rows``."""
+
+DATASET_HINTS = {
+    **{
+        name: "a RowDataset has rows and no batches; give it to "
+        f"DataLoader(RowDataset(source), {name}=...), or use Feeder(source, ...)"
+        for name in (
+            *_BATCH_ARGUMENTS,
+            *_WORKER_ARGUMENTS,
+            *_MEMORY_ARGUMENTS,
+            "prefetch_factor",
+        )
+    },
+    "transform": "apply it to what the dataset gives, in the collate_fn of the DataLoader or in "
+    "the loop",
+}
+"""Advice for ``RowDataset``."""

@@ -1,0 +1,45 @@
+"""FeederOptions and ReaderOptions: groups of keyword options, for ``**options: Unpack[...]``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, TypedDict
+
+from pinfeed.pipeline.sources.samples import Apply
+from pinfeed.rows.ranks import Ranks
+from pinfeed.validation.options import Default
+
+
+class FeederOptions(TypedDict, total=False):
+    """How a loop over batches is observed and checked."""
+
+    verify: Annotated[bool, Default(False)]
+    """Whether to compare each batch with its rows in the stores."""
+    progress: Annotated[bool, Default(False)]
+    """Whether to show a progress bar."""
+    timeline: Annotated[bool, Default(False)]
+    """Whether to record what takes time in every batch."""
+
+
+class ReaderOptions(TypedDict, total=False):
+    """How samples become batches, the order of an epoch, and how the loop is observed."""
+
+    apply_on_input_batch: Annotated[Apply | None, Default(None)]
+    """Function that makes a batch of its input samples; None stacks them."""
+    apply_on_output_batch: Annotated[Apply | None, Default(None)]
+    """Function that makes a batch of its output samples; None stacks them."""
+    input_dtype: Annotated[Any, Default(None)]
+    """Dtype to which stacked input samples are converted; None keeps the dtype that they have."""
+    output_dtype: Annotated[Any, Default(None)]
+    """Dtype to which stacked output samples are converted; None keeps the dtype that they have."""
+    shuffle: Annotated[bool, Default(False)]
+    """Whether every epoch has another order."""
+    seed: Annotated[int, Default(0)]
+    """Seed of the shuffle; the order is a function of (seed, epoch)."""
+    drop_last: Annotated[bool, Default(False)]
+    """Whether to leave out a last batch that is not full."""
+    ranks: Annotated[Ranks | Literal["pad", "drop", "join", "all"] | None, Default(None)]
+    """How the processes of a job share an epoch."""
+    progress: Annotated[bool, Default(False)]
+    """Whether to show a progress bar."""
+    timeline: Annotated[bool, Default(False)]
+    """Whether to record what takes time in every batch."""

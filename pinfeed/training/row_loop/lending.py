@@ -1,0 +1,123 @@
+"""RowLending: which rows are lent to the tables of a loop, and what is written back of them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+from pinfeed.pipeline.prefetcher import LentBatch
+from pinfeed.training.embeddings.source import FedBatch
+from pinfeed.training.row_loop.lent_table import LentTable
+from pinfeed.training.row_loop.verify import SynchronousRows
+
+
+class RowLending:
+    """The rows of the current batch, lent to the tables of a loop and their optimizers.
+
+    All methods are called by the thread of the loop.
+
+    Args:
+        tables: The tables.
+        verify: Whether to compare all rows with those of the synchronous loop.
+        writes_always: Whether a batch is written back even if nothing has changed.
+    """
+
+    def __init__(self, tables: Sequence[LentTable], *, verify: bool, writes_always: bool) -> None:
+        self._tables = tables
+        self._verify = verify
+        self._writes_always = writes_always
+        self._reference: SynchronousRows | None = None
+        self._lent: LentBatch | None = None
+        # Thread of the running loop; None if no loop runs.
+        self._thread: int | None = None
+
+    @property
+    def is_in_other_thread(self) -> bool:
+        """Whether a loop runs in another thread than the caller's."""
+        return self._thread not in (None, threading.get_ident())
+
+    def prepare(self) -> None:
+        """Prepare for an epoch."""
+        if self._verify:
+            self._reference = SynchronousRows(
+                [(lent.table.name, lent.names, lent.stores) for lent in self._tables]
+            )
+
+    def begin(self) -> None:
+        """Begin a loop in the caller's thread."""
+        self._thread = threading.get_ident()
+
+    def end(self) -> None:
+        """Forget the batch and the thread of a loop that has ended."""
+        self._lent = None
+        self._reference = None
+        self._thread = None
+
+    def bind(self, lent: LentBatch) -> Any:
+        """Lend the rows of a batch to the tables, and return the loader's batch.
+
+        Raises:
+            VerificationError: If a row differs from the one of the synchronous loop.
+        """
+        batch: FedBatch = lent.take()
+        if self._reference is not None:
+            rows = [(rows_of.rows, rows_of.tensors) for rows_of in batch.tables]
+            self._reference.check(lent.number, rows)
+        blocks = batch.blocks([table.trainable for table in self._tables])
+        if self._reference is not None:
+            batch.check(lent.number)
+        for table, rows_of, block in zip(self._tables, batch.tables, blocks, strict=True):
+            table.bind(block, rows_of.tensors[1:])
+        self._lent = lent
+        return batch.data
+
+    def finish_batch(self, *, check: bool) -> None:
+        """Write the current batch back, and take its rows from the tables.
+
+        Args:
+            check: Whether to raise the error of an earlier write-back that failed.
+        """
+        try:
+            self._write_back(copied=False, check=check)
+        finally:
+            self._lent = None
+            for table in self._tables:
+                table.unbind()
+
+    def write_copy(self) -> None:
+        """Write a copy of the current batch back; the training step goes on changing the rows."""
+        if self._lent is not None:
+            self._write_back(copied=True, check=True)
+
+    def warn_of_unused_gradients(self) -> None:
+        """Warn once for each table whose gradients were not used in the training step."""
+        for table in self._tables:
+            table.warn_of_unused_gradients()
+
+    def check_stores(self) -> None:
+        """Compare the stores with the synchronous loop, after an epoch.
+
+        Raises:
+            VerificationError: If a row differs.
+        """
+        if self._reference is not None:
+            self._reference.check_stores()
+
+    def _write_back(self, *, copied: bool, check: bool) -> None:
+        """Write the changed values of the current batch to the stores, in the background.
+
+        Args:
+            copied: Whether the values are copied first.
+            check: Whether to raise the error of an earlier write-back that failed.
+        """
+        lent = self._lent
+        assert lent is not None
+        values = [table.changed_values() for table in self._tables]
+        has_changed = any(tensors is not None for tensors in values)
+        if not has_changed and not self._writes_always:
+            return
+        if self._reference is not None:
+            groups = zip(lent.groups, values, strict=True)
+            self._reference.write([(group.rows, tensors) for group, tensors in groups])
+        lent.write(values, copied=copied, check=check)

@@ -1,0 +1,219 @@
+"""LentTable: a table whose rows a loop lends, with the optimizer that steps on it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from types import NoneType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from pinfeed.errors import ArgumentError
+from pinfeed.pipeline.store_tree import aliases
+from pinfeed.stores import Store
+from pinfeed.training.embeddings.optimizer import RowOptimizer
+from pinfeed.training.embeddings.source import IdsOf, TableRows
+from pinfeed.training.embeddings.table import BatchRows, HostEmbedding
+
+if TYPE_CHECKING:
+    from pinfeed.training.row_loop.loop import RowLoop
+
+logger = logging.getLogger("pinfeed")
+
+
+class LentTable:
+    """Table whose rows a loop lends batch by batch, with the optimizer that steps on it.
+
+    Args:
+        table: The table.
+        ids: Function that returns the ids that a batch looks up, or the key of the batch under
+            which they are.
+        optimizer: Optimizer that steps on the table; None if there is none.
+
+    Attributes:
+        names: Names of the stores: ``"weight"``, then the keys of the row-wise state.
+        stores: Store of the weights, then the stores of the row-wise state.
+        trainable: Whether the rows have gradients in the running loop.
+    """
+
+    def __init__(self, table: HostEmbedding, ids: Any, optimizer: RowOptimizer | None) -> None:
+        self.table = table
+        self.optimizer = optimizer
+        self.trainable = table.trainable
+        self.names = ["weight"]
+        self.stores: list[Store] = [table.store]
+        self._ids_of = _ids_function(table, ids)
+        self._has_warned = False
+        if optimizer is not None:
+            state = optimizer.tables[table]
+            self.names += [row.key for row in state.layout.rows]
+            self.stores += state.stores
+
+    @property
+    def spec(self) -> TableRows:
+        """The table as the source of the batches needs it."""
+        table = self.table
+        return TableRows(table.name, self._ids_of, self.stores, table.num_embeddings)
+
+    def require_resumed(self) -> None:
+        """Check that the rows and their state are those of this run.
+
+        Raises:
+            StoreError: If they are in a file that existed before, and were not resumed.
+        """
+        self.table.require_resumed()
+        if self.optimizer is not None:
+            self.optimizer.require_resumed()
+
+    def begin(self, loop: RowLoop) -> None:
+        """Reserve the table for ``loop``, which begins."""
+        self.table._take(loop)
+        self.trainable = self.table.trainable
+
+    def end(self) -> None:
+        """End the reservation of ``begin``, after the loop."""
+        self.unbind()
+        self.table._release()
+
+    def bind(self, rows: BatchRows, state: list[torch.Tensor]) -> None:
+        """Lend the rows of a batch to the table, and their state to its optimizer."""
+        self.table._block = rows
+        if self.optimizer is not None:
+            self.optimizer.bind(self.table, rows.owned, state, rows.weight)
+
+    def unbind(self) -> None:
+        """Take the rows of a batch from the table and its optimizer."""
+        self.table._block = None
+        if self.optimizer is not None:
+            self.optimizer.release(self.table)
+
+    def warn_of_unused_gradients(self) -> None:
+        """Warn once if a training step has ended and gradients of the rows were not used."""
+        rows = self.table.block
+        if self._has_warned or rows.touched:
+            return
+        if self.optimizer is None and rows.weight.grad is not None:
+            self._has_warned = True
+            logger.warning(
+                "%s has gradients, and train_rows no optimizer of it: its rows stay as they are, "
+                "unless the loop changes them by hand; give optimizer=pinfeed.RowOptimizer(...)",
+                self.table.name,
+            )
+        if self.optimizer is not None and self.optimizer.tables[self.table].unused:
+            self._has_warned = True
+            logger.warning(
+                "%s has gradients, and the body of the loop ended without a step of its "
+                "optimizer: its rows stay as they are, and the gradients go with the batch; call "
+                "step() of the RowOptimizer in each batch (a GradScaler that leaves out a step is "
+                "right)",
+                self.table.name,
+            )
+
+    def changed_values(self) -> list[torch.Tensor | None] | None:
+        """Return what has to be written to each store; None if nothing has changed.
+
+        After a step, these are weights and state. Without a step, they are the weights alone,
+        because the training step may have changed them by hand.
+        """
+        rows = self.table.block
+        touched = rows.touched
+        state = None
+        if self.optimizer is not None and self.trainable:
+            state = self.optimizer.changed(self.table)
+        if state is None and not touched:
+            # torch does not count changes through weight.data.
+            may_be_changed = self.trainable and self.table.training and self.table.store.writable
+            if not may_be_changed:
+                return None
+        if not self.trainable and not self.table.store.writable:
+            # max_norm has changed the rows on the device. Every look-up does so again.
+            return None
+        kept: Sequence[torch.Tensor | None] = [None] * (len(self.stores) - 1)
+        if state is not None:
+            kept = state
+        return [
+            None if tensor is None else tensor.detach().contiguous()
+            for tensor in (rows.owned, *kept)
+        ]
+
+
+def lent_tables(tables: Any, optimizer: RowOptimizer | Iterable[RowOptimizer]) -> list[LentTable]:
+    """Return the tables that the user gave to ``train_rows``, each with its optimizer.
+
+    Raises:
+        ArgumentError: If ``tables`` does not map tables to their ids, tables share rows,
+            ``optimizer`` is not a RowOptimizer, or a table has two of them.
+    """
+    optimizers = _optimizers_by_table(_checked_tables(tables), optimizer)
+    found = [LentTable(table, ids, optimizers.get(table)) for table, ids in tables.items()]
+    names = [f"{lent.table.name}.{name}" for lent in found for name in lent.names]
+    stores = [store for lent in found for store in lent.stores]
+    if shared := aliases(names, stores):
+        raise ArgumentError(
+            f"{shared} have rows in common; pass a shared table once, as a single HostEmbedding, "
+            "looked up several times"
+        )
+    return found
+
+
+def _checked_tables(tables: Any) -> Mapping[HostEmbedding, Any]:
+    """Return the user's ``tables``, if they are a mapping with at least one table."""
+    if not isinstance(tables, Mapping):
+        kinds = type(tables).__name__
+    elif not tables or not all(isinstance(table, HostEmbedding) for table in tables):
+        kinds = ", ".join(sorted({type(table).__name__ for table in tables}))
+    else:
+        return tables
+    raise ArgumentError(
+        f"tables: got {kinds or 'none'}; expected {{table: ids_of_batch}}, with one HostEmbedding "
+        "or several"
+    )
+
+
+def _optimizers_by_table(
+    tables: Mapping[HostEmbedding, Any], optimizer: Any
+) -> dict[HostEmbedding, RowOptimizer]:
+    """Return the optimizer of each table that has one."""
+    if isinstance(optimizer, type) or not isinstance(
+        optimizer, (torch.optim.Optimizer, Iterable, NoneType)
+    ):
+        raise ArgumentError(
+            f"optimizer={optimizer!r}: expected a RowOptimizer, or several: "
+            "pinfeed.RowOptimizer(torch.optim.Adam, [table])"
+        )
+    if isinstance(optimizer, torch.optim.Optimizer):
+        optimizer = [optimizer]
+    found: dict[HostEmbedding, RowOptimizer] = {}
+    for one in optimizer or ():
+        if not isinstance(one, RowOptimizer):
+            raise ArgumentError(
+                f"optimizer: got {type(one).__name__}; expected RowOptimizers (dense parameters "
+                "are stepped by the loop alone)"
+            )
+        for table in one.tables:
+            if table in found:
+                raise ArgumentError(f"{table.name} is trained by two optimizers; expected one")
+            found[table] = one
+    return found
+
+
+def _ids_function(table: HostEmbedding, ids: Any) -> IdsOf:
+    """Return the function that gives the ids of a batch, from the user's function or key."""
+    if callable(ids):
+        function: IdsOf = ids
+        return function
+
+    def ids_at_key(batch: Any) -> Any:
+        try:
+            return batch[ids]
+        except (LookupError, TypeError) as error:
+            found = type(batch).__name__
+            if isinstance(batch, Mapping):
+                found = f"keys {', '.join(map(repr, batch))}"
+            raise ArgumentError(
+                f"{table.name}: ids at {ids!r} of a batch that has {found}; expected the key of "
+                "its ids"
+            ) from error
+
+    return ids_at_key

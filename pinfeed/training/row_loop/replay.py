@@ -1,0 +1,94 @@
+"""LoaderReplay: begin an epoch of a loader a second time, with the same batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pinfeed.errors import ArgumentError
+from pinfeed.training import rng_state
+from pinfeed.training.embeddings.source import RowsOfTables
+
+
+class LoaderReplay:
+    """State of the random generators from which a loader draws, as its epoch began.
+
+    A loop that is resumed begins the epoch of the loader again, with the generators as they were
+    then, and drops the batches that were done.
+
+    Args:
+        source: Source that iterates the loader.
+
+    Attributes:
+        set_epoch_number: Epoch of the last call of ``set_epoch``; None if there was none.
+    """
+
+    def __init__(self, source: RowsOfTables) -> None:
+        self.set_epoch_number: int | None = None
+        self._source = source
+        self._generators: dict[str, Any] = {}
+        # A loaded state that was taken when all batches of its epoch had been lent. The end of that
+        # epoch is replayed too, because the loader may draw random numbers there.
+        self._finished: Mapping[str, Any] | None = None
+
+    def note_epoch(self, number: int) -> None:
+        """Note a call of ``set_epoch``."""
+        self.set_epoch_number = number
+        if self._finished is not None and number != self._finished["epoch"] + 1:
+            self._finished = None
+
+    def state(self, position: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the state of a loop at ``position``."""
+        if self._finished is not None:
+            return dict(self._finished)
+        return {**position, "told": self.set_epoch_number, "random": self._generators}
+
+    def load(self, state: Mapping[str, Any], *, is_finished: bool) -> None:
+        """Take the generators from a state.
+
+        Args:
+            state: State of a loop.
+            is_finished: Whether all batches of its epoch had been lent.
+        """
+        self._generators = dict(state["random"])
+        self._finished = dict(state) if is_finished else None
+
+    def begin(self, start: int) -> None:
+        """Begin an epoch of the loader, from batch ``start`` on."""
+        if self._finished is not None:
+            self._replay(self._finished["batch"], finish=True)
+            self._finished = None
+        if start:
+            self._replay(start, finish=False)
+        else:
+            self._generators = self._captured()
+            self._source.begin()
+
+    def _captured(self) -> dict[str, Any]:
+        """Return the present state of all generators from which the loader may draw."""
+        own = [generator.get_state() for generator in rng_state.generators(self._source.loader)]
+        return {**rng_state.capture(), "loader": own}
+
+    def _replay(self, n_done: int, *, finish: bool) -> None:
+        """Begin the epoch as it was begun, and drop the batches that were done.
+
+        Args:
+            n_done: Number of batches that were done.
+            finish: Whether to exhaust the loader, because the whole epoch was done.
+        """
+        generators = rng_state.generators(self._source.loader)
+        for generator, state in zip(generators, self._generators["loader"], strict=True):
+            generator.set_state(state)
+        with rng_state.replayed(self._generators):
+            self._source.begin()
+            self._source.skip(n_done)
+            if finish:
+                self._source.finish()
+
+
+def require_row_loop_state(state: Mapping[str, Any]) -> None:
+    """Raise ArgumentError unless ``state`` has the keys of a state of a loop over train_rows."""
+    if not {"told", "random"} <= set(state):
+        raise ArgumentError(
+            "not a state of a loop over train_rows; expected what state_dict() returned"
+        )

@@ -1,0 +1,51 @@
+"""row_source(): the source of a loader's batches with the rows that they look up in tables."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pinfeed.errors import ArgumentError
+from pinfeed.pipeline.prefetcher import PrefetchSchedule
+from pinfeed.training.distributed.source import ShardedSource, ShardedTable
+from pinfeed.training.distributed.table import ShardedEmbedding
+from pinfeed.training.embeddings.source import RowsOfTables
+from pinfeed.training.row_loop.lent_table import LentTable
+
+
+def row_source(
+    loader: Any, tables: Sequence[LentTable], schedule: PrefetchSchedule, verify: bool
+) -> RowsOfTables:
+    """Return the source of the loader's batches, with rows of local or of sharded tables.
+
+    Args:
+        loader: Iterable of batches on the host.
+        tables: The tables.
+        schedule: How far ahead batches are prefetched.
+        verify: Whether the loop compares all rows with those of the synchronous loop.
+
+    Raises:
+        ArgumentError: If some of the tables are sharded and some are not, or they are sharded over
+            different process groups.
+    """
+    specs = [lent.spec for lent in tables]
+    sharded = [lent.table for lent in tables if isinstance(lent.table, ShardedEmbedding)]
+    if not sharded:
+        return RowsOfTables(loader, specs)
+    peers = sharded[0].peers
+    if len(sharded) < len(tables) or any(table.peers is not peers for table in sharded):
+        raise ArgumentError(
+            f"tables: {', '.join(map(_description, tables))}; expected all of them sharded, over "
+            "the same process_group, or none"
+        )
+    shards = [
+        ShardedTable(spec, lent.optimizer is not None, table.mean)
+        for spec, lent, table in zip(specs, tables, sharded, strict=True)
+    ]
+    return ShardedSource(loader, shards, peers, schedule, verify)
+
+
+def _description(lent: LentTable) -> str:
+    """Return the name of a table, and whether it is sharded."""
+    kind = "sharded" if isinstance(lent.table, ShardedEmbedding) else "not sharded"
+    return f"{lent.table.name} ({kind})"
