@@ -112,7 +112,7 @@ def open_rows(files: Sequence[str]) -> AnyShardedStore:
         PinfeedError: As ``MmapStore`` and ``RemoteStore`` do.
     """
     from pinfeed.stores import MmapStore, RemoteStore
-    from pinfeed.stores.remote import has_protocol
+    from pinfeed.stores.paths import has_protocol
 
     names = expanded(files)
     opened = RemoteStore if has_protocol(names[0]) else MmapStore

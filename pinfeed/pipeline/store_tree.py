@@ -20,7 +20,7 @@ from pinfeed.stores import ArrayStore, ArrowStore, MmapStore, RemoteStore, Store
 from pinfeed.stores.array import SHARED
 from pinfeed.stores.arrow import columns_of, is_column
 from pinfeed.stores.file import store_of_memmap
-from pinfeed.stores.remote import has_protocol
+from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import flatten

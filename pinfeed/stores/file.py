@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import glob
 import logging
 import math
 import mmap
@@ -30,7 +29,7 @@ from pinfeed.stores.disk import linux_aio
 from pinfeed.stores.disk.file_reader import FileReader, inode_of
 from pinfeed.stores.formats.npy import create, holds, read_header
 from pinfeed.stores.formats.row_layout import RowLayout, require_regular
-from pinfeed.stores.remote import has_protocol
+from pinfeed.stores.paths import Path, local_path, local_paths
 from pinfeed.stores.sharded_file import ShardedStore, bytes_of
 from pinfeed.tensors.dtypes import dtype_of, numpy_dtype_of
 from pinfeed.validation.arguments import (
@@ -41,8 +40,6 @@ from pinfeed.validation.arguments import (
 )
 
 logger = logging.getLogger("pinfeed")
-
-Path = str | os.PathLike[str]
 
 HINTS = {
     **dict.fromkeys(
@@ -94,7 +91,7 @@ class MmapStore(ShardedStore[FileReader]):
         keep_cache: bool | None = None,
     ) -> None:
         wanted = None if dtype is None else dtype_of(dtype, "MmapStore")
-        self._begin([read_header(p, wanted) for p in _paths(path)], mode, keep_cache)
+        self._begin([read_header(p, wanted) for p in local_paths(path)], mode, keep_cache)
 
     @classmethod
     def raw(
@@ -124,7 +121,9 @@ class MmapStore(ShardedStore[FileReader]):
                 with n_rows -1, or a dtype that torch has not.
         """
         store = cls.__new__(cls)
-        store._begin([_raw_extent(p, shape, dtype, offset) for p in _paths(path)], mode, keep_cache)
+        store._begin(
+            [_raw_extent(p, shape, dtype, offset) for p in local_paths(path)], mode, keep_cache
+        )
         return store
 
     @classmethod
@@ -153,7 +152,7 @@ class MmapStore(ShardedStore[FileReader]):
         from pinfeed.stores.formats.safetensors import read_extent
 
         store = cls.__new__(cls)
-        store._begin([read_extent(p, name) for p in _paths(path)], mode, keep_cache)
+        store._begin([read_extent(p, name) for p in local_paths(path)], mode, keep_cache)
         return store
 
     @classmethod
@@ -176,7 +175,7 @@ class MmapStore(ShardedStore[FileReader]):
             ArgumentError: If ``path`` is no path, or ``overwrite`` is neither True nor False.
         """
         check_flag(overwrite, "overwrite")
-        items, name = dtype_of(dtype, "MmapStore"), check_file_to_make(_local(check_path(path)))
+        items, name = dtype_of(dtype, "MmapStore"), check_file_to_make(local_path(check_path(path)))
         sizes = shape_to_make(shape, items, name)
         if min(sizes) < 1:
             raise StoreError(
@@ -347,7 +346,7 @@ def open_created(path: Path, shape: tuple[int, ...], dtype: npt.DTypeLike) -> Mm
     Raises:
         StoreError: If the file is another one, or is truncated.
     """
-    items, name = dtype_of(dtype, "MmapStore"), _local(path)
+    items, name = dtype_of(dtype, "MmapStore"), local_path(path)
     if not holds(name, shape, items):
         raise StoreError(
             f"{name} is there already, and is no .npy file of shape {shape}, {items}; expected another path, or overwrite=True to "
@@ -442,31 +441,3 @@ def _mapped_inode(address: int) -> int:
             if start <= address < stop:
                 return int(inode)
     return 0
-
-
-def _paths(path: Path | Sequence[Path]) -> list[str]:
-    if isinstance(path, (str, os.PathLike)):
-        name = _local(path)
-        if not glob.has_magic(name) or os.path.exists(name):
-            return [name]
-        found = sorted(glob.glob(name))
-        if not found:
-            raise FileMissing(f"{name}: no file matches this pattern (looked in {os.getcwd()})")
-        return found
-    try:
-        names = [_local(p) for p in path]
-    except TypeError:
-        raise ArgumentError(
-            f"path={path!r}: expected a path, a pattern or a sequence of paths"
-        ) from None
-    if not names:
-        raise ArgumentError("an empty list of files; expected at least one .npy file")
-    return names
-
-
-def _local(path: Path) -> str:
-    if has_protocol(path):
-        raise ArgumentError(
-            f"{path!r} is a URL; MmapStore opens local files: expected a path, or RemoteStore({path!r})"
-        )
-    return os.fspath(path)

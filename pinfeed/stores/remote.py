@@ -35,6 +35,7 @@ from pinfeed.stores.byte_ranges import (
 )
 from pinfeed.stores.formats.npy import header_of
 from pinfeed.stores.formats.row_layout import RowLayout
+from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.sharded_file import ShardedStore, bytes_of
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool
@@ -175,14 +176,6 @@ class RemoteStore(ShardedStore[NoReturn]):
                     different[1:], lambda files: list(pool.map(header, files)), self._attempts
                 )
         return [found[file] for file in self._files]
-
-
-def has_protocol(path: object) -> bool:
-    """Whether this is a URL, or a chain of them as fsspec has it (``simplecache::s3://…``); the path of a Windows drive is none."""
-    return (
-        isinstance(path, str)
-        and re.match(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z][A-Za-z0-9+.-]+)*://", path) is not None
-    )
 
 
 def _is_pattern(file: RemoteFile) -> bool:
