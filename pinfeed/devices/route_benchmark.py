@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import json
-import math
 import os
-import pathlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.memory.limits import human_rate
+from pinfeed.devices.route import Rates, Route, fewest_blocks
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import row_nbytes
@@ -27,68 +22,11 @@ from pinfeed.threads.pool import ThreadPool
 
 BLOCKS = (4, 8, 16, 32)
 """Blocks of the kernels that are tried."""
-# Fewer blocks that reach this share of the best rate leave more of the GPU to the model.
-_ENOUGH = 0.97
 _SAMPLE_BYTES = 16 << 20
 _PIECE_BYTES = 256 << 10
 _REPEATS = 3
 # Of a loop with the usual depth.
 _N_READERS = min(3, len(os.sched_getaffinity(0)))
-_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What was measured, in GB/s."""
-
-    direct: Mapping[int, float]
-    """A kernel reads the rows where they are, by number of blocks."""
-    staged: float
-    """The CPU gathers the rows, and they are copied."""
-    both: float
-    """Rows to the device and others back, by kernels in two streams: sum of both directions."""
-    in_turn: float
-    """The same, in one stream."""
-
-
-@dataclass(frozen=True)
-class Route:
-    """How rows go.
-
-    Attributes:
-        n_blocks: Of the kernels; 0: rows are staged.
-        duplex: Whether rows come and go at the same time.
-        why: A sentence for the plan.
-    """
-
-    n_blocks: int
-    duplex: bool
-    why: str
-
-
-STAGED = Route(0, True, "")
-"""Nothing was measured."""
-
-
-def decide(rates: Rates, wanted: str | None) -> Route:
-    """The fastest way; or, if that is ``wanted``, the best of the direct ones."""
-    n_blocks = _fewest(rates.direct)
-    direct, staged = human_rate(1e9 * rates.direct[n_blocks]), human_rate(1e9 * rates.staged)
-    said = f"{direct} by {n_blocks} blocks of a kernel, {staged} gathered by the CPU and copied"
-    if wanted is None and rates.direct[n_blocks] < rates.staged:
-        return Route(0, True, f"page-locked rows are staged: {said}")
-    duplex = rates.both >= rates.in_turn
-    order = "at the same time" if duplex else "in turn"
-    return Route(
-        n_blocks, duplex, f"the GPU reads page-locked rows itself: {said}; rows come and go {order}"
-    )
-
-
-def _fewest(rates: Mapping[int, float]) -> int:
-    """Blocks that are nearly as fast as the fastest."""
-    return min(
-        n_blocks for n_blocks, rate in rates.items() if rate >= _ENOUGH * max(rates.values())
-    )
 
 
 class Sample:
@@ -123,7 +61,7 @@ def measure(device: Any, stores: Sequence[ArrayStore], n_rows: int) -> Rates:
         for n_blocks in BLOCKS:
             device.route = Route(n_blocks, True, "")
             direct[n_blocks] = trial.rate(trial.come)
-        device.route = Route(_fewest(direct), True, "")
+        device.route = Route(fewest_blocks(direct), True, "")
         both, in_turn = (
             2 * trial.rate(functools.partial(trial.come_and_go, stream))
             for stream in (trial.back, trial.there)
@@ -205,47 +143,3 @@ def _gather(
 def nbytes_of(sample: Sample) -> int:
     """Bytes of its rows."""
     return len(sample.rows) * row_nbytes(sample.store)
-
-
-def remembered(key: str, measure: Callable[[], Rates], folder: pathlib.Path | None = None) -> Rates:
-    """The rates under ``key``; measured, and written down where that can be, if they are not known."""
-    path = (folder or _cache()) / "routes.json"
-    known = _read(path)
-    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-        found = dict(known[key])
-        direct = {int(n_blocks): float(rate) for n_blocks, rate in found.pop("direct").items()}
-        rates = Rates(direct, **{name: float(rate) for name, rate in found.items()})
-        if direct and all(
-            map(math.isfinite, (*direct.values(), rates.staged, rates.both, rates.in_turn))
-        ):
-            return rates
-    rates = measure()
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        # It is measured again next time.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            aside.write_text(json.dumps({**known, "format": _FORMAT, key: asdict(rates)}))
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
-    return rates
-
-
-def _read(path: pathlib.Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(path.read_text())
-        if isinstance(known, dict) and known.get("format") == _FORMAT:
-            return known
-    return {}
-
-
-def _cache() -> pathlib.Path:
-    try:
-        return (
-            pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-            / "pinfeed"
-        )
-    except RuntimeError:
-        # A user without a home, as in some containers: nothing is remembered.
-        return pathlib.Path(os.devnull)

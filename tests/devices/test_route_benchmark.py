@@ -8,15 +8,9 @@ import numpy as np
 import pytest
 
 from pinfeed.devices import route_benchmark
-from pinfeed.devices.route_benchmark import (
-    BLOCKS,
-    STAGED,
-    Rates,
-    _cache,
-    decide,
-    measure,
-    remembered,
-)
+from pinfeed.devices.route import STAGED, Rates, decide
+from pinfeed.devices.route_benchmark import BLOCKS, measure
+from pinfeed.devices.route_cache import _cache_folder, remembered
 from pinfeed.stores.array import ArrayStore
 from pinfeed.testing.sim import SimDevice
 
@@ -91,7 +85,7 @@ def test_where_nothing_can_be_written(tmp_path: Path) -> None:
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert _cache() == Path("/dev/null")
+    assert _cache_folder() == Path("/dev/null")
 
 
 def homeless() -> Path:
