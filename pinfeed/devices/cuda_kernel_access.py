@@ -14,7 +14,7 @@ from pinfeed.devices.cuda_streams import CudaStream
 from pinfeed.devices.kernels import Move, RowKernels
 from pinfeed.devices.route import STAGED, Rates, Route, decide
 from pinfeed.devices.route_benchmark import measure
-from pinfeed.devices.route_cache import remembered
+from pinfeed.devices.route_cache import cached_rates
 from pinfeed.errors import DeviceError, described
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, HostArray, Store, row_nbytes
@@ -172,7 +172,7 @@ class KernelAccess:
                 # Measured with a device object of its own, because others may use this one.
                 return measure(apart, stores, 1 << batch)
 
-        return remembered(key, measured)
+        return cached_rates(key, measured)
 
     def _upload(self, rows: Rows) -> torch.Tensor:
         """Return row indices on the device, copied in the current stream.

@@ -13,26 +13,26 @@ _ENOUGH = 0.97
 
 @dataclass(frozen=True)
 class Rates:
-    """What was measured, in GB/s."""
+    """Measured throughput of each route, in GB/s."""
 
     direct: Mapping[int, float]
-    """A kernel reads the rows where they are, by number of blocks."""
+    """Rates by number of blocks, if a kernel reads the rows from page-locked memory."""
     staged: float
-    """The CPU gathers the rows, and they are copied."""
+    """Rate if the CPU gathers the rows, and they are copied."""
     both: float
-    """Rows to the device and others back, by kernels in two streams: sum of both directions."""
+    """Sum of both directions, if kernels gather and scatter at the same time, in two streams."""
     in_turn: float
-    """The same, in one stream."""
+    """Sum of both directions, if kernels gather and scatter in turn, in one stream."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """How rows go.
+    """Route of the rows of page-locked stores.
 
     Attributes:
-        n_blocks: Of the kernels; 0: rows are staged.
-        duplex: Whether rows come and go at the same time.
-        why: A sentence for the plan.
+        n_blocks: Blocks of the kernels; 0 if rows are staged.
+        duplex: Whether rows are gathered and scattered at the same time.
+        why: Reason for the route, as a sentence for the plan.
     """
 
     n_blocks: int
@@ -41,25 +41,24 @@ class Route:
 
 
 STAGED = Route(0, True, "")
-"""Nothing was measured."""
+"""Route if nothing was measured."""
 
 
 def decide(rates: Rates, wanted: str | None) -> Route:
-    """The fastest way; or, if that is ``wanted``, the best of the direct ones."""
+    """Return the fastest route, or the fastest direct route if ``wanted`` is given."""
     n_blocks = fewest_blocks(rates.direct)
-    direct, staged = human_rate(1e9 * rates.direct[n_blocks]), human_rate(1e9 * rates.staged)
-    said = f"{direct} by {n_blocks} blocks of a kernel, {staged} gathered by the CPU and copied"
+    direct = human_rate(1e9 * rates.direct[n_blocks])
+    staged = human_rate(1e9 * rates.staged)
+    measured = f"{direct} by {n_blocks} blocks of a kernel, {staged} gathered by the CPU and copied"
     if wanted is None and rates.direct[n_blocks] < rates.staged:
-        return Route(0, True, f"page-locked rows are staged: {said}")
+        return Route(0, True, f"page-locked rows are staged: {measured}")
     duplex = rates.both >= rates.in_turn
     order = "at the same time" if duplex else "in turn"
-    return Route(
-        n_blocks, duplex, f"the GPU reads page-locked rows itself: {said}; rows come and go {order}"
-    )
+    reason = f"the GPU reads page-locked rows itself: {measured}; rows come and go {order}"
+    return Route(n_blocks, duplex, reason)
 
 
 def fewest_blocks(rates: Mapping[int, float]) -> int:
-    """Blocks that are nearly as fast as the fastest."""
-    return min(
-        n_blocks for n_blocks, rate in rates.items() if rate >= _ENOUGH * max(rates.values())
-    )
+    """Return the smallest number of blocks that is nearly as fast as the fastest."""
+    enough = _ENOUGH * max(rates.values())
+    return min(n_blocks for n_blocks, rate in rates.items() if rate >= enough)
