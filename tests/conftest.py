@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from pinfeed.devices import route_benchmark
+from pinfeed.devices import route_cache
 
 # With this setting products of cuBLAS, and recurrent layers of cuDNN, add up in one order, run
 # after run.
@@ -21,7 +21,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 @pytest.fixture(autouse=True, scope="session")
 def _rates_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(route_benchmark, "_cache", lambda: tmp_path_factory.getbasetemp())
+        patch.setattr(route_cache, "_cache_folder", lambda: tmp_path_factory.getbasetemp())
         yield
 
 

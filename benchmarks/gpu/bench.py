@@ -14,7 +14,7 @@ import torch
 from benchmarks.gpu.recorder import Skipped
 from pinfeed import PinnedStore
 from pinfeed.devices import resolve
-from pinfeed.devices.route_benchmark import Route
+from pinfeed.devices.route import Route
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.pipeline.sources.base import part_nbytes
 from pinfeed.readahead.base import StoreRows

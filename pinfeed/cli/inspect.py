@@ -21,7 +21,7 @@ from pinfeed.errors import PinfeedError, described
 from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore
 from pinfeed.stores.formats.npy import Header, parse_header, read_header, strange
-from pinfeed.stores.remote import has_protocol
+from pinfeed.stores.paths import has_protocol
 
 _INSIDE = {
     "*.npy": "its files",

@@ -1,24 +1,19 @@
-"""How rows of page-locked stores get to a GPU: decided by measuring, once for each GPU, rows and batch, and remembered in a file."""
+"""Measurement of the routes between page-locked stores and a GPU."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import itertools
-import json
-import math
 import os
-import pathlib
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.memory.units import human_rate
+from pinfeed.devices.route import Rates, Route, fewest_blocks
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import row_nbytes
@@ -26,73 +21,16 @@ from pinfeed.stores.pinned import PinnedStore
 from pinfeed.threads.pool import ThreadPool
 
 BLOCKS = (4, 8, 16, 32)
-"""Blocks of the kernels that are tried."""
-# Fewer blocks that reach this share of the best rate leave more of the GPU to the model.
-_ENOUGH = 0.97
+"""Numbers of blocks with which the kernels are timed."""
 _SAMPLE_BYTES = 16 << 20
-_PIECE_BYTES = 256 << 10
+_CHUNK_BYTES = 256 << 10
 _REPEATS = 3
-# Of a loop with the usual depth.
+# Reader threads of a loop with the default depth.
 _N_READERS = min(3, len(os.sched_getaffinity(0)))
-_FORMAT = 1
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What was measured, in GB/s."""
-
-    direct: Mapping[int, float]
-    """A kernel reads the rows where they are, by number of blocks."""
-    staged: float
-    """The CPU gathers the rows, and they are copied."""
-    both: float
-    """Rows to the device and others back, by kernels in two streams: sum of both directions."""
-    in_turn: float
-    """The same, in one stream."""
-
-
-@dataclass(frozen=True)
-class Route:
-    """How rows go.
-
-    Attributes:
-        n_blocks: Of the kernels; 0: rows are staged.
-        duplex: Whether rows come and go at the same time.
-        why: A sentence for the plan.
-    """
-
-    n_blocks: int
-    duplex: bool
-    why: str
-
-
-STAGED = Route(0, True, "")
-"""Nothing was measured."""
-
-
-def decide(rates: Rates, wanted: str | None) -> Route:
-    """The fastest way; or, if that is ``wanted``, the best of the direct ones."""
-    n_blocks = _fewest(rates.direct)
-    direct, staged = human_rate(1e9 * rates.direct[n_blocks]), human_rate(1e9 * rates.staged)
-    said = f"{direct} by {n_blocks} blocks of a kernel, {staged} gathered by the CPU and copied"
-    if wanted is None and rates.direct[n_blocks] < rates.staged:
-        return Route(0, True, f"page-locked rows are staged: {said}")
-    duplex = rates.both >= rates.in_turn
-    order = "at the same time" if duplex else "in turn"
-    return Route(
-        n_blocks, duplex, f"the GPU reads page-locked rows itself: {said}; rows come and go {order}"
-    )
-
-
-def _fewest(rates: Mapping[int, float]) -> int:
-    """Blocks that are nearly as fast as the fastest."""
-    return min(
-        n_blocks for n_blocks, rate in rates.items() if rate >= _ENOUGH * max(rates.values())
-    )
 
 
 class Sample:
-    """Rows of a store that are wanted for nothing but to be timed."""
+    """Rows of a store that are moved only to time them."""
 
     def __init__(self, store: ArrayStore, rows: Rows) -> None:
         self.store = store
@@ -100,20 +38,25 @@ class Sample:
         self.dtype = store.dtype
         self.shape = (len(rows), *store.row_shape)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the rows."""
+        return len(self.rows) * row_nbytes(self.store)
+
     def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
-        """As that of every part."""
+        """Gather the rows into ``out``, in one step."""
         self.store.gather(self.rows, out)
         yield
 
 
 def measure(device: Any, stores: Sequence[ArrayStore], n_rows: int) -> Rates:
-    """Time each way, some tens of milliseconds in all.
+    """Time each route, in some tens of milliseconds in all.
 
-    The stores are read only: what is written goes to memory that is made for this.
+    The stores are only read: what is written goes to memory that is allocated here.
 
     Args:
-        device: A CudaDevice that nobody else uses.
-        stores: Page-locked.
+        device: A CudaDevice that is not used for anything else.
+        stores: Page-locked stores.
         n_rows: Rows of a batch.
     """
     with ThreadPool(_N_READERS, "pinfeed-tuning") as readers:
@@ -122,130 +65,82 @@ def measure(device: Any, stores: Sequence[ArrayStore], n_rows: int) -> Rates:
         direct = {}
         for n_blocks in BLOCKS:
             device.route = Route(n_blocks, True, "")
-            direct[n_blocks] = trial.rate(trial.come)
-        device.route = Route(_fewest(direct), True, "")
-        both, in_turn = (
-            2 * trial.rate(functools.partial(trial.come_and_go, stream))
-            for stream in (trial.back, trial.there)
-        )
+            direct[n_blocks] = trial.rate(trial.gather)
+        device.route = Route(fewest_blocks(direct), True, "")
+        both = 2 * trial.rate(functools.partial(trial.gather_and_scatter, trial.write_stream))
+        in_turn = 2 * trial.rate(functools.partial(trial.gather_and_scatter, trial.read_stream))
     return Rates(direct, staged, both, in_turn)
 
 
 class _Trial:
-    """Batches that are brought to be timed, other rows each time, so that they are not in a cache."""
+    """Batches that are moved to be timed; each has other rows, which no cache holds yet."""
 
     def __init__(self, device: Any, stores: Sequence[ArrayStore], n_rows: int) -> None:
         self._device = device
-        n, rng = (
-            max(1, min(n_rows, _SAMPLE_BYTES // sum(map(row_nbytes, stores)))),
-            np.random.default_rng(0),
-        )
+        rng = np.random.default_rng(0)
+        n = max(1, min(n_rows, _SAMPLE_BYTES // sum(map(row_nbytes, stores))))
         self._batches = []
         for _ in range(1 + _REPEATS):
             chosen = {
                 n_all: rng.integers(n_all, size=n) for n_all in {store.n_rows for store in stores}
             }
             self._batches.append([Sample(store, chosen[store.n_rows]) for store in stores])
-        first, now = self._batches[0], device.current_stream()
-        self._gb = sum(map(nbytes_of, first)) / 1e9
-        self._into = [
-            device.tensor(device.empty(nbytes_of(sample), now), sample.shape, sample.dtype)
+        first = self._batches[0]
+        current = device.current_stream()
+        self._gb = sum(sample.nbytes for sample in first) / 1e9
+        self._tensors = [
+            device.tensor(device.empty(sample.nbytes, current), sample.shape, sample.dtype)
             for sample in first
         ]
         self._host = [PinnedStore.empty(sample.shape, sample.dtype) for sample in first]
-        self.there = device.stream("read")
-        self.back = device.stream("write")
-        # The memory may be in use until then.
-        self.there.wait(now.record())
-        self.back.wait(now.record())
+        self.read_stream = device.stream("read")
+        self.write_stream = device.stream("write")
+        # Work of the current stream may still use the memory.
+        self.read_stream.wait(current.record())
+        self.write_stream.wait(current.record())
 
-    def rate(self, work: Callable[[Sequence[Sample]], object]) -> float:
-        """GB/s of the fastest batch; the first one is not timed, for code that is loaded then."""
+    def rate(self, move: Callable[[Sequence[Sample]], object]) -> float:
+        """Return GB/s of the fastest batch.
+
+        The first batch is not timed, because code is loaded in it.
+        """
         times = []
         for batch in self._batches:
             begin = time.perf_counter()
-            work(batch)
-            self.there.record().sync()
-            self.back.record().sync()
+            move(batch)
+            self.read_stream.record().sync()
+            self.write_stream.record().sync()
             times.append(time.perf_counter() - begin)
         return self._gb / min(times[1:])
 
     def stage(self, readers: ThreadPool, batch: Sequence[Sample]) -> None:
-        """As a loop does it: several threads gather, and what they have is on its way meanwhile."""
-        for sample, host, into in zip(batch, self._host, self._into, strict=True):
-            n = max(1, min(4 * _N_READERS, nbytes_of(sample) // _PIECE_BYTES))
+        """Move the rows as a loop does: several threads gather while gathered rows are copied."""
+        for sample, host, tensor in zip(batch, self._host, self._tensors, strict=True):
+            n = max(1, min(4 * _N_READERS, sample.nbytes // _CHUNK_BYTES))
             edges = [len(sample.rows) * i // n for i in range(n + 1)]
-            pieces = [
-                (sample.rows[a:b], host.array[a:b], self._device.cut(into, a, b))
+            chunks = [
+                (sample.rows[a:b], host.array[a:b], self._device.cut(tensor, a, b))
                 for a, b in itertools.pairwise(edges)
             ]
             gather = functools.partial(_gather, sample.store)
-            for out, there in (readers.map if n > 1 else map)(gather, pieces):
-                self._device.copy(out, there, self.there)
+            for source, target in (readers.map if n > 1 else map)(gather, chunks):
+                self._device.copy(source, target, self.read_stream)
 
-    def come(self, batch: Sequence[Sample]) -> None:
-        """Kernels read the rows."""
-        deque(self._device.read(list(zip(batch, self._into, strict=True)), self.there), maxlen=0)
+    def gather(self, batch: Sequence[Sample]) -> None:
+        """Let kernels read the rows."""
+        pairs = list(zip(batch, self._tensors, strict=True))
+        deque(self._device.read(pairs, self.read_stream), maxlen=0)
 
-    def come_and_go(self, stream: Any, batch: Sequence[Sample]) -> None:
-        """And write as many others in ``stream``."""
-        self.come(batch)
-        for host, tensor in zip(self._host, self._into, strict=True):
+    def gather_and_scatter(self, stream: Any, batch: Sequence[Sample]) -> None:
+        """Let kernels read the rows, and write as many other rows in ``stream``."""
+        self.gather(batch)
+        for host, tensor in zip(self._host, self._tensors, strict=True):
             self._device.write([(host, tensor)], np.arange(host.n_rows), stream)
 
 
 def _gather(
-    store: ArrayStore, piece: tuple[Rows, npt.NDArray[Any], Any]
+    store: ArrayStore, chunk: tuple[Rows, npt.NDArray[Any], Any]
 ) -> tuple[npt.NDArray[Any], Any]:
-    rows, out, there = piece
+    rows, out, target = chunk
     store.gather(rows, out)
-    return out, there
-
-
-def nbytes_of(sample: Sample) -> int:
-    """Bytes of its rows."""
-    return len(sample.rows) * row_nbytes(sample.store)
-
-
-def remembered(key: str, measure: Callable[[], Rates], folder: pathlib.Path | None = None) -> Rates:
-    """The rates under ``key``; measured, and written down where that can be, if they are not known."""
-    path = (folder or _cache()) / "routes.json"
-    known = _read(path)
-    with contextlib.suppress(KeyError, TypeError, ValueError, AttributeError):
-        found = dict(known[key])
-        direct = {int(n_blocks): float(rate) for n_blocks, rate in found.pop("direct").items()}
-        rates = Rates(direct, **{name: float(rate) for name, rate in found.items()})
-        if direct and all(
-            map(math.isfinite, (*direct.values(), rates.staged, rates.both, rates.in_turn))
-        ):
-            return rates
-    rates = measure()
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
-    with contextlib.suppress(OSError):
-        # It is measured again next time.
-        path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            aside.write_text(json.dumps({**known, "format": _FORMAT, key: asdict(rates)}))
-            aside.replace(path)
-        finally:
-            aside.unlink(missing_ok=True)
-    return rates
-
-
-def _read(path: pathlib.Path) -> dict[str, Any]:
-    with contextlib.suppress(OSError, ValueError):
-        known = json.loads(path.read_text())
-        if isinstance(known, dict) and known.get("format") == _FORMAT:
-            return known
-    return {}
-
-
-def _cache() -> pathlib.Path:
-    try:
-        return (
-            pathlib.Path(os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache")
-            / "pinfeed"
-        )
-    except RuntimeError:
-        # A user without a home, as in some containers: nothing is remembered.
-        return pathlib.Path(os.devnull)
+    return out, target

@@ -6,6 +6,8 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
+from typing import TYPE_CHECKING, Any, Literal
+
 from pinfeed.feeders.base import ResumableFeeder
 from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.hints import FEEDER_HINTS
@@ -14,7 +16,6 @@ from pinfeed.feeders.row_selection import RowArguments, RowSelection
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth, n_held
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
-from typing import Any, Literal, TYPE_CHECKING
 from pinfeed.pipeline.planner import choose_schedule, make_plan
 from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
 from pinfeed.pipeline.sources.base import RowSource

@@ -19,8 +19,8 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores import ArrayStore, ArrowStore, MmapStore, RemoteStore, Store
 from pinfeed.stores.array import SHARED
 from pinfeed.stores.arrow import columns_of, is_column
-from pinfeed.stores.file import store_of_memmap
-from pinfeed.stores.remote import has_protocol
+from pinfeed.stores.memory_map import store_of_memmap
+from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import flatten

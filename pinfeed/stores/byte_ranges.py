@@ -76,10 +76,10 @@ class ByteRange:
 
 
 def pieces_of(
-    file: RemoteFile, extent: RowLayout, rows: Rows, positions: Rows
+    file: RemoteFile, layout: RowLayout, rows: Rows, positions: Rows
 ) -> Iterator[ByteRange]:
     """Cut rows of a file, in any order, into what is fetched at a time."""
-    nbytes = extent.row_nbytes
+    nbytes = layout.row_nbytes
     if not nbytes or not len(rows):
         return
     if run_of(rows) is None:
@@ -94,8 +94,8 @@ def pieces_of(
             # More than once only where a single row is more than a range.
             stop = min(start + RANGE_BYTES, nbytes)
             begin, end = (
-                extent.offset + first * nbytes + start,
-                extent.offset + last * nbytes + stop,
+                layout.offset + first * nbytes + start,
+                layout.offset + last * nbytes + stop,
             )
             yield ByteRange(
                 file, begin, end, slice(start, stop), rows[lo:hi] - first, positions[lo:hi]

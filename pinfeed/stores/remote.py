@@ -35,7 +35,8 @@ from pinfeed.stores.byte_ranges import (
 )
 from pinfeed.stores.formats.npy import header_of
 from pinfeed.stores.formats.row_layout import RowLayout
-from pinfeed.stores.sharded_file import ShardedStore, bytes_of
+from pinfeed.stores.paths import has_protocol
+from pinfeed.stores.sharded_file import ShardedStore, as_bytes
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool
 from pinfeed.validation.arguments import whole_number
@@ -79,7 +80,7 @@ class RemoteStore(ShardedStore[NoReturn]):
 
     resident_bytes = _GATHERS * (WINDOW_BYTES + 4 * RANGE_BYTES)
     """The answers, what a client puts them together of, and what brings rows into order."""
-    _here: ClassVar[tuple[str, ...]] = (*ShardedStore._here, "_gathers")
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ShardedStore._PROCESS_STATE, "_gathers")
 
     def __init__(
         self,
@@ -111,28 +112,28 @@ class RemoteStore(ShardedStore[NoReturn]):
         """
         if self._closed:
             raise ClosedError(f"{self!r} is closed; open it again")
-        target = bytes_of(out)
+        target = as_bytes(out)
         step = _SORTED if run_of(rows) is None else max(1, len(rows))
         for i in range(0, len(rows), step):
             for window in windows_of(self._pieces(rows[i : i + step], positions[i : i + step])):
                 with self._gathers:
                     self._fetch(window, target)
 
-    def _begin_here(self) -> None:
-        super()._begin_here()
+    def _init_process_state(self) -> None:
+        super()._init_process_state()
         self._gathers = threading.BoundedSemaphore(_GATHERS)
 
     def _fetch(self, window: list[ByteRange], target: npt.NDArray[np.uint8]) -> None:
         for piece, answer in answers_of(window, read, self._attempts):
             values = np.frombuffer(answer, np.uint8)
             if self._swapped:
-                values = values.view(self._extents[0].dtype).byteswap().view(np.uint8)
+                values = values.view(self._layouts[0].dtype).byteswap().view(np.uint8)
             piece.copy(values, target)
 
     def _pieces(self, rows: Rows, positions: Rows) -> Iterator[ByteRange]:
-        for number, shard_rows, places in self._split(rows):
+        for number, shard_rows, places in self._by_shard(rows):
             yield from pieces_of(
-                self._files[number], self._extents[number], shard_rows, positions[places]
+                self._files[number], self._layouts[number], shard_rows, positions[places]
             )
 
     def _find(self, path: str | Sequence[str], options: dict[str, Any]) -> list[RemoteFile]:
@@ -177,14 +178,6 @@ class RemoteStore(ShardedStore[NoReturn]):
         return [found[file] for file in self._files]
 
 
-def has_protocol(path: object) -> bool:
-    """Whether this is a URL, or a chain of them as fsspec has it (``simplecache::s3://…``); the path of a Windows drive is none."""
-    return (
-        isinstance(path, str)
-        and re.match(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z][A-Za-z0-9+.-]+)*://", path) is not None
-    )
-
-
 def _is_pattern(file: RemoteFile) -> bool:
     """Whether its name has wildcards; a question mark is one, except in a web address."""
     return re.search(r"[*[]" if "http" in file.fs.protocol else r"[*?[]", file.path) is not None
@@ -206,13 +199,13 @@ def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> RowLayout:
                 raise StoreError(
                     f"{file}: its server does not tell its size and gives no parts of it; copy it to one that does"
                 )
-            extent = header_of(file.url, opened, size, dtype)
+            layout = header_of(file.url, opened, size, dtype)
             if "http" in file.fs.protocol:
                 # A server that always sends all of the file is found out here, where fsspec does
                 # not take it.
                 opened.seek(size - 1)
                 opened.read(1)
-            return extent
+            return layout
     except FileNotFoundError as error:
         cause = error.__cause__
         is_missing = (

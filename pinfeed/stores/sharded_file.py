@@ -1,4 +1,4 @@
-"""ShardedStore: the rows of several files as those of one."""
+"""ShardedStore: rows of several files as the rows of one store."""
 
 from __future__ import annotations
 
@@ -20,82 +20,81 @@ from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
 
-# Of a thousand, so many hold a descriptor at a time.
-_OPEN_SHARDS = 64
+# Shards that hold a file descriptor at the same time.
+_MAX_OPEN = 64
 
 
-class ReadableShard(Protocol):
+class ShardReader(Protocol):
     """One open file, as a gather needs it. Any thread may use it."""
 
     def read_run(self, first: int, out: npt.NDArray[np.uint8]) -> None:
         """Read the rows from ``first`` on into ``out``, shape (n, row_nbytes)."""
 
     def read_rows(self, rows: Rows, out: npt.NDArray[np.uint8], positions: Rows) -> None:
-        """Read rows in any order into ``out[positions]``; ``out`` is C-contiguous, shape (n, row_nbytes)."""
+        """Read rows in any order into ``out[positions]``.
+
+        Args:
+            rows: Row indices, shape (m,).
+            out: C-contiguous, shape (n, row_nbytes).
+            positions: Positions in ``out``, shape (m,).
+        """
 
 
-S = TypeVar("S", bound=ReadableShard)
+R = TypeVar("R", bound=ShardReader)
 
 
-class ShardedStore(Generic[S]):
-    """Rows of files that are opened when they are needed, ``_OPEN_SHARDS`` of them at a time.
+class ShardedStore(Generic[R]):
+    """Rows of files, each of which is opened when it is needed.
+
+    At most ``_MAX_OPEN`` files are open at the same time. A read-only store can be pickled; the
+    files are opened again where it is unpickled.
 
     Args:
-        extents: Where the rows are, file by file; the files may differ in their number of rows.
+        layouts: Layout of the rows of each file; files may differ in their number of rows.
 
     Raises:
-        StoreError: Shards that do not match, or no rows.
-
-    A store that is read-only can be pickled: where it is unpickled, the files are opened again.
+        StoreError: If the shards do not match, or if there are no rows.
     """
 
     writable = False
     resident_bytes = 0
-    # Attributes that mean something in one process only.
-    _here: ClassVar[tuple[str, ...]] = ("_open", "_lock")
+    # Attributes that belong to one process, and are not pickled.
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_open", "_lock")
 
-    def __init__(self, extents: Sequence[RowLayout]) -> None:
-        first = extents[0]
-        for extent in extents:
-            if (extent.dtype, extent.row_shape) != (first.dtype, first.row_shape):
-                raise StoreError(
-                    f"shards do not match: {first.path} has rows of shape {first.row_shape}, {first.dtype}; "
-                    f"{extent.path} of shape {extent.row_shape}, {extent.dtype}"
-                )
-        if sum(extent.n_rows for extent in extents) > sys.maxsize:
-            raise StoreError(
-                f"{first.path} and the other shards have more rows than can be counted"
-            )
-        self._ends = np.cumsum([extent.n_rows for extent in extents])
-        self._starts = self._ends - [extent.n_rows for extent in extents]
+    def __init__(self, layouts: Sequence[RowLayout]) -> None:
+        first = layouts[0]
+        _check_shards(layouts)
+        n_rows = [layout.n_rows for layout in layouts]
+        self._ends = np.cumsum(n_rows)
+        self._starts = self._ends - n_rows
         if self._ends[-1] == 0:
-            raise StoreError(
-                f"{first.path} has no rows (shape {(first.n_rows, *first.row_shape)}); expected at least one"
-            )
-        self._extents = extents
+            shape = (first.n_rows, *first.row_shape)
+            raise StoreError(f"{first.path} has no rows (shape {shape}); expected at least one")
+        self._layouts = layouts
         self._dtype = check_dtype(first.dtype, first.path)
         self._swapped = not first.dtype.isnative
         self._closed = False
-        self._begin_here()
+        self._init_process_state()
 
-    def _begin_here(self) -> None:
-        """Make what belongs to this process."""
-        self._open: OrderedDict[int, S] = OrderedDict()
-        # Readers and writer use the store at the same time.
+    def _init_process_state(self) -> None:
+        self._open: OrderedDict[int, R] = OrderedDict()
+        # Reader threads and the writer thread use the store at the same time.
         self._lock = threading.Lock()
         _stores.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
         if self.writable:
             raise CopyError(
-                f"{self!r} is open for writing and cannot be pickled or copied: both would write to the same files; "
-                "hand over the path, and open it where it is written"
+                f"{self!r} is open for writing and cannot be pickled or copied: both would write "
+                "to the same files; hand over the path, and open it where it is written"
             )
-        return {name: value for name, value in vars(self).items() if name not in self._here}
+        return {
+            name: value for name, value in vars(self).items() if name not in self._PROCESS_STATE
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._begin_here()
+        self._init_process_state()
 
     @safe_repr
     def __repr__(self) -> str:
@@ -104,11 +103,11 @@ class ShardedStore(Generic[S]):
     @property
     def paths(self) -> list[str]:
         """The files, in the order of their rows."""
-        return [extent.path for extent in self._extents]
+        return [layout.path for layout in self._layouts]
 
     @property
     def label(self) -> str:
-        """What to call them: the first file's name, and how many more there are."""
+        """Short name of the files: the first file's name, and how many more there are."""
         first = os.path.basename(self.paths[0])
         return first if len(self.paths) == 1 else f"{first} and {len(self.paths) - 1} more"
 
@@ -118,12 +117,12 @@ class ShardedStore(Generic[S]):
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        return self._extents[0].row_shape
+        return self._layouts[0].row_shape
 
     @property
     def row_nbytes(self) -> int:
         """Bytes of one row."""
-        return self._extents[0].row_nbytes
+        return self._layouts[0].row_nbytes
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -133,7 +132,7 @@ class ShardedStore(Generic[S]):
         """Copy rows into ``out``, C-contiguous, shape (n, *row_shape), of the store's dtype.
 
         Raises:
-            ReadError: A file has shrunk, or cannot be read.
+            ReadError: If a file has shrunk or cannot be read.
             RowIndexError: If a row is out of range or negative.
             ArgumentError: If ``out`` has another shape, dtype or layout, or is read-only.
         """
@@ -141,34 +140,39 @@ class ShardedStore(Generic[S]):
         self.gather_at(rows, out, np.arange(len(rows)))
 
     def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
-        """Copy rows, shape (m,), into ``out[positions]``; ``out`` is C-contiguous, shape (n, *row_shape), of the store's dtype.
+        """Copy rows into ``out[positions]``. The caller has checked all arguments.
 
-        The caller has checked all three.
+        Args:
+            rows: Row indices, shape (m,).
+            out: C-contiguous, shape (n, *row_shape), of the store's dtype.
+            positions: Positions in ``out``, shape (m,).
 
         Raises:
-            ReadError: A file has shrunk, or cannot be read.
+            ReadError: If a file has shrunk or cannot be read.
         """
-        target = bytes_of(out)
-        for number, shard_rows, places in self._split(rows):
-            shard, places = self._shard(number), positions[places]
-            run, place = run_of(shard_rows), run_of(places)
+        target = as_bytes(out)
+        for number, shard_rows, shard_positions in self._by_shard(rows):
+            reader = self._reader(number)
+            places = positions[shard_positions]
+            run = run_of(shard_rows)
+            place = run_of(places)
             if run is not None and place is not None:
-                shard.read_run(run.start, target[place])
+                reader.read_run(run.start, target[place])
             else:
-                shard.read_rows(shard_rows, target, places)
+                reader.read_rows(shard_rows, target, places)
         if self._swapped:
             out[positions] = out[positions].byteswap()
 
     @property
     def version(self) -> object:
-        """Something else once the rows have changed, as far as that can be told without reading them."""
+        """A value that differs once the rows have changed, if that is known without reading."""
         return 0
 
     def will_gather(self, start: int, stop: int) -> None:
-        """Say that the rows [start, stop) will be gathered soon."""
+        """Announce that the rows [start, stop) will be gathered soon."""
 
     def scatter(self, rows: Rows, values: Array) -> None:
-        """Refuse: the files are read-only.
+        """Refuse to write: the files are read-only.
 
         Raises:
             StoreError: Always.
@@ -176,22 +180,22 @@ class ShardedStore(Generic[S]):
         raise StoreError(f"{self!r} is read-only")
 
     def flush(self) -> None:
-        """Nothing was written."""
+        """Do nothing, because nothing was written."""
 
     def close(self) -> None:
-        """Close the files. Idempotent."""
+        """Close the files. Further calls do nothing."""
         self._closed = True
         self._open.clear()
 
-    def _open_shard(self, number: int) -> S:
+    def _open_reader(self, number: int) -> R:
         raise NotImplementedError
 
-    def _evict(self, number: int, shard: S) -> None:
-        """A shard is about to close, to make room for another. Called with the lock held."""
+    def _before_evicting(self, number: int, reader: R) -> None:
+        """Prepare to close a shard that makes room for another. The caller holds the lock."""
 
-    def _split(self, rows: Rows) -> list[tuple[int, Rows, Rows]]:
-        """The rows by shard: (shard, rows within it, their positions in ``rows``)."""
-        if len(self._extents) == 1:
+    def _by_shard(self, rows: Rows) -> list[tuple[int, Rows, Rows]]:
+        """Return the rows by shard: shard, rows within it, and their positions in ``rows``."""
+        if len(self._layouts) == 1:
             return [(0, rows, np.arange(len(rows)))]
         shard_of = np.searchsorted(self._ends, rows, side="right")
         parts: list[tuple[int, Rows, Rows]] = []
@@ -200,19 +204,19 @@ class ShardedStore(Generic[S]):
             parts.append((number, rows[positions] - self._starts[number], positions))
         return parts
 
-    def _shard(self, number: int) -> S:
-        """The shard, opened.
+    def _reader(self, number: int) -> R:
+        """Return the open reader of a shard.
 
-        One that falls out of the cache closes when the last thread that reads it is done.
+        A reader that is evicted closes its file when the last thread that uses it is done.
         """
         with self._lock:
             if self._closed:
                 raise ClosedError(f"{self!r} is closed; open the file again")
-            shard = self._open.pop(number, None) or self._open_shard(number)
-            self._open[number] = shard
-            if len(self._open) > _OPEN_SHARDS:
-                self._evict(*self._open.popitem(last=False))
-            return shard
+            reader = self._open.pop(number, None) or self._open_reader(number)
+            self._open[number] = reader
+            if len(self._open) > _MAX_OPEN:
+                self._before_evicting(*self._open.popitem(last=False))
+            return reader
 
 
 AnyShardedStore = ShardedStore[Any]
@@ -221,7 +225,7 @@ _stores: weakref.WeakSet[AnyShardedStore] = weakref.WeakSet()
 
 
 def _renew_locks() -> None:
-    """In a forked process: a thread that is not there any more may have held one."""
+    """Replace all locks in a forked process, where the thread that holds one may not exist."""
     for store in _stores:
         store._lock = threading.Lock()
 
@@ -229,7 +233,24 @@ def _renew_locks() -> None:
 os.register_at_fork(after_in_child=_renew_locks)
 
 
-def bytes_of(array: Array) -> npt.NDArray[np.uint8]:
-    """Shape (n, row_nbytes), on the same memory."""
+def as_bytes(array: Array) -> npt.NDArray[np.uint8]:
+    """Return an array of n rows as bytes, shape (n, row_nbytes), on the same memory."""
     n = len(array)
     return array.reshape(-1).view(np.uint8).reshape(n, array.nbytes // n if n else 0)
+
+
+def _check_shards(layouts: Sequence[RowLayout]) -> None:
+    """Check that files can be shards of one store.
+
+    Raises:
+        StoreError: If their rows differ in shape or dtype, or if there are too many rows.
+    """
+    first = layouts[0]
+    for layout in layouts:
+        if (layout.dtype, layout.row_shape) != (first.dtype, first.row_shape):
+            raise StoreError(
+                f"shards do not match: {first.path} has rows of shape {first.row_shape}, "
+                f"{first.dtype}; {layout.path} of shape {layout.row_shape}, {layout.dtype}"
+            )
+    if sum(layout.n_rows for layout in layouts) > sys.maxsize:
+        raise StoreError(f"{first.path} and the other shards have more rows than can be counted")

@@ -13,7 +13,7 @@ from torch import nn
 
 import pinfeed.compat.speedtorch as SpeedTorch  # noqa: N812 - as its users write it
 from pinfeed import errors
-from pinfeed.compat.speedtorch import factories, placement, saved_files
+from pinfeed.compat.speedtorch import factories, placement
 from pinfeed.memory.host import resident_bytes
 from pinfeed.training.atomic_write import atomic_write
 

@@ -17,8 +17,9 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, PinnedStore, wrap_loader
-from pinfeed.devices.cuda import CudaDevice, unlock_on
-from pinfeed.devices.route_benchmark import Route
+from pinfeed.devices.cuda import CudaDevice
+from pinfeed.devices.cuda_memory import unlock_on
+from pinfeed.devices.route import Route
 from pinfeed.errors import DeviceError
 from pinfeed.memory.buffer_pool import unlock_freed
 from pinfeed.memory.host import resident_bytes

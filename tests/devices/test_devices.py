@@ -9,7 +9,7 @@ import torch
 from pinfeed import Feeder, errors
 from pinfeed.devices import resolve
 from pinfeed.devices.cpu import HostDevice
-from pinfeed.devices.cuda import CudaClock
+from pinfeed.devices.cuda_clock import CudaClock
 from pinfeed.testing import SimDevice, favour, lazy
 from pinfeed.testing.suites import DeviceTests
 

@@ -8,15 +8,9 @@ import numpy as np
 import pytest
 
 from pinfeed.devices import route_benchmark
-from pinfeed.devices.route_benchmark import (
-    BLOCKS,
-    STAGED,
-    Rates,
-    _cache,
-    decide,
-    measure,
-    remembered,
-)
+from pinfeed.devices.route import STAGED, Rates, decide
+from pinfeed.devices.route_benchmark import BLOCKS, measure
+from pinfeed.devices.route_cache import _cache_folder, cached_rates
 from pinfeed.stores.array import ArrayStore
 from pinfeed.testing.sim import SimDevice
 
@@ -55,9 +49,9 @@ def test_measured_once(tmp_path: Path) -> None:
         return RATES
 
     for _ in range(3):
-        assert remembered("a GPU", measure, tmp_path) == RATES
-    assert remembered("another", lambda: SLOW, tmp_path) == SLOW
-    assert remembered("a GPU", measure, tmp_path) == RATES
+        assert cached_rates("a GPU", measure, tmp_path) == RATES
+    assert cached_rates("another", lambda: SLOW, tmp_path) == SLOW
+    assert cached_rates("a GPU", measure, tmp_path) == RATES
     assert len(measured) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["routes.json"]
 
@@ -78,20 +72,20 @@ def test_measured_once(tmp_path: Path) -> None:
 )
 def test_a_file_that_says_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "routes.json").write_text(text)
-    assert remembered("a GPU", lambda: RATES, tmp_path) == RATES
+    assert cached_rates("a GPU", lambda: RATES, tmp_path) == RATES
     assert "a GPU" in json.loads((tmp_path / "routes.json").read_text())
 
 
 def test_where_nothing_can_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for folder in (tmp_path / "file" / "folder", Path("/dev/null")):
-        assert remembered("a GPU", lambda: RATES, folder) == RATES
+        assert cached_rates("a GPU", lambda: RATES, folder) == RATES
 
 
 def test_a_user_without_a_home(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.setattr(Path, "home", homeless)
-    assert _cache() == Path("/dev/null")
+    assert _cache_folder() == Path("/dev/null")
 
 
 def homeless() -> Path:
@@ -127,7 +121,7 @@ def test_every_way_is_timed_and_the_tables_stay(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(route_benchmark.PinnedStore, "empty", locked)
     # Several threads gather
-    monkeypatch.setattr(route_benchmark, "_PIECE_BYTES", 256)
+    monkeypatch.setattr(route_benchmark, "_CHUNK_BYTES", 256)
     rates = measure(device, stores, 50)
     assert list(rates.direct) == list(BLOCKS)
     assert min(*rates.direct.values(), rates.staged, rates.both, rates.in_turn) > 0

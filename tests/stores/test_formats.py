@@ -28,7 +28,7 @@ from safetensors.torch import save_file
 from pinfeed import Feeder, MmapStore, PinnedStore, RemoteStore, errors, rows
 from pinfeed.stores import byte_ranges
 from pinfeed.stores.disk import linux_aio
-from pinfeed.stores.remote import has_protocol
+from pinfeed.stores.paths import has_protocol
 from pinfeed.tensors.dtypes import BFLOAT16, DTYPES
 from pinfeed.testing.suites import ROW_SHAPES, StoreTests, sample
 

@@ -38,7 +38,7 @@ def open_rows(files: Sequence[str]) -> AnyShardedStore:
         PinfeedError: If ``MmapStore`` or ``RemoteStore`` refuses the files.
     """
     from pinfeed.stores import MmapStore, RemoteStore
-    from pinfeed.stores.remote import has_protocol
+    from pinfeed.stores.paths import has_protocol
 
     names = expanded(files)
     kind = RemoteStore if has_protocol(names[0]) else MmapStore

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pinfeed.compat.speedtorch.placement import Placement, Table, table_dtype
-from pinfeed.compat.speedtorch.saved_files import FileName, find_file, replacing, with_suffix
+from pinfeed.compat.speedtorch.saved_files import FileName, find_file, with_suffix
 from pinfeed.errors import ArgumentError, ClosedError, StoreError
 from pinfeed.stores import ArrayStore, MmapStore, Store
 from pinfeed.tensors.dtypes import BFLOAT16

@@ -37,7 +37,7 @@ class FileReader:
     Any thread may use it.
 
     Args:
-        extent: Where its rows are.
+        layout: Where its rows are.
         contexts: For requests that are made many at a time.
         inode: Of the file whose header was read.
         writable: Whether ``write_rows`` is to work.
@@ -50,28 +50,28 @@ class FileReader:
 
     def __init__(
         self,
-        extent: RowLayout,
+        layout: RowLayout,
         contexts: linux_aio.AioContextPool,
         *,
         inode: tuple[int, int],
         writable: bool,
         keep_cache: bool,
     ) -> None:
-        self._extent = extent
+        self._layout = layout
         self._contexts = contexts
         try:
-            self._fd = os.open(extent.path, os.O_RDWR if writable else os.O_RDONLY)
+            self._fd = os.open(layout.path, os.O_RDWR if writable else os.O_RDONLY)
         except FileNotFoundError:
             raise FileMissing(
-                f"{extent.path} was there when it was opened and is not any more"
+                f"{layout.path} was there when it was opened and is not any more"
             ) from None
         weakref.finalize(self, os.close, self._fd)
         if inode_of(os.fstat(self._fd)) != inode:
             raise ReadError(
-                f"{extent.path} was replaced by another file since its header was read; open it again"
+                f"{layout.path} was replaced by another file since its header was read; open it again"
             )
         self._check_size()
-        self._cache = PageCache(self._fd, extent.end, keep=keep_cache)
+        self._cache = PageCache(self._fd, layout.end, keep=keep_cache)
         # Before the descriptor is closed: the last one made is called first.
         weakref.finalize(self, self._cache.leave)
 
@@ -81,7 +81,7 @@ class FileReader:
         Raises:
             ReadError: The file has shrunk, or cannot be read.
         """
-        begin = self._extent.offset + first * self._extent.row_nbytes
+        begin = self._layout.offset + first * self._layout.row_nbytes
         view = out.reshape(-1).data
         done = 0
         while done < len(view):
@@ -91,7 +91,7 @@ class FileReader:
                 raise self._read_error(error.errno or 0) from error
             if n == 0:
                 self._check_size()
-                raise ReadError(f"{self._extent.path} ended at byte {begin + done}")
+                raise ReadError(f"{self._layout.path} ended at byte {begin + done}")
             done += n
         self._cache.used(begin, len(view))
 
@@ -104,7 +104,7 @@ class FileReader:
         Raises:
             ReadError: The file has shrunk, or cannot be read.
         """
-        if not self._extent.row_nbytes:
+        if not self._layout.row_nbytes:
             return
         self._cache.at_random()
         missing = self._read_some(rows, out, positions, linux_aio.NOWAIT)
@@ -114,7 +114,7 @@ class FileReader:
         missing = missing[np.argsort(rows[missing])]
         # A row begins within a page.
         self._cache.used(
-            self._extent.offset, len(missing) * (self._extent.row_nbytes + mmap.PAGESIZE)
+            self._layout.offset, len(missing) * (self._layout.row_nbytes + mmap.PAGESIZE)
         )
         n_threads = min(_AT_ONCE, len(missing) // _EACH)
         if n_threads < 2:
@@ -136,7 +136,7 @@ class FileReader:
         """
         # Else a write beyond the end would make it longer, with holes.
         self._check_size()
-        nbytes = self._extent.row_nbytes
+        nbytes = self._layout.row_nbytes
         if not nbytes:
             return
         unwritten = np.arange(len(rows))
@@ -151,13 +151,13 @@ class FileReader:
                 )
                 unwritten = np.flatnonzero(results != nbytes)
         for i in unwritten.tolist():
-            self._write(self._extent.offset + int(rows[i]) * nbytes, values[i].data)
+            self._write(self._layout.offset + int(rows[i]) * nbytes, values[i].data)
 
     def will_read(self, first: int, n_rows: int) -> None:
         """Tell the kernel that these rows will be read soon; it brings them into the page cache meanwhile."""
-        nbytes = self._extent.row_nbytes
+        nbytes = self._layout.row_nbytes
         os.posix_fadvise(
-            self._fd, self._extent.offset + first * nbytes, n_rows * nbytes, os.POSIX_FADV_WILLNEED
+            self._fd, self._layout.offset + first * nbytes, n_rows * nbytes, os.POSIX_FADV_WILLNEED
         )
 
     def flush(self) -> None:
@@ -165,11 +165,11 @@ class FileReader:
         try:
             os.fsync(self._fd)
         except OSError as error:
-            raise OSError(error.errno, error.strerror, self._extent.path) from error
+            raise OSError(error.errno, error.strerror, self._layout.path) from error
 
     def _read_some(self, rows: Rows, out: Bytes, positions: Rows, flags: int = 0) -> Rows:
         """Read what can be read by one call for many rows; which of the rows, shape (m,), it was not."""
-        nbytes = self._extent.row_nbytes
+        nbytes = self._layout.row_nbytes
         with self._contexts.take() as requests:
             if requests is None:
                 return np.arange(len(rows))
@@ -189,7 +189,7 @@ class FileReader:
             self.read_run(int(rows[i]), out[positions[i]])
 
     def _offsets(self, rows: Rows) -> Rows:
-        return self._extent.offset + rows * self._extent.row_nbytes
+        return self._layout.offset + rows * self._layout.row_nbytes
 
     def _write(self, offset: int, values: memoryview) -> None:
         done = 0
@@ -197,15 +197,15 @@ class FileReader:
             try:
                 done += os.pwrite(self._fd, values[done:], offset + done)
             except OSError as error:
-                raise OSError(error.errno, error.strerror, self._extent.path) from error
+                raise OSError(error.errno, error.strerror, self._layout.path) from error
 
     def _read_error(self, number: int) -> ReadError:
-        return ReadError(number, f"{os.strerror(number)}, while rows were read", self._extent.path)
+        return ReadError(number, f"{os.strerror(number)}, while rows were read", self._layout.path)
 
     def _check_size(self) -> None:
         size = os.fstat(self._fd).st_size
-        if size < self._extent.end:
+        if size < self._layout.end:
             raise ReadError(
-                f"{self._extent.path} has shrunk to {size} bytes; its {self._extent.n_rows} rows need {self._extent.end}; "
+                f"{self._layout.path} has shrunk to {size} bytes; its {self._layout.n_rows} rows need {self._layout.end}; "
                 "was it written anew while it was streamed?"
             )

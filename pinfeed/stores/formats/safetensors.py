@@ -37,7 +37,7 @@ _DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
 _NAMED = 20
 
 
-def read_extent(path: str, name: str) -> RowLayout:
+def tensor_layout(path: str, name: str) -> RowLayout:
     """Where the tensor ``name`` lies in a file; its first axis are the rows.
 
     The header is checked by the format's own library. That it does not tell offsets is why they are
@@ -61,14 +61,14 @@ def read_extent(path: str, name: str) -> RowLayout:
         )
     try:
         begin, end = _place(path, name)
-        extent = RowLayout(path, dtype, shape[0], shape[1:], begin)
-        if extent.end != end:
-            raise ValueError(f"{name!r} ends at byte {end}, expected {extent.end}")
+        layout = RowLayout(path, dtype, shape[0], shape[1:], begin)
+        if layout.end != end:
+            raise ValueError(f"{name!r} ends at byte {end}, expected {layout.end}")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise StoreError(
             f"{path} was written anew while its header was read; open it again ({described(error)})"
         ) from None
-    return extent.check(os.path.getsize(path))
+    return layout.check(os.path.getsize(path))
 
 
 def list_tensors(path: str) -> dict[str, tuple[tuple[int, ...], str]]:

@@ -17,7 +17,12 @@ from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.units import human
 from pinfeed.training.large_batch.equivalence.comparison import PLAIN_FAILS
-from pinfeed.training.large_batch.simulated_steps import OffloadStep, TwoPassStep, accumulate_step, checkpoint_step
+from pinfeed.training.large_batch.simulated_steps import (
+    OffloadStep,
+    TwoPassStep,
+    accumulate_step,
+    checkpoint_step,
+)
 from pinfeed.training.large_batch.strategies.micro_batches import NEED_ROWS, sample_spec_of
 from pinfeed.training.large_batch.strategies.recompute import can_be_recomputed
 from pinfeed.training.memory_model.estimate import Step, StepEstimator, bytes_there, plain_step

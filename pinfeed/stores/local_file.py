@@ -1,0 +1,174 @@
+"""LocalFileStore: rows of files on a local disk, read and written."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+from collections.abc import Sequence
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.errors import ArgumentError, WriteBackError
+from pinfeed.memory.host import free_host_bytes
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import Array, checked_scatter
+from pinfeed.stores.disk import linux_aio
+from pinfeed.stores.disk.file_reader import FileReader, inode_of
+from pinfeed.stores.formats.row_layout import RowLayout
+from pinfeed.stores.sharded_file import ShardedStore, as_bytes
+from pinfeed.validation.arguments import check_flag
+
+# Rows are written in chunks of this size, of which a scatter may make copies.
+_CHUNK_BYTES = 4 << 20
+
+
+class LocalFileStore(ShardedStore[FileReader]):
+    """Rows of local files. Rows that are scattered are written through to the files.
+
+    Args:
+        layouts: Layout of the rows of each file.
+        mode: ``"r"``, or ``"r+"`` to write rows.
+        keep_cache: Whether the page cache keeps what was read; None if the files fit in the memory
+            that is free when reading begins.
+
+    Raises:
+        StoreError: If the shards do not match, or if there are no rows.
+        ArgumentError: If ``mode`` or ``keep_cache`` has another value, or if a file that is open
+            for writing is given twice.
+    """
+
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (
+        *ShardedStore._PROCESS_STATE,
+        "_n_writes",
+        "_contexts",
+        "_inodes",
+    )
+
+    def __init__(self, layouts: Sequence[RowLayout], mode: str, keep_cache: bool | None) -> None:
+        if mode not in ("r", "r+"):
+            raise ArgumentError(f"mode={mode!r}: expected 'r' or 'r+'")
+        if keep_cache is not None:
+            check_flag(keep_cache, "keep_cache")
+        self._mode = mode
+        self._keep_cache = keep_cache
+        super().__init__(layouts)
+        if mode == "r+" and len(set(map(os.path.realpath, self.paths))) < len(self.paths):
+            raise ArgumentError(
+                f"a file stands twice among the shards {self.paths}; with mode='r+' give each once"
+            )
+
+    def _init_process_state(self) -> None:
+        super()._init_process_state()
+        # Number of writes of each shard that has not been flushed since.
+        self._n_writes: dict[int, int] = {}
+        self._contexts = linux_aio.AioContextPool()
+        self._inodes = [inode_of(os.stat(layout.path)) for layout in self._layouts]
+
+    @property
+    def writable(self) -> bool:  # type: ignore[override]  # a class attribute of the base
+        return self._mode == "r+"
+
+    @property
+    def resident_bytes(self) -> int:  # type: ignore[override]  # as above
+        """Memory that a scatter takes to reorder and byte-swap rows, in bytes."""
+        return 2 * _CHUNK_BYTES if self.writable else 0
+
+    @functools.cached_property
+    def keep_cache(self) -> bool:
+        """Whether the page cache keeps what is read."""
+        if self._keep_cache is not None:
+            return self._keep_cache
+        return self.n_rows * self.row_nbytes <= free_host_bytes()
+
+    @property
+    def version(self) -> object:
+        """A value that differs once a file was written or replaced."""
+        try:
+            stats = [os.stat(path) for path in self.paths]
+        except FileNotFoundError:
+            # A file that is open can still be read.
+            return None
+        return [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
+
+    def will_gather(self, start: int, stop: int) -> None:
+        """Advise the kernel to read the rows [start, stop) into the page cache."""
+        number = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            end = min(stop, int(self._ends[number]))
+            first = start - int(self._starts[number])
+            self._reader(number).will_read(first, end - start)
+            start = end
+            number += 1
+
+    def scatter(self, rows: Rows, values: Array) -> None:
+        """Write rows through to the files.
+
+        Other readers of the files see the rows at once; ``flush`` makes them durable.
+
+        Raises:
+            WriteBackError: If the store was opened with mode="r", or ``values`` has another shape
+                or dtype than the rows.
+            RowIndexError: If a row is out of range or negative.
+            OSError: If the file system refuses; the error has the name of the file.
+        """
+        if not self.writable:
+            raise WriteBackError(f'{self!r} is read-only; open it with MmapStore(path, mode="r+")')
+        rows = checked_scatter(self, rows, values)
+        step = max(1, _CHUNK_BYTES // max(1, self.row_nbytes))
+        for i in range(0, len(rows), step):
+            chunk = values[i : i + step]
+            source = as_bytes(np.ascontiguousarray(chunk.byteswap() if self._swapped else chunk))
+            for number, shard_rows, positions in self._by_shard(rows[i : i + step]):
+                is_whole = len(positions) == len(source)
+                self._write(number, shard_rows, source if is_whole else source[positions])
+
+    def flush(self) -> None:
+        """Return when every row written so far is on the disk (fsync)."""
+        with self._lock:
+            n_writes = dict(self._n_writes)
+        with contextlib.ExitStack() as stack:
+            # Every shard is flushed, even if one fails; the stack raises the error afterwards.
+            for number, count in n_writes.items():
+                stack.callback(self._flush, number, count)
+
+    def close(self) -> None:
+        """Flush and close the files. Further calls do nothing."""
+        if self._closed:
+            return
+        try:
+            self.flush()
+        finally:
+            super().close()
+            self._contexts.close()
+
+    def _open_reader(self, number: int) -> FileReader:
+        return FileReader(
+            self._layouts[number],
+            self._contexts,
+            inode=self._inodes[number],
+            writable=self.writable,
+            keep_cache=self.keep_cache,
+        )
+
+    def _before_evicting(self, number: int, reader: FileReader) -> None:
+        if number in self._n_writes:
+            reader.flush()
+            del self._n_writes[number]
+
+    def _write(self, number: int, rows: Rows, values: npt.NDArray[np.uint8]) -> None:
+        reader = self._reader(number)
+        try:
+            reader.write_rows(rows, values)
+        finally:
+            with self._lock:
+                self._n_writes[number] = self._n_writes.get(number, 0) + 1
+
+    def _flush(self, number: int, count: int) -> None:
+        self._reader(number).flush()
+        with self._lock:
+            # If the count differs, the shard was written again in the meantime.
+            if self._n_writes.get(number) == count:
+                del self._n_writes[number]

@@ -1,0 +1,62 @@
+"""Paths of files on disk, as users give them, and URLs of files elsewhere."""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+from collections.abc import Sequence
+
+from pinfeed.errors import ArgumentError, FileMissing
+
+Path = str | os.PathLike[str]
+
+_PROTOCOL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+(::[A-Za-z][A-Za-z0-9+.-]+)*://")
+
+
+def has_protocol(path: object) -> bool:
+    """Return whether this is a URL, or a chain of URLs of fsspec (``simplecache::s3://...``).
+
+    The path of a Windows drive (``C:/x.npy``) is none.
+    """
+    return isinstance(path, str) and _PROTOCOL.match(path) is not None
+
+
+def local_path(path: Path) -> str:
+    """Return a path as a string.
+
+    Raises:
+        ArgumentError: If it is a URL.
+    """
+    if has_protocol(path):
+        raise ArgumentError(
+            f"{path!r} is a URL; MmapStore opens local files: expected a path, or "
+            f"RemoteStore({path!r})"
+        )
+    return os.fspath(path)
+
+
+def local_paths(path: Path | Sequence[Path]) -> list[str]:
+    """Return the files of a path, a pattern or a sequence of paths, at least one.
+
+    Raises:
+        FileMissing: If no file matches the pattern.
+        ArgumentError: If ``path`` is none of these, is a URL, or is an empty sequence.
+    """
+    if isinstance(path, (str, os.PathLike)):
+        name = local_path(path)
+        if not glob.has_magic(name) or os.path.exists(name):
+            return [name]
+        found = sorted(glob.glob(name))
+        if not found:
+            raise FileMissing(f"{name}: no file matches this pattern (looked in {os.getcwd()})")
+        return found
+    try:
+        names = [local_path(p) for p in path]
+    except TypeError:
+        raise ArgumentError(
+            f"path={path!r}: expected a path, a pattern or a sequence of paths"
+        ) from None
+    if not names:
+        raise ArgumentError("an empty list of files; expected at least one .npy file")
+    return names
