@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from pinfeed.devices.base import HostArray
 from pinfeed.memory.plan import Allocation
-from pinfeed.rows.orders import Rows, Windows
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.windows import Windows
 
 
 class RowPart(HostArray, Protocol):

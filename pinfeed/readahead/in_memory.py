@@ -17,7 +17,8 @@ from pinfeed.memory.buffer_pool import block_nbytes, huge
 from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.base import IN_MEMORY, Serve, StoreRows
 from pinfeed.readahead.files import AS_FAST
-from pinfeed.rows.orders import Rows, Windows
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.pool import ThreadPool

@@ -10,7 +10,8 @@ from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.base import Serve, StoreRows
 from pinfeed.readahead.files import whole_file
 from pinfeed.readahead.window_cursor import Runs, WindowCursor
-from pinfeed.rows.orders import Rows, Windows
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.windows import Windows
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.pool import ThreadPool
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Generic, TypeVar
 
-from pinfeed.rows.orders import Windows
+from pinfeed.rows.windows import Windows
 
 T = TypeVar("T")
 

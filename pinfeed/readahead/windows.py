@@ -15,7 +15,8 @@ from pinfeed.memory.demand import window_allocation
 from pinfeed.readahead.base import Serve, StoreRows
 from pinfeed.readahead.files import AS_FAST, whole_file
 from pinfeed.readahead.window_cursor import Runs, WindowCursor
-from pinfeed.rows.orders import Rows, Windows
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.call import Pending

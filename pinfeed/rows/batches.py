@@ -12,7 +12,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError, described
-from pinfeed.rows.orders import At, Order, Rows, Windows, windows
+from pinfeed.rows.orders import At, Order, Rows
+from pinfeed.rows.windows import Windows, windows
 
 # An order is asked for so many rows at once: small batches share numpy's cost per call, large ones
 # need no more memory.
