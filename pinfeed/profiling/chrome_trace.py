@@ -1,4 +1,4 @@
-"""Spans in the Trace Event Format, which Perfetto (https://ui.perfetto.dev) and chrome://tracing show."""
+"""Traces in the Trace Event Format, for Perfetto (https://ui.perfetto.dev) and chrome://tracing."""
 
 from __future__ import annotations
 
@@ -8,41 +8,36 @@ from typing import Any
 from pinfeed.profiling.spans import THREADS, Span, clipped, ready, tracks
 
 _PID = 1
-# A reader more is one more.
+# Thread ids; each further reader thread has the next one.
 _TIDS = {name: 100 * (i + 1) for i, name in enumerate(THREADS)}
 _THREAD_OF = {lane: name for name, lanes in THREADS.items() for lane in lanes}
 
 
 def trace(spans: Sequence[Span], start_s: float, end_s: float, verdict: str) -> dict[str, Any]:
-    """Spans between two moments: complete events on named threads, and a counter of batches that were ready; times in microseconds."""
+    """Return the spans between two moments as a trace.
+
+    It has complete events on named threads, and a counter of the batches that were ready. Times are
+    in microseconds.
+    """
     within = clipped(spans, start_s, end_s)
     placed = list(zip(within, tracks(within), strict=True))
-    tids = {(_THREAD_OF[span.lane], _tid(span, track)) for span, track in placed}
-    several = {name for name, tid in tids if tid > _TIDS[name]}
-    events = [_metadata("process_name", 0, name="pinfeed")]
-    for name, tid in sorted(tids, key=lambda thread: thread[1]):
-        events.append(
-            _metadata(
-                "thread_name",
-                tid,
-                name=f"{name} {tid - _TIDS[name] + 1}" if name in several else name,
-            )
-        )
-        events.append(_metadata("thread_sort_index", tid, sort_index=tid))
+    events = _thread_names({(_THREAD_OF[span.lane], _tid(span, track)) for span, track in placed})
     events += [_complete(span, track) for span, track in placed]
-    for at_s, count in ready(spans):
-        if start_s <= at_s <= end_s:
-            events.append(
-                {
-                    "name": "batches ready",
-                    "ph": "C",
-                    "pid": _PID,
-                    "tid": 0,
-                    "ts": at_s * 1e6,
-                    "args": {"batches": count},
-                }
-            )
+    events += [
+        _ready_count(at_s, count) for at_s, count in ready(spans) if start_s <= at_s <= end_s
+    ]
     return {"displayTimeUnit": "ms", "otherData": {"verdict": verdict}, "traceEvents": events}
+
+
+def _thread_names(threads: set[tuple[str, int]]) -> list[dict[str, Any]]:
+    """Return the events that name the process and its threads, given names and ids of these."""
+    numbered = {name for name, tid in threads if tid > _TIDS[name]}
+    events = [_metadata("process_name", 0, name="pinfeed")]
+    for name, tid in sorted(threads, key=lambda thread: thread[1]):
+        shown = f"{name} {tid - _TIDS[name] + 1}" if name in numbered else name
+        events.append(_metadata("thread_name", tid, name=shown))
+        events.append(_metadata("thread_sort_index", tid, sort_index=tid))
+    return events
 
 
 def _tid(span: Span, track: int) -> int:
@@ -51,6 +46,17 @@ def _tid(span: Span, track: int) -> int:
 
 def _metadata(what: str, tid: int, **args: Any) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": _PID, "tid": tid, "args": args}
+
+
+def _ready_count(at_s: float, count: int) -> dict[str, Any]:
+    return {
+        "name": "batches ready",
+        "ph": "C",
+        "pid": _PID,
+        "tid": 0,
+        "ts": at_s * 1e6,
+        "args": {"batches": count},
+    }
 
 
 def _complete(span: Span, track: int) -> dict[str, Any]:

@@ -1,6 +1,6 @@
-"""Counters: counts while a loop runs.
+"""Counters: cheap counts of what a loop waits for, updated for every batch.
 
-Cheap enough for every batch; what it found is in stats.py and timeline.py.
+The results are in stats.py and timeline.py.
 """
 
 from __future__ import annotations
@@ -13,13 +13,14 @@ from pinfeed.profiling.timeline import Timeline
 
 
 class Counters:
-    """Counts.
+    """Counts of a feeder's loops.
 
-    Each number belongs to one thread: ``write_s`` to the writer, the others to the consumer.
+    Each number belongs to one thread: ``write_s`` to the writer thread, the others to the training
+    thread.
 
     Args:
-        timeline: Keeps a span for everything that took time; None to keep none.
-        now: The clock, in seconds; the device's events tell the same.
+        timeline: Records a span for everything that takes time; None records none.
+        now: The clock, in seconds; the events of the device use the same.
     """
 
     def __init__(
@@ -27,39 +28,49 @@ class Counters:
     ) -> None:
         self.timeline = timeline
         self.now = now
-        self.batches = self.rows = self.bytes = self.late = 0
-        self.wait_s = self.starved_s = self.start_s = self.land_s = self.read_s = self.draw_s = (
-            self.held_s
-        ) = self.write_s = 0.0
+        self.batches = 0
+        self.rows = 0
+        self.bytes = 0
+        self.late = 0
+        self.wait_s = 0.0
+        self.starved_s = 0.0
+        self.start_s = 0.0
+        self.land_s = 0.0
+        self.read_s = 0.0
+        self.draw_s = 0.0
+        self.held_s = 0.0
+        self.write_s = 0.0
+        # Time within loops that have ended.
         self._seconds = 0.0
-        # When the loop under way began.
+        # When the running loop began; None without one.
         self._entered: float | None = None
-        # Whether its first batch is still to come.
+        # Whether the running loop has no batch yet.
         self._is_first = False
         self._depth = 0
         self._n_readers = 1
         self._asynchronous = False
 
     def enter(self, depth: int, n_readers: int, *, asynchronous: bool) -> float:
-        """A loop begins; the time."""
+        """Count a loop that begins; return the time."""
+        now = self.now()
         self._depth = depth
         self._n_readers = n_readers
         self._asynchronous = asynchronous
-        self._entered = (now := self.now())
+        self._entered = now
         self._is_first = True
         if self.timeline is not None:
             self.timeline.begin(now, depth, n_readers)
         return now
 
     def lent(self, rows: int, nbytes: int, asked: float, *, late: bool, idle: bool) -> float:
-        """A batch that the loop asked for at ``asked`` is lent; the time.
+        """Count a batch that the loop gets now; return the time.
 
         Args:
-            rows: Of the batch.
-            nbytes: Of the batch.
-            asked: When the loop did.
-            late: Whether it was not ready then.
-            idle: Whether the device had nothing to do when it was.
+            rows: Rows of the batch.
+            nbytes: Bytes of the batch.
+            asked: When the loop asked for the batch.
+            late: Whether the batch was not ready then.
+            idle: Whether the device had nothing to do when the batch was ready.
         """
         now = self.now()
         waited = now - asked
@@ -77,7 +88,13 @@ class Counters:
         return now
 
     def landed(self, batch: int, start: float, *, idle: bool) -> None:
-        """The loop has waited since ``start`` for write-backs to land, before it could write ``batch`` back."""
+        """Count the time since ``start``, in which the loop waited for earlier writes.
+
+        Args:
+            batch: Number of the batch that the loop writes back.
+            start: When the loop began to wait.
+            idle: Whether the device had nothing to do.
+        """
         now = self.now()
         if idle:
             self.land_s += now - start
@@ -85,13 +102,13 @@ class Counters:
             self.timeline.add("land", batch, start, now)
 
     def leave(self) -> None:
-        """The loop has ended."""
+        """Count a loop that ends."""
         if self._entered is not None:
             self._seconds += self.now() - self._entered
         self._entered = None
 
     def totals(self) -> Totals:
-        """Since the counters were made."""
+        """Return the counts since the counters were made."""
         running = self.now() - self._entered if self._entered is not None else 0.0
         return Totals(
             batches=self.batches,
@@ -113,5 +130,5 @@ class Counters:
         )
 
     def stats(self) -> FeederStats:
-        """The same, and the memory of the process."""
+        """Return the counts since the counters were made, and the memory of the process."""
         return FeederStats(**vars(self.totals()), memory=ProcessMemory.now())

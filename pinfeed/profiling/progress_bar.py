@@ -1,4 +1,4 @@
-"""ProgressBar: a progress bar that shows rates of late, computed whenever it is drawn."""
+"""ProgressBar: a progress bar with recent rates, which are computed when it is drawn."""
 
 from __future__ import annotations
 
@@ -10,35 +10,36 @@ from tqdm.auto import tqdm
 from pinfeed.memory.units import human_rate
 from pinfeed.profiling.stats import Totals
 
-_LATELY_S = 1.0
+# Rates are those of at least this time.
+_RECENT_S = 1.0
 
 
 class ProgressBar(tqdm):  # type: ignore[type-arg]  # at runtime it takes none
     """A tqdm bar with rows and bytes per second, and the share of the time that the loop waited.
 
     Args:
-        totals: What was counted until now.
-        kwargs: Of tqdm.
+        totals: Returns the counts until now.
+        kwargs: Arguments of tqdm.
     """
 
     def __init__(self, *, totals: Callable[[], Totals], **kwargs: Any) -> None:
         self._totals = totals
-        self._since = totals()
-        self._said = ""
+        self._earlier = totals()
+        self._text = ""
         super().__init__(**kwargs)
 
     @property
     def format_dict(self) -> Any:
-        """What tqdm draws from: asked for when it draws, not per batch."""
+        """The values that tqdm draws; it asks for them when it draws, not for every batch."""
         totals = self._totals()
-        lately = totals - self._since
-        if lately.seconds >= _LATELY_S or not self._said:
-            moved = f", {human_rate(1e9 * lately.gb_per_s)}" if lately.bytes else ""
-            rates = f"{_short(lately.rows_per_s)} rows/s{moved}"
-            self._said = f"{rates}, waited {lately.starved:.0%}" if lately.batches else ""
-        if lately.seconds >= _LATELY_S:
-            self._since = totals
-        return {**super().format_dict, "postfix": self._said}
+        recent = totals - self._earlier
+        if recent.seconds >= _RECENT_S or not self._text:
+            moved = f", {human_rate(1e9 * recent.gb_per_s)}" if recent.bytes else ""
+            rates = f"{_short(recent.rows_per_s)} rows/s{moved}"
+            self._text = f"{rates}, waited {recent.starved:.0%}" if recent.batches else ""
+        if recent.seconds >= _RECENT_S:
+            self._earlier = totals
+        return {**super().format_dict, "postfix": self._text}
 
 
 def _short(number: float) -> str:

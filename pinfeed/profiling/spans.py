@@ -1,4 +1,4 @@
-"""Spans: what took time, when; and what can be told from them."""
+"""Spans: what took time in a loop, and what can be computed from that."""
 
 from __future__ import annotations
 
@@ -8,10 +8,19 @@ from typing import Literal, NamedTuple
 from pinfeed.profiling.stats import Totals
 
 Lane = Literal["read", "copy", "wait", "lend", "compute", "land", "device", "write"]
+"""The kind of a span:
+
+- ``read``: a reader thread reads rows.
+- ``copy``: rows are copied to the device.
+- ``wait``: the loop waits for a batch.
+- ``lend``: the loop is handed a batch.
+- ``compute``: the training step runs.
+- ``land``: the training step waits until earlier rows are written back; a part of ``compute``.
+- ``device``: an asynchronous device does the work that the loop queued.
+- ``write``: rows are written back.
+"""
 
 LANES: tuple[Lane, ...] = ("read", "copy", "wait", "lend", "compute", "land", "device", "write")
-"""What a span can be: rows read, and copied to the device; the loop waiting for a batch, taking it, computing, and within that waiting for
-write-backs to land; an asynchronous device doing what the loop gave it to do; rows written back."""
 
 THREADS: dict[str, tuple[Lane, ...]] = {
     "read": ("read",),
@@ -20,9 +29,9 @@ THREADS: dict[str, tuple[Lane, ...]] = {
     "device": ("device",),
     "write": ("write",),
 }
-"""Who does what: spans of one thread come one after the other (but for ``land``, which is a part of ``compute``)."""
+"""Lanes by thread. Spans of one thread do not overlap, except ``land`` and ``compute``."""
 
-# Of the time of a batch.
+# A wait counts as late from this share of a batch's time on.
 _NOTABLE_WAIT = 0.1
 
 
@@ -31,19 +40,19 @@ class Span(NamedTuple):
 
     lane: Lane
     batch: int
-    """Its number in the epoch; of the first, where several small ones are read together."""
+    """Number of the batch in its epoch; the first one's if several are read together."""
     start_s: float
     """Seconds since the first batch was asked for."""
     end_s: float
     loop: int = 0
-    """Which loop over the feeder, from 0."""
+    """Number of the loop over the feeder, from 0."""
     n_batches: int = 1
     rows: int = 0
     bytes: int = 0
 
 
 def clipped(spans: Iterable[Span], start_s: float, end_s: float) -> list[Span]:
-    """The parts of spans that are between two moments."""
+    """Return the parts of spans that are between two moments."""
     return [
         span._replace(start_s=max(start_s, span.start_s), end_s=min(end_s, span.end_s))
         for span in spans
@@ -52,56 +61,65 @@ def clipped(spans: Iterable[Span], start_s: float, end_s: float) -> list[Span]:
 
 
 def extent(spans: Iterable[Span]) -> tuple[float, float]:
-    """When the first span begins, and the last one ends."""
+    """Return when the first span begins and when the last one ends."""
     found = list(spans)
     return min(span.start_s for span in found), max(span.end_s for span in found)
 
 
 def middle(spans: Sequence[Span], n_batches: int) -> tuple[float, float]:
-    """A stretch of so many batches, from the middle of the loop in the middle; all of it, where it is not much longer."""
+    """Return start and end of ``n_batches`` batches from the middle of the loop in the middle.
+
+    If the run or that loop has no more batches, all of it is returned.
+    """
     asked = [span for span in spans if span.lane == "wait"]
     if len(asked) <= n_batches:
         return extent(spans)
     loop = asked[len(asked) // 2].loop
-    of_one = [span for span in spans if span.loop == loop]
-    asked = [span for span in of_one if span.lane == "wait"]
+    of_loop = [span for span in spans if span.loop == loop]
+    asked = [span for span in of_loop if span.lane == "wait"]
     if len(asked) <= n_batches:
-        return extent(of_one)
+        return extent(of_loop)
     first = (len(asked) - n_batches) // 2
     return asked[first].start_s, asked[first + n_batches].start_s
 
 
 def tracks(spans: Sequence[Span]) -> list[int]:
-    """A track for each span, so that no two of a lane overlap on one: several readers work at the same time."""
+    """Return a track for each span so that no two spans of a lane overlap on one track.
+
+    Several reader threads work at the same time, so their lane needs several tracks.
+    """
     ends: dict[str, list[float]] = {lane: [] for lane in LANES}
     found = [0] * len(spans)
     for i in sorted(range(len(spans)), key=lambda i: spans[i].start_s):
-        span, taken = spans[i], ends[spans[i].lane]
-        found[i] = next(
-            (track for track, end in enumerate(taken) if end <= span.start_s), len(taken)
-        )
+        span = spans[i]
+        taken = ends[span.lane]
+        free = (track for track, end in enumerate(taken) if end <= span.start_s)
+        found[i] = next(free, len(taken))
         taken[found[i] : found[i] + 1] = [span.end_s]
     return found
 
 
 def starved(spans: Sequence[Span]) -> list[tuple[float, float]]:
-    """When there was nothing to compute with: the device's gaps, if it was seen; else the loop's waits."""
-    device = sorted(
-        (span for span in spans if span.lane == "device"), key=lambda span: span.start_s
-    )
-    if not device:
+    """Return start and end of each time in which nothing was computed for want of data.
+
+    These are the gaps of the device if its work was recorded, and else the loop's waits.
+    """
+    on_device = [span for span in spans if span.lane == "device"]
+    if not on_device:
         return [(span.start_s, span.end_s) for span in spans if span.lane in ("wait", "land")]
-    found, free = [], _begun(spans)
-    for span in device:
-        since = free.get(span.loop, span.start_s)
+    gaps = []
+    # The end of the device's work so far, by loop.
+    idle_since = _loop_starts(spans)
+    for span in sorted(on_device, key=lambda span: span.start_s):
+        since = idle_since.get(span.loop, span.start_s)
         if span.start_s > since:
-            found.append((since, span.start_s))
-        free[span.loop] = max(since, span.end_s)
-    return found
+            gaps.append((since, span.start_s))
+        idle_since[span.loop] = max(since, span.end_s)
+    return gaps
 
 
-def _begun(spans: Iterable[Span]) -> dict[int, float]:
-    """When each loop asked for its first batch."""
+def _loop_starts(spans: Iterable[Span]) -> dict[int, float]:
+    """Return when each loop asked for its first batch."""
     found: dict[int, float] = {}
     for span in spans:
         if span.lane == "wait":
@@ -112,22 +130,25 @@ def _begun(spans: Iterable[Span]) -> dict[int, float]:
 def totals(
     spans: Sequence[Span], start_s: float, end_s: float, *, depth: int, n_readers: int
 ) -> Totals:
-    """What would have been counted between two moments."""
+    """Return the totals of the time between two moments, as the counters would have counted it."""
     within = clipped(spans, start_s, end_s)
     spent = dict.fromkeys(LANES, 0.0)
     for span in within:
         spent[span.lane] += span.end_s - span.start_s
+    has_device = bool(spent["device"])
     lent = [span for span in within if span.lane == "lend"]
+    waits = [span for span in within if span.lane == "wait"]
     seconds = spent["wait"] + spent["lend"] + spent["compute"]
     starved_s = sum(
         min(end, end_s) - max(start, start_s)
         for start, end in starved(spans)
         if end > start_s and start < end_s
     )
-    starved_s -= 0.0 if spent["device"] else spent["land"]
-    waits = [span for span in within if span.lane == "wait"]
-    begun = set(_begun(spans).values())
-    first_s = sum(span.end_s - span.start_s for span in waits if span.start_s in begun)
+    land_s = 0.0 if has_device else spent["land"]
+    starved_s -= land_s
+    starts = set(_loop_starts(spans).values())
+    first_s = sum(span.end_s - span.start_s for span in waits if span.start_s in starts)
+    late_s = _NOTABLE_WAIT * seconds / max(1, len(lent))
     return Totals(
         batches=len(lent),
         rows=sum(span.rows for span in lent),
@@ -136,23 +157,20 @@ def totals(
         wait_s=starved_s,
         starved_s=starved_s,
         start_s=min(first_s, starved_s),
-        land_s=0.0 if spent["device"] else spent["land"],
+        land_s=land_s,
         read_s=spent["read"],
-        # Each of them has to wait for it.
+        # Every reader has to wait for a copy.
         held_s=spent["copy"] * n_readers,
         write_s=spent["write"],
-        late=sum(
-            span.end_s - span.start_s > _NOTABLE_WAIT * seconds / max(1, len(lent))
-            for span in waits
-        ),
+        late=sum(span.end_s - span.start_s > late_s for span in waits),
         depth=depth,
         n_readers=n_readers,
-        watched="device" if spent["device"] else "loop",
+        watched="device" if has_device else "loop",
     )
 
 
 def ready(spans: Iterable[Span]) -> list[tuple[float, int]]:
-    """How many batches were read and not yet lent, whenever that changed."""
+    """Return how many batches were read and not yet lent, with the time of each change."""
     steps = [(span.end_s, 0, span.loop, span.n_batches) for span in spans if span.lane == "read"]
     steps += [(span.start_s, 1, span.loop, -1) for span in spans if span.lane == "lend"]
     found = []
@@ -160,8 +178,9 @@ def ready(spans: Iterable[Span]) -> list[tuple[float, int]]:
     current = None
     for at_s, _, loop, change in sorted(steps):
         if loop != current:
-            # What an earlier loop had not been lent when it was left is gone.
-            count, current = 0, loop
+            # The batches that an earlier loop left behind are dropped.
+            count = 0
+            current = loop
         count += change
         found.append((at_s, max(0, count)))
     return found

@@ -1,4 +1,4 @@
-"""What a feeder measured: totals, their rates and differences, and the sentence that says what held the loop up."""
+"""FeederStats: totals of a feeder, their rates and differences, and what held the loop up."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from pinfeed.memory.units import human, human_rate
 Bottleneck = Literal[
     "computing", "reading", "copying", "writing", "unevenness", "start", "loop", "depth"
 ]
-"""What the others wait for.
+"""The part of the pipeline that the others wait for.
 
-``start``: loops are short, and nothing is read ahead of their first batch. ``loop``: it does next
-to nothing, behind which nothing can hide. ``depth``: nothing is read ahead at all.
+``start``: loops are short, and nothing is read ahead of their first batch. ``loop``: the loop does
+almost nothing, so reading cannot be hidden behind it. ``depth``: nothing is read ahead at all.
 """
 
-WORTH_A_WORD, STARVED = 0.05, 0.2
-"""Shares of the time: a loop that waits less than the first computes as fast as it can; one that waits more than the second starves."""
+NOTABLE = 0.05
+"""Share of the time; a loop that waits for less computes as fast as it can."""
+STARVED = 0.2
+"""Share of the time; a loop that waits for more starves."""
 LIGHT_LOOP = 0.1
-"""A loop that works for less than this share of the time leaves nothing that reading could hide behind."""
+"""Share of the time; a loop that works for less leaves nothing that reading could hide behind."""
 BUSY_READERS = 0.6
-"""Readers that are busy for less than this share of the time would keep up, if batches came evenly."""
+"""Share of the time; readers that are busy for less would keep up with even batches."""
 
 _SENTENCES: dict[Bottleneck, str] = {
     "computing": "computing is the bottleneck",
@@ -44,111 +46,126 @@ T = TypeVar("T", bound="Totals")
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Resident memory of the process, pinfeed's and that of all other code, in bytes.
+    """Resident memory of the process in bytes, by kind, for pinfeed and all other code together.
 
-    None for what the system does not tell.
+    A kind that the system does not report is None.
     """
 
     anonymous: int | None
-    """Neither mapped from a file, nor shared, nor page-locked by pinfeed."""
+    """Memory that is neither mapped from a file, nor shared, nor page-locked by pinfeed."""
     file: int | None
-    """Mapped from files: libraries, and memory maps as far as they were touched. pinfeed maps no data."""
-    shared: int | None
-    """Shared memory: the batches that the worker processes of a DataLoader hand over, above all.
+    """Memory mapped from files: libraries, and touched pages of memory maps.
 
-    The kernel also counts as shared what CUDA allocates page-locked (torch's ``pin_memory``).
+    pinfeed maps no data.
+    """
+    shared: int | None
+    """Shared memory, mostly the batches that the worker processes of a DataLoader hand over.
+
+    The kernel also counts memory that CUDA allocates page-locked (torch's ``pin_memory``).
     """
     pinned: int
-    """Page-locked by pinfeed."""
+    """Memory that pinfeed page-locked."""
     peak: int | None
-    """The most that the sum has been since the process began."""
+    """Largest sum of all kinds since the process began."""
 
     @classmethod
     def now(cls) -> ProcessMemory:
-        """Measure it."""
-        found, locked = resident_bytes(), locked_bytes()
-        anonymous = None if found["anonymous"] is None else max(0, found["anonymous"] - locked)
-        return cls(anonymous, found["file"], found["shared"], locked, found["peak"])
+        """Return the memory of this process as it is now."""
+        resident = resident_bytes()
+        locked = locked_bytes()
+        anonymous = resident["anonymous"]
+        if anonymous is not None:
+            anonymous = max(0, anonymous - locked)
+        return cls(anonymous, resident["file"], resident["shared"], locked, resident["peak"])
 
     def __str__(self) -> str:
-        found = dataclasses.asdict(self).items()
-        return ", ".join(
-            f"{name} {'unknown' if nbytes is None else human(nbytes)}" for name, nbytes in found
-        )
+        return ", ".join(f"{name} {text}" for name, text in self._texts())
+
+    def _texts(self) -> list[tuple[str, str]]:
+        """Return the name of each kind with its size as people read it."""
+        kinds = dataclasses.asdict(self).items()
+        return [(name, "unknown" if nbytes is None else human(nbytes)) for name, nbytes in kinds]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Totals:
-    """What was counted over some time within loops. ``later - earlier`` is what came between."""
+    """Counts of some time within loops; ``later - earlier`` counts the time between the two."""
 
     batches: int = 0
     rows: int = 0
     bytes: int = 0
     """Bytes lent to the loop."""
     seconds: float = 0.0
-    """Time within loops."""
+    """Time within loops, in seconds as all times here."""
     wait_s: float = 0.0
-    """Time from when a loop asked for a batch to when it had it."""
+    """Time in which loops waited for batches, from asking for one to having it."""
     starved_s: float = 0.0
-    """Of it, for batches that were not ready, where the device had nothing left to do by then (the CPU never has)."""
+    """Part of ``wait_s`` in which the batch was not ready and the device had nothing left to do.
+
+    The CPU as a device never has anything left to do.
+    """
     start_s: float = 0.0
-    """Of that, for the first batch of each loop."""
+    """Part of ``starved_s`` for the first batch of each loop."""
     land_s: float = 0.0
-    """Time in which ``write_back`` waited for earlier ones to land, while the device had nothing to do."""
+    """Time in which ``write_back`` waited for earlier writes while the device had nothing to do."""
     read_s: float = 0.0
-    """Time in which readers read, the sum over the threads."""
+    """Time in which reader threads read, summed over the threads."""
     draw_s: float = 0.0
-    """Of it, time in which the source was asked what comes next: a DataLoader, say, for its batch."""
+    """Part of ``read_s`` in which the source was asked for what to read next.
+
+    For a DataLoader it is the time that the loader took for its batch.
+    """
     held_s: float = 0.0
-    """Time in which readers waited for the device to copy earlier batches, the sum over the threads."""
+    """Time in which reader threads waited for copies of earlier batches, summed over the threads."""
     write_s: float = 0.0
-    """Time in which the writer wrote rows back."""
+    """Time in which the writer thread wrote rows back."""
     late: int = 0
     """Batches that were not ready when the loop asked for them."""
     depth: int = 0
-    """Batches ahead of the loop."""
+    """Batches prefetched ahead of the loop."""
     n_readers: int = 1
-    """Threads that read."""
+    """Reader threads."""
     asynchronous: bool = False
-    """Whether the loop only queues work for a device: how long that takes is not in ``compute_s``."""
+    """Whether the loop only queues work for a device, whose time is not in ``compute_s``."""
 
     watched: Literal["loop", "device"] = "loop"
-    """Whose waiting was counted: the device's own, where a timeline has seen it work."""
+    """The one whose waiting was counted: the device if a timeline has recorded its work."""
 
     @property
     def compute_s(self) -> float:
-        """Time of the loop's own work."""
+        """Time in which the loop itself worked."""
         return max(0.0, self.seconds - self.wait_s - self.land_s)
 
     @property
     def starved(self) -> float:
-        """Share of the time in which the loop waited, for a batch or for write-backs, and the device had nothing to do."""
+        """Share of the time in which the loop waited and the device had nothing to do."""
         return (self.starved_s + self.land_s) / self.seconds if self.seconds else 0.0
 
     @property
     def readers_busy(self) -> float:
-        """Share of the readers' time in which they read."""
+        """Share of the time in which reader threads read."""
         return self.read_s / self.seconds / self.n_readers if self.seconds else 0.0
 
     @property
     def rows_per_s(self) -> float:
+        """Rows per second."""
         return self.rows / self.seconds if self.seconds else 0.0
 
     @property
     def gb_per_s(self) -> float:
-        """1e9 bytes per second."""
+        """Gigabytes (1e9 bytes) per second."""
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
 
     @property
     def rates(self) -> str:
-        """Rows and bytes per second as people read them; rows alone where no bytes were moved."""
+        """Rows and bytes per second as people read them; rows alone if no bytes were moved."""
         moved = f", {human_rate(1e9 * self.gb_per_s)}" if self.bytes else ""
         return f"{self.rows_per_s:,.0f} rows/s{moved}"
 
     @property
     def bottleneck(self) -> Bottleneck:
-        """What the others wait for."""
-        if self.starved < WORTH_A_WORD:
+        """The part of the pipeline that the others wait for."""
+        if self.starved < NOTABLE:
             return "computing"
         if self.depth == 0:
             return "depth"
@@ -164,7 +181,7 @@ class Totals:
 
     @property
     def verdict(self) -> str:
-        """One sentence: how long the loop waited, and for what."""
+        """A sentence that says how long the loop waited, and for what."""
         if not self.seconds:
             return "no loop has run"
         because = _SENTENCES[self.bottleneck]
@@ -173,26 +190,21 @@ class Totals:
         return f"the {self.watched} waited {self.starved:.0%} of the time: {because}"
 
     def as_dict(self) -> dict[str, float]:
-        """Flat numbers, their units in their names, for a logger."""
+        """Return numbers for a logger, with the units in their names."""
         return {
             "batches": self.batches,
             "rows": self.rows,
             "bytes": self.bytes,
             "late_batches": self.late,
-            **{
-                f"{name}_s": getattr(self, f"{name}_s")
-                for name in (
-                    "wait",
-                    "starved",
-                    "start",
-                    "land",
-                    "compute",
-                    "read",
-                    "draw",
-                    "held",
-                    "write",
-                )
-            },
+            "wait_s": self.wait_s,
+            "starved_s": self.starved_s,
+            "start_s": self.start_s,
+            "land_s": self.land_s,
+            "compute_s": self.compute_s,
+            "read_s": self.read_s,
+            "draw_s": self.draw_s,
+            "held_s": self.held_s,
+            "write_s": self.write_s,
             "loop_s": self.seconds,
             "rows_per_s": self.rows_per_s,
             "gb_per_s": self.gb_per_s,
@@ -201,14 +213,12 @@ class Totals:
         }
 
     def __sub__(self: T, earlier: Totals) -> T:
-        return dataclasses.replace(
-            self, **{name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED}
-        )
+        changed = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED}
+        return dataclasses.replace(self, **changed)
 
     def __add__(self: T, other: Totals) -> T:
-        return dataclasses.replace(
-            self, **{name: getattr(self, name) + getattr(other, name) for name in _COUNTED}
-        )
+        changed = {name: getattr(self, name) + getattr(other, name) for name in _COUNTED}
+        return dataclasses.replace(self, **changed)
 
     def __str__(self) -> str:
         seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
@@ -226,47 +236,40 @@ _COUNTED = [
 
 @dataclass(frozen=True, kw_only=True)
 class FeederStats(Totals):
-    """Totals since the feeder was made; or, as ``later - earlier``, between two moments."""
+    """Totals since the feeder was made, or between two moments as ``later - earlier``."""
 
     memory: ProcessMemory
-    """When this was asked for."""
+    """Memory of the process when the statistics were asked for."""
 
     def as_dict(self) -> dict[str, float]:
-        """Flat numbers, their units in their names, for a logger; not a number (nan) for memory that the system does not tell."""
-        memory = {
-            name: math.nan if nbytes is None else nbytes
-            for name, nbytes in dataclasses.asdict(self.memory).items()
-        }
-        return {
-            **super().as_dict(),
-            **{f"memory_{name}_bytes": nbytes for name, nbytes in memory.items()},
-        }
+        """Return numbers for a logger, with the units in their names.
+
+        Memory that the system does not report is NaN.
+        """
+        numbers = super().as_dict()
+        for name, nbytes in dataclasses.asdict(self.memory).items():
+            numbers[f"memory_{name}_bytes"] = math.nan if nbytes is None else nbytes
+        return numbers
 
     def __str__(self) -> str:
         return f"{super().__str__()}; memory: {self.memory}"
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows: the verdict, and a table of the numbers behind it."""
+        """Return the HTML that a notebook shows: the verdict, and a table of the numbers behind it."""
         from tabulate import tabulate
 
-        memory = dataclasses.asdict(self.memory)
+        threads = f"{self.n_readers} thread{'s' * (self.n_readers != 1)}"
         rows = [
             ("batches", f"{self.batches:,}, {self.late:,} of them late"),
             ("rows", f"{self.rows:,}, {self.rows_per_s:,.0f} a second"),
-            *(
-                [("bytes", f"{human(self.bytes)}, {human_rate(1e9 * self.gb_per_s)}")]
-                if self.bytes
-                else []
-            ),
+        ]
+        if self.bytes:
+            rows.append(("bytes", f"{human(self.bytes)}, {human_rate(1e9 * self.gb_per_s)}"))
+        rows += [
             ("seconds within loops", f"{self.seconds:.3f}"),
             (f"the {self.watched} waited", f"{self.starved:.0%}"),
-            (
-                "readers were busy",
-                f"{self.readers_busy:.0%} of {self.n_readers} thread{'s' * (self.n_readers != 1)}",
-            ),
-            *(
-                (f"memory, {name}", "unknown" if nbytes is None else human(nbytes))
-                for name, nbytes in memory.items()
-            ),
+            ("readers were busy", f"{self.readers_busy:.0%} of {threads}"),
         ]
-        return f"<p>{html.escape(self.verdict)}</p>{tabulate(rows, tablefmt='html', disable_numparse=True)}"
+        rows += [(f"memory, {name}", text) for name, text in self.memory._texts()]
+        table = tabulate(rows, tablefmt="html", disable_numparse=True)
+        return f"<p>{html.escape(self.verdict)}</p>{table}"

@@ -1,4 +1,4 @@
-"""Timeline: a span for everything that took time, recorded at little cost, saved as a picture or a trace."""
+"""Timeline: a span for everything that takes time, saved as a picture or a trace."""
 
 from __future__ import annotations
 
@@ -7,34 +7,48 @@ import json
 import os
 import threading
 from collections import deque
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from pinfeed.devices.base import Event
 from pinfeed.errors import ArgumentError, MissingDependency
 from pinfeed.profiling import plot
 from pinfeed.profiling.chrome_trace import trace
 from pinfeed.profiling.spans import Lane, Span, extent, middle, totals
+from pinfeed.profiling.stats import Totals
 from pinfeed.validation.safe_repr import safe_repr
 
 MOST_SPANS = 300_000
-"""Those of some 50,000 batches."""
+"""Spans that are kept by default, those of some 50,000 batches."""
 PICTURED_BATCHES = 30
-"""So many a picture shows, if nobody says which."""
+"""Batches that a picture shows by default."""
+
+
+class _Timed(NamedTuple):
+    """A span between two timed events of a device, which need not have passed yet."""
+
+    lane: Lane
+    batch: int
+    start: Event
+    end: Event
+    loop: int
+    n_batches: int
 
 
 class Timeline:
-    """What took time in the loops of a feeder.
+    """Everything that took time in the loops of a feeder.
 
     Args:
-        most_spans: The last so many are kept.
+        most_spans: Number of spans that are kept; older ones are dropped.
     """
 
     def __init__(self, most_spans: int = MOST_SPANS) -> None:
-        # As a Span; by the clock.
+        # Fields of a Span, with times of the clock.
         self._taken: deque[tuple[Lane, int, float, float, int, int, int, int]] = deque(
             maxlen=most_spans
         )
-        self._pending: deque[tuple[Lane, int, Event, Event, int, int]] = deque()
-        # Whoever reads it may be another thread than the loop's: each pending pair is taken once.
+        self._pending: deque[_Timed] = deque()
+        # Any thread may read the timeline, and each pending span must be taken once.
         self._settling = threading.Lock()
         self._loop = -1
         self._zero_s = 0.0
@@ -47,31 +61,29 @@ class Timeline:
         return f"<Timeline: {len(self._taken):,} spans of {n_loops:,} loop{'s' * (n_loops != 1)}>"
 
     def _repr_png_(self) -> bytes | None:
-        """Return what a notebook shows: the picture; None without spans, or without matplotlib."""
-        spans, file = self.spans, io.BytesIO()
-        start, end = middle(spans, PICTURED_BATCHES) if spans else (0.0, 0.0)
+        """Return the picture that a notebook shows; None without spans or without matplotlib."""
+        spans = self.spans
+        if not spans:
+            return None
+        start, end = middle(spans, PICTURED_BATCHES)
         if not start < end:
             return None
+        file = io.BytesIO()
         try:
-            plot.draw(
-                spans,
-                start,
-                end,
-                totals(spans, start, end, depth=self._depth, n_readers=self._n_readers),
-                file,
-            )
+            plot.draw(spans, start, end, self._totals(spans, start, end), file)
         except MissingDependency:
             return None
         return file.getvalue()
 
     @property
     def spans(self) -> list[Span]:
-        """All that have ended, in the order in which they began.
+        """All spans that have ended, in the order in which they began.
 
-        Those of a device, as far as it is known to have come to their end.
+        A span of the device is included once its events are known to have passed.
         """
         self.settle()
-        taken, zero = list(self._taken), self._zero_s
+        taken = list(self._taken)
+        zero = self._zero_s
         sizes = {
             (loop, batch): (rows, nbytes)
             for lane, batch, _, _, loop, _, rows, nbytes in taken
@@ -85,10 +97,10 @@ class Timeline:
         return sorted(found, key=lambda span: span.start_s)
 
     def begin(self, now: float, depth: int, n_readers: int) -> None:
-        """A loop begins; the time of the first one is zero."""
+        """Record that a loop begins; times are counted from the first one."""
         if self._loop < 0:
             self._zero_s = now
-        self._loop = self._loop + 1
+        self._loop += 1
         self._depth = depth
         self._n_readers = n_readers
 
@@ -102,17 +114,20 @@ class Timeline:
         rows: int = 0,
         nbytes: int = 0,
     ) -> None:
-        """Something that took time, by the clock, has ended. In any thread."""
+        """Record something that has ended, with times of the clock. Any thread may call this."""
         self._taken.append((lane, batch, start, end, self._loop, n_batches, rows, nbytes))
 
     def add_timed(
         self, lane: Lane, batch: int, start: Event, end: Event, n_batches: int = 1
     ) -> None:
-        """Something takes the device time, from one timed event to another. In any thread."""
-        self._pending.append((lane, batch, start, end, self._loop, n_batches))
+        """Record work of the device between two timed events. Any thread may call this."""
+        self._pending.append(_Timed(lane, batch, start, end, self._loop, n_batches))
 
     def settle(self) -> None:
-        """Take the times of events that are done by now. In any thread; it waits for nothing."""
+        """Read the times of the events that have passed, without waiting for others.
+
+        Any thread may call this.
+        """
         with self._settling:
             while self._pending:
                 lane, batch, start, end, loop, n = self._pending[0]
@@ -128,26 +143,32 @@ class Timeline:
         first_s: float | None = None,
         last_s: float | None = None,
     ) -> None:
-        """Write a picture (.png, .svg, .pdf; needs matplotlib) or a trace for Perfetto and chrome://tracing (.json).
+        """Write a picture or a trace.
+
+        A picture (.png, .svg, .pdf) needs matplotlib. A trace (.json) is for Perfetto and
+        chrome://tracing.
 
         Args:
-            path: Its ending decides.
-            first_s: Only the first so many seconds. With neither, a trace has everything, and a
-                picture 30 batches from the middle.
-            last_s: Only the last so many seconds.
+            path: Path of the file; its ending decides the format.
+            first_s: Seconds from the beginning of the run that are shown. With neither, a trace has
+                everything, and a picture 30 batches from the middle.
+            last_s: Seconds from the end of the run that are shown.
 
         Raises:
-            MissingDependency: A picture was asked for and there is no matplotlib.
-            ArgumentError: There is nothing to draw; or both ``first_s`` and ``last_s`` were given.
+            MissingDependency: If a picture was asked for and matplotlib is not installed.
+            ArgumentError: If there is nothing to draw, or both ``first_s`` and ``last_s`` were
+                given.
         """
-        name, spans = os.fspath(path), self.spans
+        name = os.fspath(path)
+        spans = self.spans
         if not spans:
             raise ArgumentError(
                 "the timeline is empty: iterate a feeder made with timeline=True first"
             )
         if first_s is not None and last_s is not None:
             raise ArgumentError(
-                "both first_s and last_s were given; a stretch is at the beginning or at the end of the run: give one of them"
+                "both first_s and last_s were given; a stretch is at the beginning or at the end "
+                "of the run: give one of them"
             )
         start, end = extent(spans)
         if first_s is not None:
@@ -158,11 +179,15 @@ class Timeline:
             start, end = middle(spans, PICTURED_BATCHES)
         if not start < end:
             raise ArgumentError(
-                f"first_s={first_s}, last_s={last_s}: there is nothing to draw; expected more than 0 seconds"
+                f"first_s={first_s}, last_s={last_s}: there is nothing to draw; "
+                "expected more than 0 seconds"
             )
-        found = totals(spans, start, end, depth=self._depth, n_readers=self._n_readers)
+        found = self._totals(spans, start, end)
         if name.endswith(".json"):
             with open(name, "w") as file:
                 json.dump(trace(spans, start, end, found.verdict), file)
         else:
             plot.draw(spans, start, end, found, name)
+
+    def _totals(self, spans: Sequence[Span], start_s: float, end_s: float) -> Totals:
+        return totals(spans, start_s, end_s, depth=self._depth, n_readers=self._n_readers)

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from pinfeed.memory.limits import human
 from pinfeed.memory.plan import Allocation
-from pinfeed.rows.orders import Rows, Windows
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.windows import Windows
 from pinfeed.stores.base import HostArray
 from pinfeed.stores.sharded_file import AnyShardedStore
 

@@ -18,7 +18,8 @@ from pinfeed.readahead.base import DISK_SPEED, DirectReads, ReadStrategy, whole_
 from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.readahead.windows import WindowReadahead
-from pinfeed.rows.orders import Order, PerRank, Sequential, Windows, windows
+from pinfeed.rows.orders import Order, PerRank, Sequential
+from pinfeed.rows.windows import Windows, windows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import Store
 from pinfeed.stores.file import MmapStore

@@ -13,7 +13,8 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError, WorkerError
 from pinfeed.rows.indices import check_rows
-from pinfeed.rows.orders import At, Order, Rows, Windows, windows
+from pinfeed.rows.orders import At, Order, Rows
+from pinfeed.rows.windows import Windows, windows
 
 # An order is asked for so many rows at once: small batches share numpy's cost per call, large ones
 # need no more memory.

@@ -1,8 +1,8 @@
-"""Which rows, in which order.
+"""Orders: the rows of an epoch and their sequence, computed at any position.
 
-An order maps positions of an epoch to row numbers. It is a function of its arguments, the number of
-rows and the epoch, and can be asked for any position, so a million-row shuffle costs no memory and
-a resumed epoch goes on where it stopped. Orders know the number of rows only when they are bound:
+An order maps positions of an epoch to row indices. It is a function of its arguments, the number of
+rows and the epoch. Because any position can be computed, a million-row shuffle costs no memory, and
+a resumed epoch continues where it stopped. Orders know the number of rows only when they are bound:
 ``Feeder(x, rows=block_shuffled(seed=1, block_rows=4096), ...)``.
 """
 
@@ -27,32 +27,37 @@ from pinfeed.validation.arguments import (
 )
 
 Rows = npt.NDArray[np.int64]
-"""Row numbers, shape (n,)."""
+"""Row indices, shape (n,)."""
 At = Callable[[Rows], Rows]
-"""Row numbers at the given positions of one epoch."""
+"""A function that returns the row indices at positions of one epoch."""
 
 
 @runtime_checkable
 class Order(Protocol):
-    """Which rows an epoch has, in which order.
+    """The rows of an epoch and their sequence.
 
-    Orders are frozen dataclasses: equal arguments, equal order, and ``repr`` tells both.
+    Orders are frozen dataclasses: orders with equal arguments are equal, and ``repr`` shows them.
     """
 
     def length(self, n_rows: int) -> int:
-        """Number of rows in one epoch over ``n_rows`` rows."""
+        """Return the number of rows in one epoch over ``n_rows`` rows."""
 
     def bind(self, n_rows: int, epoch: int) -> At:
-        """The order of one epoch."""
+        """Return the order of one epoch over ``n_rows`` rows."""
 
 
 def sequential() -> Order:
-    """Rows 0, 1, 2, … in every epoch."""
+    """Return the order 0, 1, 2, … of the rows, the same in every epoch."""
     return Sequential()
 
 
 def shuffled(seed: int = 0) -> Order:
-    """All rows in random order, another one in every epoch; the same for the same seed and epoch, on every machine and version.
+    """Return a random order of all rows, another one in every epoch.
+
+    The order is the same for the same seed and epoch, on every machine and in every version.
+
+    Args:
+        seed: Seed of the shuffle; the order is a function of (seed, epoch).
 
     Raises:
         ArgumentError: If ``seed`` is no whole number.
@@ -67,11 +72,16 @@ def shuffled(seed: int = 0) -> Order:
     }
 )
 def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -> Order:
-    """Random order in which rows that are neighbours in the store come close together, so that a disk need not seek for each.
+    """Return a random order in which neighbouring rows stay close, so that disks seek less.
 
-    Blocks of ``block_rows`` neighbouring rows come in random order; the rows of ``window_blocks``
-    consecutive blocks are mixed. Where blocks begin is drawn anew in every epoch. The rows of one
-    block come less than one window apart.
+    The blocks are in random order, and the rows of ``window_blocks`` consecutive blocks, a window,
+    are mixed. The beginnings of the blocks are drawn anew in every epoch. The rows of one block are
+    less than one window apart.
+
+    Args:
+        seed: Seed of the shuffle; the order is a function of (seed, epoch).
+        block_rows: Rows of a block, which are neighbours in the store.
+        window_blocks: Blocks of a window.
 
     Raises:
         ArgumentError: If ``seed`` is no whole number, or ``block_rows`` or ``window_blocks`` is not
@@ -85,14 +95,21 @@ def block_shuffled(seed: int = 0, *, block_rows: int, window_blocks: int = 16) -
 
 
 def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = False) -> Order:
-    """The share of one rank, equally long on every rank, as ``torch.utils.data.DistributedSampler`` cuts it. ``Ranks`` can more.
+    """Return one rank's share of an order, cut as by ``torch.utils.data.DistributedSampler``.
 
-    Rank r takes positions r, r + world_size, … of ``order``; of a block-shuffled order it takes one
-    contiguous stretch, so that a block is read by one rank. Where rows do not divide, the first
-    rows of the order come again at its end, or with ``drop_last`` the rest is left out.
+    All shares have the same length. Rank r takes positions r, r + world_size, … of ``order``. Of a
+    block-shuffled order it takes one contiguous interval instead, so that one rank reads a block.
+    Use ``Ranks`` for more options.
+
+    Args:
+        order: The order to share.
+        rank: The rank of this process.
+        world_size: Number of ranks.
+        drop_last: Leave out the rows that do not divide evenly; False repeats the first rows of the
+            order at its end instead.
 
     Raises:
-        ArgumentError: ``rank`` is not a whole number in [0, world_size), or ``order`` is not an
+        ArgumentError: If ``rank`` is not a whole number in [0, world_size), or ``order`` is not an
             order.
     """
     if not isinstance(order, Order):
@@ -101,8 +118,8 @@ def per_rank(order: Order, *, rank: int, world_size: int, drop_last: bool = Fals
         )
     check_flag(drop_last, "drop_last")
     rank, world_size = check_rank(rank, world_size, f"rank={rank!r}, world_size={world_size!r}")
-    hand = None if isinstance(order, BlockShuffled) else 1
-    return PerRank(order, rank, world_size, "drop" if drop_last else "pad", hand)
+    chunk = None if isinstance(order, BlockShuffled) else 1
+    return PerRank(order, rank, world_size, "drop" if drop_last else "pad", hand=chunk)
 
 
 @dataclass(frozen=True)
@@ -145,11 +162,10 @@ class BlockShuffled:
         window_rows = self.window_rows(n_rows)
 
         def window(number: int) -> At:
-            return permutation(
-                min(window_rows, n_rows - number * window_rows), f"{cut.salt}/{number}"
-            )
+            size = min(window_rows, n_rows - number * window_rows)
+            return permutation(size, f"{cut.salt}/{number}")
 
-        # Consecutive batches ask for the same window.
+        # The last window is kept, because consecutive batches ask for the same one.
         last: tuple[int, At] = (-1, cut.block_at)
 
         def at(positions: Rows) -> Rows:
@@ -158,29 +174,36 @@ class BlockShuffled:
             offset = positions - number * window_rows
             one = len(number) and number[0] == number[-1] and bool((number == number[0]).all())
             for n in number[:1].tolist() if one else np.unique(number).tolist():
-                # Another thread may replace it meanwhile.
+                # Another thread may replace ``last`` at any time.
                 found = last
                 if n != found[0]:
-                    last = found = (n, window(n))
-                here = slice(None) if one else number == n
-                offset[here] = found[1](offset[here])
+                    found = (n, window(n))
+                    last = found
+                of_window = slice(None) if one else number == n
+                offset[of_window] = found[1](offset[of_window])
             return cut.rows(number * window_rows + offset)
 
         return at
 
     def window_rows(self, n_rows: int) -> int:
-        """Positions [k * window_rows, (k + 1) * window_rows) of an epoch have the rows of window k; the last one may be shorter."""
+        """Return the rows of a window; the last window of an epoch may have fewer.
+
+        Window k is at the positions [k * window_rows, (k + 1) * window_rows).
+        """
         return min(min(self.block_rows, max(1, n_rows)) * self.window_blocks, max(1, n_rows))
 
     def runs(self, n_rows: int, epoch: int, window: int) -> list[tuple[int, int]]:
-        """The rows of a window, as runs [start, stop) in ascending order."""
-        cut, size = self._cut(n_rows, epoch), self.window_rows(n_rows)
+        """Return the rows of a window, as runs [start, stop) in ascending order."""
+        cut = self._cut(n_rows, epoch)
+        size = self.window_rows(n_rows)
         end = min((window + 1) * size, n_rows)
         begins = np.arange(window * size, end, cut.block)
         runs = []
         for begin, start in zip(begins.tolist(), cut.rows(begins).tolist(), strict=True):
             stop = start + min(cut.block, end - begin)
-            runs += [(start, min(stop, n_rows))] + [(0, stop - n_rows)] * (stop > n_rows)
+            runs.append((start, min(stop, n_rows)))
+            if stop > n_rows:
+                runs.append((0, stop - n_rows))
         return sorted(runs)
 
     def _cut(self, n_rows: int, epoch: int) -> _Cut:
@@ -192,9 +215,9 @@ class BlockShuffled:
 
 @dataclass(frozen=True)
 class _Cut:
-    """How an epoch's rows are cut into blocks: a ring, cut from a drawn row on.
+    """The blocks of an epoch: the rows as a ring, cut into blocks from a random row on.
 
-    The short block at the end is another one each time.
+    The shorter block at the end has other rows in each epoch.
     """
 
     salt: str
@@ -204,7 +227,7 @@ class _Cut:
     block_at: At
 
     def rows(self, positions: Rows) -> Rows:
-        """The rows at positions, before they are mixed within their window."""
+        """Return the rows at positions before they are mixed within their window."""
         index = positions // self.block
         offset = positions - index * self.block
         full = index < self.n_rows // self.block
@@ -216,73 +239,28 @@ class _Cut:
 class PerRank:
     """One rank's share of an order."""
 
+    # The ``repr`` of this class is in saved states, so the names of its fields must not change.
     order: Order
     rank: int
     world_size: int
     uneven: Uneven
     hand: int | None
-    """Consecutive positions that a rank gets at a time; None for one stretch."""
+    """Consecutive positions that a rank gets in a round; None for one interval."""
     done: Progress = ()
-    """What has been done of the epoch; the share is one of the rest."""
+    """The part of the epoch that was read before; only the rest is shared."""
 
     def length(self, n_rows: int) -> int:
         return sum(piece.n for piece in self.pieces(n_rows))
 
     def bind(self, n_rows: int, epoch: int) -> At:
-        at, pieces = self.order.bind(n_rows, epoch), self.pieces(n_rows)
+        at = self.order.bind(n_rows, epoch)
+        pieces = self.pieces(n_rows)
         return lambda positions: at(positions_of(pieces, positions))
 
     def pieces(self, n_rows: int) -> tuple[StridedSlice, ...]:
-        """Its positions of the order."""
+        """Return the positions of the order that the rank reads."""
         whole = self.order.length(n_rows)
         left = [(0, whole)]
         for world_size, n in self.done:
             left = RankPartition(world_size, self.uneven, self.hand).rest(left, n)
         return RankPartition(self.world_size, self.uneven, self.hand).pieces(left, whole, self.rank)
-
-
-@dataclass(frozen=True)
-class Windows:
-    """The windows that an epoch of a block-shuffled order, or one rank's share of it, goes through."""
-
-    order: BlockShuffled
-    n_rows: int
-    epoch: int
-    pieces: tuple[StridedSlice, ...]
-    """Positions of the order that it has."""
-
-    @property
-    def window_rows(self) -> int:
-        """Rows of a window at most."""
-        return self.order.window_rows(self.n_rows)
-
-    def spans(self, start: int, stop: int) -> list[tuple[int, int]]:
-        """Positions [start, stop) by window: (number of the window, positions in it), in their order."""
-        spans: list[tuple[int, int]] = []
-        for piece in self.pieces:
-            i, end = max(0, start), min(piece.n, stop)
-            while i < end:
-                number = piece.at(i) // self.window_rows
-                n = min(end, piece.below((number + 1) * self.window_rows)) - i
-                i += n
-                if spans and spans[-1][0] == number:
-                    # The piece before ended in it.
-                    n += spans.pop()[1]
-                spans.append((number, n))
-            start, stop = start - piece.n, stop - piece.n
-        return spans
-
-    def runs(self, number: int) -> list[tuple[int, int]]:
-        """The rows of a window, as runs [start, stop) in ascending order."""
-        return self.order.runs(self.n_rows, self.epoch, number)
-
-
-def windows(order: Order, n_rows: int, epoch: int) -> Windows | None:
-    """The windows of an epoch, if the order has any."""
-    if isinstance(order, BlockShuffled):
-        return Windows(
-            order, n_rows, epoch, RankPartition(1, "join", None).pieces([(0, n_rows)], n_rows, 0)
-        )
-    if isinstance(order, PerRank) and isinstance(order.order, BlockShuffled):
-        return Windows(order.order, n_rows, epoch, order.pieces(n_rows))
-    return None

@@ -17,9 +17,10 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.epochs import EpochRunner, SamplerEpochRunner
 from pinfeed.rows.batches import Draw, OrderBatches, RowBatches, SamplerBatches
-from pinfeed.rows.orders import BlockShuffled, Order, PerRank, Sequential, Shuffled, Windows
+from pinfeed.rows.orders import BlockShuffled, Order, PerRank, Sequential, Shuffled
 from pinfeed.rows.rank_partition import Progress, Uneven
 from pinfeed.rows.ranks import Ranks, world
+from pinfeed.rows.windows import Windows
 
 logger = logging.getLogger("pinfeed")
 

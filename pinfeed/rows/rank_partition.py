@@ -1,4 +1,8 @@
-"""Positions of an epoch, dealt to the ranks that share it; and what is left of them, dealt again to other ranks. Arithmetic only."""
+"""RankPartition: the positions of an epoch divided among ranks, and divided again later.
+
+A job that resumes with another number of ranks divides the positions that are left. This module is
+arithmetic only.
+"""
 
 from __future__ import annotations
 
@@ -10,99 +14,113 @@ import numpy as np
 import numpy.typing as npt
 
 Positions = npt.NDArray[np.int64]
-"""Shape (n,)."""
+"""Positions of an epoch, shape (n,)."""
 Index = TypeVar("Index", int, Positions)
 
 Uneven = Literal["pad", "drop", "join"]
-"""What becomes of positions that do not divide: some come again, they are left out, or some ranks have one more."""
+"""The treatment of positions that do not divide evenly.
 
-Stretch = tuple[int, int]
+``pad`` repeats some, ``drop`` leaves some out, and ``join`` gives some ranks one more.
+"""
+
+Interval = tuple[int, int]
 """Positions [start, stop)."""
 Progress = tuple[tuple[int, int], ...]
-"""World sizes with which an epoch was begun, each with the number of rows that every rank has had."""
+"""World sizes that worked on an epoch in turn, each with the rows that every rank has read."""
 
 
 class StridedSlice(NamedTuple):
-    """``n`` positions of a rank: hands of ``hand`` consecutive ones, each ``step`` behind the one before."""
+    """Positions of a rank: chunks of consecutive positions at regular distances.
+
+    Attributes:
+        begin: First position.
+        n: Number of positions.
+        chunk: Consecutive positions in a chunk.
+        step: Distance between the beginnings of two chunks.
+    """
 
     begin: int
     n: int
-    hand: int
+    chunk: int
     step: int
 
     def at(self, i: Index) -> Index:
-        """The position number ``i`` of these."""
-        return self.begin + i + i // self.hand * (self.step - self.hand)
+        """Return the ``i``-th of the positions."""
+        return self.begin + i + i // self.chunk * (self.step - self.chunk)
 
     def below(self, position: int) -> int:
-        """How many of them come before ``position``."""
-        hands, rest = divmod(max(0, position - self.begin), self.step)
-        return min(self.n, hands * self.hand + min(rest, self.hand))
+        """Return how many of the positions are less than ``position``."""
+        chunks, rest = divmod(max(0, position - self.begin), self.step)
+        return min(self.n, chunks * self.chunk + min(rest, self.chunk))
 
 
 @dataclass(frozen=True)
 class RankPartition:
-    """How positions go round among ranks.
+    """The rule by which positions are divided among ranks.
 
-    A round has a hand for every rank, in the order of ranks. Positions that are left behind the
-    last whole round are cut into as many stretches as there are ranks.
+    Each round gives one chunk to every rank, in the order of ranks. The positions behind the last
+    whole round are cut into one interval for every rank.
 
     Args:
-        world_size: Ranks.
-        uneven: What becomes of positions that do not divide.
-        hand: Consecutive positions that a rank gets at a time; None for all of its positions at
-            once.
+        world_size: Number of ranks.
+        uneven: Treatment of positions that do not divide evenly.
+        chunk: Consecutive positions that a rank gets in a round; None gives every rank all of its
+            positions at once.
     """
 
     world_size: int
     uneven: Uneven
-    hand: int | None
+    chunk: int | None
 
     def length(self, n: int, rank: int) -> int:
-        """How many of ``n`` positions a rank has. Rank 0 has as many as any."""
+        """Return how many of ``n`` positions a rank has. No rank has more than rank 0."""
         begin, end = self._last(n, rank)
-        return self._rounds(n) * (self.hand or 0) + end - begin
+        return self._rounds(n) * (self.chunk or 0) + end - begin
 
-    def pieces(self, left: Sequence[Stretch], whole: int, rank: int) -> tuple[StridedSlice, ...]:
-        """What a rank has of the positions that are left, in its order.
+    def pieces(self, left: Sequence[Interval], whole: int, rank: int) -> tuple[StridedSlice, ...]:
+        """Return a rank's share of the positions that are left, in its order.
 
         Args:
-            left: Positions that are to be dealt, one after the other; in hands, a single stretch.
-            whole: Positions of the epoch; those that have to come again are its first ones.
-            rank: Whose.
+            left: The positions to divide, one interval after the other; a single one if ``chunk``
+                is given.
+            whole: Number of positions of the epoch; padding repeats the first ones.
+            rank: The rank.
         """
         n = _total(left)
         begin, end = self._last(n, rank)
-        again = [(0, whole)] * (-(-max(0, end - n) // whole) if whole else 0)
+        n_repeats = -(-max(0, end - n) // whole) if whole else 0
         last = [
             StridedSlice(start, stop - start, stop - start, stop - start)
-            for start, stop in _cut([*left, *again], begin, end)
+            for start, stop in _cut([*left, *[(0, whole)] * n_repeats], begin, end)
         ]
-        if self.hand is None or not self._rounds(n):
+        n_rounds = self._rounds(n)
+        if self.chunk is None or not n_rounds:
             return tuple(last)
-        step = self.hand * self.world_size
-        return (
-            StridedSlice(
-                left[0][0] + rank * self.hand, self._rounds(n) * self.hand, self.hand, step
-            ),
-            *last,
-        )
+        first = left[0][0] + rank * self.chunk
+        step = self.chunk * self.world_size
+        return (StridedSlice(first, n_rounds * self.chunk, self.chunk, step), *last)
 
-    def rest(self, left: Sequence[Stretch], n_each: int) -> list[Stretch]:
-        """What is left when every rank has had its first ``n_each`` positions; in hands, whole ones."""
+    def rest(self, left: Sequence[Interval], n_each: int) -> list[Interval]:
+        """Return what is left of positions when every rank has read its first ``n_each``.
+
+        Args:
+            left: The positions that were divided.
+            n_each: Positions that every rank has read; a multiple of ``chunk`` if that is given.
+        """
         n = _total(left)
-        if self.hand is not None:
+        if self.chunk is not None:
             return _cut(left, n_each * self.world_size, n)
         shares = [self._last(n, rank) for rank in range(self.world_size)]
-        kept = [stretch for begin, end in shares for stretch in _cut(left, begin + n_each, end)]
-        return kept + _cut(left, shares[-1][1], n)
+        unread = [part for begin, end in shares for part in _cut(left, begin + n_each, end)]
+        return unread + _cut(left, shares[-1][1], n)
 
     def _rounds(self, n: int) -> int:
-        return n // (self.hand * self.world_size) if self.hand else 0
+        """Return the number of whole rounds in ``n`` positions."""
+        return n // (self.chunk * self.world_size) if self.chunk else 0
 
-    def _last(self, n: int, rank: int) -> Stretch:
-        """What a rank has behind the last whole round; positions behind ``n`` come again."""
-        start = self._rounds(n) * self.world_size * (self.hand or 0)
+    def _last(self, n: int, rank: int) -> Interval:
+        """Return a rank's share behind the last whole round; it may end behind ``n`` with pad."""
+        start = self._rounds(n) * self.world_size * (self.chunk or 0)
         size, more = divmod(n - start, self.world_size)
         if self.uneven == "join":
             begin = start + rank * size + min(rank, more)
@@ -112,29 +130,31 @@ class RankPartition:
 
 
 def positions_of(pieces: Sequence[StridedSlice], i: Positions) -> Positions:
-    """The positions with numbers ``i`` of the pieces, one after the other."""
+    """Return the positions with the numbers ``i``, counted through all pieces."""
     first = 0
     found = np.empty_like(i)
     for piece in pieces:
-        here = (i >= first) & (i < first + piece.n)
-        if here.all():
-            # Nearly always: batches ask for consecutive ones.
+        in_piece = (i >= first) & (i < first + piece.n)
+        if in_piece.all():
+            # Batches ask for consecutive positions, which are in one piece nearly always.
             return piece.at(i - first)
-        found[here] = piece.at(i[here] - first)
+        found[in_piece] = piece.at(i[in_piece] - first)
         first += piece.n
     return found
 
 
-def _total(stretches: Sequence[Stretch]) -> int:
-    return sum(stop - start for start, stop in stretches)
+def _total(intervals: Sequence[Interval]) -> int:
+    return sum(stop - start for start, stop in intervals)
 
 
-def _cut(stretches: Sequence[Stretch], begin: int, end: int) -> list[Stretch]:
-    """Positions [begin, end) of the stretches, one after the other, as far as there are any."""
-    cut, first = [], 0
-    for start, stop in stretches:
-        here = max(begin, first), min(end, first + stop - start)
-        if here[0] < here[1]:
-            cut.append((start + here[0] - first, start + here[1] - first))
+def _cut(intervals: Sequence[Interval], begin: int, end: int) -> list[Interval]:
+    """Return the positions with numbers [begin, end), counted through all intervals."""
+    parts = []
+    first = 0
+    for start, stop in intervals:
+        low = max(begin, first)
+        high = min(end, first + stop - start)
+        if low < high:
+            parts.append((start + low - first, start + high - first))
         first += stop - start
-    return cut
+    return parts

@@ -29,7 +29,7 @@ from pinfeed.pipeline.forwarding import WriteLog
 from pinfeed.pipeline.sources.dataloader import LoaderSource
 from pinfeed.pipeline.transfer import HeldValues, PendingWrite
 from pinfeed.pipeline.write_queue import WriteQueue
-from pinfeed.profiling import plot
+from pinfeed.profiling import plot, plot_style
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.progress_bar import ProgressBar
 from pinfeed.profiling.spans import LANES, Span, middle, ready, starved, totals, tracks
@@ -427,7 +427,10 @@ def lines_of(path: Path, lane: str) -> int:
     found = np.zeros(image.shape[1], bool)
     for batch in (0, 1):
         shade = np.array(
-            [int(plot._colour(Span(lane, batch, 0, 1), False)[i : i + 2], 16) for i in (1, 3, 5)]
+            [
+                int(plot_style.colour_of(Span(lane, batch, 0, 1), False)[i : i + 2], 16)
+                for i in (1, 3, 5)
+            ]
         )
         alike = np.abs(image - shade).max(2) < 40
         found |= np.lib.stride_tricks.sliding_window_view(alike, 20, axis=0).all(-1).any(0)
@@ -451,7 +454,7 @@ def test_what_takes_hardly_any_of_a_moment_is_seen(tmp_path: Path) -> None:
     )
     image = 255 * matplotlib.image.imread(tmp_path / "t.png")[:, :, :3]
     for lane in ("read", "copy", "write"):
-        shade = np.array([int(plot._COLOURS[lane][i : i + 2], 16) for i in (1, 3, 5)])
+        shade = np.array([int(plot_style.COLOURS[lane][i : i + 2], 16) for i in (1, 3, 5)])
         assert ((np.abs(image - shade).max(2) < 60).sum(1) > 1000).any(), lane
 
 

@@ -26,6 +26,7 @@ from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows import orders
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
+from pinfeed.rows.windows import windows as windows_of
 from pinfeed.stores.disk import page_cache as pagecache
 
 N, WIDTH = 5000, 64
@@ -90,7 +91,7 @@ def strategies(store: MmapStore, order: Order) -> Iterator[ReadStrategy]:
     yield DirectReads(store)
     yield InMemoryCopy(store)
     yield PageCacheReadahead(store)
-    windows = orders.windows(order, N, 0)
+    windows = windows_of(order, N, 0)
     if windows is not None:
         yield WindowReadahead(store, windows.window_rows, 1000)
 
@@ -158,7 +159,7 @@ def test_the_end_of_the_data_lets_the_last_batches_have_their_window(
     """With several readers, one finds the end while others still wait for rows."""
     monkeypatch.setattr(readahead_windows, "_N_THREADS", 1)
     windows, numbers = (
-        orders.windows(rows.block_shuffled(0, block_rows=BLOCK, window_blocks=20), N, 0),
+        windows_of(rows.block_shuffled(0, block_rows=BLOCK, window_blocks=20), N, 0),
         np.arange(N),
     )
     assert windows is not None
@@ -224,7 +225,7 @@ def test_an_error_in_a_window_comes_with_its_batch(path: Path, array: np.ndarray
             super().gather(numbers, out)
 
     order = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=2)
-    windows = orders.windows(order, N, 0)
+    windows = windows_of(order, N, 0)
     assert windows is not None
     bad, position = 0, 0
     for number, n in windows.spans(0, N):
@@ -354,7 +355,7 @@ def test_windows_are_kept_room_for(path: Path) -> None:
 
 def test_a_part_of_rows_on_windows(store: MmapStore, array: np.ndarray) -> None:
     order = ORDERS[2]
-    windows = orders.windows(order, N, 0)
+    windows = windows_of(order, N, 0)
     assert windows is not None
     numbers = order.bind(N, 0)(np.arange(2000))
     access = WindowReadahead(store, windows.window_rows, 3000)

@@ -31,8 +31,9 @@ from pinfeed.rows.batches import (
     largest_batch,
 )
 from pinfeed.rows.indices import check_rows
-from pinfeed.rows.orders import Order, Rows, block_shuffled, per_rank, sequential, shuffled, windows
+from pinfeed.rows.orders import Order, Rows, block_shuffled, per_rank, sequential, shuffled
 from pinfeed.rows.permutation import permutation
+from pinfeed.rows.windows import windows
 
 
 def drawn(draws: Iterator[Draw]) -> Iterator[tuple[Rows, int]]:

@@ -23,9 +23,10 @@ from pinfeed.readahead import choose
 from pinfeed.readahead.base import DirectReads
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.rows import orders
-from pinfeed.rows.orders import Order, windows
+from pinfeed.rows.orders import Order
 from pinfeed.rows.rank_batches import RankBatches, RankShard
 from pinfeed.rows.ranks import world
+from pinfeed.rows.windows import windows
 
 Uneven = Literal["pad", "drop", "join"]
 Batches = list[list[int]]

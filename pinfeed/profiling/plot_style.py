@@ -1,0 +1,52 @@
+"""Colours and words of the timeline's picture."""
+
+from __future__ import annotations
+
+from pinfeed.profiling.spans import Lane, Span
+
+COLOURS: dict[Lane, str] = {
+    "read": "#5b8db8",
+    "copy": "#6bb0a6",
+    "wait": "#d7263d",
+    "lend": "#3d3d3d",
+    "compute": "#e9b44c",
+    "land": "#8c1c2b",
+    "device": "#cf8a3a",
+    "write": "#9a7fb8",
+}
+LANE_NAMES: dict[Lane, str] = {
+    "read": "reading",
+    "copy": "copying to the device",
+    "wait": "the loop waits for a batch",
+    "lend": "is handed it",
+    "compute": "computes",
+    "land": "waits for write-backs",
+    "device": "the device computes",
+    "write": "writing back",
+}
+SIGNAL = COLOURS["wait"]
+"""Colour of time in which the watched thread waits."""
+BAND = "#fbe3e6"
+"""Colour of such time behind the other threads."""
+QUIET = "#d9d9d9"
+"""Colour of waits that cost nothing, because the device computes."""
+INK = "#222222"
+FAINT = "#777777"
+
+
+def colour_of(span: Span, by_device: bool) -> str:
+    """Return the colour of a span; neighbouring batches differ in shade.
+
+    Args:
+        span: The span.
+        by_device: Whether the device's waiting is shown. The waiting of the loop does not matter
+            then.
+    """
+    if span.lane == "wait" and by_device:
+        return QUIET
+    colour = COLOURS[span.lane]
+    is_even = span.batch // span.n_batches % 2 == 0
+    if span.lane in ("wait", "lend", "land") or not is_even:
+        return colour
+    channels = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
+    return "#" + "".join(f"{255 - round(0.7 * (255 - channel)):02x}" for channel in channels)
