@@ -1,10 +1,9 @@
-"""The documented API of infinitybatch: the programs of its README, and gradients of whole batches in bounded memory."""
+"""The programs of infinitybatch's README run, with gradients of whole batches, in bounded memory."""
 
 import copy
 import gc
 import random
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,21 +25,16 @@ from pinfeed.compat.infinitybatch.tools import (
     is_equal_with_error,
 )
 
-# No CUDA; the same devices.
-pytestmark = pytest.mark.filterwarnings("ignore::pinfeed.compat.infinitybatch.InfinityBatchWarning")
+# It warns of a machine without CUDA, and of equal devices.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pinfeed.compat.infinitybatch.InfinityBatchWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 N = 40
 IN = 6
 OUT = 3
 BATCH = 12
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def loader() -> "DataLoader[Any]":
