@@ -1,10 +1,9 @@
-"""The documented API of infinitybatch: the programs of its README, and gradients of whole batches in bounded memory."""
+"""The programs of infinitybatch's README run, with gradients of whole batches, in bounded memory."""
 
 import copy
 import gc
 import random
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -26,21 +25,16 @@ from pinfeed.compat.infinitybatch.tools import (
     is_equal_with_error,
 )
 
-# No CUDA; the same devices.
-pytestmark = pytest.mark.filterwarnings("ignore::pinfeed.compat.infinitybatch.InfinityBatchWarning")
+# It warns of a machine without CUDA, and of equal devices.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::pinfeed.compat.infinitybatch.InfinityBatchWarning"),
+    pytest.mark.usefixtures("one_thread"),
+]
 
 N = 40
 IN = 6
 OUT = 3
 BATCH = 12
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def loader() -> "DataLoader[Any]":
@@ -145,7 +139,7 @@ def test_a_loop_of_its_own_calls() -> None:
     assert_equal(ib, *by_hand(2))
     ib.epochstart_()
     for inputs, targets in loader():
-        # Not through ib.dataloader
+        # These batches do not pass through ib.dataloader.
         ib.batch_(inputs)
         ib.targets[-1].append(targets)
         ib.loss()
@@ -180,7 +174,7 @@ def test_all_at_once_and_a_loss_of_the_whole_batch() -> None:
     ib.train(2)
     assert_equal(ib, other, None)
     ib.train(1)
-    # Train begins anew
+    # train() clears the losses of earlier calls.
     assert len(ib.losses) == 1
 
 
@@ -263,7 +257,7 @@ def test_containers_keep_the_last_batch() -> None:
     ib.train(3)
     gc.collect()
     assert len(seen) == 24
-    # The targets of the last batch.
+    # Only the targets of the last batch may be kept.
     assert sum(ref() is not None for ref in seen) <= 1
     assert [len(epoch) for epoch in ib.inputs] == [len(epoch) for epoch in ib.targets] == [0, 0, 1]
     assert ib.outputs[-1][-1].shape == (4, OUT)
@@ -287,7 +281,7 @@ def test_structures_and_what_cannot_be_predicted() -> None:
             self.inner = nn.Linear(IN, 2)
 
         def forward(self, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
-            # Depends on data
+            # The branch depends on data, so that the step cannot be predicted.
             out = self.inner(x) if float(y.sum()) > -1e9 else x
             return {"a": out, "n": y.round().long()}
 
@@ -336,8 +330,11 @@ def test_warnings() -> None:
 def test_what_is_missing_is_said() -> None:
     model = MyModel()
     parts: dict[str, Any] = {
-        "model": model, "optimizer": torch.optim.Adam(model.parameters()), "criterion": nn.CrossEntropyLoss(), "dataloader": loader(),
-    }  # fmt: skip
+        "model": model,
+        "optimizer": torch.optim.Adam(model.parameters()),
+        "criterion": nn.CrossEntropyLoss(),
+        "dataloader": loader(),
+    }
     for name in parts:
         ib = infinitybatch.InfinityBatch(**(parts | {name: None}), verbose=False)
         with pytest.raises(

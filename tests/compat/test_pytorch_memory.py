@@ -1,4 +1,4 @@
-"""The documented API of "Pytorch Utilities": its README's programs, its numbers, and memory that stays flat."""
+"""The programs of the README of "Pytorch Utilities" run, and memory stays flat."""
 
 import dataclasses
 import gc
@@ -31,7 +31,7 @@ from pinfeed.compat.pytorch_memory import (
 
 
 class Net(nn.Module):
-    """The network of the README's example, more or less."""
+    """A network like that of the README's example."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,11 +49,17 @@ class Small(nn.Linear):
 
 
 def small(**arguments: Any) -> Config:
-    """Of a network that takes next to nothing."""
+    """Return the Config of a network that needs little memory."""
     defaults = {
-        "cpu_memory_limit": GiB(1), "gpu_memory_limit": GiB(1), "input_shape": (2,), "output_shape": (), "model_class": Small,
-        "total_sample_count": 10, "input_dtype": np.float32, "output_dtype": np.int64,
-    }  # fmt: skip
+        "cpu_memory_limit": GiB(1),
+        "gpu_memory_limit": GiB(1),
+        "input_shape": (2,),
+        "output_shape": (),
+        "model_class": Small,
+        "total_sample_count": 10,
+        "input_dtype": np.float32,
+        "output_dtype": np.int64,
+    }
     return Config(**{**defaults, **arguments})
 
 
@@ -130,7 +136,7 @@ def test_the_programs_of_the_readme(make: Callable[..., Any]) -> None:
             means.append(x_batch.mean().item())
         seen.append(means)
     assert [len(means) for means in seen] == [4] * 3
-    # The variations vary
+    # Random variations differ from epoch to epoch.
     assert seen[0] != seen[1] != seen[2]
 
 
@@ -185,7 +191,7 @@ def test_the_numbers_of_the_readme() -> None:
     without = Config(
         GiB(2), GiB(1.5), (3, 1024, 1024), (256,), Net, 2048, np.float32, np.float32, 2
     )
-    # Which the gradients, and the batches under way, had no place beside.
+    # The original gave 94, which left no memory for gradients and prefetched batches.
     assert config.batch_size < without.batch_size < 94
     assert without.batch_size % 2 == 0
     for given in (config, without):
@@ -229,7 +235,7 @@ def test_sizes() -> None:
 
 
 class Towers(nn.Module):
-    """Parameters of its own, containers in containers, several outputs."""
+    """A network with own parameters, nested containers and several outputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -286,7 +292,7 @@ def test_shapes_and_dtypes_that_networks_take(
     config = small(
         model_class=model, input_shape=shape, input_dtype=dtype, preferred_batch_size=3, depth=0
     )
-    assert config._network.sample_shape == sample
+    assert config._format.sample_shape == sample
     assert config.batch_size == 3
     assert not caplog.records
 
@@ -354,7 +360,7 @@ def test_batches_are_what_was_made_of_them() -> None:
     made = []
 
     class Batch:
-        """Nobody is to look into it, or to move it."""
+        """A batch that must not be inspected or moved."""
 
         def __init__(self, samples: Any) -> None:
             self.samples = list(samples)
@@ -413,7 +419,7 @@ def test_memory_is_flat_over_epochs_and_every_epoch_is_read() -> None:
     last = 0.0
     for epoch in reading.generate_epochs(epoch_count=5):
         for x, _ in epoch:
-            # Read after the batch before, in this epoch too.
+            # The samples were read after those of the previous batch, in this epoch, too.
             assert x[0][0] > last
             last = x[-1][0]
             n_batches += 1
@@ -438,7 +444,7 @@ def test_batches_are_read_ahead_in_another_thread() -> None:
     config = small(preferred_batch_size=4, total_sample_count=12)
     for epoch in feeder(12, config=config, read_input=read_input).generate_epochs():
         next(epoch)
-        # The third batch, while the loop has the first.
+        # The third batch is read while the loop has the first.
         assert ahead.wait(30)
         epoch.close()
     assert threading.main_thread() not in threads
@@ -494,7 +500,7 @@ def test_what_can_be_multiplied() -> None:
 def test_limits_that_cannot_hold_a_read_are_refused_at_once() -> None:
     assert issubclass(NotEnoughGPURam, errors.NotEnoughGPUMemory)
     with pytest.raises(NotEnoughGPURam, match="gpu_memory_limit"):
-        # The model alone
+        # The model alone exceeds the limit.
         small(model_class=lambda: nn.Linear(2, 10_000_000), gpu_memory_limit=MiB(64))
     with pytest.raises(NotEnoughGPURam, match=r"gpu_memory_limit is 5\.9 KiB"):
         small(gpu_memory_limit=6000, one_read_count=64)

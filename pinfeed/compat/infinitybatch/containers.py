@@ -1,4 +1,4 @@
-"""What an InfinityBatch remembers: the last batch, and all losses, as numbers."""
+"""Containers of an InfinityBatch: the tensors of the last batch and the losses of all batches."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ import torch
 from pinfeed.tensors.pytree import flatten
 
 
-class Last(list[Any]):
-    """Keeps what was appended last, and nothing else."""
+class LastOnly(list[Any]):
+    """A list that keeps only the value that was appended last."""
 
     def append(self, value: Any) -> None:
-        """Keep this."""
+        """Replace the value by this one."""
         self[:] = [value]
 
 
 class Containers:
-    """By epoch: inputs, outputs and targets of the last batch, and the losses of all batches."""
+    """Inputs, outputs and targets of the last batch, and the losses of all batches, by epoch."""
 
     def __init__(self) -> None:
         self.inputs: list[Any] = []
@@ -29,30 +29,34 @@ class Containers:
         self._unread: list[tuple[torch.Tensor, int]] = []
 
     def clear(self) -> None:
-        """Forget everything; a loop that runs goes on in a new epoch."""
+        """Clear all containers. A loop that is running continues in a new epoch."""
         for container in (self.inputs, self.outputs, self.targets, self._losses, self._unread):
             container.clear()
 
     def begin_epoch(self) -> None:
-        """The batches of the last one are let go."""
+        """Begin an epoch, and drop the batch of the previous one."""
         self.read_losses()
         for container in (self.inputs, self.outputs, self.targets):
             for ended in container:
                 ended.clear()
-            container.append(Last())
+            container.append(LastOnly())
         self._losses.append([])
 
     @property
     def is_fresh(self) -> bool:
-        """Whether an epoch has begun that had no batch."""
+        """Whether an epoch has begun that had no batch yet."""
         return bool(self.inputs) and not (self.inputs[-1] or self._losses[-1] or self._unread)
 
     def add_loss(self, loss: torch.Tensor, n: int) -> None:
-        """Of a batch of so many samples."""
+        """Add the loss of a batch of ``n`` samples."""
         self._unread.append((loss.detach().reshape(()), n))
 
     def read_losses(self) -> list[list[tuple[float, int]]]:
-        """Losses become numbers when they are asked for, or when the epoch ends: to read one waits for its device."""
+        """Return the losses as numbers, with the sizes of their batches, by epoch.
+
+        Reading a loss waits for its device. So losses are read only here, when the user asks for
+        them or when an epoch ends.
+        """
         if self._unread:
             values = torch.stack([loss.double() for loss, _ in self._unread]).tolist()
             self._losses[-1] += [
@@ -62,30 +66,31 @@ class Containers:
         return self._losses
 
     def detach_outputs(self) -> None:
-        """Let go of what the last backward pass needed."""
+        """Detach the outputs, to free what the last backward pass needed."""
         for outputs in self.outputs[-1]:
             leaves, rebuild = flatten(outputs)
+            values = [leaf for _, leaf in leaves]
             self.outputs[-1].append(
                 rebuild(
-                    leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves
+                    leaf.detach() if isinstance(leaf, torch.Tensor) else leaf for leaf in values
                 )
             )
 
 
-class Watched:
-    """A dataloader whose batches the containers see."""
+class RecordedLoader:
+    """A dataloader whose batches are recorded in the containers."""
 
     def __init__(self, containers: Containers, loader: Any) -> None:
         self.containers = containers
         self.loader = loader
 
     def __iter__(self) -> Iterator[Any]:
+        # epochstart_ may have been called for this loop already.
         if not self.containers.is_fresh:
-            # Else epochstart_ was called for this loop.
             self.containers.begin_epoch()
         for batch in self.loader:
+            # The training step may have cleared the containers.
             if not self.containers.inputs:
-                # Cleared in the body of the loop.
                 self.containers.begin_epoch()
             is_pair = isinstance(batch, (tuple, list)) and len(batch) == 2
             self.containers.inputs[-1].append(batch[0] if is_pair else batch)
@@ -98,6 +103,6 @@ class Watched:
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name == "loader":
-            # Not made yet, or a protocol that the loader must not answer for this object.
+            # The attribute is not set yet, or belongs to a protocol that is not the loader's.
             raise AttributeError(name)
         return getattr(self.loader, name)

@@ -1,16 +1,14 @@
-"""InfinityBatch: the training manager of infinitybatch."""
+"""InfinityBatch: the trainer of infinitybatch."""
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import nn
 
-from pinfeed.compat.infinitybatch.containers import Containers, Watched
-from pinfeed.compat.infinitybatch.forward import Forwards
-from pinfeed.errors import ArgumentError
+from pinfeed.compat.infinitybatch.forward import BatchForward
+from pinfeed.compat.infinitybatch.settings import InfinityBatchError, Settings, warn
 from pinfeed.memory import limits
 from pinfeed.training.large_batch.select import StrategyChoice
 from pinfeed.training.large_batch.strategies.micro_batches import as_tensors, n_samples
@@ -18,45 +16,42 @@ from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.trainer.evaluate import pair_of
 
 
-class InfinityBatchError(ArgumentError):
-    """What is needed was not given."""
-
-
-class InfinityBatchWarning(Warning):
-    """What is hardly meant."""
-
-
-class InfinityBatch:
-    """Trains with batches of any size.
+class InfinityBatch(Settings):
+    """A trainer for batches of any size, in bounded memory.
 
     Args:
-        model: Its inputs have their samples along the first dimension. Set once, as the next two.
-        optimizer: Of the model's parameters.
-        criterion: Called with outputs and targets.
-        dataloader: Of pairs of inputs and targets.
-        backward_device: Where outputs, targets and losses are; None for the CPU.
-        verbose: Print progress.
-        config: Limits of memory; None for what is free.
-        chunk_size: Samples at a time, in place of what fits.
-        strategy: As for ``pinfeed.BigBatch``, but for ``"accumulate"``.
-        prove: As for ``pinfeed.BigBatch``.
+        model: The model; the first dimension of its inputs is the batch. Like ``optimizer`` and
+            ``criterion``, it can also be set later, once.
+        optimizer: The optimizer of the model's parameters.
+        criterion: The loss function, called with outputs and targets.
+        dataloader: An iterable of pairs of inputs and targets.
+        backward_device: The device of outputs, targets and losses; None for the CPU.
+        verbose: Whether to print progress.
+        config: Limits of memory; None for the memory that is free.
+        chunk_size: Samples of a chunk; None for the largest chunk that fits.
+        strategy: A strategy of ``pinfeed.BigBatch``, except for ``"accumulate"``.
+        prove: Whether to compare gradients with those of the plain step, as ``pinfeed.BigBatch``
+            does.
     """
 
     def __init__(
-        self, model: nn.Module | None = None, optimizer: Any = None, criterion: Any = None, dataloader: Any = None,
-        backward_device: torch.device | str | int | None = None, verbose: bool = True, *,
-        config: limits.MemoryLimits | None = None, chunk_size: int | None = None, strategy: str = "auto", prove: bool = True,
-    ) -> None:  # fmt: skip
+        self,
+        model: nn.Module | None = None,
+        optimizer: Any = None,
+        criterion: Any = None,
+        dataloader: Any = None,
+        backward_device: torch.device | str | int | None = None,
+        verbose: bool = True,
+        *,
+        config: limits.MemoryLimits | None = None,
+        chunk_size: int | None = None,
+        strategy: str = "auto",
+        prove: bool = True,
+    ) -> None:
         if not torch.cuda.is_available():
-            _warn("there is no CUDA device: batches are computed within the memory of the host", 3)
-        self._forwards = Forwards(config, chunk_size, strategy, prove)
-        self._model: nn.Module | None = None
-        self._optimizer: Any = None
-        self._criterion: Any = None
-        self._forward_device: torch.device | None = None
+            warn("there is no CUDA device: batches are computed within the memory of the host", 3)
+        super().__init__(BatchForward(config, chunk_size, strategy, prove), verbose)
         self._loss: torch.Tensor | None = None
-        self._containers = Containers()
-        self.verbose_mode = verbose
         self.backward_device = backward_device
         self.dataloader = dataloader
         self.model = model
@@ -64,11 +59,11 @@ class InfinityBatch:
         self.criterion = criterion
 
     def __call__(self, num_epochs: int) -> None:
-        """The same as ``train``."""
+        """Do the same as ``train``."""
         self.train(num_epochs)
 
     def train(self, num_epochs: int) -> None:
-        """Clear the containers and train for so many epochs."""
+        """Clear the containers and train for ``num_epochs`` epochs."""
         self.clearcontainers_()
         self._print(f"Training for {num_epochs} epochs.")
         for epoch in range(num_epochs):
@@ -79,10 +74,10 @@ class InfinityBatch:
         """Train for one epoch.
 
         Raises:
-            InfinityBatchError: Something was not set, or the dataloader gives no batch.
+            InfinityBatchError: If a setting is missing, or the dataloader has no batch.
         """
         for name in ("model", "optimizer", "criterion", "dataloader"):
-            self._given(name)
+            self._required(name)
         self.updateforwarddevice()
         self.epochstart_()
         self.zero_grad()
@@ -106,63 +101,67 @@ class InfinityBatch:
             )
         self._containers.read_losses()
         self._print(
-            f"-- Epoch finished with {n_batches} batch(es), {n} element(s) were forwarded, last batch size was {size}."
+            f"-- Epoch finished with {n_batches} batch(es), {n} element(s) were forwarded, "
+            f"last batch size was {size}."
         )
 
     def batch_(self, inputs: Any = None) -> Any:
-        """Outputs of a whole batch, on the backward device.
+        """Compute the outputs of a whole batch, on the backward device.
 
         Args:
-            inputs: None for those of the batch that ``dataloader`` gave last.
+            inputs: The inputs of the batch; None for those that ``dataloader`` gave last.
 
         Raises:
-            InfinityBatchError: There is no model, or it gave none.
+            InfinityBatchError: If there is no model, or ``dataloader`` gave no batch yet.
         """
-        model = self._given("model")
+        model = self._required("model")
         if not self.inputs:
             self.epochstart_()
         if inputs is None:
             if not self.inputs[-1]:
                 raise InfinityBatchError(
-                    "batch_() has no inputs: dataloader gave no batch yet; give them, as batch_(inputs)"
+                    "batch_() has no inputs: dataloader gave no batch yet; "
+                    "give them, as batch_(inputs)"
                 )
             inputs = self.inputs[-1][-1]
         device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        outputs = self._forwards.outputs(
+        outputs = self._batch_forward.outputs(
             model, inputs, self._optimizer, device, self._backward_device
         )
-        if self._forwards.unpredicted is not None:
-            _warn(
-                f"the whole batch is computed at once, for {self._forwards.unpredicted}; give chunk_size=",
+        if self._batch_forward.unpredicted is not None:
+            warn(
+                "the whole batch is computed at once, "
+                f"because {self._batch_forward.unpredicted}; give chunk_size=",
                 3,
             )
-            self._forwards.unpredicted = None
+            self._batch_forward.unpredicted = None
         self.inputs[-1].append(inputs)
         self.outputs[-1].append(outputs)
         return outputs
 
     def loss(self) -> None:
-        """Compute the loss of the last outputs and targets; ``losses`` has it, and ``backward`` takes it.
+        """Compute the loss of the last outputs and targets, for ``losses`` and ``backward``.
 
         Raises:
-            InfinityBatchError: There are no outputs, or no targets.
+            InfinityBatchError: If there are no outputs or no targets.
         """
         if not self.outputs or not self.outputs[-1]:
             raise InfinityBatchError("loss() has no outputs; call batch_(inputs) first")
         if not self.targets[-1]:
             raise InfinityBatchError(
-                "loss() has no targets; iterate ib.dataloader, or call ib.targets[-1].append(targets) first"
+                "loss() has no targets; "
+                "iterate ib.dataloader, or call ib.targets[-1].append(targets) first"
             )
         outputs = self.outputs[-1][-1]
-        self._loss = loss = self._given("criterion")(
-            outputs, to_device(self.targets[-1][-1], self._backward_device)
-        )
+        targets = to_device(self.targets[-1][-1], self._backward_device)
+        loss = self._required("criterion")(outputs, targets)
+        self._loss = loss
         self._containers.add_loss(loss, n_samples(outputs))
 
     def backward(self) -> None:
-        """Backward pass of the last loss; warns if there is none."""
+        """Run the backward pass of the last loss. Warn if there is none."""
         if self._loss is None:
-            _warn("backward() without a loss; call loss() first", 3)
+            warn("backward() without a loss; call loss() first", 3)
             return
         loss = self._loss
         self._loss = None
@@ -170,156 +169,46 @@ class InfinityBatch:
         self._containers.detach_outputs()
 
     def step(self) -> None:
-        """A step of the optimizer."""
-        self._given("optimizer").step()
+        """Run a step of the optimizer."""
+        self._required("optimizer").step()
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
-        self._given("optimizer").zero_grad()
-
-    @property
-    def model(self) -> nn.Module | None:
-        """What is trained. It can be set once."""
-        return self._model
-
-    @model.setter
-    def model(self, model: nn.Module | None) -> None:
-        if self._is_first("model"):
-            self._model = model
-            self.updateforwarddevice()
-            self.checkdevices_()
-
-    @property
-    def optimizer(self) -> Any:
-        """What trains it. It can be set once."""
-        return self._optimizer
-
-    @optimizer.setter
-    def optimizer(self, optimizer: Any) -> None:
-        if self._is_first("optimizer"):
-            self._optimizer = optimizer
-
-    optimier = optimizer
-    """As the README writes it."""
-
-    @property
-    def criterion(self) -> Any:
-        """The loss. It can be set once."""
-        return self._criterion
-
-    @criterion.setter
-    def criterion(self, criterion: Any) -> None:
-        if self._is_first("criterion"):
-            self._criterion = criterion
-
-    @property
-    def dataloader(self) -> Any:
-        """What gives batches.
-
-        Iterated, it begins an epoch of the containers, and has them keep the batch.
-        """
-        return None if self._loader is None else Watched(self._containers, self._loader)
-
-    @dataloader.setter
-    def dataloader(self, dataloader: Any) -> None:
-        self._loader = dataloader.loader if isinstance(dataloader, Watched) else dataloader
-
-    @property
-    def backward_device(self) -> torch.device:
-        """Where outputs, targets and losses are."""
-        return self._backward_device
-
-    @backward_device.setter
-    def backward_device(self, device: torch.device | str | int | None) -> None:
-        self._backward_device = torch.device("cpu" if device is None else device)
-        self.checkdevices_()
-
-    @property
-    def forward_device(self) -> torch.device | None:
-        """Where the model is; None without one that can be trained."""
-        return self._forward_device
+        self._required("optimizer").zero_grad()
 
     @property
     def chosen(self) -> StrategyChoice | None:
-        """How the last batch was computed."""
-        return self._forwards.chosen
+        """The strategy that computed the last batch."""
+        return self._batch_forward.chosen
 
     @property
     def inputs(self) -> list[Any]:
-        """By epoch; of the last one, those of the last batch: ``inputs[-1][-1]``."""
+        """The inputs by epoch. The last batch is ``inputs[-1][-1]``; no other batch is kept."""
         return self._containers.inputs
 
     @property
     def outputs(self) -> list[Any]:
-        """Likewise."""
+        """The outputs by epoch. The last batch is ``outputs[-1][-1]``; no other batch is kept."""
         return self._containers.outputs
 
     @property
     def targets(self) -> list[Any]:
-        """Likewise."""
+        """The targets by epoch. The last batch is ``targets[-1][-1]``; no other batch is kept."""
         return self._containers.targets
 
     @property
     def losses(self) -> list[list[tuple[float, int]]]:
-        """``losses[epoch][batch]``: the loss, and the number of samples."""
+        """The loss and the number of samples of each batch, as ``losses[epoch][batch]``."""
         return self._containers.read_losses()
 
-    def changemodeldevice(self, device: torch.device | str | int) -> None:
-        """Move the model."""
-        if self._model is not None:
-            self._model.to(device)
-            self.updateforwarddevice()
-            self.checkdevices_()
-
-    def updateforwarddevice(self) -> None:
-        """See where the model is."""
-        before = self._forward_device
-        self._forward_device = None
-        if self._model is not None:
-            self._forward_device = next(
-                (p.device for p in self._model.parameters() if p.requires_grad), None
-            )
-            if self._forward_device is None:
-                _warn("the model has no parameter that can be trained", 3)
-        if self._forward_device != before:
-            self._forwards.forget()
-
-    def checkdevices_(self) -> None:
-        """Warn if forward and backward device are the same."""
-        if self._forward_device is not None and _indexed(self._forward_device) == _indexed(
-            self._backward_device
-        ):
-            _warn(f"forward and backward device are the same, {self._forward_device}", 4)
-
     def clearcontainers_(self) -> None:
-        """Forget everything that was measured."""
+        """Clear the containers."""
         self._containers.clear()
 
     def epochstart_(self) -> None:
-        """Begin an epoch of the containers."""
+        """Begin a new epoch in the containers."""
         self._containers.begin_epoch()
-
-    def _is_first(self, name: str) -> bool:
-        if getattr(self, f"_{name}") is not None:
-            _warn(f"{name} is set already, and stays", 4)
-            return False
-        return True
-
-    def _given(self, name: str) -> Any:
-        found = self._loader if name == "dataloader" else getattr(self, f"_{name}")
-        if found is None:
-            raise InfinityBatchError(f"{name} was not set; set it, as ib.{name} = {name}")
-        return found
 
     def _print(self, *words: str, end: str = "\n") -> None:
         if self.verbose_mode:
             print(*words, end=end)
-
-
-def _indexed(device: torch.device) -> torch.device:
-    """``cuda`` is the current CUDA device."""
-    return torch.empty(0, device=device).device
-
-
-def _warn(message: str, stacklevel: int) -> None:
-    warnings.warn(message, InfinityBatchWarning, stacklevel=stacklevel)

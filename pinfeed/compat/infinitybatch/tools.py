@@ -25,49 +25,49 @@ __all__ = [
 
 ERROR_TOLERANCE = 1e-7
 
-_LABEL = 20  # characters
+_LABEL_LENGTH = 20
 
 
 class CudaMemorySnapShot:
     """Memory of a CUDA device at one moment, in bytes; zeros where there is none.
 
     Args:
-        device_id: None for the current device.
-        synchronize: Wait for the device first.
+        device_id: Device to measure; None for the current device.
+        synchronize: Whether to wait for the device first.
     """
 
     def __init__(
         self, device_id: torch.device | str | int | None = None, synchronize: bool = True
     ) -> None:
-        there = torch.cuda.is_available()
-        if there and synchronize:
+        has_cuda = torch.cuda.is_available()
+        if has_cuda and synchronize:
             torch.cuda.synchronize(device_id)
         self._device = device_id
-        self._found = MemoryMonitor(device_id if there else None).snapshot()
+        self._found = MemoryMonitor(device_id if has_cuda else None).snapshot()
 
     @property
     def device(self) -> torch.device | str | int | None:
-        """As it was given."""
+        """The device as it was given."""
         return self._device
 
     @property
     def total(self) -> int:
-        """Of the device."""
+        """Bytes of the device's memory."""
         return self._found.total or 0
 
     @property
     def reserved(self) -> int:
-        """What torch's allocator holds."""
+        """Bytes that torch's allocator has reserved."""
         return self._found.reserved or 0
 
     @property
     def allocated(self) -> int:
-        """What torch's tensors take."""
+        """Bytes of torch's tensors."""
         return self._found.allocated or 0
 
     @property
     def free_cache(self) -> int:
-        """What torch's allocator holds and no tensor takes."""
+        """Bytes that torch's allocator has reserved and no tensor uses."""
         return self.reserved - self.allocated
 
 
@@ -75,7 +75,7 @@ CudaMemorySnapshot = CudaMemorySnapShot
 
 
 class CudaHistory(list[tuple[str, CudaMemorySnapShot]]):
-    """Snapshots with their labels; printed, a table."""
+    """A list of labels and snapshots, printed as a table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,12 +83,12 @@ class CudaHistory(list[tuple[str, CudaMemorySnapShot]]):
     def append(  # type: ignore[override]  # its documented arguments
         self, name: str, device_id: torch.device | str | int | None = None, synchronize: bool = True
     ) -> None:
-        """Take a snapshot; of its label the first 20 characters are kept."""
-        super().append((name[:_LABEL], CudaMemorySnapShot(device_id, synchronize)))
+        """Take a snapshot. The first 20 characters of its label are kept."""
+        super().append((name[:_LABEL_LENGTH], CudaMemorySnapShot(device_id, synchronize)))
 
     def __deepcopy__(self, memo: Any) -> CudaHistory:
         made = type(self)()
-        # Append takes a snapshot.
+        # ``append`` of this class would take a new snapshot.
         list.extend(made, (copy.deepcopy(one, memo) for one in self))
         return made
 
@@ -107,27 +107,28 @@ class CudaHistory(list[tuple[str, CudaMemorySnapShot]]):
 
 
 def determinize(seed: int | None = None, be_deterministic: bool = True) -> None:
-    """Seed the generators of Python, numpy and torch, and have cuDNN be deterministic or fast.
+    """Seed the generators of Python, numpy and torch, and make cuDNN deterministic or fast.
 
     Args:
-        seed: None for 0, or, with ``be_deterministic=False``, for one that differs each time.
-        be_deterministic: Of cuDNN: the same algorithms each time, or the fastest.
+        seed: Seed of all generators. None stands for 0, or with ``be_deterministic=False`` for a
+            seed that differs each time.
+        be_deterministic: Whether cuDNN uses the same algorithms each time, or else the fastest.
     """
     torch.backends.cudnn.deterministic = be_deterministic
     torch.backends.cudnn.benchmark = not be_deterministic
     if seed is None and be_deterministic:
         seed = 0
     if seed is None:
-        # Of every GPU, too.
+        # This seeds every GPU, too.
         torch.seed()
     else:
         torch.manual_seed(seed)
-    np.random.seed(seed)  # noqa: NPY002  # it is the global one that is meant
+    np.random.seed(seed)  # noqa: NPY002  # the global generator is meant
     random.seed(seed)
 
 
 def is_equal_network(one: nn.Module, another: nn.Module) -> bool:
-    """Whether all parameters and buffers are equal, on whatever devices."""
+    """Return whether all parameters and buffers are equal, on any devices."""
     first, second = one.state_dict(), another.state_dict()
     return first.keys() == second.keys() and all(
         torch.equal(value.cpu(), second[name].cpu()) for name, value in first.items()
@@ -135,7 +136,10 @@ def is_equal_network(one: nn.Module, another: nn.Module) -> bool:
 
 
 def is_equal_with_error(one: torch.Tensor, another: torch.Tensor, detach: bool = True) -> bool:
-    """Whether two tensors have the same shape, and values within the tolerance; ``detach`` makes no difference any more."""
+    """Return whether two tensors have the same shape, and values within the tolerance.
+
+    ``detach`` has no effect any more.
+    """
     if one.shape != another.shape:
         return False
     first, second = (value.detach().cpu().double() for value in (one, another))
@@ -143,5 +147,5 @@ def is_equal_with_error(one: torch.Tensor, another: torch.Tensor, detach: bool =
 
 
 def compare_with_error_(one: Any, another: Any) -> bool:
-    """Whether two numbers are within the tolerance of each other."""
+    """Return whether two numbers differ by at most the tolerance."""
     return bool(one == another or abs(one - another) <= ERROR_TOLERANCE)

@@ -1,19 +1,19 @@
-"""Config of the earlier system's shape: from limits, and a network, to the largest batch."""
+"""Config: from memory limits and a network to the largest batch."""
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from pinfeed.compat.pytorch_memory.model_summary import Recognised, recognised
+from pinfeed.compat.pytorch_memory.sample_format import SampleFormat, find_sample_format
+from pinfeed.compat.pytorch_memory.units import round_to
 from pinfeed.errors import ArgumentError, NotEnoughCPUMemory
 from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth
@@ -21,62 +21,46 @@ from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.training.memory_model import config
 from pinfeed.training.memory_model.budget import Budget
+from pinfeed.training.memory_model.sizing import largest_that_fits
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.validation.arguments import whole_number
 
-_MODEL = ("parameters", "buffers", "gradients", "optimizer state", "workspace")
-
-
-def KiB(coef: float = 1) -> int:
-    """Bytes in so many KiB, rounded down."""
-    return math.floor(coef * 1024)
-
-
-def MiB(coef: float = 1) -> int:
-    """Bytes in so many MiB, rounded down to whole KiB of them: as ever, unlike ``pinfeed.MiB``."""
-    return 1024 * KiB(coef)
-
-
-def GiB(coef: float = 1) -> int:
-    """Bytes in so many GiB, rounded down to whole MiB of them: as ever, unlike ``pinfeed.GiB``."""
-    return 1024 * MiB(coef)
-
-
-def round_to(number: int, modulo: int) -> int:
-    """The multiple of ``modulo`` that is not above ``number``."""
-    return number // modulo * modulo
+_INDEPENDENT_OF_BATCH = ("parameters", "buffers", "gradients", "optimizer state", "workspace")
+"""Parts of a step's memory that do not depend on the size of the batch."""
 
 
 @dataclass(frozen=True)
 class Config:
-    """Limits, and the largest batch that they hold.
+    """Memory limits, and the largest batch that fits in them.
+
+    Its attributes are those of the original, so it is one class.
 
     Args:
-        cpu_memory_limit: Of samples on the host, in bytes.
-        gpu_memory_limit: Of the training step, and of the batches on their way to it, in bytes.
-        input_shape: Of an input sample, or of a batch of one.
-        output_shape: Of an output sample; None without.
-        model_class: A class, or a function, that makes the network; or the network.
+        cpu_memory_limit: Limit of the samples in host memory, in bytes.
+        gpu_memory_limit: Limit of the training step and of prefetched batches on the GPU, in bytes.
+        input_shape: Shape of an input sample, or of a batch of one.
+        output_shape: Shape of an output sample; None without outputs.
+        model_class: The network, or a class or function that makes it.
         total_sample_count: Identities of an epoch.
-        input_dtype: Of input samples.
-        output_dtype: Of output samples.
-        one_read_count: Samples that ``read_input`` gives of an identity; a batch is a multiple of
-            it.
-        preferred_batch_size: Samples of a batch at most, but at least those of an identity. None or
-            0 for what fits.
+        input_dtype: Dtype of input samples.
+        output_dtype: Dtype of output samples.
+        one_read_count: Samples that ``read_input`` returns for an identity. The batch size is a
+            multiple of it.
+        preferred_batch_size: Upper bound of the batch size, which is at least ``one_read_count``.
+            None or 0 for the largest batch that fits.
         depth: Batches read ahead of the loop; 0 is the synchronous loop.
-        loss: Called with the network's outputs and the output samples, for the estimate; None for
-            the sum of the outputs.
+        loss: Loss function for the estimate, called with the network's outputs and the output
+            samples; None for the sum of the outputs.
         optimizer: A torch optimizer's class, a function called with parameters, or an optimizer of
             the network; None for AdamW.
-        network: The name that ``model_class`` has in the first READMEs.
+        network: Alias of ``model_class``, from the first READMEs.
 
     Raises:
-        ArgumentError: A limit, size, shape, dtype or model that cannot be.
-        EstimateError: The training step cannot be predicted; the network does not take such
+        ArgumentError: If a limit, size, shape, dtype or model is invalid.
+        EstimateError: If the training step cannot be predicted, or the network does not accept such
             samples.
-        NotEnoughGPURam: Not even the samples of an identity fit.
-        NotEnoughCPUMemory: … on the host.
+        NotEnoughGPURam: If the samples of one identity do not fit on the GPU.
+        NotEnoughCPUMemory: If they do not fit on the host.
     """
 
     cpu_memory_limit: int
@@ -102,101 +86,79 @@ class Config:
                 )
             object.__setattr__(self, "model_class", network)
         for name in ("cpu_memory_limit", "gpu_memory_limit"):
-            if (
-                not isinstance(value := getattr(self, name), (int, float, np.number))
-                or not 1 <= value < math.inf
-            ):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float, np.number)) or not 1 <= value < math.inf:
                 raise ArgumentError(f"{name}={value!r}: expected bytes, as GiB(1.5)")
         for name in ("total_sample_count", "one_read_count"):
             whole_number(getattr(self, name), name)
         check_depth(self.depth)
-        # What cannot be is refused now.
+        # An invalid argument is refused now, not when the budget is used.
         _ = self.budget
 
     @functools.cached_property
     def budget(self) -> Budget:
-        """Where each byte goes; ``print(config.budget)`` is a table."""
-        limit, network = int(self.cpu_memory_limit), self._network
-        most = self.total_sample_count
-        if self.preferred_batch_size:
-            most = min(most, max(1, self.preferred_batch_size // self.one_read_count))
-        n_reads = bisect.bisect_left(
-            range(1, most + 1),
-            True,
-            key=lambda n: (
-                sum(item.total for item in self._on_host(n * self.one_read_count)) > limit
-            ),
-        )
-        if n_reads == 0:
-            need = sum(item.total for item in self._on_host(self.one_read_count))
-            raise NotEnoughCPUMemory(
-                f"batches of {self.one_read_count} samples, the fewest there can be, need {human(need)} ({need} bytes) on the host, "
-                f"{self.depth + 3} of them at a time; cpu_memory_limit is {human(limit)} ({limit} bytes); raise it, or lower depth"
-            )
-        stripped = (
-            network.sample_shape != self.input_shape
-            and self.output_shape is not None
-            and tuple(self.output_shape[:1]) == (1,)
-        )
+        """The memory of each part; ``print(config.budget)`` shows a table."""
+        limit = int(self.cpu_memory_limit)
         found = config.Config(
             cpu_memory_limit=limit,
             gpu_memory_limit=int(self.gpu_memory_limit),
-            preferred_batch_size=n_reads * self.one_read_count,
+            preferred_batch_size=self._most_samples(limit),
             depth=self.depth,
             total_sample_count=self.total_sample_count,
             one_read_count=self.one_read_count,
-            input_shape=network.sample_shape,
-            output_shape=self.output_shape[1:] if stripped else self.output_shape,
+            input_shape=self._format.sample_shape,
+            output_shape=self._output_sample_shape,
             input_dtype=self.input_dtype,
             output_dtype=self.output_dtype,
-            model=network.model,
+            model=self._format.model,
             loss=self.loss,
             optimizer=self.optimizer,
         ).budget
-        on_device = tuple(item for item in found.feeder.items if item.place == "device")
-        plan = dataclasses.replace(
-            found.feeder, items=(*on_device, *self._on_host(found.batch_size))
-        )
-        return dataclasses.replace(found, feeder=plan)
+        on_device = [item for item in found.feeder.items if item.place == "device"]
+        items = (*on_device, *self._host_items(found.batch_size))
+        return dataclasses.replace(found, feeder=dataclasses.replace(found.feeder, items=items))
 
     @property
     def batch_size(self) -> int:
-        """Samples of a batch."""
+        """Samples in a batch."""
         return self.budget.batch_size
 
     @property
     def sample_count_in_single_batch(self) -> int:
-        """Identities of a batch."""
+        """Identities in a batch."""
         return self.batch_size // self.one_read_count
 
     @property
     def batch_count(self) -> int:
-        """Full batches of an epoch."""
+        """Full batches in an epoch."""
         return self.total_sample_count // self.sample_count_in_single_batch
 
     @property
     def allowed_sample_count(self) -> int:
-        """Identities, in whole batches, that ``cpu_memory_limit`` holds; a loop has ``depth + 3`` batches at a time."""
+        """Identities, in whole batches, whose samples fit in ``cpu_memory_limit``.
+
+        A loop holds ``depth + 3`` batches at a time, whatever fits.
+        """
         return round_to(self._allowed_sample_count, self.sample_count_in_single_batch)
 
     @property
     def batch_count_in_memory(self) -> int:
-        """Batches that these are."""
+        """Batches of ``allowed_sample_count`` identities."""
         return self.allowed_sample_count // self.sample_count_in_single_batch
 
     @property
     def total_read_count(self) -> int:
-        """How many times so many identities are an epoch."""
+        """The number of times that ``allowed_sample_count`` identities are read in an epoch."""
         return -(-self.total_sample_count // self.allowed_sample_count)
 
     @property
     def input_item_size(self) -> int:
-        """Bytes of an element of an input; of the first one, where there are several."""
+        """Bytes of an element of the input, or of the first of several inputs."""
         return self.input_samples.dtypes[0].itemsize
 
     @property
     def output_item_size(self) -> int:
-        """Bytes of an element of an output, likewise."""
+        """Bytes of an element of the output, or of the first of several outputs; 0 without."""
         return self.output_samples[0].dtypes[0].itemsize if self.output_samples else 0
 
     @property
@@ -226,20 +188,26 @@ class Config:
 
     @property
     def total_intermediate_variable_count(self) -> int:
-        """Elements that layers give for a sample, as ``get_variable_count`` counts.
+        """Elements that the layers give for a sample, as ``get_variable_count`` counts them.
 
-        ``budget`` says what of it is kept, and what else.
+        ``budget`` shows how many bytes the step really needs.
         """
-        return self._network.n_variables
+        return self._format.n_variables
 
     @property
     def model_memory_usage(self) -> int:
-        """Bytes on the GPU whatever the batch is: parameters, what a step has of gradients and optimizer state at its peak, workspace."""
-        return sum(self.budget.step.breakdown.get(what, 0) for what in _MODEL)
+        """Bytes on the GPU that do not depend on the batch size.
+
+        They are parameters, workspace, and gradients and optimizer state at the peak of a step.
+        """
+        return sum(self.budget.step.breakdown.get(what, 0) for what in _INDEPENDENT_OF_BATCH)
 
     @property
     def single_sample_memory_usage(self) -> int:
-        """Bytes on the GPU for each sample of a batch, beside these: its share of the step, and of the batches that are under way."""
+        """Bytes on the GPU for each sample of a batch, in the step and in prefetched batches.
+
+        ``model_memory_usage`` is not included.
+        """
         return (self.budget.gpu_bytes - self.model_memory_usage) // self.batch_size
 
     @property
@@ -250,8 +218,8 @@ class Config:
         )
 
     @functools.cached_property
-    def _network(self) -> Recognised:
-        return recognised(self.model_class, self.input_shape, self.input_dtype)
+    def _format(self) -> SampleFormat:
+        return find_sample_format(self.model_class, self.input_shape, self.input_dtype)
 
     @functools.cached_property
     def input_samples(self) -> SampleSpec:
@@ -260,29 +228,51 @@ class Config:
 
     @functools.cached_property
     def output_samples(self) -> tuple[SampleSpec, ...]:
-        """Of an output sample, if there are any."""
-        return (
-            ()
-            if self.output_shape is None
-            else (samples_of(self.output_shape, self.output_dtype, "output"),)
-        )
+        """Shapes and dtypes of an output sample; empty without outputs."""
+        if self.output_shape is None:
+            return ()
+        return (samples_of(self.output_shape, self.output_dtype, "output"),)
 
-    def _on_host(self, batch_size: int) -> tuple[Allocation, ...]:
-        """What the loop has on the host, if its batches stay there."""
-        nbytes = tuple(
-            size
-            for samples in (self.input_samples, *self.output_samples)
-            for size in samples.nbytes
-        )
-        nothing = (False,) * len(nbytes)
-        items = plan_allocations(
-            Demand(nbytes, nothing, 0, batch_size, unified=True, staged=nothing),
-            batch_size,
-            self.depth,
-        )
-        return (
-            *items,
-            Allocation(
-                "samples of the batch that is read", "host", 1, batch_size * self.sample_size
-            ),
-        )
+    @property
+    def _output_sample_shape(self) -> Any:
+        """The shape of an output sample, without a leading 1 if the input shape had one, too."""
+        is_batch = self._format.sample_shape != self.input_shape
+        if is_batch and self.output_shape is not None and tuple(self.output_shape[:1]) == (1,):
+            return self.output_shape[1:]
+        return self.output_shape
+
+    def _most_samples(self, limit: int) -> int:
+        """Return the samples of the largest batch that is allowed and fits on the host."""
+        most = self.total_sample_count
+        if self.preferred_batch_size:
+            most = min(most, max(1, self.preferred_batch_size // self.one_read_count))
+        n_reads = largest_that_fits(self._host_bytes, limit, most)
+        if n_reads == 0:
+            need = self._host_bytes(1)
+            raise NotEnoughCPUMemory(
+                f"batches of {self.one_read_count} samples, the fewest there can be, need "
+                f"{human(need)} ({need} bytes) on the host, {self.depth + 3} of them at a time; "
+                f"cpu_memory_limit is {human(limit)} ({limit} bytes); raise it, or lower depth"
+            )
+        return n_reads * self.one_read_count
+
+    def _host_bytes(self, n_reads: int) -> int:
+        return sum(item.total for item in self._host_items(n_reads * self.one_read_count))
+
+    def _host_items(self, batch_size: int) -> tuple[Allocation, ...]:
+        return host_items((self.input_samples, *self.output_samples), batch_size, self.depth)
+
+
+def host_items(specs: Sequence[SampleSpec], batch_size: int, depth: int) -> tuple[Allocation, ...]:
+    """Return the host memory of a loop whose batches stay on the host.
+
+    Args:
+        specs: Shapes and dtypes of the samples.
+        batch_size: Samples in a batch.
+        depth: Batches read ahead of the loop.
+    """
+    nbytes = tuple(size for spec in specs for size in spec.nbytes)
+    none = (False,) * len(nbytes)
+    demand = Demand(nbytes, none, 0, batch_size, unified=True, staged=none)
+    samples = Allocation("samples of the batch that is read", "host", 1, batch_size * sum(nbytes))
+    return (*plan_allocations(demand, batch_size, depth), samples)

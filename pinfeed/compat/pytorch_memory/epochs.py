@@ -1,4 +1,4 @@
-"""Epochs of batches that functions read: each read anew, a batch ahead, on the host as they were made."""
+"""Epochs of batches that functions of the user read, ahead of the loop, anew in each epoch."""
 
 from __future__ import annotations
 
@@ -20,51 +20,51 @@ Read = Callable[[Any], Iterable[Any]]
 
 
 class Epoch(Iterator[tuple[Any, Any]]):
-    """One pass over the data: ``(X, Y)`` for each batch.
+    """One pass over the data, as an iterator over batches ``(X, Y)``.
 
-    Nothing runs before the first one is asked for, or after the last one.
+    Reading begins with the first ``next()`` and ends with the last batch.
 
     Args:
-        batches: Makes the batches of an epoch, given its number.
-        number: Of this one.
+        batches: Function that returns the batches of an epoch, given its number.
+        number: Number of this epoch.
     """
 
     def __init__(self, batches: Callable[[int], Iterator[tuple[Any, Any]]], number: int) -> None:
-        self._make = batches
+        self._read = batches
         self._batches = batches(number)
 
     def __next__(self) -> tuple[Any, Any]:
         return next(self._batches)
 
     def again(self, number: int) -> Epoch:
-        """Another pass, from the beginning."""
-        return Epoch(self._make, number)
+        """Return another pass over the data, with a number of its own."""
+        return Epoch(self._read, number)
 
     def close(self) -> None:
-        """End it now. It also ends when nobody has it any more."""
+        """End the epoch now. It also ends when it is garbage collected."""
         self._batches.close()  # type: ignore[attr-defined]  # a generator
 
 
 class Feeder:
-    """Epochs of full batches, which functions read.
+    """Epochs of full batches, which functions of the user read.
 
     Args:
-        configs: How large batches are.
-        input_list: What ``read_input`` is called with, for each identity.
-        output_list: What ``get_output`` is called with; as many.
-        read_input: Gives the input samples of an identity, ``one_read_count`` of them.
-        get_output: Gives its output samples, as many.
-        apply_on_input_batch: Makes a batch of an iterator over its input samples. Without it they
-            are stacked.
+        configs: Config with the size of a batch.
+        input_list: The argument of ``read_input`` for each identity.
+        output_list: The argument of ``get_output`` for each identity.
+        read_input: Function that returns the ``one_read_count`` input samples of an identity.
+        get_output: Function that returns the ``one_read_count`` output samples of an identity.
+        apply_on_input_batch: Function that makes a batch from an iterator over its input samples.
+            None stacks the samples.
         apply_on_output_batch: The same for output samples.
-        shuffle: Identities come in another order in every epoch.
-        seed: Of the shuffle.
-        device: None for batches as they are made; else they are copied there: ``"cuda"``,
-            ``"auto"``, ``"cpu"``.
+        shuffle: Whether identities have another order in every epoch.
+        seed: Seed of the shuffle.
+        device: Device that batches are copied to: ``"cuda"``, ``"auto"`` or ``"cpu"``. None leaves
+            them as they are made.
 
     Raises:
-        ArgumentError: Lists that do not belong together, or have not even a batch; what cannot be
-            called.
+        ArgumentError: If the lists differ in length or have less than a batch, or if a function
+            cannot be called.
     """
 
     def __init__(
@@ -83,26 +83,37 @@ class Feeder:
     ) -> None:
         self.configs = configs
         self._n_epochs = 0
-        self._reading = _Reading(
-            configs, _listed(input_list), _listed(output_list), read_input, get_output, apply_on_input_batch, apply_on_output_batch,
-            shuffle, seed, device, drop_last=True,
-        )  # fmt: skip
-        n_identities = len(self._reading.inputs)
+        self._reader = _EpochReader(
+            configs,
+            _as_sequence(input_list),
+            _as_sequence(output_list),
+            read_input,
+            get_output,
+            apply_on_input_batch,
+            apply_on_output_batch,
+            shuffle=shuffle,
+            seed=seed,
+            device=device,
+            drop_last=True,
+        )
+        n_identities = len(self._reader.inputs)
         if n_identities < configs.sample_count_in_single_batch:
             raise ArgumentError(
-                f"input_list has {n_identities} identities, a full batch {configs.sample_count_in_single_batch}, so there would be none; "
-                f"give Config total_sample_count={n_identities}, or read with generate_epoch, which has what remains, too"
+                f"input_list has {n_identities} identities, a full batch "
+                f"{configs.sample_count_in_single_batch}, so there would be none; give Config "
+                f"total_sample_count={n_identities}, or read with generate_epoch, "
+                "which also gives the remaining samples"
             )
 
     def generate_epochs(self, epoch_count: int = 1) -> Iterator[Epoch]:
-        """So many epochs, each read when it is iterated.
+        """Return ``epoch_count`` epochs, each of which is read when it is iterated.
 
-        With ``shuffle`` they go on where the last call's ended.
+        With ``shuffle``, their orders continue those of the last call.
         """
         for _ in range(epoch_count):
             number = self._n_epochs
-            self._n_epochs = self._n_epochs + 1
-            yield Epoch(self._reading, number)
+            self._n_epochs += 1
+            yield Epoch(self._reader, number)
 
 
 def generate_epoch(
@@ -118,49 +129,60 @@ def generate_epoch(
     seed: int = 0,
     device: Any = None,
 ) -> Epoch:
-    """One epoch, as of a ``Feeder``, and with a last batch that may not be full."""
-    return Epoch(
-        _Reading(
-            configs, _listed(input_list), _listed(output_list), read_input, get_output, apply_on_input_batch, apply_on_output_batch,
-            shuffle, seed, device, drop_last=False,
-        ),
-        0,
-    )  # fmt: skip
+    """Return one epoch, as ``Feeder`` does, with a last batch that may be smaller.
+
+    The arguments are those of ``Feeder``.
+    """
+    reader = _EpochReader(
+        configs,
+        _as_sequence(input_list),
+        _as_sequence(output_list),
+        read_input,
+        get_output,
+        apply_on_input_batch,
+        apply_on_output_batch,
+        shuffle=shuffle,
+        seed=seed,
+        device=device,
+        drop_last=False,
+    )
+    return Epoch(reader, 0)
 
 
 def multiply_epochs(
     epoch_generator: Iterable[Any], epoch_count: int = 2
 ) -> Iterator[Iterator[Any]]:
-    """So many epochs, each read anew.
+    """Return ``epoch_count`` epochs, each read anew.
 
     Args:
-        epoch_generator: What ``generate_epoch`` returned; or anything that can be iterated again: a
-            list, a DataLoader.
-        epoch_count: How many.
+        epoch_generator: An epoch from ``generate_epoch``, or any iterable that can be iterated
+            again, such as a list or a DataLoader.
+        epoch_count: Number of epochs.
 
     Raises:
-        ArgumentError: It can be iterated once only, so that its batches would have to be kept.
+        ArgumentError: If it can be iterated only once, so that its batches would have to be kept.
     """
     if isinstance(epoch_generator, Epoch):
         return map(epoch_generator.again, range(epoch_count))
     if isinstance(epoch_generator, Iterator) or not hasattr(epoch_generator, "__iter__"):
         raise ArgumentError(
-            f"multiply_epochs: got a {type(epoch_generator).__name__}, which can be read once, and its batches would have to be kept; give "
-            "what generate_epoch returned (and change batches in the loop, or in apply_on_…), or what can be iterated again"
+            f"multiply_epochs: got a {type(epoch_generator).__name__}, which can be read once, "
+            "and its batches would have to be kept; give what generate_epoch returned (and change "
+            "batches in the loop, or in apply_on_…), or what can be iterated again"
         )
     return (iter(epoch_generator) for _ in range(epoch_count))
 
 
-class _Made:
-    """What a function of the user's has made of a batch: nobody looks into it, and it stays where it is."""
+class _OpaqueBatch:
+    """A batch from a function of the user, which is neither inspected nor moved."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
 
 @dataclass(frozen=True)
-class _Reading:
-    """What is read, and how. It is checked when it is made."""
+class _EpochReader:
+    """Reads epochs. Its arguments, those of ``Feeder``, are checked by making a first feeder."""
 
     configs: Config
     inputs: Sequence[Any]
@@ -178,24 +200,24 @@ class _Reading:
         self._feeder(None).close()
 
     def __call__(self, number: int) -> Iterator[tuple[Any, Any]]:
-        """The batches of an epoch."""
+        """Read the batches of an epoch."""
         stream = torch.cuda.current_stream() if torch.cuda.is_initialized() else None
         with self._feeder(stream) as feeder:
             feeder.set_epoch(number)
-            # Neither keeps a batch.
-            yield from feeder if self.device is not None else map(_as_made, feeder)
+            # A loop variable here would keep a batch alive while the next one is read.
+            yield from feeder if self.device is not None else map(_unwrap, feeder)
 
     def _feeder(self, stream: Any) -> ReaderFeeder:
         apply = {"input": self.apply_on_input_batch, "output": self.apply_on_output_batch}
         samples = {"input": (self.configs.input_samples,), "output": self.configs.output_samples}
         dtypes = {
-            kind: _one_dtype(samples[kind]) if made is None else None
-            for kind, made in apply.items()
+            kind: _common_dtype(samples[kind]) if function is None else None
+            for kind, function in apply.items()
         }
         if self.device is None:
             apply = {
-                kind: _made_on(stream, made) if callable(made) else made
-                for kind, made in apply.items()
+                kind: _opaque_on(stream, function) if callable(function) else function
+                for kind, function in apply.items()
             }
         return wrap_readers(
             self.inputs,
@@ -216,28 +238,31 @@ class _Reading:
         )
 
 
-def _made_on(stream: Any, apply: Apply) -> Apply:
-    """``apply``, as if it were called in the loop's thread, whose work on the GPU then comes after it."""
+def _opaque_on(stream: Any, apply: Apply) -> Apply:
+    """Return ``apply`` with its GPU work on the loop's stream, so that the loop's work follows it.
 
-    def made(samples: Iterator[Any]) -> _Made:
+    A stream of None leaves the stream as it is.
+    """
+
+    def make_batch(samples: Iterator[Any]) -> _OpaqueBatch:
         with torch.cuda.stream(stream):
-            # None changes nothing
-            return _Made(apply(samples))
+            return _OpaqueBatch(apply(samples))
 
-    return made
+    return make_batch
 
 
-def _as_made(batch: tuple[Any, Any]) -> tuple[Any, Any]:
-    x, y = (part.value if isinstance(part, _Made) else memory_of(part) for part in batch)
+def _unwrap(batch: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Return the user's own values of a batch, and arrays for what was stacked."""
+    x, y = (part.value if isinstance(part, _OpaqueBatch) else memory_of(part) for part in batch)
     return x, y
 
 
-def _one_dtype(samples: Sequence[SampleSpec]) -> Any:
-    """Of stacked samples; None for that which they have."""
+def _common_dtype(samples: Sequence[SampleSpec]) -> Any:
+    """Return the dtype to stack samples in; None, which keeps their own, if they have several."""
     dtypes = {dtype for each in samples for dtype in each.dtypes}
     return dtypes.pop() if len(dtypes) == 1 else None
 
 
-def _listed(identities: Iterable[Any]) -> Any:
-    """What can be asked for each identity, again and again."""
+def _as_sequence(identities: Iterable[Any]) -> Any:
+    """Return the identities as a sequence or an array."""
     return identities if isinstance(identities, (Sequence, np.ndarray)) else list(identities)

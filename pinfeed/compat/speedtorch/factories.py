@@ -25,8 +25,8 @@ def _on_gpu_unless(CPUPinn: bool) -> Placement:
 class ModelFactory(WeightTable):
     """A table of embeddings on the GPU, if there is one.
 
-    With ``CPUPinn`` it is in page-locked memory. With ``diskname``, which the first READMEs document, the table is in a file, as in
-    ``ModelFactoryMM``.
+    With ``CPUPinn`` it is in page-locked memory. With ``diskname``, which the first READMEs
+    document, it is in a file, as in ``ModelFactoryMM``.
 
     Raises:
         StoreError: If ``datatype`` is not a dtype. Pass the name of a file as ``diskname=``.

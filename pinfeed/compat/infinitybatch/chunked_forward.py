@@ -1,0 +1,120 @@
+"""Forward pass in chunks, whose backward pass computes each chunk again.
+
+``large_batch.strategies.two_pass`` does the same for a known loss. Here the user computes the loss,
+so the outputs of all chunks are one node of the autograd graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from torch import nn
+
+from pinfeed.tensors.pytree import flatten
+from pinfeed.training import rng_state
+from pinfeed.training.large_batch.micro_batches import check_rows, joined, n_samples, part
+from pinfeed.training.large_batch.recompute import buffers_of, replayed_buffers
+from pinfeed.training.memory_model.estimate import call
+from pinfeed.training.memory_model.tensor_specs import moved
+
+
+def outputs_in_chunks(
+    model: nn.Module, inputs: Any, size: int, device: torch.device, back: torch.device
+) -> Any:
+    """Return the outputs of a batch, of which the backward pass needs only the inputs.
+
+    Args:
+        model: The model, on ``device``.
+        inputs: The inputs of the batch, on any device.
+        size: Samples of a chunk.
+        device: Device of the model.
+        back: Device of the outputs.
+    """
+    # Autograd adds a node for the outputs only if an input wants a gradient.
+    trigger = torch.zeros((), requires_grad=any(p.requires_grad for p in model.parameters()))
+    chunks = _Chunks(model, inputs, size, device, back)
+    leaves = _ChunkedForward.apply(chunks, trigger)  # type: ignore[no-untyped-call]
+    return chunks.rebuild(iter(leaves))
+
+
+class _Chunks:
+    """The chunks of a batch, each computed once without gradients and once with them."""
+
+    def __init__(
+        self, model: nn.Module, inputs: Any, size: int, device: torch.device, back: torch.device
+    ) -> None:
+        self._model = model
+        self._device = device
+        self._back = back
+        # The chunks are views of the inputs.
+        self._chunks = [
+            part(inputs, start, start + size) for start in range(0, n_samples(inputs), size)
+        ]
+        self._rng_states: list[dict[str, Any]] = []
+        self._buffers = buffers_of([model])
+        kind = device.type
+        self._autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+
+    def forward(self) -> list[Any]:
+        """Return the leaves of the outputs of all chunks, without gradients."""
+        parts = []
+        for chunk in self._chunks:
+            self._rng_states.append(rng_state.capture())
+            outputs = call(self._model, moved(chunk, self._device))
+            check_rows(outputs, n_samples(chunk))
+            parts.append(moved(outputs, self._back))
+        leaves, rebuild = flatten(joined(parts))
+        self.rebuild = rebuild
+        return [leaf for _, leaf in leaves]
+
+    def backward(self, gradients: tuple[torch.Tensor | None, ...]) -> None:
+        """Add to the gradients of the parameters, given the gradients of the outputs."""
+        start = 0
+        with replayed_buffers(self._buffers):
+            for chunk, state in zip(self._chunks, self._rng_states, strict=True):
+                with torch.enable_grad(), rng_state.replayed(state), self._autocast_context():
+                    outputs = call(self._model, moved(chunk, self._device))
+                stop = start + n_samples(outputs)
+                _backward(outputs, gradients, start, stop)
+                start = stop
+
+    def _autocast_context(self) -> contextlib.AbstractContextManager[Any]:
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._autocast)
+
+
+def _backward(
+    outputs: Any, gradients: tuple[torch.Tensor | None, ...], start: int, stop: int
+) -> None:
+    """Run the backward pass of a chunk, whose rows are ``start`` to ``stop`` of the batch."""
+    leaves = [leaf for _, leaf in flatten(outputs)[0]]
+    pairs = [
+        (leaf, gradient[start:stop].to(leaf.device))
+        for leaf, gradient in zip(leaves, gradients, strict=True)
+        if gradient is not None and isinstance(leaf, torch.Tensor) and leaf.requires_grad
+    ]
+    torch.autograd.backward([leaf for leaf, _ in pairs], [gradient for _, gradient in pairs])
+
+
+class _ChunkedForward(torch.autograd.Function):
+    """Node of the outputs of all chunks.
+
+    Its backward pass runs those of the chunks, which add to the gradients of the parameters.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, chunks: _Chunks, trigger: torch.Tensor) -> tuple[Any, ...]:
+        """Return the leaves of the outputs; ``trigger`` wants a gradient if a parameter does."""
+        ctx.chunks = chunks
+        ctx.set_materialize_grads(False)
+        return tuple(chunks.forward())
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[None, None]:
+        """Compute each chunk again, and run its backward pass."""
+        ctx.chunks.backward(gradients)
+        return None, None
