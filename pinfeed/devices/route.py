@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from pinfeed.memory.limits import human_rate
+from pinfeed.memory.units import human_rate
 
 # Fewer blocks that reach this share of the best rate leave more of the GPU to the model.
 _ENOUGH = 0.97

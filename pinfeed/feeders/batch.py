@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 
 from pinfeed.devices.base import Device
-from pinfeed.memory.limits import safe_repr
 from pinfeed.pipeline.prefetcher import LentBatch
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import Store
+from pinfeed.validation.safe_repr import safe_repr
 
 logger = logging.getLogger("pinfeed")
 

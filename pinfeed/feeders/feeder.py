@@ -26,6 +26,7 @@ from pinfeed.rows.rank_batches import loop_over, note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.stores.base import row_nbytes
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
+from pinfeed.validation.safe_repr import safe_repr
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

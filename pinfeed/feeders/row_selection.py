@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import ArgumentError, RowIndexError
-from pinfeed.memory.limits import MemoryLimits, Plan
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.plan import Plan
 from pinfeed.rows.batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
 from pinfeed.rows.orders import Order, PerRank, sequential, shuffled
 from pinfeed.rows.rank_batches import RankBatches, RankShard, share_of

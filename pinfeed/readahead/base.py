@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.memory.limits import human
 from pinfeed.memory.plan import Allocation
+from pinfeed.memory.units import human
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.base import HostArray

@@ -14,10 +14,15 @@ from torch import nn
 
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.micro_batches import check_rows, joined, n_samples, part
-from pinfeed.training.large_batch.recompute import buffers_of, replayed_buffers
-from pinfeed.training.memory_model.estimate import call
-from pinfeed.training.memory_model.tensor_specs import moved
+from pinfeed.training.large_batch.strategies.micro_batches import (
+    check_output_rows,
+    concatenate,
+    n_samples,
+    slice_samples,
+)
+from pinfeed.training.large_batch.strategies.recompute import buffers_of, replayed_buffers
+from pinfeed.training.memory_model.estimate import call_model
+from pinfeed.training.memory_model.tensor_specs import to_device
 
 
 def outputs_in_chunks(
@@ -50,7 +55,8 @@ class _Chunks:
         self._back = back
         # The chunks are views of the inputs.
         self._chunks = [
-            part(inputs, start, start + size) for start in range(0, n_samples(inputs), size)
+            slice_samples(inputs, start, start + size)
+            for start in range(0, n_samples(inputs), size)
         ]
         self._rng_states: list[dict[str, Any]] = []
         self._buffers = buffers_of([model])
@@ -62,10 +68,10 @@ class _Chunks:
         parts = []
         for chunk in self._chunks:
             self._rng_states.append(rng_state.capture())
-            outputs = call(self._model, moved(chunk, self._device))
-            check_rows(outputs, n_samples(chunk))
-            parts.append(moved(outputs, self._back))
-        leaves, rebuild = flatten(joined(parts))
+            outputs = call_model(self._model, to_device(chunk, self._device))
+            check_output_rows(outputs, n_samples(chunk))
+            parts.append(to_device(outputs, self._back))
+        leaves, rebuild = flatten(concatenate(parts))
         self.rebuild = rebuild
         return [leaf for _, leaf in leaves]
 
@@ -75,7 +81,7 @@ class _Chunks:
         with replayed_buffers(self._buffers):
             for chunk, state in zip(self._chunks, self._rng_states, strict=True):
                 with torch.enable_grad(), rng_state.replayed(state), self._autocast_context():
-                    outputs = call(self._model, moved(chunk, self._device))
+                    outputs = call_model(self._model, to_device(chunk, self._device))
                 stop = start + n_samples(outputs)
                 _backward(outputs, gradients, start, stop)
                 start = stop

@@ -12,7 +12,7 @@ from torch import nn
 
 from pinfeed.errors import EstimateError
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.memory_model.estimate import Run, StepEstimator, call
+from pinfeed.training.memory_model.estimate import Run, StepEstimator, call_model
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 
 
@@ -64,7 +64,7 @@ class ForwardTrace:
             module.register_forward_hook(self._record, with_kwargs=True)
             for module in run.model.modules()
         ]
-        self.outputs = call(run.model, inputs)
+        self.outputs = call_model(run.model, inputs)
         for hook in hooks:
             hook.remove()
 
