@@ -9,7 +9,8 @@ from typing import Any
 from pinfeed.devices import resolve
 from pinfeed.memory.limits import check_depth, safe_repr
 from pinfeed.pipeline.epochs import EpochRunner, no_copy, no_items
-from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
+from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline

@@ -11,7 +11,7 @@ from torch.utils.data import Dataset
 
 from pinfeed.memory.limits import safe_repr
 from pinfeed.pipeline.store_tree import StoreTree
-from pinfeed.rows.batches import check_rows
+from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.validation.arguments import explain_arguments

@@ -23,17 +23,21 @@ from pinfeed.memory.limits import (
     n_held,
     safe_repr,
 )
-from pinfeed.pipeline.epochs import no_copy, no_items
-from pinfeed.pipeline.planner import choose_schedule, make_plan
-from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
-from pinfeed.pipeline.sources.base import RowSource
+from pinfeed.pipeline.epochs import EpochRunner, no_copy, no_items
+from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.planner import PlanRequest, make_plan
+from pinfeed.pipeline.rank_plan import limits_of_rank, plan_of_rank, share_of
+from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule
+from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
-from pinfeed.rows.batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
+from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.orders import Order, PerRank, Rows, sequential, shuffled
-from pinfeed.rows.rank_batches import RankBatches, loop_over, note_workers, share_of
+from pinfeed.rows.rank_batches import RankBatches
+from pinfeed.rows.rank_warnings import note_workers
 from pinfeed.rows.ranks import Ranks
+from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import Store, row_nbytes
 from pinfeed.validation.arguments import check_flag, check_seed, explain_arguments, whole_number
@@ -219,7 +223,7 @@ class Feeder:
         if share is not None:
             rows = share.rows()
             batch_size = batch_size and share.batch_size
-            config = share.config(config)
+            config = limits_of_rank(share, config)
         self._stores = StoreTree(source)
         try:
             schedule = choose_schedule(self._stores.stores, batch_size, config, depth)
@@ -238,7 +242,7 @@ class Feeder:
             self._device = found
             self._owned_device = None if found is device else found
             self._plan, self._choice = make_plan(
-                self._stores.stores, rows, batch_size, config, schedule, found, route
+                PlanRequest(self._stores.stores, rows, batch_size, config), schedule, found, route
             )
             size = batch_size if config is None else self._plan.batch_size
             batches = _batches(rows, self._stores.n_rows, size, drop_last)
@@ -246,7 +250,7 @@ class Feeder:
                 warn_of_no_batch(batches)
             if share is not None:
                 self._plan, batches = (
-                    share.planned(self._plan, self._stores.n_rows),
+                    plan_of_rank(share, self._plan, self._stores.n_rows),
                     RankBatches(share, self._stores.n_rows),
                 )
             source_of_rows = RowSource(
@@ -257,7 +261,7 @@ class Feeder:
                 if self._plan.batch_size
                 else []
             )
-            self._loop = loop_over(batches)(
+            self._loop = EpochRunner(
                 source_of_rows,
                 found,
                 capacity=capacity,
@@ -384,7 +388,7 @@ class Feeder:
         Raises:
             Exception: That of a write-back that failed, as it was.
         """
-        self._loop.land()
+        self._loop.drain()
 
     def close(self) -> None:
         """End a loop that runs, land its write-backs, flush and close files that were opened from paths. Idempotent.
@@ -404,7 +408,7 @@ class Feeder:
 
     def _verified(self, loan: LentBatch) -> Any:
         data = loan.take()
-        self._loop.land()
+        self._loop.drain()
         self._stores.require_equal(data, loan.groups[0].rows, loan.number, self._device)
         return data
 

@@ -14,15 +14,18 @@ from pinfeed.devices import resolve
 from pinfeed.errors import ArgumentError, StoreError, described
 from pinfeed.feeders.feeder import HINTS, warn_of_no_batch
 from pinfeed.memory.limits import check_depth, safe_repr
-from pinfeed.pipeline.epochs import no_copy, no_items
-from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
+from pinfeed.pipeline.epochs import EpochRunner, no_copy, no_items
+from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.rank_plan import share_of
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.functions import ReaderSource
 from pinfeed.pipeline.sources.samples import Apply, SampleReader
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import sequential, shuffled
-from pinfeed.rows.rank_batches import RankBatches, loop_over, note_workers, share_of
+from pinfeed.rows.rank_batches import RankBatches
+from pinfeed.rows.rank_warnings import note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import check_flag, check_seed, explain_arguments, whole_number
@@ -196,7 +199,7 @@ class ReaderFeeder:
         source = ReaderSource(
             readers, batches, found.worker, min(n_readers, batches.batch_size) if depth else 1
         )
-        self._loop = loop_over(batches)(
+        self._loop = EpochRunner(
             source,
             found,
             schedule=PrefetchSchedule(depth),

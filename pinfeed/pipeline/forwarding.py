@@ -1,7 +1,7 @@
 """Store-to-load forwarding: which rows of a batch were written after it was gathered. Numpy only.
 
 With prefetch depth d, batches k+1 … k+d are gathered before batch k is written back. A batch has
-seen the writes that had landed in the store when its gather began. Before it is lent, later writes
+seen the writes that had completed in the store when its gather began. Before it is lent, later writes
 are copied over the rows that both hold, of each row the newest; then it is what a gather at that
 moment would have given.
 """
@@ -74,14 +74,14 @@ class Write(Generic[T]):
 class WriteLog(Generic[T]):
     """Writes that some gathered batch may not have seen, oldest first.
 
-    The consumer's thread appends, reads and forgets; the writer's thread moves ``landed``; the
+    The consumer's thread appends, reads and forgets; the writer's thread moves ``completed``; the
     readers' threads read it.
     """
 
     def __init__(self) -> None:
         self._writes: list[Write[T]] = []
         self._next = 0
-        self.landed = 0
+        self.completed = 0
         """Writes numbered below this are in the store."""
 
     def __len__(self) -> int:

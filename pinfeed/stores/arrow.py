@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import MissingDependency, StoreError
 from pinfeed.memory.limits import safe_repr
-from pinfeed.rows.batches import check_rows
+from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_gather, in_words, run_of
 

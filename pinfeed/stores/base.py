@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError, WriteBackError
-from pinfeed.rows.batches import check_rows
+from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 
 Array = npt.NDArray[Any]

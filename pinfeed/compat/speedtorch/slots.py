@@ -11,7 +11,7 @@ import torch
 from pinfeed.compat.speedtorch.placement import Table
 from pinfeed.compat.speedtorch.tables import Tables
 from pinfeed.errors import ArgumentError, WriteBackError
-from pinfeed.rows.batches import check_rows
+from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 
 

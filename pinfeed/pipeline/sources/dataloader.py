@@ -14,7 +14,9 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WorkerError
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, guarded
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.tensors.pytree import flatten
 from pinfeed.validation.suggestions import is_array_like
 
@@ -105,6 +107,11 @@ class LoaderSource:
         self._begun: Iterator[Any] | None = None
         # If the loader is an iterator itself.
         self._used_up = False
+
+    @property
+    def epoch_hooks(self) -> EpochHooks:
+        """No hooks, because the loader itself knows its epochs."""
+        return EpochHooks()
 
     def __len__(self) -> int:
         return len(self.loader)

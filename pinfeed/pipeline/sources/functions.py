@@ -11,6 +11,7 @@ from typing import Any
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
 from pinfeed.pipeline.sources.samples import OrderedMap, SampleReader, ThreadedMap, load_of
 from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.threads.pool import Workers
@@ -48,6 +49,10 @@ class ReaderSource:
             "batch_size": found["batch_size"] * n,
         }
 
+    @property
+    def epoch_hooks(self) -> EpochHooks:
+        return self._batches
+
     def __len__(self) -> int:
         return len(self._batches)
 
@@ -57,10 +62,10 @@ class ReaderSource:
         """The batches of epoch ``number`` from batch ``start`` on, one in a load."""
         with contextlib.ExitStack() as opened, self._threads() as each:
             # Closed when nobody reads it any more.
-            for draw in self._batches.epoch(number, start, checksum):
+            for indices in self._batches.epoch(number, start, checksum):
                 # What was opened for the batch before.
                 opened.close()
-                yield functools.partial(self._load, draw().rows, each, opened)
+                yield functools.partial(self._load, indices.rows(), each, opened)
 
     def hint(self, draw_share: float) -> str:
         """What to change where a loop waits for the functions."""

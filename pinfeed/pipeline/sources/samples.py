@@ -16,8 +16,9 @@ import numpy.typing as npt
 
 from pinfeed.devices.base import HostArray
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.pipeline.sources.base import HostBatch, guarded
+from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.pipeline.sources.dataloader import HostLeaf
+from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.rows.orders import Rows
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten

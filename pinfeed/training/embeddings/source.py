@@ -17,7 +17,7 @@ from pinfeed.errors import RowIndexError, StoreError, described
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import HostLeaf, LoaderSource, load_of
 from pinfeed.readahead.base import StoreRows
-from pinfeed.rows.batches import check_rows
+from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import to_numpy

@@ -17,7 +17,7 @@ from torch import nn
 from torch.nn import functional
 
 from pinfeed.errors import ArgumentError, ClosedError, RowIndexError, StoreError, described
-from pinfeed.rows.batches import check_rows
+from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import ArrayStore, MmapStore, PinnedStore, Store
 from pinfeed.stores.base import shape_to_make

@@ -18,7 +18,8 @@ from pinfeed.feeders.dataloader import HINTS, LoaderFeeder
 from pinfeed.memory.limits import check_depth, check_route, safe_repr
 from pinfeed.pipeline.abandoned import is_abandoned
 from pinfeed.pipeline.epochs import is_suspended
-from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
+from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.store_tree import aliases
 from pinfeed.training import rng_state
 from pinfeed.training.distributed.source import ShardedSource, ShardedTable
@@ -260,7 +261,7 @@ class RowLoop(LoaderFeeder):
             )
         if self._loan is not None:
             self._write_back(self._loan, copied=True, check=True)
-        self._loop.land()
+        self._loop.drain()
 
     @property
     def is_running(self) -> bool:
@@ -282,7 +283,7 @@ class RowLoop(LoaderFeeder):
             if lent.table._lender is self:
                 lent.end()
         self._forget()
-        self._loop.land()
+        self._loop.drain()
 
     def close(self) -> None:
         """End a loop that runs, and land its changes.
