@@ -45,7 +45,7 @@ def no_copy(feeder: object) -> NoReturn:
 
 
 def no_items(feeder: object, rows: object) -> NoReturn:
-    """Refuse to give samples to a ``torch.utils.data.DataLoader``; ``__getitems__`` of every feeder.
+    """Refuse to give samples to a DataLoader. Every feeder has this as ``__getitems__``.
 
     No feeder has ``__getitem__``. numpy would take it for a sequence, and iterate an epoch if it
     is an element of a list.
@@ -182,7 +182,7 @@ class EpochRunner:
         self._position.set_epoch(whole_number(number, "epoch", least=0))
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the loop; batches that are prefetched but not lent do not count."""
+        """Return the position of the loop; prefetched batches that were not lent do not count."""
         return self._position.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:

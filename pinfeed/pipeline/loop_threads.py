@@ -1,4 +1,4 @@
-"""LoopThreads: the reader threads and the writer thread of one loop, and the process they are in."""
+"""LoopThreads: the reader threads and the writer thread of one loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""EpochPosition: the epoch and batch of a feeder's loop, and how a state saves and restores them."""
+"""EpochPosition: the epoch and batch of a feeder's loop, saved to and loaded from states."""
 
 from __future__ import annotations
 

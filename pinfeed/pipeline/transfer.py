@@ -178,7 +178,7 @@ class Transfer:
             Cancelled: If ``stop`` was called.
         """
         if slot.filled is not None:
-            slot.filled.sync()  # the last copies may still read staging, or write memory to be freed
+            slot.filled.sync()  # copies may still read staging, or write memory that is freed
         slot.number = number
         slot.batch = batch
         slot.seen = self.log.completed

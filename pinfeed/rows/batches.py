@@ -1,4 +1,4 @@
-"""RowBatches: the row indices of an epoch, batch by batch; OrderBatches takes them from an order."""
+"""RowBatches: the row indices of an epoch, batch by batch."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class _OrderRun:
 
 
 def _rows_of_run(run: _OrderRun, begin: int, end: int, next_run: _OrderRun | None) -> Rows:
-    """Return rows [begin, end) of a run, and compute the next run so that no thread waits for it."""
+    """Return rows [begin, end) of a run, and compute the next run before it is needed."""
     rows = run.rows()[begin:end]
     if next_run is not None:
         next_run.rows()
@@ -156,7 +156,7 @@ class OrderBatches(RowBatches):
     def epoch(
         self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
     ) -> Iterator[RowIndices]:
-        """Yield the batches of an epoch; ``checksum`` is not needed, as (order, epoch) fixes them."""
+        """Yield the batches of an epoch; the order alone fixes them, so no checksum is needed."""
         at = self.order.bind(self.n_rows, number)
         size = self.batch_size
         stop = self._stop

@@ -178,7 +178,7 @@ class RankBatches(RowBatches):
 
     @property
     def fingerprint(self) -> dict[str, Any]:
-        """Plain values that fix the order of the rows; rank and world size do not belong to them."""
+        """Plain values that fix the order of the rows; rank and world size are not among them."""
         share = self._share
         return {
             "order": repr(share.order),

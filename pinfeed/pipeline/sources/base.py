@@ -40,7 +40,7 @@ class HostBatch:
     rebuild: Rebuild
     """Makes a batch, in the structure that the user knows, from the tensors of the parts."""
     batches: Sequence[tuple[int, int]]
-    """For each batch the number of samples, and a checksum of the epoch's row indices up to its end.
+    """For each batch the number of samples, and a checksum of the epoch's row indices so far.
 
     The checksum is 0 where a resumed epoch needs none.
     """

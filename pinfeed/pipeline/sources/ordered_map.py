@@ -14,7 +14,7 @@ R = TypeVar("R")
 
 
 class OrderedMap(Protocol):
-    """A function like ``map``: results in the order of the items; threads may compute them ahead."""
+    """A function like ``map``, with results in order, which threads may compute ahead."""
 
     def __call__(self, fn: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]: ...
 

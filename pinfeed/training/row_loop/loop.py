@@ -20,7 +20,7 @@ from pinfeed.pipeline.abandoned import is_abandoned
 from pinfeed.pipeline.epochs import is_suspended
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.pipeline.store_tree import aliases
+from pinfeed.pipeline.write_check import aliases
 from pinfeed.training import rng_state
 from pinfeed.training.distributed.source import ShardedSource, ShardedTable
 from pinfeed.training.distributed.table import ShardedEmbedding
