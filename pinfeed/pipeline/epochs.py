@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 import math
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from types import GeneratorType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeVar
 
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError, ClosedError, CopyError
-from pinfeed.pipeline.abandoned import is_abandoned
+from pinfeed.pipeline.active_run import ActiveRun, is_suspended
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetcher import Prefetcher
@@ -60,13 +57,10 @@ def no_items(feeder: object, rows: object) -> NoReturn:
     )
 
 
-def is_suspended(generator: GeneratorType[Any, None, None]) -> bool:
-    """Tell whether a generator has begun and is suspended at a ``yield``."""
-    return inspect.getgeneratorstate(generator) == inspect.GEN_SUSPENDED
-
-
 class EpochRunner:
     """Runs epochs over a source, each in a generator that owns its threads.
+
+    It is one class because a feeder delegates all of its loop to it: runs, position, statistics.
 
     Args:
         source: Source of the batches.
@@ -94,8 +88,7 @@ class EpochRunner:
         self._counters = Counters(timeline=Timeline() if timeline else None)
         self._starvation = StarvationMonitor(self._counters, source.hint)
         self._transfer = Transfer(device, schedule.n_slots, capacity, self._counters)
-        # Generator of the last run.
-        self._running: weakref.ref[GeneratorType[Any, None, None]] | None = None
+        self._active = ActiveRun()
         # If two threads ask for a run at the same time, one of them gets it.
         self._beginning = threading.Lock()
         # Loop of the last run.
@@ -105,7 +98,7 @@ class EpochRunner:
     @property
     def epoch(self) -> int:
         """Number of the epoch that runs, or of the next one."""
-        return self._position.epoch if self._is_running() else self._position.next()[0]
+        return self._position.epoch if self._active.is_running else self._position.next()[0]
 
     @property
     def start(self) -> int:
@@ -159,18 +152,16 @@ class EpochRunner:
         """
         with self._beginning:
             self._require_open()
-            if self._is_running():
-                self._leave_abandoned()
+            if self._active.is_running:
+                self._active.leave_abandoned()
             if self._prefetcher is not None:
                 self._prefetcher.require_not_forked()
                 # The readers have ended, unless an interrupt has ended the wait for them.
                 self._prefetcher.end()
             self._raise_failure()
             begin()
-            generator = cast(
-                "GeneratorType[T, None, None]", self._run(lend, schedule or self._schedule, begin)
-            )
-            self._running = weakref.ref(generator)
+            generator = self._run(lend, schedule or self._schedule, begin)
+            self._active.set(generator)
             return generator
 
     def set_epoch(self, number: int) -> None:
@@ -202,7 +193,7 @@ class EpochRunner:
         """
         if self._prefetcher is not None:
             self._prefetcher.require_not_forked()
-            if not self._is_running():
+            if not self._active.is_running:
                 self._prefetcher.end()
             self._prefetcher.write_queue.drain()
 
@@ -213,7 +204,7 @@ class EpochRunner:
             Exception: If a write-back failed after the loop could have raised it, its error.
         """
         self._closed = True
-        generator = self._running() if self._running is not None else None
+        generator = self._active.generator()
         if generator is not None and generator.gi_running:
             # Another thread waits for a batch, or the code that a signal handler has interrupted.
             self._transfer.stop()
@@ -301,34 +292,13 @@ class EpochRunner:
             totals=self._counters.totals,
         )
 
-    def _is_running(self) -> bool:
-        generator = self._running() if self._running is not None else None
-        return generator is not None and generator.gi_frame is not None
-
-    def _leave_abandoned(self) -> None:
-        """End the epoch that runs, if no code can continue it.
-
-        Raises:
-            ClosedError: If some code can.
-        """
-        assert self._running is not None
-        if not is_abandoned(self._running):
-            raise ClosedError(
-                "a loop over this feeder is running: somebody keeps its iterator; close() that "
-                "iterator, make a second feeder, or iterate pinfeed.restartable(feeder), where "
-                "each loop ends the one before; feeder.close() ends this one, and the feeder for "
-                "good"
-            )
-        if (generator := self._running()) is not None:
-            generator.close()
-
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError("the feeder is closed; make a new one")
 
     def _require_idle(self, what: str) -> None:
         self._require_open()
-        if self._is_running():
+        if self._active.is_running:
             raise ClosedError(
                 f"{what} while a loop over this feeder is running; call it before the loop"
             )

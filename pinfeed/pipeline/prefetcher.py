@@ -13,16 +13,19 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 
+from pinfeed.devices.base import Tensor
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.slot_filler import SlotFiller
-from pinfeed.pipeline.sources.base import BatchThunk
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import WriteQueue
 from pinfeed.threads.pool import Pending
+
+_CLOSED_WHILE_WAITING = "the feeder was closed while its loop was waiting for a batch"
 
 
 class Prefetcher:
@@ -67,7 +70,6 @@ class Prefetcher:
         timeline = self._timeline
         call = self._threads.call
         write_queue = self.write_queue
-        unified = transfer.device.unified
         number = self._first
         lent_batch: LentBatch | None = None
         slots, asked = self._begin(thunks)
@@ -75,12 +77,9 @@ class Prefetcher:
         try:
             filling = deque(self._submit(slot) for slot in slots)
             while (slot := call("wait", number, filling.popleft().result)) is not None:
-                host_batch = slot.batch
-                n_batches = len(host_batch.batches)
                 late = slot.ready_s > asked
-                idle = unified or transfer.is_idle()
-                received = counters.now() if timeline is not None else asked
-                tensors = call("lend", number, transfer.lend, slot)
+                host_batch, tensors, idle, received = self._receive(slot, number)
+                n_batches = len(host_batch.batches)
                 nbytes = sum(slot.needed) // n_batches
                 for i in range(n_batches):
                     lent_batch = LentBatch(transfer, write_queue, host_batch, tensors, i, number)
@@ -89,8 +88,7 @@ class Prefetcher:
                         del tensors, host_batch
                     lent = counters.lent(lent_batch.n_rows, nbytes, asked, late=late, idle=idle)
                     if timeline is not None:
-                        timeline.add("wait", number, asked, received)
-                        timeline.add("lend", number, received, lent, 1, lent_batch.n_rows, nbytes)
+                        self._record_lent(lent_batch, nbytes, asked, received, lent)
                     yield lent_batch
                     lent_batch.end()
                     self._threads.require_running()
@@ -104,9 +102,7 @@ class Prefetcher:
                 filling.append(self._submit(slot))
                 transfer.forget()
         except Cancelled:
-            raise ClosedError(
-                "the feeder was closed while its loop was waiting for a batch"
-            ) from None
+            raise ClosedError(_CLOSED_WHILE_WAITING) from None
         finally:
             self._leave(lent_batch, lent)
         write_queue.check()
@@ -164,6 +160,28 @@ class Prefetcher:
         self._transfer.reserve(slot)
         turn = next(self._turns)
         return self._threads.submit_read(filler.number(turn), filler.fill, slot, turn)
+
+    def _receive(self, slot: Slot, number: int) -> tuple[HostBatch, list[Tensor], bool, float]:
+        """Take the contents of a slot that is filled.
+
+        Returns:
+            The batch, its tensors, whether the device was idle, and the time if it is recorded.
+        """
+        transfer = self._transfer
+        host_batch = slot.batch
+        assert host_batch is not None
+        idle = transfer.device.unified or transfer.is_idle()
+        received = self._counters.now() if self._timeline is not None else 0.0
+        tensors = self._threads.call("lend", number, transfer.lend, slot)
+        return host_batch, tensors, idle, received
+
+    def _record_lent(
+        self, batch: LentBatch, nbytes: int, asked: float, received: float, lent: float
+    ) -> None:
+        """Record that a batch of so many bytes was asked for, received and lent at these times."""
+        assert self._timeline is not None
+        self._timeline.add("wait", batch.number, asked, received)
+        self._timeline.add("lend", batch.number, received, lent, 1, batch.n_rows, nbytes)
 
     def _leave(self, lent_batch: LentBatch | None, lent: float) -> None:
         """End the loop, whatever has ended its generator.

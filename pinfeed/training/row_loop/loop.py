@@ -17,7 +17,7 @@ from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.feeders.dataloader import HINTS, LoaderFeeder
 from pinfeed.memory.limits import check_depth, check_route, safe_repr
 from pinfeed.pipeline.abandoned import is_abandoned
-from pinfeed.pipeline.epochs import is_suspended
+from pinfeed.pipeline.active_run import is_suspended
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.write_check import aliases
