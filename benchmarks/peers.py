@@ -49,7 +49,9 @@ class Task:
     def make(cls, path: Path, kind: Kind, order: str, n_epochs: int, *, cold: bool) -> Task:
         n_rows = len(np.load(path, mmap_mode="r"))
         batches = OrderBatches(order_of(order, kind), n_rows, kind.batch_size, drop_last=True)
-        epochs = [[draw().rows for draw in batches.epoch(number)] for number in range(n_epochs)]
+        epochs = [
+            [indices.rows() for indices in batches.epoch(number)] for number in range(n_epochs)
+        ]
         if order == "sequential":
             epochs = [
                 [slice(int(rows[0]), int(rows[-1]) + 1) for rows in epoch] for epoch in epochs

@@ -145,7 +145,7 @@ class ByHand:
         shape = (batch_size, *self._array.shape[1:])
         self._buffers = [torch.empty(shape, pin_memory=device == "cuda") for _ in range(_N_BUFFERS)]
         draws = OrderBatches(order, len(self._array), batch_size, drop_last=True).epoch(0)
-        self._batches = [draw().rows for draw in draws]
+        self._batches = [draw.rows() for draw in draws]
 
     def epoch(self) -> Iterator[torch.Tensor]:
         """The batches, each in memory of its own on the device."""

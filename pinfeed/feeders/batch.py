@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from pinfeed.devices.base import Device
-from pinfeed.pipeline.prefetcher import LentBatch
+from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore

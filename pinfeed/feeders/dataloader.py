@@ -10,7 +10,8 @@ from pinfeed.feeders.base import BaseFeeder
 from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.memory.depth import check_depth
 from pinfeed.pipeline.epochs import EpochRunner
-from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
+from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
 from pinfeed.validation.arguments import check_flag, explain_arguments
 from pinfeed.validation.safe_repr import safe_repr

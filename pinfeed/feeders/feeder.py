@@ -16,13 +16,16 @@ from pinfeed.feeders.row_selection import RowArguments, RowSelection
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth, n_held
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
-from pinfeed.pipeline.planner import choose_schedule, make_plan
-from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
-from pinfeed.pipeline.sources.base import RowSource
+from pinfeed.pipeline.epochs import EpochRunner
+from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.planner import PlanRequest, make_plan
+from pinfeed.pipeline.rank_plan import plan_of_rank
+from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule
+from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.batches import RowBatches
 from pinfeed.rows.orders import Order
-from pinfeed.rows.rank_batches import loop_over, note_workers
+from pinfeed.rows.rank_warnings import note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.stores.base import row_nbytes
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
@@ -196,7 +199,7 @@ class Feeder(ResumableFeeder):
         Raises:
             Exception: If a write-back failed; the error as it was.
         """
-        self._loop.land()
+        self._loop.drain()
 
     def land(self) -> None:
         """Call ``flush_writes``, which was named ``land`` before."""
@@ -213,17 +216,12 @@ class Feeder(ResumableFeeder):
         """Plan the memory and how each store is read, and return the batches that follow."""
         stores = self._stores.stores
         n_rows = self._stores.n_rows
-        plan, self._choice = make_plan(
-            stores,
-            selection.order,
-            selection.batch_size,
-            selection.config,
-            schedule,
-            self._device,
-            route,
-        )
+        request = PlanRequest(stores, selection.order, selection.batch_size, selection.config)
+        plan, self._choice = make_plan(request, schedule, self._device, route)
         batches = selection.batches(n_rows, plan)
-        self._plan = plan if selection.shard is None else selection.shard.planned(plan, n_rows)
+        self._plan = plan
+        if selection.shard is not None:
+            self._plan = plan_of_rank(selection.shard, plan, n_rows)
         return batches
 
     def _start_runner(
@@ -234,7 +232,7 @@ class Feeder(ResumableFeeder):
         source = RowSource(tree.stores, self._choice.strategies, tree.rebuild, batches)
         batch_size = self._plan.batch_size
         capacity = [batch_size * row_nbytes(store) for store in tree.stores] if batch_size else []
-        self._loop = loop_over(batches)(
+        self._loop = EpochRunner(
             source,
             self._device,
             capacity=capacity,
@@ -256,7 +254,7 @@ class Feeder(ResumableFeeder):
     def _take_verified(self, lent: LentBatch) -> Any:
         """Return the data of a batch after a comparison with the stores."""
         data = lent.take()
-        self._loop.land()
+        self._loop.drain()
         self._stores.require_equal(data, lent.groups[0].rows, lent.number, self._device)
         return data
 

@@ -16,12 +16,16 @@ from pinfeed.feeders.hints import READER_HINTS
 from pinfeed.feeders.options import ReaderOptions
 from pinfeed.feeders.row_selection import warn_if_empty
 from pinfeed.memory.depth import check_depth
-from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
+from pinfeed.pipeline.epochs import EpochRunner
+from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.rank_plan import share_of
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.functions import ReaderSource
 from pinfeed.pipeline.sources.samples import SampleReader
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order, sequential, shuffled
-from pinfeed.rows.rank_batches import RankBatches, loop_over, note_workers, share_of
+from pinfeed.rows.rank_batches import RankBatches
+from pinfeed.rows.rank_warnings import note_workers
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import check_flag, check_seed, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
@@ -167,7 +171,7 @@ class ReaderFeeder(ResumableFeeder):
         self._begin = begin
         # The synchronous loop reads in the thread of the loop.
         n_threads = min(settings.n_readers, batches.batch_size) if depth else 1
-        self._loop = loop_over(batches)(
+        self._loop = EpochRunner(
             ReaderSource(readers, batches, device.worker, n_threads),
             device,
             schedule=PrefetchSchedule(depth),

@@ -12,9 +12,11 @@ import numpy as np
 from pinfeed.errors import ArgumentError, RowIndexError
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
-from pinfeed.rows.batches import OrderBatches, RowBatches, SamplerBatches, largest_batch
+from pinfeed.pipeline.rank_plan import limits_of_rank, share_of
+from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.orders import Order, PerRank, sequential, shuffled
-from pinfeed.rows.rank_batches import RankBatches, RankShard, share_of
+from pinfeed.rows.rank_batches import RankBatches, RankShard
+from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.validation.arguments import check_flag, check_seed
 
 logger = logging.getLogger("pinfeed")
@@ -126,7 +128,7 @@ class RowSelection:
             return cls(order, batch_size, config, drop_last, None)
         if batch_size is not None:
             batch_size = shard.batch_size
-        return cls(shard.rows(), batch_size, shard.config(config), drop_last, shard)
+        return cls(shard.rows(), batch_size, limits_of_rank(shard, config), drop_last, shard)
 
     def batches(self, n_rows: int, plan: Plan) -> RowBatches:
         """Return the batches of every epoch, and warn if there are none.

@@ -1,7 +1,8 @@
-"""Loops that nobody can go on with, because only an error's traceback keeps them.
+"""is_abandoned: detects loops that cannot go on, because only an error's traceback keeps them.
 
-In a notebook, the traceback of the last error is kept, with every frame that it went through, and
-these keep the iterators of their loops. Such a frame has ended: it never asks for the next batch.
+A notebook keeps the traceback of the last error, with every frame that the error went through.
+These frames keep the iterators of their loops. Such a frame has ended, so it never asks for the
+next batch.
 """
 
 from __future__ import annotations
@@ -12,30 +13,34 @@ import weakref
 from types import CellType, FrameType, FunctionType, GeneratorType
 from typing import Any
 
+# Types of objects that are kept only because another object needs them.
 _KEPT_FOR_OTHERS = (GeneratorType, FunctionType, CellType, dict, tuple)
 
 
 def is_abandoned(iterator: weakref.ref[Any]) -> bool:
-    """Whether nothing holds an iterator but frames that have ended, and objects that only they hold, such as ``tqdm(iterator)``.
+    """Tell whether only frames that have ended hold an iterator, directly or through others.
 
-    It looks at all objects of the process, which takes some tenths of a second: ask before an
-    error, not in a loop.
+    Other objects that only such frames hold, such as ``tqdm(iterator)``, may hold it as well. The
+    search looks at all objects of the process, which takes some tenths of a second. So ask before
+    an error, not in a loop.
     """
     if sys.version_info < (3, 11):
-        # There, a frame that waits for its turn cannot be told from one that has ended.
+        # There, a suspended frame cannot be told from one that has ended.
         return False
     gc.collect()
     alone = object()
-    n_here = sys.getrefcount(alone)
-    todo, known = [one for one in [iterator()] if one is not None], set()
+    n_references_here = sys.getrefcount(alone)
+    todo = [one for one in [iterator()] if one is not None]
+    known = set()
     while todo:
-        held, holder = todo.pop(), None
+        held = todo.pop()
+        holder = None
         holders = gc.get_referrers(held)
         n_found = 0
         for holder in holders:
             n_found += [*map(id, gc.get_referents(holder))].count(id(held))
-        # Frames that run hold objects without being found.
-        if sys.getrefcount(held) - n_here != n_found:
+        # gc does not find the references of a running frame.
+        if sys.getrefcount(held) - n_references_here != n_found:
             return False
         for holder in holders:
             if isinstance(holder, FrameType):
@@ -45,6 +50,7 @@ def is_abandoned(iterator: weakref.ref[Any]) -> bool:
             if id(holder) not in known:
                 known.add(id(holder))
                 todo.append(holder)
+        # These names would count as references to the next object.
         del held, holder, holders
     return True
 

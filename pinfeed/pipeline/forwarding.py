@@ -1,9 +1,9 @@
-"""Store-to-load forwarding: which rows of a batch were written after it was gathered. Numpy only.
+"""Store-to-load forwarding: finds the rows of a batch that were written after it was gathered.
 
 With prefetch depth d, batches k+1 … k+d are gathered before batch k is written back. A batch has
-seen the writes that had landed in the store when its gather began. Before it is lent, later writes
-are copied over the rows that both hold, of each row the newest; then it is what a gather at that
-moment would have given.
+seen the writes that were completed when its gather began. Before it is lent, later writes are
+copied over the rows that both hold, the newest value of each row last. Then the batch is what a
+gather at that moment would have given. This file needs numpy only.
 """
 
 from __future__ import annotations
@@ -20,25 +20,28 @@ from pinfeed.rows.orders import Rows
 
 T = TypeVar("T")
 
+Positions = npt.NDArray[np.intp]
+
 
 class WrittenRows:
     """Rows that are written.
 
     Args:
-        rows: Shape (n,), no row twice.
-        whole: Whether every store of the group is written; else some stay as they are.
+        rows: Row indices, shape (n,), each once.
+        whole: Whether every store of the group is written; otherwise some stay unchanged.
 
     Raises:
-        WriteBackError: A row is there twice: which value wins would be left to chance.
+        WriteBackError: If a row occurs twice, because chance would decide which value wins.
     """
 
     __slots__ = ("_order", "_sorted", "rows", "whole")
 
     def __init__(self, rows: Rows, whole: bool = True) -> None:
-        self.rows = self._sorted = rows
+        self.rows = rows
         self.whole = whole
-        # As they are
-        self._order: npt.NDArray[np.intp] | None = None
+        self._sorted = rows
+        # Positions of the sorted rows; None if the rows are sorted already.
+        self._order: Positions | None = None
         if bool((rows[1:] > rows[:-1]).all()):
             return
         self._order = np.argsort(rows, kind="stable")
@@ -46,12 +49,17 @@ class WrittenRows:
         twice = np.flatnonzero(self._sorted[1:] == self._sorted[:-1])
         if len(twice):
             raise WriteBackError(
-                f"write_back of {len(rows)} rows in which row {self._sorted[twice[0]]} stands more than once; "
-                "expected every row once: give unique rows to the feeder, or sum the changes of a row first"
+                f"write_back of {len(rows)} rows in which row {self._sorted[twice[0]]} stands more "
+                "than once; expected every row once: give unique rows to the feeder, or sum the "
+                "changes of a row first"
             )
 
-    def overlap(self, rows: Rows) -> tuple[npt.NDArray[np.intp], npt.NDArray[np.intp]]:
-        """Positions (in ``rows``, in this write) of the rows that both hold; ``rows`` may repeat."""
+    def overlap(self, rows: Rows) -> tuple[Positions, Positions]:
+        """Return the positions, in ``rows`` and in this write, of the rows that both hold.
+
+        Args:
+            rows: Row indices, shape (n,); they may repeat.
+        """
         if not len(self._sorted):
             return np.empty(0, np.intp), np.empty(0, np.intp)
         at = np.minimum(np.searchsorted(self._sorted, rows), len(self._sorted) - 1)
@@ -61,56 +69,65 @@ class WrittenRows:
 
 @dataclass(frozen=True, eq=False)
 class Write(Generic[T]):
-    """Values of some rows on their way to their stores."""
+    """Values of rows that are to be written to their stores."""
 
     number: int
-    """Writes are numbered in the order in which the loop made them."""
+    """Position of the write among all writes of the loop."""
     groups: Sequence[WrittenRows | None]
-    """The rows, by group of stores; None for a group that stays as it is."""
+    """For each group of stores the rows that are written; None for a group that stays unchanged."""
     values: T
-    """What is on its way, as whoever moves it keeps it."""
+    """The values, in the form that their owner keeps them in."""
 
 
 class WriteLog(Generic[T]):
     """Writes that some gathered batch may not have seen, oldest first.
 
-    The consumer's thread appends, reads and forgets; the writer's thread moves ``landed``; the
-    readers' threads read it.
+    The training thread appends, reads and forgets writes. The writer thread advances ``completed``,
+    and the reader threads read it.
     """
 
     def __init__(self) -> None:
         self._writes: list[Write[T]] = []
         self._next = 0
-        self.landed = 0
-        """Writes numbered below this are in the store."""
+        self.completed = 0
+        """Writes numbered below this are in their stores."""
 
     def __len__(self) -> int:
         return len(self._writes)
 
     def append(self, groups: Sequence[WrittenRows | None], values: T) -> Write[T]:
+        """Add a write and return it, with its number."""
         write = Write(self._next, groups, values)
         self._next += 1
         self._writes.append(write)
         return write
 
     def since(self, number: int) -> list[Write[T]]:
-        """Writes numbered ``number`` or above."""
-        return [w for w in self._writes if w.number >= number]
+        """Return the writes numbered ``number`` or above."""
+        return [write for write in self._writes if write.number >= number]
 
     def forget(self, before: int) -> None:
-        """Drop the writes below ``before``: every batch that is still to be lent has seen them."""
+        """Drop the writes numbered below ``before``, which every batch not yet lent has seen."""
         if self._writes and self._writes[0].number < before:
             self._writes = self.since(before)
 
 
 def newest(
     writes: Sequence[Write[T]], group: int, rows: Rows
-) -> list[tuple[Write[T], npt.NDArray[np.intp], npt.NDArray[np.intp]]]:
-    """What brings rows of a group up to date: writes, oldest first, with positions in ``rows`` and in the write as ``overlap`` gives them.
+) -> list[tuple[Write[T], Positions, Positions]]:
+    """Find the writes that update rows of a group.
 
-    A row that a write has as a whole is left out of those before it.
+    Args:
+        writes: Writes, oldest first.
+        group: Position of the group in the writes.
+        rows: Row indices, shape (n,); they may repeat.
+
+    Returns:
+        Writes, oldest first, each with positions in ``rows`` and in the write. A row that a write
+        holds as a whole is left out of the writes before it.
     """
-    found, left = [], np.arange(len(rows))
+    found = []
+    left = np.arange(len(rows))
     for write in reversed(writes):
         written = write.groups[group]
         if written is None or not len(left):

@@ -1,430 +1,219 @@
-"""One loop over a source: readers and a writer, a deque of calls, order, errors, closing.
+"""Prefetcher: one loop over a source, from its first batch to joining its threads.
 
-Prefetching is a deque of calls that readers make, so order, back-pressure, the end of the data and
-errors with their tracebacks are those of a call. The generator's frame owns both workers: whatever
-ends the loop, its ``finally`` joins them.
+A loop is a deque of calls that reader threads make. So order, back-pressure, the end of the data,
+and errors with their tracebacks are those of a call. Whatever ends the loop, the ``finally`` of its
+generator joins the threads.
 """
 
 from __future__ import annotations
 
 import contextlib
-import inspect
 import itertools
-import os
 import threading
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
-from dataclasses import dataclass
-from types import NoneType
-from typing import Any, cast
+from collections.abc import Generator, Iterator, Sequence
 
 from pinfeed.devices.base import Tensor
-from pinfeed.errors import ClosedError, WriteBackError
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, guarded
-from pinfeed.pipeline.transfer import Cancelled, PendingWrite, Slot, Transfer
+from pinfeed.errors import ClosedError
+from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.loop_threads import LoopThreads
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.slot import Cancelled, Slot
+from pinfeed.pipeline.slot_filler import SlotFiller
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import WriteQueue
-from pinfeed.threads.call import Call, Pending, Workers
+from pinfeed.threads.call import Pending
 
-
-class InlineWorkers:
-    """Workers that make each call at once, in the caller's thread: depth 0."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Call[Any]:
-        calls = [Call(fn, *args)]
-        calls[0].run()
-        if not isinstance(calls[0].exception(), (Exception, NoneType)):
-            # KeyboardInterrupt is the caller's own here and goes straight up.
-            calls.pop().result()
-        # An error's traceback keeps this frame, which must not keep the call, which keeps the
-        # error.
-        return calls.pop()
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Nothing is under way."""
-
-
-class LentBatch:
-    """A batch that is lent.
-
-    Its tensors are taken once; from then on they belong to the user alone.
-    """
-
-    def __init__(
-        self,
-        transfer: Transfer,
-        landings: WriteQueue,
-        load: HostBatch,
-        tensors: list[Tensor],
-        i: int,
-        number: int,
-    ) -> None:
-        begin = sum(n_rows for n_rows, _ in load.batches[:i])
-        self.number = number
-        (self.n_rows, self.checksum) = load.batches[i]
-        self.groups = load.groups
-        if len(load.batches) > 1:
-            end = begin + self.n_rows
-            tensors = [transfer.device.cut(tensor, begin, end) for tensor in tensors]
-            self.groups = [group.cut(begin, end) for group in self.groups]
-        self._rebuild = load.rebuild
-        self._tensors = tensors
-        self._transfer = transfer
-        self._write_queue = landings
-        self._over = self._written = False
-
-    def take(self) -> Any:
-        """The batch, in the structure that the user knows."""
-        tensors, rebuild = self._tensors, self._rebuild
-        # Which may know the batch as it was on the host.
-        del self._tensors, self._rebuild
-        return rebuild(iter(tensors))
-
-    def end(self) -> None:
-        """The next batch is asked for, or the loop has ended."""
-        self._over = True
-
-    @property
-    def is_over(self) -> bool:
-        return self._over
-
-    def require_writable(self) -> None:
-        """Check that the batch can be written back now.
-
-        Raises:
-            WriteBackError: The next batch was asked for, the loop is over, or it was written back
-                already.
-        """
-        if self._over:
-            raise WriteBackError(
-                "write_back after the next batch was taken, or after the loop; call it before asking for the next batch"
-            )
-        if self._written:
-            raise WriteBackError(
-                "write_back was called for this batch before; give all values in one call (None for what stays as it is)"
-            )
-
-    def write(
-        self,
-        values: Sequence[Sequence[Tensor | None] | None],
-        *,
-        copied: bool = True,
-        check: bool = True,
-    ) -> None:
-        """Start to write values back; they have been checked.
-
-        Args:
-            values: For each group of the batch's rows a tensor per store; None where one, or the
-                whole group, stays as it is.
-            copied: False if nobody changes the tensors any more: then they are held themselves.
-            check: Whether to raise the error of an earlier write-back; False where nobody could
-                catch it, for the end of the loop to tell.
-        """
-        self._write_queue.add(
-            self._transfer.hold(self.groups, values, self.number, copied=copied), check=check
-        )
-        self._written = True
-
-
-@dataclass(frozen=True)
-class PrefetchSchedule:
-    """How far ahead of the loop batches are gathered, and how."""
-
-    depth: int
-    """Batches ahead."""
-    batches_per_slot: int = 1
-    """Batches that a slot carries: small ones take less time than it takes to wake a thread."""
-    n_readers: int = 1
-    """Slots that are filled at the same time.
-
-    A loop that computes for longer than a gather takes asks for one at a time, so that one thread
-    is busy at most; a loop that waits has all of them at work.
-    """
-
-    @property
-    def max_unseen_writes(self) -> int:
-        """Batches before one whose writes its gather may not have seen: those that wait to be lent, and as many write-backs under way."""
-        return 2 * self.depth
-
-    @property
-    def n_slots(self) -> int:
-        return -(-(self.depth + 1) // self.batches_per_slot)
+_CLOSED_WHILE_WAITING = "the feeder was closed while its loop was waiting for a batch"
 
 
 class Prefetcher:
-    """One loop.
+    """One loop over a source.
 
     Args:
-        transfer: Whose slots are used; nobody else may be using them.
+        transfer: Transfer whose slots the loop uses. No other loop may use them.
         first: Number of the first batch.
-        schedule: Of the readers.
+        schedule: Number of batches to prefetch, and of reader threads.
     """
 
     def __init__(self, transfer: Transfer, first: int, schedule: PrefetchSchedule) -> None:
-        device, depth = transfer.device, schedule.depth
+        device = transfer.device
         self._transfer = transfer
         self._counters = transfer.counters
+        self._timeline = transfer.counters.timeline
         self._first = first
         self._schedule = schedule
-        self._timeline = transfer.counters.timeline
-        # For a profiler of the device's.
-        self._step = self._named if self._timeline is not None and not device.unified else _unnamed
-        # Made when something is written.
-        self._writer: Workers | None = None if depth else InlineWorkers()
-        # Threads that have done a task.
-        self._workers: set[int] = set()
-        self.write_queue = WriteQueue(
-            self._land,
-            limit=max(depth, 1),
-            # Where the garbage collector ends a loop, a worker may be asked; and in a forked
-            # process nobody lands anything.
-            may_wait=lambda: threading.get_ident() not in self._workers and not self.is_forked,
-            counters=transfer.counters,
-        )
+        self._filler: SlotFiller | None = None
+        self._turns = itertools.count()
         self.consumer: int | None = None
-        """The thread that the batches are lent to."""
-        # A source is a generator: one reader at a time, in order.
-        self._drawn = 0
-        self._turn = threading.Condition()
-        # close(), the garbage collector and the loop may end it.
-        self._pid = os.getpid()
-        self._ended = False
+        """Identifier of the thread that batches are lent to."""
+        # The loop, close() and the garbage collector may end it at the same time.
         self._ending = threading.RLock()
-        self._loads: Generator[BatchThunk, None, None] | None = None
-        # The last step: an interrupt behind it would leave threads to the garbage collector.
-        self._reader: Workers = (
-            device.worker("pinfeed-read", schedule.n_readers) if depth else InlineWorkers()
-        )
+        is_named = self._timeline is not None and not device.unified
+        self._threads = LoopThreads(device, schedule, is_named=is_named)
+        self.write_queue = WriteQueue(transfer, self._threads, schedule.depth)
+        # This is the last step. An interrupt after it would leave threads to the garbage collector.
+        self._threads.start_readers()
 
-    def loans(self, loads: Generator[BatchThunk, None, None]) -> Iterator[LentBatch]:
+    def lend(self, thunks: Generator[BatchThunk, None, None]) -> Iterator[LentBatch]:
         """Lend the batches in order.
 
-        One that cannot be filled raises its error in its turn; a failed write-back, as soon as it
-        is known.
+        The error of a batch that cannot be filled is raised when the loop asks for that batch. The
+        error of a write-back is raised as soon as it is known.
 
         Args:
-            loads: What to lend: a generator, iterated in the readers' threads, one at a time.
+            thunks: Batches of the epoch. Reader threads iterate them, one at a time.
         """
         counters = self._counters
         transfer = self._transfer
         timeline = self._timeline
-        turns = itertools.count()
-        self._loads = loads
-        loan: LentBatch | None = None
+        call = self._threads.call
+        write_queue = self.write_queue
         number = self._first
-        unified = transfer.device.unified
-        step = self._step
-        self.consumer = consumer = threading.get_ident()
-
-        def submit(slot: Slot) -> Pending[Slot | None]:
-            transfer.reserve(slot)
-            turn = next(turns)
-            return self._reader.submit(
-                self._task, step, "read", self._number(turn), self._fill, slot, loads, turn
-            )
-
-        slots = transfer.begin(self._schedule.n_slots, self._schedule.batches_per_slot)
-        asked = lent = counters.enter(
-            self._schedule.depth, self._schedule.n_readers, asynchronous=not unified
-        )
+        lent_batch: LentBatch | None = None
+        slots, asked = self._begin(thunks)
+        lent = asked
         try:
-            filling = deque(submit(slot) for slot in slots)
-            while (
-                slot := cast("Slot | None", step("wait", number, filling.popleft().result))
-            ) is not None:
-                load = cast(HostBatch, slot.load)
+            filling = deque(self._submit(slot) for slot in slots)
+            while (slot := call("wait", number, filling.popleft().result)) is not None:
                 late = slot.ready_s > asked
-                idle = unified or transfer.is_idle()
-                got = counters.now() if timeline is not None else asked
-                tensors = step("lend", number, transfer.lend, slot)
-                nbytes = sum(slot.needed) // len(load.batches)
-                for i in range(len(load.batches)):
-                    loan = LentBatch(transfer, self.write_queue, load, tensors, i, number)
-                    if i == len(load.batches) - 1:
-                        # From here on the loan alone holds them.
-                        del tensors, load
-                    lent = counters.lent(loan.n_rows, nbytes, asked, late=late, idle=idle)
+                host_batch, tensors, idle, received = self._receive(slot, number)
+                n_batches = len(host_batch.batches)
+                nbytes = sum(slot.needed) // n_batches
+                for i in range(n_batches):
+                    lent_batch = LentBatch(transfer, write_queue, host_batch, tensors, i, number)
+                    if i == n_batches - 1:
+                        # From here on only the lent batch keeps the tensors.
+                        del tensors, host_batch
+                    lent = counters.lent(lent_batch.n_rows, nbytes, asked, late=late, idle=idle)
                     if timeline is not None:
-                        timeline.add("wait", number, asked, got)
-                        timeline.add("lend", number, got, lent, 1, loan.n_rows, nbytes)
-                    yield loan
-                    loan.end()
-                    self.require_not_forked()
-                    self._require_open()
+                        self._record_lent(lent_batch, nbytes, asked, received, lent)
+                    yield lent_batch
+                    lent_batch.end()
+                    self._threads.require_running()
                     asked, late = counters.now(), False
                     if timeline is not None:
-                        got = asked
+                        received = asked
                         timeline.add("compute", number, lent, asked)
                     number += 1
-                    self.write_queue.check()
-                if slot.error is not None:
-                    try:
-                        raise slot.error
-                    finally:
-                        # Its traceback keeps this frame, which keeps the slot.
-                        slot.error = None
-                filling.append(submit(slot))
+                    write_queue.check()
+                _raise_error(slot)
+                filling.append(self._submit(slot))
                 transfer.forget()
         except Cancelled:
-            raise ClosedError(
-                "the feeder was closed while its loop was waiting for a batch"
-            ) from None
+            raise ClosedError(_CLOSED_WHILE_WAITING) from None
         finally:
-            counters.leave()
-            if loan is not None:
-                if timeline is not None and not loan.is_over:
-                    timeline.add("compute", number, lent, counters.now())
-                loan.end()
-            here = threading.current_thread()
-            if self.is_forked:
-                # The threads and what they do are the other process's.
-                pass
-            elif (
-                here.ident != consumer
-                and (here.ident in self._workers or here.name.startswith("pinfeed-"))
-                and here.name != "pinfeed-end"
-            ):
-                # The garbage collector has found the loop dropped while a worker ran, maybe a
-                # source's, and it cannot wait for itself.
-                threading.Thread(target=self.end, name="pinfeed-end").start()
-            else:
-                self.end()
-        self.write_queue.check()
+            self._leave(lent_batch, lent)
+        write_queue.check()
 
-    def _fill(self, slot: Slot, loads: Iterator[BatchThunk], turn: int) -> Slot | None:
-        """Fill a slot with the next load; None after the last one.
+    def end(self) -> None:
+        """Join the threads and release what the loop holds. It may be called again.
 
-        Readers take turns: tasks begin in order, but may come here in any.
+        Each step is made even if an interrupt ends the one before it. A caller that continues after
+        an interrupt calls this again first.
         """
-        with self._turn:
-            self._turn.wait_for(lambda: self._drawn == turn)
-            start = self._counters.now()
-            try:
-                self._transfer.check_stop()
-                draw = next(loads, None)
-            finally:
-                self._drawn += 1
-                self._turn.notify_all()
-        if draw is None:
-            return None
-        load = draw()
-        slot.drawn_s = drawn = self._counters.now()
-        slot.draw_s = drawn - start
-        return self._fill_with(slot, load, self._number(turn))
-
-    def _fill_with(self, slot: Slot, load: HostBatch, number: int) -> Slot:
-        """Fill a slot.
-
-        Where that fails for one of several batches, those before it are lent first, and the error
-        comes in its turn.
-        """
-        try:
-            return self._transfer.fill(slot, load, number)
-        except Cancelled:
-            raise
-        except Exception as error:
-            n_good = self._n_good(slot, load, number) if len(load.batches) > 1 else 0
-            if n_good in (0, len(load.batches)):
-                # The first of them; or it does not happen again, and nobody can tell which it was.
-                raise
-            slot.error = error
-        return self._transfer.fill(slot, load.cut(0, n_good), number)
-
-    def _n_good(self, slot: Slot, load: HostBatch, number: int) -> int:
-        """The number of batches before the first that cannot be gathered."""
-        for i in range(len(load.batches)):
-            try:
-                self._transfer.fill(slot, load.cut(i, i + 1), number + i)
-            except Exception:
-                return i
-        return len(load.batches)
-
-    def _number(self, turn: int) -> int:
-        """Of the first batch of a turn."""
-        return self._first + turn * self._schedule.batches_per_slot
-
-    def _land(self, landing: PendingWrite) -> Pending[None]:
-        self.require_not_forked()
-        self._require_open()
-        if self._writer is None:
-            self._writer = self._transfer.device.worker("pinfeed-write")
-        start, idle = self._counters.now(), landing.write.values.ready.is_done()
-        call = self._writer.submit(
-            self._task, self._step, "write", landing.batch, self._transfer.land, landing
-        )
-        if not self._schedule.depth:
-            # It has landed, and the loop has waited.
-            self._counters.landed(landing.batch, start, idle=idle)
-        return call
-
-    def _named(self, lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:
-        """Call ``fn`` under a name that a profiler of the device's shows."""
-        with self._transfer.device.named(f"pinfeed {lane} {batch}"):
-            try:
-                return fn(*args)
-            finally:
-                # An error's traceback keeps this frame, which must not keep the call, which keeps
-                # the error.
-                del fn, args
-
-    def _task(self, fn: Callable[..., Any], *args: Any) -> Any:
-        self._workers.add(threading.get_ident())
-        return guarded(fn, *args)
+        with self._ending:
+            if self._threads.has_ended:
+                return
+            # The steps are made in reverse order.
+            with contextlib.ExitStack() as stack:
+                stack.callback(self._transfer.quiesce)
+                stack.callback(self._threads.join_writer)
+                stack.callback(self.write_queue.finish)
+                if self._filler is not None:
+                    stack.callback(self._filler.close)
+                # Fills that have not begun are not cancelled: each one that was submitted takes its
+                # turn, or those after it would wait for it.
+                stack.callback(self._threads.join_readers)
+                self._transfer.stop()
+            self._threads.has_ended = True
 
     @property
     def is_forked(self) -> bool:
-        """Whether this is a copy, in a forked process that has none of the threads, of a loop that was running."""
-        return self._pid != os.getpid() and not self._ended
+        """Whether this process is a fork of the one in which the loop ran, without its threads."""
+        return self._threads.is_forked
 
     def require_not_forked(self) -> None:
         """Check that this is the process in which the loop began.
 
         Raises:
-            ClosedError: It is not.
+            ClosedError: If it is another process.
         """
-        if self.is_forked:
-            raise ClosedError(
-                "this process was forked while the loop ran, and has not its threads; make a feeder of its own here"
-            )
+        self._threads.require_not_forked()
 
-    def _require_open(self) -> None:
-        if self._ended:
-            raise ClosedError(
-                "the feeder was closed by another thread while its loop ran; join that loop's thread before"
-            )
+    def _begin(self, thunks: Generator[BatchThunk, None, None]) -> tuple[Sequence[Slot], float]:
+        """Begin the loop in this thread; return its slots and the time."""
+        schedule = self._schedule
+        self.consumer = threading.get_ident()
+        self._filler = SlotFiller(self._transfer, thunks, self._first, schedule.batches_per_slot)
+        slots = self._transfer.begin(schedule.n_slots, schedule.batches_per_slot)
+        now = self._counters.enter(
+            schedule.depth, schedule.n_readers, asynchronous=not self._transfer.device.unified
+        )
+        return slots, now
 
-    def end(self) -> None:
-        """Join the workers and let go of everything. Idempotent.
+    def _submit(self, slot: Slot) -> Pending[Slot | None]:
+        """Reserve a slot, and let a reader thread fill it."""
+        filler = self._filler
+        assert filler is not None
+        self._transfer.reserve(slot)
+        turn = next(self._turns)
+        return self._threads.submit_read(filler.number(turn), filler.fill, slot, turn)
 
-        Each step is done even if an interrupt ends the one before it; who goes on all the same
-        calls this again, before anything else.
+    def _receive(self, slot: Slot, number: int) -> tuple[HostBatch, list[Tensor], bool, float]:
+        """Take the contents of a slot that is filled.
+
+        Returns:
+            The batch, its tensors, whether the device was idle, and the time if it is recorded.
         """
-        with self._ending:
-            if self._ended:
-                return
-            with contextlib.ExitStack() as stack:
-                stack.callback(self._transfer.quiesce)
-                if self._writer is not None:
-                    stack.callback(self._writer.shutdown, wait=True)
-                stack.callback(self.write_queue.finish)
-                stack.callback(self._close_loads)
-                # Fills that have not begun are not cancelled: each that was submitted takes its
-                # turn, or those behind it would wait for it.
-                stack.callback(self._reader.shutdown, wait=True)
-                self._transfer.stop()
-            self._ended = True
+        transfer = self._transfer
+        host_batch = slot.batch
+        assert host_batch is not None
+        idle = transfer.device.unified or transfer.is_idle()
+        received = self._counters.now() if self._timeline is not None else 0.0
+        tensors = self._threads.call("lend", number, transfer.lend, slot)
+        return host_batch, tensors, idle, received
 
-    def _close_loads(self) -> None:
-        """Let what the source holds go now, not when an error's traceback does."""
-        loads = self._loads
-        if loads is not None and inspect.getgeneratorstate(loads) != inspect.GEN_RUNNING:
-            # An interrupt has ended the wait for its reader.
-            loads.close()
-            self._loads = None
+    def _record_lent(
+        self, batch: LentBatch, nbytes: int, asked: float, received: float, lent: float
+    ) -> None:
+        """Record that a batch of so many bytes was asked for, received and lent at these times."""
+        assert self._timeline is not None
+        self._timeline.add("wait", batch.number, asked, received)
+        self._timeline.add("lend", batch.number, received, lent, 1, batch.n_rows, nbytes)
+
+    def _leave(self, lent_batch: LentBatch | None, lent: float) -> None:
+        """End the loop, whatever has ended its generator.
+
+        Args:
+            lent_batch: Batch that was lent last.
+            lent: Time at which it was lent.
+        """
+        self._counters.leave()
+        if lent_batch is not None:
+            if self._timeline is not None and not lent_batch.is_over:
+                self._timeline.add("compute", lent_batch.number, lent, self._counters.now())
+            lent_batch.end()
+        if self._threads.is_forked:
+            # The threads and their work belong to the other process.
+            return
+        here = threading.current_thread()
+        is_worker = self._threads.is_inside or here.name.startswith("pinfeed-")
+        if here.ident != self.consumer and is_worker and here.name != "pinfeed-end":
+            # The garbage collector has found the loop dropped while a worker ran, maybe a source's,
+            # and a worker cannot wait for itself.
+            threading.Thread(target=self.end, name="pinfeed-end").start()
+        else:
+            self.end()
 
 
-def _unnamed(lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:
+def _raise_error(slot: Slot) -> None:
+    """Raise the error of a batch that the slot could not carry, if there is one."""
+    if slot.error is None:
+        return
     try:
-        return fn(*args)
+        raise slot.error
     finally:
-        # As in _named
-        del fn, args
+        # The error's traceback keeps this frame, which keeps the slot.
+        slot.error = None

@@ -1,46 +1,59 @@
-"""The stream and event protocol.
+"""Transfer: the stream and event protocol of batches and of rows that are written back.
 
-Rule 1: every wait, record and sync of batches and rows is in this file, and each names the hazard
-that it prevents; those of activations
-        are in training/offload/offload_transfer.py.
-Rule 2: this file knows neither threads nor CUDA; it is given a Device and is called by whoever
-schedules it. Rule 3: memory of the device is taken on the consumer's stream, by the consumer; so it
-can be given back there by anybody, at any time.
+Rule 1: every wait, record and sync of batches and rows is in this file, and each wait names the
+        hazard that it prevents. Those of activations are in
+        training/offload/offload_transfer.py.
+Rule 2: this file knows neither threads nor CUDA. It is given a Device, and its methods say which
+        thread calls them: the consumer (the training thread), a reader or the writer.
+Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
+        time.
 
-A slot goes round: reserved by the consumer, filled by a reader, lent to the consumer, reserved
-again. Its staging memory stays; its device memory is new each time, for a batch belongs to the user
+A slot is reserved by the consumer, filled by a reader, lent to the consumer, and reserved again.
+Its staging memory stays. Its device memory is new each time, because a batch belongs to the user
 from the moment it is lent.
 
-    readers                           consumer                              writer
-                                      reserve: memory <- allocator (compute)
-                                               released = compute.record()
-    fill:   filled.sync()                                                           the last copies may still read staging, or, after a
-                                                                                    fill that failed, write memory that is about to be free
-            gather -> staging
-            read.wait(released)                                                     kernels may still use what the memory was before
-            read: staging -> memory   (staged route)
-            read: store -> memory     (direct route: the device reads the rows itself)
-            filled = read.record()
-    lend:                             compute.wait(filled)                          the rows may not be there yet
-                                      compute.wait(ready)                           newer values may not be computed yet in another stream
-                                      compute: newer writes -> memory
-    hold:                             compute: values -> held
-                                      ready = compute.record()
-    land:                                                   write.wait(ready)       the values may not be computed yet
-                                                            write: held -> staging  (staged)
-                                                            write: held -> store    (direct)
-                                                            landed = write.record()
-                                                            landed.sync()           the values may not have arrived yet
-                                                            staging -> store        (staged)
-    quiesce:                          read.record().sync()                          copies may still write memory that nobody was lent
+    readers                          consumer                            writer
 
-A direct gather may run beside the scatter of the same rows and get them torn. That is allowed: such
-a write has not landed when the slot is filled, so ``lend`` copies its values over those rows.
+                                     reserve: memory <- allocator (compute)
+                                              released = compute.record()
+    fill:   filled.sync()       (1)
+            gather -> staging
+            read.wait(released) (2)
+            read: staging -> memory                          staged route
+            read: store -> memory                            direct route: the device reads rows
+            filled = read.record()
+                                     lend: compute.wait(filled)     (3)
+                                           compute.wait(ready)      (4)
+                                           compute: newer writes -> memory
+                                     hold: compute: values -> held
+                                           ready = compute.record()
+                                                             write_to_stores:
+                                                                 write.wait(ready)           (5)
+                                                                 write: held -> staging  (staged)
+                                                                 write: held -> store    (direct)
+                                                                 write.record().sync()       (6)
+                                                                 staging -> store        (staged)
+    quiesce:                         read.record().sync()           (7)
+
+Each wait prevents a hazard:
+
+    (1) the last copies may still read staging; after a failed fill, they may still write memory
+        that is about to be freed
+    (2) kernels may still use what the memory was before
+    (3) the rows may not be there yet
+    (4) newer values may not be computed yet, in another stream
+    (5) the values may not be computed yet
+    (6) the values may not have arrived yet
+    (7) copies may still write memory that was not lent
+
+A direct gather may run at the same time as the scatter of the same rows and read them half
+written. That is allowed: such a write is not completed when the slot is filled, so ``lend`` copies
+its values over those rows.
 
 With a timeline, unless the device's memory is the host's, ``released`` and ``filled`` are timed
-events, and so are three more: before the copies of ``fill`` (copy: from there to ``filled``), at
-the end of ``lend`` (device: from there to the next ``released``), and before those of ``land``.
-Nothing waits for them: their times are taken when they are found done.
+events. Three more events are timed: before the copies of ``fill`` (lane "copy", until ``filled``),
+at the end of ``lend`` (lane "device", until the next ``released``), and before the copies of
+``write_to_stores``. No stream waits for them. Their timestamps are read after they have completed.
 """
 
 from __future__ import annotations
@@ -48,8 +61,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -58,83 +70,36 @@ from pinfeed.devices.base import Buffer, Device, Event, Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.buffer_pool import unlock_freed
 from pinfeed.pipeline.forwarding import Write, WriteLog, WrittenRows, newest
+from pinfeed.pipeline.pending_write import HeldValues, PendingWrite
+from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup, part_nbytes
 from pinfeed.profiling.counters import Counters
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import HostArray, Store
 
 
-class Cancelled(Exception):
-    """The loop has ended; nobody wants this batch any more."""
+class _TimedWork(NamedTuple):
+    """The loop's work on the batches that it was lent last."""
 
-
-@dataclass
-class Slot:
-    """Buffers of one batch and the events that guard them."""
-
-    staging: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
-    """Page-locked, by part, for those that are staged; kept from batch to batch."""
-    sources: list[HostArray] = field(default_factory=list)
-    """Parts that the device reads itself; kept until it has."""
-    memory: list[tuple[int, Buffer]] = field(default_factory=list)
-    """Of the device, one per part, for the next fill: bytes and buffer."""
-    compute: Stream | None = None
-    """The consumer's stream when the memory was taken."""
-    released: Event | None = None
-    filled: Event | None = None
-    load: HostBatch | None = None
-    error: Exception | None = None
-    """Why the next batch was not filled, where it was to be together with those that the slot carries."""
-    tensors: list[Tensor] = field(default_factory=list)
-    needed: list[int] = field(default_factory=list)
-    """Bytes of device memory that each part of this fill took; 0 where it brought its own."""
-    seen: int = 0
-    """The gather saw every write numbered below this."""
-    number: int = 0
-    """Of the first batch."""
-    draw_s: float = 0.0
-    """Time that it took to ask the source."""
-    drawn_s: float = 0.0
-    """When that was done."""
-    read_s: float = 0.0
-    """That, and the time that the gather took."""
-    held_s: float = 0.0
-    """Time until the last copy was done."""
-    ready_s: float = 0.0
-    """When it was filled, as far as the host is concerned."""
-
-
-@dataclass
-class HeldValues:
-    """Values of a write-back, on the device: for each group of rows one tensor per store, None where a store stays as it is."""
-
-    tensors: list[list[Tensor | None]]
-    compute: Stream
-    """The consumer's stream when they were taken."""
-    ready: Event
-
-
-@dataclass
-class PendingWrite:
-    """A write-back under way."""
-
-    write: Write[HeldValues]
-    groups: Sequence[RowGroup]
-    log: WriteLog[HeldValues]
-    """Of its loop."""
-    batch: int
-    """Whose values they are."""
+    number: int
+    """Number of the first batch."""
+    n_batches: int
+    begun: Event
+    """Timed event before the work."""
 
 
 class Transfer:
-    """Moves batches between host and device. One loop at a time.
+    """Moves batches between host and device, for one loop at a time.
+
+    It is one class, though a long one, because the order of all streams is decided here: each wait
+    can be read next to the work that it waits for.
 
     Args:
-        device: Where to.
-        n_slots: Batches under way at a time.
-        capacity: Bytes of each part of a full batch, where they are known in advance; grows with
-            what passes through.
-        counters: Counts.
+        device: Device that batches are moved to.
+        n_slots: Maximum number of slots.
+        capacity: Bytes of each part of a full batch, where they are known in advance. The capacity
+            grows with the batches that are moved.
+        counters: Counters of the time that moving takes.
     """
 
     def __init__(
@@ -142,56 +107,56 @@ class Transfer:
     ) -> None:
         self.device = device
         self.counters = counters
-        # a copy on the host is a read
         self._timeline = counters.timeline
+        # On a unified device a copy is part of the read, so there is no copy to be timed.
         self._timed = counters.timeline is not None and not device.unified
-        # for good: a new stream strands the allocator's blocks
+        # The streams are kept from loop to loop: a new stream strands the allocator's blocks.
         self._read = device.stream("read")
         self._write = device.stream("write")
         self._capacity = list(capacity)
         self.slots = [Slot() for _ in range(n_slots)]
-        # those that the loop uses, and batches in each
-        self._active = self.slots
-        self._n_together = 1
+        self._active_slots = self.slots
+        self._batches_per_slot = 1
         self._write_staging: dict[int, npt.NDArray[np.uint8]] = {}
         self.log: WriteLog[HeldValues] = WriteLog()
-        self._stopping = False
+        self._is_stopping = False
+        # Event behind the work that the loop had queued when it last asked for a batch.
         self._asked: Event | None = None
-        """What the loop had given the device to do when it asked for a batch last."""
-        self._lent: tuple[int, int, Event] | None = (
-            None  # number, count and beginning of the batches that the loop works on, if timed
-        )
+        self._lent: _TimedWork | None = None
 
     def begin(self, n_slots: int, batches_per_slot: int) -> Sequence[Slot]:
-        """A loop begins, on so many of the slots, each for so many batches: nothing is under way, all earlier writes have landed."""
+        """Begin a loop. All copies and write-backs of earlier loops are completed.
+
+        Args:
+            n_slots: Number of slots that the loop uses.
+            batches_per_slot: Number of batches in each slot.
+        """
         self.log = WriteLog()
-        self._stopping = False
-        self._active = self.slots[:n_slots]
-        self._n_together = batches_per_slot
-        return self._active
+        self._is_stopping = False
+        self._active_slots = self.slots[:n_slots]
+        self._batches_per_slot = batches_per_slot
+        return self._active_slots
 
     def stop(self) -> None:
-        """The loop has ended: a fill under way ends at its next step.
-
-        May be called from any thread.
-        """
-        self._stopping = True
+        """End every fill at its next step, because the loop has ended. Any thread may call this."""
+        self._is_stopping = True
 
     def check_stop(self) -> None:
         """Raise Cancelled if ``stop`` was called."""
-        if self._stopping:
+        if self._is_stopping:
             raise Cancelled
 
     def reserve(self, slot: Slot) -> None:
-        """Consumer.
+        """Allocate device memory for the slot's next batches (consumer).
 
-        Give the slot memory for its next batches; what it lent before belongs to the user.
+        The memory that the slot lent before belongs to the user.
         """
-        unlock_freed()  # this thread captures no CUDA graph while it asks for a batch
+        # This thread does not capture a CUDA graph while it asks for a batch.
+        unlock_freed()
         compute = self.device.current_stream()
-        slot.load = None
-        slot.seen = self.log.landed
-        sizes = [nbytes * self._n_together for nbytes in self._capacity]
+        slot.batch = None
+        slot.seen = self.log.completed
+        sizes = [nbytes * self._batches_per_slot for nbytes in self._capacity]
         slot.memory = [
             (nbytes, self.device.empty(nbytes, compute) if nbytes else None) for nbytes in sizes
         ]
@@ -199,50 +164,34 @@ class Transfer:
         slot.released = compute.record(timed=self._timed)
         self._asked = slot.released
         if self._lent is not None:
-            self._end_lent(slot.released)
+            self._record_device_span(slot.released)
 
-    def fill(self, slot: Slot, load: HostBatch, number: int) -> Slot:
-        """A reader, several at a time for as many slots.
+    def fill(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
+        """Gather a batch and queue its copies to the device (reader; one thread per slot).
 
-        Gather a batch and start its way to the device.
+        Args:
+            slot: Slot that was reserved.
+            batch: Batch to gather.
+            number: Number of the batch, or of the first of several.
 
         Raises:
-            Cancelled: ``stop`` was called.
+            Cancelled: If ``stop`` was called.
         """
         if slot.filled is not None:
-            slot.filled.sync()  # the last copies may still read staging; those of a fill that failed may still write its memory
+            slot.filled.sync()  # copies may still read staging, or write memory that is freed
         slot.number = number
-        slot.load = load
-        slot.tensors = []
-        slot.needed = []
-        slot.sources = []
-        slot.seen = self.log.landed
+        slot.batch = batch
+        slot.seen = self.log.completed
+        start = self.counters.now()
+        slot.held_s = start - slot.drawn_s
+        direct, staged, is_late = self._gather(slot, batch)
+        # From here on only the tensors keep the memory.
+        slot.memory = []
         assert slot.compute is not None
         assert slot.released is not None
-        start, late = self.counters.now(), False
-        slot.held_s = start - slot.drawn_s
-        direct: list[tuple[HostArray, Tensor]] = []
-        staged: list[tuple[npt.NDArray[Any], Tensor]] = []
-        for i, part in enumerate(load.parts):
-            tensor = self.device.adopt(part, slot.compute)
-            late |= tensor is not None
-            slot.needed.append(0 if tensor is not None else part_nbytes(part))
-            if tensor is None:
-                memory, reserved = self._memory(slot, i)
-                late |= not reserved
-                tensor = self.device.tensor(memory, part.shape, part.dtype)
-                if self.device.reaches(part):
-                    direct.append((part, tensor))
-                    slot.sources.append(part)
-                else:
-                    staged.append((self._gather(slot, i, part), tensor))
-            slot.tensors.append(tensor)
-        slot.memory = []  # from here on the tensors alone hold it
         self._read.wait(slot.released)  # kernels may still use what the memory was before
-        if late:
-            self._read.wait(
-                slot.compute.record()
-            )  # as above, for memory that was taken since; and for what moved there in that stream
+        if is_late:
+            self._read.wait(slot.compute.record())  # so they may use memory allocated since then
         begun = self._read.record(timed=True) if self._timed else None
         try:
             for source, tensor in staged:
@@ -250,48 +199,46 @@ class Transfer:
             for _ in self.device.read(direct, self._read):
                 self.check_stop()
         finally:
-            slot.filled = self._read.record(
-                timed=self._timed
-            )  # the next fill of this slot waits for what is queued, after an error too
-        slot.ready_s = now = self.counters.now()
-        slot.read_s = slot.draw_s + now - start
+            # The next fill of this slot waits for the queued copies, after an error too.
+            slot.filled = self._read.record(timed=self._timed)
+        slot.ready_s = self.counters.now()
+        slot.read_s = slot.draw_s + slot.ready_s - start
         if self._timeline is not None:
-            self._timeline.add("read", number, now - slot.read_s, now, len(load.batches))
+            n_batches = len(batch.batches)
+            self._timeline.add("read", number, slot.ready_s - slot.read_s, slot.ready_s, n_batches)
             if begun is not None:
-                self._timeline.add_timed("copy", number, begun, slot.filled, len(load.batches))
+                self._timeline.add_timed("copy", number, begun, slot.filled, n_batches)
         return slot
 
     def is_idle(self) -> bool:
-        """Consumer.
-
-        Whether the device has done all that it had been given when the loop asked for a batch.
-        """
+        """Tell whether the device has done all work queued before the last request (consumer)."""
         return self._asked is None or self._asked.is_done()
 
     def lend(self, slot: Slot) -> list[Tensor]:
-        """Consumer.
+        """Return the slot's tensors (consumer).
 
-        The batch's tensors, as if gathered now: the consumer's work from here on sees them whole.
+        The consumer's work from here on sees the batch as if it was gathered now.
         """
-        assert slot.load is not None
+        assert slot.batch is not None
         assert slot.filled is not None
         compute = self.device.current_stream()
         compute.wait(slot.filled)  # the rows may not be there yet
-        tensors, groups = slot.tensors, slot.load.groups
+        tensors = slot.tensors
         if compute != slot.compute:
             for tensor in tensors:
                 self.device.share(tensor, compute)
         if writes := self.log.since(slot.seen):
-            self._forward(writes, groups, tensors, compute)
+            self._forward(writes, slot.batch.groups, tensors, compute)
         if self._timed and self._timeline is not None:
-            self._lent = slot.number, len(slot.load.batches), compute.record(timed=True)
+            begun = compute.record(timed=True)
+            self._lent = _TimedWork(slot.number, len(slot.batch.batches), begun)
             self._timeline.settle()
-        needed = [-(-nbytes // self._n_together) for nbytes in slot.needed]
+        needed = [-(-nbytes // self._batches_per_slot) for nbytes in slot.needed]
         self._capacity = [
             _grown(*sizes) for sizes in itertools.zip_longest(self._capacity, needed, fillvalue=0)
         ]
         slot.tensors = []
-        slot.load = None
+        slot.batch = None
         self.counters.read_s += slot.read_s
         self.counters.draw_s += slot.draw_s
         self.counters.held_s += slot.held_s
@@ -305,13 +252,17 @@ class Transfer:
         *,
         copied: bool,
     ) -> PendingWrite:
-        """Consumer.
+        """Take values that are to be written back (consumer).
 
-        Take ``values``: a copy, for the caller may change them at once, and they may be the batch
-        itself; or as they are.
+        Args:
+            groups: Rows to write, and their stores.
+            values: For each group one tensor per store; None leaves a store or a group unchanged.
+            batch: Number of the batch that the values belong to.
+            copied: Whether to copy the values. They may be the batch itself, and the user may
+                change them at once.
 
         Raises:
-            WriteBackError: A row is there twice.
+            WriteBackError: If a row occurs twice.
         """
         compute = self.device.current_stream()
         written = [
@@ -329,78 +280,59 @@ class Transfer:
                     for i, tensor in enumerate(kept)
                 ]
             held.append(kept)
-        return PendingWrite(
-            self.log.append(written, HeldValues(held, compute, compute.record())),
-            groups,
-            self.log,
-            batch,
-        )
+        write = self.log.append(written, HeldValues(held, compute, compute.record()))
+        return PendingWrite(write, groups, self.log, batch)
 
-    def land(self, landing: PendingWrite) -> None:
-        """Writer. Bring held values into their stores.
+    def write_to_stores(self, pending: PendingWrite) -> None:
+        """Write held values to their stores (writer).
 
         Raises:
-            WriteBackError: An earlier write failed; later ones must not overtake it.
+            WriteBackError: If an earlier write failed, because a later one must not overtake it.
         """
-        write, start = landing.write, self.counters.now()
-        if landing.log.landed != write.number:
+        write = pending.write
+        start = self.counters.now()
+        if pending.log.completed != write.number:
             raise WriteBackError("not written: an earlier write_back of this loop failed")
         self._write.wait(write.values.ready)  # the values may not be computed yet
         begun = self._write.record(timed=True) if self._timed else None
         staged: list[tuple[Store, Rows, npt.NDArray[Any]]] = []
         try:
-            for group, tensors in zip(landing.groups, write.values.tensors, strict=True):
-                direct: list[tuple[Store, Tensor]] = []
-                for i, (store, held) in enumerate(
-                    zip(group.stores, tensors, strict=False)
-                ):  # none, where the group stays as it is
-                    if held is None:
-                        continue
-                    if self.device.reaches(store):
-                        direct.append((store, held))
-                    else:
-                        out = self._staged(
-                            self._write_staging,
-                            group.first + i,
-                            (len(group.rows), *store.row_shape),
-                            store.dtype,
-                        )
-                        self.device.copy(held, out, self._write)
-                        staged.append((store, group.rows, out))
-                self.device.write(direct, group.rows, self._write)
+            for group, tensors in zip(pending.groups, write.values.tensors, strict=True):
+                staged += self._copy_to_host(group, tensors)
         finally:
             self._write.record().sync()  # the values may not have arrived yet
         for store, rows, values in staged:
             store.scatter(rows, values)
-        landing.log.landed = write.number + 1
+        pending.log.completed = write.number + 1
         now = self.counters.now()
         self.counters.write_s += now - start
         if self._timeline is not None:
-            self._timeline.add(
-                "write", landing.batch, start if begun is None else begun.at_s(), now
-            )
+            began_s = start if begun is None else begun.at_s()
+            self._timeline.add("write", pending.batch, began_s, now)
 
     def forget(self) -> None:
-        """Consumer. Drop the writes that every batch under way has seen."""
-        self.log.forget(min(slot.seen for slot in self._active))
+        """Drop the writes that every prefetched batch has seen (consumer)."""
+        self.log.forget(min(slot.seen for slot in self._active_slots))
 
     def settle(self) -> None:
-        """Wait until the device has done what a loop had given it when it asked for a batch last: somebody wants to know when."""
+        """Wait until the timestamps of the loop's last request are known.
+
+        The reader of the timeline calls this. No loop does.
+        """
         if self._timed and self._asked is not None:
-            self._asked.sync()  # no hazard, and nowhere in a loop: it is asked for by whoever reads the timeline
+            self._asked.sync()  # prevents no hazard: the timestamps are read next
 
     def quiesce(self) -> None:
-        """Consumer.
+        """Wait for queued copies and release what they use (consumer).
 
-        Wait for what is under way and let go of it; nothing touches the slots' memory when this
-        returns.
+        No copy uses the slots' memory after this has returned.
         """
-        self._read.record().sync()  # copies may still write memory that nobody was lent
+        self._read.record().sync()  # copies may still write memory that was not lent
         if self._lent is not None:
             self._asked = self.device.current_stream().record(timed=True)
-            self._end_lent(self._asked)
+            self._record_device_span(self._asked)
         for slot in self.slots:
-            slot.load = None
+            slot.batch = None
             slot.released = None
             slot.compute = None
             slot.error = None
@@ -412,53 +344,108 @@ class Transfer:
     def close(self) -> None:
         """Free the staging memory."""
         self.slots = []
-        self._active = []
+        self._active_slots = []
         self._write_staging = {}
         unlock_freed()
 
-    def _end_lent(self, end: Event) -> None:
-        """The loop has queued its work on the batches that it was lent."""
-        assert self._lent is not None
-        assert self._timeline is not None
-        (number, n_batches, begun) = self._lent
-        self._lent = None
-        self._timeline.add_timed("device", number, begun, end, n_batches)
+    def _gather(
+        self, slot: Slot, batch: HostBatch
+    ) -> tuple[list[tuple[HostArray, Tensor]], list[tuple[npt.NDArray[Any], Tensor]], bool]:
+        """Give each part of a batch a tensor, and gather the parts that are staged.
+
+        Returns:
+            Parts that the device reads itself, staged parts, each with its tensor, and whether
+            memory was allocated after the slot was reserved.
+        """
+        assert slot.compute is not None
+        slot.tensors = []
+        slot.needed = []
+        slot.sources = []
+        direct: list[tuple[HostArray, Tensor]] = []
+        staged: list[tuple[npt.NDArray[Any], Tensor]] = []
+        is_late = False
+        for i, part in enumerate(batch.parts):
+            tensor = self.device.adopt(part, slot.compute)
+            if tensor is not None:
+                is_late = True
+                slot.needed.append(0)
+            else:
+                slot.needed.append(part_nbytes(part))
+                memory, is_reserved = self._memory(slot, i)
+                is_late |= not is_reserved
+                tensor = self.device.tensor(memory, part.shape, part.dtype)
+                if self.device.reaches(part):
+                    direct.append((part, tensor))
+                    slot.sources.append(part)
+                else:
+                    staged.append((self._read_part(slot, i, part), tensor))
+            slot.tensors.append(tensor)
+        return direct, staged, is_late
 
     def _memory(self, slot: Slot, i: int) -> tuple[Buffer, bool]:
-        """Memory for part ``i``, and whether it was reserved; a part that is larger than any before gets its own now."""
+        """Return memory for part ``i``, and whether it was reserved.
+
+        A part that is larger than any before gets memory of its own now.
+        """
         nbytes, memory = slot.memory[i] if i < len(slot.memory) else (0, None)
         if memory is not None and nbytes >= slot.needed[i]:
             return memory, True
         assert slot.compute is not None
         return self.device.empty(_grown(nbytes, slot.needed[i]), slot.compute), False
 
-    def _gather(self, slot: Slot, i: int, part: HostArray) -> npt.NDArray[Any]:
-        """The part, read into staging."""
-        out = self._staged(slot.staging, i, part.shape, part.dtype)
+    def _read_part(self, slot: Slot, i: int, part: HostArray) -> npt.NDArray[Any]:
+        """Read a part into staging memory."""
+        out = self._staging(slot.staging, i, part.shape, part.dtype)
         for _ in part.read(out):
             self.check_stop()
         return out
 
-    def _staged(
+    def _staging(
         self,
         staging: dict[int, npt.NDArray[np.uint8]],
         i: int,
         shape: tuple[int, ...],
         dtype: np.dtype[Any],
     ) -> npt.NDArray[Any]:
-        """Staging memory of part ``i`` in this shape, made or grown where it has to be: for a full batch at once, for locking is slow."""
+        """Return staging memory of part ``i`` in a shape, and grow it if needed.
+
+        It grows to a full batch at once, because locking pages is slow.
+        """
         nbytes = math.prod(shape) * dtype.itemsize
         if i not in staging or len(staging[i]) < nbytes:
             expected = self._capacity[i] if i < len(self._capacity) else 0
             staging[i] = self.device.staging(max(nbytes, expected))
         return staging[i][:nbytes].view(dtype).reshape(shape)
 
+    def _copy_to_host(
+        self, group: RowGroup, tensors: Sequence[Tensor | None]
+    ) -> list[tuple[Store, Rows, npt.NDArray[Any]]]:
+        """Queue copies of a group's values to staging, or to stores that the device writes itself.
+
+        Returns:
+            Stores that are to be written from staging, with rows and values.
+        """
+        direct: list[tuple[Store, Tensor]] = []
+        staged: list[tuple[Store, Rows, npt.NDArray[Any]]] = []
+        # A group that stays unchanged has no tensors.
+        for i, (store, held) in enumerate(zip(group.stores, tensors, strict=False)):
+            if held is None:
+                continue
+            if self.device.reaches(store):
+                direct.append((store, held))
+                continue
+            shape = (len(group.rows), *store.row_shape)
+            out = self._staging(self._write_staging, group.first + i, shape, store.dtype)
+            self.device.copy(held, out, self._write)
+            staged.append((store, group.rows, out))
+        self.device.write(direct, group.rows, self._write)
+        return staged
+
     def _copy(self, value: Tensor, group: RowGroup, i: int, compute: Stream) -> Tensor:
-        """A copy of the values of a group's store ``i``."""
+        """Copy values of a group's store ``i`` on the device."""
         store = group.stores[i]
-        memory = self.device.empty(
-            self._capacity[group.first + i], compute
-        )  # always a full batch's: memory of one size is found again
+        # The allocator finds memory of one size again, so it always is that of a full batch.
+        memory = self.device.empty(self._capacity[group.first + i], compute)
         tensor = self.device.tensor(memory, (len(group.rows), *store.row_shape), store.dtype)
         self.device.copy(value, tensor, compute)
         return tensor
@@ -470,26 +457,34 @@ class Transfer:
         tensors: Sequence[Tensor],
         compute: Stream,
     ) -> None:
+        """Queue copies of newer values over the rows that a batch and later writes share."""
         for g, group in enumerate(groups):
             for write, dst_pos, src_pos in newest(writes, g, group.rows):
-                elsewhere = compute != write.values.compute
-                if elsewhere:
-                    compute.wait(
-                        write.values.ready
-                    )  # the values may not be computed yet, in the stream that the consumer used then
+                is_elsewhere = compute != write.values.compute
+                if is_elsewhere:
+                    compute.wait(write.values.ready)  # not computed yet, in the stream of then
                 for i, held in enumerate(write.values.tensors[g]):
-                    if held is not None:
-                        if elsewhere:
-                            self.device.share(held, compute)
-                        self.device.copy_rows(
-                            held, src_pos, tensors[group.first + i], dst_pos, compute
-                        )
+                    if held is None:
+                        continue
+                    if is_elsewhere:
+                        self.device.share(held, compute)
+                    tensor = tensors[group.first + i]
+                    self.device.copy_rows(held, src_pos, tensor, dst_pos, compute)
+
+    def _record_device_span(self, end: Event) -> None:
+        """Record the loop's work on the batches that it was lent; it has queued all of it."""
+        assert self._lent is not None
+        assert self._timeline is not None
+        work = self._lent
+        self._lent = None
+        self._timeline.add_timed("device", work.number, work.begun, end, work.n_batches)
 
 
 def _grown(capacity: int, needed: int) -> int:
-    """Bytes for a part that took ``capacity`` so far.
+    """Return the bytes to allocate for a part that took ``capacity`` bytes so far.
 
-    More than that comes in steps of a sixteenth: few sizes are found again.
+    A larger part is rounded up to a sixteenth of its size, so that few sizes occur and the
+    allocator finds memory again.
     """
     if needed <= capacity or not capacity:
         return max(capacity, needed)

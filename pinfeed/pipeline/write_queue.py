@@ -1,58 +1,60 @@
-"""WriteQueue: write-backs under way, bounded, and their errors."""
+"""WriteQueue: the write-backs of one loop that are not completed, and their errors."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 
-from pinfeed.pipeline.transfer import PendingWrite
-from pinfeed.profiling.counters import Counters
+from pinfeed.pipeline.loop_threads import LoopThreads
+from pinfeed.pipeline.pending_write import PendingWrite
+from pinfeed.pipeline.transfer import Transfer
 from pinfeed.threads.call import Pending
 
 
 class WriteQueue:
-    """Write-backs under way, oldest first.
+    """Write-backs that the writer thread has not completed, oldest first.
+
+    The training thread adds write-backs. When the queue is full, it waits for the oldest one, so
+    that the memory of all of them is bounded.
 
     Args:
-        land: Submits one.
-        limit: So many may be under way; one more waits for the oldest, so that their memory is
-            bounded.
-        may_wait: Whether the thread that asks may wait for one.
-        counters: Counts how long it does.
+        transfer: Transfer that writes values to their stores.
+        threads: Threads of the loop.
+        depth: Number of batches ahead of the loop. The queue holds as many write-backs; at depth 0
+            each one completes before ``add`` returns.
     """
 
-    def __init__(
-        self,
-        land: Callable[[PendingWrite], Pending[None]],
-        limit: int,
-        may_wait: Callable[[], bool],
-        counters: Counters,
-    ) -> None:
-        self._land = land
-        self._limit = limit
-        self._may_wait = may_wait
-        self._counters = counters
-        self._futures: deque[Pending[None]] = deque()
-        self._failed = False
+    def __init__(self, transfer: Transfer, threads: LoopThreads, depth: int) -> None:
+        self._transfer = transfer
+        self._counters = transfer.counters
+        self._threads = threads
+        self._limit = max(depth, 1)
+        self._is_synchronous = depth == 0
+        self._calls: deque[Pending[None]] = deque()
+        self._has_failed = False
         self.failure: BaseException | None = None
-        """The first error of a write-back, until it is raised; those of later ones only follow from it."""
+        """The first error of a write-back, until it is raised. Later errors only follow from it."""
 
-    def add(self, landing: PendingWrite, *, check: bool) -> None:
-        """Submit a write-back; ``check`` first."""
-        while len(self._futures) >= self._limit:
-            if self._futures[0].done():
+    def add(self, write: PendingWrite, *, check: bool) -> None:
+        """Queue a write-back.
+
+        Args:
+            write: Values that ``Transfer.hold`` has taken.
+            check: Whether to raise the error of an earlier write-back first.
+        """
+        while len(self._calls) >= self._limit:
+            if self._calls[0].done():
                 self._take()
             elif self._may_wait():
-                self._await(landing)
+                self._wait_for_oldest(write)
             else:
                 break
         if check:
             self.check()
-        self._futures.append(self._land(landing))
+        self._calls.append(self._submit(write))
 
     def check(self) -> None:
         """Raise the error of a write-back that has failed."""
-        while self._futures and self._futures[0].done():
+        while self._calls and self._calls[0].done():
             self._take()
         if self.failure is not None:
             failure = self.failure
@@ -60,25 +62,48 @@ class WriteQueue:
             raise failure
 
     def finish(self) -> None:
-        """Wait for all of them; ``failure`` tells how they ended."""
-        while self._futures:
+        """Wait until all write-backs have ended; ``failure`` has the first error."""
+        while self._calls:
             self._take()
 
-    def land(self) -> None:
-        """Wait for all of them, and raise the error of one that has failed."""
+    def drain(self) -> None:
+        """Wait until all write-backs are completed, and raise the error of one that has failed."""
         self.finish()
         self.check()
 
-    def _await(self, landing: PendingWrite) -> None:
-        """Wait for the oldest, before ``landing`` can begin."""
+    def _submit(self, write: PendingWrite) -> Pending[None]:
+        """Let the writer thread complete a write-back."""
+        self._threads.require_running()
+        if not self._is_synchronous:
+            return self._call(write)
+        start = self._counters.now()
+        is_idle = write.is_computed()
+        call = self._call(write)
+        # The write is completed, and the loop has waited for it.
+        self._counters.landed(write.batch, start, idle=is_idle)
+        return call
+
+    def _call(self, write: PendingWrite) -> Pending[None]:
+        return self._threads.submit_write(write.batch, self._transfer.write_to_stores, write)
+
+    def _may_wait(self) -> bool:
+        """Tell whether this thread may wait for a write-back.
+
+        A worker thread may not: the garbage collector can end a loop there. Nor may a forked
+        process, where no writer thread completes anything.
+        """
+        return not self._threads.is_inside and not self._threads.is_forked
+
+    def _wait_for_oldest(self, write: PendingWrite) -> None:
+        """Wait for the oldest write-back, and count the time before ``write`` can begin."""
         start = self._counters.now()
         self._take()
-        self._counters.landed(landing.batch, start, idle=landing.write.values.ready.is_done())
+        self._counters.landed(write.batch, start, idle=write.is_computed())
 
     def _take(self) -> None:
-        # Where an interrupt ends the wait, it still is the oldest.
-        error = self._futures[0].exception()
-        self._futures.popleft()
-        if error is not None and not self._failed:
+        # If an interrupt ends the wait, the write-back stays the oldest one.
+        error = self._calls[0].exception()
+        self._calls.popleft()
+        if error is not None and not self._has_failed:
             self.failure = error
-            self._failed = True
+            self._has_failed = True

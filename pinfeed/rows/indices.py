@@ -1,4 +1,4 @@
-"""Checks of row indices."""
+"""check_rows: validation of the row indices that a user gives."""
 
 from __future__ import annotations
 
@@ -11,38 +11,43 @@ from pinfeed.rows.orders import Rows
 
 
 def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False) -> Rows:
-    """Return row indices as a contiguous int64 array, shape (n,), each in [0, n_rows).
+    """Convert row indices to a contiguous int64 array, and check that all are in range.
 
     Args:
-        rows: Row indices, an array-like of integers.
+        rows: Row indices, an array or a sequence of shape (n,).
         n_rows: Number of rows that exist.
-        name: Name of the row indices in errors.
-        copy: Copy always, because the caller may change ``rows`` later.
+        name: Name of the argument, for error messages.
+        copy: Whether the result must not share memory with ``rows``, which the user may change.
+
+    Returns:
+        Row indices, shape (n,), int64, each in [0, n_rows).
 
     Raises:
-        RowIndexError: If ``rows`` is not a 1-d array of integers, or a row is negative or too
-            large.
+        RowIndexError: If an element is not an integer, is negative or is too large.
     """
     try:
         array = np.asarray(rows)
     except (TypeError, ValueError) as error:
         raise RowIndexError(
-            f"{name}: {described(error)}; expected a 1-d array of integer row numbers (mask: np.flatnonzero)"
+            f"{name}: {described(error)}; expected a 1-d array of integer row numbers "
+            "(mask: np.flatnonzero)"
         ) from None
     if array.shape == (0,):
-        # numpy takes an empty list for floats.
+        # numpy gives an empty list the dtype float64.
         return np.empty(0, np.int64)
     if array.ndim != 1 or array.dtype.kind not in "iu":
         raise RowIndexError(
-            f"{name}: got shape {array.shape} of {array.dtype}; expected a 1-d array of integer row numbers (mask: np.flatnonzero)"
+            f"{name}: got shape {array.shape} of {array.dtype}; expected a 1-d array of integer "
+            "row numbers (mask: np.flatnonzero)"
         )
     if len(array):
-        low, high = int(array.min()), int(array.max())
+        low = int(array.min())
+        high = int(array.max())
         if low < 0 or high >= n_rows:
             wrong = low if low < 0 else high
             raise RowIndexError(
                 f"{name}: row {wrong} is out of range; expected 0 <= row < {n_rows}"
             )
-    return (
-        array.astype(np.int64, order="C") if copy else np.ascontiguousarray(array, dtype=np.int64)
-    )
+    if copy:
+        return array.astype(np.int64, order="C")
+    return np.ascontiguousarray(array, dtype=np.int64)

@@ -90,7 +90,7 @@ def test_a_row_that_is_there_twice_is_refused_by_name(rows: list[int]) -> None:
 
 def test_writes_are_numbered_from_zero_and_kept_in_order() -> None:
     log = WriteLog()
-    assert (len(log), log.landed, log.since(0)) == (0, 0, [])
+    assert (len(log), log.completed, log.since(0)) == (0, 0, [])
     writes = [log.append([WrittenRows(rows_of([i]))], [i]) for i in range(4)]
     assert [write.number for write in writes] == [0, 1, 2, 3]
     assert [write.values for write in writes] == [[0], [1], [2], [3]]
@@ -160,15 +160,15 @@ def test_a_batch_with_later_writes_copied_over_is_as_if_gathered_now(
         elif event == "land" and under_way:
             write = under_way.pop(0)
             put(stores, write.groups[0].rows, np.arange(len(write.groups[0].rows)), write.values)
-            log.landed = write.number + 1
+            log.completed = write.number + 1
         elif event == "gather":
-            gathered.append((rows_of(rows), stores[:, rows_of(rows)], log.landed))
+            gathered.append((rows_of(rows), stores[:, rows_of(rows)], log.completed))
         elif event == "lend" and gathered:
             wanted, batch, seen = gathered.pop(0)
             for write, dst_pos, src_pos in newest(log.since(seen), 0, wanted):
                 put(batch, dst_pos, src_pos, write.values)
             assert np.array_equal(batch, truth[:, wanted])
-            log.forget(min([log.landed, *(seen for *_, seen in gathered)]))
+            log.forget(min([log.completed, *(seen for *_, seen in gathered)]))
 
 
 def put(

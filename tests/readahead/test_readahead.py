@@ -70,7 +70,7 @@ def served(
         for draw in batches.epoch(epoch, start):
             part = serve(position, draw.n_rows)
             position += draw.n_rows
-            numbers = draw().rows
+            numbers = draw.rows()
             waiting.append((numbers, part(numbers)))
             if len(waiting) == 3:
                 first, late = waiting.pop(0)
@@ -265,7 +265,7 @@ def test_a_feeder_gives_the_rows_by_whatever_way_its_limit_allows(
         with feeder:
             assert feeder.plan.host_bytes <= KiB(limit_kib)
             expected = [
-                draw().rows for draw in OrderBatches(order, N, feeder.plan.batch_size).epoch(0)
+                draw.rows() for draw in OrderBatches(order, N, feeder.plan.batch_size).epoch(0)
             ]
             for numbers, x in zip(expected, feeder, strict=True):
                 np.testing.assert_array_equal(x.numpy(), array[numbers])

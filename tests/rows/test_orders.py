@@ -23,25 +23,20 @@ from torch.utils.data import (
 
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError
 from pinfeed.memory.demand import Demand, plan_allocations
-from pinfeed.rows.batches import (
-    Draw,
-    OrderBatches,
-    RowBatches,
-    SamplerBatches,
-    largest_batch,
-)
+from pinfeed.rows.batches import OrderBatches, RowBatches, RowIndices
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Order, Rows, block_shuffled, per_rank, sequential, shuffled
 from pinfeed.rows.permutation import permutation
+from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.rows.windows import windows
 
 
-def drawn(draws: Iterator[Draw]) -> Iterator[tuple[Rows, int]]:
+def drawn(draws: Iterator[RowIndices]) -> Iterator[tuple[Rows, int]]:
     """Rows and checksum, draw by draw."""
     for draw in draws:
-        group = draw()
-        assert draw.n_rows == len(group.rows) == sum(n for n, _ in group.batches)
-        yield group.rows, group.batches[-1][1]
+        rows = draw.rows()
+        assert draw.n_rows == len(rows) == sum(n for n, _ in draw.batches)
+        yield rows, draw.batches[-1][1]
 
 
 SIZES = [
@@ -1039,13 +1034,13 @@ def test_batches_that_are_drawn_together_are_the_same(rows: Any, start: int) -> 
     alone = list(drawn(batches.epoch(1)))
     checksum = alone[start - 1][1] if start else 0
     for n in (1, 2, 5, 100):
-        groups = [draw() for draw in batches.epoch(1, start, checksum, n)]
+        groups = list(batches.epoch(1, start, checksum, n))
         assert all(len(group.batches) == n for group in groups[:-1])
         assert [part for group in groups for part in group.batches] == [
             (len(wanted), total) for wanted, total in alone[start:]
         ]
         assert (
-            np.concatenate([group.rows for group in groups]).tolist()
+            np.concatenate([group.rows() for group in groups]).tolist()
             == np.concatenate([wanted for wanted, _ in alone[start:]]).tolist()
         )
 
@@ -1056,6 +1051,6 @@ def test_batches_before_an_error_are_drawn() -> None:
         raise KeyError("five")
 
     draws = SamplerBatches(rows(), 10, None, drop_last=False).epoch(0, batches_per_slot=3)
-    assert [draw().rows.tolist() for draw in itertools.islice(draws, 2)] == [[0, 1, 2], [3, 4]]
+    assert [draw.rows().tolist() for draw in itertools.islice(draws, 2)] == [[0, 1, 2], [3, 4]]
     with pytest.raises(KeyError, match="five"):
         next(draws)

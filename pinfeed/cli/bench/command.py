@@ -277,7 +277,7 @@ class Trial:
             for draw, batch in zip(
                 itertools.islice(self.batches.epoch(0), _CHECKED), epochs(0), strict=False
             ):
-                rows = draw().rows
+                rows = draw.rows()
                 for part, source in zip(parts_of(batch), expected, strict=True):
                     if not _is_equal(part.cpu().numpy(), source.gather(rows)):
                         return False

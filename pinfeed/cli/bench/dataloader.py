@@ -86,8 +86,8 @@ class _Numbers:
         self.epoch = 0
 
     def __iter__(self) -> Iterator[Any]:
-        for draw in self._batches.epoch(self.epoch):
-            rows = draw().rows
+        for indices in self._batches.epoch(self.epoch):
+            rows = indices.rows()
             yield rows.tolist() if self._as_lists else rows
 
     def __len__(self) -> int:

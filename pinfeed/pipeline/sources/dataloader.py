@@ -1,4 +1,4 @@
-"""Batches of a torch DataLoader, or of another iterable of batches, as a source."""
+"""LoaderSource: the batches of a torch DataLoader, or of another iterable of batches."""
 
 from __future__ import annotations
 
@@ -14,13 +14,18 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WorkerError
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, guarded
+from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.tensors.pytree import flatten
 from pinfeed.validation.suggestions import is_array_like
 
 
 class HostLeaf:
-    """A leaf of a loader's batch: a tensor on the host, or an object that moves itself, which has neither shape nor dtype."""
+    """A leaf of a loader's batch: a tensor on the host, or an object with a method ``to``.
+
+    An object that is not a tensor has neither shape nor dtype; the device moves it by ``to``.
+    """
 
     __slots__ = ("host_value",)
 
@@ -29,10 +34,12 @@ class HostLeaf:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        """Shape of the tensor."""
         return tuple(self.host_value.shape)
 
     @property
     def dtype(self) -> np.dtype[Any]:
+        """The numpy dtype of the tensor."""
         from pinfeed.tensors.numpy_torch import NUMPY
 
         return NUMPY[self.host_value.dtype]
@@ -46,42 +53,41 @@ class HostLeaf:
 
 
 def check_loader(loader: Any) -> None:
-    """Refuse what gives no batches when it is iterated.
+    """Refuse an object whose iteration does not give batches.
 
     Raises:
-        ArgumentError: ``loader`` cannot be iterated, or gives single samples or names.
+        ArgumentError: If ``loader`` cannot be iterated, or gives single samples or names.
     """
-    # Tables of pandas and Arrow have columns and no dtype; iterating them gives columns or their
-    # names.
+    # Iterating a table of pandas or Arrow, which has columns and no dtype, gives its columns or
+    # their names.
     is_table = all(hasattr(loader, name) for name in ("shape", "columns", "__getitem__"))
     if isinstance(loader, Mapping) or is_array_like(loader) or is_table:
-        gives = (
-            "its keys or columns" if isinstance(loader, Mapping) or is_table else "single samples"
-        )
+        has_keys = isinstance(loader, Mapping) or is_table
+        gives = "its keys or columns" if has_keys else "single samples"
         raise ArgumentError(
-            f"loader is a {type(loader).__name__}, and iterating it gives {gives}; expected a DataLoader or another iterable of batches; "
-            "give DataLoader(dataset, batch_size=...), or let pinfeed.Feeder(source, batch_size=...) read arrays and tensors as batches"
+            f"loader is a {type(loader).__name__}, and iterating it gives {gives}; expected a "
+            "DataLoader or another iterable of batches; give DataLoader(dataset, "
+            "batch_size=...), or let pinfeed.Feeder(source, batch_size=...) read arrays and "
+            "tensors as batches"
         )
     if _is_map_style(loader):
         raise ArgumentError(
-            f"loader is a {type(loader).__name__}, a Dataset, which gives single samples; expected a DataLoader or another iterable of "
-            "batches; give DataLoader(dataset, batch_size=...), or batch_size=None where each item is a whole batch"
+            f"loader is a {type(loader).__name__}, a Dataset, which gives single samples; "
+            "expected a DataLoader or another iterable of batches; give DataLoader(dataset, "
+            "batch_size=...), or batch_size=None where each item is a whole batch"
         )
-    if isinstance(loader, (str, bytes)) or (
-        not isinstance(loader, Iterable) and not hasattr(loader, "__getitem__")
-    ):
-        file = (
-            "; a file is streamed by pinfeed.Feeder(path, batch_size=...)"
-            if isinstance(loader, (str, bytes, os.PathLike))
-            else ""
-        )
+    is_iterable = isinstance(loader, Iterable) or hasattr(loader, "__getitem__")
+    if isinstance(loader, (str, bytes)) or not is_iterable:
+        is_path = isinstance(loader, (str, bytes, os.PathLike))
+        file = "; a file is streamed by pinfeed.Feeder(path, batch_size=...)" if is_path else ""
         raise ArgumentError(
-            f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of batches{file}"
+            f"loader={loader!r} cannot be iterated; expected a DataLoader or another iterable of "
+            f"batches{file}"
         )
 
 
 def _is_map_style(loader: Any) -> bool:
-    """Whether it is a torch Dataset that gives samples by index, and has no iteration of its own."""
+    """Tell whether an object is a torch Dataset that gives samples by index only."""
     from torch.utils.data import Dataset
 
     return isinstance(loader, Dataset) and not isinstance(loader, Iterable)
@@ -90,11 +96,14 @@ def _is_map_style(loader: Any) -> bool:
 class LoaderSource:
     """The batches of a loader.
 
+    The training thread begins an epoch with ``begin``, and calls every method except ``epoch`` and
+    ``draw``.
+
     Args:
-        loader: Iterated once per epoch.
+        loader: Loader that is iterated once per epoch.
 
     Raises:
-        ArgumentError: It cannot be iterated, or gives single samples or names instead of batches.
+        ArgumentError: If ``loader`` cannot be iterated, or gives single samples or names.
     """
 
     fingerprint: Mapping[str, Any] = {"order": "a DataLoader's own"}
@@ -103,31 +112,40 @@ class LoaderSource:
         check_loader(loader)
         self.loader = loader
         self._begun: Iterator[Any] | None = None
-        # If the loader is an iterator itself.
-        self._used_up = False
+        # A loader that is an iterator itself serves one epoch.
+        self._is_used_up = False
+
+    @property
+    def epoch_hooks(self) -> EpochHooks:
+        """No hooks, because the loader itself knows its epochs."""
+        return EpochHooks()
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def begin(self) -> None:
-        """Consumer. Start the loader's next epoch, as the loop over the loader itself would now.
+        """Start the loader's next epoch, as a loop over the loader itself would now.
 
-        Its seeds are drawn here, and its worker processes forked: before there is a reader, and
-        where torch can set up its watch over them.
-        """
-        begun = guarded(iter, self.loader)
-        if begun is self.loader and self._used_up:
-            raise ArgumentError(
-                f"loader={self.loader!r} is an iterator, which gives its batches once; give what it iterates for a second epoch"
-            )
-        self._begun = begun
-        self._used_up = True
-
-    def skip(self, n: int) -> None:
-        """Consumer. Drop the first batches of the epoch that was begun.
+        The loader draws its seeds and forks its worker processes here: before a reader thread
+        exists, and in a thread in which torch can watch the worker processes.
 
         Raises:
-            ArgumentError: There are fewer.
+            ArgumentError: If the loader is an iterator that has served an epoch.
+        """
+        begun = guarded(iter, self.loader)
+        if begun is self.loader and self._is_used_up:
+            raise ArgumentError(
+                f"loader={self.loader!r} is an iterator, which gives its batches once; give what "
+                "it iterates for a second epoch"
+            )
+        self._begun = begun
+        self._is_used_up = True
+
+    def skip(self, n: int) -> None:
+        """Drop the first ``n`` batches of the epoch that was begun.
+
+        Raises:
+            ArgumentError: If the epoch has fewer batches.
         """
         assert self._begun is not None
         for i in range(n):
@@ -137,14 +155,12 @@ class LoaderSource:
                 if not isinstance(error.__cause__, StopIteration) or not is_end(error.__cause__):
                     raise
                 raise ArgumentError(
-                    f"{n} batches of this epoch were done when the state was saved; now the loader gives {i}"
+                    f"{n} batches of this epoch were done when the state was saved; now the "
+                    f"loader gives {i}"
                 ) from None
 
     def finish(self) -> None:
-        """Consumer.
-
-        Drop all batches that are left, for what the loader draws at the end of an epoch.
-        """
+        """Drop the remaining batches, so that the loader draws what it draws after an epoch."""
         begun = self._begun
         self._begun = None
         assert begun is not None
@@ -152,32 +168,39 @@ class LoaderSource:
             pass
 
     def end(self) -> None:
-        """Consumer. Let go of an epoch that was begun and never asked for a batch."""
+        """Release an epoch that was begun and never asked for a batch."""
         self._begun = None
 
     def epoch(
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
-        """The batches of the epoch that was begun last, one in a load."""
+        """Yield the batches of the epoch that was begun last, one per thunk."""
         batches = self._begun
         self._begun = None
         assert batches is not None
         return self._draws(batches)
 
     def hint(self, draw_share: float) -> str:
-        """What to change where a loop waits for this loader."""
+        """Return what to change if a loop stalls on this loader."""
         n_workers = getattr(self.loader, "num_workers", None)
         if draw_share < 0.5:
-            return "Most of it is copying the tensors of the batches: a smaller dtype leaves less to copy (uint8, converted on the device)."
+            return (
+                "Most of it is copying the tensors of the batches: a smaller dtype leaves less to "
+                "copy (uint8, converted on the device)."
+            )
         if n_workers is None:
-            return f"It is the loader ({type(self.loader).__name__}) that is waited for: pinfeed can only ask it earlier, not make it faster."
+            return (
+                f"It is the loader ({type(self.loader).__name__}) that is waited for: pinfeed can "
+                "only ask it earlier, not make it faster."
+            )
         return (
-            f"It is the DataLoader that is waited for (num_workers={n_workers}): raise num_workers (this process may use "
-            f"{len(os.sched_getaffinity(0))} cores), or make the dataset's __getitem__ and collate_fn cheaper."
+            f"It is the DataLoader that is waited for (num_workers={n_workers}): raise num_workers "
+            f"(this process may use {len(os.sched_getaffinity(0))} cores), or make the dataset's "
+            "__getitem__ and collate_fn cheaper."
         )
 
     def draw(self, batch: Any) -> BatchThunk:
-        """What makes a load of a batch: called in the order of the batches, one at a time; what it returns is not."""
+        """Make the thunk of a batch. Reader threads call this in the order of batches."""
         return functools.partial(load_of, batch)
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
@@ -187,43 +210,44 @@ class LoaderSource:
             except StopIteration as stop:
                 if is_end(stop):
                     return
-                # A RuntimeError, then, for this is a generator.
+                # In a generator, this becomes a RuntimeError.
                 raise
             yield self.draw(batch)
 
 
 class StatefulSource(LoaderSource):
-    """The batches of a loader that knows where it is, each with what it said of that when it had given it."""
+    """The batches of a loader with ``state_dict``, each with the loader's state after the batch."""
 
     def state(self) -> Any:
-        """Reader, or consumer where there is none.
+        """Return the loader's state, or the error of its ``state_dict``.
 
-        What the loader says, or its error, for whoever asks: a loop need not be resumed.
+        The error is raised only if the user asks for the state, because a loop need not be resumed.
         """
         try:
             state = self.loader.state_dict()
-            # What came out of worker processes stays as it is; what is in this one, a dataset may
-            # go on changing.
+            # A state from worker processes stays unchanged. A dataset in this process may change
+            # its own state later.
             return state if getattr(self.loader, "num_workers", 0) else copy.deepcopy(state)
         except Exception as error:
             return error
 
     def draw(self, batch: Any) -> BatchThunk:
-        return functools.partial(self._load, batch, self.state())
+        return functools.partial(self._with_state, batch, self.state())
 
     @staticmethod
-    def _load(batch: Any, state: Any) -> HostBatch:
-        load = load_of(batch)
-        rebuild = load.rebuild
-        load.rebuild = lambda tensors: (rebuild(tensors), state)
-        return load
+    def _with_state(batch: Any, state: Any) -> HostBatch:
+        host_batch = load_of(batch)
+        rebuild = host_batch.rebuild
+        host_batch.rebuild = lambda tensors: (rebuild(tensors), state)
+        return host_batch
 
 
 def is_end(stop: StopIteration) -> bool:
-    """Whether there are no more batches; else the user's own code raised this, here or in a worker, and DataLoader let it pass for the end.
+    """Tell whether a StopIteration is the end of a loader.
 
-    A number of batches below the loader's len proves nothing: there are samplers whose len is an
-    upper bound.
+    Otherwise the user's own code raised it, here or in a worker process, and DataLoader passed it
+    on. A number of batches below the loader's length proves nothing, because the length of some
+    samplers is an upper bound.
     """
     from torch._utils import ExceptionWrapper
     from torch.utils.data._utils.fetch import _MapDatasetFetcher
@@ -233,24 +257,24 @@ def is_end(stop: StopIteration) -> bool:
 
 
 def load_of(batch: Any) -> HostBatch:
-    """A batch whose leaves are on the host."""
+    """Make a HostBatch of a loader's batch, whose leaves are on the host."""
     leaves, rebuild = flatten(batch)
     moves = [callable(getattr(leaf, "to", None)) for _, leaf in leaves]
     kept = [None if moved else leaf for (_, leaf), moved in zip(leaves, moves, strict=True)]
     parts = [HostLeaf(leaf) for (_, leaf), moved in zip(leaves, moves, strict=True) if moved]
-    return HostBatch(
-        parts,
-        lambda tensors: rebuild(
+
+    def make(tensors: Iterator[Any]) -> Any:
+        return rebuild(
             next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)
-        ),
-        [(_n_samples(leaves), 0)],
-    )
+        )
+
+    return HostBatch(parts, make, [(_n_samples(leaves), 0)])
 
 
 def _n_samples(leaves: list[tuple[str, Any]]) -> int:
-    """Length of the first leaf that has one: by convention, the number of samples."""
+    """Return the length of the first leaf that has one: by convention, the number of samples."""
     for _, leaf in leaves:
+        # A nested tensor of torch raises an error when it is asked for its shape.
         with contextlib.suppress(AttributeError, TypeError, IndexError, RuntimeError):
-            # torch has no shape for nested tensors.
             return int(leaf.shape[0])
     return 1

@@ -1,4 +1,4 @@
-"""Batches of samples that a user's functions read, as a source."""
+"""ReaderSource: batches of samples that a user's functions read."""
 
 from __future__ import annotations
 
@@ -9,21 +9,25 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
-from pinfeed.pipeline.sources.samples import OrderedMap, SampleReader, ThreadedMap, load_of
+from pinfeed.pipeline.sources.ordered_map import OrderedMap, ThreadedMap
+from pinfeed.pipeline.sources.sample_batches import batch_of_samples
+from pinfeed.pipeline.sources.samples import SampleReader
 from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.rank_batches import RankBatches
 from pinfeed.threads.call import Workers
 
 
 class ReaderSource:
-    """Batches of identities, read when they are wanted.
+    """Batches of identities, which the user's functions read.
 
     Args:
-        readers: What reads each part of a batch.
-        batches: Which identities, in which order.
-        worker: Makes so many threads, given what they are called.
-        n_threads: Identities read at the same time; one is read in the thread that asks.
+        readers: One reader for each part of a batch.
+        batches: Indices of the identities, batch by batch.
+        worker: Makes a pool of threads, given their name and number.
+        n_threads: Number of identities that are read at the same time. With 1, the reader thread
+            of the loop reads them.
     """
 
     def __init__(
@@ -40,13 +44,18 @@ class ReaderSource:
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
-        n, found = self._readers[0].n_samples, self._batches.fingerprint
+        n_samples = self._readers[0].n_samples
+        found = self._batches.fingerprint
         return {
             "identities": found.pop("n_rows"),
             **found,
-            "one_read_count": n,
-            "batch_size": found["batch_size"] * n,
+            "one_read_count": n_samples,
+            "batch_size": found["batch_size"] * n_samples,
         }
+
+    @property
+    def epoch_hooks(self) -> EpochHooks:
+        return self._batches
 
     def __len__(self) -> int:
         return len(self._batches)
@@ -54,27 +63,28 @@ class ReaderSource:
     def epoch(
         self, number: int, start: int, checksum: int, batches_per_slot: int
     ) -> Generator[BatchThunk, None, None]:
-        """The batches of epoch ``number`` from batch ``start`` on, one in a load."""
+        """Yield the batches of an epoch from ``start`` on, one per thunk."""
+        # The threads are joined when the generator is closed.
         with contextlib.ExitStack() as opened, self._threads() as each:
-            # Closed when nobody reads it any more.
-            for draw in self._batches.epoch(number, start, checksum):
-                # What was opened for the batch before.
+            for indices in self._batches.epoch(number, start, checksum):
+                # This closes what was opened for the batch before.
                 opened.close()
-                yield functools.partial(self._load, draw().rows, each, opened)
+                yield functools.partial(self._read, indices.rows(), each, opened)
 
     def hint(self, draw_share: float) -> str:
-        """What to change where a loop waits for the functions."""
+        """Return what to change if a loop stalls on the functions."""
         names = " and ".join(reader.function_name for reader in self._readers)
         return (
-            f"It is {names} that are waited for: raise n_readers (is {self._n_threads}; this process may use "
-            f"{len(os.sched_getaffinity(0))} cores) to read more identities at a time, if they may be called so; or make them cheaper."
+            f"It is {names} that are waited for: raise n_readers (is {self._n_threads}; this "
+            f"process may use {len(os.sched_getaffinity(0))} cores) to read more identities at a "
+            "time, if they may be called so; or make them cheaper."
         )
 
-    def _load(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> HostBatch:
+    def _read(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> HostBatch:
         batches = [
             (reader.apply_name, reader.batch(identities, each, opened)) for reader in self._readers
         ]
-        return load_of(batches, len(identities) * self._readers[0].n_samples)
+        return batch_of_samples(batches, len(identities) * self._readers[0].n_samples)
 
     @contextlib.contextmanager
     def _threads(self) -> Iterator[OrderedMap]:

@@ -1,4 +1,4 @@
-"""Samples that a user's function yields: counted, put into batches, and named by their identity where something is wrong."""
+"""SampleReader: calls a user's function for an identity, and checks and stacks its samples."""
 
 from __future__ import annotations
 
@@ -6,75 +6,41 @@ import contextlib
 import itertools
 import reprlib
 import sys
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, StoreError
-from pinfeed.pipeline.sources.base import HostBatch, guarded
-from pinfeed.pipeline.sources.dataloader import HostLeaf
+from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.pipeline.sources.ordered_map import OrderedMap
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import HostArray
 from pinfeed.tensors.dtypes import check_dtype
-from pinfeed.tensors.pytree import Rebuild, flatten
-from pinfeed.threads.call import Pending, Workers
-
-T = TypeVar("T")
-R = TypeVar("R")
 
 Array = npt.NDArray[Any]
 Apply = Callable[[Iterator[Any]], Any]
 """Makes a batch of its samples."""
 
 _END = object()
+# Error messages show paths in full.
 _SHORT = reprlib.Repr()
-# Paths are to be read in full.
-_SHORT.maxstring = _SHORT.maxother = 200
-
-
-class OrderedMap(Protocol):
-    """What a function gives for each item, in their order, as ``map`` does; threads may be ahead of whoever asks."""
-
-    def __call__(self, fn: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]: ...
-
-
-@dataclass(frozen=True)
-class ThreadedMap:
-    """``OrderedMap`` on ``n_threads`` threads.
-
-    Only so many items are begun and not taken: for memory, and a loop that ends waits for them.
-    """
-
-    pool: Workers
-    n_threads: int
-
-    def __call__(self, fn: Callable[[T], R], items: Iterable[T], /) -> Iterator[R]:
-        # Where the loop ends before they do, it joins the pool before anybody else has their
-        # memory.
-        begun: deque[Pending[R]] = deque()
-        for item in items:
-            begun.append(self.pool.submit(fn, item))
-            if len(begun) == self.n_threads:
-                yield begun.popleft().result()
-        while begun:
-            yield begun.popleft().result()
+_SHORT.maxstring = 200
+_SHORT.maxother = 200
 
 
 @dataclass(frozen=True)
 class SampleReader:
-    """A function of the user's, and what it is called with.
+    """A function of the user, and the values that it is called with.
 
     Args:
         kind: ``"input"`` or ``"output"``.
-        function: Called with one of ``values``; gives the samples of that identity.
-        values: One for each identity.
-        n_samples: Samples of each identity.
+        function: Gives the samples of an identity, called with one of ``values``.
+        values: One value for each identity.
+        n_samples: Number of samples of each identity.
         apply: Makes a batch of its samples; None to stack them.
-        dtype: Of stacked samples; None for that which they have.
+        dtype: Dtype of stacked samples; None for the dtype that they have.
     """
 
     kind: str
@@ -86,67 +52,78 @@ class SampleReader:
 
     @property
     def function_name(self) -> str:
+        """Name of the argument that ``function`` is."""
         return "read_input" if self.kind == "input" else "get_output"
 
     @property
     def apply_name(self) -> str:
+        """Name of the argument that ``apply`` is."""
         return f"apply_on_{self.kind}_batch"
 
     def call(self, identity: int) -> str:
-        """How the function was called for an identity, for messages."""
+        """Return the call of the function for an identity, for error messages."""
         try:
             value = _SHORT.repr(self.values[identity])
         except Exception as error:
-            # It is the user's, and the message is about something else.
+            # The values are the user's own. The message is about another error.
             value = f"unknown ({type(error).__name__})"
         return f"{self.function_name}({self.kind}s[{identity}]), {self.kind}s[{identity}] = {value}"
 
     def samples(self, identity: int) -> Generator[Any, None, None]:
-        """The samples of an identity; exactly as many as there have to be.
+        """Yield the samples of an identity.
 
         Raises:
-            ArgumentError: There are more, or fewer, or what the function gave cannot be iterated.
-            The function's own errors, with a note that names the identity.
+            ArgumentError: If their number is wrong, or the function's result is not iterable.
+            Exception: If the function raised it; a note names the identity.
         """
         wanted = self.n_samples
         given = self.ask(identity, lambda: self.function(self.values[identity]))
         if not hasattr(given, "__iter__") and not hasattr(given, "__getitem__"):
             raise ArgumentError(
-                f"{self.call(identity)}: got {type(given).__name__}; expected an iterable of samples (yield each sample)"
+                f"{self.call(identity)}: got {type(given).__name__}; expected an iterable of "
+                "samples (yield each sample)"
             )
         samples = self.ask(identity, iter, given)
         try:
             for n in range(wanted):
                 if (sample := self.ask(identity, next, samples, _END)) is _END:
                     raise ArgumentError(
-                        f"{self.call(identity)}: got {n} samples; expected one_read_count={wanted} from every identity"
+                        f"{self.call(identity)}: got {n} samples; expected one_read_count={wanted} "
+                        "from every identity"
                     )
                 yield sample
-                # Else it would be held while the next one is made.
+                # The sample must not be held while the function makes the next one.
                 del sample
             if self.ask(identity, next, samples, _END) is not _END:
                 raise ArgumentError(
-                    f"{self.call(identity)}: got more than {wanted} samples; expected one_read_count={wanted} from every identity "
-                    "(a sample that is not yielded but returned is iterated itself)"
+                    f"{self.call(identity)}: got more than {wanted} samples; expected "
+                    f"one_read_count={wanted} from every identity (a sample that is not yielded "
+                    "but returned is iterated itself)"
                 )
         finally:
             if isinstance(samples, Generator):
-                # Now, not when an error's traceback lets it go: it may hold files.
+                # The generator may hold files, so it is closed now and not when an error's
+                # traceback is freed.
                 samples.close()
 
     def batch(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> Any:
-        """A batch, as ``apply`` makes it; or its samples, which are read while they are stacked.
+        """Return a batch as ``apply`` makes it, or a StackedSamples that reads it later.
 
         Args:
-            identities: Of the batch.
-            each: Reads identities.
-            opened: Takes what has to be closed once the batch has been read, or will not be.
+            identities: Indices of the identities.
+            each: Map with which identities are read.
+            opened: Stack that closes what the batch has opened, whether it is read or not.
         """
         if self.apply is None:
             first = self.samples(int(identities[0]))
             opened.callback(first.close)
             return StackedSamples(self, identities, first, each)
-        wanted, taken = len(identities) * self.n_samples, 0
+        return self._apply(self.apply, identities, each)
+
+    def _apply(self, apply: Apply, identities: Rows, each: OrderedMap) -> Any:
+        """Return the batch that ``apply`` makes, and check that it takes all samples."""
+        wanted = len(identities) * self.n_samples
+        taken = 0
 
         def stream() -> Generator[Any, None, None]:
             nonlocal taken
@@ -155,20 +132,22 @@ class SampleReader:
                     taken += 1
                     yield sample
 
+        shown = _SHORT.repr(identities.tolist())
         try:
-            batch = guarded(self.apply, stream())
+            batch = guarded(apply, stream())
         except Exception as error:
-            _note(error, f"in {self.apply_name} of identities {_SHORT.repr(identities.tolist())}")
+            _add_note(error, f"in {self.apply_name} of identities {shown}")
             raise
         if taken < wanted:
             raise ArgumentError(
-                f"{self.apply_name} took {taken} samples of identities {_SHORT.repr(identities.tolist())}; "
-                f"expected it to take all {wanted} before it returns, else inputs and outputs would not belong together"
+                f"{self.apply_name} took {taken} samples of identities {shown}; expected it to "
+                f"take all {wanted} before it returns, else inputs and outputs would not belong "
+                "together"
             )
         return batch
 
     def array(self, sample: Any, identity: int) -> Array:
-        """A sample as an array."""
+        """Convert a sample to an array."""
         if type(sample) is np.ndarray:
             return sample
         import torch
@@ -184,7 +163,7 @@ class SampleReader:
             raise StoreError(f"{self.call(identity)}: {error}") from None
 
     def dtype_of(self, array: Array, identity: int) -> np.dtype[Any]:
-        """The dtype with which a sample is stacked."""
+        """Return the dtype with which a sample is stacked."""
         if self.dtype is not None:
             return self.dtype
         try:
@@ -193,24 +172,24 @@ class SampleReader:
             raise StoreError(f"{self.call(identity)}: {error}; or give {self.apply_name}") from None
 
     def ask(self, identity: int, fn: Callable[..., Any], *args: Any) -> Any:
-        """Call what is the user's; an error gets a note that says for which identity."""
+        """Call code of the user; a note of its error names the identity."""
         try:
             return guarded(fn, *args)
         except Exception as error:
-            _note(error, f"in {self.call(identity)}")
+            _add_note(error, f"in {self.call(identity)}")
             raise
 
 
 class StackedSamples:
-    """A part: the samples of a batch, each read and written to its place.
+    """The samples of a batch as one part; each is read and written to its place.
 
-    The very first is read now, and says shape and dtype.
+    The first sample is read when the part is made. It gives the shape and the dtype.
 
     Args:
-        reader: Reads them.
-        identities: Of the batch.
-        first: Samples of the first identity; closed by whoever opened them.
-        each: Reads identities.
+        reader: Reader of the samples.
+        identities: Indices of the batch's identities.
+        first: Samples of the first identity. The caller closes them.
+        each: Map with which identities are read.
     """
 
     def __init__(
@@ -225,97 +204,38 @@ class StackedSamples:
         self._first = itertools.chain((head,), first)
 
     def read(self, out: Array) -> Iterator[None]:
-        """Read the samples into ``out``, an identity in a step."""
+        """Read the samples into ``out``, one identity per step."""
         n = self._reader.n_samples
 
         def write(i: int) -> None:
-            identity, place = self._identities[i], i * n
+            identity = self._identities[i]
+            place = i * n
             for sample in self._reader.samples(identity) if i else self._first:
                 self._put(self._reader.array(sample, identity), out[place : place + 1], identity)
                 place += 1
-                # Else it would be held while the next one is made.
+                # The sample must not be held while the function makes the next one.
                 del sample
 
         for _ in self._each(write, range(len(self._identities))):
             yield
 
     def _put(self, sample: Array, place: Array, identity: int) -> None:
+        """Check a sample, and copy it to its place."""
+        reader = self._reader
         if sample.shape != self.shape[1:]:
             raise ArgumentError(
-                f"{self._reader.call(identity)}: got a sample of shape {sample.shape}; expected {self.shape[1:]}, the first one's of its "
-                f"batch (samples of several shapes: give {self._reader.apply_name}, to pad them, say)"
+                f"{reader.call(identity)}: got a sample of shape {sample.shape}; expected "
+                f"{self.shape[1:]}, the first one's of its batch (samples of several shapes: give "
+                f"{reader.apply_name}, to pad them, say)"
             )
-        if sample.dtype != self.dtype and self._reader.dtype_of(sample, identity) != self.dtype:
+        if sample.dtype != self.dtype and reader.dtype_of(sample, identity) != self.dtype:
             raise ArgumentError(
-                f"{self._reader.call(identity)}: got a sample of {sample.dtype}; expected {self.dtype}, the first one's of its batch "
-                f"(give {self._reader.kind}_dtype, to convert them)"
+                f"{reader.call(identity)}: got a sample of {sample.dtype}; expected {self.dtype}, "
+                f"the first one's of its batch (give {reader.kind}_dtype, to convert them)"
             )
-        self._reader.ask(identity, np.copyto, place, sample, "unsafe")
+        reader.ask(identity, np.copyto, place, sample, "unsafe")
 
 
-class CopiedArray:
-    """A part: an array that a user's function has made.
-
-    It is copied, for he may keep it and fill it again.
-    """
-
-    def __init__(self, array: Array, name: str) -> None:
-        self._array: Array | None = array
-        self.shape = array.shape
-        self.dtype = check_dtype(array.dtype, name)
-
-    def read(self, out: Array) -> Iterator[None]:
-        """Copy the array into ``out``, once."""
-        assert self._array is not None
-        np.copyto(out, self._array)
-        # Not kept while the batch waits to be lent.
-        self._array = None
-        yield
-
-
-def load_of(batches: Sequence[tuple[str, Any]], n_samples: int) -> HostBatch:
-    """Batches, each with its name, as one load of a tuple; their leaves are on the host."""
-    leaves: list[tuple[str, Any]] = []
-    rebuilds: list[Rebuild] = []
-    for name, batch in batches:
-        found, rebuild = flatten(batch, name)
-        leaves += found
-        # Which does not know, and keep, the leaves as they are on the host.
-        rebuilds.append(flatten(rebuild(itertools.repeat(None)))[1])
-    parts = [_part(leaf, name) for name, leaf in leaves]
-    kept = [leaf if part is None else None for (_, leaf), part in zip(leaves, parts, strict=True)]
-    moves = [part is not None for part in parts]
-
-    def make(tensors: Iterator[Any]) -> tuple[Any, ...]:
-        made = iter(
-            [next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)]
-        )
-        return tuple(rebuild(made) for rebuild in rebuilds)
-
-    return HostBatch([part for part in parts if part is not None], make, [(n_samples, 0)])
-
-
-def _part(leaf: Any, name: str) -> HostArray | None:
-    """What brings a leaf to the device; None if it stays as it is."""
-    import torch
-
-    from pinfeed.tensors.numpy_torch import NUMPY, memory_of
-
-    if isinstance(leaf, StackedSamples):
-        return leaf
-    if isinstance(leaf, np.ndarray):
-        return CopiedArray(leaf, name)
-    dense = (
-        type(leaf) is torch.Tensor
-        and leaf.dtype in NUMPY
-        and leaf.layout is torch.strided
-        and not leaf.is_nested
-    )
-    if dense and leaf.device.type == "cpu" and not leaf.requires_grad:
-        return CopiedArray(memory_of(leaf.resolve_conj().resolve_neg()), name)
-    return HostLeaf(leaf) if callable(getattr(leaf, "to", None)) else None
-
-
-def _note(error: BaseException, note: str) -> None:
+def _add_note(error: BaseException, note: str) -> None:
     if sys.version_info >= (3, 11):
         error.add_note(note)

@@ -15,7 +15,7 @@ import torch
 
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import ClosedError
-from pinfeed.pipeline.prefetcher import PrefetchSchedule
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import HostLeaf, is_end
 from pinfeed.readahead.base import StoreRows

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from typing import Any
 
-from pinfeed.pipeline.prefetcher import LentBatch
+from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.training.embeddings.source import FedBatch
 from pinfeed.training.row_loop.lent_table import LentTable
 from pinfeed.training.row_loop.verify import SynchronousRows

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pinfeed.errors import ArgumentError
-from pinfeed.pipeline.store_tree import aliases
+from pinfeed.pipeline.write_check import aliases
 from pinfeed.stores import Store
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.source import IdsOf, TableRows

@@ -16,8 +16,9 @@ from pinfeed.feeders.options import FeederOptions
 from pinfeed.memory.depth import check_depth
 from pinfeed.memory.plan import check_route
 from pinfeed.pipeline.abandoned import is_abandoned
-from pinfeed.pipeline.epochs import is_suspended
-from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
+from pinfeed.pipeline.active_run import is_suspended
+from pinfeed.pipeline.lent_batch import LentBatch
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.source import Exchanged
 from pinfeed.training.embeddings.table import HostEmbedding
@@ -254,7 +255,7 @@ class RowLoop(LoaderFeeder):
                 "batch run in a background thread)"
             )
         self._lending.write_copy()
-        self._loop.land()
+        self._loop.drain()
 
     def land(self) -> None:
         """Call ``flush_writes``, which was named ``land`` before."""
@@ -277,7 +278,7 @@ class RowLoop(LoaderFeeder):
             if lent.table._lender is self:
                 lent.end()
         self._lending.end()
-        self._loop.land()
+        self._loop.drain()
 
     def close(self) -> None:
         """End a running loop, and complete its write-backs.

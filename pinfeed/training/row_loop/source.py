@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from pinfeed.errors import ArgumentError
-from pinfeed.pipeline.prefetcher import PrefetchSchedule
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.distributed.source import ShardedSource, ShardedTable
 from pinfeed.training.distributed.table import ShardedEmbedding
 from pinfeed.training.embeddings.source import RowsOfTables

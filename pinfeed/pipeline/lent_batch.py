@@ -1,0 +1,107 @@
+"""LentBatch: a batch on the device that the loop has been given."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from pinfeed.devices.base import Tensor
+from pinfeed.errors import WriteBackError
+from pinfeed.pipeline.sources.base import HostBatch
+from pinfeed.pipeline.transfer import Transfer
+from pinfeed.pipeline.write_queue import WriteQueue
+
+
+class LentBatch:
+    """A batch on the device, until the loop asks for the next one.
+
+    ``take`` hands its tensors over once; from then on they belong to the user alone.
+
+    Args:
+        transfer: Transfer that takes values to be written back.
+        write_queue: Write-backs of the loop.
+        host_batch: Contents of the slot, which may be several batches.
+        tensors: The slot's tensors.
+        i: Position of this batch in the slot.
+        number: Number of this batch in its epoch.
+    """
+
+    def __init__(
+        self,
+        transfer: Transfer,
+        write_queue: WriteQueue,
+        host_batch: HostBatch,
+        tensors: list[Tensor],
+        i: int,
+        number: int,
+    ) -> None:
+        self.number = number
+        self.n_rows, self.checksum = host_batch.batches[i]
+        self.groups = host_batch.groups
+        if len(host_batch.batches) > 1:
+            begin = sum(n_rows for n_rows, _ in host_batch.batches[:i])
+            end = begin + self.n_rows
+            tensors = [transfer.device.cut(tensor, begin, end) for tensor in tensors]
+            self.groups = [group.cut(begin, end) for group in self.groups]
+        self._rebuild = host_batch.rebuild
+        self._tensors = tensors
+        self._transfer = transfer
+        self._write_queue = write_queue
+        self._is_over = False
+        self._is_written = False
+
+    def take(self) -> Any:
+        """Return the batch in the structure that the user knows."""
+        tensors = self._tensors
+        rebuild = self._rebuild
+        # rebuild may hold the batch as it was on the host.
+        del self._tensors, self._rebuild
+        return rebuild(iter(tensors))
+
+    def end(self) -> None:
+        """Note that the loop has asked for the next batch, or has ended."""
+        self._is_over = True
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the loop has asked for the next batch, or has ended."""
+        return self._is_over
+
+    def require_writable(self) -> None:
+        """Check that the batch can be written back now.
+
+        Raises:
+            WriteBackError: If the loop has asked for the next batch or has ended, or if the batch
+                was written back before.
+        """
+        if self._is_over:
+            raise WriteBackError(
+                "write_back after the next batch was taken, or after the loop; call it before "
+                "asking for the next batch"
+            )
+        if self._is_written:
+            raise WriteBackError(
+                "write_back was called for this batch before; give all values in one call (None "
+                "for what stays as it is)"
+            )
+
+    def write(
+        self,
+        values: Sequence[Sequence[Tensor | None] | None],
+        *,
+        copied: bool = True,
+        check: bool = True,
+    ) -> None:
+        """Queue values, which the caller has checked, to be written back.
+
+        Args:
+            values: For each group of the batch's rows one tensor per store. None leaves a store, or
+                a whole group, unchanged.
+            copied: Whether to copy the values. With False the tensors themselves are held, and
+                must not change any more.
+            check: Whether to raise the error of an earlier write-back. With False it is raised at
+                the end of the loop.
+        """
+        held = self._transfer.hold(self.groups, values, self.number, copied=copied)
+        self._write_queue.add(held, check=check)
+        self._is_written = True

@@ -1,0 +1,144 @@
+"""LoopThreads: the reader threads and the writer thread of one loop."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from types import NoneType
+from typing import Any
+
+from pinfeed.devices.base import Device
+from pinfeed.errors import ClosedError
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.sources.guarded import guarded
+from pinfeed.threads.call import Call, Pending, Workers
+
+
+class InlineWorkers:
+    """Workers that make each call at once, in the caller's thread, for depth 0."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Call[Any]:
+        """Call ``fn(*args)`` and return the finished call."""
+        calls = [Call(fn, *args)]
+        calls[0].run()
+        if not isinstance(calls[0].exception(), (Exception, NoneType)):
+            # A KeyboardInterrupt belongs to the caller, so it is raised here.
+            calls.pop().result()
+        # An error's traceback keeps this frame. The frame must not keep the call, which keeps the
+        # error.
+        return calls.pop()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Do nothing, because every call has ended."""
+
+
+class LoopThreads:
+    """Reader threads and the writer thread of one loop.
+
+    ``start_readers`` starts the readers. The writer starts with the first write-back. At depth 0
+    there are no threads, and every call runs in the caller's thread.
+
+    Args:
+        device: Device that makes the threads.
+        schedule: Depth of the loop, and number of reader threads.
+        is_named: Whether a profiler of the device is to show each call under a name.
+    """
+
+    def __init__(self, device: Device, schedule: PrefetchSchedule, *, is_named: bool) -> None:
+        self._device = device
+        self._schedule = schedule
+        self._pid = os.getpid()
+        self.has_ended = False
+        """Whether the loop has ended and its threads are joined."""
+        self.call: Callable[..., Any] = self._call_named if is_named else _call
+        """Makes a call ``(lane, batch, fn, *args)`` in this thread, named for a profiler."""
+        # Identifiers of the threads that have made a call.
+        self._idents: set[int] = set()
+        self._reader: Workers | None = None
+        self._writer: Workers | None = None
+        if schedule.depth == 0:
+            self._reader = InlineWorkers()
+            self._writer = InlineWorkers()
+
+    def start_readers(self) -> None:
+        """Start the reader threads."""
+        if self._reader is None:
+            self._reader = self._device.worker("pinfeed-read", self._schedule.n_readers)
+
+    def submit_read(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
+        """Let a reader thread call ``fn(*args)`` for a batch."""
+        assert self._reader is not None
+        return self._reader.submit(self._run, self.call, "read", batch, fn, *args)
+
+    def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
+        """Let the writer thread call ``fn(*args)`` for a batch."""
+        if self._writer is None:
+            self._writer = self._device.worker("pinfeed-write")
+        return self._writer.submit(self._run, self.call, "write", batch, fn, *args)
+
+    def join_readers(self) -> None:
+        """Wait until the readers have made all calls that were submitted."""
+        if self._reader is not None:
+            self._reader.shutdown(wait=True)
+
+    def join_writer(self) -> None:
+        """Wait until the writer has made all calls that were submitted."""
+        if self._writer is not None:
+            self._writer.shutdown(wait=True)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the current thread is one of these threads."""
+        return threading.get_ident() in self._idents
+
+    @property
+    def is_forked(self) -> bool:
+        """Whether this process is a fork of the one in which the loop ran, without its threads."""
+        return self._pid != os.getpid() and not self.has_ended
+
+    def require_not_forked(self) -> None:
+        """Check that this is the process in which the loop began.
+
+        Raises:
+            ClosedError: If it is another process.
+        """
+        if self.is_forked:
+            raise ClosedError(
+                "this process was forked while the loop ran, and has not its threads; make a "
+                "feeder of its own here"
+            )
+
+    def require_running(self) -> None:
+        """Check that the loop runs, in this process.
+
+        Raises:
+            ClosedError: If the process is a fork, or another thread has closed the feeder.
+        """
+        self.require_not_forked()
+        if self.has_ended:
+            raise ClosedError(
+                "the feeder was closed by another thread while its loop ran; join that loop's "
+                "thread before"
+            )
+
+    def _run(self, fn: Callable[..., Any], *args: Any) -> Any:
+        self._idents.add(threading.get_ident())
+        return guarded(fn, *args)
+
+    def _call_named(self, lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:
+        with self._device.named(f"pinfeed {lane} {batch}"):
+            try:
+                return fn(*args)
+            finally:
+                # An error's traceback keeps this frame. The frame must not keep the call, which
+                # keeps the error.
+                del fn, args
+
+
+def _call(lane: str, batch: int, fn: Callable[..., Any], *args: Any) -> Any:
+    try:
+        return fn(*args)
+    finally:
+        # For the same reason as in _call_named.
+        del fn, args

@@ -1,0 +1,175 @@
+"""EpochPosition: the epoch and batch of a feeder's loop, saved to and loaded from states."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from pinfeed.errors import ArgumentError
+from pinfeed.pipeline.sources.base import Source
+
+logger = logging.getLogger("pinfeed")
+
+
+class EpochPosition:
+    """Position of a feeder's loop. Only batches that were lent count, not prefetched ones.
+
+    The training thread owns it.
+
+    Args:
+        source: Source of the batches.
+    """
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self._hooks = source.epoch_hooks
+        self.epoch = 0
+        """Number of the epoch."""
+        self.batch = 0
+        """Number of batches of the epoch that were lent."""
+        self.checksum = 0
+        """Checksum of the row indices of these batches, where the source has one."""
+        self.is_at_rest = True
+        """Whether the next run begins at this position.
+
+        Otherwise the epoch runs or was left, and the next run is the epoch after it.
+        """
+        # The epoch of a loaded state in which all batches had been lent.
+        self._completed: int | None = None
+
+    @property
+    def n_batches(self) -> float:
+        """Number of batches in an epoch; infinite if it is not known."""
+        try:
+            return len(self._source)
+        except TypeError:
+            return math.inf
+
+    def next(self) -> tuple[int, int, int]:
+        """Return epoch, batch and checksum with which the next run begins."""
+        position = (
+            (self.epoch, self.batch, self.checksum) if self.is_at_rest else (self.epoch + 1, 0, 0)
+        )
+        chosen = self._hooks.chosen_epoch
+        return position if chosen is None or chosen == position[0] else (chosen, 0, 0)
+
+    def begin_run(self) -> None:
+        """Begin the next run."""
+        epoch, batch, checksum = self.next()
+        if self.is_at_rest and epoch != self.epoch:
+            self._warn_if_dropped(epoch)
+        self.epoch = epoch
+        self.batch = batch
+        self.checksum = checksum
+        self.is_at_rest = False
+        self._completed = None
+
+    def end_run(self) -> None:
+        """End a run, whether its epoch is complete or not.
+
+        The sampler is set to the next epoch now, so that an epoch that its owner sets afterwards
+        can be told from this one.
+        """
+        if self._hooks.chosen_epoch is None:
+            self._hooks.follow(self.next()[0])
+
+    def complete_epoch(self) -> None:
+        """Go to the first batch of the next epoch."""
+        self._go_to(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next run be ``epoch``; a loaded position in this epoch is kept."""
+        if not (self.is_at_rest and epoch == self.epoch):
+            if self.is_at_rest:
+                self._warn_if_dropped(epoch)
+            self._go_to(epoch)
+            self._hooks.restart(epoch)
+        self._hooks.set_epoch(epoch)
+
+    def state(self) -> dict[str, Any]:
+        """Return the position as plain values."""
+        if self.is_at_rest:
+            epoch, batch, checksum = self.next()
+        else:
+            epoch, batch, checksum = self.epoch, self.batch, self.checksum
+        state = {
+            "epoch": epoch,
+            "batch": batch,
+            "checksum": checksum,
+            "source": dict(self._source.fingerprint),
+        }
+        return {**state, **self._hooks.state(epoch, batch)}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Let the next run go on where ``state`` was taken.
+
+        Raises:
+            ArgumentError: If it is no state, or the state of another source. The position has not
+                changed then.
+        """
+        epoch, batch, checksum = self._read(state)
+        if min(epoch, checksum) < 0:
+            raise ArgumentError(
+                f"a state of epoch {epoch}, batch {batch}; an epoch has {self.n_batches} batches"
+            )
+        batch, is_complete = self._hooks.resume(state, self.n_batches)
+        self._completed = epoch if is_complete else None
+        if is_complete:
+            self._go_to(epoch + 1)
+        else:
+            self.epoch = epoch
+            self.batch = batch
+            self.checksum = checksum
+        self.is_at_rest = True
+        self._hooks.follow(self.epoch)
+
+    def _read(self, state: Mapping[str, Any]) -> tuple[int, int, int]:
+        """Return epoch, batch and checksum of a state, if it is a state of this source."""
+        try:
+            epoch, batch, checksum = (int(state[key]) for key in ("epoch", "batch", "checksum"))
+            theirs = dict(state["source"])
+            for key in self._hooks.state_keys:
+                state[key]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ArgumentError(
+                f"not a state of {self._hooks.kind} ({error!r}); expected what state_dict() "
+                "returned"
+            ) from None
+        ours = dict(self._source.fingerprint)
+        if theirs != ours:
+            differing = [
+                f"{key} was {theirs.get(key)!r}, is {ours.get(key)!r}"
+                for key in {**ours, **theirs}
+                if theirs.get(key) != ours.get(key)
+            ]
+            raise ArgumentError(
+                f"the state is of another feeder: {'; '.join(differing)}; make the feeder as it "
+                "was made then"
+            )
+        return epoch, batch, checksum
+
+    def _go_to(self, epoch: int) -> None:
+        """Let the next run begin at the first batch of ``epoch``."""
+        self.epoch = epoch
+        self.batch = 0
+        self.checksum = 0
+        self.is_at_rest = True
+
+    def _warn_if_dropped(self, epoch: int) -> None:
+        """Warn if a loaded position is lost, because the next run is another epoch."""
+        if epoch == self._completed:
+            logger.warning(
+                "epoch %d runs again: all of its batches had been lent when the state was taken "
+                "that was loaded",
+                epoch,
+            )
+        elif self.batch:
+            logger.warning(
+                "epoch %d begins at its first batch: the position that was loaded, batch %d of "
+                "epoch %d, is dropped",
+                epoch,
+                self.batch,
+                self.epoch,
+            )

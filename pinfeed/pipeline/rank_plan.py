@@ -1,0 +1,81 @@
+"""Plans of feeders whose epochs several ranks share."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from pinfeed.errors import BudgetError
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.plan import Plan
+from pinfeed.rows.orders import BlockShuffled
+from pinfeed.rows.rank_batches import RankShard, shard_of_rank
+from pinfeed.rows.ranks import Ranks
+
+
+def share_of(
+    ranks: Ranks | str | None,
+    order: Any,
+    drop_last: bool,
+    batch_size: int | None,
+    config: MemoryLimits | None,
+) -> RankShard | None:
+    """Return the part of every epoch that this process has; None if it has all rows.
+
+    Args:
+        ranks: The user's argument ``ranks``.
+        order: The user's argument ``rows``.
+        drop_last: Whether to leave out a last batch that is not full.
+        batch_size: Rows per batch, of each rank or of all ranks together.
+        config: Limits whose preferred batch size replaces ``batch_size``; None for no limits.
+
+    Raises:
+        ArgumentError: If the arguments conflict, or ``order`` cannot be shared.
+    """
+    if config is None:
+        return shard_of_rank(ranks, order, drop_last, batch_size)
+    size = config.preferred_batch_size
+    return shard_of_rank(ranks, order, drop_last, size, "preferred_batch_size")
+
+
+def limits_of_rank(share: RankShard, config: MemoryLimits | None) -> MemoryLimits | None:
+    """Return limits for the batches of one rank.
+
+    ``config`` may already prefer smaller batches, because only these fit.
+    """
+    if config is None:
+        return None
+    size = min(share.batch_size, config.preferred_batch_size or share.batch_size)
+    return dataclasses.replace(config, preferred_batch_size=size)
+
+
+def plan_of_rank(share: RankShard, plan: Plan, n_rows: int) -> Plan:
+    """Add a note about the rank to its plan.
+
+    Args:
+        share: Part of the epochs that the rank has.
+        plan: Plan of the rank.
+        n_rows: Number of rows in the stores.
+
+    Raises:
+        BudgetError: If the batches of the plan are smaller than those of other ranks.
+    """
+    mine = share.rows().length(n_rows)
+    of_all = share.order.length(n_rows)
+    if plan.batch_size < min(share.batch_size, mine):
+        raise BudgetError(
+            f"the limits of config hold batches of {plan.batch_size} rows on rank {share.rank}, "
+            f"and all ranks need batches of {share.batch_size}; raise the limits or lower "
+            "preferred_batch_size"
+        )
+    note = (
+        f"rank {share.rank} of {share.world_size}: {mine} of {of_all} rows ({share.ranks.uneven})"
+    )
+    if share.ranks.split_batches:
+        note += f", its part of global batches of {share.size} rows"
+        if isinstance(share.order, BlockShuffled) and share.world_size > 1:
+            note += (
+                "; every rank reads every block (without split_batches, each reads blocks of its "
+                "own)"
+            )
+    return dataclasses.replace(plan, notes=(note, *plan.notes))

@@ -1,0 +1,56 @@
+"""Slot: the buffers of one batch, or of several small ones, and the events that guard them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.devices.base import Buffer, Event, Stream, Tensor
+from pinfeed.pipeline.sources.base import HostBatch
+from pinfeed.stores.base import HostArray
+
+
+class Cancelled(Exception):
+    """The loop has ended, so the batch is not needed any more."""
+
+
+@dataclass
+class Slot:
+    """Buffers of one batch, or of several small ones, and the events that guard them."""
+
+    staging: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    """Page-locked memory of each part that is staged; kept from batch to batch."""
+    sources: list[HostArray] = field(default_factory=list)
+    """Parts that the device reads itself; kept until it has read them."""
+    memory: list[tuple[int, Buffer]] = field(default_factory=list)
+    """Device memory for the next fill: size in bytes and buffer of each part."""
+    compute: Stream | None = None
+    """Stream of the training thread when the memory was allocated."""
+    released: Event | None = None
+    """Event behind the work that may still use what the memory was before."""
+    filled: Event | None = None
+    """Event behind the copies of the last fill."""
+    batch: HostBatch | None = None
+    """Contents of the slot."""
+    error: Exception | None = None
+    """Error of the batch after those that the slot carries, if the slot was to carry it as well."""
+    tensors: list[Tensor] = field(default_factory=list)
+    """Tensors on the device, one per part."""
+    needed: list[int] = field(default_factory=list)
+    """Bytes of device memory that each part of this fill took; 0 for a part that was adopted."""
+    seen: int = 0
+    """The gather saw every write-back numbered below this."""
+    number: int = 0
+    """Number of the first batch."""
+    draw_s: float = 0.0
+    """Seconds in which the source made the batch."""
+    drawn_s: float = 0.0
+    """Time at which the source had made the batch."""
+    read_s: float = 0.0
+    """Seconds in which the source made the batch and its parts were gathered."""
+    held_s: float = 0.0
+    """Seconds between the two, in which the last copies of the slot were waited for."""
+    ready_s: float = 0.0
+    """Time at which the host had filled the slot."""

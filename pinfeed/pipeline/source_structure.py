@@ -1,0 +1,105 @@
+"""Structure of a user's source: which of its objects are stores, columns, or a list by mistake."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pinfeed.errors import StoreError
+from pinfeed.stores import Store
+from pinfeed.stores.arrow import columns_of
+from pinfeed.stores.sharded_file import AnyShardedStore
+from pinfeed.tensors.pytree import flatten
+from pinfeed.validation.suggestions import is_array_like
+
+logger = logging.getLogger("pinfeed")
+
+_MANY = 16
+"""A list of more arrays than this, and than each has rows, is a list of rows."""
+
+
+def is_store_or_array(value: Any) -> bool:
+    """Tell whether an object is one source, whose fields are its own affair.
+
+    A Store is, and an array of another library such as Zarr. An object with a shape and a dtype
+    whose fields are arrays and tensors only, such as a TensorDict, is a structure of sources.
+    """
+    fields = list(getattr(value, "__dict__", {}).values())
+    is_structure = bool(fields) and all(
+        isinstance(field, np.ndarray) or hasattr(field, "data_ptr") for field in fields
+    )
+    return isinstance(value, Store) or (is_array_like(value) and not is_structure)
+
+
+def with_columns(source: Any) -> Any:
+    """Replace each table and each dataset in a source by a dict of its columns."""
+    leaves, rebuild = flatten(source, is_leaf=is_store_or_array)
+    found = [columns_of(leaf, f"source{path}") for path, leaf in leaves]
+    if all(columns is None for columns in found):
+        return source
+    return rebuild(
+        leaf if columns is None else columns
+        for columns, (_, leaf) in zip(found, leaves, strict=True)
+    )
+
+
+def require_columns(source: Any, stores: Sequence[Store]) -> None:
+    """Refuse a list of rows, each of which would be a source of its own.
+
+    Args:
+        source: The user's source.
+        stores: Stores that were opened for it, with equally many rows.
+    """
+    n_rows = stores[0].n_rows
+    kinds = {(store.row_shape, store.dtype) for store in stores}
+    n = len(stores)
+    if isinstance(source, list) and n > max(_MANY, n_rows) and len(kinds) == 1:
+        raise StoreError(
+            f"source is a list of {n} arrays of shape {(n_rows, *stores[0].row_shape)}, which are "
+            f"{n} sources of {n_rows} rows; expected one array; give np.stack(source) where each "
+            f"array is a row (or a tuple of {n} sources)"
+        )
+
+
+def lists_of_stores(value: Any) -> Iterator[list[Any]]:
+    """Yield the lists in a structure, at any depth, that consist of several stores."""
+    if (
+        isinstance(value, list)
+        and len(value) > 1
+        and all(isinstance(child, Store) for child in value)
+    ):
+        yield value
+    elif isinstance(value, (list, tuple, Mapping)):
+        for child in value.values() if isinstance(value, Mapping) else value:
+            yield from lists_of_stores(child)
+
+
+def note_possible_shards(stores: Sequence[AnyShardedStore]) -> None:
+    """Warn of a list of files that are alike.
+
+    Each batch has rows of every file, side by side. The user may have meant shards of one source.
+    """
+    is_alike = len({(store.row_shape, store.dtype) for store in stores}) == 1
+    if is_alike and all(len(store.paths) == 1 for store in stores):
+        paths = tuple(store.paths[0] for store in stores)
+        _warn_of_possible_shards(type(stores[0]).__name__, paths)
+
+
+@functools.cache
+def _warn_of_possible_shards(store: str, paths: tuple[str, ...]) -> None:
+    named = paths if len(paths) < 4 else paths[:2]
+    shown = ", ".join([*map(repr, named), *["..."] * (len(named) < len(paths))])
+    logger.warning(
+        "source=[%s] is a list of %d files with equally many rows of one shape and dtype, and each "
+        "batch is a list of %d tensors, one of each file; if the files are shards of one source, "
+        "give %s([...]) or a pattern; if they belong side by side, give a tuple, of which there is "
+        "no warning",
+        shown,
+        len(paths),
+        len(paths),
+        store,
+    )

@@ -1,0 +1,158 @@
+"""WriteCheck: refuses values that cannot be written back, before anything changes."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from pinfeed.devices.base import Device, Tensor
+from pinfeed.errors import WriteBackError
+from pinfeed.stores import ArrayStore, MmapStore, Store
+from pinfeed.stores.array import SHARED
+from pinfeed.tensors.pytree import flatten
+
+# numpy solves an equation to find whether strided arrays overlap. Arrays for which this takes
+# longer count as overlapping.
+_MAX_WORK = 1 << 16
+
+
+class WriteCheck:
+    """Checks values that are to be written back to the stores of a feeder.
+
+    Args:
+        names: Name of each store, which begins with ``source``.
+        stores: Stores of the feeder.
+    """
+
+    def __init__(self, names: Sequence[str], stores: Sequence[Store]) -> None:
+        self._names = names
+        self._stores = stores
+
+    def check(self, values: Any, n_rows: int, device: Device) -> list[Tensor | None]:
+        """Return the tensors in ``values``, one per store, if they can be written.
+
+        Args:
+            values: The user's values, in the structure of the source.
+            n_rows: Number of rows to write.
+            device: Device that the values must be on.
+
+        Raises:
+            WriteBackError: If they cannot be written.
+        """
+        if values is None:
+            raise WriteBackError(
+                f"write_back of None; expected {self._expected(n_rows, device)}; rows that stay as "
+                "they are need no write_back"
+            )
+        given = {f"source{path}": value for path, value in flatten(values)[0]}
+        if set(given) != set(self._names):
+            structure = ", in the structure of the source (None for what stays as it is)"
+            raise WriteBackError(
+                f"write_back of a {type(values).__name__}{self._differences(given)}; expected "
+                f"{self._expected(n_rows, device)}" + ("" if self._is_single else structure)
+            )
+        tensors = [given[name] for name in self._names]
+        for value, name, store in zip(tensors, self._names, self._stores, strict=True):
+            if value is not None:
+                _check_one(value, name, store, n_rows, device)
+        if self._aliases:
+            raise WriteBackError(
+                f"{self._aliases} have rows in common; a write to one of them would not be seen in "
+                "the other: give the rows once"
+            )
+        return tensors
+
+    @property
+    def _is_single(self) -> bool:
+        """Whether the source is one store, and not a structure of stores."""
+        return list(self._names) == ["source"]
+
+    def _expected(self, n_rows: int, device: Device) -> str:
+        """Describe the tensors that a write to ``n_rows`` rows takes."""
+        tensors = [_tensor_of(store, n_rows, device) for store in self._stores]
+        if self._is_single:
+            return tensors[0]
+        return " and ".join(
+            f"{tensor} for {name}" for tensor, name in zip(tensors, self._names, strict=True)
+        )
+
+    def _differences(self, given: Mapping[str, Any]) -> str:
+        """Say which names are missing in ``given``, and which the source does not have."""
+        missing = [name.removeprefix("source") for name in self._names if name not in given]
+        unknown = [name.removeprefix("source") for name in given if name not in self._names]
+        parts = []
+        if any(missing):
+            parts.append(f" without {', '.join(missing)}")
+        if any(unknown) and not self._is_single:
+            parts.append(f" with {', '.join(unknown)}, which the source does not have")
+        return " and".join(parts)
+
+    @functools.cached_property
+    def _aliases(self) -> str:
+        return aliases(self._names, self._stores)
+
+
+def aliases(names: Sequence[str], stores: Sequence[Store]) -> str:
+    """Return the names of two stores that share memory or a file, if one of them is writable.
+
+    The result is empty if there are none.
+    """
+    for (a, one), (b, other) in itertools.combinations(zip(names, stores, strict=True), 2):
+        if (one.writable or other.writable) and _overlap(one, other):
+            return f"{a} and {b}"
+    return ""
+
+
+def _check_one(value: Any, name: str, store: Store, n_rows: int, device: Device) -> None:
+    """Check the tensor of one store."""
+    if isinstance(store, ArrayStore) and store.array.flags.writeable and not store.writable:
+        raise WriteBackError(f"write_back to {name}: rows of an array {SHARED}")
+    if not store.writable:
+        raise WriteBackError(
+            f'write_back to {name}, which is read-only; open a file with MmapStore(path, mode="r+")'
+            ", or give a writable array"
+        )
+    found = device.describe(value)
+    if found is None:
+        layout = f" of layout {value.layout}" if hasattr(value, "layout") else ""
+        is_array = isinstance(value, np.ndarray)
+        todo = f"; give torch.as_tensor(array, device={device.name!r})" if is_array else ""
+        raise WriteBackError(
+            f"write_back of {name}: got {type(value).__name__}{layout}; expected "
+            f"{_tensor_of(store, n_rows, device)}{todo}"
+        )
+    shape, dtype, is_on_device = found
+    wrong = []
+    if shape != (n_rows, *store.row_shape):
+        wrong.append(f"shape {shape}, expected {(n_rows, *store.row_shape)}")
+    dtype = dtype or getattr(value, "dtype", None)
+    if dtype != store.dtype:
+        wrong.append(f"dtype (convert with .to()) {dtype}, expected {store.dtype}")
+    if not is_on_device:
+        wrong.append(f"device {getattr(value, 'device', None)}, expected {device.name}")
+    if wrong:
+        raise WriteBackError(f"write_back of {name}: {'; '.join(wrong)}; nothing was written")
+
+
+def _tensor_of(store: Store, n_rows: int, device: Device) -> str:
+    """Describe a tensor that can be written to ``n_rows`` rows of a store."""
+    shape = (n_rows, *store.row_shape)
+    return f"a dense tensor of shape {shape} and dtype {store.dtype} on {device.name}"
+
+
+def _overlap(one: Store, other: Store) -> bool:
+    """Tell whether two stores share memory or a file."""
+    if isinstance(one, ArrayStore) and isinstance(other, ArrayStore):
+        try:
+            return bool(np.shares_memory(one.array, other.array, max_work=_MAX_WORK))  # type: ignore[arg-type]
+        except np.exceptions.TooHardError:
+            return True
+    if isinstance(one, MmapStore) and isinstance(other, MmapStore):
+        paths = map(os.path.realpath, other.paths)
+        return not set(map(os.path.realpath, one.paths)).isdisjoint(paths)
+    return one is other
