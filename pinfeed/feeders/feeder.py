@@ -218,7 +218,7 @@ class Feeder(ResumableFeeder):
         """Plan the memory and how each store is read, and return the batches that follow."""
         stores = self._stores.stores
         n_rows = self._stores.n_rows
-        plan, self._choice = make_plan(
+        plan, read_plan = make_plan(
             stores,
             selection.order,
             selection.batch_size,
@@ -227,6 +227,7 @@ class Feeder(ResumableFeeder):
             self._device,
             route,
         )
+        self._read_plan = read_plan
         batches = selection.batches(n_rows, plan)
         self._plan = plan if selection.shard is None else selection.shard.planned(plan, n_rows)
         return batches
@@ -236,7 +237,7 @@ class Feeder(ResumableFeeder):
     ) -> None:
         """Make the runner of the epochs, which owns the buffers and threads of a loop."""
         tree = self._stores
-        source = RowSource(tree.stores, self._choice.strategies, tree.rebuild, batches)
+        source = RowSource(tree.stores, self._read_plan.strategies, tree.rebuild, batches)
         batch_size = self._plan.batch_size
         capacity = [batch_size * row_nbytes(store) for store in tree.stores] if batch_size else []
         self._loop = loop_over(batches)(
@@ -250,7 +251,7 @@ class Feeder(ResumableFeeder):
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         stack.callback(self._stores.close)
-        for strategy in self._choice.strategies:
+        for strategy in self._read_plan.strategies:
             stack.callback(strategy.close)
 
     @property

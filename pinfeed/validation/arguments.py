@@ -147,7 +147,7 @@ def explain_arguments(
     arguments that the caller typed be told from defaults.
 
     Args:
-        hints: What to give instead, by the name that other libraries use for the argument.
+        hints: Advice on what to give instead, by the name that other libraries use.
         example: A keyword argument, shown in the error about too many positional arguments; empty
             for the function's first keyword argument.
         options: Group of options (see ``validation.options``) that the function takes as
