@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.loaders import queues_closed, same
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from pinfeed import ArrayStore, Feeder, PinnedStore, RowDataset, errors
-from tests.feeders.test_dataloader import queues_closed, same
 
 __all__ = ["queues_closed"]
 N = 50

@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torchdata.nodes
+from support.loaders import queues_closed, same
 from torch.distributed.checkpoint.stateful import Stateful as CheckpointStateful
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful import Stateful
 
 from pinfeed import ArgumentError, ClosedError, Feeder, wrap_loader, wrap_readers
-from tests.feeders.test_dataloader import queues_closed, same
 
 __all__ = ["queues_closed"]
 # StatefulDataLoader calls it
