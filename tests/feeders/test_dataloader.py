@@ -1,4 +1,4 @@
-"""What a user of wrap_loader sees: the batches of a DataLoader, on the device."""
+"""wrap_loader: the batches of a DataLoader on the device, its attributes and statistics."""
 
 import collections
 import multiprocessing

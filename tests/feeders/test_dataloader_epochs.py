@@ -112,7 +112,10 @@ def test_an_iterator_draws_its_seed_when_it_is_made() -> None:
 
 
 def test_a_dataset_that_draws_itself_is_reproduced_at_depth_0() -> None:
-    """Ahead of the loop's body it cannot be; but no number is drawn twice, and without a body that draws it is the same."""
+    """Ahead of the training step, the numbers of the plain loop cannot be drawn.
+
+    No number is drawn twice, though, and without a step that draws, the numbers are the same.
+    """
     bare = DataLoader(Numbers(noisy), batch_size=SIZE)
     assert same(trained(wrap_loader(bare, device="cpu", depth=0)), trained(bare))
     torch.manual_seed(1)

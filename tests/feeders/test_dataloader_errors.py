@@ -61,7 +61,11 @@ def until_error(loader: Any, kind: type[BaseException]) -> tuple[list[int], Base
 
 
 def let_go(error: BaseException | None) -> None:
-    """Empty its frames. torch raises a worker's error from a variable: a cycle that holds the workers until it is collected."""
+    """Empty the error's frames.
+
+    torch raises a worker's error from a variable: a cycle that holds the workers until it is
+    collected.
+    """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__
@@ -149,7 +153,10 @@ def test_stop_iteration_in_a_worker_is_an_error(depth: int) -> None:
 
 
 def test_system_exit_in_a_worker_is_an_error() -> None:
-    """In a process of its own: torch's handler for the death of a worker raises wherever the main thread is."""
+    """It runs in a process of its own.
+
+    torch's handler for the death of a worker raises wherever the main thread is.
+    """
     program = """
         import sys
         from torch.utils.data import DataLoader
@@ -163,7 +170,8 @@ def test_system_exit_in_a_worker_is_an_error() -> None:
                 return i if i != 5 else sys.exit(3)
 
         try:
-            for batch in wrap_loader(DataLoader(Numbers(), batch_size=None, num_workers=1, timeout=1), device="cpu"):
+            loader = DataLoader(Numbers(), batch_size=None, num_workers=1, timeout=1)
+            for batch in wrap_loader(loader, device="cpu"):
                 pass
         except Exception as error:
             print("an error:", error)
@@ -269,7 +277,10 @@ class Watched:
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_nothing_holds_the_loaders_iterator_after_an_error(depth: int) -> None:
-    """Its worker processes would live on until the next garbage collection, and be forked along into the next epoch's."""
+    """Else its worker processes would live until the next garbage collection.
+
+    They would then be forked into those of the next epoch.
+    """
     bare = Watched()
     gc.collect()
     gc.disable()

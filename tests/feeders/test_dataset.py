@@ -1,4 +1,4 @@
-"""Rows by number: those of the feeder, one at a time, several at a time, and in the worker processes of a DataLoader."""
+"""Rows by index: single, several, and in the worker processes of a DataLoader."""
 
 import pickle
 from multiprocessing import resource_tracker

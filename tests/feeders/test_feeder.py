@@ -1,4 +1,4 @@
-"""What a user of Feeder sees."""
+"""Feeder: its batches, write-backs, plan, statistics and verification."""
 
 import itertools
 import json
@@ -174,8 +174,8 @@ def test_the_bound_of_a_batch_is_said_and_leaves_whole_batches_alone() -> None:
     with Feeder(x, config=config, device="cpu") as feeder:
         assert feeder.plan.batch_size == 1 << 16
         assert (
-            "65,536 rows a batch, as larger ones move no more rows per second; preferred_batch_size takes more"
-            in str(feeder.plan)
+            "65,536 rows a batch, as larger ones move no more rows per second; "
+            "preferred_batch_size takes more" in str(feeder.plan)
         )
     with Feeder(x, config=config, rows=[np.arange(90_000)], device="cpu") as feeder:
         assert [len(batch) for batch in feeder] == [90_000]
@@ -432,7 +432,10 @@ def test_a_batch_of_another_device_is_verified() -> None:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_what_changes_as_it_should_passes_verification(depth: int) -> None:
-    """Write-backs, a row that several batches have, rows that are not numbers, bfloat16, rows without bytes; and any change at depth 0."""
+    """Write-backs, a row in several batches, NaN, bfloat16 and rows without bytes are no error.
+
+    At depth 0, no change of a store is.
+    """
     x = torch.full((40, 3), torch.nan, dtype=torch.bfloat16)
     y = torch.zeros(40)
     order = [rows % 40 for rows in np.random.default_rng(0).integers(0, 40, (30, 1)) + np.arange(8)]

@@ -30,7 +30,10 @@ def feeder_of(x: np.ndarray, kind: str, depth: int = 3) -> Feeder:
 
 @pytest.mark.parametrize("kind", ["shuffled", "blocks", "sampler", "batches"])
 def test_resume_anywhere(x: np.ndarray, kind: str) -> None:
-    """From any batch of any epoch the rest is the same, with prefetching ahead; at the last batch, that is the next epoch."""
+    """From any batch of any epoch, the rest is the same in spite of prefetching.
+
+    After the last batch, the rest is the next epoch.
+    """
     states, all_rows = [], []
     with feeder_of(x, kind) as feeder:
         states.append((0, 0, feeder.state_dict()))
@@ -77,7 +80,7 @@ def test_an_epoch_without_a_length_that_was_whole_is_not_begun_again(x: np.ndarr
 def test_set_epoch_keeps_a_position_in_that_epoch(
     x: np.ndarray, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """As the loop of a program that goes on does: ``for epoch in range(feeder.epoch, n): feeder.set_epoch(epoch)``."""
+    """A program resumes by ``for epoch in range(feeder.epoch, n): feeder.set_epoch(epoch)``."""
     with feeder_of(x, kind) as feeder:
         want = [numbers(feeder) for _ in range(3)]
         feeder.set_epoch(1)

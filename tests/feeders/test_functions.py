@@ -1,4 +1,4 @@
-"""What a user of wrap_readers sees: what functions read, on the device, batch by batch."""
+"""wrap_readers: batches of samples that functions read, their order and their state."""
 
 import collections
 import json

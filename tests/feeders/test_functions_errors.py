@@ -178,7 +178,8 @@ def test_what_would_end_the_loop_in_silence_is_an_error(
     )
     assert got == [[0, 1], [2, 3]]
     assert re.match(
-        rf"{function.__name__} .*raised (StopIteration\(\)|SystemExit\(3\)), which would end the loop in silence",
+        rf"{function.__name__} .*raised (StopIteration\(\)|SystemExit\(3\)), which would end the "
+        r"loop in silence",
         str(error),
     )
     if sys.version_info >= (3, 11):

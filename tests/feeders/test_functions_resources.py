@@ -63,7 +63,10 @@ class Watch:
     ("depth", "n_readers", "limit"), [(0, 1, 1), (2, 1, 1), (5, 1, 1), (2, 3, 3)]
 )
 def test_samples_do_not_pile_up(depth: int, n_readers: int, limit: int) -> None:
-    """In 3 epochs of 50 batches no more samples are alive than are being read: each is written to its batch at once."""
+    """Each sample is written to its batch at once.
+
+    In 3 epochs of 50 batches, no more samples are alive than are being read.
+    """
     watch = Watch(200)
     gc.disable()
     try:

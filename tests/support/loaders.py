@@ -30,7 +30,7 @@ def queues_closed() -> Iterator[None]:
 
 
 class CopyingDevice(HostDevice):
-    """The host, doing what a GPU does with the batches of a loader: tensors are copied, from staging or from where they are."""
+    """Host device that copies a loader's tensors as a GPU does, from staging or directly."""
 
     unified = False
 

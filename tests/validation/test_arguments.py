@@ -1,4 +1,4 @@
-"""Arguments that a new user types: numbers that are none, seeds that shuffle nothing, and the words of other libraries."""
+"""Arguments that are refused: wrong numbers, seeds, ranks, flags, dtypes and paths."""
 
 import re
 from collections.abc import Callable
@@ -37,7 +37,10 @@ NO_NUMBERS: list[Any] = [None, True, 1.0, "1", np.array([1, 2]), torch.tensor(1.
     "make", [fed, wrapped, read, trained, Config], ids=lambda make: make.__name__
 )
 def test_a_depth_that_takes_memory_for_nothing_is_refused(make: Callable[..., Any]) -> None:
-    message = "depth=1000000: expected a whole number, from 0 to 1,024 (0 is the synchronous loop); each batch ahead takes memory"
+    message = (
+        "depth=1000000: expected a whole number, from 0 to 1,024 (0 is the synchronous loop); "
+        "each batch ahead takes memory"
+    )
     with pytest.raises(ArgumentError, match=re.escape(message)):
         make(depth=10**6)
     with pytest.raises(ArgumentError, match=f"depth={MAX_DEPTH + 1}: "):
@@ -144,7 +147,10 @@ def test_headroom_is_a_share(headroom: Any) -> None:
     ],
 )
 def test_a_seed_is_a_whole_number(make: Callable[[Any], Any], seed: Any) -> None:
-    message = f"seed={seed!r}: expected a whole number; for another order in every run, give seed=random.randrange(2**32)"
+    message = (
+        f"seed={seed!r}: expected a whole number; for another order in every run, give "
+        "seed=random.randrange(2**32)"
+    )
     with pytest.raises(ArgumentError, match=re.escape(message)):
         make(seed)
 
@@ -154,7 +160,10 @@ def test_a_seed_is_a_whole_number(make: Callable[[Any], Any], seed: Any) -> None
 def test_a_seed_that_shuffles_nothing_is_refused(
     make: Callable[..., Any], arguments: dict[str, Any]
 ) -> None:
-    message = f"seed={arguments['seed']} was given and shuffle was not; expected shuffle=True, which alone uses the seed"
+    message = (
+        f"seed={arguments['seed']} was given and shuffle was not; expected shuffle=True, which "
+        "alone uses the seed"
+    )
     with pytest.raises(ArgumentError, match=re.escape(message)):
         make(**arguments)
     make(shuffle=False, **arguments).close()
@@ -393,7 +402,10 @@ def test_a_directory_is_no_file(tmp_path: Path, make: Callable[[Any], Any]) -> N
 def test_rows_in_place_of_a_store(store: Any) -> None:
     with pytest.raises(
         ArgumentError,
-        match=rf"store={type(store).__name__}; expected a path of a .npy file, or a Store; .*ArrayStore",
+        match=(
+            rf"store={type(store).__name__}; expected a path of a .npy file, or a Store; "
+            r".*ArrayStore"
+        ),
     ):
         HostEmbedding(4, 2, store=store)
 
@@ -429,7 +441,10 @@ def test_a_table_that_is_larger_than_memory() -> None:
 
 @pytest.mark.parametrize("init", [lambda tensor: torch.randn(4, 2), lambda tensor: tensor + 1])
 def test_an_init_that_fills_another_tensor(tmp_path: Path, init: Callable[..., Any]) -> None:
-    message = "returned another tensor than it was given; expected a function that fills the given tensor in place"
+    message = (
+        "returned another tensor than it was given; expected a function that fills the given "
+        "tensor in place"
+    )
     for store in (None, tmp_path / "x.npy"):
         with pytest.raises(ArgumentError, match=message):
             HostEmbedding(4, 2, init=init, store=store)

@@ -55,7 +55,10 @@ def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> No
         (
             fed,
             {"num_workers": 4},
-            "Feeder has no argument 'num_workers'; pinfeed runs as many reader threads as help; leave it out",
+            (
+                "Feeder has no argument 'num_workers'; pinfeed runs as many reader threads as help; "
+                "leave it out"
+            ),
         ),
         (fed, {"gpu_memory_limit": 1}, "config=pinfeed.Config(gpu_memory_limit=...)"),
         (fed, {"batchsize": 8}, "Feeder has no argument 'batchsize'; did you mean 'batch_size'?"),
@@ -75,7 +78,10 @@ def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> No
         (
             read,
             {"dataset": 4},
-            "wrap_readers has no argument 'dataset'; the lists of inputs and of outputs come first, without names",
+            (
+                "wrap_readers has no argument 'dataset'; the lists of inputs and of outputs come "
+                "first, without names"
+            ),
         ),
         (
             read,
@@ -85,7 +91,10 @@ def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> No
         (
             Config,
             {"batch_size": 4},
-            "Config has no argument 'batch_size'; give it to the feeder, or give preferred_batch_size=",
+            (
+                "Config has no argument 'batch_size'; give it to the feeder, or give "
+                "preferred_batch_size="
+            ),
         ),
         (
             Config,
@@ -146,7 +155,10 @@ def test_words_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
         (lambda: HostEmbeddingBag(4, 2, sparse=True), "has no argument 'sparse'; the rows"),
         (
             lambda: HostEmbeddingBag(10, 2, "sum"),  # type: ignore[misc]
-            "embedding_dim alone; give the others by name: HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
+            (
+                "embedding_dim alone; give the others by name: HostEmbeddingBag(num_embeddings, "
+                "embedding_dim, mode=...)"
+            ),
         ),
         (
             lambda: MmapStore(path, mmap_mode="r"),
@@ -182,7 +194,10 @@ def test_all_words_are_explained_at_once() -> None:
 
 
 def test_a_batch_size_without_its_name() -> None:
-    message = "Feeder got 2 arguments without a name; expected source alone; give the others by name: Feeder(source, batch_size=...)"
+    message = (
+        "Feeder got 2 arguments without a name; expected source alone; give the others by name: "
+        "Feeder(source, batch_size=...)"
+    )
     with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
         Feeder(np.zeros(8), 4)  # type: ignore[misc]
     with pytest.raises(
