@@ -4,6 +4,7 @@ import itertools
 import json
 import threading
 from collections import namedtuple
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -139,6 +140,16 @@ def test_writes_have_landed_after_break() -> None:
                 break
         assert table[:6].all()
         assert not table[6:].any()
+
+
+@pytest.mark.parametrize("flush", [Feeder.flush_writes, Feeder.land])
+def test_writes_can_be_flushed_in_the_loop(flush: Callable[[Feeder], None]) -> None:
+    x = np.zeros((100, 2))
+    with Feeder(x, batch_size=10, depth=3) as feeder:
+        for batch in feeder.batches():
+            batch.write_back(batch.data + 1)
+            flush(feeder)
+            assert (x[batch.rows] == 1).all()
 
 
 def test_values_that_need_gradients_can_be_written() -> None:

@@ -104,8 +104,8 @@ def refusal(source: Any) -> str:
         (
             Lazy(X),
             (
-                "source: got Lazy; expected a path, a numpy array, a CPU tensor, an Arrow table or a "
-                "Store; copy it in pieces"
+                "source: got Lazy; expected a path, a numpy array, a CPU tensor, an Arrow table or "
+                "a Store; copy it in pieces"
             ),
         ),
         ({"x": X, "y": Lazy(X)}, "source['y']: got Lazy; "),
@@ -127,8 +127,8 @@ def refusal(source: Any) -> str:
         (
             [1, 2, 3],
             (
-                "source[0]: got int; expected a path, a numpy array, a CPU tensor, an Arrow table or "
-                "a Store; numbers in a list"
+                "source[0]: got int; expected a path, a numpy array, a CPU tensor, an Arrow table "
+                "or a Store; numbers in a list"
             ),
         ),
         (3.5, "source: got float"),

@@ -56,8 +56,8 @@ def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> No
             fed,
             {"num_workers": 4},
             (
-                "Feeder has no argument 'num_workers'; pinfeed runs as many reader threads as help; "
-                "leave it out"
+                "Feeder has no argument 'num_workers'; pinfeed runs as many reader threads as "
+                "help; leave it out"
             ),
         ),
         (fed, {"gpu_memory_limit": 1}, "config=pinfeed.Config(gpu_memory_limit=...)"),
