@@ -6,8 +6,7 @@ from types import ModuleType
 
 import pytest
 import torch._inductor.config
-
-from tests.feeders.test_dataloader import queues_closed
+from support.loaders import queues_closed
 
 __all__ = ["queues_closed"]
 EXAMPLES = Path(__file__).parent.parent / "examples"

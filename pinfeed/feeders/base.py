@@ -134,7 +134,7 @@ class ResumableFeeder(BaseFeeder):
         see ``Ranks``.
 
         Args:
-            state: What ``state_dict`` returned.
+            state: Return value of ``state_dict``.
 
         Raises:
             ArgumentError: If ``state`` is not a state of a feeder, or belongs to a feeder with

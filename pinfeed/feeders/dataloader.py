@@ -233,7 +233,7 @@ class StatefulLoaderFeeder(LoaderFeeder):
         """Make the next loop continue at a saved position.
 
         Args:
-            state: What ``state_dict`` of this feeder or of the loader itself returned.
+            state: Return value of ``state_dict`` of this feeder or of the loader itself.
 
         Raises:
             ClosedError: If a loop runs, or the feeder is closed.

@@ -217,7 +217,7 @@ class Feeder(ResumableFeeder):
         stores = self._stores.stores
         n_rows = self._stores.n_rows
         request = PlanRequest(stores, selection.order, selection.batch_size, selection.config)
-        plan, self._choice = make_plan(request, schedule, self._device, route)
+        plan, self._read_plan = make_plan(request, schedule, self._device, route)
         batches = selection.batches(n_rows, plan)
         self._plan = plan
         if selection.shard is not None:
@@ -229,7 +229,7 @@ class Feeder(ResumableFeeder):
     ) -> None:
         """Make the runner of the epochs, which owns the buffers and threads of a loop."""
         tree = self._stores
-        source = RowSource(tree.stores, self._choice.strategies, tree.rebuild, batches)
+        source = RowSource(tree.stores, self._read_plan.strategies, tree.rebuild, batches)
         batch_size = self._plan.batch_size
         capacity = [batch_size * row_nbytes(store) for store in tree.stores] if batch_size else []
         self._loop = EpochRunner(
@@ -243,7 +243,7 @@ class Feeder(ResumableFeeder):
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         stack.callback(self._stores.close)
-        for strategy in self._choice.strategies:
+        for strategy in self._read_plan.strategies:
             stack.callback(strategy.close)
 
     @property

@@ -104,38 +104,31 @@ def wrap_readers(
     batch_size = whole_number(batch_size, "batch_size")
     one_read_count = whole_number(one_read_count, "one_read_count")
     n_readers = whole_number(n_readers, "n_readers", most=_MAX_READERS, note="; each is a thread")
-    check_flag(options["shuffle"], "shuffle")
-    check_flag(options["drop_last"], "drop_last")
-    check_flag(options["progress"], "progress")
-    check_flag(options["timeline"], "timeline")
-    seed = check_seed(options["seed"])
-    order = shuffled(seed) if options["shuffle"] else sequential()
+    order = _checked_order(options)
     batches = _identity_batches(len(inputs), order, batch_size, one_read_count, options)
-    readers = [
-        SampleReader(
-            "input",
-            read_input,
-            inputs,
-            one_read_count,
-            options["apply_on_input_batch"],
-            _dtype(options["input_dtype"], "input_dtype"),
-        ),
-        SampleReader(
-            "output",
-            get_output,
-            outputs,
-            one_read_count,
-            options["apply_on_output_batch"],
-            _dtype(options["output_dtype"], "output_dtype"),
-        ),
-    ]
-    for reader in readers:
-        _check_reader(reader)
+    input_reader = SampleReader(
+        "input",
+        read_input,
+        inputs,
+        one_read_count,
+        options["apply_on_input_batch"],
+        _dtype(options["input_dtype"], "input_dtype"),
+    )
+    output_reader = SampleReader(
+        "output",
+        get_output,
+        outputs,
+        one_read_count,
+        options["apply_on_output_batch"],
+        _dtype(options["output_dtype"], "output_dtype"),
+    )
+    _check_reader(input_reader)
+    _check_reader(output_reader)
     settings = ReaderSettings(
         check_depth(depth), device, n_readers, options["progress"], options["timeline"]
     )
     begin = functools.partial(note_workers, options["ranks"], order)
-    return ReaderFeeder(readers, batches, settings, begin)
+    return ReaderFeeder([input_reader, output_reader], batches, settings, begin)
 
 
 @dataclass(frozen=True)
@@ -222,6 +215,16 @@ def _check_identities(inputs: Any, outputs: Any) -> None:
             f"got {len(inputs)} inputs and {len(outputs)} outputs; expected one of each per "
             "identity"
         )
+
+
+def _checked_order(options: ReaderOptions) -> Order:
+    """Return the order of the identities, after a check of the options that are flags or a seed."""
+    check_flag(options["shuffle"], "shuffle")
+    check_flag(options["drop_last"], "drop_last")
+    check_flag(options["progress"], "progress")
+    check_flag(options["timeline"], "timeline")
+    seed = check_seed(options["seed"])
+    return shuffled(seed) if options["shuffle"] else sequential()
 
 
 def _identity_batches(

@@ -10,7 +10,7 @@ from pinfeed.validation.options import Default
 
 
 class FeederOptions(TypedDict, total=False):
-    """How a loop over batches is observed and checked."""
+    """Options that observe and check a loop over batches; the last arguments of ``Feeder``."""
 
     verify: Annotated[bool, Default(False)]
     """Whether to compare each batch with its rows in the stores."""
@@ -21,7 +21,7 @@ class FeederOptions(TypedDict, total=False):
 
 
 class ReaderOptions(TypedDict, total=False):
-    """How samples become batches, the order of an epoch, and how the loop is observed."""
+    """Options of ``wrap_readers``: samples, order of an epoch, observation of the loop."""
 
     apply_on_input_batch: Annotated[Apply | None, Default(None)]
     """Function that makes a batch of its input samples; None stacks them."""

@@ -142,12 +142,12 @@ def explain_arguments(
 ) -> Callable[[Callable[P, T]], Callable[P, T]]:
     """Decorate a function, or an ``__init__``, so that a wrong argument gets helpful advice.
 
-    People, editors and type checkers still see the function's own signature. A ``seed`` without
+    Editors and type checkers still see the function's own signature. A ``seed`` without
     ``shuffle`` is refused here too, because such a seed would shuffle nothing. Only here can the
     arguments that the caller typed be told from defaults.
 
     Args:
-        hints: What to give instead, by the name that other libraries use for the argument.
+        hints: Advice on what to give instead, by the name that other libraries use.
         example: A keyword argument, shown in the error about too many positional arguments; empty
             for the function's first keyword argument.
         options: Group of options (see ``validation.options``) that the function takes as
@@ -162,9 +162,10 @@ def explain_arguments(
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         signature = inspect.signature(function)
+        defaults = {}
         if options is not None:
             signature = with_options(signature, options)
-        defaults = {} if options is None else defaults_of(options)
+            defaults = defaults_of(options)
         title = function.__qualname__.split(".")[0]
         check = _ArgumentCheck(title, signature, hints, example)
 
@@ -177,7 +178,8 @@ def explain_arguments(
                 kwargs.setdefault(name, value)
             return function(*args, **kwargs)
 
-        checked.__dict__["__signature__"] = signature
+        if options is not None:
+            checked.__dict__["__signature__"] = signature
         return checked
 
     return decorate

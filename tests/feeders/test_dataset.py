@@ -1,4 +1,4 @@
-"""Rows by number: those of the feeder, one at a time, several at a time, and in the worker processes of a DataLoader."""
+"""Rows by index: single, several, and in the worker processes of a DataLoader."""
 
 import pickle
 from multiprocessing import resource_tracker
@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.loaders import queues_closed, same
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler
 
 from pinfeed import ArrayStore, Feeder, PinnedStore, RowDataset, errors
-from tests.feeders.test_dataloader import queues_closed, same
 
 __all__ = ["queues_closed"]
 N = 50

@@ -1,37 +1,28 @@
-"""What a user of Feeder sees."""
+"""Feeder: its batches, write-backs, plan, statistics and verification."""
 
-import gc
 import itertools
 import json
 import threading
-import weakref
 from collections import namedtuple
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+from support.feeders import DEPTHS, numbers
 
-from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, errors, rows
+from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, errors
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.tensors.numpy_torch import NUMPY
 from pinfeed.testing import SimDevice
 from pinfeed.testing.sim import lazy
 
-DEPTHS = [0, 1, 2, 5]
-
 
 @pytest.fixture
 def x() -> np.ndarray:
     return np.arange(100 * 3, dtype=np.float32).reshape(100, 3)
-
-
-def numbers(feeder: Any) -> list[list[int]]:
-    """Row numbers of every batch."""
-    return [batch.rows.tolist() for batch in feeder.batches()]
 
 
 # ---- what is yielded -----------------------------------------------------------------------------
@@ -114,437 +105,6 @@ def test_len_and_drop_last(x: np.ndarray) -> None:
         assert [len(b) for b in feeder] == [100]
 
 
-# ---- which rows ----------------------------------------------------------------------------------
-
-
-def test_every_epoch_has_another_order_and_the_same_for_the_same_seed(x: np.ndarray) -> None:
-    def epochs(seed: int) -> list[list[list[int]]]:
-        with Feeder(x, batch_size=30, shuffle=True, seed=seed) as feeder:
-            return [numbers(feeder) for _ in range(3)]
-
-    first = epochs(1)
-    again = epochs(1)
-    other = epochs(2)
-    assert first == again
-    assert first != other
-    assert len({str(e) for e in first}) == 3
-    assert all(sorted(itertools.chain(*e)) == list(range(100)) for e in first)
-
-
-@pytest.mark.parametrize(
-    ("given", "wanted"),
-    [
-        ([[1, 2, 3], [9], [4, 4]], [[1, 2, 3], [9], [4, 4]]),
-        ([np.array([5, 6]), np.array([7], np.uint8)], [[5, 6], [7]]),
-        ([torch.tensor([5, 6])], [[5, 6]]),
-        (
-            BatchSampler(SequentialSampler(range(10)), 4, drop_last=False),
-            [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]],
-        ),
-    ],
-    ids=["lists", "arrays", "tensors", "BatchSampler"],
-)
-def test_rows_that_are_batches(x: np.ndarray, given: Any, wanted: list[list[int]]) -> None:
-    with Feeder(x, rows=given) as feeder:
-        assert len(feeder) == len(wanted)
-        for _ in range(2):
-            assert numbers(feeder) == wanted
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        np.array([5, 3, 99, 5, 0]),
-        [5, 3, 99, 5, 0],
-        (i for i in [5, 3, 99, 5, 0]),
-        torch.tensor([5, 3, 99, 5, 0]),
-    ],
-    ids=["array", "list", "generator", "tensor"],
-)
-def test_rows_that_are_single(x: np.ndarray, given: Any) -> None:
-    with Feeder(x, rows=given, batch_size=2) as feeder:
-        assert numbers(feeder) == [[5, 3], [99, 5], [0]]
-
-
-def test_samplers_of_torch(x: np.ndarray) -> None:
-    sampler = RandomSampler(x, generator=torch.Generator().manual_seed(3))
-    want = list(RandomSampler(x, generator=torch.Generator().manual_seed(3)))
-    with Feeder(x, rows=sampler, batch_size=16) as feeder:
-        assert len(feeder) == 7
-        assert list(itertools.chain(*numbers(feeder))) == want
-    shared, same = (DistributedSampler(x, num_replicas=3, rank=1, seed=5) for _ in range(2))  # type: ignore[arg-type]
-    with Feeder(x, rows=shared, batch_size=16) as feeder:
-        for epoch in range(2):
-            same.set_epoch(epoch)
-            assert list(itertools.chain(*numbers(feeder))) == list(same)
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-@pytest.mark.parametrize("in_batches", [False, True])
-def test_the_epoch_that_a_samplers_owner_has_set(
-    x: np.ndarray, in_batches: bool, depth: int
-) -> None:
-    """It is the loop's, as it is with a DataLoader; the epochs after it follow.
-
-    Setting it to the same one again counts as well.
-    """
-    shared, same = (DistributedSampler(x, num_replicas=2, rank=0, seed=5) for _ in range(2))  # type: ignore[arg-type]
-    rows: dict[str, Any] = (
-        {"rows": BatchSampler(shared, 16, drop_last=False)}
-        if in_batches
-        else {"rows": shared, "batch_size": 16}
-    )
-
-    def order(epoch: int) -> list[int]:
-        same.set_epoch(epoch)
-        return list(same)
-
-    def loop() -> list[int]:
-        return list(itertools.chain(*numbers(feeder)))
-
-    with Feeder(x, **rows, depth=depth) as feeder:
-        shared.set_epoch(5)
-        assert feeder.epoch == 5
-        assert [loop() for _ in range(2)] == [order(5), order(6)]
-        for epoch in (0, 0, 7, 7, 8):
-            shared.set_epoch(epoch)
-            assert (feeder.epoch, loop()) == (epoch, order(epoch))
-        shared.set_epoch(1)
-        feeder.set_epoch(2)
-        assert (feeder.epoch, loop()) == (2, order(2)), "what was called last"
-        assert (feeder.epoch, loop()) == (3, order(3))
-        for _ in feeder:
-            # Which does not change the order of this epoch.
-            shared.set_epoch(9)
-            state = feeder.state_dict()
-            break
-        assert (state["epoch"], feeder.epoch) == (4, 9)
-
-
-def test_two_feeders_with_one_sampler(x: np.ndarray) -> None:
-    """What one of them sets, its owner has not set, for the other."""
-    shared, same = (DistributedSampler(x, num_replicas=2, rank=0, seed=5) for _ in range(2))  # type: ignore[arg-type]
-
-    def order(epoch: int) -> list[int]:
-        same.set_epoch(epoch)
-        return list(same)
-
-    with (
-        Feeder(x, rows=shared, batch_size=10) as images,
-        Feeder(np.arange(100), rows=shared, batch_size=10) as labels,
-    ):
-        for epoch in range(3):
-            both = [
-                (batch.rows.tolist(), other.tolist())
-                for batch, other in zip(images.batches(), labels, strict=True)
-            ]
-            assert [list(itertools.chain(*rows)) for rows in zip(*both, strict=True)] == [
-                order(epoch)
-            ] * 2
-            assert shared.epoch == images.epoch == labels.epoch == epoch + 1
-        for epoch in range(3, 6):
-            assert list(itertools.chain(*numbers(images))) == order(epoch)
-            if epoch == 4:
-                assert torch.cat(list(labels)).tolist() == order(3)
-
-
-def test_a_sampler_whose_epoch_is_another_number_is_refused(x: np.ndarray) -> None:
-    class Iterated:
-        epoch = 0
-
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(10))
-
-        def set_epoch(self, number: int) -> None:
-            self.epoch = 100 + number
-
-    with (
-        Feeder(x, rows=Iterated(), batch_size=5) as feeder,
-        pytest.raises(errors.ArgumentError, match="leaves epoch=103"),
-    ):
-        feeder.set_epoch(3)
-
-
-def test_a_sampler_that_does_not_tell_its_epoch_is_its_owners(x: np.ndarray) -> None:
-    class Own:
-        shift = 0
-
-        def set_epoch(self, number: int) -> None:
-            self.shift = number
-
-        def __iter__(self) -> Iterator[int]:
-            return iter([(i + self.shift) % 100 for i in range(100)])
-
-    sampler = Own()
-    with Feeder(x, rows=sampler, batch_size=50) as feeder:
-        for epoch in (5, 5, 7):
-            sampler.set_epoch(epoch)
-            assert numbers(feeder)[0][0] == epoch
-        assert numbers(feeder)[0][0] == 7, "as with a DataLoader"
-        feeder.set_epoch(3)
-        assert numbers(feeder)[0][0] == 3
-        feeder.set_epoch(3)
-        for _ in feeder:
-            state = feeder.state_dict()
-            break
-    sampler = Own()
-    with Feeder(x, rows=sampler, batch_size=50) as feeder:
-        feeder.load_state_dict(state)
-        sampler.set_epoch(feeder.epoch)
-        assert [rows[0] for rows in numbers(feeder)] == [53]
-        feeder.load_state_dict(state)
-        sampler.set_epoch(4)
-        with pytest.raises(errors.ArgumentError, match="other rows for epoch 3"):
-            list(feeder)
-
-
-def test_a_sampler_that_is_resumed_as_its_owner_does(
-    x: np.ndarray, caplog: pytest.LogCaptureFixture
-) -> None:
-    def make() -> tuple[Any, Feeder]:
-        sampler = DistributedSampler(x, num_replicas=2, rank=0, seed=5)  # type: ignore[arg-type]
-        return sampler, Feeder(x, rows=sampler, batch_size=16)
-
-    sampler, feeder = make()
-    with feeder:
-        want = []
-        for epoch in range(5, 8):
-            sampler.set_epoch(epoch)
-            want.append(numbers(feeder))
-        sampler.set_epoch(6)
-        for i, _ in enumerate(feeder):
-            state = feeder.state_dict()
-            if i == 1:
-                break
-    sampler, feeder = make()
-    with feeder:
-        feeder.load_state_dict(json.loads(json.dumps(state)))
-        assert (feeder.epoch, sampler.epoch) == (6, 6)
-        got = []
-        for epoch in range(feeder.epoch, 8):
-            sampler.set_epoch(epoch)
-            got.append(numbers(feeder))
-        assert got == [want[1][2:], want[2]]
-        assert not caplog.records
-        feeder.load_state_dict(state)
-        sampler.set_epoch(5)
-        assert numbers(feeder) == want[0]
-        assert "the position that was loaded, batch 2 of epoch 6, is dropped" in caplog.text
-
-
-def test_a_batch_sampler_passes_the_epoch_on(x: np.ndarray) -> None:
-    shared = DistributedSampler(x, num_replicas=2, rank=0, seed=5)  # type: ignore[arg-type]
-    with Feeder(x, rows=BatchSampler(shared, 16, drop_last=False)) as feeder:
-        epochs = [list(itertools.chain(*numbers(feeder))) for _ in range(2)]
-    for epoch, got in enumerate(epochs):
-        shared.set_epoch(epoch)
-        assert got == list(shared)
-
-
-def test_batches_whose_size_nobody_knows(x: np.ndarray) -> None:
-    with Feeder(x, rows=([i] * (i + 1) for i in range(50))) as feeder:
-        assert feeder.plan.batch_size == 0
-        assert "as each turns out to have" in str(feeder.plan)
-        assert [len(batch) for batch in feeder] == list(range(1, 51))
-
-
-def test_batches_that_the_limits_do_not_hold(x: np.ndarray) -> None:
-    with pytest.raises(errors.BudgetError, match=r"up to 80 rows; the limits of config hold 40"):
-        Feeder(x, rows=[range(80)], config=Config(preferred_batch_size=40))
-
-
-def test_orders_of_pinfeed(x: np.ndarray) -> None:
-    config = Config(cpu_memory_limit=MiB(8), preferred_batch_size=9)
-    with Feeder(x, rows=rows.block_shuffled(seed=1, block_rows=4), config=config) as feeder:
-        assert sorted(itertools.chain(*numbers(feeder))) == list(range(100))
-    shares = []
-    for rank in range(3):
-        with Feeder(
-            x, rows=rows.per_rank(rows.shuffled(7), rank=rank, world_size=3), batch_size=9
-        ) as feeder:
-            shares.append(list(itertools.chain(*numbers(feeder))))
-    assert [len(s) for s in shares] == [34] * 3
-    assert set(itertools.chain(*shares)) == set(range(100))
-
-
-def test_set_epoch(x: np.ndarray) -> None:
-    with Feeder(x, batch_size=50, shuffle=True) as feeder:
-        epochs = [numbers(feeder) for _ in range(3)]
-        assert feeder.epoch == 3
-        feeder.set_epoch(1)
-        assert numbers(feeder) == epochs[1]
-        assert numbers(feeder) == epochs[2]
-
-
-# ---- ending --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_break_ends_the_loop_at_once(x: np.ndarray, depth: int) -> None:
-    with Feeder(x, batch_size=10, depth=depth) as feeder:
-        for _ in feeder:
-            break
-        assert not [t for t in threading.enumerate() if t.name.startswith("pinfeed")]
-        assert len(list(feeder)) == 10
-
-
-def test_an_exception_of_the_loop_ends_it(x: np.ndarray) -> None:
-    feeder = Feeder(x, batch_size=10)
-    with pytest.raises(ZeroDivisionError):
-        for _ in feeder:
-            raise ZeroDivisionError
-    assert len(list(feeder)) == 10
-    feeder.close()
-
-
-def test_a_feeder_that_is_not_closed_leaves_nothing(x: np.ndarray) -> None:
-    feeder = Feeder(x, batch_size=10)
-    loop = iter(feeder)
-    next(loop)
-    gone = weakref.ref(feeder)
-    del feeder, loop
-    assert gone() is None
-    assert not [t for t in threading.enumerate() if t.name.startswith("pinfeed")]
-
-
-def test_close(x: np.ndarray) -> None:
-    feeder = Feeder(x, batch_size=10)
-    loop = iter(feeder)
-    next(loop)
-    feeder.close()
-    feeder.close()
-    assert next(loop, None) is None
-    for use in (
-        lambda: iter(feeder),
-        feeder.batches,
-        lambda: feeder.set_epoch(0),
-        lambda: feeder.load_state_dict({}),
-    ):
-        with pytest.raises(errors.ClosedError, match="closed"):
-            use()
-
-
-def test_close_while_another_thread_waits_for_a_batch(x: np.ndarray) -> None:
-    asked, go_on = threading.Event(), threading.Event()
-
-    class Slow(ArrayStore):
-        def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
-            if 20 in rows:
-                asked.set()
-                go_on.wait()
-            super().gather(rows, out)
-
-    feeder, caught = Feeder(Slow(x), batch_size=10), []
-
-    def run() -> None:
-        try:
-            for _ in feeder:
-                pass
-        except errors.ClosedError as error:
-            caught.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    asked.wait()
-    while not feeder._loop._running().gi_running:  # type: ignore[union-attr,misc]
-        pass
-    feeder.close()
-    go_on.set()
-    thread.join()
-    assert "closed while its loop was waiting" in str(caught[0])
-    with pytest.raises(errors.ClosedError):
-        iter(feeder)
-
-
-@pytest.mark.parametrize("where", ["reader", "writer"])
-def test_a_loop_that_the_garbage_collector_ends_in_its_own_worker(where: str) -> None:
-    table = np.zeros((100, 2))
-    dropped = threading.Event()
-
-    class Collecting(ArrayStore):
-        def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
-            super().gather(rows, out)
-            if where == "reader" and 50 in rows:
-                self.collect()
-
-        def scatter(self, rows: np.ndarray, values: np.ndarray) -> None:
-            super().scatter(rows, values)
-            if where == "writer":
-                self.collect()
-
-        def collect(self) -> None:
-            dropped.wait()
-            gc.collect()
-
-    class Cycle:
-        def __init__(self) -> None:
-            self.me = self
-            self.loop = Feeder(Collecting(table), batch_size=10, depth=3, device="cpu").batches()
-
-    cycle = Cycle()
-    batch = next(cycle.loop)
-    batch.write_back(batch.data + 1)
-    if where == "reader":
-        next(cycle.loop)
-        next(cycle.loop)
-    del cycle, batch
-    dropped.set()
-    while any(t.name.startswith("pinfeed") for t in threading.enumerate()):
-        pass
-    assert table[:10].all()
-
-
-def test_a_second_loop_at_the_same_time(x: np.ndarray) -> None:
-    with Feeder(x, batch_size=10) as feeder:
-        loop = iter(feeder)
-        for second in (lambda: iter(feeder), feeder.batches, lambda: feeder.set_epoch(0)):
-            with pytest.raises(errors.ClosedError, match="running"):
-                second()
-        assert len(list(loop)) == 10
-        assert len(list(feeder)) == 10
-
-
-def test_files_that_a_feeder_opened_are_closed_and_stores_that_it_was_given_are_not(
-    x: np.ndarray, tmp_path: Path
-) -> None:
-    np.save(tmp_path / "x.npy", x)
-    store = MmapStore(tmp_path / "x.npy")
-    with Feeder((store, tmp_path / "x.npy"), batch_size=10) as feeder:
-        own = feeder._stores.stores[1]
-        list(feeder)
-    out = np.empty((1, 3), np.float32)
-    store.gather(np.array([3]), out)
-    with pytest.raises(errors.ClosedError):
-        own.gather(np.array([3]), out)
-    store.close()
-
-
-def test_a_memory_map_is_streamed_from_its_file(x: np.ndarray, tmp_path: Path) -> None:
-    np.save(tmp_path / "x.npy", x)
-    for given, kind in [
-        (np.load(tmp_path / "x.npy", mmap_mode="r"), MmapStore),
-        (np.load(tmp_path / "x.npy", mmap_mode="r")[10:], ArrayStore),
-        (np.load(tmp_path / "x.npy", mmap_mode="c"), ArrayStore),
-        (np.memmap(tmp_path / "x.npy", np.float32, "r", 128, (100, 3)), MmapStore),
-        (np.memmap(tmp_path / "x.npy", np.float32, "r", 128, (50, 6)), ArrayStore),
-    ]:
-        with Feeder(given, batch_size=7, shuffle=True) as feeder:
-            assert type(feeder._stores.stores[0]) is kind
-            for batch in feeder.batches():
-                np.testing.assert_array_equal(batch.data.numpy(force=True), given[batch.rows])
-
-
-def test_a_memory_map_whose_file_was_replaced_is_what_was_mapped(
-    x: np.ndarray, tmp_path: Path
-) -> None:
-    np.save(tmp_path / "x.npy", x)
-    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
-    np.save(tmp_path / "other.npy", x + 1)
-    (tmp_path / "other.npy").replace(tmp_path / "x.npy")
-    with Feeder(mapped, batch_size=100) as feeder:
-        np.testing.assert_array_equal(next(iter(feeder)).numpy(force=True), x)
-
-
 # ---- writing back --------------------------------------------------------------------------------
 
 
@@ -582,165 +142,22 @@ def test_writes_have_landed_after_break() -> None:
         assert not table[6:].any()
 
 
+@pytest.mark.parametrize("flush", [Feeder.flush_writes, Feeder.land])
+def test_writes_can_be_flushed_in_the_loop(flush: Callable[[Feeder], None]) -> None:
+    x = np.zeros((100, 2))
+    with Feeder(x, batch_size=10, depth=3) as feeder:
+        for batch in feeder.batches():
+            batch.write_back(batch.data + 1)
+            flush(feeder)
+            assert (x[batch.rows] == 1).all()
+
+
 def test_values_that_need_gradients_can_be_written() -> None:
     table = np.zeros((4, 2), np.float32)
     with Feeder(table, batch_size=4) as feeder:
         for batch in feeder.batches():
             batch.write_back(torch.ones_like(batch.data, requires_grad=True))
     assert table.all()
-
-
-# ---- resuming ------------------------------------------------------------------------------------
-
-
-def feeder_of(x: np.ndarray, kind: str, depth: int = 3) -> Feeder:
-    given: dict[str, Any] = {
-        "shuffled": {"shuffle": True, "seed": 4, "batch_size": 7},
-        "blocks": {"rows": rows.block_shuffled(2, block_rows=8, window_blocks=2), "batch_size": 7},
-        "sampler": {"rows": DistributedSampler(x, num_replicas=1, rank=0), "batch_size": 7},  # type: ignore[arg-type]
-        "batches": {"rows": [np.arange(i, i + 5) for i in range(0, 90, 5)]},
-    }[kind]
-    return Feeder(x, depth=depth, **given)
-
-
-@pytest.mark.parametrize("kind", ["shuffled", "blocks", "sampler", "batches"])
-def test_resume_anywhere(x: np.ndarray, kind: str) -> None:
-    """From any batch of any epoch the rest is the same, with prefetching ahead; at the last batch, that is the next epoch."""
-    states, all_rows = [], []
-    with feeder_of(x, kind) as feeder:
-        states.append((0, 0, feeder.state_dict()))
-        for epoch in range(3):
-            epoch_rows = []
-            for batch in feeder.batches():
-                epoch_rows.append(batch.rows.tolist())
-                states.append((epoch, len(epoch_rows), feeder.state_dict()))
-            states.append((epoch + 1, 0, feeder.state_dict()))
-            all_rows.append(epoch_rows)
-    for epoch, position, state in states:
-        if epoch < 3 and (position % 4 == 0 or position >= len(all_rows[epoch]) - 1):
-            with feeder_of(x, kind, depth=epoch) as feeder:
-                if position == len(all_rows[epoch]):
-                    epoch, position = epoch + 1, 0
-                if epoch == 3:
-                    continue
-                feeder.load_state_dict(json.loads(json.dumps(state)))
-                assert feeder.epoch == epoch
-                assert numbers(feeder) == all_rows[epoch][position:]
-                if epoch < 2:
-                    assert numbers(feeder) == all_rows[epoch + 1]
-
-
-def test_an_epoch_without_a_length_that_was_whole_is_not_begun_again(x: np.ndarray) -> None:
-    """Nobody knows that before the sampler ends: then the loop goes on with the next epoch."""
-
-    class Unsized:
-        def __iter__(self) -> Iterator[int]:
-            return iter(range(20))
-
-    with Feeder(x, rows=Unsized(), batch_size=7) as feeder:
-        states = [feeder.state_dict() for _ in feeder]
-    with Feeder(x, rows=Unsized(), batch_size=7) as feeder:
-        feeder.load_state_dict(states[-1])
-        assert numbers(feeder) == [list(range(7)), list(range(7, 14)), list(range(14, 20))]
-        assert feeder.epoch == 2
-        feeder.load_state_dict(states[-2])
-        assert numbers(feeder) == [list(range(14, 20))]
-        assert feeder.epoch == 1
-
-
-@pytest.mark.parametrize("kind", ["shuffled", "blocks", "sampler", "batches"])
-def test_set_epoch_keeps_a_position_in_that_epoch(
-    x: np.ndarray, kind: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    """As the loop of a program that goes on does: ``for epoch in range(feeder.epoch, n): feeder.set_epoch(epoch)``."""
-    with feeder_of(x, kind) as feeder:
-        want = [numbers(feeder) for _ in range(3)]
-        feeder.set_epoch(1)
-        for i, _ in enumerate(feeder):
-            state = feeder.state_dict()
-            if i == 3:
-                break
-    with feeder_of(x, kind) as feeder:
-        feeder.load_state_dict(state)
-        got = []
-        for epoch in range(feeder.epoch, 3):
-            feeder.set_epoch(epoch)
-            got.append(numbers(feeder))
-        assert got == [want[1][4:], want[2]]
-        assert not caplog.records
-        feeder.load_state_dict(state)
-        feeder.set_epoch(2)
-        assert "the position that was loaded, batch 4 of epoch 1, is dropped" in caplog.text
-        assert numbers(feeder) == want[2]
-        feeder.set_epoch(2)
-        assert numbers(feeder) == want[2], "of an epoch that was run, from its beginning"
-        caplog.clear()
-        feeder.set_epoch(1)
-        for _ in feeder:
-            state = feeder.state_dict()
-        feeder.load_state_dict(state)
-        assert feeder.epoch == 2
-        feeder.set_epoch(1)
-        assert "epoch 1 runs again" in caplog.text
-        assert numbers(feeder) == want[1]
-
-
-def test_resume_twice_in_one_epoch(x: np.ndarray) -> None:
-    with feeder_of(x, "shuffled") as feeder:
-        want = numbers(feeder)
-    got: list[list[int]] = []
-    state: dict[str, Any] | None = None
-    while state is None or state["epoch"] == 0:
-        with feeder_of(x, "shuffled") as feeder:
-            if state is not None:
-                feeder.load_state_dict(state)
-            for i, batch in enumerate(feeder.batches()):
-                got.append(batch.rows.tolist())
-                if i == 3:
-                    break
-            state = feeder.state_dict()
-            if state["batch"] == len(want):
-                break
-    assert got == want
-
-
-def test_after_a_break_the_next_loop_is_the_next_epoch_and_the_state_is_where_it_broke(
-    x: np.ndarray,
-) -> None:
-    with feeder_of(x, "shuffled") as feeder:
-        epochs = [numbers(feeder) for _ in range(2)]
-    with feeder_of(x, "shuffled") as feeder:
-        for i, _ in enumerate(feeder):
-            if i == 2:
-                break
-        state = feeder.state_dict()
-        assert numbers(feeder) == epochs[1]
-        feeder.load_state_dict(state)
-        assert numbers(feeder) == epochs[0][3:]
-
-
-def test_a_state_of_another_feeder_is_refused(x: np.ndarray) -> None:
-    with feeder_of(x, "shuffled") as feeder:
-        state = feeder.state_dict()
-    with Feeder(x, batch_size=8, shuffle=True, seed=4) as feeder:
-        with pytest.raises(errors.ArgumentError, match="batch_size was 7, is 8"):
-            feeder.load_state_dict(state)
-        with pytest.raises(errors.ArgumentError, match="not a state"):
-            feeder.load_state_dict({"epoch": 1})
-
-
-def test_a_sampler_that_does_not_repeat_itself_is_found_out(x: np.ndarray) -> None:
-    with Feeder(
-        x, rows=RandomSampler(x, generator=torch.Generator().manual_seed(0)), batch_size=10
-    ) as feeder:
-        next(iter(feeder))
-        state = feeder.state_dict()
-    with Feeder(
-        x, rows=RandomSampler(x, generator=torch.Generator().manual_seed(1)), batch_size=10
-    ) as feeder:
-        feeder.load_state_dict(state)
-        with pytest.raises(errors.ArgumentError, match="gave other rows"):
-            list(feeder)
 
 
 # ---- plan, statistics ----------------------------------------------------------------------------
@@ -768,8 +185,8 @@ def test_the_bound_of_a_batch_is_said_and_leaves_whole_batches_alone() -> None:
     with Feeder(x, config=config, device="cpu") as feeder:
         assert feeder.plan.batch_size == 1 << 16
         assert (
-            "65,536 rows a batch, as larger ones move no more rows per second; preferred_batch_size takes more"
-            in str(feeder.plan)
+            "65,536 rows a batch, as larger ones move no more rows per second; "
+            "preferred_batch_size takes more" in str(feeder.plan)
         )
     with Feeder(x, config=config, rows=[np.arange(90_000)], device="cpu") as feeder:
         assert [len(batch) for batch in feeder] == [90_000]
@@ -861,9 +278,6 @@ def test_each_loop_in_a_thread_of_its_own(x: np.ndarray) -> None:
     assert all(results[i] == list(range(100)) for i in range(4))
 
 
-# ---- small batches that are gathered together ----------------------------------------------------
-
-
 class Broken(ArrayStore):
     """Rows, one of which cannot be read, as often as it says."""
 
@@ -877,6 +291,9 @@ class Broken(ArrayStore):
             self.times -= 1
             raise OSError(f"row {self.row}")
         super().gather(rows, out)
+
+
+# ---- small batches that are gathered together ----------------------------------------------------
 
 
 @pytest.mark.parametrize("row", [0, 10, 47, 79, 80, 333, 999])
@@ -980,34 +397,6 @@ def test_rows_that_the_user_writes_over(kind: str, depth: int) -> None:
         assert (x[batch] == np.arange(100.0)[batch] + 1).all()
 
 
-# ---- closing -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_loop_that_begins_after_its_feeder_was_closed(x: np.ndarray, depth: int) -> None:
-    """It must not look like an epoch without batches."""
-    with Feeder(x, batch_size=10, depth=depth) as feeder:
-        loops = [iter(feeder)]
-    for loop in loops:
-        with pytest.raises(errors.ClosedError, match="the feeder is closed"):
-            next(loop)
-
-
-@pytest.mark.parametrize("depth", DEPTHS)
-def test_a_feeder_that_another_thread_closes(x: np.ndarray, depth: int) -> None:
-    """Its loop must not look as if it had come to its end."""
-    feeder = Feeder(x, batch_size=10, depth=depth)
-    loop = feeder.batches()
-    batch = next(loop)
-    thread = threading.Thread(target=feeder.close)
-    thread.start()
-    thread.join()
-    with pytest.raises(errors.ClosedError, match="closed by another thread"):
-        batch.write_back(batch.data)
-    with pytest.raises(errors.ClosedError, match="closed by another thread"):
-        next(loop)
-
-
 # ---- verify --------------------------------------------------------------------------------------
 
 
@@ -1054,7 +443,10 @@ def test_a_batch_of_another_device_is_verified() -> None:
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_what_changes_as_it_should_passes_verification(depth: int) -> None:
-    """Write-backs, a row that several batches have, rows that are not numbers, bfloat16, rows without bytes; and any change at depth 0."""
+    """Write-backs, a row in several batches, NaN, bfloat16 and rows without bytes are no error.
+
+    At depth 0, no change of a store is.
+    """
     x = torch.full((40, 3), torch.nan, dtype=torch.bfloat16)
     y = torch.zeros(40)
     order = [rows % 40 for rows in np.random.default_rng(0).integers(0, 40, (30, 1)) + np.arange(8)]

@@ -1,4 +1,4 @@
-"""A feeder is iterated: what takes it for a data set or for a sequence gets an error that says so, or does what it always did."""
+"""A feeder is iterated: code that takes it for a data set or a sequence gets a helpful error."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -35,7 +35,10 @@ class Endless(IterableDataset[int]):
 @pytest.mark.parametrize("make", MAKE)
 @pytest.mark.parametrize("batch_size", [1, 3])
 def test_a_dataloader_around_a_feeder(make: Callable[[], Any], batch_size: int) -> None:
-    message = r"a DataLoader asked a \w+ for samples; expected a loop over the feeder itself, .* give it pinfeed\.RowDataset\(source\)"
+    message = (
+        r"a DataLoader asked a \w+ for samples; expected a loop over the feeder itself, .* give "
+        r"it pinfeed\.RowDataset\(source\)"
+    )
     with pytest.raises(TypeError, match=message):
         list(DataLoader(make(), batch_size=batch_size))
 
@@ -53,7 +56,10 @@ def test_len_of_a_wrapped_loader_that_does_not_know() -> None:
         with wrap_loader(loader, device="cpu") as feeder:
             with pytest.raises(
                 TypeError,
-                match=r"len\(\) fails \(object of type '\w+' has no len\(\)\), so the number of batches is not",
+                match=(
+                    r"len\(\) fails \(object of type '\w+' has no len\(\)\), so the number of "
+                    r"batches is not"
+                ),
             ):
                 len(feeder)
             assert len(list(feeder)) == 3

@@ -1,4 +1,4 @@
-"""A restartable feeder: iterated as frameworks do, which begin a loop before they let go of the last, and never ask for its end."""
+"""A restartable feeder, iterated by frameworks that keep an iterator when they begin a loop."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -93,7 +93,7 @@ def readers() -> Any:
 @pytest.mark.parametrize("make", [feeder, readers])
 @pytest.mark.parametrize("n_lent", range(2 * N_BATCHES + 1))
 def test_resumed_wherever_it_was_left(make: Callable[[], Any], n_lent: int) -> None:
-    """By a framework that takes the state without asking for the end, and begins a loop twice when it goes on."""
+    """The framework takes the state before the end of the loop, and begins a loop twice."""
     with make() as plain:
         want = [str(batch) for _ in range(2) for batch in plain]
     with make() as plain:
@@ -168,6 +168,6 @@ def test_of_rows_whose_number_nobody_knows() -> None:
 def test_what_is_no_feeder_is_refused(wrong: Any) -> None:
     with pytest.raises(
         errors.ArgumentError,
-        match=r"expected a Feeder, or what wrap_loader or wrap_readers returned; give restartable\(",
+        match=r"expected a Feeder, or what wrap_loader or wrap_readers returned; give restartable",
     ):
         restartable(wrong)

@@ -1,4 +1,4 @@
-"""wrap_loader of a loader that knows where it is: the states are those of the synchronous loop, whatever was prefetched."""
+"""wrap_loader of a loader with a state: the states are those of the synchronous loop."""
 
 import copy
 import threading
@@ -9,13 +9,13 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import torchdata.nodes
+from support.loaders import queues_closed, same
 from torch.distributed.checkpoint.stateful import Stateful as CheckpointStateful
 from torch.utils.data import DataLoader, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.stateful import Stateful
 
 from pinfeed import ArgumentError, ClosedError, Feeder, wrap_loader, wrap_readers
-from tests.feeders.test_dataloader import queues_closed, same
 
 __all__ = ["queues_closed"]
 # StatefulDataLoader calls it
@@ -93,7 +93,7 @@ def nodes(n_workers: int) -> Any:
 
 
 def noted(loader: Any, n_epochs: int) -> list[tuple[Any, Any]]:
-    """Every batch with the state in its loop's body; and after each epoch None with the state there."""
+    """Return every batch with the state in its training step, and None with that of each end."""
     found: list[tuple[Any, Any]] = []
     for _ in range(n_epochs):
         found += [(batch, copy.deepcopy(loader.state_dict())) for batch in loader]
@@ -102,8 +102,15 @@ def noted(loader: Any, n_epochs: int) -> list[tuple[Any, Any]]:
 
 
 CASES: list[tuple[Callable[[int], Any], int]] = [
-    (shuffled, 0), (sampled, 0), (counting, 0), (plain, 0), (nodes, 0), (shuffled, 2), (counting, 2), (seldom, 2),
-]  # fmt: skip
+    (shuffled, 0),
+    (sampled, 0),
+    (counting, 0),
+    (plain, 0),
+    (nodes, 0),
+    (shuffled, 2),
+    (counting, 2),
+    (seldom, 2),
+]
 
 
 @pytest.mark.parametrize(
@@ -135,7 +142,10 @@ def rest_of(loader: Any, state: Any) -> list[Any]:
 
 @pytest.mark.parametrize(("n_workers", "depth"), [(0, 0), (0, 1), (0, 3), (2, 3)])
 def test_an_epoch_is_resumed_twice(n_workers: int, depth: int) -> None:
-    """Left after one batch, again after the next, prefetched batches lost both times; then on into the next epoch."""
+    """The loop is left after one batch, and again after the next, then continues to the next epoch.
+
+    Prefetched batches are lost both times.
+    """
     bare = shuffled(n_workers)
     want = [batch for _ in range(2) for batch in bare]
     got: list[Any] = []

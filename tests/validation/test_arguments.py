@@ -1,8 +1,5 @@
-"""Arguments that a new user types: numbers that are none, seeds that shuffle nothing, and the words of other libraries."""
+"""Arguments that are refused: wrong numbers, seeds, ranks, flags, dtypes and paths."""
 
-import dataclasses
-import inspect
-import pickle
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -11,12 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.callables import fed, read, table, trained, wrapped
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
 from pinfeed import (
     ArgumentError,
-    BigBatch,
     Config,
     Feeder,
     HostEmbedding,
@@ -25,42 +21,13 @@ from pinfeed import (
     PinnedStore,
     Ranks,
     RemoteStore,
-    RowDataset,
-    Trainer,
     errors,
     rows,
     train_rows,
-    wrap_loader,
-    wrap_readers,
 )
 from pinfeed.memory.depth import MAX_DEPTH
 
 NO_NUMBERS: list[Any] = [None, True, 1.0, "1", np.array([1, 2]), torch.tensor(1.5)]
-
-
-def fed(**arguments: Any) -> Feeder:
-    return Feeder(np.zeros((8, 2)), **{"batch_size": 2, "device": "cpu", **arguments})
-
-
-def loader() -> DataLoader[Any]:
-    return DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2)
-
-
-def wrapped(**arguments: Any) -> Any:
-    return wrap_loader(loader(), device="cpu", **arguments)
-
-
-def read(**arguments: Any) -> Any:
-    functions = {"read_input": lambda i: [i], "get_output": lambda i: [i]}
-    return wrap_readers(
-        range(4), range(4), **{**functions, "batch_size": 2, "device": "cpu", **arguments}
-    )  # type: ignore[arg-type]
-
-
-def trained(**arguments: Any) -> Any:
-    return train_rows(
-        loader(), {HostEmbedding(4, 2): lambda batch: batch}, device="cpu", **arguments
-    )
 
 
 # ---- whole numbers -------------------------------------------------------------------------------
@@ -70,7 +37,10 @@ def trained(**arguments: Any) -> Any:
     "make", [fed, wrapped, read, trained, Config], ids=lambda make: make.__name__
 )
 def test_a_depth_that_takes_memory_for_nothing_is_refused(make: Callable[..., Any]) -> None:
-    message = "depth=1000000: expected a whole number, from 0 to 1,024 (0 is the synchronous loop); each batch ahead takes memory"
+    message = (
+        "depth=1000000: expected a whole number, from 0 to 1,024 (0 is the synchronous loop); "
+        "each batch ahead takes memory"
+    )
     with pytest.raises(ArgumentError, match=re.escape(message)):
         make(depth=10**6)
     with pytest.raises(ArgumentError, match=f"depth={MAX_DEPTH + 1}: "):
@@ -177,7 +147,10 @@ def test_headroom_is_a_share(headroom: Any) -> None:
     ],
 )
 def test_a_seed_is_a_whole_number(make: Callable[[Any], Any], seed: Any) -> None:
-    message = f"seed={seed!r}: expected a whole number; for another order in every run, give seed=random.randrange(2**32)"
+    message = (
+        f"seed={seed!r}: expected a whole number; for another order in every run, give "
+        "seed=random.randrange(2**32)"
+    )
     with pytest.raises(ArgumentError, match=re.escape(message)):
         make(seed)
 
@@ -187,7 +160,10 @@ def test_a_seed_is_a_whole_number(make: Callable[[Any], Any], seed: Any) -> None
 def test_a_seed_that_shuffles_nothing_is_refused(
     make: Callable[..., Any], arguments: dict[str, Any]
 ) -> None:
-    message = f"seed={arguments['seed']} was given and shuffle was not; expected shuffle=True, which alone uses the seed"
+    message = (
+        f"seed={arguments['seed']} was given and shuffle was not; expected shuffle=True, which "
+        "alone uses the seed"
+    )
     with pytest.raises(ArgumentError, match=re.escape(message)):
         make(**arguments)
     make(shuffle=False, **arguments).close()
@@ -295,19 +271,15 @@ def test_a_word_does_not_replace_a_file(tmp_path: Path, make: Callable[..., Any]
         MmapStore(path, keep_cache="no")  # type: ignore[arg-type]
 
 
-# ---- numbers, dtypes, paths and stores of tables -------------------------------------------------
-
-
-def table(**arguments: Any) -> HostEmbedding:
-    return HostEmbedding(4, 2, **arguments)
-
-
 def normal(**arguments: Any) -> PinnedStore:
     return PinnedStore.normal((3, 2), pin=False, **arguments)
 
 
 def uniform(**arguments: Any) -> PinnedStore:
     return PinnedStore.uniform((3, 2), pin=False, **arguments)
+
+
+# ---- numbers, dtypes, paths and stores of tables -------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -430,7 +402,10 @@ def test_a_directory_is_no_file(tmp_path: Path, make: Callable[[Any], Any]) -> N
 def test_rows_in_place_of_a_store(store: Any) -> None:
     with pytest.raises(
         ArgumentError,
-        match=rf"store={type(store).__name__}; expected a path of a .npy file, or a Store; .*ArrayStore",
+        match=(
+            rf"store={type(store).__name__}; expected a path of a .npy file, or a Store; "
+            r".*ArrayStore"
+        ),
     ):
         HostEmbedding(4, 2, store=store)
 
@@ -466,7 +441,10 @@ def test_a_table_that_is_larger_than_memory() -> None:
 
 @pytest.mark.parametrize("init", [lambda tensor: torch.randn(4, 2), lambda tensor: tensor + 1])
 def test_an_init_that_fills_another_tensor(tmp_path: Path, init: Callable[..., Any]) -> None:
-    message = "returned another tensor than it was given; expected a function that fills the given tensor in place"
+    message = (
+        "returned another tensor than it was given; expected a function that fills the given "
+        "tensor in place"
+    )
     for store in (None, tmp_path / "x.npy"):
         with pytest.raises(ArgumentError, match=message):
             HostEmbedding(4, 2, init=init, store=store)
@@ -513,199 +491,3 @@ def test_ids_in_lists_and_arrays_in_a_loop() -> None:
         torch.testing.assert_close(words(np.array([2, 1])), expected)
         with pytest.raises(errors.RowIndexError, match="id 3 was not announced"):
             words([3])
-
-
-# ---- words of other libraries --------------------------------------------------------------------
-
-OF_DATA_LOADER = [name for name in inspect.signature(DataLoader).parameters if name != "dataset"]
-
-
-@pytest.mark.parametrize("make", [fed, wrapped, read, trained], ids=lambda make: make.__name__)
-def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> None:
-    """With a hint, not with a list or a guess."""
-    own = inspect.signature(
-        {fed: Feeder, wrapped: wrap_loader, read: wrap_readers, trained: train_rows}[make]
-    ).parameters
-    for name in OF_DATA_LOADER:
-        if name in own:
-            continue
-        with pytest.raises(errors.UnknownArgument, match=f"has no argument '{name}'; ") as caught:
-            make(**{name: 4})
-        assert not re.search("expected one of|did you mean", str(caught.value)), name
-
-
-@pytest.mark.parametrize(
-    ("make", "arguments", "message"),
-    [
-        (fed, {"sampler": [1]}, "Feeder has no argument 'sampler'; give it as rows="),
-        (
-            fed,
-            {"num_workers": 4},
-            "Feeder has no argument 'num_workers'; pinfeed runs as many reader threads as help; leave it out",
-        ),
-        (fed, {"gpu_memory_limit": 1}, "config=pinfeed.Config(gpu_memory_limit=...)"),
-        (fed, {"batchsize": 8}, "Feeder has no argument 'batchsize'; did you mean 'batch_size'?"),
-        (fed, {"Shuffle": True}, "did you mean 'shuffle'?"),
-        (
-            fed,
-            {"colour": 1},
-            "Feeder has no argument 'colour'; expected one of source, batch_size, config, rows, ",
-        ),
-        (
-            wrapped,
-            {"num_workers": 4},
-            "'num_workers'; give it to the DataLoader: DataLoader(dataset, num_workers=",
-        ),
-        (wrapped, {"seed": 4}, "generator=torch.Generator().manual_seed(seed)"),
-        (wrapped, {"dept": 4}, "did you mean 'depth'?"),
-        (
-            read,
-            {"dataset": 4},
-            "wrap_readers has no argument 'dataset'; the lists of inputs and of outputs come first, without names",
-        ),
-        (
-            read,
-            {"num_workers": 4},
-            "wrap_readers has no argument 'num_workers'; the threads that read are n_readers=",
-        ),
-        (
-            Config,
-            {"batch_size": 4},
-            "Config has no argument 'batch_size'; give it to the feeder, or give preferred_batch_size=",
-        ),
-        (
-            Config,
-            {"gpu_memory": 4},
-            "Config has no argument 'gpu_memory'; give gpu_memory_limit=, in bytes: pinfeed.GiB(8)",
-        ),
-        (Config, {"Depth": 4}, "Config has no argument 'Depth'; did you mean 'depth'?"),
-        (
-            Trainer,
-            {"epochs": 4},
-            "Trainer has no argument 'epochs'; give it to train(): trainer.train(n_epochs)",
-        ),
-        (
-            BigBatch,
-            {"batch_size": 4},
-            "BigBatch has no argument 'batch_size'; the batch is what backward() is given",
-        ),
-        (
-            rows.block_shuffled,
-            {"block_size": 4},
-            "block_shuffled has no argument 'block_size'; the rows of a block are block_rows=",
-        ),
-        (
-            trained,
-            {"optimiser": None},
-            "train_rows has no argument 'optimiser'; did you mean 'optimizer'?",
-        ),
-    ],
-)
-def test_a_word_gets_what_to_give_instead(
-    make: Callable[..., Any], arguments: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(errors.UnknownArgument, match=re.escape(message)) as caught:
-        make(**arguments)
-    assert isinstance(caught.value, TypeError), "as it is without pinfeed"
-
-
-def test_words_of_torch_and_numpy_are_explained(tmp_path: Path) -> None:
-    path, rows_of = tmp_path / "x.npy", torch.ones(4, 2)
-    np.save(path, rows_of.numpy())
-    for call, message in [
-        (
-            lambda: table(sparse=True),
-            "HostEmbedding has no argument 'sparse'; the rows of a batch alone are moved",
-        ),
-        (
-            lambda: table(device="cuda"),
-            "HostEmbedding has no argument 'device'; the table stays in host memory",
-        ),
-        (
-            lambda: table(_weight=rows_of),
-            "give the rows to HostEmbedding.from_pretrained(rows, freeze=False)",
-        ),
-        (
-            lambda: HostEmbedding.from_pretrained(rows_of, sparse=True),
-            "has no argument 'sparse'; the rows",
-        ),
-        (lambda: HostEmbeddingBag(4, 2, sparse=True), "has no argument 'sparse'; the rows"),
-        (
-            lambda: HostEmbeddingBag(10, 2, "sum"),  # type: ignore[misc]
-            "embedding_dim alone; give the others by name: HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
-        ),
-        (
-            lambda: MmapStore(path, mmap_mode="r"),
-            "MmapStore has no argument 'mmap_mode'; give mode='r' to read",
-        ),  # type: ignore[call-arg]
-        (lambda: MmapStore(path, "r+"), "give the others by name: MmapStore(path, mode=...)"),  # type: ignore[misc]
-        (
-            lambda: PinnedStore(path, pinned=True),
-            "PinnedStore has no argument 'pinned'; give pin=True",
-        ),  # type: ignore[call-arg]
-        (
-            lambda: RowDataset(path, 4),
-            "RowDataset got 2 arguments without a name; expected source alone",
-        ),  # type: ignore[call-arg]
-    ]:
-        with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
-            call()
-    for name in OF_DATA_LOADER:
-        with pytest.raises(
-            errors.UnknownArgument,
-            match=f"has no argument '{name}'; a RowDataset has rows and no batches",
-        ):
-            RowDataset(path, **{name: 4})
-
-
-def test_all_words_are_explained_at_once() -> None:
-    with pytest.raises(errors.UnknownArgument) as caught:
-        fed(num_workers=4, pin_memory=True)
-    assert [line.split(";")[0] for line in str(caught.value).splitlines()] == [
-        "Feeder has no argument 'num_workers'",
-        "Feeder has no argument 'pin_memory'",
-    ]
-
-
-def test_a_batch_size_without_its_name() -> None:
-    message = "Feeder got 2 arguments without a name; expected source alone; give the others by name: Feeder(source, batch_size=...)"
-    with pytest.raises(errors.UnknownArgument, match=re.escape(message)):
-        Feeder(np.zeros(8), 4)  # type: ignore[misc]
-    with pytest.raises(
-        errors.UnknownArgument,
-        match=re.escape("give the others by name: wrap_loader(loader, device=...)"),
-    ):
-        wrap_loader(loader(), "cpu")  # type: ignore[misc]
-
-
-def test_a_source_that_is_missing_is_pythons_own_error() -> None:
-    with pytest.raises(TypeError, match="missing 1 required positional argument: 'source'"):
-        Feeder(batch_size=2)  # type: ignore[call-arg]
-
-
-def test_a_config_is_a_dataclass_like_any_other() -> None:
-    config = Config(depth=3)
-    assert dataclasses.replace(config, depth=4) == Config(depth=4)
-    assert pickle.loads(pickle.dumps(config)) == config
-    with pytest.raises(
-        errors.UnknownArgument, match="has no argument 'dept'; did you mean 'depth'"
-    ):
-        dataclasses.replace(config, dept=4)  # type: ignore[call-arg]
-
-
-def test_the_batch_size_of_a_feeder() -> None:
-    with fed() as feeder, fed(batch_size=None, rows=iter([[1]])) as of_any_size:
-        assert (feeder.batch_size, of_any_size.batch_size) == (2, None)
-
-
-@pytest.mark.parametrize(
-    "function", [Feeder, wrap_loader, wrap_readers, train_rows, Config, Trainer, BigBatch]
-)
-def test_signatures_name_every_argument(function: Callable[..., Any]) -> None:
-    parameters = inspect.signature(function).parameters.values()
-    assert len(parameters) > 4
-    assert all(
-        one.kind in (one.POSITIONAL_OR_KEYWORD, one.KEYWORD_ONLY)
-        and one.annotation is not one.empty
-        for one in parameters
-    )

@@ -1,4 +1,4 @@
-"""What a new user has and gives as a source: each is refused with what to give instead, and that works."""
+"""Objects and files that are no source: each is refused with advice, and the advice works."""
 
 import collections
 import dataclasses
@@ -103,7 +103,10 @@ def refusal(source: Any) -> str:
         (of("zarr", "Array"), "copy it in pieces into pinfeed.MmapStore.create"),
         (
             Lazy(X),
-            "source: got Lazy; expected a path, a numpy array, a CPU tensor, an Arrow table or a Store; copy it in pieces",
+            (
+                "source: got Lazy; expected a path, a numpy array, a CPU tensor, an Arrow table or "
+                "a Store; copy it in pieces"
+            ),
         ),
         ({"x": X, "y": Lazy(X)}, "source['y']: got Lazy; "),
         (of("cupy", "ndarray"), "it is on the GPU already"),
@@ -123,7 +126,10 @@ def refusal(source: Any) -> str:
         ({1.0, 2.0}, "give np.stack(list(rows))"),
         (
             [1, 2, 3],
-            "source[0]: got int; expected a path, a numpy array, a CPU tensor, an Arrow table or a Store; numbers in a list",
+            (
+                "source[0]: got int; expected a path, a numpy array, a CPU tensor, an Arrow table "
+                "or a Store; numbers in a list"
+            ),
         ),
         (3.5, "source: got float"),
         (range(5), "np.asarray(list)"),
@@ -166,7 +172,10 @@ def test_what_a_dataframe_is_given_as() -> None:
 
 def test_a_list_of_rows_is_no_list_of_sources() -> None:
     rows = list(np.zeros((100, 3)))
-    message = "source is a list of 100 arrays of shape (3,), which are 100 sources of 3 rows; expected one array; give np.stack(source)"
+    message = (
+        "source is a list of 100 arrays of shape (3,), which are 100 sources of 3 rows; expected "
+        "one array; give np.stack(source)"
+    )
     assert message in refusal(rows)
     with Feeder(tuple(rows), batch_size=3, device="cpu") as feeder:
         assert len(next(iter(feeder))) == 100

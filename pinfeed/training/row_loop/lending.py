@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from pinfeed.errors import ClosedError
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.training.embeddings.source import FedBatch
 from pinfeed.training.row_loop.lent_table import LentTable
 from pinfeed.training.row_loop.verify import SynchronousRows
+
+if TYPE_CHECKING:
+    from pinfeed.training.row_loop.loop import RowLoop
 
 
 class RowLending:
@@ -37,22 +42,59 @@ class RowLending:
         """Whether a loop runs in another thread than the caller's."""
         return self._thread not in (None, threading.get_ident())
 
+    def __str__(self) -> str:
+        """Return the names and shapes of the tables: a part of the loop's ``repr``."""
+        tables = [lent.table for lent in self._tables]
+        return ", ".join(
+            f"{table.name} ({table.num_embeddings:,}, {table.embedding_dim})" for table in tables
+        )
+
+    def require_resumed(self) -> None:
+        """Check that the rows of all tables, and their state, are those of this run.
+
+        Raises:
+            StoreError: If they are in a file that existed before, and were not resumed.
+        """
+        for lent in self._tables:
+            lent.require_resumed()
+
+    def require_idle(self) -> None:
+        """Check that no loop lends rows of one of the tables.
+
+        Raises:
+            ClosedError: If a loop does.
+        """
+        for lent in self._tables:
+            lent.table.require_idle()
+
     def prepare(self) -> None:
-        """Prepare for an epoch."""
+        """Prepare for an epoch, before its first batch is read."""
         if self._verify:
             self._reference = SynchronousRows(
                 [(lent.table.name, lent.names, lent.stores) for lent in self._tables]
             )
 
-    def begin(self) -> None:
-        """Begin a loop in the caller's thread."""
-        self._thread = threading.get_ident()
+    def reserve(self, loop: RowLoop, stack: contextlib.ExitStack) -> None:
+        """Reserve all tables for a loop that begins, until ``stack`` is closed.
 
-    def end(self) -> None:
-        """Forget the batch and the thread of a loop that has ended."""
-        self._lent = None
-        self._reference = None
-        self._thread = None
+        Raises:
+            ClosedError: If another loop lends rows of one of the tables.
+        """
+        stack.callback(self._end)
+        for lent in self._tables:
+            lent.begin(loop)
+            stack.callback(lent.end)
+
+    def release(self, loop: RowLoop) -> None:
+        """Release the tables that are still reserved for a loop that has ended."""
+        for lent in self._tables:
+            if lent.table._lender is loop:
+                lent.end()
+        self._end()
+
+    def enter_thread(self) -> None:
+        """Note that the loop runs in the caller's thread."""
+        self._thread = threading.get_ident()
 
     def bind(self, lent: LentBatch) -> Any:
         """Lend the rows of a batch to the tables, and return the loader's batch.
@@ -86,7 +128,17 @@ class RowLending:
                 table.unbind()
 
     def write_copy(self) -> None:
-        """Write a copy of the current batch back; the training step goes on changing the rows."""
+        """Write a copy of the current batch back; the training step may still change the rows.
+
+        Raises:
+            ClosedError: If a loop runs in another thread.
+        """
+        if self.is_in_other_thread:
+            raise ClosedError(
+                "rows were asked for in a thread that is not the one of the loop over train_rows "
+                "which lends them; ask in the loop's body (the functions that give the ids of a "
+                "batch run in a background thread)"
+            )
         if self._lent is not None:
             self._write_back(copied=True, check=True)
 
@@ -103,6 +155,12 @@ class RowLending:
         """
         if self._reference is not None:
             self._reference.check_stores()
+
+    def _end(self) -> None:
+        """Forget the batch and the thread of a loop that has ended."""
+        self._lent = None
+        self._reference = None
+        self._thread = None
 
     def _write_back(self, *, copied: bool, check: bool) -> None:
         """Write the changed values of the current batch to the stores, in the background.

@@ -9,7 +9,6 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, cast
 
-from pinfeed.errors import ClosedError
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.feeders.options import FeederOptions
@@ -29,7 +28,6 @@ from pinfeed.training.row_loop.source import row_source
 from pinfeed.validation.arguments import check_flag, explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
 
-# At most half of the cores are used as well: the loop and the writer have work of their own.
 _MAX_READERS = 4
 
 
@@ -124,9 +122,7 @@ class RowLoop(LoaderFeeder):
         options: FeederOptions,
     ) -> None:
         route = check_route(route)
-        n_cores = len(os.sched_getaffinity(0))
-        n_readers = max(1, min(depth + 1, n_cores // 2, _MAX_READERS))
-        schedule = PrefetchSchedule(depth, n_readers=n_readers)
+        schedule = PrefetchSchedule(depth, n_readers=_n_readers(depth))
         stores = [store for lent in tables for store in lent.stores]
         self._row_source = row_source(loader, tables, schedule, options["verify"])
         # For each batch: rows of every store, ids of every table, and leaves of the loader's batch.
@@ -140,7 +136,6 @@ class RowLoop(LoaderFeeder):
             n_spare=n_spare,
         )
         self._route = self._device.choose_route(stores, 0, route)
-        self._tables = tables
         self._replay = LoaderReplay(self._row_source)
         self._lending = RowLending(
             tables, verify=options["verify"], writes_always=self._row_source.writes_always
@@ -150,13 +145,9 @@ class RowLoop(LoaderFeeder):
 
     @safe_repr
     def __repr__(self) -> str:
-        tables = [
-            f"{lent.table.name} ({lent.table.num_embeddings:,}, {lent.table.embedding_dim})"
-            for lent in self._tables
-        ]
         loader = type(self._loader).__name__
         return (
-            f"<RowLoop: a {loader}, with rows of {', '.join(tables)}; batches on {self.device}, "
+            f"<RowLoop: a {loader}, with rows of {self._lending}; batches on {self.device}, "
             f"{self._loop}>"
         )
 
@@ -170,11 +161,9 @@ class RowLoop(LoaderFeeder):
                 was not resumed.
         """
         with self._row_source.telling():
-            for lent in self._tables:
-                lent.require_resumed()
-        for lent in self._tables:
-            # Checked again when the loop begins, because two iterators may be made before that.
-            lent.table.require_idle()
+            self._lending.require_resumed()
+        # Checked again when the loop begins, because two iterators may be made before that.
+        self._lending.require_idle()
         lent_batches = self._loop.run(lambda lent: lent, begin=self._begin)
         generator = self._train(cast("Generator[LentBatch, None, None]", lent_batches))
         self._iterator = weakref.ref(cast("GeneratorType[Any, None, None]", generator))
@@ -229,7 +218,7 @@ class RowLoop(LoaderFeeder):
         the loader draws only from generators of this process.
 
         Args:
-            state: What ``state_dict`` returned.
+            state: Return value of ``state_dict``.
 
         Raises:
             ArgumentError: If ``state`` is not such a state, or belongs to a loop over other tables.
@@ -248,12 +237,6 @@ class RowLoop(LoaderFeeder):
             ClosedError: If a loop runs in another thread.
             Exception: If a write-back failed; the error as it was.
         """
-        if self._lending.is_in_other_thread:
-            raise ClosedError(
-                "rows were asked for in a thread that is not the one of the loop over train_rows "
-                "which lends them; ask in the loop's body (the functions that give the ids of a "
-                "batch run in a background thread)"
-            )
         self._lending.write_copy()
         self._loop.drain()
 
@@ -270,14 +253,11 @@ class RowLoop(LoaderFeeder):
         Raises:
             Exception: If a write-back failed; the error as it was.
         """
-        if self.is_running and not self._is_abandoned():
+        if self.is_running and self._iterator is not None and not is_abandoned(self._iterator):
             return
         if (generator := self._generator()) is not None:
             generator.close()
-        for lent in self._tables:
-            if lent.table._lender is self:
-                lent.end()
-        self._lending.end()
+        self._lending.release(self)
         self._loop.drain()
 
     def close(self) -> None:
@@ -301,10 +281,6 @@ class RowLoop(LoaderFeeder):
         """Return the iterator of the last loop, if the caller has not dropped it."""
         return self._iterator() if self._iterator is not None else None
 
-    def _is_abandoned(self) -> bool:
-        """Return whether no code can ask the iterator for another batch."""
-        return self._iterator is not None and is_abandoned(self._iterator)
-
     def _begin(self) -> None:
         """Begin an epoch of the loader where the loop begins."""
         self._replay.begin(self._loop.start)
@@ -313,14 +289,11 @@ class RowLoop(LoaderFeeder):
     def _train(self, lent_batches: Generator[LentBatch, None, None]) -> Iterator[Any]:
         """Lend the rows of each batch while the caller runs its training step."""
         with contextlib.ExitStack() as stack:
-            stack.callback(self._lending.end)
-            for lent in self._tables:
-                lent.begin(self)
-                stack.callback(lent.end)
+            self._lending.reserve(self, stack)
             stack.enter_context(self._row_source.taken())
             stack.enter_context(contextlib.closing(lent_batches))
             stack.enter_context(self._row_source.together())
-            self._lending.begin()
+            self._lending.enter_thread()
             for lent_batch in lent_batches:
                 data = self._lending.bind(lent_batch)
                 has_finished = False
@@ -334,3 +307,12 @@ class RowLoop(LoaderFeeder):
                     del data
                     self._lending.finish_batch(check=has_finished)
             self._lending.check_stores()
+
+
+def _n_readers(depth: int) -> int:
+    """Return the number of reader threads of a loop.
+
+    They use at most half of the cores, because the loop and the writer have work of their own.
+    """
+    n_cores = len(os.sched_getaffinity(0))
+    return max(1, min(depth + 1, n_cores // 2, _MAX_READERS))

@@ -1,4 +1,4 @@
-"""The life of a loop over train_rows: who may have a table's rows and when, what is written back, and how a loop ends."""
+"""Loops over train_rows: who may use a table's rows, what is written back, how a loop ends."""
 
 import copy
 import gc
@@ -238,7 +238,9 @@ def test_an_optimizer_that_the_loop_was_not_given() -> None:
         table(batch).sum().backward()
         with pytest.raises(
             ArgumentError,
-            match="the loop over rows of table was made without this optimizer; give it to train_rows",
+            match=(
+                "the loop over rows of table was made without this optimizer; give it to train_rows"
+            ),
         ):
             optimizer.step()
 

@@ -1,0 +1,214 @@
+"""The end of a Feeder's loop, and of the Feeder."""
+
+import gc
+import threading
+import weakref
+from pathlib import Path
+
+import numpy as np
+import pytest
+from support.feeders import DEPTHS
+
+from pinfeed import ArrayStore, Feeder, MmapStore, errors
+
+
+@pytest.fixture
+def x() -> np.ndarray:
+    return np.arange(100 * 3, dtype=np.float32).reshape(100, 3)
+
+
+# ---- ending --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_break_ends_the_loop_at_once(x: np.ndarray, depth: int) -> None:
+    with Feeder(x, batch_size=10, depth=depth) as feeder:
+        for _ in feeder:
+            break
+        assert not [t for t in threading.enumerate() if t.name.startswith("pinfeed")]
+        assert len(list(feeder)) == 10
+
+
+def test_an_exception_of_the_loop_ends_it(x: np.ndarray) -> None:
+    feeder = Feeder(x, batch_size=10)
+    with pytest.raises(ZeroDivisionError):
+        for _ in feeder:
+            raise ZeroDivisionError
+    assert len(list(feeder)) == 10
+    feeder.close()
+
+
+def test_a_feeder_that_is_not_closed_leaves_nothing(x: np.ndarray) -> None:
+    feeder = Feeder(x, batch_size=10)
+    loop = iter(feeder)
+    next(loop)
+    gone = weakref.ref(feeder)
+    del feeder, loop
+    assert gone() is None
+    assert not [t for t in threading.enumerate() if t.name.startswith("pinfeed")]
+
+
+def test_close(x: np.ndarray) -> None:
+    feeder = Feeder(x, batch_size=10)
+    loop = iter(feeder)
+    next(loop)
+    feeder.close()
+    feeder.close()
+    assert next(loop, None) is None
+    for use in (
+        lambda: iter(feeder),
+        feeder.batches,
+        lambda: feeder.set_epoch(0),
+        lambda: feeder.load_state_dict({}),
+    ):
+        with pytest.raises(errors.ClosedError, match="closed"):
+            use()
+
+
+def test_close_while_another_thread_waits_for_a_batch(x: np.ndarray) -> None:
+    asked, go_on = threading.Event(), threading.Event()
+
+    class Slow(ArrayStore):
+        def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
+            if 20 in rows:
+                asked.set()
+                go_on.wait()
+            super().gather(rows, out)
+
+    feeder, caught = Feeder(Slow(x), batch_size=10), []
+
+    def run() -> None:
+        try:
+            for _ in feeder:
+                pass
+        except errors.ClosedError as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    asked.wait()
+    while not feeder._loop._running().gi_running:  # type: ignore[union-attr,misc]
+        pass
+    feeder.close()
+    go_on.set()
+    thread.join()
+    assert "closed while its loop was waiting" in str(caught[0])
+    with pytest.raises(errors.ClosedError):
+        iter(feeder)
+
+
+@pytest.mark.parametrize("where", ["reader", "writer"])
+def test_a_loop_that_the_garbage_collector_ends_in_its_own_worker(where: str) -> None:
+    table = np.zeros((100, 2))
+    dropped = threading.Event()
+
+    class Collecting(ArrayStore):
+        def gather(self, rows: np.ndarray, out: np.ndarray) -> None:
+            super().gather(rows, out)
+            if where == "reader" and 50 in rows:
+                self.collect()
+
+        def scatter(self, rows: np.ndarray, values: np.ndarray) -> None:
+            super().scatter(rows, values)
+            if where == "writer":
+                self.collect()
+
+        def collect(self) -> None:
+            dropped.wait()
+            gc.collect()
+
+    class Cycle:
+        def __init__(self) -> None:
+            self.me = self
+            self.loop = Feeder(Collecting(table), batch_size=10, depth=3, device="cpu").batches()
+
+    cycle = Cycle()
+    batch = next(cycle.loop)
+    batch.write_back(batch.data + 1)
+    if where == "reader":
+        next(cycle.loop)
+        next(cycle.loop)
+    del cycle, batch
+    dropped.set()
+    while any(t.name.startswith("pinfeed") for t in threading.enumerate()):
+        pass
+    assert table[:10].all()
+
+
+def test_a_second_loop_at_the_same_time(x: np.ndarray) -> None:
+    with Feeder(x, batch_size=10) as feeder:
+        loop = iter(feeder)
+        for second in (lambda: iter(feeder), feeder.batches, lambda: feeder.set_epoch(0)):
+            with pytest.raises(errors.ClosedError, match="running"):
+                second()
+        assert len(list(loop)) == 10
+        assert len(list(feeder)) == 10
+
+
+def test_files_that_a_feeder_opened_are_closed_and_stores_that_it_was_given_are_not(
+    x: np.ndarray, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "x.npy", x)
+    store = MmapStore(tmp_path / "x.npy")
+    with Feeder((store, tmp_path / "x.npy"), batch_size=10) as feeder:
+        own = feeder._stores.stores[1]
+        list(feeder)
+    out = np.empty((1, 3), np.float32)
+    store.gather(np.array([3]), out)
+    with pytest.raises(errors.ClosedError):
+        own.gather(np.array([3]), out)
+    store.close()
+
+
+def test_a_memory_map_is_streamed_from_its_file(x: np.ndarray, tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", x)
+    for given, kind in [
+        (np.load(tmp_path / "x.npy", mmap_mode="r"), MmapStore),
+        (np.load(tmp_path / "x.npy", mmap_mode="r")[10:], ArrayStore),
+        (np.load(tmp_path / "x.npy", mmap_mode="c"), ArrayStore),
+        (np.memmap(tmp_path / "x.npy", np.float32, "r", 128, (100, 3)), MmapStore),
+        (np.memmap(tmp_path / "x.npy", np.float32, "r", 128, (50, 6)), ArrayStore),
+    ]:
+        with Feeder(given, batch_size=7, shuffle=True) as feeder:
+            assert type(feeder._stores.stores[0]) is kind
+            for batch in feeder.batches():
+                np.testing.assert_array_equal(batch.data.numpy(force=True), given[batch.rows])
+
+
+def test_a_memory_map_whose_file_was_replaced_is_what_was_mapped(
+    x: np.ndarray, tmp_path: Path
+) -> None:
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="r")
+    np.save(tmp_path / "other.npy", x + 1)
+    (tmp_path / "other.npy").replace(tmp_path / "x.npy")
+    with Feeder(mapped, batch_size=100) as feeder:
+        np.testing.assert_array_equal(next(iter(feeder)).numpy(force=True), x)
+
+
+# ---- closing -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_loop_that_begins_after_its_feeder_was_closed(x: np.ndarray, depth: int) -> None:
+    """It must not look like an epoch without batches."""
+    with Feeder(x, batch_size=10, depth=depth) as feeder:
+        loops = [iter(feeder)]
+    for loop in loops:
+        with pytest.raises(errors.ClosedError, match="the feeder is closed"):
+            next(loop)
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_a_feeder_that_another_thread_closes(x: np.ndarray, depth: int) -> None:
+    """Its loop must not look as if it had come to its end."""
+    feeder = Feeder(x, batch_size=10, depth=depth)
+    loop = feeder.batches()
+    batch = next(loop)
+    thread = threading.Thread(target=feeder.close)
+    thread.start()
+    thread.join()
+    with pytest.raises(errors.ClosedError, match="closed by another thread"):
+        batch.write_back(batch.data)
+    with pytest.raises(errors.ClosedError, match="closed by another thread"):
+        next(loop)
