@@ -1,4 +1,4 @@
-"""Where rows live on the host."""
+"""Stores: rows of equal shape and dtype that live on the host."""
 
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore

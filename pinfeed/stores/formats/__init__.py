@@ -1,1 +1,1 @@
-"""Where the rows of a file are, as the header of each format says."""
+"""File formats: the layout of the rows of a file, according to its header."""
