@@ -1,4 +1,7 @@
-"""Where batches go. ``resolve`` finds a device by name; frameworks are loaded only when it does."""
+"""Devices to which batches go: the CPU and CUDA GPUs.
+
+``resolve`` finds a device by name. Frameworks are loaded only when it does.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ __all__ = ["CudaDevice", "Device", "Event", "HostDevice", "Stream", "resolve", "
 
 
 def __getattr__(name: str) -> Any:
-    """``HostDevice`` and ``CudaDevice``, which load torch."""
+    """Return ``HostDevice`` or ``CudaDevice``, which load torch."""
     modules = {"CudaDevice": "pinfeed.devices.cuda", "HostDevice": "pinfeed.devices.cpu"}
     if name in modules:
         return getattr(importlib.import_module(modules[name]), name)
@@ -31,16 +34,16 @@ def __dir__() -> list[str]:
 
 
 def resolve(device: Any, *, n_spare: int) -> Device:
-    """The device of that name.
+    """Return the device of a name.
 
     Args:
-        device: ``"auto"`` for CUDA where there is one (``cuda_index`` tells which) and else the
-            CPU; ``"cpu"``, ``"cuda"``, ``"cuda:1"``; a ``torch.device``; or a Device, which is
-            given back as it is and stays its owner's.
-        n_spare: Free blocks of host memory that a device made here keeps for reuse.
+        device: ``"auto"`` for a CUDA GPU if the machine has one (``cuda_index`` selects it), and
+            the CPU otherwise; ``"cpu"``, ``"cuda"``, ``"cuda:1"``; a ``torch.device``; or a Device,
+            which is returned as it is and still belongs to its owner.
+        n_spare: Free blocks of host memory that a new device keeps for reuse.
 
     Raises:
-        DeviceError: There is no such device.
+        DeviceError: If there is no such device.
     """
     if hasattr(device, "current_stream"):
         found: Device = device
@@ -50,30 +53,30 @@ def resolve(device: Any, *, n_spare: int) -> Device:
     from pinfeed.devices.cpu import HostDevice
     from pinfeed.devices.cuda import CudaDevice
 
-    if device == "auto":
+    if device == "auto" and torch.cuda.is_available():
+        local_rank = os.environ.get("LOCAL_RANK")
+        index = cuda_index(local_rank, torch.cuda.device_count(), torch.cuda.current_device())
+        device = f"cuda:{index}"
+    elif device == "auto":
         device = "cpu"
-        if torch.cuda.is_available():
-            device = f"cuda:{cuda_index(os.environ.get('LOCAL_RANK'), torch.cuda.device_count(), torch.cuda.current_device())}"
     wanted = torch_device(device, "'auto', 'cpu', 'cuda' or 'cuda:N'")
-    return (
-        HostDevice(n_spare=n_spare)
-        if wanted.type == "cpu"
-        else CudaDevice(wanted.index, n_spare=n_spare)
-    )
+    if wanted.type == "cpu":
+        return HostDevice(n_spare=n_spare)
+    return CudaDevice(wanted.index, n_spare=n_spare)
 
 
 def torch_device(
     device: Any, expected: str = "'cpu', 'cuda' or 'cuda:N'", *, exists: bool = False
 ) -> torch.device:
-    """The ``torch.device`` of that name, which is the CPU or a CUDA device.
+    """Return the ``torch.device`` of a name: the CPU or a CUDA GPU.
 
     Args:
-        device: As ``torch.device`` takes it.
-        expected: The names that the caller accepts, for the error.
-        exists: Require that this machine has it.
+        device: Any argument of ``torch.device``.
+        expected: Names that the caller accepts, for the error.
+        exists: Require that this machine has the device.
 
     Raises:
-        DeviceError: There is no such device, or pinfeed does not support it.
+        DeviceError: If there is no such device, or pinfeed does not support it.
     """
     import torch
 
@@ -91,13 +94,16 @@ def torch_device(
 
 
 def cuda_index(local_rank: str | None, n_devices: int, current: int) -> int:
-    """The GPU of a process that was started with others: each takes the one with its number on this machine.
+    """Return the number of the GPU that a process uses by default.
+
+    A process that was started with others takes the GPU with its local rank.
 
     Args:
-        local_rank: That number, as torchrun's environment has it; None of a process on its own.
-        n_devices: GPUs that this process sees; one, where the launcher has dealt them out already.
-        current: torch's current one. One that is not the first was chosen, with
-            ``torch.cuda.set_device``, and is kept.
+        local_rank: Number of the process on this machine, as torchrun sets it in the environment;
+            None for a process on its own.
+        n_devices: GPUs that this process sees; 1 if the launcher has assigned one to each process.
+        current: torch's current GPU. If it is not the first, the user has chosen it with
+            ``torch.cuda.set_device``, and it is kept.
     """
-    mine = int(local_rank) if local_rank and local_rank.isdecimal() else 0
-    return mine if current == 0 and mine < n_devices else current
+    rank = int(local_rank) if local_rank and local_rank.isdecimal() else 0
+    return rank if current == 0 and rank < n_devices else current

@@ -1,8 +1,8 @@
-"""The seam between pinfeed and an accelerator: Device, Stream, Event.
+"""Device, Stream and Event: the protocols between pinfeed and an accelerator.
 
-Rule 1: everything above this layer speaks to an accelerator through these protocols only. Rule 2:
-an Event is recorded once. ``Stream.record`` gives a new one; there is no re-record, so no stale
-capture.
+Rule 1: everything above this layer uses an accelerator through these protocols only.
+Rule 2: an Event is recorded once. ``Stream.record`` returns a new event, so that an event can never
+be waited for while it still stands for an earlier point.
 """
 
 from __future__ import annotations
@@ -19,82 +19,92 @@ from pinfeed.stores.base import Array, HostArray, Store
 from pinfeed.threads.call import Workers
 
 Tensor = Any
-"""What the device lends: a torch tensor on it (a simulated device has arrays of its own)."""
+"""Tensor on the device: a torch tensor, or an array of a simulated device."""
 Buffer = Any
-"""Raw memory of the device."""
+"""Raw memory on the device."""
 
 
 class Event(Protocol):
-    """A point in a stream."""
+    """Point in a stream."""
 
     def sync(self) -> None:
-        """Block the host until the stream has come here."""
+        """Block the calling thread until the stream has passed the event."""
 
     def is_done(self) -> bool:
-        """Whether it has."""
+        """Return whether the stream has passed the event."""
         ...
 
     def at_s(self) -> float:
-        """When it had, in seconds of ``time.perf_counter()``: of an event that was recorded as timed, and is done."""
+        """Return the time at which the stream passed the event, in ``time.perf_counter()`` seconds.
+
+        The event was recorded with ``timed=True``, and is done.
+        """
         ...
 
 
 class Stream(Protocol):
-    """A queue of work that the device does in order. Two objects for one stream are equal."""
+    """Queue of work that the device does in order. Two objects for one stream are equal."""
 
     def record(self, *, timed: bool = False) -> Event:
-        """A new event behind all work so far; ``timed``: that can tell when it was passed."""
+        """Return a new event after all work so far.
+
+        Args:
+            timed: Make ``Event.at_s`` available.
+        """
         ...
 
     def wait(self, event: Any) -> None:
-        """Let later work wait for the event; the host goes on."""
+        """Make later work of the stream wait for the event, without blocking the host."""
 
 
 class Device(Protocol):
-    """Streams, workers, memory and copies of one accelerator.
+    """Streams, worker threads, memory and copies of one accelerator.
 
-    It is given its own streams and events only.
+    A device receives only streams and events that it has made itself.
     """
 
     @property
     def name(self) -> str:
-        """As torch writes it: ``cpu``, ``cuda:0``."""
+        """Name of the device in torch's spelling: ``cpu``, ``cuda:0``."""
         ...
 
     @property
     def unified(self) -> bool:
-        """Whether its memory is the host's: a batch is gathered where it is lent, and there is one limit."""
+        """Whether the device uses the host's memory.
+
+        If so, rows are gathered into the batch itself, and one limit holds for all memory.
+        """
         ...
 
     def stream(self, name: str) -> Stream:
-        """A side stream, made once by whoever owns it."""
+        """Return a side stream. Its owner asks for it once."""
         ...
 
     def current_stream(self) -> Stream:
-        """The stream in which the calling thread's work runs."""
+        """Return the stream in which the work of the calling thread runs."""
         ...
 
     def worker(self, name: str, n_threads: int = 1) -> Workers:
-        """Threads that may use this device.
+        """Return threads that may use this device.
 
-        Their calls begin in the order in which they were submitted.
+        Calls begin in the order in which they were submitted.
         """
         ...
 
     def empty(self, nbytes: int, stream: Any) -> Buffer:
-        """Memory for work in ``stream``; freed memory comes back to work in the same stream only."""
+        """Return memory for work in ``stream``; once freed, only work in that stream reuses it."""
         ...
 
     def tensor(self, buffer: Buffer, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
-        """The beginning of a buffer as a tensor; it keeps the buffer alive."""
+        """Return the beginning of a buffer as a tensor, which keeps the buffer alive."""
         ...
 
     def cut(self, tensor: Tensor, start: int, stop: int) -> Tensor:
-        """Rows [start, stop) of a tensor as one of their own, on the same memory."""
+        """Return rows [start, stop) of a tensor as a tensor of its own, on the same memory."""
         ...
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
-        """Page-locked host memory, shape (nbytes,), for copies that do not block the host."""
+        """Return page-locked memory, shape (nbytes,), for copies that do not block the host."""
         ...
 
     def copy(self, src: Tensor | Array, dst: Tensor | Array, stream: Any) -> None:
@@ -106,49 +116,65 @@ class Device(Protocol):
         """Queue ``dst[dst_pos] = src[src_pos]``."""
 
     def adopt(self, part: HostArray, stream: Any) -> Tensor | None:
-        """Lend the ``host_value`` of a part itself, moved here in the consumer's ``stream`` if need be; None if it is to be copied."""
+        """Return the ``host_value`` of a part itself as the batch, or None if it must be copied.
+
+        If the value is not on the device, it is moved there in ``stream``, the stream of the
+        training thread.
+        """
         ...
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
-        """Decide how rows of the stores come and go, in batches of so many, before ``stream`` is asked for any.
+        """Choose the route of rows between the stores and the device.
+
+        It is called before ``stream``, because the route decides how many streams there are.
 
         Args:
-            stores: Whose rows.
-            n_rows: Rows of a batch; 0 if that is not known.
-            wanted: ``"direct"``, ``"staged"`` or None for the faster one.
+            stores: Stores of the rows.
+            n_rows: Rows of a batch; 0 if the number is unknown.
+            wanted: ``"direct"``, ``"staged"``, or None for the faster route.
 
         Returns:
-            Why it was decided so; nothing where there is no choice.
+            The reason for the choice; an empty string if there is no choice.
 
         Raises:
-            DeviceError: It cannot be as wanted.
+            DeviceError: If the wanted route is not possible.
         """
         ...
 
     def reaches(self, source: HostArray | Store) -> bool:
-        """Whether the device reads the part, or writes the store, where it is, without staging."""
+        """Return whether the device reads the part, or writes the store, without staging memory."""
         ...
 
     def read(self, parts: Sequence[tuple[HostArray, Tensor]], stream: Any) -> Iterator[None]:
-        """Queue the read of parts it reaches, each into its tensor, in steps as ``HostArray.read``."""
+        """Queue reads of parts that it reaches into their tensors.
+
+        The iterator has steps, like that of ``HostArray.read``.
+        """
         ...
 
     def write(self, values: Sequence[tuple[Store, Tensor]], rows: Rows, stream: Any) -> None:
-        """Queue the write of rows, each once, of stores it reaches."""
+        """Queue writes of distinct rows of stores that it reaches."""
 
     def share(self, tensor: Tensor, stream: Any) -> None:
-        """Once ``tensor`` is freed, keep its memory until ``stream`` has done its work so far; nothing if it is that stream's."""
+        """Keep the memory of a freed tensor until ``stream`` has done its work so far.
+
+        This does nothing for a tensor that was allocated for that stream.
+        """
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
-        """Shape, dtype and whether it is on this device, of a tensor; None for anything else."""
+        """Return a tensor's shape, its dtype, and whether it is on this device.
+
+        Returns:
+            A tuple of the three, or None if ``value`` is no dense tensor.
+        """
 
     def named(self, name: str) -> AbstractContextManager[None]:
-        """Show what the calling thread does meanwhile under this name, in a profiler of the device's."""
+        """Show the work of the calling thread under this name in the device's profiler."""
         ...
 
     def free_bytes(self) -> int:
-        """Memory of the device that is free now, in bytes."""
+        """Return the free memory of the device, in bytes."""
         ...
 
     def close(self) -> None:
-        """Free spare memory. Tensors that were lent stay valid."""
+        """Free spare memory. Batches that the user holds stay valid."""

@@ -1,6 +1,6 @@
 """HostDevice: the CPU as a device.
 
-Work in a stream is done when it is queued; batches are gathered where they are lent.
+Work is done at the moment it is queued, and rows are gathered into the batch itself.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pinfeed.threads.pool import ThreadPool
 
 
 class HostEvent:
-    """Past as soon as it is recorded.
+    """Event that is done as soon as it is recorded.
 
     Args:
-        at_s: When that was, if anybody wants to know.
+        at_s: Time of the event in ``time.perf_counter()`` seconds; None if it is not timed.
     """
 
     def __init__(self, at_s: float | None = None) -> None:
         self._at_s = at_s
 
     def sync(self) -> None:
-        """Nothing is under way."""
+        """Return at once, because all work is done."""
 
     def is_done(self) -> bool:
         return True
@@ -45,7 +45,7 @@ class HostEvent:
 
 
 class HostStream:
-    """Work done at once by whoever queues it."""
+    """Stream whose work is done at once by the thread that queues it."""
 
     _event = HostEvent()
 
@@ -53,14 +53,14 @@ class HostStream:
         return HostEvent(time.perf_counter()) if timed else self._event
 
     def wait(self, event: Any) -> None:
-        """Every event is past."""
+        """Do nothing, because every event is done."""
 
 
 class HostDevice:
     """The CPU.
 
     Args:
-        n_spare: Free batch buffers kept for reuse.
+        n_spare: Free batch buffers that are kept for reuse.
     """
 
     name = "cpu"
@@ -86,24 +86,23 @@ class HostDevice:
         return to_torch(np.ndarray(shape, dtype, buffer))
 
     def cut(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
-        # Not a view of it: what the user does to one batch in place, autograd need not know of
-        # another. And by numpy, which keeps the interpreter's lock over such a trifle: torch gives
-        # it away, and waits for it.
+        # Not a view: in-place operations of the user on one batch must not concern autograd in
+        # another batch. And by numpy, which keeps the interpreter's lock for such a short call;
+        # torch releases the lock and then waits to get it back.
         return to_torch(memory_of(tensor)[start:stop])
 
     def staging(self, nbytes: int) -> npt.NDArray[np.uint8]:
         return self._pool.take(nbytes)
 
     def copy(self, src: torch.Tensor | Array, dst: torch.Tensor | Array, stream: Any) -> None:
-        target, source = (
-            x.detach() if isinstance(x, torch.Tensor) else to_torch(x) for x in (dst, src)
-        )
+        source = src.detach() if isinstance(src, torch.Tensor) else to_torch(src)
+        target = dst.detach() if isinstance(dst, torch.Tensor) else to_torch(dst)
         target.copy_(source)
 
     def copy_rows(
         self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: Any
     ) -> None:
-        # By numpy, which has every dtype; torch does not index uint16.
+        # By numpy, which supports every dtype; torch does not index uint16.
         put_rows(
             to_numpy(dst, "batch"),
             dst_pos,
@@ -112,11 +111,11 @@ class HostDevice:
 
     def adopt(self, part: HostArray, stream: Any) -> Any:
         value = getattr(part, "host_value", None)
-        # Itself, if it is there: a leaf of a loader's batch is the user's already.
+        # A tensor of a loader's batch already belongs to the user, so it is not copied.
         return None if value is None else value.to("cpu")
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:
-        # A batch is gathered where it is lent.
+        # There is no choice: rows are gathered into the batch itself.
         return ""
 
     def reaches(self, source: HostArray | Store) -> bool:
@@ -131,7 +130,7 @@ class HostDevice:
             store.scatter(rows, to_numpy(tensor, "values"))
 
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
-        """There is one stream."""
+        """Do nothing, because there is only one stream."""
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
         if (

@@ -1,9 +1,10 @@
-"""Kernels that move rows between page-locked memory of the host and memory of the device, and the shape of their launches.
+"""CUDA kernels that move rows between page-locked host memory and device memory.
 
-A thread moves words of a row, as wide as rows and addresses allow (16 bytes at most), and has four
-of them under way: what comes over the link is the bytes under way divided by the time of a round
-trip, so a few thousand threads keep it busy, and the rest of the GPU is the model's. Neighbouring
-threads move neighbouring words: each warp asks for whole lines of 128 bytes where a row has them.
+A thread moves words of a row, as wide as rows and addresses allow (16 bytes at most). Each thread
+has four words in flight. The throughput of the link is the number of bytes in flight divided by the
+time of a round trip, so a few thousand threads keep the link busy, and the rest of the GPU is free
+for the model. Neighbouring threads move neighbouring words, so that each warp asks for whole lines
+of 128 bytes where a row has them.
 """
 
 from __future__ import annotations
@@ -15,22 +16,25 @@ from typing import Any
 import numpy as np
 
 MAX_TABLES = 4
-"""Tables that one launch moves rows of."""
+"""Largest number of tables in one launch."""
 N_THREADS = 512
-"""Threads of a block."""
-# Of a launch: words are counted in 32 bits.
+"""Threads per block."""
+# Bytes that one launch moves at most, because the kernels count words in 32 bits.
 _STEP_BYTES = 64 << 20
 _WIDTHS = (16, 8, 4, 2, 1)
 
 SOURCE = r"""
 #define IN_FLIGHT 4
 
-// Row numbers are known to be in range. Of a gather, rows may be changed meanwhile by another stream: then the values are not used.
+// Row indices are known to be in range. Another stream may change rows during a gather; pinfeed
+// then does not use the gathered values.
 template <bool GATHER, typename Word>
-__device__ void move(const long long* __restrict__ rows, unsigned n_rows, char* table, char* packed, long long row_nbytes)
+__device__ void move(const long long* __restrict__ rows, unsigned n_rows, char* table, char* packed,
+                     long long row_nbytes)
 {
     const unsigned n_words = row_nbytes / sizeof(Word), n_threads = gridDim.x * blockDim.x;
-    const unsigned rows_on = n_threads / n_words, words_on = n_threads % n_words;  // from a word of this thread to its next one
+    // The step from a word of this thread to its next word.
+    const unsigned rows_on = n_threads / n_words, words_on = n_threads % n_words;
     unsigned i = blockIdx.x * blockDim.x + threadIdx.x, row = i / n_words, word = i % n_words;
     Word* there = (Word*)packed + i;
     while (row < n_rows) {
@@ -58,7 +62,8 @@ __device__ void move(const long long* __restrict__ rows, unsigned n_rows, char* 
 }
 
 template <bool GATHER>
-__device__ void move_table(const long long* rows, unsigned n_rows, char* table, char* packed, long long row_nbytes, int width)
+__device__ void move_table(const long long* rows, unsigned n_rows, char* table, char* packed,
+                           long long row_nbytes, int width)
 {
     switch (width) {
     case 16: return move<GATHER, uint4>(rows, n_rows, table, packed, row_nbytes);
@@ -70,9 +75,11 @@ __device__ void move_table(const long long* rows, unsigned n_rows, char* table, 
 }
 
 #define TABLE(k) char *table##k, char *packed##k, long long row_nbytes##k, int width##k
-#define MOVE(GATHER, k) move_table<GATHER>(rows, n_rows, table##k, packed##k, row_nbytes##k, width##k)
+#define MOVE(GATHER, k) \
+    move_table<GATHER>(rows, n_rows, table##k, packed##k, row_nbytes##k, width##k)
 #define KERNEL(name, GATHER) \
-    extern "C" __global__ void __launch_bounds__(512) name(const long long* rows, unsigned n_rows, TABLE(0), TABLE(1), TABLE(2), TABLE(3)) \
+    extern "C" __global__ void __launch_bounds__(512) name( \
+        const long long* rows, unsigned n_rows, TABLE(0), TABLE(1), TABLE(2), TABLE(3)) \
     { \
         MOVE(GATHER, 0); \
         MOVE(GATHER, 1); \
@@ -87,11 +94,11 @@ KERNEL(scatter_rows, false)
 
 @dataclass(frozen=True)
 class Move:
-    """Rows of one table, and where they are, one after the other, on the device.
+    """Move of rows between one table and a packed batch on the device.
 
     Attributes:
         table: Address of the table's first row.
-        packed: Address of the first of the rows on the device.
+        packed: Address of the first row of the batch on the device.
         row_nbytes: Bytes of a row, at least 1.
     """
 
@@ -101,31 +108,31 @@ class Move:
 
     @property
     def width(self) -> int:
-        """Bytes of the widest word that addresses and rows are multiples of."""
-        return next(
-            width for width in _WIDTHS if not (self.table | self.packed | self.row_nbytes) % width
-        )
+        """Width of the widest word that divides both addresses and the row, in bytes."""
+        common = self.table | self.packed | self.row_nbytes
+        return next(width for width in _WIDTHS if not common % width)
 
 
 def launches(
     rows: int, n_rows: int, moves: Sequence[Move], n_blocks: int
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
-    """Blocks and arguments of the kernels, launch by launch.
+    """Yield the number of blocks and the arguments of each launch.
 
     Args:
-        rows: Address of the row numbers on the device, int64.
-        n_rows: How many there are.
-        moves: What is moved of these rows.
-        n_blocks: At most; a small batch does not need as many.
+        rows: Address of the row indices on the device, int64.
+        n_rows: Number of row indices.
+        moves: Moves of these rows, one for each table.
+        n_blocks: Largest number of blocks; a small batch does not need as many.
     """
     for i in range(0, len(moves), MAX_TABLES):
-        some = moves[i : i + MAX_TABLES]
-        # So that a word's number has 32 bits.
-        step = max(1, _STEP_BYTES // sum(move.row_nbytes for move in some))
+        group = moves[i : i + MAX_TABLES]
+        # The number of a word must fit in 32 bits.
+        step = max(1, _STEP_BYTES // sum(move.row_nbytes for move in group))
         for first in range(0, n_rows, step):
             n = min(step, n_rows - first)
-            arguments, n_words = [rows + 8 * first, n], 0
-            for move in some:
+            arguments = [rows + 8 * first, n]
+            n_words = 0
+            for move in group:
                 arguments += [
                     move.table,
                     move.packed + first * move.row_nbytes,
@@ -135,19 +142,19 @@ def launches(
                 n_words = max(n_words, n * move.row_nbytes // move.width)
             yield (
                 min(n_blocks, -(-n_words // N_THREADS)),
-                (*arguments, *[0] * 4 * (MAX_TABLES - len(some))),
+                (*arguments, *[0] * 4 * (MAX_TABLES - len(group))),
             )
 
 
 class RowKernels:
-    """The kernels, compiled for one GPU.
+    """Kernels compiled for one GPU.
 
     Args:
         index: Number of the GPU.
 
     Raises:
-        ImportError: CuPy is not installed.
-        AttributeError: It is older than version 14.
+        ImportError: If CuPy is not installed.
+        AttributeError: If CuPy is older than version 14.
     """
 
     def __init__(self, index: int) -> None:
@@ -157,49 +164,45 @@ class RowKernels:
         self._stream = cupy.cuda.Stream.from_external
         with self._gpu:
             module = cupy.RawModule(code=SOURCE, options=("-std=c++17",))
-            self._gather, self._scatter = (
-                module.get_function(name) for name in ("gather_rows", "scatter_rows")
-            )
+            self._gather = module.get_function("gather_rows")
+            self._scatter = module.get_function("scatter_rows")
 
     def gather(
         self, stream: int, rows: int, n_rows: int, moves: Sequence[Move], n_blocks: int
     ) -> Iterator[None]:
-        """Queue the way of rows to the device, launch by launch.
+        """Queue a gather of rows to the device, launch by launch.
 
         Args:
-            stream: Its handle.
-            rows: Address of the row numbers on the device, int64.
-            n_rows: How many there are.
-            moves: What is moved of these rows.
-            n_blocks: Blocks of a launch, at most: each takes a part of a multiprocessor from the
-                model.
+            stream: Handle of the stream.
+            rows: Address of the row indices on the device, int64.
+            n_rows: Number of row indices.
+            moves: Moves of these rows, one for each table.
+            n_blocks: Largest number of blocks per launch; each takes a part of a multiprocessor
+                from the model.
         """
         return self._launch(self._gather, stream, launches(rows, n_rows, moves, n_blocks))
 
     def scatter(
         self, stream: int, rows: int, n_rows: int, moves: Sequence[Move], n_blocks: int
     ) -> Iterator[None]:
-        """Queue the way of rows, each once, back from the device; arguments as of ``gather``."""
+        """Queue a scatter of distinct rows from the device; takes the arguments of ``gather``."""
         return self._launch(self._scatter, stream, launches(rows, n_rows, moves, n_blocks))
 
     def _launch(
-        self, kernel: Any, stream: int, every: Iterator[tuple[int, tuple[int, ...]]]
+        self, kernel: Any, stream: int, every_launch: Iterator[tuple[int, tuple[int, ...]]]
     ) -> Iterator[None]:
-        for n_blocks, arguments in every:
+        for n_blocks, arguments in every_launch:
+            typed = [kind(value) for kind, value in zip(_ARGUMENT_TYPES, arguments, strict=True)]
             with self._gpu, self._stream(External(stream)):
-                kernel(
-                    (n_blocks,),
-                    (N_THREADS,),
-                    tuple(kind(value) for kind, value in zip(_KINDS, arguments, strict=True)),
-                )
+                kernel((n_blocks,), (N_THREADS,), tuple(typed))
             yield
 
 
-_KINDS = (np.uint64, np.uint32, *(np.uint64, np.uint64, np.int64, np.int32) * MAX_TABLES)
+_ARGUMENT_TYPES = (np.uint64, np.uint32, *(np.uint64, np.uint64, np.int64, np.int32) * MAX_TABLES)
 
 
 class External:
-    """A stream of torch's, as CuPy takes it."""
+    """Stream of another library, in the form that CuPy accepts."""
 
     def __init__(self, handle: int) -> None:
         self._handle = handle

@@ -1,4 +1,4 @@
-"""PlannedGpu: a GPU that is not here, as far as a plan needs one."""
+"""PlannedGpu: stands for a GPU in a plan that is made on a machine without one."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from pinfeed.stores.base import HostArray, Store
 
 
 class PlannedGpu(HostDevice):
-    """For plans only: it counts as having memory of its own, so that batches for it are staged.
+    """Device for plans only: it has memory of its own, so that batches for it are staged.
 
     ``Feeder(..., device=PlannedGpu()).plan`` is the plan of a feeder on a machine with a GPU, made
-    on one without; its batches would stay on the host. Rows of page-locked tables are planned as
-    staged: which way is faster can only be measured on the GPU.
+    on a machine without one. The batches of the feeder would stay on the host. Rows of page-locked
+    tables are planned as staged, because the faster route can only be measured on the GPU.
     """
 
     name = "cuda"
@@ -32,5 +32,5 @@ class PlannedGpu(HostDevice):
 
     def free_bytes(self) -> int:
         raise ArgumentError(
-            "how much memory is free on a GPU that is not here nobody knows; give gpu_memory_limit (--gpu-limit)"
+            "free GPU memory is unknown without a GPU; give gpu_memory_limit (--gpu-limit)"
         )

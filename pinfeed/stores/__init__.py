@@ -1,4 +1,4 @@
-"""Stores: rows in host memory or in files, behind one interface."""
+"""Stores: rows of equal shape and dtype that live on the host."""
 
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore

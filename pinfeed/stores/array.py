@@ -15,18 +15,24 @@ from pinfeed.validation.safe_repr import safe_repr
 
 
 class ArrayStore:
-    """Rows of a numpy array or of a CPU tensor, shared, not copied: what is written back is seen in the array.
+    """Rows of a numpy array or of a CPU tensor, which are shared and not copied.
 
-    An array of which several elements are the same memory (``expand``, ``as_strided``) can only be
-    read.
+    Rows that are written back change the array. An array in which several elements share the same
+    memory (``expand``, ``as_strided``) can only be read.
 
     Args:
         array: Shape (n_rows, *row_shape), at least one row.
-        name: What errors call it.
+        name: Name of the array in errors.
 
     Raises:
-        StoreError: No rows, Fortran order, an object or structured dtype, or a tensor that is not
-            on the CPU.
+        StoreError: If the array has no rows, is in Fortran order, or has an object or structured
+            dtype, or if a tensor is not on the CPU.
+
+    Example::
+
+        store = ArrayStore(np.arange(12.0).reshape(4, 3))
+        rows = np.empty((2, 3))
+        store.gather(np.array([3, 0]), rows)
     """
 
     resident_bytes = 0
@@ -34,32 +40,37 @@ class ArrayStore:
 
     def __init__(self, array: Any, *, name: str = "array") -> None:
         if not isinstance(array, np.ndarray):
-            # A tensor: torch is there already; without one it need not be loaded.
+            # Imported here, because torch need not be loaded for numpy arrays.
             from pinfeed.tensors.numpy_torch import to_numpy
 
             array = to_numpy(array, name)
         if isinstance(array, np.ma.MaskedArray):
             raise StoreError(
-                f"{name}: a masked array, whose mask a tensor cannot have; give .filled(value), or the data and the mask in a dict"
+                f"{name}: a masked array, whose mask a tensor cannot have; give .filled(value), or "
+                "the data and the mask in a dict"
             )
         if array.ndim == 0 or len(array) == 0:
             raise StoreError(
-                f"{name}: shape {array.shape} has no rows; expected (n_rows, ...) with at least one row"
+                f"{name}: shape {array.shape} has no rows; expected (n_rows, ...) with at least "
+                "one row"
             )
         if check_dtype(array.dtype, name) != array.dtype:
             raise StoreError(
-                f"{name}: dtype {array.dtype} is not in this machine's byte order; convert with .astype({array.dtype.name!r})"
+                f"{name}: dtype {array.dtype} is not in this machine's byte order; convert with "
+                f".astype({array.dtype.name!r})"
             )
         if array.ndim > 1 and array.flags.f_contiguous and not array.flags.c_contiguous:
             raise StoreError(
-                f"{name}: Fortran order, in which a row is scattered over memory; make rows contiguous with np.ascontiguousarray"
+                f"{name}: Fortran order, in which a row is scattered over memory; make rows "
+                "contiguous with np.ascontiguousarray"
             )
         self._array: Array = array
         self._shares_itself = shares_itself(array)
 
     @safe_repr
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {in_words(self)}{'' if self.writable else ', read-only'}>"
+        suffix = "" if self.writable else ", read-only"
+        return f"<{type(self).__name__}: {in_words(self)}{suffix}>"
 
     @property
     def array(self) -> Array:
@@ -83,23 +94,23 @@ class ArrayStore:
         return bool(self._array.flags.writeable) and not self._shares_itself
 
     def gather(self, rows: Rows, out: Array) -> None:
-        """Copy rows into ``out``, as ``Store`` says."""
+        """Copy rows into ``out``, like ``Store.gather``."""
         rows = checked_gather(self, rows, out)
         if (run := run_of(rows)) is not None:
             np.copyto(out, self._array[run])
         elif self._array.flags.c_contiguous:
-            # mode="clip": with "raise", numpy gathers into a buffer of its own first and copies
-            # that. Rows are in range here.
+            # Rows are in range here. With mode="raise", numpy would gather into a buffer of its
+            # own and copy that.
             np.take(self._array, rows, axis=0, out=out, mode="clip")
         else:
-            # Take would copy the whole array to make it contiguous.
+            # np.take would copy the whole array to make it contiguous.
             np.copyto(out, self._array[rows])
 
     def scatter(self, rows: Rows, values: Array) -> None:
         """Store rows in the array.
 
         Raises:
-            WriteBackError: If the array is read-only, if several elements of it are the same
+            WriteBackError: If the array is read-only, if several of its elements share the same
                 memory, or if ``values`` has another shape or dtype.
             RowIndexError: If a row is out of range or negative.
         """
@@ -107,47 +118,48 @@ class ArrayStore:
             raise WriteBackError(f"rows of an array {SHARED}")
         if not self._array.flags.writeable:
             raise WriteBackError(
-                f"{self!r} cannot be written; expected an array whose flags.writeable is True; give a copy of the array"
+                f"{self!r} cannot be written; expected an array whose flags.writeable is True; "
+                "give a copy of the array"
             )
         rows = checked_scatter(self, rows, values)
         put_rows(self._array, rows, values)
 
     def flush(self) -> None:
-        """Memory needs none."""
+        """Do nothing, because memory needs no flush."""
 
     def close(self) -> None:
-        """The array is the caller's."""
+        """Do nothing, because the array belongs to the caller."""
 
 
 SHARED = (
-    "of which several elements are the same memory, as expand() and as_strided() make them, cannot be written, because one row would "
-    "overwrite another; expected an array with memory for each element: give a copy"
+    "of which several elements are the same memory, as expand() and as_strided() make them, cannot "
+    "be written, because one row would overwrite another; expected an array with memory for each "
+    "element: give a copy"
 )
-"""The words of errors about an array that shares memory with itself."""
+"""End of errors about an array that shares memory with itself."""
 
 
 def shares_itself(array: Array) -> bool:
-    """Return whether several elements of an array may be the same memory.
+    """Return whether several elements of an array may share the same memory.
 
-    The check is by strides alone. An unusual array, of which elements lie between others of several
-    axes, is taken for one that does.
+    Only the strides are checked. The answer is also True for unusual arrays in which elements of
+    one axis lie between those of another.
     """
     if not array.size:
         return False
-    # Bytes from the first to the last element, axis after axis; a step along the next axis has to
-    # leave these.
-    extent = array.itemsize
-    for stride, n in sorted(
-        (abs(stride), n) for stride, n in zip(array.strides, array.shape, strict=True) if n > 1
-    ):
-        if stride < extent:
+    # Bytes from the first to the last element of the axes so far. A step along the next axis must
+    # not be shorter.
+    span = array.itemsize
+    axes = zip(array.strides, array.shape, strict=True)
+    for stride, n in sorted((abs(stride), n) for stride, n in axes if n > 1):
+        if stride < span:
             return True
-        extent += (n - 1) * stride
+        span += (n - 1) * stride
     return False
 
 
 def put_rows(target: Array, rows: Rows, values: Array) -> None:
-    """``target[rows] = values``, for row numbers that are in range."""
+    """Assign ``target[rows] = values``, for row indices that are in range."""
     nbytes = target.dtype.itemsize * math.prod(target.shape[1:])
     if (
         nbytes
@@ -155,8 +167,8 @@ def put_rows(target: Array, rows: Rows, values: Array) -> None:
         and values.flags.c_contiguous
         and values.dtype == target.dtype
     ):
-        # Each row as one item: numpy then copies it at once, in about half the time. There is
-        # nothing to clip.
+        # With each row as one item, numpy copies a row at once, in about half the time. mode="clip"
+        # only avoids a check, because the rows are in range.
         item = np.dtype((np.void, nbytes))
         np.put(target.reshape(-1).view(item), rows, values.reshape(-1).view(item), mode="clip")
     else:

@@ -1,4 +1,4 @@
-"""Store: rows of equal shape and dtype that live on the host."""
+"""Store: rows of equal shape and dtype that live on the host; checks of gather and scatter."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ Array = npt.NDArray[Any]
 
 @runtime_checkable
 class Store(Protocol):
-    """Where rows live on the host.
+    """Rows of equal shape and dtype that live on the host.
 
-    Anything that passes ``pinfeed.testing.suites.StoreTests`` is one.
+    Any class that passes ``pinfeed.testing.suites.StoreTests`` is a store.
 
-    ``gather`` is called by several readers' threads and ``scatter`` by the writer's, at the same
-    time; a gather of a row that is being written may give the old row, the new one or a mixture,
-    and pinfeed repairs it. pinfeed calls both with row numbers of int64, in range. Both refuse
-    arguments that do not fit before anything changes; ``checked_gather`` and ``checked_scatter`` of
-    ``pinfeed.stores.base`` do that for any store.
+    Several reader threads call ``gather`` while the writer thread calls ``scatter``. A gather of a
+    row that is being written may give the old row, the new row or a mixture; pinfeed repairs it.
+    pinfeed calls both with row indices of int64, in range. Both refuse invalid arguments before
+    anything changes. ``checked_gather`` and ``checked_scatter`` of ``pinfeed.stores.base`` do that
+    for any store.
     """
 
     @property
@@ -38,22 +38,29 @@ class Store(Protocol):
 
     @property
     def row_shape(self) -> tuple[int, ...]:
-        """Shape of one row; ``()`` for a column of numbers."""
+        """Shape of one row; ``()`` if a row is a single number."""
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Native dtype of the rows, one of ``pinfeed.tensors.dtypes.DTYPES``; bfloat16 is ``ml_dtypes.bfloat16``."""
+        """Native dtype of the rows, one of ``pinfeed.tensors.dtypes.DTYPES``.
+
+        bfloat16 is ``ml_dtypes.bfloat16``.
+        """
 
     @property
     def writable(self) -> bool:
-        """Whether ``scatter`` works."""
+        """Whether rows can be written with ``scatter``."""
 
     @property
     def resident_bytes(self) -> int:
-        """Host memory that ``gather`` and ``scatter`` may take beside the rows themselves, in bytes."""
+        """Host memory that ``gather`` and ``scatter`` may take besides the rows, in bytes."""
 
     def gather(self, rows: Rows, out: Array) -> None:
-        """Copy the rows, shape (n,), into ``out``, C-contiguous, shape (n, *row_shape), of the store's dtype. Rows may repeat.
+        """Copy rows into ``out``.
+
+        Args:
+            rows: Row indices, shape (n,); they may repeat.
+            out: C-contiguous, shape (n, *row_shape), of the store's dtype.
 
         Raises:
             RowIndexError: If a row is out of range or negative, or if the rows are not a 1-d array
@@ -62,7 +69,11 @@ class Store(Protocol):
         """
 
     def scatter(self, rows: Rows, values: Array) -> None:
-        """Store ``values``, shape (n, *row_shape), of the store's dtype, as the rows, shape (n,), each of which is there once.
+        """Store values as rows.
+
+        Args:
+            rows: Distinct row indices, shape (n,).
+            values: Shape (n, *row_shape), of the store's dtype.
 
         Raises:
             RowIndexError: If a row is out of range or negative, or if the rows are not a 1-d array
@@ -74,7 +85,7 @@ class Store(Protocol):
         """Return when all scattered rows are as durable as the medium allows."""
 
     def close(self) -> None:
-        """Free what the store holds. Idempotent."""
+        """Free what the store holds. Further calls do nothing."""
 
 
 class HostArray(Protocol):
@@ -96,8 +107,7 @@ def whole_numbers(shape: Any, name: str) -> tuple[int, ...]:
     """Return ``shape`` as a tuple of int, each of any size and sign.
 
     Raises:
-        StoreError: If it is no tuple or list, is empty, or has something in it that is not a whole
-            number.
+        StoreError: If it is no tuple or list, is empty, or has an item that is not a whole number.
     """
     try:
         if (
@@ -114,41 +124,42 @@ def whole_numbers(shape: Any, name: str) -> tuple[int, ...]:
 
 
 def shape_to_make(shape: Any, dtype: np.dtype[Any], name: str) -> tuple[int, ...]:
-    """Return ``shape`` as a tuple of int, if a store of this shape and dtype can be made as far as can be said before it is.
+    """Return ``shape`` as a tuple of int, if a store of this shape and dtype can be made.
 
     Raises:
         StoreError: If it is not (n_rows, *row_shape) with at least one row, or has more bytes than
-            an address can tell.
+            can be addressed.
     """
     sizes = whole_numbers(shape, name)
     if sizes[0] < 1 or min(sizes) < 0:
         raise StoreError(
             f"{name}: shape {sizes} has no rows; expected (n_rows, ...) with at least one row"
         )
-    # Memory and files are made in whole pages, and a file has a header.
+    # Memory and files are allocated in whole pages, and a file has a header.
     most = sys.maxsize - 2 * mmap.PAGESIZE
-    # Axes of length zero do not count: numpy refuses such an array, too, if the others are too
-    # long.
+    # Axes of length zero do not count, because numpy refuses an array with such an axis, too, if
+    # the other axes are too long.
     nbytes = math.prod(filter(None, sizes)) * dtype.itemsize
     if nbytes > most:
         raise StoreError(
-            f"{name}: shape {sizes} of {dtype} takes {nbytes:,} bytes; expected at most {most:,}; make fewer or smaller rows"
+            f"{name}: shape {sizes} of {dtype} takes {nbytes:,} bytes; expected at most {most:,}; "
+            "make fewer or smaller rows"
         )
     return sizes
 
 
 def row_nbytes(store: Store) -> int:
-    """Bytes of one row."""
+    """Return the number of bytes of one row."""
     return math.prod(store.row_shape) * store.dtype.itemsize
 
 
 def in_words(store: Store) -> str:
-    """The number, the shape and the dtype of the rows."""
+    """Describe the number, the shape and the dtype of the rows."""
     return f"{store.n_rows:,} rows of shape {store.row_shape}, {store.dtype}"
 
 
 def checked_gather(store: Store, rows: Any, out: Any) -> Rows:
-    """Return ``rows`` as int64, if ``store.gather(rows, out)`` can be done.
+    """Return ``rows`` as int64, if ``store.gather(rows, out)`` is possible.
 
     Raises:
         RowIndexError: If a row is out of range or negative, or if the rows are not a 1-d array of
@@ -162,15 +173,16 @@ def checked_gather(store: Store, rows: Any, out: Any) -> Rows:
             f"gather of {len(checked):,} rows into {problem}; give np.empty(shape, store.dtype)"
         )
     if not (out.flags.c_contiguous and out.flags.writeable):
+        problem = "read-only" if out.flags.c_contiguous else "not C-contiguous"
         raise ArgumentError(
-            f"gather into an array that is {'read-only' if out.flags.c_contiguous else 'not C-contiguous'}; expected one that can be "
-            "written and is C-contiguous; give np.empty(shape, store.dtype)"
+            f"gather into an array that is {problem}; expected one that can be written and is "
+            "C-contiguous; give np.empty(shape, store.dtype)"
         )
     return checked
 
 
 def checked_scatter(store: Store, rows: Any, values: Any) -> Rows:
-    """Return ``rows`` as int64, if ``store.scatter(rows, values)`` can be done.
+    """Return ``rows`` as int64, if ``store.scatter(rows, values)`` is possible.
 
     Raises:
         RowIndexError: If a row is out of range or negative, or if the rows are not a 1-d array of
@@ -180,14 +192,15 @@ def checked_scatter(store: Store, rows: Any, values: Any) -> Rows:
     checked = _in_range(rows, store)
     if (problem := _misfit(store, len(checked), values)) is not None:
         raise WriteBackError(
-            f"scatter of {len(checked):,} rows from {problem}; convert with np.asarray(values, store.dtype)"
+            f"scatter of {len(checked):,} rows from {problem}; convert with "
+            "np.asarray(values, store.dtype)"
         )
     return checked
 
 
 def _in_range(rows: Any, store: Store) -> Rows:
-    # Every gather of a loop passes here. Negative numbers are large ones as uint64, so that one
-    # maximum is enough.
+    # Every gather of a loop passes here. As uint64, negative numbers are large, so that one maximum
+    # is enough.
     is_plain = type(rows) is np.ndarray and rows.dtype == np.int64 and rows.ndim == 1
     if is_plain and len(rows) and np.maximum.reduce(rows.view(np.uint64)) < store.n_rows:
         checked: Rows = rows
@@ -196,7 +209,7 @@ def _in_range(rows: Any, store: Store) -> Rows:
 
 
 def _misfit(store: Store, n: int, array: Any) -> str | None:
-    """Return in words how an array differs from one that can hold n rows; None if it is one."""
+    """Describe how an array differs from one that can hold n rows; return None if it can."""
     shape = (n, *store.row_shape)
     if isinstance(array, np.ndarray):
         if array.shape == shape and array.dtype == store.dtype:
@@ -208,7 +221,7 @@ def _misfit(store: Store, n: int, array: Any) -> str | None:
 
 
 def run_of(rows: Rows) -> slice | None:
-    """The rows as a slice, if they are consecutive and ascending."""
+    """Return the rows as a slice, or None if they are not consecutive and ascending."""
     n = len(rows)
     if n and rows[-1] - rows[0] == n - 1 and (n < 3 or bool((rows[1:] - rows[:-1] == 1).all())):
         return slice(int(rows[0]), int(rows[0]) + n)

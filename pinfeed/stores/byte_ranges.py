@@ -1,4 +1,7 @@
-"""Ranges: parts of remote files, cut from rows, fetched many at a time, and asked for again where that failed."""
+"""ByteRange: a part of a remote file that one request fetches.
+
+Rows are cut into ranges, many ranges are fetched at a time, and failed requests are repeated.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,31 +22,40 @@ from pinfeed.stores.formats.row_layout import RowLayout
 Bytes = npt.NDArray[np.uint8]
 T = TypeVar("T")
 
-# Of one request, at most; a multiple of every itemsize.
+# Bytes of one request at most; a multiple of every itemsize.
 RANGE_BYTES = 2 << 20
-# Of the answers that are there at a time.
+# Bytes of the answers that are in memory at the same time.
 WINDOW_BYTES = 16 << 20
-# At a time; what a file system needs for each of them is small beside a range.
-_REQUESTS = 512
-# Between two rows, so many cost less than one more request.
+# Requests that are made at the same time. Memory of the file system for each is small compared with
+# a range.
+_MAX_REQUESTS = 512
+# Unused bytes between two rows that cost less than one more request.
 _GAP_BYTES = 64 << 10
-# Before the second attempt; twice as long before each that follows.
+# Seconds before the second attempt; the delay doubles before each further attempt.
 _FIRST_DELAY_S = 0.5
 
-# Errors that time does not mend.
-_FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotImplementedError, ValueError)
-# Those of HTTP's errors of the client that it does.
-_BUSY = (408, 429)
+# Errors for which a further attempt is useless.
+_FINAL_ERRORS = (
+    FileNotFoundError,
+    PermissionError,
+    IsADirectoryError,
+    NotImplementedError,
+    ValueError,
+)
+# HTTP client errors for which a further attempt may succeed: timeout, and too many requests.
+_RETRIED_STATUSES = (408, 429)
+# HTTP status of a range that begins behind the end of the file.
+_RANGE_NOT_SATISFIABLE = 416
 
 
 @dataclass(frozen=True)
 class RemoteFile:
-    """A file, and the file system of fsspec that has it."""
+    """File of an fsspec file system."""
 
     url: str
     fs: Any
     path: str
-    """As the file system calls it."""
+    """Path within the file system."""
 
     def __str__(self) -> str:
         return self.url
@@ -51,34 +63,42 @@ class RemoteFile:
 
 @dataclass(frozen=True, eq=False)
 class ByteRange:
-    """What one request fetches: rows that are close together, or a part of one large row."""
+    """Bytes that one request fetches: rows that are close together, or a part of a large row."""
 
     file: RemoteFile
     begin: int
     end: int
     columns: slice
-    """Which bytes of each row."""
+    """Bytes of each row that the range has."""
     rows: Rows
-    """Ascending, counted from the first row of the piece; they may repeat."""
+    """Rows in ascending order, counted from the first row of the range; they may repeat."""
     positions: Rows
+    """Positions of the rows in the batch."""
 
     def __str__(self) -> str:
         return f"{self.file}, bytes {self.begin} to {self.end}"
 
     def copy(self, values: Bytes, target: Bytes) -> None:
-        """Bring the rows, of which ``values`` are the bytes, to their positions in ``target``, shape (n, row_nbytes)."""
+        """Copy the rows of the range to their positions.
+
+        Args:
+            values: Bytes of the range.
+            target: The batch as bytes, shape (n, row_nbytes).
+        """
         width = self.columns.stop - self.columns.start
-        values, step = values.reshape(-1, width), max(1, RANGE_BYTES // width)
+        values = values.reshape(-1, width)
+        # Copied in steps, because repeated rows may have more bytes than the range.
+        step = max(1, RANGE_BYTES // width)
         for i in range(0, len(self.rows), step):
-            # Rows that repeat may be more than was read.
-            rows, positions = self.rows[i : i + step], self.positions[i : i + step]
+            rows = self.rows[i : i + step]
+            positions = self.positions[i : i + step]
             target[run_of(positions) or positions, self.columns] = values[run_of(rows) or rows]
 
 
-def pieces_of(
+def ranges_of(
     file: RemoteFile, layout: RowLayout, rows: Rows, positions: Rows
 ) -> Iterator[ByteRange]:
-    """Cut rows of a file, in any order, into what is fetched at a time."""
+    """Cut rows of a file, in any order, into ranges."""
     nbytes = layout.row_nbytes
     if not nbytes or not len(rows):
         return
@@ -91,19 +111,20 @@ def pieces_of(
     for lo, hi in itertools.pairwise([*cuts, len(rows)]):
         first, last = int(rows[lo]), int(rows[hi - 1])
         for start in range(0, nbytes, RANGE_BYTES):
-            # More than once only where a single row is more than a range.
+            # There is more than one start only if a single row is larger than a range.
             stop = min(start + RANGE_BYTES, nbytes)
-            begin, end = (
-                layout.offset + first * nbytes + start,
-                layout.offset + last * nbytes + stop,
-            )
+            begin = layout.offset + first * nbytes + start
+            end = layout.offset + last * nbytes + stop
             yield ByteRange(
                 file, begin, end, slice(start, stop), rows[lo:hi] - first, positions[lo:hi]
             )
 
 
 def _cuts(rows: Rows, nbytes: int) -> list[int]:
-    """Where pieces of ascending rows begin: behind a gap, and where a piece would be more than a range."""
+    """Return the positions in ascending rows at which ranges begin.
+
+    A range begins after a gap, or where the range before it would be too large.
+    """
     is_far = np.diff(rows, prepend=rows[0]) - 1 > _GAP_BYTES // nbytes
     is_far[0] = True
     first_of_group = rows[is_far][np.cumsum(is_far) - 1]
@@ -112,111 +133,125 @@ def _cuts(rows: Rows, nbytes: int) -> list[int]:
     return cuts
 
 
-def windows_of(pieces: Iterator[ByteRange]) -> Iterator[list[ByteRange]]:
-    """As many pieces at a time as there may be answers."""
+def windows_of(ranges: Iterator[ByteRange]) -> Iterator[list[ByteRange]]:
+    """Group ranges into windows whose answers fit in memory at the same time."""
     window: list[ByteRange] = []
     nbytes = 0
-    for piece in pieces:
-        nbytes += piece.end - piece.begin
-        if nbytes > WINDOW_BYTES or len(window) == _REQUESTS:
+    for wanted in ranges:
+        range_nbytes = wanted.end - wanted.begin
+        nbytes += range_nbytes
+        if nbytes > WINDOW_BYTES or len(window) == _MAX_REQUESTS:
             yield window
-            window, nbytes = [], piece.end - piece.begin
-        window.append(piece)
+            window = []
+            nbytes = range_nbytes
+        window.append(wanted)
     if window:
         yield window
 
 
-def read(pieces: list[ByteRange]) -> list[Any]:
-    """What the file systems give for each piece: bytes, or an error."""
+def fetch(ranges: list[ByteRange]) -> list[Any]:
+    """Fetch ranges, and return the bytes of each, or an error."""
     answers: dict[ByteRange, Any] = {}
-    for fs in {id(piece.file.fs): piece.file.fs for piece in pieces}.values():
-        mine = [piece for piece in pieces if piece.file.fs is fs]
-        paths = [piece.file.path for piece in mine]
-        begins = [piece.begin for piece in mine]
-        ends = [piece.end for piece in mine]
-        found = tried(fs.cat_ranges, paths, begins, ends, on_error="return")
-        answers |= zip(
-            mine, [found] * len(mine) if isinstance(found, Exception) else found, strict=True
-        )
-    return [_whole(piece, answers[piece]) for piece in pieces]
+    for fs in {id(wanted.file.fs): wanted.file.fs for wanted in ranges}.values():
+        of_fs = [wanted for wanted in ranges if wanted.file.fs is fs]
+        paths = [wanted.file.path for wanted in of_fs]
+        begins = [wanted.begin for wanted in of_fs]
+        ends = [wanted.end for wanted in of_fs]
+        found = result_or_error(fs.cat_ranges, paths, begins, ends, on_error="return")
+        if isinstance(found, Exception):
+            found = [found] * len(of_fs)
+        answers |= zip(of_fs, found, strict=True)
+    return [_checked(wanted, answers[wanted]) for wanted in ranges]
 
 
-def tried(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
-    """What a call gives, or the error that it raises."""
+def result_or_error(call: Callable[..., Any], *args: Any, **options: Any) -> Any:
+    """Return the result of a call, or the error that it raises."""
     try:
         return call(*args, **options)
     except Exception as error:
-        # Whatever a file system raises.
+        # File systems raise errors of many kinds.
         return error
 
 
 def answers_of(
     asked: list[T], ask: Callable[[list[T]], list[Any]], attempts: int
 ) -> Iterator[tuple[T, Any]]:
-    """Ask, and ask again, later, for what failed. Answers come in any order; none is kept here.
+    """Make requests, and repeat those that failed after a delay.
+
+    Answers are yielded in any order, and are not kept here.
 
     Args:
-        asked: What errors are about.
-        ask: Gives an answer or an error for each.
-        attempts: How often it is called, at most.
+        asked: Subjects of the requests, as errors name them.
+        ask: Makes requests, and returns an answer or an error for each.
+        attempts: Number of times that a request is made at most.
 
     Raises:
-        ReadError: An error that does not pass, or did not in so many attempts.
-        FileMissing: A file is not there.
-        PinfeedError: As ``ask`` gives it.
+        ReadError: If a request fails with an error for which a further attempt is useless, or
+            fails in every attempt.
+        FileMissing: If a file does not exist.
+        PinfeedError: If ``ask`` returns such an error.
     """
     for attempt in itertools.count(1):
         answers = list(zip(asked, ask(asked), strict=True))
         asked = []
         while answers:
-            one, answer = answers.pop()
+            subject, answer = answers.pop()
             if not isinstance(answer, BaseException):
-                yield one, answer
-            elif isinstance(answer, PinfeedError):
-                raise answer
-            elif isinstance(answer, FileNotFoundError):
-                raise FileMissing(f"{one}: the file is not there any more") from answer
-            elif attempt == attempts or _is_final(answer):
-                todo = (
-                    f"; RemoteStore(..., attempts={2 * attempts}) tries longer"
-                    if not _is_final(answer)
-                    else ""
-                )
-                raise ReadError(
-                    f"{one}: {type(answer).__name__}: {answer} (attempt {attempt} of {attempts}{todo})"
-                ) from answer
+                yield subject, answer
+            elif attempt < attempts and _is_worth_retrying(answer):
+                asked.append(subject)
             else:
-                asked.append(one)
-            # Its memory is that of the next one.
+                _raise(subject, answer, attempt, attempts)
+            # The memory of this answer is free for the next one.
             del answer
         if not asked:
             return
         time.sleep(_FIRST_DELAY_S * 2 ** (attempt - 1))
 
 
-def _whole(piece: ByteRange, answer: Any) -> Any:
-    """The answer, or an error where it is not as long as the piece."""
-    if isinstance(answer, BaseException) and _status(answer) != 416:
-        # Which says that there is nothing.
+def _raise(subject: Any, error: BaseException, attempt: int, attempts: int) -> NoReturn:
+    """Raise the error of a request that is not repeated."""
+    if isinstance(error, PinfeedError):
+        raise error
+    if isinstance(error, FileNotFoundError):
+        raise FileMissing(f"{subject}: the file is not there any more") from error
+    advice = ""
+    if _is_worth_retrying(error):
+        advice = f"; RemoteStore(..., attempts={2 * attempts}) tries longer"
+    raise ReadError(
+        f"{subject}: {type(error).__name__}: {error} (attempt {attempt} of {attempts}{advice})"
+    ) from error
+
+
+def _checked(wanted: ByteRange, answer: Any) -> Any:
+    """Return the answer, or an error if it is not as long as the range."""
+    n = 0
+    if not isinstance(answer, BaseException):
+        n = len(answer)
+    elif _status(answer) != _RANGE_NOT_SATISFIABLE:
         return answer
-    n, wanted = 0 if isinstance(answer, BaseException) else len(answer), piece.end - piece.begin
-    if n == wanted:
+    n_wanted = wanted.end - wanted.begin
+    if n == n_wanted:
         return answer
-    if n < wanted:
+    if n < n_wanted:
         return ReadError(
-            f"{piece}: only {n} of them are there: the file has shrunk; was it written anew while it was streamed?"
+            f"{wanted}: only {n} of them are there: the file has shrunk; was it written again "
+            "while it was streamed?"
         )
     return ReadError(
-        f"{piece}: got {n} bytes; its server does not give parts of files: copy it to one that does"
+        f"{wanted}: got {n} bytes; its server does not give parts of files: copy it to one that "
+        "does"
     )
 
 
-def _is_final(error: BaseException) -> bool:
+def _is_worth_retrying(error: BaseException) -> bool:
+    if isinstance(error, (PinfeedError, *_FINAL_ERRORS)):
+        return False
     status = _status(error)
-    return isinstance(error, _FINAL) or (400 <= status < 500 and status not in _BUSY)
+    return not 400 <= status < 500 or status in _RETRIED_STATUSES
 
 
 def _status(error: Any) -> int:
-    """Of an answer by HTTP; 0 for anything else."""
+    """Return the HTTP status of an error; 0 if it has none."""
     status = getattr(error, "status", 0)
     return status if isinstance(status, int) else 0

@@ -24,38 +24,49 @@ from pinfeed.validation.safe_repr import safe_repr
 
 logger = logging.getLogger("pinfeed")
 
-_OF_A_SHAPE = "a store of a dtype and a shape is PinnedStore.zeros(shape, dtype) or PinnedStore.empty(shape, dtype)"
+_BY_SHAPE = (
+    "a store of a dtype and a shape is PinnedStore.zeros(shape, dtype) or "
+    "PinnedStore.empty(shape, dtype)"
+)
 HINTS = {
     **dict.fromkeys(
         ("pinned", "pin_memory", "page_locked"), "give pin=True, pin=False or pin='auto'"
     ),
-    **dict.fromkeys(("shape", "dtype"), _OF_A_SHAPE),
+    **dict.fromkeys(("shape", "dtype"), _BY_SHAPE),
 }
-"""Advice, by the names that torch has for it."""
+"""Advice for arguments that torch has under these names."""
 
 Pin = Literal["auto"] | bool
 
-# Tables are filled piecewise: the peak is the table and one piece.
-_FILL_BYTES = 16 << 20
+# Tables are filled in chunks, so that the peak of memory is the table and one chunk.
+_CHUNK_BYTES = 16 << 20
 
 
 class PinnedStore(ArrayStore):
-    """Rows in memory that is page-locked through CuPy: exactly as much as they need, in whole pages. Forked processes do not inherit it.
+    """Rows in page-locked memory, which a GPU can read and write itself.
 
-    ``copy.copy`` gives a store of the same memory, ``copy.deepcopy`` and pickle one of other
-    memory. When the last array on the memory has died, it is unlocked by the next call of pinfeed
-    that takes page-locked memory, asks a loop for a batch, or closes a feeder; or by
+    The memory is page-locked through CuPy. It has exactly the size of the rows, in whole pages.
+    Forked processes do not inherit it. ``copy.copy`` returns a store on the same memory;
+    ``copy.deepcopy`` and pickle copy the rows to other memory.
+
+    The memory is unlocked after the last array on it is gone. This happens in the next call of
+    pinfeed that takes page-locked memory, asks for a batch, or closes a feeder, or in
     ``PinnedStore.unlock_freed()``.
 
     Args:
-        source: A numpy array, a CPU tensor, a path of a .npy file or a Store; copied piece by
-            piece.
-        pin: True to page-lock, ``"auto"`` to do so where CUDA and CuPy are there and the driver
-            agrees, and take ordinary memory elsewhere, False for ordinary memory.
+        source: A numpy array, a CPU tensor, a path of a .npy file or a Store, which is copied in
+            chunks.
+        pin: True for page-locked memory; False for ordinary memory; ``"auto"`` for page-locked
+            memory if CUDA and CuPy are installed and the driver agrees, and ordinary memory
+            otherwise.
 
     Raises:
-        MissingDependency: ``pin=True`` without CuPy or without a CUDA device.
-        DeviceError: ``pin=True``, and the system or the driver refused to lock so much.
+        MissingDependency: If ``pin=True`` without CuPy or without a CUDA device.
+        DeviceError: If ``pin=True``, and the system or the driver refuses to lock so much.
+
+    Example::
+
+        store = PinnedStore.normal((1_000_000, 64), std=0.01, pin="auto")
     """
 
     page_locked: bool
@@ -67,7 +78,7 @@ class PinnedStore(ArrayStore):
         store = source if isinstance(source, Store) else _open(source)
         try:
             self._allocate((store.n_rows, *store.row_shape), store.dtype, pin)
-            step = _rows_per_piece(self._array)
+            step = _rows_per_chunk(self._array)
             for start in range(0, store.n_rows, step):
                 rows = np.arange(start, min(start + step, store.n_rows), dtype=np.int64)
                 store.gather(rows, self._array[start : start + step])
@@ -79,12 +90,16 @@ class PinnedStore(ArrayStore):
     def empty(
         cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True
     ) -> PinnedStore:
-        """Rows of any contents, ``shape`` (n_rows, *row_shape); the system gives zeros.
+        """Make a store without writing its rows, which are zeros of the system.
+
+        Args:
+            shape: Shape (n_rows, *row_shape).
+            dtype: Dtype of the rows.
+            pin: As for the class.
 
         Raises:
-            StoreError: If the shape has no rows, or something else than whole numbers, or more
-                bytes than an address can tell.
-            StoreError: If there is no such dtype.
+            StoreError: If the shape has no rows, something else than whole numbers, or more bytes
+                than can be addressed; or if there is no such dtype.
             MemoryError: If the system does not have so much memory.
             MissingDependency: As for the class.
             DeviceError: As for the class.
@@ -97,7 +112,7 @@ class PinnedStore(ArrayStore):
     def zeros(
         cls, shape: tuple[int, ...], dtype: npt.DTypeLike = "float32", *, pin: Pin = True
     ) -> PinnedStore:
-        """Rows of zeros."""
+        """Make a store of zeros; arguments and errors are those of ``empty``."""
         # An anonymous mapping is zero-filled.
         return cls.empty(shape, dtype, pin=pin)
 
@@ -112,7 +127,15 @@ class PinnedStore(ArrayStore):
         seed: int = 0,
         pin: Pin = True,
     ) -> PinnedStore:
-        """Rows of normally distributed numbers, the same for the same seed.
+        """Make a store of normally distributed numbers.
+
+        Args:
+            shape: Shape (n_rows, *row_shape).
+            dtype: Floating point dtype of the rows.
+            mean: Mean of the numbers.
+            std: Standard deviation of the numbers, at least 0.
+            seed: Seed of the random numbers; the same seed gives the same rows.
+            pin: As for the class.
 
         Raises:
             ArgumentError: If ``mean`` is no number, ``std`` is no number of at least 0, or ``seed``
@@ -120,7 +143,8 @@ class PinnedStore(ArrayStore):
             StoreError: As for ``empty``, or if the dtype is not floating point.
         """
         seed = whole_number(seed, "seed", least=0)
-        mean, std = real_number(mean, "mean"), real_number(std, "std", least=0)
+        mean = real_number(mean, "mean")
+        std = real_number(std, "std", least=0)
         rng = np.random.default_rng(seed)
         return cls.empty(shape, dtype, pin=pin)._fill(lambda size: rng.normal(mean, std, size))
 
@@ -135,7 +159,15 @@ class PinnedStore(ArrayStore):
         seed: int = 0,
         pin: Pin = True,
     ) -> PinnedStore:
-        """Rows of numbers evenly distributed over [low, high), the same for the same seed.
+        """Make a store of numbers that are uniformly distributed over [low, high).
+
+        Args:
+            shape: Shape (n_rows, *row_shape).
+            dtype: Floating point dtype of the rows.
+            low: Lower bound.
+            high: Upper bound, at least ``low``.
+            seed: Seed of the random numbers; the same seed gives the same rows.
+            pin: As for the class.
 
         Raises:
             ArgumentError: If ``low`` or ``high`` is no number, ``high`` is below ``low``, or
@@ -150,7 +182,8 @@ class PinnedStore(ArrayStore):
 
     @safe_repr
     def __repr__(self) -> str:
-        return f"<{type(self).__name__}: {in_words(self)}, in {'page-locked' if self.page_locked else 'ordinary'} memory>"
+        kind = "page-locked" if self.page_locked else "ordinary"
+        return f"<{type(self).__name__}: {in_words(self)}, in {kind} memory>"
 
     def __copy__(self) -> PinnedStore:
         """Return a store of the same rows in the same memory."""
@@ -165,9 +198,8 @@ class PinnedStore(ArrayStore):
         return copied
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return functools.partial(type(self), pin="auto" if self.page_locked else False), (
-            self._array,
-        )
+        pin: Pin = "auto" if self.page_locked else False
+        return functools.partial(type(self), pin=pin), (self._array,)
 
     def gather(self, rows: Rows, out: Array) -> None:
         self._require_memory()
@@ -179,7 +211,7 @@ class PinnedStore(ArrayStore):
 
     @staticmethod
     def unlock_freed() -> None:
-        """Give the memory of stores that were dropped back to the system now.
+        """Give the memory of dropped stores back to the system now.
 
         Do not call it while this thread captures a CUDA graph.
         """
@@ -187,9 +219,10 @@ class PinnedStore(ArrayStore):
 
     def _require_memory(self) -> None:
         if self.page_locked and self._pid != os.getpid():
-            # Where the first touch would end the process.
+            # Touching the memory would end the process.
             raise ClosedError(
-                "a forked process does not inherit page-locked memory; read the rows before the fork, or hand over a copy"
+                "a forked process does not inherit page-locked memory; read the rows before the "
+                "fork, or hand over a copy"
             )
 
     def _allocate(self, shape: tuple[int, ...], dtype: np.dtype[Any], pin: Pin) -> None:
@@ -202,8 +235,9 @@ class PinnedStore(ArrayStore):
             memory = anonymous(nbytes) if runtime is None else self._locked(nbytes, runtime, pin)
         except MemoryError as error:
             raise MemoryError(
-                f"PinnedStore: shape {shape} of {dtype} takes {nbytes:,} bytes of memory, which the system does not have; make fewer or "
-                "smaller rows, or keep them in a file: MmapStore.create(path, shape, dtype), HostEmbedding(..., store=path)"
+                f"PinnedStore: shape {shape} of {dtype} takes {nbytes:,} bytes of memory, which "
+                "the system does not have; make fewer or smaller rows, or keep them in a file: "
+                "MmapStore.create(path, shape, dtype), HostEmbedding(..., store=path)"
             ) from error
         self._array: Array = memory[:nbytes].view(dtype).reshape(shape)
 
@@ -227,36 +261,34 @@ class PinnedStore(ArrayStore):
         return anonymous(nbytes)
 
     def _fill(self, draw: Callable[[tuple[int, ...]], Array]) -> PinnedStore:
+        # numpy's kind of bfloat16 is V.
         if self.dtype.kind not in "fV":
-            # V: bfloat16
             raise StoreError(
                 f"PinnedStore: random rows of {self.dtype}; expected a floating point dtype"
             )
-        step = _rows_per_piece(self._array)
+        step = _rows_per_chunk(self._array)
         for start in range(0, self.n_rows, step):
-            piece = self._array[start : start + step]
-            piece[...] = draw(piece.shape).astype(self.dtype)
+            chunk = self._array[start : start + step]
+            chunk[...] = draw(chunk.shape).astype(self.dtype)
         return self
 
 
 def _open(source: Any) -> Store:
     if isinstance(source, tuple) and source and all(isinstance(n, int) for n in source):
         raise StoreError(
-            f"PinnedStore: got the tuple {source!r}; expected rows, or a path of them; {_OF_A_SHAPE}"
+            f"PinnedStore: got the tuple {source!r}; expected rows, or a path of them; {_BY_SHAPE}"
         )
-    return (
-        MmapStore(source)
-        if isinstance(source, (str, os.PathLike))
-        else ArrayStore(source, name="PinnedStore")
-    )
+    if isinstance(source, (str, os.PathLike)):
+        return MmapStore(source)
+    return ArrayStore(source, name="PinnedStore")
 
 
-def _rows_per_piece(array: Array) -> int:
-    return max(1, _FILL_BYTES // max(1, array.nbytes // len(array)))
+def _rows_per_chunk(array: Array) -> int:
+    return max(1, _CHUNK_BYTES // max(1, array.nbytes // len(array)))
 
 
 def _cuda_runtime(pin: Pin) -> Any:
-    """CuPy's CUDA runtime, or None for ordinary memory."""
+    """Return CuPy's CUDA runtime, or None for ordinary memory."""
     if pin not in (True, False, "auto"):
         raise ArgumentError(f"pin={pin!r}: expected True, False or 'auto'")
     if pin is False:
@@ -264,7 +296,10 @@ def _cuda_runtime(pin: Pin) -> Any:
     try:
         import cupy
     except ImportError:
-        problem = 'CuPy is not installed: pip install "pinfeed[cuda12]" or "pinfeed[cuda13]", to match the driver'
+        problem = (
+            'CuPy is not installed: pip install "pinfeed[cuda12]" or "pinfeed[cuda13]", to match '
+            "the driver"
+        )
     else:
         if cupy.cuda.is_available():
             return cupy.cuda.runtime
@@ -272,5 +307,6 @@ def _cuda_runtime(pin: Pin) -> Any:
     if pin == "auto":
         return None
     raise MissingDependency(
-        f'PinnedStore needs page-locked memory, and {problem}; give pin="auto" for ordinary memory where there is none'
+        f'PinnedStore needs page-locked memory, and {problem}; give pin="auto" for ordinary memory '
+        "where there is none"
     )

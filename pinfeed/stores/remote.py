@@ -1,4 +1,4 @@
-"""RemoteStore: rows of .npy files that fsspec reaches: object stores, web servers, archives."""
+"""RemoteStore: rows of .npy files in object stores, on web servers and in archives, by fsspec."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from pinfeed.stores.byte_ranges import (
     ByteRange,
     RemoteFile,
     answers_of,
-    pieces_of,
-    read,
-    tried,
+    fetch,
+    ranges_of,
+    result_or_error,
     windows_of,
 )
 from pinfeed.stores.formats.npy import header_of
@@ -41,46 +41,52 @@ from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.threads.pool import ThreadPool
 from pinfeed.validation.arguments import whole_number
 
-# Rows that are brought into the order of the file at a time.
-_SORTED = 1 << 16
-# At a time, each with many requests: one asks while the other one copies.
-_GATHERS = 2
+# Rows that are sorted into the order of the file at a time.
+_MAX_SORTED_ROWS = 1 << 16
+# Gathers that fetch at the same time, each with many requests: one waits while the other copies.
+_MAX_GATHERS = 2
 _HEADERS_AT_ONCE = 16
-# What a file system may read ahead.
+# Bytes that a file system may read ahead of the header.
 _HEADER_BYTES = 64 << 10
 
 
-# No shard is ever open: each request is on its own.
+# No shard is ever open, because each request is independent.
 class RemoteStore(ShardedStore[NoReturn]):
-    """Rows of .npy files that are elsewhere, read-only. Any thread may gather.
+    """Rows of remote .npy files, read-only. Any thread may gather.
 
-    Neighbouring rows are fetched by one request, and many requests wait at the same time where the
-    file system can do that (those of object stores and web servers can). Raw and safetensors files
-    have to be local: see ``MmapStore``.
+    One request fetches neighbouring rows. Many requests are made at the same time if the file
+    system supports that, as those of object stores and web servers do. Raw and safetensors files
+    must be local; see ``MmapStore``.
 
     Args:
         path: A URL (``"s3://bucket/x.npy"``), a pattern (``"gs://bucket/x-*.npy"``, in sorted
-            order) or a sequence of URLs; several are shards of one store and may differ in their
-            number of rows.
-        dtype: Take the items for this dtype of the same size: ``"bfloat16"``, which a .npy file
-            cannot name.
-        storage_options: What fsspec's file system is to know: credentials, endpoints.
-        attempts: How often a request is made, before an error that may pass (a lost connection, a
-            busy server) is raised.
+            order) or a sequence of URLs. Several files are shards of one store and may differ in
+            their number of rows.
+        dtype: Dtype of the items, of the same size as in the file. It is for ``"bfloat16"``, which
+            a .npy file cannot name. By default, the file says it.
+        storage_options: Arguments of fsspec's file system, such as credentials and endpoints.
+        attempts: Number of times that a request is made before a temporary error (a lost
+            connection, a busy server) is raised.
 
     Raises:
-        ArgumentError: Not a URL, of a file system that fsspec does not know, or ``attempts``
-            below 1.
-        MissingDependency: fsspec is not installed, or not what it needs for such a URL.
-        FileMissing: A file, or every file of a pattern, is missing.
-        ReadError: A file cannot be read.
-        StoreError: Not a .npy file, truncated, no rows, Fortran order, a dtype that torch has not,
-            or shards that do not match.
+        ArgumentError: If ``path`` is not a URL, fsspec does not know its file system, or
+            ``attempts`` is below 1.
+        MissingDependency: If fsspec, or a package that it needs for the URL, is not installed.
+        FileMissing: If a file, or every file of a pattern, is missing.
+        ReadError: If a file cannot be read.
+        StoreError: If a file is not a .npy file, is truncated, has no rows, is in Fortran order or
+            of a dtype that torch does not have, or if shards do not match.
+
+    Example::
+
+        with RemoteStore("s3://bucket/features-*.npy") as store:
+            rows = np.empty((2, *store.row_shape), store.dtype)
+            store.gather(np.array([7, 3]), rows)
     """
 
-    resident_bytes = _GATHERS * (WINDOW_BYTES + 4 * RANGE_BYTES)
-    """The answers, what a client puts them together of, and what brings rows into order."""
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ShardedStore._PROCESS_STATE, "_gathers")
+    resident_bytes = _MAX_GATHERS * (WINDOW_BYTES + 4 * RANGE_BYTES)
+    """Memory for answers, for the parts from which a client joins them, and for sorting rows."""
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ShardedStore._PROCESS_STATE, "_gather_slots")
 
     def __init__(
         self,
@@ -102,89 +108,95 @@ class RemoteStore(ShardedStore[NoReturn]):
         self.close()
 
     def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
-        """Copy rows, shape (m,), into ``out[positions]``; ``out`` is C-contiguous, shape (n, *row_shape), of the store's dtype.
+        """Copy rows into ``out[positions]``. The caller has checked all arguments.
 
-        The caller has checked all three.
+        Args:
+            rows: Row indices, shape (m,).
+            out: C-contiguous, shape (n, *row_shape), of the store's dtype.
+            positions: Positions in ``out``, shape (m,).
 
         Raises:
-            ReadError: A file has shrunk, or cannot be read.
-            FileMissing: A file has gone since the store was opened.
+            ReadError: If a file has shrunk or cannot be read.
+            FileMissing: If a file was removed since the store was opened.
         """
         if self._closed:
             raise ClosedError(f"{self!r} is closed; open it again")
         target = as_bytes(out)
-        step = _SORTED if run_of(rows) is None else max(1, len(rows))
+        step = _MAX_SORTED_ROWS if run_of(rows) is None else max(1, len(rows))
         for i in range(0, len(rows), step):
-            for window in windows_of(self._pieces(rows[i : i + step], positions[i : i + step])):
-                with self._gathers:
+            for window in windows_of(self._ranges(rows[i : i + step], positions[i : i + step])):
+                with self._gather_slots:
                     self._fetch(window, target)
 
     def _init_process_state(self) -> None:
         super()._init_process_state()
-        self._gathers = threading.BoundedSemaphore(_GATHERS)
+        self._gather_slots = threading.BoundedSemaphore(_MAX_GATHERS)
 
     def _fetch(self, window: list[ByteRange], target: npt.NDArray[np.uint8]) -> None:
-        for piece, answer in answers_of(window, read, self._attempts):
+        for byte_range, answer in answers_of(window, fetch, self._attempts):
             values = np.frombuffer(answer, np.uint8)
             if self._swapped:
                 values = values.view(self._layouts[0].dtype).byteswap().view(np.uint8)
-            piece.copy(values, target)
+            byte_range.copy(values, target)
 
-    def _pieces(self, rows: Rows, positions: Rows) -> Iterator[ByteRange]:
-        for number, shard_rows, places in self._by_shard(rows):
-            yield from pieces_of(
-                self._files[number], self._layouts[number], shard_rows, positions[places]
+    def _ranges(self, rows: Rows, positions: Rows) -> Iterator[ByteRange]:
+        for number, shard_rows, shard_positions in self._by_shard(rows):
+            yield from ranges_of(
+                self._files[number], self._layouts[number], shard_rows, positions[shard_positions]
             )
 
     def _find(self, path: str | Sequence[str], options: dict[str, Any]) -> list[RemoteFile]:
-        if isinstance(path, (str, os.PathLike)):
-            urls = [path]
-        else:
-            try:
-                urls = list(path)
-            except TypeError:
-                raise ArgumentError(
-                    f"path={path!r}: expected a URL, a pattern or a sequence of URLs"
-                ) from None
-            if not urls:
-                raise ArgumentError(
-                    "an empty list of files; expected at least one URL of a .npy file"
-                )
-        files = [_file(url, options) for url in urls]
+        """Return the files of a URL, a pattern or a sequence of URLs."""
+        files = [_file(url, options) for url in _urls(path)]
         if not isinstance(path, str) or not _is_pattern(files[0]):
             return files
         [(_, found)] = answers_of(
-            files, lambda files: [tried(_matches, file) for file in files], self._attempts
+            files, lambda files: [result_or_error(_matches, file) for file in files], self._attempts
         )
         if not found:
             raise FileMissing(f"{path}: no file matches this pattern")
         return list(found)
 
     def _headers(self, dtype: np.dtype[Any] | None) -> list[RowLayout]:
-        # A file may stand twice, and one of fsspec may not be read by two threads.
-        different = list(dict.fromkeys(self._files))
-        header = functools.partial(tried, _header, dtype=dtype)
-        # the first one alone: it opens the session that the others share
+        """Read the header of each file."""
+        # A file may be given twice, and two threads must not read one file of fsspec.
+        distinct = list(dict.fromkeys(self._files))
+        read_header = functools.partial(result_or_error, _header, dtype=dtype)
+        # The first file is read alone, because it opens the session that the others share.
         found = dict(
             answers_of(
-                different[:1], lambda files: [header(file) for file in files], self._attempts
+                distinct[:1], lambda files: [read_header(file) for file in files], self._attempts
             )
         )
-        if different[1:]:
-            with ThreadPool(min(_HEADERS_AT_ONCE, len(different) - 1), "pinfeed-remote") as pool:
+        if distinct[1:]:
+            with ThreadPool(min(_HEADERS_AT_ONCE, len(distinct) - 1), "pinfeed-remote") as pool:
                 found |= answers_of(
-                    different[1:], lambda files: list(pool.map(header, files)), self._attempts
+                    distinct[1:], lambda files: list(pool.map(read_header, files)), self._attempts
                 )
         return [found[file] for file in self._files]
 
 
+def _urls(path: str | Sequence[str]) -> list[str]:
+    if isinstance(path, (str, os.PathLike)):
+        return [path]
+    try:
+        urls = list(path)
+    except TypeError:
+        raise ArgumentError(
+            f"path={path!r}: expected a URL, a pattern or a sequence of URLs"
+        ) from None
+    if not urls:
+        raise ArgumentError("an empty list of files; expected at least one URL of a .npy file")
+    return urls
+
+
 def _is_pattern(file: RemoteFile) -> bool:
-    """Whether its name has wildcards; a question mark is one, except in a web address."""
+    """Return whether the path has wildcards; a question mark is one, except in a web address."""
     return re.search(r"[*[]" if "http" in file.fs.protocol else r"[*?[]", file.path) is not None
 
 
 def _matches(file: RemoteFile) -> list[RemoteFile]:
-    """The files that its name matches, or itself where it is called so."""
+    """Return the files that match a pattern, or the file itself if that is its real name."""
     fs = file.fs
     if fs.exists(file.path):
         return [file]
@@ -197,12 +209,12 @@ def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> RowLayout:
             size = getattr(opened, "size", None) or file.fs.size(file.path)
             if size is None:
                 raise StoreError(
-                    f"{file}: its server does not tell its size and gives no parts of it; copy it to one that does"
+                    f"{file}: its server does not tell its size and gives no parts of it; copy it "
+                    "to one that does"
                 )
             layout = header_of(file.url, opened, size, dtype)
             if "http" in file.fs.protocol:
-                # A server that always sends all of the file is found out here, where fsspec does
-                # not take it.
+                # fsspec raises an error here if the server always sends the whole file.
                 opened.seek(size - 1)
                 opened.read(1)
             return layout
@@ -214,7 +226,8 @@ def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> RowLayout:
             or getattr(cause, "status", None) == 404
         )
         if "http" in file.fs.protocol and not is_missing:
-            raise cause from None  # type: ignore[misc]  # fsspec says "not found" of a server that cannot be reached as well
+            # fsspec says "not found" also if a server cannot be reached.
+            raise cause from None  # type: ignore[misc]
         raise FileMissing(
             f"{file}: no such file; expected a .npy file, as numpy.save writes it"
         ) from None
@@ -227,7 +240,8 @@ def _header(file: RemoteFile, dtype: np.dtype[Any] | None) -> RowLayout:
 def _file(url: str, options: dict[str, Any]) -> RemoteFile:
     if not has_protocol(url):
         raise ArgumentError(
-            f"{url!r} is not a URL; expected a string such as 's3://bucket/x.npy' (pathlib takes a slash away); MmapStore opens local files"
+            f"{url!r} is not a URL; expected a string such as 's3://bucket/x.npy' (pathlib takes a "
+            "slash away); MmapStore opens local files"
         )
     try:
         from fsspec.core import url_to_fs
@@ -240,7 +254,7 @@ def _file(url: str, options: dict[str, Any]) -> RemoteFile:
     except ImportError as error:
         raise MissingDependency(f"{url}: {error}") from error
     except FileNotFoundError as error:
-        # An archive that is to be looked into.
+        # The archive that contains the file does not exist.
         raise FileMissing(f"{url}: no such file ({described(error)})") from None
     except ValueError as error:
         raise ArgumentError(

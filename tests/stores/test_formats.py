@@ -503,7 +503,7 @@ def test_any_rows_of_any_remote_shards(
             byte_ranges, "_GAP_BYTES", data.draw(st.sampled_from([0, 1, 23, 24, 100, 1000]), "gap")
         )
         patch.setattr(
-            byte_ranges, "_REQUESTS", data.draw(st.sampled_from([1, 2, 1000]), "requests")
+            byte_ranges, "_MAX_REQUESTS", data.draw(st.sampled_from([1, 2, 1000]), "requests")
         )
         dtype = np.dtype(
             data.draw(st.sampled_from(["<f4", ">f4", "u1", "<i8", ">i8", "?"]), "dtype")

@@ -1,4 +1,4 @@
-"""FileReader: one open file of rows."""
+"""FileReader: one open file whose rows are read and written."""
 
 from __future__ import annotations
 
@@ -19,33 +19,33 @@ from pinfeed.threads.pool import ThreadPool
 
 Bytes = npt.NDArray[np.uint8]
 
-# Reads that wait for the disk at a time: more brought nothing on a virtual disk and on NVMe, fewer
-# did not fill them.
-_AT_ONCE = 16
-# Rows that make a thread worth its start.
-_EACH = 4
+# Reads that wait for the disk at the same time. On a virtual disk and on NVMe, more were no faster
+# and fewer did not saturate the disk.
+_MAX_THREADS = 16
+# Fewest rows for which it is worth starting a thread.
+_ROWS_PER_THREAD = 4
 
 
 def inode_of(status: os.stat_result) -> tuple[int, int]:
-    """What tells a file from another one of the same name."""
+    """Return the identity of a file, which a new file of the same name does not share."""
     return status.st_dev, status.st_ino
 
 
 class FileReader:
-    """The descriptor of one file, closed when nobody holds the object any more.
+    """One open file, which is closed when the last reference to this object is gone.
 
     Any thread may use it.
 
     Args:
-        layout: Where its rows are.
-        contexts: For requests that are made many at a time.
-        inode: Of the file whose header was read.
-        writable: Whether ``write_rows`` is to work.
+        layout: Layout of the rows of the file.
+        contexts: Contexts for many reads by one system call.
+        inode: Identity of the file whose header was read.
+        writable: Open the file for ``write_rows``, too.
         keep_cache: Leave in the page cache what was read.
 
     Raises:
-        FileMissing: The file has gone since its header was read.
-        ReadError: Another one has its name now.
+        FileMissing: If the file was removed since its header was read.
+        ReadError: If another file has its name now.
     """
 
     def __init__(
@@ -68,18 +68,19 @@ class FileReader:
         weakref.finalize(self, os.close, self._fd)
         if inode_of(os.fstat(self._fd)) != inode:
             raise ReadError(
-                f"{layout.path} was replaced by another file since its header was read; open it again"
+                f"{layout.path} was replaced by another file since its header was read; open it "
+                "again"
             )
         self._check_size()
         self._cache = PageCache(self._fd, layout.end, keep=keep_cache)
-        # Before the descriptor is closed: the last one made is called first.
-        weakref.finalize(self, self._cache.leave)
+        # The last finalizer is called first, so that this one runs before the descriptor is closed.
+        weakref.finalize(self, self._cache.drop_all)
 
     def read_run(self, first: int, out: Bytes) -> None:
         """Read the rows from ``first`` on into ``out``, shape (n, row_nbytes).
 
         Raises:
-            ReadError: The file has shrunk, or cannot be read.
+            ReadError: If the file has shrunk or cannot be read.
         """
         begin = self._layout.offset + first * self._layout.row_nbytes
         view = out.reshape(-1).data
@@ -93,30 +94,36 @@ class FileReader:
                 self._check_size()
                 raise ReadError(f"{self._layout.path} ended at byte {begin + done}")
             done += n
-        self._cache.used(begin, len(view))
+        self._cache.add_read(begin, len(view))
 
     def read_rows(self, rows: Rows, out: Bytes, positions: Rows) -> None:
-        """Read rows in any order into ``out[positions]``; ``out`` is C-contiguous, shape (n, row_nbytes).
+        """Read rows in any order into ``out[positions]``.
 
-        What is in the page cache is copied by this thread; for the rest, many reads wait for the
-        disk at the same time.
+        The calling thread copies rows that are in the page cache. For the other rows, several
+        threads wait for the disk at the same time.
+
+        Args:
+            rows: Row indices, shape (m,).
+            out: C-contiguous, shape (n, row_nbytes).
+            positions: Positions in ``out``, shape (m,).
 
         Raises:
-            ReadError: The file has shrunk, or cannot be read.
+            ReadError: If the file has shrunk or cannot be read.
         """
         if not self._layout.row_nbytes:
             return
-        self._cache.at_random()
+        self._cache.expect_random_reads()
         missing = self._read_some(rows, out, positions, linux_aio.NOWAIT)
         if not len(missing):
             return
-        # Neighbours go to one thread, one after the other: the kernel reads them as one.
+        # Sorted, so that one thread reads neighbours one after the other, and the kernel merges
+        # their reads.
         missing = missing[np.argsort(rows[missing])]
-        # A row begins within a page.
-        self._cache.used(
+        # A row may begin within a page, so that a read loads up to a page more.
+        self._cache.add_read(
             self._layout.offset, len(missing) * (self._layout.row_nbytes + mmap.PAGESIZE)
         )
-        n_threads = min(_AT_ONCE, len(missing) // _EACH)
+        n_threads = min(_MAX_THREADS, len(missing) // _ROWS_PER_THREAD)
         if n_threads < 2:
             self._read_all(rows[missing], out, positions[missing])
             return
@@ -129,20 +136,21 @@ class FileReader:
                 call.result()
 
     def write_rows(self, rows: Rows, values: Bytes) -> None:
-        """Write rows, each there once; ``values`` is C-contiguous, shape (n, row_nbytes).
+        """Write distinct rows; ``values`` is C-contiguous, shape (n, row_nbytes).
 
         Raises:
-            OSError: What the file system says, with the name of the file.
+            ReadError: If the file has shrunk.
+            OSError: If the file system refuses; the error has the name of the file.
         """
-        # Else a write beyond the end would make it longer, with holes.
+        # Otherwise a write beyond the end would make the file longer, with holes.
         self._check_size()
         nbytes = self._layout.row_nbytes
         if not nbytes:
             return
         unwritten = np.arange(len(rows))
-        with self._contexts.take() as requests:
-            if requests is not None:
-                results = requests.run(
+        with self._contexts.take() as context:
+            if context is not None:
+                results = context.run(
                     linux_aio.WRITE,
                     self._fd,
                     values.ctypes.data + unwritten * nbytes,
@@ -154,26 +162,30 @@ class FileReader:
             self._write(self._layout.offset + int(rows[i]) * nbytes, values[i].data)
 
     def will_read(self, first: int, n_rows: int) -> None:
-        """Tell the kernel that these rows will be read soon; it brings them into the page cache meanwhile."""
+        """Advise the kernel to read rows into the page cache, because they will be read soon."""
         nbytes = self._layout.row_nbytes
         os.posix_fadvise(
             self._fd, self._layout.offset + first * nbytes, n_rows * nbytes, os.POSIX_FADV_WILLNEED
         )
 
     def flush(self) -> None:
-        """Return when what was written is on the disk."""
+        """Return when everything that was written is on the disk."""
         try:
             os.fsync(self._fd)
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._layout.path) from error
 
     def _read_some(self, rows: Rows, out: Bytes, positions: Rows, flags: int = 0) -> Rows:
-        """Read what can be read by one call for many rows; which of the rows, shape (m,), it was not."""
+        """Read rows by one system call for many rows, and return those that were not read.
+
+        Returns:
+            Positions in ``rows`` of the rows that were not read, shape (k,).
+        """
         nbytes = self._layout.row_nbytes
-        with self._contexts.take() as requests:
-            if requests is None:
+        with self._contexts.take() as context:
+            if context is None:
                 return np.arange(len(rows))
-            results = requests.run(
+            results = context.run(
                 linux_aio.READ,
                 self._fd,
                 out.ctypes.data + positions * nbytes,
@@ -185,7 +197,7 @@ class FileReader:
 
     def _read_all(self, rows: Rows, out: Bytes, positions: Rows) -> None:
         for i in self._read_some(rows, out, positions).tolist():
-            # Which reports what is wrong, if something is.
+            # This raises an error if the row cannot be read.
             self.read_run(int(rows[i]), out[positions[i]])
 
     def _offsets(self, rows: Rows) -> Rows:
@@ -206,6 +218,6 @@ class FileReader:
         size = os.fstat(self._fd).st_size
         if size < self._layout.end:
             raise ReadError(
-                f"{self._layout.path} has shrunk to {size} bytes; its {self._layout.n_rows} rows need {self._layout.end}; "
-                "was it written anew while it was streamed?"
+                f"{self._layout.path} has shrunk to {size} bytes; its {self._layout.n_rows} rows "
+                f"need {self._layout.end}; was it written again while it was streamed?"
             )

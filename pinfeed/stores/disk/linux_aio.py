@@ -1,12 +1,13 @@
-"""Many reads, or writes, of a file by one system call: Linux native AIO, io_submit(2), on the page cache.
+"""Linux native AIO (io_submit(2)): many reads or writes of a file by one system call.
 
-A read per row from Python takes the interpreter's lock a thousand times a batch; beside a loop that
-is busy in Python, a batch of 1,024 rows then took 787 ms, and 5 ms this way. A memory map would
-need one call too, but leaves the file resident in the process, and ends the process (SIGBUS) where
-the file has shrunk.
+A read per row from Python takes the interpreter's lock a thousand times per batch. While a training
+loop was busy in Python, a batch of 1,024 rows took 787 ms that way, and 5 ms by native AIO. A
+memory map would need one call, too. But it leaves the file resident in the process, and ends it
+(SIGBUS) if the file shrinks.
 
-The kernel has the call on every Linux; a sandbox may forbid it, and a system-wide limit
-(fs.aio-max-nr) may be used up. Then ``AioContext.create`` gives None, and the caller reads row by row.
+Every Linux kernel has the system call, but a sandbox may forbid it, and a system-wide limit
+(fs.aio-max-nr) may be exhausted. ``AioContext.create`` then returns None, and the caller reads row
+by row.
 """
 
 from __future__ import annotations
@@ -29,15 +30,17 @@ import numpy.typing as npt
 
 Integers = npt.NDArray[np.int64]
 
-READ, WRITE = 0, 1
-# RWF_NOWAIT of linux/fs.h: only what is in the page cache.
+# IOCB_CMD_PREAD and IOCB_CMD_PWRITE of linux/aio_abi.h.
+READ = 0
+WRITE = 1
+# RWF_NOWAIT of linux/fs.h: read only what is in the page cache.
 NOWAIT = 8
 
-# Per call: enough to share its cost, and few enough that the system-wide limit allows a hundred of
-# these.
+# Requests per call: enough to share its cost, and few enough that the system-wide limit allows a
+# hundred contexts.
 N_REQUESTS = 256
 
-# struct iocb and struct io_event of linux/aio_abi.h, little-endian
+# struct iocb and struct io_event of linux/aio_abi.h, little-endian.
 _IOCB = np.dtype(
     [
         ("data", "<u8"),
@@ -57,12 +60,12 @@ _IOCB = np.dtype(
 _EVENT = np.dtype([("data", "<u8"), ("iocb", "<u8"), ("result", "<i8"), ("result2", "<i8")])
 
 _SETUP, _DESTROY, _SUBMIT, _GETEVENTS = range(4)
-# Their numbers: glibc has no functions for them.
+# Numbers of the system calls, because glibc has no functions for them.
 _NUMBERS = {"x86_64": (206, 207, 209, 208), "aarch64": (0, 1, 2, 4)}
 
 
 class AioContext:
-    """A context of the kernel's for ``N_REQUESTS`` requests at a time.
+    """Context of the kernel for ``N_REQUESTS`` requests at a time.
 
     One thread at a time may use it.
     """
@@ -77,12 +80,12 @@ class AioContext:
             np.uint64
         )
         self._finalizer = weakref.finalize(self, _destroy, context, self._pid)
-        # The kernel does it when the process ends.
+        # The kernel destroys the context when the process ends.
         self._finalizer.atexit = False
 
     @classmethod
     def create(cls) -> AioContext | None:
-        """A new context, or None where there is none to be had."""
+        """Return a new context, or None if the system does not allow one."""
         if not sys.platform.startswith("linux") or platform.machine() not in _NUMBERS:
             return None
         context = np.zeros(1, np.uint64)
@@ -90,11 +93,11 @@ class AioContext:
 
     @property
     def inherited(self) -> bool:
-        """Whether this is a copy in a forked process, where the kernel does not know it."""
+        """Whether this is a copy in a forked process, in which the kernel does not know it."""
         return self._pid != os.getpid()
 
     def close(self) -> None:
-        """Give the context back. Idempotent."""
+        """Destroy the context. Further calls do nothing."""
         self._finalizer()
 
     def run(
@@ -106,15 +109,23 @@ class AioContext:
         nbytes: int,
         flags: int = 0,
     ) -> Integers:
-        """Read or write ``nbytes`` between memory at ``addresses[i]`` and the file at ``offsets[i]``, for every i.
+        """Make n requests, each of which moves ``nbytes`` bytes between memory and the file.
 
-        The interpreter's lock is free meanwhile. The kernel does one request after the other,
-        unless with ``NOWAIT`` it passes over those that it would have to wait for.
+        The interpreter's lock is released. The kernel does one request after another. With
+        ``NOWAIT`` it skips requests for which it would have to wait.
+
+        Args:
+            opcode: ``READ`` or ``WRITE``.
+            fd: Descriptor of the file.
+            addresses: Address in memory of each request, shape (n,).
+            offsets: Offset in the file of each request, shape (n,).
+            nbytes: Bytes of each request.
+            flags: ``NOWAIT``, or 0 to wait for the disk.
 
         Returns:
-            Bytes moved by each request, or its negative error number, shape (n,); 0 also for
-            requests that the kernel did not take, as it does not for every kind of file: do those
-            one by one.
+            Bytes moved by each request, or its negative error number, shape (n,). It is 0 for
+            requests that the kernel did not accept, because it does not support every kind of
+            file. The caller makes those one by one.
         """
         results = np.zeros(len(offsets), np.int64)
         for i in range(0, len(offsets), N_REQUESTS):
@@ -124,7 +135,8 @@ class AioContext:
             iocbs["rw_flags"] = flags
             iocbs["fd"] = fd
             iocbs["nbytes"] = nbytes
-            iocbs["address"], iocbs["offset"] = addresses[i : i + n], offsets[i : i + n]
+            iocbs["address"] = addresses[i : i + n]
+            iocbs["offset"] = offsets[i : i + n]
             submitted = self._submit(n)
             events = self._reap(submitted)
             results[i + events["data"].astype(np.intp)] = events["result"]
@@ -133,7 +145,7 @@ class AioContext:
         return results
 
     def _submit(self, n: int) -> int:
-        """The number of requests that the kernel took."""
+        """Submit ``n`` requests, and return how many the kernel accepted."""
         done = 0
         while done < n:
             taken = _call(_SUBMIT, self._context, n - done, self._pointers[done:].ctypes.data)
@@ -143,7 +155,7 @@ class AioContext:
         return done
 
     def _reap(self, n: int) -> npt.NDArray[Any]:
-        """Wait until ``n`` requests are done."""
+        """Wait until ``n`` requests are done, and return their events."""
         done = 0
         while done < n:
             got = _call(
@@ -156,41 +168,39 @@ class AioContext:
 
 
 class AioContextPool:
-    """Requests for any thread that needs some, made when there is none to spare.
+    """Contexts for any thread that needs one; a new one is made if none is idle.
 
-    At most as many as threads use it at a time.
+    There are at most as many contexts as threads that use the pool at the same time.
     """
 
     def __init__(self) -> None:
-        # Its operations are atomic.
+        # Operations of a deque are atomic.
         self._idle: deque[AioContext] = deque()
 
     @contextlib.contextmanager
     def take(self) -> Iterator[AioContext | None]:
-        """One that is the caller's meanwhile; None where there is none to be had."""
+        """Lend a context to the caller; None if the system does not allow one."""
         try:
-            requests: AioContext | None = self._idle.pop()
+            context: AioContext | None = self._idle.pop()
         except IndexError:
-            requests = None
-        if requests is None or requests.inherited:
-            requests = AioContext.create()
+            context = None
+        if context is None or context.inherited:
+            context = AioContext.create()
         try:
-            yield requests
+            yield context
         except BaseException:
-            if requests is not None:
-                # It may hold answers that nobody has fetched: the next one to use it would take
-                # them for his own.
-                requests.close()
+            if context is not None:
+                # The context may hold events that were not fetched, which its next user would
+                # take for the events of its own requests.
+                context.close()
             raise
-        if requests is not None:
-            self._idle.append(requests)
+        if context is not None:
+            self._idle.append(context)
 
     def close(self) -> None:
-        """Give back those that nobody uses: all at once, for the kernel takes some hundredths of a second over each."""
+        """Destroy the idle contexts, all at once, because the kernel takes some 30 ms for each."""
         idle = [self._idle.pop() for _ in range(len(self._idle))]
-        threads = [
-            threading.Thread(target=requests.close, name="pinfeed-close") for requests in idle
-        ]
+        threads = [threading.Thread(target=context.close, name="pinfeed-close") for context in idle]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -205,7 +215,7 @@ def _syscall() -> Any:
 
 
 def _call(which: int, *args: int) -> int:
-    """The system call; the interpreter's lock is free meanwhile."""
+    """Make the system call with the interpreter's lock released."""
     number = _NUMBERS[platform.machine()][which]
     return int(_syscall()(ctypes.c_long(number), *map(ctypes.c_ulong, args)))
 

@@ -1,4 +1,4 @@
-"""What a file leaves in the page cache while it is streamed."""
+"""PageCache: the pages of a file that the kernel keeps in memory."""
 
 from __future__ import annotations
 
@@ -12,81 +12,92 @@ import numpy.typing as npt
 
 Mask = npt.NDArray[np.bool_]
 
-# The cache is looked at in steps, and so many bytes at a time.
-_STEP, _LOOK = 1 << 20, 1 << 30
-# So much is read between two sweeps.
-_SWEEP = 32 << 20
-# The largest unit of the page cache, and where it begins.
-_FOLIO = 2 << 20
-# Around the read that sweeps: what other threads are reading.
-_MARGIN = 16 << 20
+# Bytes of a step: a step with a cached page counts as cached.
+_STEP_BYTES = 1 << 20
+# Bytes of a file that are mapped at a time to look at their pages.
+_MAP_BYTES = 1 << 30
+# Bytes that are read between two sweeps.
+_SWEEP_BYTES = 32 << 20
+# Largest unit of the page cache (a folio), and its alignment, in bytes.
+_FOLIO_BYTES = 2 << 20
+# Bytes around the last read that a sweep leaves, because other threads are reading there.
+_MARGIN_BYTES = 16 << 20
 
 
 class PageCache:
-    """The page cache of one open file. A file that is not kept there leaves it as it was found.
+    """Page cache of one open file, which can be left as it was found.
 
-    What was cached before the file was opened stays; what streaming brought in is dropped, in
-    sweeps that end between folios: one that lies across the end stays, and lets the kernel wait for
-    all processors to be sure that it has to.
+    Pages that were cached before the file was opened stay. Pages that streaming has added are
+    dropped in sweeps. A sweep ends at the border of a folio, because the kernel cannot drop a part
+    of a folio, and waits for all processors before it gives up.
 
     Args:
-        fd: Its descriptor; the owner's.
-        size: Its size in bytes.
-        keep: Leave what was read in the page cache.
+        fd: Descriptor of the file, which belongs to the caller.
+        size: Size of the file, in bytes.
+        keep: Leave in the page cache what was read; nothing is dropped.
     """
 
     def __init__(self, fd: int, size: int, *, keep: bool) -> None:
         self._fd = fd
         self._size = size
         self._keep = keep
-        self._unswept = 0
+        self._n_unswept_bytes = 0
         self._random = False
-        self._ours = [] if keep else _uncached(fd, size)
+        self._uncached = [] if keep else _uncached_ranges(fd, size)
         if not keep:
-            # Else the kernel takes neighbours in the cache for a sequence, and reads ahead.
+            # Otherwise the kernel takes neighbours in the cache for a sequence, and reads ahead.
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def at_random(self) -> None:
-        """Rows are read in random order: the kernel would take those that are cached already for a sequence, and read far ahead."""
+    def expect_random_reads(self) -> None:
+        """Advise the kernel that rows are read in random order.
+
+        Otherwise the kernel would take rows that are already cached for a sequence, and read far
+        ahead.
+        """
         if not self._keep and not self._random:
             self._random = True
             os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_RANDOM)
 
-    def used(self, begin: int, nbytes: int) -> None:
-        """The bytes from ``begin`` on were read.
+    def add_read(self, begin: int, nbytes: int) -> None:
+        """Count bytes that were read from ``begin`` on, and sweep if enough were read.
 
-        Any thread; a race delays a sweep, or costs one.
+        Any thread may call it; a race delays a sweep, or adds one.
         """
         if self._keep:
             return
-        self._unswept += nbytes
-        if self._unswept > _SWEEP:
-            self._unswept = 0
-            self._drop(0, (begin - _MARGIN) // _FOLIO * _FOLIO)
-            self._drop(-(-(begin + nbytes + _MARGIN) // _FOLIO) * _FOLIO, self._size)
+        self._n_unswept_bytes += nbytes
+        if self._n_unswept_bytes > _SWEEP_BYTES:
+            self._n_unswept_bytes = 0
+            before = (begin - _MARGIN_BYTES) // _FOLIO_BYTES * _FOLIO_BYTES
+            after = -(-(begin + nbytes + _MARGIN_BYTES) // _FOLIO_BYTES) * _FOLIO_BYTES
+            self._drop(0, before)
+            self._drop(after, self._size)
 
-    def leave(self) -> None:
-        """Nothing more is read."""
+    def drop_all(self) -> None:
+        """Drop all pages that were added, because nothing more is read."""
         if not self._keep:
             self._drop(0, self._size)
 
     def _drop(self, begin: int, end: int) -> None:
-        """Drop what was not there before."""
-        for start, stop in self._ours:
-            if max(start, begin) < min(stop, end):
-                os.posix_fadvise(
-                    self._fd,
-                    max(start, begin),
-                    min(stop, end) - max(start, begin),
-                    os.POSIX_FADV_DONTNEED,
-                )
+        """Drop the bytes [begin, end), except those that were cached before."""
+        for start, stop in self._uncached:
+            first = max(start, begin)
+            last = min(stop, end)
+            if first < last:
+                os.posix_fadvise(self._fd, first, last - first, os.POSIX_FADV_DONTNEED)
 
 
 def cached_pages(fd: int, begin: int, end: int) -> Mask:
-    """Which pages of bytes [begin, end) of a file are in the page cache; ``begin`` is a multiple of ``mmap.ALLOCATIONGRANULARITY``.
+    """Return which pages of the bytes [begin, end) of a file are in the page cache.
 
-    A read that must not wait would tell as well, but brings in the page that it asks for. The
-    kernel tells those only who own the file or may write it; for others, nothing counts as cached.
+    A read with RWF_NOWAIT would answer this, too, but it loads the page that it asks for. The
+    kernel answers only users who own the file or may write it; for others, no page counts as
+    cached.
+
+    Args:
+        fd: Descriptor of the file.
+        begin: First byte, a multiple of ``mmap.ALLOCATIONGRANULARITY``.
+        end: Byte behind the last one.
     """
     pages = np.zeros(-(-(end - begin) // mmap.PAGESIZE), np.uint8)
     if len(pages) and can_tell(fd):
@@ -103,19 +114,19 @@ def cached_pages(fd: int, begin: int, end: int) -> Mask:
 
 
 def can_tell(fd: int) -> bool:
-    """Whether the kernel tells this process what is in the page cache of the file."""
+    """Return whether the kernel tells this process which pages of the file are cached."""
     return os.geteuid() in (0, os.fstat(fd).st_uid) or os.access(f"/proc/self/fd/{fd}", os.W_OK)
 
 
-def _uncached(fd: int, size: int) -> list[tuple[int, int]]:
-    """The stretches of a file, in bytes, no page of which is in the page cache."""
-    stretches: list[tuple[int, int]] = []
-    for begin in range(0, size, _LOOK):
-        pages = cached_pages(fd, begin, min(begin + _LOOK, size))
-        steps = (
-            np.add.reduceat(pages, np.arange(0, len(pages), _STEP // mmap.PAGESIZE), dtype=np.intp)
-            > 0
-        )
-        edges = begin + _STEP * np.flatnonzero(np.diff(np.concatenate(([True], steps, [True]))))
-        stretches += [(start, min(stop, size)) for start, stop in edges.reshape(-1, 2).tolist()]
-    return stretches
+def _uncached_ranges(fd: int, size: int) -> list[tuple[int, int]]:
+    """Return the ranges of a file, in bytes, that have no page in the page cache."""
+    ranges: list[tuple[int, int]] = []
+    for begin in range(0, size, _MAP_BYTES):
+        pages = cached_pages(fd, begin, min(begin + _MAP_BYTES, size))
+        first_pages = np.arange(0, len(pages), _STEP_BYTES // mmap.PAGESIZE)
+        is_cached = np.add.reduceat(pages, first_pages, dtype=np.intp) > 0
+        # Steps at which an uncached range begins or ends.
+        borders = np.flatnonzero(np.diff(np.concatenate(([True], is_cached, [True]))))
+        edges = begin + _STEP_BYTES * borders
+        ranges += [(start, min(stop, size)) for start, stop in edges.reshape(-1, 2).tolist()]
+    return ranges

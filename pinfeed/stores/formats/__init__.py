@@ -1,1 +1,1 @@
-"""File formats: the offset, shape and dtype of the rows, from each format's header."""
+"""File formats: the layout of the rows of a file, according to its header."""

@@ -1,4 +1,4 @@
-"""RowLayout: where the rows of one file are."""
+"""RowLayout: position, shape and dtype of the rows of one file."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from pinfeed.errors import StoreError
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Rows that lie one after another in a file."""
+    """Layout of rows that are stored one after another in a file."""
 
     path: str
     dtype: np.dtype[Any]
-    """As in the file, which may have the other byte order."""
+    """Dtype as in the file, which may have the other byte order."""
     n_rows: int
     row_shape: tuple[int, ...]
     offset: int
@@ -32,37 +32,37 @@ class RowLayout:
 
     @property
     def end(self) -> int:
-        """Bytes that the file needs to have."""
+        """Smallest size of the file, in bytes."""
         return self.offset + self.n_rows * self.row_nbytes
 
     def check(self, size: int) -> RowLayout:
-        """Itself, if a file of ``size`` bytes holds it.
+        """Return the layout itself, if a file of ``size`` bytes holds it.
 
         Raises:
-            StoreError: The file is truncated, or there are more rows of no bytes than can be
+            StoreError: If the file is truncated, or if there are more rows of no bytes than can be
                 counted.
         """
-        if (
-            math.prod(filter(None, (self.n_rows, *self.row_shape))) * self.dtype.itemsize
-            > sys.maxsize
-            >= self.end
-        ):
+        shape = (self.n_rows, *self.row_shape)
+        # numpy refuses axes whose product is too large even if another axis is zero.
+        nbytes_without_zeros = math.prod(filter(None, shape)) * self.dtype.itemsize
+        if nbytes_without_zeros > sys.maxsize >= self.end:
             raise StoreError(
-                f"{self.path}: shape {(self.n_rows, *self.row_shape)} has no bytes, and more of them than numpy can count"
+                f"{self.path}: shape {shape} has no bytes, and more of them than numpy can count"
             )
         if self.end > size:
             raise StoreError(
-                f"{self.path} is truncated: {self.n_rows} rows of {self.row_nbytes} bytes from byte {self.offset} on need {self.end} bytes "
-                f"in all; the file has {size}; copy or save it again"
+                f"{self.path} is truncated: {self.n_rows} rows of {self.row_nbytes} bytes from "
+                f"byte {self.offset} on need {self.end} bytes in all; the file has {size}; copy or "
+                "save it again"
             )
         return self
 
 
 def require_regular(path: str) -> None:
-    """Check that a path is no pipe, socket or device, on which a read may wait for ever.
+    """Check that a path is no pipe, socket or device, on which a read may wait forever.
 
     Raises:
-        StoreError: It is.
+        StoreError: If it is one of these.
     """
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):

@@ -1,4 +1,4 @@
-"""Where a tensor lies in a safetensors file."""
+"""Layout of a tensor in a safetensors file."""
 
 from __future__ import annotations
 
@@ -33,51 +33,54 @@ _DTYPES: dict[str, np.dtype[Any]] = {"BF16": BFLOAT16} | {
         "C64": "<c8",
     }.items()
 }
-# Names that an error lists; a model may have thousands.
-_NAMED = 20
+# Tensor names that an error lists at most; a model may have thousands.
+_MAX_NAMES = 20
 
 
 def tensor_layout(path: str, name: str) -> RowLayout:
-    """Where the tensor ``name`` lies in a file; its first axis are the rows.
+    """Return the layout of one tensor of a file; its first axis is the rows.
 
-    The header is checked by the format's own library. That it does not tell offsets is why they are
-    read from the header once more.
+    The format's own library checks the header. It does not give offsets, so this function reads
+    them from the header once more.
 
     Raises:
-        MissingDependency: The library is not installed.
-        FileMissing: There is no such file.
-        StoreError: It is a directory, not a safetensors file or damaged, has no such tensor, or one
-            without a rows axis or of a dtype that torch and numpy do not both have.
+        MissingDependency: If the library is not installed.
+        FileMissing: If there is no such file.
+        StoreError: If the file is a directory, is not a safetensors file, is damaged, or has no
+            such tensor; or if the tensor has no axis of rows, or a dtype that torch and numpy do
+            not both have.
     """
     with _opened(path) as file:
         names = sorted(file.keys())
         if name not in names:
-            raise StoreError(f"{path} has no tensor {name!r}; expected one of {_some(names)}")
+            raise StoreError(f"{path} has no tensor {name!r}; expected one of {_listed(names)}")
         part = file.get_slice(name)
-        shape, dtype = tuple(part.get_shape()), _dtype(path, name, part.get_dtype())
+        shape = tuple(part.get_shape())
+        dtype = _dtype(path, name, part.get_dtype())
     if not shape:
         raise StoreError(
             f"{path}: tensor {name!r} is a single number (shape ()); expected (n_rows, ...)"
         )
     try:
-        begin, end = _place(path, name)
+        begin, end = _byte_range(path, name)
         layout = RowLayout(path, dtype, shape[0], shape[1:], begin)
         if layout.end != end:
             raise ValueError(f"{name!r} ends at byte {end}, expected {layout.end}")
     except (ValueError, LookupError, TypeError, RecursionError) as error:
         raise StoreError(
-            f"{path} was written anew while its header was read; open it again ({described(error)})"
+            f"{path} was written again while its header was read; open it again "
+            f"({described(error)})"
         ) from None
     return layout.check(os.path.getsize(path))
 
 
 def list_tensors(path: str) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Shape of each tensor, and its dtype as the format calls it.
+    """Return the shape of each tensor, and its dtype in the spelling of the format.
 
     Raises:
-        MissingDependency: The library is not installed.
-        FileMissing: There is no such file.
-        StoreError: It is a directory, not a safetensors file, or damaged.
+        MissingDependency: If the library is not installed.
+        FileMissing: If there is no such file.
+        StoreError: If the file is a directory, is not a safetensors file, or is damaged.
     """
     with _opened(path) as file:
         parts = {name: file.get_slice(name) for name in sorted(file.keys())}
@@ -111,20 +114,23 @@ def _opened(path: str) -> Iterator[Any]:
 def _dtype(path: str, name: str, saved: str) -> np.dtype[Any]:
     if saved not in _DTYPES:
         raise StoreError(
-            f"{path}: tensor {name!r} has dtype {saved}, which numpy and torch do not both have; expected one of "
-            f"{', '.join(sorted(_DTYPES))}; convert it with .to(), or save its bytes with .view(torch.uint8)"
+            f"{path}: tensor {name!r} has dtype {saved}, which numpy and torch do not both have; "
+            f"expected one of {', '.join(sorted(_DTYPES))}; convert it with .to(), or save its "
+            "bytes with .view(torch.uint8)"
         )
     return _DTYPES[saved]
 
 
-def _place(path: str, name: str) -> tuple[int, int]:
-    """First byte of a tensor, and the one behind its last: of a file that the library has just found to be in order."""
+def _byte_range(path: str, name: str) -> tuple[int, int]:
+    """Return the bytes [begin, end) of a tensor of a file that the library has just checked."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         begin, end = json.loads(file.read(length))[name]["data_offsets"]
     return 8 + length + int(begin), 8 + length + int(end)
 
 
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-    return f"{', '.join(map(repr, names[:_NAMED]))}{more}" if names else "none: it has no tensors"
+def _listed(names: list[str]) -> str:
+    if not names:
+        return "none: it has no tensors"
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"{', '.join(map(repr, names[:_MAX_NAMES]))}{more}"
