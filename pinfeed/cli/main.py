@@ -1,6 +1,6 @@
-"""The ``pinfeed`` command: options, exit statuses, errors in one line.
+"""The ``pinfeed`` command: its subcommands with their options, and its exit statuses.
 
-What does the work is imported when it is asked for.
+The modules that do the work are imported when a subcommand runs, so that ``--help`` is fast.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pinfeed.errors import PinfeedError
 FINDING = 1
 FAILED = 3
 INTERRUPTED = 130
-"""Exit statuses beside 0; wrong usage is 2, by click."""
+"""Exit statuses beside 0, and 2, with which click reports wrong usage."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})
@@ -38,7 +38,10 @@ def main() -> None:
 
 
 def reporting(function: Callable[..., Report]) -> Callable[..., None]:
-    """A command that prints what ``function`` reports; with ``--json`` as one object, and nothing else on stdout."""
+    """Make a command of a function, which prints its report and sets the exit status.
+
+    With ``--json`` the report is one object, and nothing else is on stdout.
+    """
 
     @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
     @click.pass_context
@@ -50,27 +53,30 @@ def reporting(function: Callable[..., Report]) -> Callable[..., None]:
         except KeyboardInterrupt:
             ctx.exit(INTERRUPTED)
         except (PinfeedError, OSError) as error:
-            said = " ".join(str(error).split())
+            message = " ".join(str(error).split())
             if as_json:
-                click.echo(json_of({**head, "error": said, "kind": type(error).__name__}))
-            click.echo(f"pinfeed: {said}", err=True)
+                click.echo(json_of({**head, "error": message, "kind": type(error).__name__}))
+            click.echo(f"pinfeed: {message}", err=True)
             ctx.exit(FAILED)
-        if as_json:
-            said = json_of({**head, **report.values, "findings": report.findings})
-        else:
-            found = [wrapped(finding, first="! ", rest="  ") for finding in report.findings]
-            said = "\n\n".join(filter(None, [report.text, "\n".join(found)]))
         try:
-            click.echo(said)
+            click.echo(_shown(report, head if as_json else None))
         except OSError as error:
             if error.errno == errno.EPIPE:
-                # Click ends quietly where nobody reads on.
+                # Click exits quietly if the reader of a pipe has gone.
                 raise
             click.echo(f"pinfeed: stdout: {error.strerror}", err=True)
             ctx.exit(FAILED)
         ctx.exit(FINDING if report.findings else 0)
 
     return command
+
+
+def _shown(report: Report, head: dict[str, Any] | None) -> str:
+    """Return a report as text for people, or as JSON that begins with ``head``."""
+    if head is not None:
+        return json_of({**head, **report.values, "findings": report.findings})
+    findings = [wrapped(finding, first="! ", rest="  ") for finding in report.findings]
+    return "\n\n".join(filter(None, [report.text, "\n".join(findings)]))
 
 
 _device = click.option(

@@ -38,10 +38,18 @@ def plan(
     depth: int | None,
     device: str,
 ) -> Report:
-    """The plan that a feeder over these files would have; a finding, if it does not fit, or not with the batch that was wanted."""
+    """Report the plan that a feeder over files would have.
+
+    The arguments are the options of the command.
+
+    Returns:
+        The plan; with a finding if it does not fit, or not with the wanted batch size.
+    """
     order, order_name = order_of(shuffle, block_rows, seed)
     target, remarks = _device(device)
     with open_sources(files, others) as stores:
+        n_rows = stores[0].n_rows
+        head = all_described(stores)
         values = {
             **sources_values(stores),
             "order": order_name,
@@ -49,66 +57,75 @@ def plan(
             "plan": None,
             "remarks": remarks,
         }
-        head = all_described(stores)
         if cpu_limit is None and gpu_limit is None:
-            size = batch_size or usual_batch(row_nbytes_of(stores))
-            if batch_size is None:
-                remarks.append(
-                    f"Neither --batch-size nor a limit was given: {size:,} rows were taken for a batch."
-                )
-            arguments: dict[str, Any] = {"batch_size": size}
+            arguments = _batch_arguments(batch_size, usual_batch(row_nbytes_of(stores)), remarks)
         else:
-            config = MemoryLimits(
+            limits = MemoryLimits(
                 cpu_memory_limit=cpu_limit,
                 gpu_memory_limit=gpu_limit,
                 preferred_batch_size=batch_size,
             )
-            arguments = {"config": config}
+            arguments = {"config": limits}
+        source = source_of(stores)
         try:
-            with Feeder(
-                source_of(stores), rows=order, depth=depth, device=target, **arguments
-            ) as feeder:
-                made, name = feeder.plan, feeder.device
+            with Feeder(source, rows=order, depth=depth, device=target, **arguments) as feeder:
+                made = feeder.plan
+                name = feeder.device
         except BudgetError as error:
             return Report(values, head, (f"it does not fit: {error}",))
-        if gpu_limit is not None and not made.device_bytes:
-            remarks.append(
-                f"Batches live in host memory ({name}): --gpu-limit was not needed. --device cuda plans for a GPU."
-            )
-        findings: tuple[str, ...] = ()
-        if batch_size is not None and made.batch_size < min(batch_size, stores[0].n_rows):
-            findings = (
-                f"batches of {batch_size:,} rows were wanted; the limits hold {made.batch_size:,}",
-            )
-        values |= {"device": name, "plan": plan_values(made)}
-        parts = {
-            head: _text(made, order_name, name),
-            "Remarks": "\n".join(wrapped(f"- {remark}", rest="  ") for remark in remarks),
-        }
-        return Report(values, sections(parts), findings)
+    if gpu_limit is not None and not made.device_bytes:
+        remarks.append(
+            f"Batches live in host memory ({name}): --gpu-limit was not needed. "
+            "--device cuda plans for a GPU."
+        )
+    values |= {"device": name, "plan": plan_values(made)}
+    parts = {
+        head: _text(made, order_name, name),
+        "Remarks": "\n".join(wrapped(f"- {remark}", rest="  ") for remark in remarks),
+    }
+    return Report(values, sections(parts), _findings(made, batch_size, n_rows))
+
+
+def _batch_arguments(batch_size: int | None, usual: int, remarks: list[str]) -> dict[str, Any]:
+    """Return the feeder's arguments for a batch size without limits; remark a size by default."""
+    if batch_size is None:
+        remarks.append(
+            f"Neither --batch-size nor a limit was given: {usual:,} rows were taken for a batch."
+        )
+    return {"batch_size": batch_size or usual}
+
+
+def _findings(made: Plan, batch_size: int | None, n_rows: int) -> tuple[str, ...]:
+    if batch_size is None or made.batch_size >= min(batch_size, n_rows):
+        return ()
+    return (f"batches of {batch_size:,} rows were wanted; the limits hold {made.batch_size:,}",)
 
 
 def _device(name: str) -> tuple[Any, list[str]]:
-    """The device to plan for; a description of a GPU where one is wanted and none is here."""
+    """Return the device to plan for, with remarks; a description of a GPU if there is none."""
     import torch
 
-    if name == "cuda" and not torch.cuda.is_available():
-        from pinfeed.devices.planned_gpu import PlannedGpu
+    if name != "cuda" or torch.cuda.is_available():
+        return name, []
+    from pinfeed.devices.planned_gpu import PlannedGpu
 
-        return PlannedGpu(), [
-            "There is no GPU here: this is the plan for a machine that has one, and otherwise this machine's memory and cores."
-        ]
-    return name, []
+    remark = (
+        "There is no GPU here: this is the plan for a machine that has one, and otherwise this "
+        "machine's memory and cores."
+    )
+    return PlannedGpu(), [remark]
 
 
 def plan_values(made: Plan) -> dict[str, Any]:
-    """A plan for scripts."""
-    items = [{**asdict(item), "total": item.total} for item in made.items]
-    totals = {
-        name: getattr(made, name)
-        for name in ("n_slots", "host_bytes", "pinned_bytes", "device_bytes")
+    """Describe a plan for scripts."""
+    return {
+        **asdict(made),
+        "items": [{**asdict(item), "total": item.total} for item in made.items],
+        "n_slots": made.n_slots,
+        "host_bytes": made.host_bytes,
+        "pinned_bytes": made.pinned_bytes,
+        "device_bytes": made.device_bytes,
     }
-    return {**asdict(made), "items": items, **totals}
 
 
 def _text(made: Plan, order_name: str, device: str) -> str:
@@ -116,24 +133,20 @@ def _text(made: Plan, order_name: str, device: str) -> str:
         (_PLACES[item.place], item.what, f"{item.count:,}", human(item.nbytes), human(item.total))
         for item in sorted(made.items, key=lambda item: list(_PLACES).index(item.place))
     ]
+    host = human(made.host_bytes) + _of_limit(made.cpu_memory_limit)
+    if made.pinned_bytes:
+        host += f", of it page-locked {human(made.pinned_bytes)}"
+    gpu = human(made.device_bytes) + _of_limit(made.gpu_memory_limit)
     pairs = [
         ("batches", f"{made.batch_size:,} rows, {order_name}, {made.depth} ahead of the loop"),
         ("device", f"{device}, {made.route} route"),
-        ("host", f"{human(made.host_bytes)}{_of(made.cpu_memory_limit)}" + _locked(made)),
-        (
-            "GPU",
-            f"{human(made.device_bytes)}{_of(made.gpu_memory_limit)}" if made.device_bytes else "",
-        ),
+        ("host", host),
+        ("GPU", gpu if made.device_bytes else ""),
         *(("rows" if i == 0 else "", note) for i, note in enumerate(made.notes)),
     ]
-    return (
-        f"{facts(pairs)}\n\n{table(items, ('where', 'what', 'count', 'each', 'in all'), 'llrrr')}"
-    )
+    shown = table(items, ("where", "what", "count", "each", "in all"), "llrrr")
+    return f"{facts(pairs)}\n\n{shown}"
 
 
-def _locked(made: Plan) -> str:
-    return f", of it page-locked {human(made.pinned_bytes)}" if made.pinned_bytes else ""
-
-
-def _of(limit: int | None) -> str:
+def _of_limit(limit: int | None) -> str:
     return "" if limit is None else f" of {human(limit)}"

@@ -1,13 +1,15 @@
-"""SimDevice: an asynchronous device without hardware, that runs work as late, or in as bad an order, as streams and events allow.
+"""SimDevice: an asynchronous device without hardware, with the worst order of work that is allowed.
 
-One adversary decides all that may happen at the same time on a real machine: which stream advances,
-and when a worker does its next task. Everything runs in the caller's thread, so a run is a function
-of the adversary, and a failing one can be replayed.
+The device runs work as late, or in as bad an order, as streams and events allow. One adversary
+decides all that may happen at the same time on a real machine: which stream advances, and when a
+worker thread does its next task. Everything runs in the caller's thread, so a run is a function of
+the adversary, and a failing one can be replayed.
 
 As on a GPU, work in a stream reads and writes memory when it runs, and holds no reference to it.
-Freed device memory goes back to the stream that it was allocated for and is handed out again at
-once, queued work or not, as torch's caching allocator does; who ordered his streams wrongly finds
-his data overwritten. Host memory that is freed while queued work needs it is an error.
+Freed device memory returns to the stream that it was allocated for and is reused at once, even
+before queued work has run, as torch's caching allocator does. A program that orders its streams
+wrongly finds its data overwritten. Host memory that is freed while queued work needs it is an
+error.
 """
 
 from __future__ import annotations
@@ -16,9 +18,7 @@ import contextlib
 import sys
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import CancelledError
 from typing import Any
 
 import numpy as np
@@ -26,11 +26,10 @@ import numpy.typing as npt
 
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import HostArray, Store
-from pinfeed.threads.call import Call
+from pinfeed.testing.sim_streams import Array, DeviceArray, SimEvent, SimMemory, SimStream, SimWorker
 
-Array = npt.NDArray[Any]
 Choose = Callable[[Sequence[str]], "str | None"]
-"""Of the actors that can advance, the one that does; None for nobody."""
+"""Returns the next of the named streams and workers that can advance; None for none of them."""
 Site = tuple[str, int]
 """File and line of a call."""
 
@@ -38,180 +37,30 @@ _POISON = 0x5B
 
 
 def lazy(ready: Sequence[str]) -> str | None:
-    """Everything as late as possible."""
+    """Advance nothing, so that everything happens as late as possible."""
     return None
 
 
 def favour(*names: str) -> Choose:
-    """The named actors at once, all others as late as possible."""
+    """Return an adversary that advances the named streams and workers at once, others late."""
     return lambda ready: next((name for name in ready if name in names), None)
 
 
-class SimMemory:
-    """A piece of device memory; free when nobody holds it any more."""
-
-    def __init__(self, contents: npt.NDArray[np.uint8], stream: SimStream) -> None:
-        self.contents = contents
-        self.stream = stream
-        self.shared: set[SimStream] = set()
-        weakref.finalize(
-            self, stream.device._free_memory, contents, stream, self.shared
-        ).atexit = False
-
-
-class DeviceArray:
-    """An array on the device. The host cannot read it; work in a stream can."""
-
-    def __init__(self, memory: SimMemory, array: Array) -> None:
-        self.memory = memory
-        self._array = array
-        self.shape = array.shape
-        self.dtype = array.dtype
-
-    def __getitem__(self, key: slice) -> DeviceArray:
-        return DeviceArray(self.memory, self._array[key])
-
-
-class SimEvent:
-    """A point in a stream."""
-
-    def __init__(self, stream: SimStream, timed: bool) -> None:
-        self._stream = stream
-        self._timed = timed
-        self._at_s = 0.0
-        self.passed = False
-
-    def sync(self) -> None:
-        if not self._stream.device._ignored():
-            self._stream.device._force(self)
-
-    def is_done(self) -> bool:
-        return self.passed
-
-    def at_s(self) -> float:
-        assert self._timed, "the event is not timed"
-        assert self.passed, "the stream has not come to the event"
-        return self._at_s
-
-    def _pass(self) -> None:
-        self.passed, self._at_s = True, self._stream.device.now()
-
-
-class SimStream:
-    """A queue of closures."""
-
-    def __init__(self, device: SimDevice, name: str) -> None:
-        self.device = device
-        self.name = name
-        self._work: deque[tuple[Callable[[], object], SimEvent | None]] = deque()
-
-    def record(self, *, timed: bool = False) -> SimEvent:
-        event = SimEvent(self, timed)
-        self._enqueue(event._pass)
-        return event
-
-    def wait(self, event: SimEvent) -> None:
-        if not self.device._ignored():
-            self._enqueue(lambda: None, after=event)
-
-    def _enqueue(self, run: Callable[[], object], after: SimEvent | None = None) -> None:
-        self._work.append((run, after))
-        self.device._turn()
-
-    def _reach(self, array: DeviceArray | Array) -> Callable[[], Array]:
-        """How work in this stream finds the array when it runs."""
-        if isinstance(array, DeviceArray):
-            contents = array._array
-            return lambda: contents
-        base = array
-        while isinstance(base.base, np.ndarray):
-            base = base.base
-        owner = weakref.ref(base)
-        address = array.ctypes.data
-        shape = array.shape
-        dtype = array.dtype
-        strides = array.strides
-        del array, base
-
-        def reach() -> Array:
-            root = owner()
-            assert root is not None, f"stream {self.name!r} uses freed host memory"
-            return np.ndarray(shape, dtype, root, address - root.ctypes.data, strides)
-
-        return reach
-
-    @property
-    def _ready(self) -> bool:
-        return bool(self._work) and (self._work[0][1] is None or self._work[0][1].passed)
-
-    def _advance(self) -> None:
-        self._work.popleft()[0]()
-
-
-class SimCall(Call[Any]):
-    """A call that is made when the adversary says so, or when its result is asked for."""
-
-    def __init__(self, worker: SimWorker, fn: Callable[..., Any], *args: Any) -> None:
-        super().__init__(fn, *args)
-        self._worker = worker
-
-    def done(self) -> bool:
-        self._worker._device._turn()
-        return super().done()
-
-    def _wait(self) -> None:
-        while not super().done():
-            self._worker._advance()
-
-
-class SimWorker:
-    """Threads, simulated: with several of them, a call may be made while another one calls the device."""
-
-    def __init__(self, device: SimDevice, n_threads: int) -> None:
-        self._device = device
-        self._n_idle = n_threads
-        self._calls: deque[SimCall] = deque()
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> SimCall:
-        call = SimCall(self, fn, *args)
-        self._calls.append(call)
-        self._device._turn()
-        return call
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        while self._calls:
-            if cancel_futures:
-                self._calls.popleft().fail(CancelledError())
-            else:
-                self._advance()
-
-    @property
-    def _ready(self) -> bool:
-        return bool(self._calls) and self._n_idle > 0
-
-    def _advance(self) -> None:
-        call = self._calls.popleft()
-        self._n_idle -= 1
-        try:
-            call.run()
-        finally:
-            self._n_idle += 1
-
-
 class SimDevice:
-    """A device whose schedule is ``choose``.
+    """A simulated device whose schedule an adversary chooses.
 
     Args:
-        choose: The adversary; asked whenever the host calls the device.
-        direct: Whether the device reads and writes the rows of stores itself, when its streams come
-            to it.
-        duplex: Whether rows come and go in two streams.
-        deaf_to: A call site of ``wait`` or ``sync`` that is ignored.
+        choose: The adversary, which is asked whenever the host calls the device.
+        direct: Whether the device reads and writes the rows of stores itself, when its streams
+            reach that work.
+        duplex: Whether reads and writes have a stream each; False puts both into one.
+        deaf_to: A call site of ``wait`` or ``sync`` that is ignored; None ignores none.
         now: The clock.
 
     Attributes:
-        names: What was done under a name, in order.
+        names: The names under which work was done, in order.
         sites: Call sites of ``wait`` and ``sync`` so far.
+        allocated_bytes: Device memory that is allocated now.
         peak_bytes: Most device memory that was allocated at a time.
     """
 
@@ -240,9 +89,10 @@ class SimDevice:
         self._compute = self.stream("compute")
         self._current = self._compute
         self.sites: set[Site] = set()
-        self.allocated_bytes = self.peak_bytes = 0
+        self.allocated_bytes = 0
+        self.peak_bytes = 0
 
-    # ---- Device ----------------------------------------------------------------------------------
+    # ---- the Device protocol ---------------------------------------------------------------------
     def stream(self, name: str) -> SimStream:
         if name == "write" and not self._duplex:
             name = "read"
@@ -254,7 +104,8 @@ class SimDevice:
         return self._current
 
     def worker(self, name: str, n_threads: int = 1) -> Any:
-        self._actors[name] = worker = SimWorker(self, n_threads)
+        worker = SimWorker(self, n_threads)
+        self._actors[name] = worker
         return worker
 
     def empty(self, nbytes: int, stream: SimStream) -> SimMemory:
@@ -282,13 +133,15 @@ class SimDevice:
             assert any(np.shares_memory(host, p) for p in self._pinned.values()), (
                 "asynchronous copy of pageable memory"
             )
-        source, target = stream._reach(src), stream._reach(dst)
+        source = stream._reach(src)
+        target = stream._reach(dst)
         stream._enqueue(lambda: np.copyto(target(), source()))
 
     def copy_rows(
         self, src: DeviceArray, src_pos: Rows, dst: DeviceArray, dst_pos: Rows, stream: SimStream
     ) -> None:
-        source, target = stream._reach(src), stream._reach(dst)
+        source = stream._reach(src)
+        target = stream._reach(dst)
         stream._enqueue(lambda: target().__setitem__(dst_pos, source()[src_pos]))
 
     def adopt(self, part: HostArray, stream: Any) -> Any:
@@ -328,33 +181,33 @@ class SimDevice:
         return 1 << 30
 
     def close(self) -> None:
-        """Nothing is spare."""
+        """Do nothing: the device keeps no resources."""
 
     # ---- for tests -------------------------------------------------------------------------------
     def switch(self, name: str) -> None:
-        """The consumer's work goes to another stream from now on, in no order with what it has queued so far."""
+        """Queue the training step's work in another stream from now on, unordered with earlier work."""
         self._current = self.stream(name)
 
     def launch(self, kernel: Callable[..., object], *arrays: DeviceArray) -> None:
-        """What a user's model does: run ``kernel`` on the arrays in the current stream."""
+        """Queue ``kernel(*arrays)`` in the current stream, as a user's model does."""
         reach = [self._current._reach(array) for array in arrays]
         self._current._enqueue(lambda: kernel(*(r() for r in reach)))
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> DeviceArray:
-        """A new array of the user's."""
+        """Allocate an array, as a user's model does."""
         wanted = np.dtype(dtype)
         return self.tensor(
             self.empty(int(np.prod(shape)) * wanted.itemsize, self._current), shape, wanted
         )
 
     def drain(self) -> None:
-        """Run all that is left, as the end of the program does."""
+        """Run all queued work and calls."""
         while ready := [actor for actor in self._actors.values() if actor._ready]:
             ready[0]._advance()
 
     # ---- scheduling ------------------------------------------------------------------------------
     def _turn(self) -> None:
-        """The host called the device: the adversary advances whom it likes."""
+        """Let the adversary advance streams and workers, because the host called the device."""
         if self._turning:
             return
         self._turning = True
@@ -367,17 +220,18 @@ class SimDevice:
             self._turning = False
 
     def _force(self, event: SimEvent) -> None:
-        """The host waits for ``event``: run what it depends on and nothing more."""
+        """Run the work that ``event`` depends on and nothing more, because the host waits for it."""
         self._turn()
         while not event.passed:
             after = event._stream._work[0][1]
             if after is not None and not after.passed:
-                # The adversary may have advanced this stream too, meanwhile.
+                # This lets the adversary advance the event's stream too, so look at it again.
                 self._force(after)
             else:
                 event._stream._advance()
 
     def _ignored(self) -> bool:
+        """Return whether to ignore the ``wait`` or ``sync`` that calls this, by its call site."""
         frame = sys._getframe(2)
         site = (frame.f_code.co_filename, frame.f_lineno)
         self.sites.add(site)
@@ -386,7 +240,7 @@ class SimDevice:
     def _free_memory(
         self, contents: npt.NDArray[np.uint8], stream: SimStream, shared: set[SimStream]
     ) -> None:
-        """Hand the memory out again, once the other streams that use it have done what they were given so far."""
+        """Reuse memory once the other streams that use it have done their work queued so far."""
         self.allocated_bytes -= len(contents)
         if not shared:
             self._free.setdefault((stream.name, len(contents)), []).append(contents)

@@ -1,15 +1,14 @@
 """SimTorchDevice: the simulated device for torch.
 
-A training loop runs on it unchanged, each operation as late as the adversary likes.
+A training loop runs on it unchanged, each operation as late as the adversary decides.
 
-A tensor of the device says that it is on ``meta``, as nothing may be read from it at once. What
-torch is asked to do with it is queued in the current stream: views are made at once, all else is
-computed on the tensor's memory when the stream comes to it. What needs a value (``item()``,
-``cpu()``, a mask), and what the device cannot foretell the shape of, waits for the stream first, as
-on a GPU. Numbers on the host (the ``step`` of an optimizer) are taken as they are when work with
-them is queued.
+A tensor of the device says that it is on ``meta``, because its values cannot be read at once. Views
+are made at once. Other operations are queued in the current stream, and compute on the tensor's
+memory when the stream reaches them. An operation waits for the stream first, as on a GPU, if it
+needs a value (``item()``, ``cpu()``, a mask) or if the shape of its result depends on values.
+Numbers on the host (the ``step`` of an optimizer) are read when work with them is queued.
 
-Sparse tensors are not simulated; what draws random numbers waits for the stream.
+Sparse tensors are not simulated. Operations that draw random numbers wait for the stream.
 """
 
 from __future__ import annotations
@@ -32,18 +31,20 @@ from torch.utils._pytree import (
 )
 
 from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_torch
-from pinfeed.testing.sim import DeviceArray, SimDevice, SimMemory
+from pinfeed.testing.sim import SimDevice
+from pinfeed.testing.sim_streams import DeviceArray, SimMemory
 
-META, _CPU = torch.device("meta"), torch.device("cpu")
+META = torch.device("meta")
+_CPU = torch.device("cpu")
 
 
-class SimTensor(torch.Tensor, DeviceArray):  # type: ignore[misc]  # of both, shape and dtype are torch's
+class SimTensor(torch.Tensor, DeviceArray):  # type: ignore[misc]  # both have shape and dtype
     """A tensor on the simulated device.
 
     Args:
-        device: Whose.
-        memory: Kept as long as this lives.
-        raw: What work in a stream reads and writes: a dense CPU tensor on the memory.
+        device: The simulated device.
+        memory: Its memory, which lives as long as the tensor.
+        raw: A dense CPU tensor on that memory, which work in a stream reads and writes.
     """
 
     sim: SimTorchDevice
@@ -66,7 +67,7 @@ class SimTensor(torch.Tensor, DeviceArray):  # type: ignore[misc]  # of both, sh
         return made
 
     def __init__(self, device: SimTorchDevice, memory: SimMemory, raw: torch.Tensor) -> None:
-        """Made already."""
+        """Do nothing: ``__new__`` has made the tensor."""
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -75,7 +76,7 @@ class SimTensor(torch.Tensor, DeviceArray):  # type: ignore[misc]  # of both, sh
 
 
 class _Factories(TorchDispatchMode):
-    """What is made on ``meta``, or moved there, is the device's."""
+    """A torch mode that makes tensors on ``meta``, or moved there, tensors of the device."""
 
     def __init__(self, device: SimTorchDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -89,7 +90,10 @@ class _Factories(TorchDispatchMode):
 
 
 class _Literals(TorchFunctionMode):
-    """Numbers that are made tensors on ``meta`` are moved there: torch itself would drop them."""
+    """A torch mode that keeps the values of ``torch.tensor(..., device="meta")``.
+
+    torch itself would drop them. They are made on the CPU and moved.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -110,19 +114,19 @@ class SimTorchDevice(SimDevice):
         return SimTensor(self, tensor.memory, to_torch(tensor._array[start:stop]))
 
     def describe(self, value: Any) -> tuple[tuple[int, ...], np.dtype[Any] | None, bool] | None:
-        return (
-            (tuple(value.shape), NUMPY[value.dtype], True) if isinstance(value, SimTensor) else None
-        )
+        if not isinstance(value, SimTensor):
+            return None
+        return tuple(value.shape), NUMPY[value.dtype], True
 
     # ---- for tests -------------------------------------------------------------------------------
     @contextlib.contextmanager
     def factories(self) -> Iterator[None]:
-        """Tensors that anybody makes on ``meta``, or moves there, in this context are this device's."""
+        """Return a context in which tensors made on ``meta``, or moved there, are of this device."""
         with _Factories(self), _Literals():
             yield
 
     def host(self, value: torch.Tensor) -> torch.Tensor:
-        """The values of a tensor, once the current stream has done its work so far."""
+        """Return the values of a tensor once the current stream has done its work so far."""
         if not isinstance(value, SimTensor):
             return value.detach().clone()
         self._finish()
@@ -130,28 +134,28 @@ class SimTorchDevice(SimDevice):
 
     # ---- torch -----------------------------------------------------------------------------------
     def _do(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Do, or queue, what torch was asked to do."""
-        asked = _Asked(func, args, kwargs)
-        if asked.is_view:
-            memory = next(leaf.memory for leaf in asked.leaves if isinstance(leaf, SimTensor))
-            return tree_map(lambda raw: SimTensor(self, memory, raw), asked.call()())
-        if asked.is_in_place:
-            self._current._enqueue(asked.call())
-            return asked.aliased()
-        if (expected := asked.foretold()) is not None:
-            return self._later(asked.call(), *expected)
+        """Execute an operation of torch, or queue it in the current stream."""
+        operation = _Operation(func, args, kwargs)
+        if operation.is_view:
+            memory = next(leaf.memory for leaf in operation.leaves if isinstance(leaf, SimTensor))
+            return tree_map(lambda raw: SimTensor(self, memory, raw), operation.call()())
+        if operation.is_in_place:
+            self._current._enqueue(operation.call())
+            return operation.aliased()
+        if (expected := operation.result_shapes()) is not None:
+            return self._later(operation.call(), *expected)
         self._finish()
-        result = asked.call(snapshot=False)()
-        if asked.written:
-            return asked.aliased()
+        result = operation.call(snapshot=False)()
+        if operation.written:
+            return operation.aliased()
         return result if kwargs.get("device") == _CPU else tree_map(self._moved, result)
 
     def _later(
         self, call: Callable[[], Any], expected: Sequence[torch.Tensor], spec: TreeSpec
     ) -> Any:
-        """Queue what makes new tensors."""
+        """Queue an operation that makes new tensors; return these tensors."""
         made = [self._made(tensor) for tensor in expected]
-        # Without their memory, which may be given away before the stream comes here.
+        # Queued work does not keep the memory, which may be reused before the stream reaches it.
         targets = [tensor.raw for tensor in made]
 
         def run() -> None:
@@ -178,12 +182,12 @@ class SimTorchDevice(SimDevice):
         return made
 
     def _finish(self) -> None:
-        # No call site of pinfeed's: it is the program that waits.
+        # This calls no ``sync`` that may be ignored, because the program waits and not pinfeed.
         self._force(self._current.record())
 
 
-class _Asked:
-    """An operation of torch's, and what its schema says of it."""
+class _Operation:
+    """An operation of torch with its arguments, and the facts that its schema states."""
 
     def __init__(self, func: Any, args: Any, kwargs: Any) -> None:
         self.func = func
@@ -201,22 +205,29 @@ class _Asked:
 
     @property
     def is_view(self) -> bool:
+        """Whether it returns views of its arguments and changes none."""
         return not self.written and any(slot.alias_info is not None for slot in self.returns)
 
     @property
     def is_in_place(self) -> bool:
-        """Whether it changes tensors of the device and makes none; or checks one."""
+        """Whether it changes or checks tensors of the device and makes none."""
         tensors = [leaf for leaf in tree_leaves(self.written) if isinstance(leaf, torch.Tensor)]
-        there = all(isinstance(leaf, SimTensor) for leaf in tensors)
+        on_device = all(isinstance(leaf, SimTensor) for leaf in tensors)
         return (
-            there
+            on_device
             and not self._draws
             and all(slot.alias_info is not None for slot in self.returns)
             and bool(tensors or not self.returns)
         )
 
     def call(self, *, snapshot: bool = True) -> Callable[[], Any]:
-        """What does it, on memory that this does not keep, and on host tensors as they are now."""
+        """Return a function that executes the operation.
+
+        The function does not keep the memory of the device's tensors.
+
+        Args:
+            snapshot: Copy host tensors, so that later changes of them do not matter.
+        """
         func = self.func
         spec = self.spec
         leaves = [_raw(leaf, snapshot) for leaf in self.leaves]
@@ -228,7 +239,7 @@ class _Asked:
         return run
 
     def aliased(self) -> Any:
-        """The arguments that it returns."""
+        """Return the arguments that the operation returns."""
         names = [slot.alias_info.before_set for slot in self.returns if slot.alias_info is not None]
         found = [
             self._argument(i)
@@ -238,15 +249,20 @@ class _Asked:
         ]
         return found[0] if len(found) == 1 else tuple(found) or None
 
-    def foretold(self) -> tuple[list[torch.Tensor], TreeSpec] | None:
-        """Shapes and dtypes of the new tensors that it returns, as tensors without values; None where they depend on values."""
+    def result_shapes(self) -> tuple[list[torch.Tensor], TreeSpec] | None:
+        """Return tensors without values that have the shapes and dtypes of the results.
+
+        Returns:
+            None if the shapes depend on values.
+        """
         if self.written or self._draws or self.kwargs.get("device") == _CPU:
             return None
         args, kwargs = tree_unflatten([_shape(leaf) for leaf in self.leaves], self.spec)
         try:
             found, spec = tree_flatten(self.func(*args, **kwargs))
         except (NotImplementedError, RuntimeError, TypeError):
-            # torch says so in any of these; a real mistake comes up again with values.
+            # torch raises any of these if it needs values. A real mistake is raised again with
+            # values.
             return None
         plain = all(
             isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided for leaf in found
@@ -266,8 +282,6 @@ def _raw(leaf: Any, snapshot: bool) -> Any:
 
 
 def _shape(leaf: Any) -> Any:
-    return (
-        torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-    )
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.shape, leaf.stride(), dtype=leaf.dtype, device=META)

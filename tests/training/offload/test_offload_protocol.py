@@ -14,7 +14,7 @@ from torch import nn
 
 from pinfeed import KiB, MiB
 from pinfeed.testing import favour, lazy
-from pinfeed.testing.sim import SimMemory
+from pinfeed.testing.sim_streams import SimMemory
 from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
 from pinfeed.training.offload.offload import Offload
 from pinfeed.training.offload.saved_tensors import Geometry, Range, Storages, lazily

@@ -1,0 +1,205 @@
+"""The tests of the contract of a Device; see pinfeed.testing.suites."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pinfeed.devices.base import Device, HostArray, Stream, Tensor
+from pinfeed.pipeline.sources.base import part_nbytes
+from pinfeed.readahead.base import StoreRows
+from pinfeed.stores.array import ArrayStore
+from pinfeed.tensors.dtypes import DTYPES
+from pinfeed.testing.sample_rows import Array, sample
+
+
+class DeviceTests:
+    """Tests that every device must pass: the behaviour that the transfer of batches relies on.
+
+    ``delay`` makes a stream late, so that missing waits show.
+    """
+
+    def make(self) -> Device:
+        """Return a new device."""
+        raise NotImplementedError
+
+    def delay(self, device: Device, stream: Any) -> None:
+        """Queue slow work in a stream; a simulated device needs none, and the CPU is never late."""
+
+    @pytest.fixture
+    def device(self) -> Iterator[Device]:
+        device = self.make()
+        yield device
+        device.close()
+
+    def upload(self, device: Device, values: Array, stream: Stream) -> tuple[Tensor, Array]:
+        """Return a tensor of values, and staging memory that must live until the copy has ended."""
+        staged = device.staging(values.nbytes).view(values.dtype).reshape(values.shape)
+        staged[...] = values
+        tensor = device.tensor(device.empty(values.nbytes, stream), values.shape, values.dtype)
+        device.copy(staged, tensor, stream)
+        return tensor, staged
+
+    def download(
+        self, device: Device, tensor: Tensor, shape: tuple[int, ...], dtype: Any, stream: Stream
+    ) -> Array:
+        """Return the values of a tensor once ``stream`` has done its work."""
+        size = np.dtype(dtype).itemsize * int(np.prod(shape))
+        staged: Array = device.staging(size).view(dtype).reshape(shape)
+        device.copy(tensor, staged, stream)
+        stream.record().sync()
+        return staged.copy()
+
+    @pytest.mark.parametrize("name", sorted(DTYPES))
+    @pytest.mark.parametrize("shape", [(4,), (3, 2), (2, 3, 4, 5)], ids=str)
+    def test_round_trip(self, device: Device, name: str, shape: tuple[int, ...]) -> None:
+        stream, values = device.current_stream(), sample(shape[0], shape[1:], DTYPES[name])
+        tensor, _staged = self.upload(device, values, stream)
+        np.testing.assert_array_equal(
+            self.download(device, tensor, shape, DTYPES[name], stream), values
+        )
+        assert device.describe(tensor) == (shape, DTYPES[name], True)
+
+    @pytest.mark.parametrize("name", sorted(DTYPES))
+    def test_copy_rows(self, device: Device, name: str) -> None:
+        stream, dtype = device.current_stream(), DTYPES[name]
+        src, dst = sample(6, (3,), dtype), sample(20, (3,), dtype)[-5:]
+        a, _x = self.upload(device, src, stream)
+        b, _y = self.upload(device, dst, stream)
+        device.copy_rows(a, np.array([5, 0]), b, np.array([1, 4]), stream)
+        dst = dst.copy()
+        dst[[1, 4]] = src[[5, 0]]
+        np.testing.assert_array_equal(self.download(device, b, (5, 3), dtype, stream), dst)
+
+    def store(self, array: Array) -> ArrayStore:
+        """Return a store whose rows the device may reach."""
+        return ArrayStore(array)
+
+    @pytest.mark.parametrize("rows", [[4, 0, 2], [], [1]], ids=str)
+    def test_rows_of_stores_that_it_reaches(self, device: Device, rows: list[int]) -> None:
+        """Rows of several stores are read at once, and written."""
+        wanted, stream = np.array(rows, np.int64), device.current_stream()
+        arrays = [
+            sample(6, shape, np.dtype(dtype))
+            for shape, dtype in (
+                ((3,), "f4"),
+                ((), "i8"),
+                ((5, 2), "u1"),
+                ((7,), "f8"),
+                ((1,), "i2"),
+            )
+        ]
+        stores = [self.store(array.copy()) for array in arrays]
+        if not all(map(device.reaches, stores)):
+            pytest.skip("it reaches none")
+        parts: list[HostArray] = [StoreRows(store, wanted) for store in stores]
+        into = [
+            device.tensor(device.empty(max(1, part_nbytes(part)), stream), part.shape, part.dtype)
+            for part in parts
+        ]
+        for _ in device.read(list(zip(parts, into, strict=True)), stream):
+            pass
+        for array, tensor, part in zip(arrays, into, parts if rows else [], strict=bool(rows)):
+            np.testing.assert_array_equal(
+                self.download(device, tensor, part.shape, part.dtype, stream), array[wanted]
+            )
+        back = np.array([5 - row for row in rows], np.int64)
+        device.write(list(zip(stores, into, strict=True)), back, stream)
+        stream.record().sync()
+        for array, store in zip(arrays, stores, strict=True):
+            array[back] = array[wanted]
+            np.testing.assert_array_equal(store.array, array)
+
+    def test_tensor_of_a_larger_buffer(self, device: Device) -> None:
+        stream = device.current_stream()
+        tensor = device.tensor(device.empty(1000, stream), (2, 3), np.dtype(np.int16))
+        assert device.describe(tensor) == ((2, 3), np.dtype(np.int16), True)
+
+    def test_a_stream_waits_for_an_event_of_another(self, device: Device) -> None:
+        one, other = device.stream("one"), device.stream("other")
+        self.delay(device, one)
+        tensor, _staged = self.upload(device, np.arange(8.0), one)
+        other.wait(one.record())
+        np.testing.assert_array_equal(
+            self.download(device, tensor, (8,), np.float64, other), np.arange(8.0)
+        )
+
+    def test_an_event_stays_where_it_was_recorded(self, device: Device) -> None:
+        stream = device.stream("one")
+        early = stream.record()
+        early.sync()
+        self.delay(device, stream)
+        late = stream.record()
+        assert early.is_done()
+        late.sync()
+        assert late.is_done()
+
+    def test_a_timed_event_tells_when_it_was_passed(self, device: Device) -> None:
+        stream, other = device.stream("one"), device.stream("other")
+        # The first timed event of a device may have to relate its clock to the host's.
+        stream.record(timed=True).sync()
+        before = time.perf_counter()
+        early = stream.record(timed=True)
+        early.sync()
+        between = time.perf_counter()
+        self.delay(device, stream)
+        late = stream.record(timed=True)
+        other.wait(late)
+        last = other.record(timed=True)
+        last.sync()
+        after = time.perf_counter()
+        times = [before, early.at_s(), between, late.at_s(), last.at_s(), after]
+        # The clocks of host and device may differ by a millisecond.
+        assert all(time <= following + 1e-3 for time, following in itertools.pairwise(times)), times
+
+    def test_what_is_done_can_be_named(self, device: Device) -> None:
+        with device.named("pinfeed outer"), device.named("pinfeed inner"):
+            assert device.current_stream() == device.current_stream()
+        with pytest.raises(ZeroDivisionError), device.named("pinfeed failing"):
+            _ = 1 / 0
+
+    def test_streams_are_told_apart(self, device: Device) -> None:
+        assert device.current_stream() == device.current_stream()
+        if not device.unified:
+            assert device.stream("one") != device.stream("other")
+            assert device.stream("one") != device.current_stream()
+
+    def test_memory_lent_to_another_stream_is_not_given_away(self, device: Device) -> None:
+        home, other = device.stream("home"), device.stream("other")
+        tensor, _a = self.upload(device, np.full(512, 1.0), home)
+        other.wait(home.record())
+        self.delay(device, other)
+        out = device.staging(4096).view(np.float64)
+        device.copy(tensor, out, other)
+        device.share(tensor, other)
+        del tensor
+        again, _b = self.upload(device, np.full(512, 2.0), home)
+        home.record().sync()
+        other.record().sync()
+        np.testing.assert_array_equal(out, np.full(512, 1.0))
+        np.testing.assert_array_equal(
+            self.download(device, again, (512,), np.float64, home), np.full(512, 2.0)
+        )
+
+    def test_a_worker_does_its_tasks_in_order_and_reports_errors(self, device: Device) -> None:
+        worker = device.worker("pinfeed-test")
+        done: list[int] = []
+        futures = [worker.submit(done.append, i) for i in range(5)]
+        failing = worker.submit(int, "x")
+        for future in futures:
+            future.result()
+        assert done == list(range(5))
+        assert isinstance(failing.exception(), ValueError)
+        worker.shutdown(wait=True)
+
+    def test_what_is_no_tensor_of_the_device(self, device: Device) -> None:
+        assert device.describe(np.zeros(3)) is None
+        assert device.describe(3) is None
+
+    def test_free_memory_is_a_number_of_bytes(self, device: Device) -> None:
+        assert device.free_bytes() > 0

@@ -1,0 +1,263 @@
+"""The tests of the contract of a Store; see pinfeed.testing.suites."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pinfeed.errors import ArgumentError, RowIndexError, WriteBackError
+from pinfeed.stores.base import Store
+from pinfeed.tensors.dtypes import DTYPES
+from pinfeed.testing.sample_rows import Array, sample
+
+ROW_SHAPES = [(), (1,), (7,), (3, 5), (2, 3, 4), (2, 1, 3, 2)]
+
+BAD_ROWS: list[Any] = [[-1], [3, 50], [5000], [2**40], [1.0], [True], [[1]], 3, None, "x"]
+"""Row indices that a store of 50 rows refuses."""
+
+
+class ReadOnlyStoreTests:
+    """Tests that every store must pass, including those that cannot be written."""
+
+    def make(self, array: Array, tmp_path: Path) -> Store:
+        """Return a new store with the rows of ``array``."""
+        raise NotImplementedError
+
+    @pytest.fixture(params=sorted(DTYPES))
+    def dtype(self, request: pytest.FixtureRequest) -> np.dtype[Any]:
+        return DTYPES[request.param]
+
+    @pytest.fixture(params=ROW_SHAPES, ids=str)
+    def row_shape(self, request: pytest.FixtureRequest) -> tuple[int, ...]:
+        shape: tuple[int, ...] = request.param
+        return shape
+
+    @pytest.fixture
+    def rows(self, tmp_path: Path) -> Iterator[tuple[Array, Store]]:
+        """Return some rows and a store of them, which is closed at the end."""
+        array = sample(50, (6,), np.dtype(np.float32))
+        store = self.make(array.copy(), tmp_path)
+        yield array, store
+        store.close()
+
+    def test_what_it_says_of_itself(self, rows: tuple[Array, Store]) -> None:
+        _, store = rows
+        assert isinstance(store, Store)
+        assert (store.n_rows, store.row_shape, store.dtype) == (50, (6,), np.dtype(np.float32))
+        assert store.resident_bytes >= 0
+
+    def test_gather_of_every_dtype_and_rank(
+        self, dtype: np.dtype[Any], row_shape: tuple[int, ...], tmp_path: Path
+    ) -> None:
+        array = sample(13, row_shape, dtype)
+        store = self.make(array.copy(), tmp_path)
+        wanted = np.array([12, 0, 5, 5, 1])
+        out = np.empty((5, *row_shape), dtype)
+        store.gather(wanted, out)
+        np.testing.assert_array_equal(out, array[wanted])
+        store.close()
+
+    @pytest.mark.parametrize(
+        "wanted",
+        [
+            [],
+            [0],
+            [49],
+            [3, 4, 5],
+            [5, 4, 3],
+            [0, 2, 4],
+            [7, 7, 7],
+            [10, 11, 40, 41, 42, 12],
+            list(range(50)),
+            list(range(49, -1, -1)),
+        ],
+        ids=str,
+    )
+    def test_gather_of_any_rows(self, rows: tuple[Array, Store], wanted: list[int]) -> None:
+        array, store = rows
+        out = np.empty((len(wanted), 6), np.float32)
+        store.gather(np.array(wanted, np.int64), out)
+        np.testing.assert_array_equal(out, array[np.array(wanted, np.int64)])
+
+    def test_gather_into_a_part_of_a_larger_buffer(self, rows: tuple[Array, Store]) -> None:
+        array, store = rows
+        out = np.zeros((10, 6), np.float32)
+        store.gather(np.array([8, 2, 30]), out[4:7])
+        np.testing.assert_array_equal(out[4:7], array[[8, 2, 30]])
+        assert not out[:4].any()
+        assert not out[7:].any()
+
+    @pytest.mark.parametrize("wanted", BAD_ROWS, ids=repr)
+    def test_gather_refuses_rows_that_are_none(
+        self, rows: tuple[Array, Store], wanted: Any
+    ) -> None:
+        out = np.full((np.size(wanted), 6), 7, np.float32)
+        for given in (wanted, np.array(wanted)):
+            with pytest.raises(RowIndexError):
+                rows[1].gather(given, out)
+        np.testing.assert_array_equal(out, np.full_like(out, 7))
+
+    @pytest.mark.parametrize(
+        "out",
+        [
+            np.zeros((2, 6)),
+            np.zeros((2, 6), ">f4"),
+            np.zeros((3, 6), np.float32),
+            np.zeros((1, 6), np.float32),
+            np.zeros((2, 7), np.float32),
+            np.zeros((2, 3, 2), np.float32),
+            np.zeros(12, np.float32),
+            np.zeros((6, 2), np.float32).T,
+            np.broadcast_to(np.zeros(6, np.float32), (2, 6)),
+            [[0.0] * 6] * 2,
+            None,
+        ],
+        ids=lambda out: (
+            f"{type(out).__name__}{getattr(out, 'shape', '')}{getattr(out, 'dtype', '')}"
+        ),
+    )
+    def test_gather_refuses_an_array_that_does_not_fit(
+        self, rows: tuple[Array, Store], out: Any
+    ) -> None:
+        with pytest.raises(ArgumentError):
+            rows[1].gather(np.array([3, 1]), out)
+        assert out is None or not np.any(out)
+
+    def test_gather_refuses_memory_that_is_read_only(self, rows: tuple[Array, Store]) -> None:
+        out = np.zeros((2, 6), np.float32)
+        out.flags.writeable = False
+        with pytest.raises(ArgumentError):
+            rows[1].gather(np.array([3, 1]), out)
+        assert not out.any()
+
+    def test_several_gathers_at_the_same_time(self, rows: tuple[Array, Store]) -> None:
+        array, store = rows
+
+        def gather(seed: int) -> None:
+            rng = np.random.default_rng(seed)
+            for _ in range(50):
+                wanted = rng.integers(0, 50, rng.integers(1, 40))
+                out = np.empty((len(wanted), 6), np.float32)
+                store.gather(wanted, out)
+                np.testing.assert_array_equal(out, array[wanted])
+
+        with ThreadPoolExecutor(3) as threads:
+            for done in [threads.submit(gather, seed) for seed in range(3)]:
+                done.result()
+
+    def test_close_twice(self, rows: tuple[Array, Store]) -> None:
+        _, store = rows
+        store.close()
+        store.close()
+
+
+class StoreTests(ReadOnlyStoreTests):
+    """Tests that every store must pass whose rows can be written."""
+
+    def contents(self, store: Store) -> Array:
+        """Return all rows; override it to read them without the store if that is possible."""
+        out = np.empty((store.n_rows, *store.row_shape), store.dtype)
+        store.gather(np.arange(store.n_rows), out)
+        return out
+
+    def test_it_is_writable(self, rows: tuple[Array, Store]) -> None:
+        assert rows[1].writable
+
+    def test_scatter_of_every_dtype_and_rank(
+        self, dtype: np.dtype[Any], row_shape: tuple[int, ...], tmp_path: Path
+    ) -> None:
+        array = sample(13, row_shape, dtype)
+        store = self.make(array.copy(), tmp_path)
+        wanted = np.array([12, 0, 5, 6])
+        values = sample(40, row_shape, dtype)[-4:]
+        array[wanted] = values
+        store.scatter(wanted, values)
+        store.flush()
+        np.testing.assert_array_equal(self.contents(store), array)
+        store.close()
+
+    @pytest.mark.parametrize(
+        "wanted",
+        [[], [0], [49], [3, 4, 5], [5, 4, 3], [10, 11, 40, 41, 42, 12], list(range(50))],
+        ids=str,
+    )
+    def test_scatter_of_any_rows(self, rows: tuple[Array, Store], wanted: list[int]) -> None:
+        array, store = rows
+        values = -1 - sample(len(wanted), (6,), np.dtype(np.float32))
+        array[np.array(wanted, np.int64)] = values
+        store.scatter(np.array(wanted, np.int64), values)
+        np.testing.assert_array_equal(self.contents(store), array)
+
+    @pytest.mark.parametrize("wanted", BAD_ROWS, ids=repr)
+    def test_scatter_refuses_rows_that_are_none(
+        self, rows: tuple[Array, Store], wanted: Any
+    ) -> None:
+        array, store = rows
+        for given in (wanted, np.array(wanted)):
+            with pytest.raises(RowIndexError):
+                store.scatter(given, np.full((np.size(wanted), 6), 7, np.float32))
+        store.flush()
+        np.testing.assert_array_equal(self.contents(store), array)
+
+    @pytest.mark.parametrize(
+        "values",
+        [
+            np.ones((2, 6)),
+            np.ones((2, 6), ">f4"),
+            np.ones((2, 6), np.int32),
+            np.ones((1, 6), np.float32),
+            np.ones((3, 6), np.float32),
+            np.ones((2, 7), np.float32),
+            np.ones((2, 1), np.float32),
+            np.ones(6, np.float32),
+            [[1.0] * 6] * 2,
+            1.0,
+            None,
+        ],
+        ids=lambda values: (
+            f"{type(values).__name__}{getattr(values, 'shape', '')}{getattr(values, 'dtype', '')}"
+        ),
+    )
+    def test_scatter_refuses_values_that_do_not_fit(
+        self, rows: tuple[Array, Store], values: Any
+    ) -> None:
+        array, store = rows
+        with pytest.raises(WriteBackError):
+            store.scatter(np.array([3, 1]), values)
+        store.flush()
+        np.testing.assert_array_equal(self.contents(store), array)
+
+    def test_values_are_copied(self, rows: tuple[Array, Store]) -> None:
+        array, store = rows
+        values = np.full((2, 6), -3, np.float32)
+        store.scatter(np.array([1, 0]), values)
+        values[:] = 9
+        array[:2] = -3
+        np.testing.assert_array_equal(self.contents(store), array)
+
+    def test_gather_and_scatter_at_the_same_time(self, rows: tuple[Array, Store]) -> None:
+        """Rows that are not written keep their values; the others have the last values written."""
+        array, store = rows
+        written, others = np.arange(0, 50, 2), np.arange(1, 50, 2)
+
+        def write() -> None:
+            for value in range(100):
+                store.scatter(written, np.full((25, 6), value, np.float32))
+
+        writer = threading.Thread(target=write)
+        writer.start()
+        try:
+            out = np.empty((25, 6), np.float32)
+            for _ in range(100):
+                store.gather(others, out)
+                np.testing.assert_array_equal(out, array[others])
+        finally:
+            writer.join()
+        array[written] = 99
+        np.testing.assert_array_equal(self.contents(store), array)

@@ -1,0 +1,181 @@
+"""``pinfeed bench``: a feeder beside DataLoaders, on equal rows; the page cache."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.command import X, run, values
+
+from pinfeed import MmapStore, rows
+from pinfeed.cli.bench import command as bench
+from pinfeed.cli.bench.dataloader import Rows
+from pinfeed.cli.measure import page_cache
+from pinfeed.cli.measure.page_cache import cached_share, drop, read_through
+from pinfeed.cli.terminal import options
+
+
+def test_bench(quick: list[str]) -> None:
+    found = values(
+        "bench", "s-0.npy", "s-1.npy", "--shuffle", "--batch-size", "32", "--workers", "0,1", *quick
+    )
+    assert (found["batch_size"], found["order"], found["device"], found["warm"]) == (
+        32,
+        "shuffled",
+        "cpu",
+        True,
+    )
+    assert found["ceilings_gb_per_s"]["copy in memory"] > 0
+    others = [f"DataLoader, {what}, {n} workers" for what in ("batches", "rows") for n in (0, 1)]
+    assert [timing["name"] for timing in found["contestants"]] == ["pinfeed", *others]
+    for timing in found["contestants"]:
+        assert timing["problem"] == ""
+        assert timing["first_epoch"]["rows"] <= 500
+        assert timing["later_epochs"]["rows_per_s"] > 0
+        assert timing["pinfeed_ratio"] > 0
+    assert found["contestants"][0]["pinfeed_ratio"] == 1
+
+
+def test_bench_of_sources_side_by_side(quick: list[str]) -> None:
+    np.save("y.npy", np.arange(500))
+    found = values(
+        "bench",
+        "x.npy",
+        "--with",
+        "y.npy",
+        "--shuffle",
+        "--batch-size",
+        "32",
+        "--workers",
+        "0,1",
+        *quick,
+    )
+    assert found["with"][0]["dtype"] == "int64"
+    for timing in found["contestants"]:
+        assert timing["problem"] == ""
+        later = timing["later_epochs"]
+        assert later["row_nbytes"] == 3 * 8 * 4 + 8
+        assert later["gb_per_s"] == pytest.approx(later["rows_per_s"] * 104 / 1e9)
+    with MmapStore("x.npy") as x, MmapStore("y.npy") as y:
+        trial = bench.Trial([x, y], rows.shuffled(1), 32, "cpu", 0.01)
+        np.save("z.npy", np.arange(500)[::-1])
+        # What is compared with.
+        trial.sources = [["x.npy"], ["z.npy"]]
+        assert [timing.equal for timing in trial.timings([])] == [False]
+
+
+def test_bench_cold_in_words(quick: list[str]) -> None:
+    result = run("bench", "x.npy", "--cold", "--workers", "0", *quick)
+    assert result.exit_code == 0, result.output
+    for said in (
+        "cold: dropped from the page cache",
+        "disk, in sequence",
+        "DataLoader, rows, 0 workers",
+        "pinfeed ",
+    ):
+        assert said in " ".join(result.stdout.split())
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("block_rows", [None, 8])
+def test_everybody_has_the_same_rows(block_rows: int | None) -> None:
+    """The rows that others are given are those of the feeder, epoch by epoch; a difference is found."""
+    order, _ = options.order_of(block_rows is None, block_rows, 5)
+    with MmapStore(["s-0.npy", "s-1.npy"]) as store:
+        trial = bench.Trial([store], order, 32, "cpu", 0.01)
+        with (
+            trial._feeder() as epochs,
+            bench.loader_epochs(
+                trial.sources, trial.batches, "cpu", n_workers=0, by_row=True
+            ) as others,
+        ):
+            for epoch in (0, 1):
+                assert torch.equal(torch.cat(list(epochs(epoch))), torch.cat(list(others(epoch))))
+        assert all(timing.equal for timing in trial.timings([]))
+        trial.sources = [["s-1.npy", "s-0.npy"]]
+        timings = list(trial.timings([]))
+    assert [timing.equal for timing in timings] == [False]
+    report = bench._report(trial, "shuffled", {"copy in memory": 1.0}, timings)
+    assert report.findings == ("pinfeed: its batches are not the rows of the files",)
+
+
+def test_a_loader_that_fails_says_why(quick: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def collate(_: Any) -> Any:
+        raise RuntimeError("no room\nat all")
+
+    # Of rows; batches are not collated.
+    monkeypatch.setattr(torch.utils.data._utils.collate, "default_collate", collate)
+    found = values("bench", "x.npy", "--workers", "0", *quick)
+    assert [timing["problem"] for timing in found["contestants"]] == [
+        "",
+        "",
+        "RuntimeError: no room at all",
+    ]
+    assert (
+        found["contestants"][2]["first_epoch"] is found["contestants"][2]["pinfeed_ratio"] is None
+    )
+    shown = " ".join(run("bench", "x.npy", "--workers", "0", *quick).stdout.split())
+    assert "DataLoader, rows, 0 workers failed" in shown
+    assert "DataLoader, rows, 0 workers: RuntimeError: no room at all" in shown
+
+
+def test_rows_of_maps() -> None:
+    """One, some in order, some in disorder: owning tensors, in this machine's byte order."""
+    np.save("s-0.npy", X[:300].astype(">f4"))
+    np.save("s-1.npy", X[300:].astype(">f4"))
+    for found in (Rows(["x.npy"]), Rows(["s-0.npy", "s-1.npy"])):
+        assert len(found) == 500
+        for chosen in (np.array([499, 0, 300, 299]), np.arange(250, 350)):
+            np.testing.assert_array_equal(found[chosen].numpy(), X[chosen])
+        assert all(torch.equal(found[row], torch.from_numpy(X[row])) for row in (0, 299, 300, 499))
+
+
+def test_bench_of_what_cannot_be_warm(quick: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench, "free_host_bytes", lambda: 1000)
+    result = run("bench", "x.npy", "--warm")
+    assert result.exit_code == 3
+    assert "--warm: the files have 46.9 KiB; 1000 B of memory are free" in result.stderr
+    assert values("bench", "x.npy", "--workers", "0", *quick)["warm"] is False
+
+
+def test_bench_of_rows_without_bytes() -> None:
+    np.save("none.npy", X[:, :0])
+    assert "rows of no bytes; there is nothing to time" in run("bench", "none.npy").stderr
+
+
+def test_files_are_brought_into_the_page_cache(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the kernel then keeps there is its own affair, so that it is told here."""
+    assert read_through(["x.npy", "s-0.npy"])
+    assert not read_through(["x.npy"], seconds=-1), "it ends when the time is up"
+    n_there = 3
+    monkeypatch.setattr(
+        page_cache,
+        "cached_pages",
+        lambda fd, begin, end: np.arange(-(-(end - begin) // 4096)) < n_there,
+    )
+    n_pages = sum(-(-os.path.getsize(path) // 4096) for path in ("x.npy", "s-0.npy"))
+    assert cached_share(["x.npy", "s-0.npy"]) == 6 / n_pages
+    asked: list[int] = []
+    monkeypatch.setattr(
+        os, "posix_fadvise", lambda fd, offset, length, advice: asked.append(advice)
+    )
+    monkeypatch.setattr(page_cache.time, "sleep", lambda _: None)
+    drop(["x.npy"])
+    assert asked == [os.POSIX_FADV_DONTNEED] * 20, "some pages stay: they may be in use"
+    n_there, asked = 0, []
+    drop(["x.npy"])
+    assert asked == [os.POSIX_FADV_DONTNEED]
+
+
+@pytest.mark.gpu
+def test_bench_on_a_gpu() -> None:
+    found = values(
+        "bench", "x.npy", "--shuffle", "--seconds", "0.05", "--workers", "0", "--device", "cuda"
+    )
+    assert found["device"].startswith("cuda")
+    assert found["ceilings_gb_per_s"]["link to the GPU"] > 0
+    assert [timing["problem"] for timing in found["contestants"]] == ["", "", ""]

@@ -1,0 +1,221 @@
+"""``pinfeed doctor``: the machine, its disk, and whether pinfeed would help."""
+
+import os
+import re
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from support.command import ROOT, no_gpu, python, run, values
+
+from pinfeed import GiB, MiB
+from pinfeed.cli.doctor import disk
+from pinfeed.cli.doctor.advice import Ceilings, Data, advise, spelled
+from pinfeed.cli.doctor.machine import Gpu, Host, Package, gpu_problem, install_line, packages
+from pinfeed.memory.host import free_host_bytes, host_limits, lock_limit
+
+
+def test_the_disk_is_measured_on_a_scratch_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(disk, "_SPAN_BYTES", MiB(8))
+    before = sorted(folder.iterdir())
+    found, problem = disk.look_at_disk(None, 0, 4096, str(folder))
+    assert sorted(folder.iterdir()) == before
+    assert found is not None
+    assert not problem
+    assert found.nbytes == MiB(8)
+    assert found.sequential > 0
+    assert found.random is not None
+
+
+def test_the_disk_is_measured_on_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_SPAN_BYTES", MiB(8))
+    np.save("large.npy", np.ones((12, 1 << 20), np.uint8))
+    found, _ = disk.look_at_disk("large.npy", 128, 1 << 20, None)
+    assert found is not None
+    assert (found.what, found.nbytes, found.random) == ("large.npy", MiB(8), None), (
+        "too few rows for a random order"
+    )
+    assert ("dropped from the page cache" in str(found)) == found.cold
+
+
+def test_memory_is_no_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk, "_SPAN_BYTES", MiB(8))
+    found, _ = disk.look_at_disk(None, 0, 4096, "/dev/shm")
+    assert found is not None
+    assert not found.cold
+    assert "100% of which stayed in the page cache" in str(found)
+
+
+def test_a_folder_that_cannot_be_written() -> None:
+    found, problem = disk.look_at_disk(None, 0, 4096, "/proc")
+    assert found is None
+    assert problem.startswith("the disk could not be measured: no scratch file in /proc (")
+    assert problem.endswith("; --dir names a folder that can be written")
+
+
+@pytest.mark.usefixtures("small")
+def test_doctor_agrees_with_memory() -> None:
+    found = values("doctor")
+    limits = host_limits()
+    assert found["host"]["memory"] == limits[0].total
+    assert found["host"]["lock_limit"] == lock_limit()
+    assert found["host"]["usable_cores"] == len(os.sched_getaffinity(0))
+    assert [limit["name"] for limit in found["host"]["limits"]] == [
+        limit.name for limit in limits[1:] if limit.total < limits[0].total
+    ]
+    assert abs(found["host"]["free"] - free_host_bytes()) < limits[0].total / 4, (
+        "memory comes and goes meanwhile"
+    )
+    assert found["gpu"]["torch"] == torch.__version__
+    assert found["gb_per_s"]["memory_copy"] > 0
+    assert found["gb_per_s"]["disk"]["sequential"] > 0
+    assert found["data"] is found["advice"] is None
+
+
+def test_doctor_sees_the_limits_of_the_process() -> None:
+    limit = "import resource; resource.setrlimit(resource.RLIMIT_DATA, (1 << 32, 1 << 32))"
+    done = python("-c", f"{limit}; from pinfeed.cli.doctor.machine import Host; print(Host.now())")
+    assert "Limit(name='RLIMIT_DATA', total=4294967296" in done.stdout
+    assert 0 < int(re.findall(r"Host\(.*? free=(\d+)", done.stdout)[0]) < 1 << 32
+
+
+@pytest.mark.usefixtures("small")
+def test_doctor_of_a_file() -> None:
+    result = run("doctor", "x.npy", "--batch-size", "10")
+    assert result.exit_code == 0, result.output
+    for said in (
+        "This machine",
+        "At best",
+        "Optional packages",
+        "Route",
+        "Would pinfeed help?",
+        "x.npy: 500 rows",
+        "batches of 10 rows",
+    ):
+        assert said in result.stdout
+    assert max(len(line) for line in result.stdout.splitlines() if "pip install" not in line) <= 80
+    found = values("doctor", "--rows", "1000000000", "--row-bytes", "1MiB", "--batch-size", "2")
+    assert found["data"]["nbytes"] == 1_000_000_000 << 20
+    assert found["data"]["batch_ms"]["memory"] > 0
+    assert found["advice"]["helps"] == "yes"
+
+
+def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As where it is not installed.
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    found = {package.name: package for package in packages(Gpu("", 0, 0, 0, "2.9", None, None, ""))}
+    assert not found["fsspec"].here
+    assert found["matplotlib"].here
+    assert "CuPy" not in found, "nobody without a GPU needs it"
+    assert (
+        install_line([found["matplotlib"], found["fsspec"]]) == 'pip install "pinfeed[plot,remote]"'
+    )
+
+
+@no_gpu
+@pytest.mark.parametrize(("built", "extra"), [("12.8", "cuda12"), ("13.0", "cuda13")])
+def test_cupy_matches_torch(built: str, extra: str) -> None:
+    cupy = packages(Gpu("H200", 1, GiB(140), GiB(139), "2.9", built, "13.0", ""))[0]
+    assert (cupy.name, cupy.extra, cupy.here) == ("CuPy", extra, False)
+    assert "PinnedStore needs page-locked memory" in cupy.problem
+
+
+def test_extras_are_those_of_the_project() -> None:
+    text = (ROOT / "pyproject.toml").read_text()
+    for package in packages(Gpu("", 0, 0, 0, "2.9", None, None, "")):
+        assert f'\n{package.extra} = ["{package.name}' in text
+    assert all(f"\ncuda{version} = [" in text for version in (12, 13))
+
+
+@pytest.mark.parametrize(
+    ("torch_cuda", "driver", "said"),
+    [
+        (None, None, ""),
+        ("12.8", None, ""),
+        (None, "12.4", "is built without CUDA: pip install --force-reinstall torch"),
+        ("13.0", "12.4", "is built for CUDA 13.0, the driver knows CUDA 12.4: update the driver"),
+        ("12.8", "12.4", "finds no usable GPU; a reason"),
+    ],
+)
+def test_why_there_is_no_gpu(torch_cuda: str | None, driver: str | None, said: str) -> None:
+    found = gpu_problem("2.9", torch_cuda, driver, "a reason")
+    assert said in found
+    assert bool(found) == bool(said)
+
+
+RATES = Ceilings(memory=10.0, sequential=2.0, random=0.2, link=50.0)
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "gpu", "helps", "said"),
+    [
+        (GiB(40), "H200", "no", "fits on the GPU, which has 100.0 GiB free: put it there once"),
+        (GiB(90), "H200", "perhaps", "would fit on the GPU"),
+        (GiB(200), "H200", "perhaps", "fits in memory (500.0 GiB free), and not on the GPU"),
+        (GiB(400), "H200", "yes", "streams it from the disk and copies batches to the GPU"),
+        (
+            GiB(40),
+            "",
+            "perhaps",
+            "there is no GPU to be fed. If numpy.load and indexing are fast enough, keep them",
+        ),
+        (GiB(400), "", "yes", "also without a GPU"),
+    ],
+)
+def test_whether_it_helps(nbytes: int, gpu: str, helps: str, said: str) -> None:
+    data = Data(n_rows=nbytes >> 12, row_nbytes=4096, batch_size=1000)
+    advice = advise(data, RATES, free_host=GiB(500), gpu=gpu, free_gpu=GiB(100) if gpu else 0)
+    assert advice.helps == helps
+    assert said in " ".join(advice.why)
+
+
+@pytest.mark.parametrize(
+    ("ms", "text"),
+    [
+        (12_345.6, "12,346 ms"),
+        (9.96, "10 ms"),
+        (9.94, "9.9 ms"),
+        (0.01234, "0.012 ms"),
+        (0.0000123, "less than 0.001 ms"),
+    ],
+)
+def test_milliseconds_as_people_read_them(ms: float, text: str) -> None:
+    assert spelled(ms) == text
+
+
+def test_times_of_a_batch() -> None:
+    data = Data(n_rows=1 << 30, row_nbytes=1000, batch_size=1000)
+    assert RATES.batch_ms(data.batch_nbytes) == pytest.approx(
+        {"memory": 0.1, "disk in sequence": 0.5, "disk at random": 5, "link": 0.02}
+    )
+    why = advise(data, RATES, free_host=GiB(1), gpu="", free_gpu=0).why
+    assert "0.5 ms at best if the disk is read in sequence" in why[1]
+    assert "fully random order (shuffle=True) take 5 ms" in why[2]
+    unmeasured = advise(data, Ceilings(10.0), free_host=GiB(1), gpu="", free_gpu=0)
+    assert "The disk was not measured" in unmeasured.why[1]
+
+
+def test_cores_and_limits_in_words() -> None:
+    host = Host.now()
+    assert host.usable_cores <= host.cores
+    assert host.core_quota is None or host.core_quota > 0
+    assert Package("a", "b", "c", here=True).problem == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("small")
+def test_doctor_on_a_gpu() -> None:
+    found = values("doctor", "--rows", "100000", "--row-bytes", "512", "--batch-size", "4096")
+    assert found["gpu"]["name"] == torch.cuda.get_device_name()
+    assert found["gpu"]["driver_cuda"]
+    assert min(found["gb_per_s"]["link"].values()) > 0
+    assert found["advice"]["helps"] == "no"
+    assert (
+        "Rows of this size in a PinnedStore go by the" in found["route"]
+        or "needs CuPy" in found["route"]
+    )
+    assert run("doctor", "x.npy").exit_code == 0

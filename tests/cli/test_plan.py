@@ -1,0 +1,161 @@
+"""``pinfeed plan``: the plan of a feeder over files."""
+
+import json
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from support.command import X, no_gpu, run, values
+
+from pinfeed import Config, Feeder, GiB, MiB, MmapStore, rows
+from pinfeed.cli.plan import plan_values
+from pinfeed.cli.terminal.output import json_of
+from pinfeed.devices.planned_gpu import PlannedGpu
+from pinfeed.errors import DeviceError
+from pinfeed.testing import SimDevice
+
+
+@pytest.mark.parametrize(
+    ("arguments", "feeder"),
+    [
+        (["--batch-size", "64"], {"batch_size": 64}),
+        (
+            ["--batch-size", "64", "--shuffle", "--seed", "3"],
+            {"batch_size": 64, "shuffle": True, "seed": 3},
+        ),
+        (
+            ["--batch-size", "9", "--block-rows", "50", "--depth", "0"],
+            {"batch_size": 9, "rows": rows.block_shuffled(block_rows=50), "depth": 0},
+        ),
+        (["--cpu-limit", "4MiB"], {"config": Config(cpu_memory_limit=MiB(4))}),
+        (
+            ["--cpu-limit", "4MiB", "--depth", "5"],
+            {"config": Config(cpu_memory_limit=MiB(4)), "depth": 5},
+        ),
+        (
+            ["--cpu-limit", "1GiB", "--batch-size", "3"],
+            {"config": Config(cpu_memory_limit=GiB(1), preferred_batch_size=3)},
+        ),
+    ],
+)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=no_gpu)])
+def test_plan_is_the_feeders(arguments: list[str], feeder: dict[str, Any], device: str) -> None:
+    """For a GPU that is not here, that of a feeder on a device with memory of its own."""
+    if device == "cuda" and "config" in feeder:
+        limits = {
+            "cpu_memory_limit": feeder["config"].cpu_memory_limit,
+            "preferred_batch_size": feeder["config"].preferred_batch_size,
+        }
+        arguments, feeder = (
+            [*arguments, "--gpu-limit", "1MiB"],
+            {**feeder, "config": Config(gpu_memory_limit=MiB(1), **limits)},
+        )
+    with Feeder("x.npy", device="cpu" if device == "cpu" else SimDevice(), **feeder) as expected:
+        found = values("plan", "x.npy", "--device", device, *arguments)
+        assert found["plan"] == json.loads(json_of(plan_values(expected.plan)))
+    assert found["device"] == device
+    assert found["source"]["rows"] == 500
+    assert (found["plan"]["device_bytes"] > 0) == (device == "cuda")
+
+
+def test_plan_in_words() -> None:
+    result = run("plan", "s-0.npy", "s-1.npy", "--shuffle", "--device", "cpu")
+    assert result.exit_code == 0
+    for said in (
+        "s-0.npy and 1 more shard: 500 rows of shape (3, 8), float32, 46.9 KiB",
+        "shuffled",
+        "the order of the rows",
+        "rows were taken",
+    ):
+        assert said in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_plan_of_sources_side_by_side() -> None:
+    """Inputs, in shards, and labels: the plan is that of a feeder over a tuple."""
+    np.save("y.npy", np.arange(500))
+    with (
+        MmapStore(["s-0.npy", "s-1.npy"]) as store,
+        Feeder((store, "y.npy"), batch_size=32, device="cpu") as expected,
+    ):
+        found = values(
+            "plan", "s-0.npy", "s-1.npy", "--with", "y.npy", "--batch-size", "32", "--device", "cpu"
+        )
+        assert found["plan"] == json.loads(json_of(plan_values(expected.plan)))
+    assert [(source["rows"], source["dtype"]) for source in (found["source"], *found["with"])] == [
+        (500, "float32"),
+        (500, "int64"),
+    ]
+    assert values("plan", "x.npy")["with"] == []
+    shown = run("plan", "x.npy", "--with", "s-*.npy", "--with", "y.npy").stdout
+    assert shown.startswith("x.npy: 500 rows")
+    assert "\nwith s-0.npy and 1 more shard: 500 rows" in shown
+    assert "\nwith y.npy: 500 rows of shape (), int64" in shown
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_sources_side_by_side_have_equally_many_rows() -> None:
+    for command in ("plan", "bench"):
+        result = run(command, "x.npy", "--with", "s-0.npy")
+        assert result.exit_code == 3
+        assert (
+            "unequal numbers of rows: x.npy has 500, s-0.npy has 300; expected equally many"
+            in result.stderr
+        )
+
+
+def test_labels_among_the_shards_are_told_apart() -> None:
+    np.save("y.npy", np.arange(500))
+    result = run("plan", "x.npy", "y.npy")
+    assert result.exit_code == 3
+    assert "give what goes with them, such as labels, as --with FILE" in result.stderr
+
+
+@no_gpu
+def test_plan_for_a_gpu_that_is_not_here() -> None:
+    assert (
+        "There is no GPU here"
+        in run("plan", "x.npy", "--device", "cuda", "--batch-size", "8").stdout
+    )
+    result = run("plan", "x.npy", "--device", "cuda", "--cpu-limit", "1GiB")
+    assert result.exit_code == 3
+    assert "give gpu_memory_limit (--gpu-limit)" in result.stderr
+    with pytest.raises(DeviceError, match="there is no GPU here"):
+        Feeder(X, batch_size=8, device=PlannedGpu(), route="direct")
+
+
+def test_a_plan_that_does_not_fit_is_a_finding() -> None:
+    found = values("plan", "x.npy", "--cpu-limit", "1KiB", status=1)
+    assert found["plan"] is None
+    assert "it does not fit: one row per slot needs" in found["findings"][0]
+    assert "! it does not fit" in run("plan", "x.npy", "--cpu-limit", "1KiB").stdout
+
+
+def test_a_batch_that_does_not_fit_is_a_finding() -> None:
+    (finding,) = values(
+        "plan", "x.npy", "--cpu-limit", "3200KiB", "--depth", "1", "--batch-size", "400", status=1
+    )["findings"]
+    assert re.fullmatch(r"batches of 400 rows were wanted; the limits hold \d+", finding)
+    assert not values("plan", "x.npy", "--cpu-limit", "8MiB", "--batch-size", "4000")["findings"], (
+        "there are only 500 rows"
+    )
+
+
+@pytest.mark.gpu
+def test_plan_on_a_gpu() -> None:
+    config = Config(cpu_memory_limit=MiB(64), gpu_memory_limit=MiB(1))
+    with Feeder("x.npy", config=config, shuffle=True, device="cuda") as feeder:
+        found = values(
+            "plan",
+            "x.npy",
+            "--cpu-limit",
+            "64MiB",
+            "--gpu-limit",
+            "1MiB",
+            "--shuffle",
+            "--device",
+            "cuda",
+        )
+        assert found["plan"] == json.loads(json_of(plan_values(feeder.plan)))
+        assert found["device"] == feeder.device

@@ -1,0 +1,140 @@
+"""Pictures of timelines, and what is computed from spans to draw them."""
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib.image
+import numpy as np
+import pytest
+from support.simulated_loops import a_run
+
+from pinfeed import errors
+from pinfeed.profiling import plot, plot_style
+from pinfeed.profiling.spans import LANES, Span, middle, ready, starved, totals, tracks
+from pinfeed.profiling.timeline import Timeline
+
+CASES: dict[str, tuple[Callable[[], Timeline], str]] = {
+    "data": (lambda: a_run(0.05, 0.01), "reading is the bottleneck"),
+    "compute": (lambda: a_run(0.01, 0.02), "computing is the bottleneck"),
+    "balanced": (lambda: a_run(0.0205, 0.01), "reading takes about as long as computing"),
+    "link": (lambda: a_run(0.002, 0.01, copy_s=0.02), "copying to the device is the bottleneck"),
+    "device": (lambda: a_run(0.004, 0.02, copy_s=0.005), "computing is the bottleneck"),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_picture_says_the_verdict(case: str, tmp_path: Path) -> None:
+    made, because = CASES[case]
+    timeline = made()
+    timeline.save(tmp_path / "t.png")
+    assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
+    assert 20_000 < (tmp_path / "t.png").stat().st_size < 150_000
+    timeline.save(tmp_path / "t.json")
+    assert json.loads((tmp_path / "t.json").read_text())["otherData"]["verdict"].endswith(because)
+
+
+def test_a_whole_run_can_be_drawn(tmp_path: Path) -> None:
+    timeline = a_run(0.05, 0.01, n=1500)
+    timeline.save(tmp_path / "all.png", last_s=1e6)
+    timeline.save(tmp_path / "first.png", first_s=0.3)
+    assert all((tmp_path / f"{name}.png").stat().st_size > 15_000 for name in ("all", "first"))
+    with pytest.raises(errors.ArgumentError, match="both first_s and last_s"):
+        timeline.save(tmp_path / "t.png", first_s=1, last_s=1)
+    with pytest.raises(errors.ArgumentError, match="more than 0 seconds"):
+        timeline.save(tmp_path / "t.png", first_s=0)
+
+
+def short_spans(n: int) -> list[Span]:
+    """A loop that computes for 10 ms a batch, in which everything else takes some microseconds."""
+    spans = []
+    for batch in range(n):
+        begin = batch * 0.01
+        spans += [
+            Span("wait", batch, begin, begin + 1e-6),
+            Span("lend", batch, begin + 1e-6, begin + 1e-5, rows=100, bytes=1000),
+            Span("read", batch, begin + 2e-3, begin + 2.01e-3),
+            Span("copy", batch, begin + 4e-3, begin + 4.002e-3),
+            Span("write", batch, begin + 6e-3, begin + 6.005e-3),
+            Span("land", batch, begin + 7e-3, begin + 7.005e-3),
+            Span("compute", batch, begin + 1e-5, begin + 1e-2),
+        ]
+    return sorted(spans, key=lambda span: span.start_s)
+
+
+def lines_of(path: Path, lane: str) -> int:
+    """Vertical lines, at least 20 pixels high, in one of the two shades of a lane."""
+    image = 255 * matplotlib.image.imread(path)[:, :, :3]
+    found = np.zeros(image.shape[1], bool)
+    for batch in (0, 1):
+        shade = np.array(
+            [
+                int(plot_style.colour_of(Span(lane, batch, 0, 1), False)[i : i + 2], 16)
+                for i in (1, 3, 5)
+            ]
+        )
+        alike = np.abs(image - shade).max(2) < 40
+        found |= np.lib.stride_tricks.sliding_window_view(alike, 20, axis=0).all(-1).any(0)
+    return int((np.diff(found.astype(int)) == 1).sum())
+
+
+@pytest.mark.parametrize("lane", ["read", "copy", "land", "write"])
+def test_spans_shorter_than_a_pixel_are_seen(lane: str, tmp_path: Path) -> None:
+    # One such lane at a time: their colours are alike.
+    spans = [span for span in short_spans(30) if span.lane in ("wait", "lend", "compute", lane)]
+    found = totals(spans, 0.0, 0.3, depth=2, n_readers=1)
+    plot.draw(spans, 0.0, 0.3, found, str(tmp_path / "t.png"))
+    # The frame of the batch that is followed may hide its line.
+    assert lines_of(tmp_path / "t.png", lane) in (29, 30)
+
+
+def test_what_takes_hardly_any_of_a_moment_is_seen(tmp_path: Path) -> None:
+    spans = short_spans(4000)
+    plot.draw(
+        spans, 0.0, 40.0, totals(spans, 0.0, 40.0, depth=2, n_readers=1), str(tmp_path / "t.png")
+    )
+    image = 255 * matplotlib.image.imread(tmp_path / "t.png")[:, :, :3]
+    for lane in ("read", "copy", "write"):
+        shade = np.array([int(plot_style.COLOURS[lane][i : i + 2], 16) for i in (1, 3, 5)])
+        assert ((np.abs(image - shade).max(2) < 60).sum(1) > 1000).any(), lane
+
+
+def test_a_stretch_from_the_middle_is_of_one_loop() -> None:
+    spans = [
+        Span("wait", batch, loop * 10 + batch, loop * 10 + batch + 0.5, loop)
+        for loop in range(3)
+        for batch in range(10)
+    ]
+    assert middle(spans, 4) == (13.0, 17.0)
+    assert middle(spans, 20) == (10.0, 19.5)
+    assert middle(spans, 30) == (0.0, 29.5)
+
+
+def test_tracks_never_overlap() -> None:
+    spans = a_run(0.05, 0.01, n_readers=4, depth=5).spans
+    placed = list(zip(spans, tracks(spans), strict=True))
+    assert {track for span, track in placed if span.lane == "read"} == {0, 1, 2, 3}
+    for lane, track in itertools.product(LANES, range(4)):
+        of_one = [span for span, on in placed if (span.lane, on) == (lane, track)]
+        assert all(one.end_s <= following.start_s for one, following in itertools.pairwise(of_one))
+
+
+def test_starvation_is_that_of_whoever_computes() -> None:
+    host = a_run(0.05, 0.01).spans
+    assert starved(host) == [(span.start_s, span.end_s) for span in host if span.lane == "wait"]
+    # The loop waits for batches, but the device has work.
+    device = a_run(0.004, 0.02, copy_s=0.005).spans
+    stretch = totals(device, 1.0, 3.0, depth=2, n_readers=2)
+    assert (stretch.watched, stretch.starved) == ("device", 0.0)
+    short = [span for span in host if span.batch < 3]
+    assert totals(short, 0.0, 1.0, depth=2, n_readers=2).bottleneck == "start"
+    # But for the first batch.
+    assert starved(device)[0][0] == 0.0
+
+
+def test_batches_that_are_ready() -> None:
+    counts = [count for _, count in ready(a_run(0.01, 0.05).spans)]
+    assert max(counts) <= 3
+    assert counts[-1] == 0
+    assert np.median(counts) >= 1

@@ -1,0 +1,149 @@
+"""One-line descriptions of feeders, stores and plans, and their tables in a notebook."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+import pinfeed
+from pinfeed import ArrayStore, Feeder, KiB, MiB, MmapStore, Plan, wrap_loader, wrap_readers
+from pinfeed.feeders.dataloader import LoaderFeeder
+from pinfeed.feeders.functions import ReaderFeeder
+from pinfeed.feeders.restartable import Restartable
+from pinfeed.memory.plan import Allocation
+from pinfeed.profiling.timeline import Timeline
+from pinfeed.training.row_loop.loop import RowLoop
+
+
+class Hidden(TensorDataset):
+    """Data that must not be touched."""
+
+    def __getitem__(self, index: Any) -> Any:
+        raise AssertionError("a repr has read data")
+
+
+def test_what_feeders_show_in_one_line(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((5000, 3, 8), np.float32))
+    source = {"x": str(tmp_path / "x.npy"), "y": np.arange(5000)}
+    with Feeder(source, batch_size=256, depth=2, device="cpu") as feeder:
+        shown = "5,000 rows of source['x'] (3, 8) float32, source['y'] () int64; batches of 256 rows on cpu, 2 ahead"
+        assert repr(feeder) == f"<Feeder: {shown}>"
+        assert repr(pinfeed.restartable(feeder)) == f"restartable(<Feeder: {shown}>)"
+        assert repr(next(feeder.batches())) == "<Batch of 256 rows>"
+    assert repr(feeder) == f"<Feeder: {shown}, closed>"
+    with Feeder(
+        tuple(np.zeros((9, 2)) for _ in range(6)), rows=iter([[1], [2]]), device="cpu"
+    ) as feeder:
+        assert "source[3] (2,) float64, and 2 more; batches of any size on cpu" in repr(feeder)
+    loader = DataLoader(Hidden(torch.zeros(8, 2)), batch_size=2)
+    assert (
+        repr(wrap_loader(loader, device="cpu"))
+        == "<LoaderFeeder: a DataLoader, batches of 2 on cpu, 2 ahead>"
+    )
+    assert (
+        repr(wrap_loader([1, 2], device="cpu", depth=0))
+        == "<LoaderFeeder: a list, its batches on cpu, 0 ahead>"
+    )
+    table = pinfeed.HostEmbedding(10_000, 8, name="users")
+    assert repr(pinfeed.train_rows(loader, {table: lambda batch: batch[0]}, device="cpu")) == (
+        "<RowLoop: a DataLoader, with rows of users (10,000, 8); batches on cpu, 2 ahead>"
+    )
+    reading = {"read_input": lambda i: [i], "get_output": lambda i: [i], "device": "cpu"}
+    assert repr(wrap_readers(range(100), range(100), batch_size=4, **reading)) == (
+        "<ReaderFeeder: 100 identities; batches of 4 samples on cpu, 2 ahead>"
+    )
+
+
+def test_what_stores_show_in_one_line(tmp_path: Path) -> None:
+    x = np.zeros((5000, 3), np.float32)
+    np.save(tmp_path / "x.npy", x)
+    assert repr(ArrayStore(x)) == "<ArrayStore: 5,000 rows of shape (3,), float32>"
+    x.flags.writeable = False
+    assert repr(ArrayStore(x)) == "<ArrayStore: 5,000 rows of shape (3,), float32, read-only>"
+    assert (
+        repr(pinfeed.PinnedStore(x, pin=False))
+        == "<PinnedStore: 5,000 rows of shape (3,), float32, in ordinary memory>"
+    )
+    with MmapStore(tmp_path / "x.npy") as store:
+        assert repr(store) == f"MmapStore({str(tmp_path / 'x.npy')!r}, mode='r')"
+    assert (
+        repr(pinfeed.ArrowStore(pyarrow.array([1, 2]), name="ids"))
+        == "<ArrowStore ids: 2 rows of shape (), int64>"
+    )
+    with pinfeed.RowDataset((x, x)) as dataset:
+        assert (
+            repr(dataset)
+            == "<RowDataset: 5,000 rows of source[0] (3,) float32, source[1] (3,) float32>"
+        )
+
+
+def test_a_repr_never_raises() -> None:
+    kinds = [
+        Feeder,
+        LoaderFeeder,
+        ReaderFeeder,
+        RowLoop,
+        Restartable,
+        pinfeed.Batch,
+        pinfeed.RowDataset,
+        Timeline,
+    ]
+    for kind in (
+        *kinds,
+        ArrayStore,
+        MmapStore,
+        pinfeed.PinnedStore,
+        pinfeed.ArrowStore,
+        pinfeed.RemoteStore,
+    ):
+        assert repr(kind.__new__(kind)) == f"<{kind.__name__}>", "half made"
+
+    class Broken(list[int]):
+        @property
+        def batch_size(self) -> int:
+            raise RuntimeError
+
+    with wrap_loader(Broken([1]), device="cpu") as feeder:
+        assert repr(feeder) == "<LoaderFeeder>"
+
+
+def test_a_plan_as_a_table() -> None:
+    items = (
+        Allocation("batches & <b>", "device", 4, MiB(2)),
+        Allocation("staging", "pinned", 3, MiB(1)),
+        Allocation("numbers", "host", 1, KiB(512)),
+    )
+    shown = Plan(
+        64, 2, "staged", items, MiB(16), None, ("<x>.npy: read in sequence",)
+    )._repr_html_()
+    cells = [
+        [cell.strip() for cell in re.findall(r"<td[^>]*>(.*?)</td>", row)]
+        for row in shown.split("<tr>")
+    ]
+    assert cells[2:] == [
+        ["batches &amp; &lt;b&gt;", "device", "4 × 2.0 MiB", "8.0 MiB"],
+        ["staging", "host, page-locked", "3 × 1.0 MiB", "3.0 MiB"],
+        ["numbers", "host", "1 × 512.0 KiB", "512.0 KiB"],
+        ["in all", "host", "", "3.5 MiB of 16.0 MiB"],
+        ["in all", "device", "", "8.0 MiB"],
+    ]
+    assert (
+        "<p>batches of 64 rows, 2 ahead, staged route</p><p>&lt;x&gt;.npy: read in sequence</p>"
+        in shown
+    )
+
+
+def test_a_plan_in_a_terminal() -> None:
+    plan = Plan(64, 2, "staged", (Allocation("numbers", "host", 1, KiB(512)),))
+    assert repr(plan) == f"<Plan: {plan}>"
+    assert "host: 1 x 512.0 KiB numbers" in repr(plan)
+
+
+def test_a_config_in_a_terminal() -> None:
+    assert repr(pinfeed.Config()) == "<Config: all by default>"
+    config = pinfeed.Config(cpu_memory_limit=pinfeed.GiB(1.5), depth=3, total_sample_count=4)
+    assert repr(config) == "<Config: cpu_memory_limit=1.5 GiB, depth=3, total_sample_count=4>"

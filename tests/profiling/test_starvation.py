@@ -1,0 +1,195 @@
+"""The warning of a loop that waits too long: when it is given, and what it says."""
+
+import logging
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from support.simulated_loops import Clock, simulated
+from torch.utils.data import DataLoader
+
+import pinfeed
+from pinfeed import ArrayStore, MmapStore, wrap_readers
+from pinfeed.devices.cpu import HostDevice
+from pinfeed.pipeline.sources.dataloader import LoaderSource
+from pinfeed.profiling.counters import Counters
+from pinfeed.profiling.starvation import (
+    STRETCH_BATCHES,
+    WARM_UP_BATCHES,
+    StarvationMonitor,
+    explanation,
+)
+from pinfeed.profiling.stats import Totals
+from pinfeed.readahead import choose
+from pinfeed.testing import favour
+
+
+class OfMyOwn:
+    """A store that pinfeed does not know."""
+
+    n_rows = 10
+    row_shape = ()
+    dtype = np.dtype(np.float32)
+    writable = False
+    resident_bytes = 0
+
+    def gather(self, rows: Any, out: Any) -> None: ...
+    def scatter(self, rows: Any, values: Any) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def run(
+    watch: StarvationMonitor, counters: Counters, clock: Clock, waits: list[float], works_s: float
+) -> None:
+    """A loop, as far as a counters sees it."""
+    asked = counters.enter(2, 1, asynchronous=False)
+    watch.begin()
+    for wait_s in waits:
+        clock.pass_s(wait_s)
+        counters.read_s += wait_s + works_s
+        clock_s = counters.lent(10, 120, asked, late=wait_s > 0, idle=True)
+        if counters.batches >= watch.look_at:
+            watch.look()
+        clock.pass_s(works_s)
+        asked = clock_s + works_s
+    counters.leave()
+    watch.end()
+
+
+@pytest.mark.parametrize(
+    ("waits", "works_s", "warned"),
+    [
+        ([0.3] * 60, 0.2, 1),
+        ([0.3] * 600, 0.2, 1),
+        # Hides well enough
+        ([0.03] * 600, 0.2, 0),
+        # No evidence
+        ([0.3] * 10, 0.2, 0),
+        # Two times 2.4 seconds.
+        ([0.001] * 800, 0.002, 0),
+        # The first batches only.
+        ([9.0] * WARM_UP_BATCHES + [0.0] * 100, 0.2, 0),
+        # Starves later on
+        ([0.0] * 100 + [0.3] * 100, 0.2, 1),
+        ([], 0.2, 0),
+    ],
+)
+def test_a_loop_that_starves_is_warned_of_once(
+    waits: list[float], works_s: float, warned: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    clock = Clock()
+    counters = Counters(now=clock)
+    watch = StarvationMonitor(counters, lambda share: "feed it")
+    with caplog.at_level(logging.WARNING, "pinfeed"):
+        for _ in range(2):
+            run(watch, counters, clock, waits, works_s)
+    assert [record.levelname for record in caplog.records] == ["WARNING"] * warned
+    assert all("feed it" in record.getMessage() for record in caplog.records)
+
+
+def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
+    found = Totals(
+        batches=1,
+        rows=8,
+        bytes=8,
+        seconds=50.0,
+        wait_s=40.0,
+        starved_s=40.0,
+        read_s=12.3456,
+        depth=2,
+    )
+    assert "(8 B) takes 12,346 ms to read" in explanation(found, lambda share: "")
+
+
+def test_short_loops_are_judged_together(caplog: pytest.LogCaptureFixture) -> None:
+    clock = Clock()
+    counters = Counters(now=clock)
+    watch = StarvationMonitor(counters, lambda share: "feed it")
+    for _ in range(20):
+        run(watch, counters, clock, [0.05] * (WARM_UP_BATCHES + STRETCH_BATCHES), 0.02)
+    assert len(caplog.records) == 1
+    for _ in range(20):
+        # The first batches of a loop, which nobody can have ready, are no evidence.
+        run(
+            watch := StarvationMonitor(counters, str),
+            counters,
+            clock,
+            [5.0] + [0.0] * (WARM_UP_BATCHES + STRETCH_BATCHES),
+            0.02,
+        )
+    assert len(caplog.records) == 1
+
+
+def test_a_feeder_warns_once(caplog: pytest.LogCaptureFixture) -> None:
+    feeder, clock, _ = simulated(favour("read", "compute"), gather_s=0.3, n=60)
+    for _ in range(2):
+        for _ in feeder:
+            clock.pass_s(0.2)
+    feeder.close()
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("pinfeed", "WARNING")
+    for words in (
+        "starved: the loop waited 60% of the last",
+        "reading",
+        "10 rows (120 B) takes 300 ms to read",
+        "depth=2",
+        "rows are in memory",
+    ):
+        assert words in record.getMessage()
+
+
+def test_a_feeder_that_keeps_up_does_not_warn(caplog: pytest.LogCaptureFixture) -> None:
+    feeder, clock, _ = simulated(favour("read", "compute"), gather_s=0.03, n=60)
+    for _ in feeder:
+        clock.pass_s(0.2)
+    # 13%: to be seen in the statistics.
+    assert feeder.stats.bottleneck != "computing"
+    feeder.close()
+    assert not caplog.records
+
+
+def test_sources_know_what_to_change(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.zeros((1000, 64), np.float32))
+    store = MmapStore(tmp_path / "x.npy", keep_cache=False)
+
+    def hint(order: Any, free: int) -> str:
+        choice = choose([store], order, 100, free)
+        found: str = choice.strategies[0].hint
+        for access in choice.strategies:
+            access.close()
+        return found
+
+    shuffled, blocks = (
+        pinfeed.rows.shuffled(0),
+        pinfeed.rows.block_shuffled(0, block_rows=256, window_blocks=1),
+    )
+    assert "x.npy is still being brought into memory" in hint(shuffled, 1 << 30)
+    assert "block_shuffled(seed, block_rows=256)" in hint(shuffled, 0)
+    assert "With 250.0 KiB of memory for all of it" in hint(shuffled, 0)
+    assert "read in sequence" in hint(pinfeed.rows.sequential(), 1 << 30)
+    assert "page cache" in hint(blocks, 0)
+    assert "Windows of x.npy" in hint(blocks, 240_000)
+    own = choose([OfMyOwn()], shuffled, 100, 0).strategies[0].hint
+    assert own.startswith("It is gather() of the OfMyOwn that is waited for")
+    assert (
+        "rows are in memory"
+        in choose([ArrayStore(np.zeros(3))], shuffled, 100, 0).strategies[0].hint
+    )
+    store.close()
+    loader = DataLoader(torch.zeros(10), num_workers=1)
+    assert "num_workers=1" in LoaderSource(loader).hint(0.9)
+    assert "smaller dtype" in LoaderSource(loader).hint(0.1)
+    assert "loader (list)" in LoaderSource([1]).hint(0.9)
+    feeder = wrap_readers(
+        [1], [1], read_input=lambda i: [i], get_output=lambda i: [i], batch_size=1, device="cpu"
+    )
+    assert "raise n_readers (is 1" in feeder._loop.source.hint(0.0)
+    feeder.close()
+    loop = pinfeed.train_rows(
+        [], {pinfeed.HostEmbedding(5, 2, name="users"): "ids"}, device=HostDevice()
+    )
+    assert "gathering rows of users" in loop._loop.source.hint(0.2)
+    assert "loader (list)" in loop._loop.source.hint(0.8)

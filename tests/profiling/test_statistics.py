@@ -1,0 +1,236 @@
+"""Statistics: what is counted, what held a loop up, and the progress bar."""
+
+import io
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from support.simulated_loops import Clock, simulated
+
+from pinfeed import ArrayStore, Feeder
+from pinfeed.pipeline.forwarding import WriteLog
+from pinfeed.pipeline.transfer import HeldValues, PendingWrite
+from pinfeed.pipeline.write_queue import WriteQueue
+from pinfeed.profiling.counters import Counters
+from pinfeed.profiling.progress_bar import ProgressBar
+from pinfeed.profiling.starvation import (
+    explanation,
+)
+from pinfeed.profiling.stats import FeederStats, ProcessMemory, Totals
+from pinfeed.profiling.timeline import Timeline
+from pinfeed.testing import SimDevice, favour
+
+
+def test_statistics_of_an_interval_as_a_dict() -> None:
+    with Feeder(np.zeros((100, 3), np.float32), batch_size=10, device="cpu") as feeder:
+        list(feeder)
+        earlier = feeder.stats
+        list(feeder)
+        lately = feeder.stats - earlier
+    assert (lately.batches, lately.rows, lately.bytes) == (10, 100, 1200)
+    assert 0 < lately.seconds < feeder.stats.seconds
+    found = lately.as_dict()
+    assert found["rows_per_s"] == 100 / lately.seconds
+    assert all(isinstance(value, (int, float)) for value in found.values())
+    units = ("batches", "rows", "bytes", "_s", "_percent")
+    assert all(key.endswith(units) for key in found)
+    assert {"memory_peak_bytes", "starved_percent", "wait_s", "compute_s"} <= found.keys()
+
+
+@pytest.mark.parametrize(("fast", "is_starved"), [(("read",), False), (("read", "compute"), True)])
+def test_a_wait_counts_only_where_the_device_has_nothing_to_do(
+    fast: tuple[str, ...], is_starved: bool
+) -> None:
+    feeder, _, device = simulated(favour(*fast), gather_s=1.0, n=8)
+    for batch in feeder:
+        device.launch(lambda _: None, batch)
+    stats = feeder.stats
+    feeder.close()
+    assert stats.wait_s == stats.read_s == 8.0
+    assert (stats.starved > 0.5) == is_starved
+    assert stats.asynchronous
+
+
+# It is no loss while the values are still computed.
+@pytest.mark.parametrize(("fast", "counted_s"), [(("compute",), 4.0), ((), 0.0)])
+def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float) -> None:
+    clock = Clock()
+    device = SimDevice(favour(*fast), now=clock)
+    counters = Counters(timeline=Timeline(), now=clock)
+    worker = device.worker("pinfeed-write")
+    stream = device.current_stream()
+    log: WriteLog[HeldValues] = WriteLog()
+    landings = WriteQueue(
+        lambda landing: worker.submit(clock.pass_s, 1.0), 1, lambda: True, counters
+    )
+    counters.enter(1, 1, asynchronous=True)
+    for batch in range(5):
+        landings.add(
+            PendingWrite(log.append([], HeldValues([], stream, stream.record())), [], log, batch),
+            check=True,
+        )
+    landings.land()
+    assert counters.stats().land_s == counted_s
+    assert counters.timeline is not None
+    spans = [(span.lane, span.batch, span.end_s - span.start_s) for span in counters.timeline.spans]
+    assert spans == [("land", batch, 1.0) for batch in range(1, 5)]
+
+
+@pytest.mark.parametrize(("fast", "counted_s"), [(("read", "compute"), 3.0), ((), 0.0)])
+def test_without_depth_a_loop_waits_for_each_write_back(
+    fast: tuple[str, ...], counted_s: float
+) -> None:
+    class Slow(ArrayStore):
+        def scatter(self, rows: Any, values: Any) -> None:
+            clock.pass_s(1.0)
+            super().scatter(rows, values)
+
+    clock = Clock()
+    with Feeder(
+        Slow(np.zeros((30, 3))),
+        batch_size=10,
+        depth=0,
+        device=SimDevice(favour(*fast), now=clock),
+        timeline=True,
+    ) as feeder:
+        feeder._loop._counters.now = clock
+        for batch in feeder.batches():
+            batch.write_back(batch.data)
+        assert (feeder.stats.land_s, feeder.stats.compute_s) == (counted_s, 3.0 - counted_s)
+        assert [span.batch for span in feeder.timeline.spans if span.lane == "land"] == [0, 1, 2]
+
+
+def test_readers_that_the_device_holds_up() -> None:
+    """A copy takes a second of the read stream's; only the second round of slots meets it."""
+
+    class Copying(SimDevice):
+        def copy(self, src: Any, dst: Any, stream: Any) -> None:
+            super().copy(src, dst, stream)
+            stream._enqueue(lambda: clock.pass_s(1.0))
+
+    clock = Clock()
+    device = Copying(favour("compute"), now=clock)
+    with Feeder(np.zeros((100, 3), np.float32), batch_size=10, depth=2, device=device) as feeder:
+        feeder._loop._counters.now = clock
+        for batch in feeder:
+            device.launch(lambda _: None, batch)
+        assert feeder.stats.held_s >= 5.0
+        assert feeder.stats.read_s == 0.0
+
+
+BASE: dict[str, Any] = {
+    "batches": 100,
+    "rows": 25_600,
+    "bytes": 100 << 20,
+    "seconds": 10.0,
+    "depth": 2,
+    "n_readers": 2,
+}
+
+
+CAUSES: dict[str, tuple[dict[str, Any], str]] = {
+    "computing": (
+        {"wait_s": 0.2, "starved_s": 0.2, "read_s": 3.0},
+        "waited 2% of the time: computing is the bottleneck",
+    ),
+    "reading": (
+        {"wait_s": 6.0, "starved_s": 6.0, "read_s": 19.0, "late": 98},
+        "waited 60% of the time: reading is the bottleneck",
+    ),
+    "loop": ({"wait_s": 9.8, "starved_s": 9.8, "read_s": 19.0}, "it does almost nothing"),
+    "unevenness": ({"wait_s": 4.0, "starved_s": 4.0, "read_s": 8.0, "late": 12}, "come unevenly"),
+    "copying": (
+        {"wait_s": 6.0, "starved_s": 6.0, "read_s": 1.0, "held_s": 14.0, "asynchronous": True},
+        "copying to the device",
+    ),
+    "writing": (
+        {"wait_s": 0.5, "starved_s": 0.5, "read_s": 1.0, "land_s": 5.0, "write_s": 9.9},
+        "writing back is the bottleneck",
+    ),
+    "start": (
+        {"wait_s": 4.0, "starved_s": 4.0, "start_s": 3.5, "read_s": 8.0},
+        "first batch of a loop",
+    ),
+    "depth": (
+        {"wait_s": 6.0, "starved_s": 6.0, "read_s": 6.0, "depth": 0},
+        "nothing is read ahead",
+    ),
+}
+
+
+CHANGES = {
+    "start": "Longer loops",
+    "unevenness": "higher depth",
+    "copying": "PinnedStore",
+    "writing": "slower than the loop",
+    "depth": "depth=2",
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES)
+def test_each_cause_is_told(cause: str) -> None:
+    counted, sentence = CAUSES[cause]
+    found = Totals(**{**BASE, **counted})
+    assert found.bottleneck == cause
+    assert sentence in found.verdict
+    text = explanation(found, lambda share: f"the source knows, {share:.0f}")
+    assert CHANGES.get(cause, "the source knows") in text
+    assert "of the last 10.0 s" in text
+    assert "batch of 256 rows (1.0 MiB)" in text
+
+
+def test_a_device_whose_work_nobody_has_timed_is_not_said_to_do_nothing() -> None:
+    counted = {**BASE, "wait_s": 9.8, "starved_s": 9.8, "read_s": 19.0, "asynchronous": True}
+    assert Totals(**counted).bottleneck == "reading"
+
+
+def test_without_a_loop_there_is_no_verdict() -> None:
+    assert Totals().verdict == "no loop has run"
+
+
+def test_a_bar_shows_rates_of_late() -> None:
+    counted = Totals(seconds=2.0)
+    bar = ProgressBar(total=10, totals=lambda: counted, file=io.StringIO())
+    counted = Totals(
+        batches=4, rows=40_000, bytes=3 * 10**9, seconds=5.0, wait_s=1.5, starved_s=1.5
+    )
+    assert bar.format_dict["postfix"] == "13k rows/s, 1.00 GB/s, waited 50%"
+    counted = Totals(
+        batches=8, rows=41_000, bytes=3 * 10**9, seconds=6.0, wait_s=1.5, starved_s=1.5
+    )
+    assert bar.format_dict["postfix"] == "1,000 rows/s, waited 0%", "nothing was moved"
+    counted = Totals(
+        batches=9, rows=42_000, bytes=3 * 10**9, seconds=6.5, wait_s=2.0, starved_s=2.0
+    )
+    # So little time tells nothing.
+    assert bar.format_dict["postfix"] == "1,000 rows/s, waited 0%"
+    bar.close()
+
+
+def test_a_feeder_shows_it(capsys: pytest.CaptureFixture[str]) -> None:
+    with Feeder(
+        np.zeros((100, 3), np.float32), batch_size=10, device="cpu", progress=True
+    ) as feeder:
+        list(feeder)
+    shown = capsys.readouterr().err
+    assert "10/10" in shown
+    assert "rows/s" in shown
+
+
+@pytest.mark.parametrize(("nbytes", "rates"), [(0, "50 rows/s"), (4_000, "50 rows/s, 2.00 KB/s")])
+def test_bytes_are_left_out_where_none_were_moved(nbytes: int, rates: str) -> None:
+    totals = FeederStats(
+        batches=1, rows=100, bytes=nbytes, seconds=2.0, memory=ProcessMemory(0, 0, 0, 0, 0)
+    )
+    assert f"100 rows in 2.00 s: {rates}; the loop" in str(totals)
+    assert bool(re.search(r"<td>bytes *</td>", totals._repr_html_())) == (nbytes > 0)
+
+
+def test_statistics_as_a_table() -> None:
+    with Feeder(np.zeros((100, 3), np.float32), batch_size=10, device="cpu") as feeder:
+        assert feeder.stats._repr_html_().startswith("<p>no loop has run</p>")
+        list(feeder)
+        shown = feeder.stats._repr_html_()
+    assert re.search(r"<p>the loop waited \d+% of the time: .*</p><table>", shown)
+    assert re.search(r"<td>memory, peak +</td><td>[\d.]+ .iB", shown)

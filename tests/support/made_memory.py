@@ -1,0 +1,33 @@
+"""Memory that tests make, and where it is."""
+
+import weakref
+
+import numpy as np
+
+from pinfeed.memory.buffer_pool import (
+    Bytes,
+    anonymous,
+)
+
+
+def address_of(array: np.ndarray) -> int:
+    return int(array.ctypes.data)
+
+
+class System:
+    """Makes memory, and knows which of it has not been freed."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+        self._made: list[weakref.ref[Bytes]] = []
+
+    def make(self, nbytes: int) -> Bytes:
+        memory = anonymous(nbytes)
+        self.sizes.append(nbytes)
+        self._made.append(weakref.ref(memory))
+        return memory
+
+    @property
+    def alive(self) -> list[bool]:
+        """Whether each piece of memory still exists, in the order in which they were made."""
+        return [made() is not None for made in self._made]
