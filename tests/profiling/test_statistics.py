@@ -10,7 +10,10 @@ from support.simulated_loops import Clock, simulated
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.pipeline.forwarding import WriteLog
-from pinfeed.pipeline.transfer import HeldValues, PendingWrite
+from types import SimpleNamespace
+from pinfeed.pipeline.loop_threads import LoopThreads
+from pinfeed.pipeline.pending_write import HeldValues, PendingWrite
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.write_queue import WriteQueue
 from pinfeed.profiling.counters import Counters
 from pinfeed.profiling.progress_bar import ProgressBar
@@ -55,22 +58,28 @@ def test_a_wait_counts_only_where_the_device_has_nothing_to_do(
 # It is no loss while the values are still computed.
 @pytest.mark.parametrize(("fast", "counted_s"), [(("compute",), 4.0), ((), 0.0)])
 def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float) -> None:
+    class OtherThreads(LoopThreads):
+        # The simulated writer runs in the thread that waits for it.
+        is_inside = False
+
     clock = Clock()
     device = SimDevice(favour(*fast), now=clock)
     counters = Counters(timeline=Timeline(), now=clock)
-    worker = device.worker("pinfeed-write")
     stream = device.current_stream()
     log: WriteLog[HeldValues] = WriteLog()
-    landings = WriteQueue(
-        lambda landing: worker.submit(clock.pass_s, 1.0), 1, lambda: True, counters
+    transfer: Any = SimpleNamespace(
+        counters=counters, write_to_stores=lambda pending: clock.pass_s(1.0)
     )
+    threads = OtherThreads(device, PrefetchSchedule(1), is_named=False)
+    write_queue = WriteQueue(transfer, threads, depth=1)
     counters.enter(1, 1, asynchronous=True)
     for batch in range(5):
-        landings.add(
+        write_queue.add(
             PendingWrite(log.append([], HeldValues([], stream, stream.record())), [], log, batch),
             check=True,
         )
-    landings.land()
+    write_queue.drain()
+    threads.join_writer()
     assert counters.stats().land_s == counted_s
     assert counters.timeline is not None
     spans = [(span.lane, span.batch, span.end_s - span.start_s) for span in counters.timeline.spans]

@@ -360,13 +360,13 @@ def test_batches_that_are_drawn_together_are_the_same(rows: Any, start: int) -> 
     alone = list(drawn(batches.epoch(1)))
     checksum = alone[start - 1][1] if start else 0
     for n in (1, 2, 5, 100):
-        groups = [draw() for draw in batches.epoch(1, start, checksum, n)]
+        groups = list(batches.epoch(1, start, checksum, n))
         assert all(len(group.batches) == n for group in groups[:-1])
         assert [part for group in groups for part in group.batches] == [
             (len(wanted), total) for wanted, total in alone[start:]
         ]
         assert (
-            np.concatenate([group.rows for group in groups]).tolist()
+            np.concatenate([group.rows() for group in groups]).tolist()
             == np.concatenate([wanted for wanted, _ in alone[start:]]).tolist()
         )
 
@@ -377,6 +377,6 @@ def test_batches_before_an_error_are_drawn() -> None:
         raise KeyError("five")
 
     draws = SamplerBatches(rows(), 10, None, drop_last=False).epoch(0, batches_per_slot=3)
-    assert [draw().rows.tolist() for draw in itertools.islice(draws, 2)] == [[0, 1, 2], [3, 4]]
+    assert [draw.rows().tolist() for draw in itertools.islice(draws, 2)] == [[0, 1, 2], [3, 4]]
     with pytest.raises(KeyError, match="five"):
         next(draws)

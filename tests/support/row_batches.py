@@ -5,19 +5,16 @@ from typing import Any
 
 import numpy as np
 
-from pinfeed.rows.batches import (
-    Draw,
-    RowBatches,
-)
+from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.orders import Order, Rows, block_shuffled, per_rank, sequential, shuffled
 
 
-def drawn(draws: Iterator[Draw]) -> Iterator[tuple[Rows, int]]:
-    """Rows and checksum, draw by draw."""
+def drawn(draws: Iterator[RowIndices]) -> Iterator[tuple[Rows, int]]:
+    """Yield the row indices and the checksum of each draw."""
     for draw in draws:
-        group = draw()
-        assert draw.n_rows == len(group.rows) == sum(n for n, _ in group.batches)
-        yield group.rows, group.batches[-1][1]
+        rows = draw.rows()
+        assert draw.n_rows == len(rows) == sum(n for n, _ in draw.batches)
+        yield rows, draw.batches[-1][1]
 
 
 ORDERS: list[Order] = [
