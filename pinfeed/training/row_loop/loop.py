@@ -21,11 +21,18 @@ from pinfeed.pipeline.epochs import is_suspended
 from pinfeed.pipeline.prefetcher import LentBatch, PrefetchSchedule
 from pinfeed.pipeline.store_tree import aliases
 from pinfeed.training import rng_state
-from pinfeed.training.distributed.source import ShardedSource, ShardedTable
+from pinfeed.training.distributed.source import ShardedSource, ShardedTableSpec
 from pinfeed.training.distributed.table import ShardedEmbedding
+from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.embeddings.optimizer import RowOptimizer
-from pinfeed.training.embeddings.source import Exchanged, FedBatch, IdsOf, RowsOfTables, TableRows
-from pinfeed.training.embeddings.table import BatchRows, HostEmbedding
+from pinfeed.training.embeddings.source import (
+    DeviceBatch,
+    Exchanged,
+    IdsOf,
+    TableRowSource,
+    TableSpec,
+)
+from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_loop.verify import Shadow
 from pinfeed.validation.arguments import check_flag, explain_arguments
 
@@ -122,7 +129,7 @@ class RowLoop(LoaderFeeder):
         optimizers = _check(tables, optimizer)
         self._tables = [_Lent(table, optimizers.get(table)) for table in tables]
         specs = [
-            TableRows(
+            TableSpec(
                 lent.table.name,
                 _ids_of(lent.table, tables[lent.table]),
                 lent.stores,
@@ -183,7 +190,7 @@ class RowLoop(LoaderFeeder):
             StoreError: If a table or its optimizer's state is in a file that was there already, and
                 was not resumed.
         """
-        with self._rows.telling():
+        with self._rows.report_failure():
             for lent in self._tables:
                 lent.require_resumed()
         for lent in self._tables:
@@ -268,7 +275,7 @@ class RowLoop(LoaderFeeder):
         generator = self._outer() if self._outer is not None else None
         return generator is not None and generator.gi_frame is not None
 
-    def let_go(self) -> None:
+    def release_tables(self) -> None:
         """Give the tables back, if the loop has ended and interrupts kept it from doing so, or if nobody can go on with it.
 
         Raises:
@@ -343,9 +350,9 @@ class RowLoop(LoaderFeeder):
             for lent in self._tables:
                 lent.begin(self)
                 stack.callback(lent.end)
-            stack.enter_context(self._rows.taken())
+            stack.enter_context(self._rows.claim_ranks())
             stack.enter_context(contextlib.closing(loans))
-            stack.enter_context(self._rows.together())
+            stack.enter_context(self._rows.in_lockstep())
             self._thread = threading.get_ident()
             for loan in loans:
                 data = self._bind(loan)
@@ -368,10 +375,10 @@ class RowLoop(LoaderFeeder):
 
     def _bind(self, loan: LentBatch) -> Any:
         """Lend the rows to the tables and their optimizers, and the loader's batch to the loop."""
-        batch: FedBatch = loan.take()
+        batch: DeviceBatch = loan.take()
         if self._shadow is not None:
             self._shadow.check(loan.number, [(fed.rows, fed.tensors) for fed in batch.tables])
-        blocks = batch.blocks([lent.trainable for lent in self._tables])
+        blocks = batch.batch_rows([lent.trainable for lent in self._tables])
         if self._shadow is not None:
             batch.check(loan.number)
         for lent, fed, block in zip(self._tables, batch.tables, blocks, strict=True):
@@ -433,7 +440,7 @@ class _Lent:
 
     def bind(self, block: BatchRows, state: list[torch.Tensor]) -> None:
         """Lend rows to the table, with their state to its optimizer."""
-        self.table._block = block
+        self.table._batch_rows = block
         if self.optimizer is not None:
             self.optimizer.bind(self.table, block.owned, state, block.weight)
 
@@ -449,7 +456,7 @@ class _Lent:
                 "give optimizer=pinfeed.RowOptimizer(...)",
                 self.table.name,
             )
-        if self.optimizer is not None and self.optimizer.tables[self.table].unused:
+        if self.optimizer is not None and self.optimizer.tables[self.table].has_unused_gradients:
             self._is_warned = True
             logger.warning(
                 "%s has gradients, and the body of the loop ended without a step of its optimizer: its rows stay as they are, and the "
@@ -459,7 +466,7 @@ class _Lent:
 
     def unbind(self) -> None:
         """The rows have gone."""
-        self.table._block = None
+        self.table._batch_rows = None
         if self.optimizer is not None:
             self.optimizer.release(self.table)
 
@@ -531,10 +538,10 @@ def _check(
 def _source(
     loader: Any,
     tables: Sequence[_Lent],
-    specs: Sequence[TableRows],
+    specs: Sequence[TableSpec],
     schedule: PrefetchSchedule,
     verify: bool,
-) -> RowsOfTables:
+) -> TableRowSource:
     """The loader's batches with rows of tables that are here, or of tables that are shared.
 
     Raises:
@@ -542,8 +549,10 @@ def _source(
     """
     shared = [lent.table for lent in tables if isinstance(lent.table, ShardedEmbedding)]
     if not shared:
-        return RowsOfTables(loader, specs)
-    if len(shared) < len(tables) or any(table.peers is not shared[0].peers for table in shared):
+        return TableRowSource(loader, specs)
+    if len(shared) < len(tables) or any(
+        table.rank_group is not shared[0].rank_group for table in shared
+    ):
         kinds = ", ".join(
             f"{lent.table.name} ({'sharded' if isinstance(lent.table, ShardedEmbedding) else 'not sharded'})"
             for lent in tables
@@ -552,10 +561,10 @@ def _source(
             f"tables: {kinds}; expected all of them sharded, over the same process_group, or none"
         )
     sharded = [
-        ShardedTable(spec, lent.optimizer is not None, table.mean)
+        ShardedTableSpec(spec, lent.optimizer is not None, table.mean)
         for spec, lent, table in zip(specs, tables, shared, strict=True)
     ]
-    return ShardedSource(loader, sharded, shared[0].peers, schedule, verify)
+    return ShardedSource(loader, sharded, shared[0].rank_group, schedule, verify)
 
 
 def _ids_of(table: HostEmbedding, value: Any) -> IdsOf:

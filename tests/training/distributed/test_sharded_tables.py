@@ -297,7 +297,7 @@ def test_every_row_crosses_once_in_each_direction(verify: bool) -> None:
 
 
 def test_verify_finds_rows_that_came_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_rows, "bring_late", lambda tables: None)
+    monkeypatch.setattr(batch_rows, "exchange_deferred", lambda tables: None)
     with pytest.raises(
         VerificationError,
         match=r"table 0 of the loop, row \d+ differs from what the rank has that owns it",
@@ -306,7 +306,7 @@ def test_verify_finds_rows_that_came_wrong(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_more_tables_than_there_are_flags(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(batch_rows, "MOST_FLAGS", 1)
+    monkeypatch.setattr(batch_rows, "MAX_FLAGS", 1)
     want = dense(FIXED, STEPS, SGD, 0.5)
     for got in sharded(FIXED, STEPS, SGD, 0.5, size=2, depth=1):
         assert_equal(got, want)
@@ -449,7 +449,7 @@ def test_every_row_has_one_owner(n_rows: int, size: int, data: Any) -> None:
     order, counts = owners.by_owner(rows)
     for rank, of_rank in enumerate(np.split(rows[order], np.cumsum(counts)[:-1])):
         own = owners.own(rank, 0, n_rows)
-        assert owners.here(own).tolist() == list(range(owners.n_own(rank)))
+        assert owners.local(own).tolist() == list(range(owners.n_own(rank)))
         assert set(of_rank) <= set(own)
         assert owners.own(rank, start, stop).tolist() == [row for row in own if start <= row < stop]
     assert sorted(order) == list(range(len(rows)))
@@ -460,7 +460,7 @@ def test_every_row_has_one_owner(n_rows: int, size: int, data: Any) -> None:
 def test_pieces_are_those_of_the_whole(
     init: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(initialization, "_PIECE_BYTES", 400)
+    monkeypatch.setattr(initialization, "_CHUNK_BYTES", 400)
     fill = getattr(nn.init, f"{init}_")
     for shape in ((1, 1), (37, 1), (100, 3), (64, 5)):
         torch.manual_seed(0)
@@ -468,7 +468,7 @@ def test_pieces_are_those_of_the_whole(
         fill(whole)
         state = torch.get_rng_state()
         torch.manual_seed(0)
-        pieces = list(initialization.drawn(fill, shape, dtype))
+        pieces = list(initialization.draw_chunks(fill, shape, dtype))
         assert torch.equal(torch.cat([piece for _, piece in pieces]), whole)
         assert [start for start, _ in pieces] == np.cumsum(
             [0, *(len(piece) for _, piece in pieces)]
@@ -994,7 +994,7 @@ def in_time(*command: str, seconds: float = 60) -> str:
 
 def test_groups_go_with_the_one_that_they_were_made_beside(monkeypatch: pytest.MonkeyPatch) -> None:
     """In one process, which is all ranks."""
-    monkeypatch.setattr(process_groups, "_peers", {})
+    monkeypatch.setattr(process_groups, "_rank_groups", {})
     n_open = []
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     try:
@@ -1006,14 +1006,14 @@ def test_groups_go_with_the_one_that_they_were_made_beside(monkeypatch: pytest.M
             n_open.append(len(os.listdir("/proc/self/task")))
     finally:
         distributed.destroy_process_group()
-        process_groups._peers.clear()
+        process_groups._rank_groups.clear()
     assert len(set(n_open[1:])) == 1, "threads of groups that are gone"
 
 
 def test_groups_wait_as_long_as_the_one_that_they_were_made_beside(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(process_groups, "_peers", {})
+    monkeypatch.setattr(process_groups, "_rank_groups", {})
     distributed.init_process_group(
         "gloo", store=distributed.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=100)
     )
@@ -1023,14 +1023,14 @@ def test_groups_wait_as_long_as_the_one_that_they_were_made_beside(
             N, 2, process_group=distributed.new_group([0], timeout=timedelta(seconds=7))
         )
         ShardedEmbedding(N, 2, process_group=distributed.new_group([0]))
-        made = [group for _, groups in process_groups._peers.values() for group in groups]
+        made = [group for _, groups in process_groups._rank_groups.values() for group in groups]
         timeouts = [
             group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
             for group in made
         ]
     finally:
         distributed.destroy_process_group()
-        process_groups._peers.clear()
+        process_groups._rank_groups.clear()
     assert timeouts == [100, 100, 7, 7, 1800, 1800]
 
 

@@ -251,7 +251,7 @@ class Run:
                 del batch
         # What the user reads right after the loop.
         self.tables = [table.store.array.copy() for table in (users, items)]
-        if optimizer.tables[users].begun:
+        if optimizer.tables[users].is_initialized:
             own = [found["state"] for found in optimizer.state_dict()["tables"]]
             rows = [
                 {r.key: s.array.copy() for r, s in zip(t.layout.rows, t.stores, strict=True)}
