@@ -1,4 +1,4 @@
-"""The manifest of a save: the sizes and checksums of its files, and the objects that they belong to.
+"""The manifest of a save: the sizes and checksums of its files, and the objects that it has.
 
 It is written last and checked first.
 """

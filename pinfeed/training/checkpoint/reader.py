@@ -255,6 +255,6 @@ def _load_random(path: pathlib.Path) -> Any:
             pass
     except Exception as error:
         raise CheckpointError(
-            f"{path} is damaged: no generators go on from it ({described(error)})"
+            f"{path} is damaged: the random generators refuse it ({described(error)})"
         ) from error
     return state

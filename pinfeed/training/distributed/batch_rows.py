@@ -124,9 +124,9 @@ class ShardedBatchRows(BatchRows):
     def positions(self, ids: torch.Tensor, name: str) -> torch.Tensor:
         if self._is_stepped:
             raise ArgumentError(
-                f"{name} was looked up after step(): the new rows are with the ranks that have "
-                "them, and come with the next batch; look up before step(), or read(ids) on all "
-                "ranks"
+                f"{name} was looked up after step(): the updated rows are on the ranks that own "
+                "them, and are sent with the next batch; look up before step(), or read(ids) on "
+                "all ranks"
             )
         return super().positions(ids, name)
 
@@ -136,7 +136,7 @@ class ShardedBatchRows(BatchRows):
         All ranks call this at once.
 
         Raises:
-            RankError: If another rank does something else, or is gone.
+            RankError: If another rank does something else, or has died.
         """
         for tables in _in_flag_groups(every):
             for table in tables:

@@ -91,7 +91,7 @@ class Channel(Protocol):
             The received rows, those of rank 0 first.
 
         Raises:
-            RuntimeError: If a rank is gone, or the timeout has passed.
+            RuntimeError: If a rank has died, or the timeout has passed.
         """
         ...
 
@@ -268,7 +268,7 @@ class Lockstep:
         """Send rows of bytes, shape (n, row_nbytes), those for rank 0 first, and receive others'.
 
         Raises:
-            RankError: If a rank is gone.
+            RankError: If a rank has died.
         """
         self.sent[kind] += (sum(n_sent) - n_sent[self.rank]) * sent.shape[1]
         try:

@@ -1,7 +1,7 @@
 """RowExchange: the rows of one batch, sent between ranks while the loop is at earlier batches.
 
-Each rank asks the ranks that have its rows, and these send them. A row that an earlier, recent batch
-looks up, too, may still change. It is deferred: ``ShardedDeviceBatch`` sends it when its batch is
+Each rank asks the ranks that have its rows, and these send them. A row may still change if a recent
+batch looks it up, too. Such a row is deferred: ``ShardedDeviceBatch`` sends it when its batch is
 lent. All other rows are sent here. Every row is therefore sent once, with the values of the
 synchronous loop.
 """

@@ -154,8 +154,8 @@ def discover(
     """Find the state that an optimizer keeps for a parameter of shape (n, dim).
 
     Args:
-        optimizer_class: The optimizer; ``optimizer_class([{"params": params, **group}], **options)``
-            makes one.
+        optimizer_class: Class of the optimizer, which is called with a parameter group and the
+            options.
         options: Options of the optimizer.
         dim: Numbers in a row.
         dtype: Dtype of the parameter.

@@ -12,12 +12,13 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pinfeed.errors import ClosedError, RowIndexError, StoreError, described
+from pinfeed.errors import ClosedError, StoreError
 from pinfeed.rows.batches import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import MmapStore, Store
 from pinfeed.stores.pinned import Pin
 from pinfeed.tensors.numpy_torch import to_torch
+from pinfeed.training.embeddings.arguments import HINTS, checked_padding, integer_tensor
 from pinfeed.training.embeddings.batch_rows import BatchRows, position_in
 from pinfeed.training.embeddings.initializers import Fill, Init, find_initializer
 from pinfeed.training.embeddings.table_store import (
@@ -38,31 +39,6 @@ from pinfeed.validation.arguments import (
     real_number,
     whole_number,
 )
-
-_WEIGHT_HINT = "give the rows to HostEmbedding.from_pretrained(rows, freeze=False)"
-_FREEZE_HINT = (
-    "give it to HostEmbedding.from_pretrained(rows, freeze=...), or call requires_grad_(False)"
-)
-_PATH_HINT = "the file of the rows is store="
-
-HINTS = {
-    "sparse": (
-        "the rows of a batch alone are moved and trained, always; leave it out, and train the "
-        "table with pinfeed.RowOptimizer"
-    ),
-    "device": (
-        "the table stays in host memory or in a file; the device of the loop is "
-        "train_rows(..., device=...)"
-    ),
-    "_weight": _WEIGHT_HINT,
-    "weight": _WEIGHT_HINT,
-    "freeze": _FREEZE_HINT,
-    "_freeze": _FREEZE_HINT,
-    "mode": "bags of rows are a HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
-    "path": _PATH_HINT,
-    "filename": _PATH_HINT,
-}
-"""Advice for arguments that torch has and HostEmbedding has not, by their names."""
 
 
 class RowLender(Protocol):
@@ -153,7 +129,7 @@ class HostEmbedding(nn.Module):
         self.num_embeddings = whole_number(num_embeddings, "num_embeddings", most=sys.maxsize)
         self.embedding_dim = whole_number(embedding_dim, "embedding_dim", most=sys.maxsize)
         self.name = name or f"{type(self).__name__}({num_embeddings}, {embedding_dim})"
-        self.padding_idx = _checked_padding(padding_idx, self.num_embeddings)
+        self.padding_idx = checked_padding(padding_idx, self.num_embeddings)
         self.max_norm = None if max_norm is None else real_number(max_norm, "max_norm", least=0)
         self.norm_type = real_number(norm_type, "norm_type")
         check_flag(scale_grad_by_freq, "scale_grad_by_freq")
@@ -225,7 +201,7 @@ class HostEmbedding(nn.Module):
 
     @property
     def store(self) -> Store:
-        """Store of the rows; it has the trained values after a loop, or after ``flush_writes()``."""
+        """Store of the rows; a loop has written all its changes after ``flush_writes()``."""
         return self._store
 
     @property
@@ -460,38 +436,3 @@ class HostEmbedding(nn.Module):
             weight.to(ids.device),
             padding,
         )
-
-
-def integer_tensor(values: Any, name: str) -> torch.Tensor:
-    """Return integers as a tensor; a tensor is returned itself.
-
-    Args:
-        values: A tensor, an array or a list.
-        name: Name of the values in errors.
-
-    Raises:
-        RowIndexError: If they are not integers, or are rows of different lengths.
-    """
-    if isinstance(values, torch.Tensor):
-        return values
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError) as error:
-        raise RowIndexError(
-            f"{name}: {described(error)}; expected integers in a tensor, an array or a list"
-        ) from None
-    # numpy makes an array of floats from an empty list.
-    if array.size and array.dtype.kind not in "iu":
-        raise RowIndexError(
-            f"{name}: a {type(values).__name__} of {array.dtype}; "
-            "expected integers in a tensor, an array or a list"
-        )
-    return torch.from_numpy(array.astype(np.int64))
-
-
-def _checked_padding(padding: int | None, n_rows: int) -> int | None:
-    """Return the padding row as an index from 0 on; negative ones count from the end."""
-    if padding is None:
-        return None
-    note = f" (a row of {n_rows:,})"
-    return whole_number(padding, "padding_idx", least=-n_rows, most=n_rows - 1, note=note) % n_rows

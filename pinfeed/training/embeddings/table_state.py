@@ -47,7 +47,7 @@ class TableState:
         self.has_stale_gradients = False
         """Whether an earlier batch ended with gradients that no step had used."""
         self.has_unused_gradients = False
-        """Whether the current batch got gradients after its last step, even if they were dropped."""
+        """Whether the current batch got gradients after its last step, even if dropped since."""
 
     @property
     def row_keys(self) -> set[str]:
