@@ -51,9 +51,9 @@ if TYPE_CHECKING:
     from pinfeed.training import checkpoint as checkpoint
     from pinfeed.training.distributed.table import ShardedEmbedding as ShardedEmbedding
     from pinfeed.training.distributed.table import ShardedEmbeddingBag as ShardedEmbeddingBag
+    from pinfeed.training.embeddings.bag import HostEmbeddingBag as HostEmbeddingBag
     from pinfeed.training.embeddings.optimizer import RowOptimizer as RowOptimizer
     from pinfeed.training.embeddings.table import HostEmbedding as HostEmbedding
-    from pinfeed.training.embeddings.table import HostEmbeddingBag as HostEmbeddingBag
     from pinfeed.training.large_batch.big_batch import BigBatch as BigBatch
     from pinfeed.training.memory_model.config import Config as Config
     from pinfeed.training.memory_model.estimate import estimate as estimate
@@ -67,7 +67,7 @@ __version__ = "0.1.0"
 _WITH_TORCH = {
     "Config": "training.memory_model.config",
     "HostEmbedding": "training.embeddings.table",
-    "HostEmbeddingBag": "training.embeddings.table",
+    "HostEmbeddingBag": "training.embeddings.bag",
     "MemoryMonitor": "training.trainer.memory_monitor",
     "Offload": "training.offload.offload",
     "RowDataset": "feeders.dataset",

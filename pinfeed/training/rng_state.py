@@ -1,4 +1,4 @@
-"""The state of the generators that a training run draws from, as plain values and tensors."""
+"""State of the random generators of a training run, as plain values and tensors."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import torch
 
 
 def capture() -> dict[str, Any]:
-    """The state of torch's, numpy's and Python's global generators; of every GPU's too, where one is in use."""
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002  # it is the global one that datasets draw from
+    """Return the state of the global generators of torch, numpy and Python, and of GPUs in use."""
+    # Datasets draw from numpy's global generator.
+    name, keys, *rest = np.random.get_state()  # noqa: NPY002
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "torch": torch.get_rng_state(),
@@ -26,7 +27,7 @@ def capture() -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Let the generators go on from ``state``."""
+    """Set the global generators to ``state``."""
     torch.set_rng_state(state["torch"])
     name, keys, *rest = state["numpy"]
     np.random.set_state((name, keys.numpy().astype(np.uint32), *rest))  # noqa: NPY002
@@ -38,7 +39,7 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextlib.contextmanager
 def replayed(state: dict[str, Any]) -> Iterator[None]:
-    """Draw as from ``state``; afterwards, go on as if nothing had been drawn."""
+    """Draw from ``state`` in the block, and restore the generators at its end."""
     now = capture()
     try:
         restore(state)
@@ -48,7 +49,7 @@ def replayed(state: dict[str, Any]) -> Iterator[None]:
 
 
 def generators(loader: Any) -> list[torch.Generator]:
-    """Generators that a DataLoader and its samplers were given, each once."""
+    """Return the generators that a DataLoader and its samplers were given, each once."""
     batch_sampler = getattr(loader, "batch_sampler", None)
     owners = [
         loader,

@@ -1,4 +1,4 @@
-"""Schedules of the simulated device: who may move, of those that can."""
+"""Schedules of the simulated device: which of its threads and streams moves next."""
 
 import random
 from collections.abc import Callable, Sequence
@@ -23,7 +23,7 @@ FAVOURED: list[tuple[str, ...]] = [
 
 
 def stalling(name: str, moves: int, late: tuple[str, ...]) -> Choose:
-    """Everything at once but the ``late``, until the named stream has made so many moves; from then on it is late too."""
+    """Let all move but the ``late``; after ``moves`` moves, the stream ``name`` is late, too."""
     left = moves
 
     def choose(ready: Sequence[str]) -> str | None:
@@ -43,7 +43,7 @@ def randomly(seed: int) -> Choose:
 
 
 def corners(stalls: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], Choose]]:
-    """Some always fast; and streams that stall after so many moves, the writes or the reads late."""
+    """Return schedules with fast streams, and with streams that stall after some moves, by name."""
     found: dict[str, Callable[[], Choose]] = {
         f"fast {'+'.join(names)}": partial(favour, *names) for names in FAVOURED
     }

@@ -1,12 +1,15 @@
-"""Ranks as processes: what test_sharded_tables.py runs, ``python sharded_ranks.py DIRECTORY JOB...``; each rank saves what it has seen.
+"""Ranks as processes, for test_rank_processes.py: ``python sharded_ranks.py DIRECTORY JOB...``.
 
-A job is a number of ranks on the CPU, ``cuda-N`` for one on each of N GPUs, ``example``:
-examples/sharded_tables.py on two ranks, as under torchrun, or ``absent``: two ranks of which one
-hangs.
+Each rank saves its results in the directory. A job is one of these:
 
-torch is loaded once, and the processes are forked, for loading it takes longer than all that they
-do. CUDA does not work in a process that was forked after the first call of it, the number of GPUs
-included, so the caller counts them.
+- a number of ranks on the CPU;
+- ``cuda-N``: one rank on each of N GPUs;
+- ``example``: examples/sharded_tables.py on two ranks, as under torchrun;
+- ``absent``: two ranks, of which one hangs.
+
+torch is loaded once and the processes are forked, because loading it takes longer than all jobs.
+CUDA does not work in a process that was forked after the first CUDA call, which counting the GPUs
+is, too. So the caller counts them.
 """
 
 import os
@@ -34,7 +37,7 @@ N_IDS = 5
 
 
 class Scores(nn.Module):
-    """A dense part, for DistributedDataParallel."""
+    """A dense part of the model, for DistributedDataParallel."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +48,7 @@ class Scores(nn.Module):
 
 
 def batches_of(size: int) -> list[torch.Tensor]:
-    """Ids, shape (ranks, N_IDS)."""
+    """Return batches of ids for all ranks, each of shape (ranks, N_IDS)."""
     return list(
         torch.randint(0, N, (N_BATCHES, size, N_IDS), generator=torch.Generator().manual_seed(size))
     )
@@ -59,7 +62,7 @@ def train(
     depth: int,
     device: str = "cpu",
 ) -> list[float]:
-    """Losses: a mean over the batch."""
+    """Train a table and a dense part; return the mean losses of the batches."""
     rows, dense = (
         pinfeed.RowOptimizer(torch.optim.Adam, [table], lr=0.1),
         torch.optim.SGD(scores.parameters(), lr=0.1),
@@ -79,7 +82,7 @@ def train(
 
 
 def exact(table: pinfeed.HostEmbedding, batches: Any, *, depth: int, device: str = "cpu") -> None:
-    """Whole numbers, of which every sum is exact."""
+    """Train with whole numbers, whose sums are exact in any order."""
     rows = pinfeed.RowOptimizer(torch.optim.SGD, [table], lr=0.5)
     for ids in pinfeed.train_rows(
         batches, {table: lambda ids: ids}, optimizer=rows, depth=depth, device=device
@@ -102,7 +105,7 @@ def error_of(program: Any) -> str:
 
 
 def rank_program(rank: int, size: int, directory: Path) -> dict[str, Any]:
-    """All checks, one after the other on the same group; the last one ends it."""
+    """Run all checks on one process group; in the last one, rank 1 dies."""
     seen: dict[str, Any] = {}
     batches = [batch[rank] for batch in batches_of(size)]
     for depth in (0, 2):
@@ -152,7 +155,7 @@ def rank_program(rank: int, size: int, directory: Path) -> dict[str, Any]:
             yield ids
 
     start = time.monotonic()
-    # Rank 1 does not come back.
+    # Saved before the last check, in which rank 1 dies.
     torch.save(seen, directory / f"{rank}.pt")
     seen["lost"] = error_of(lambda: exact(table, dying(), depth=2))
     seen["lost after"] = time.monotonic() - start
@@ -160,7 +163,7 @@ def rank_program(rank: int, size: int, directory: Path) -> dict[str, Any]:
 
 
 def rank_on_gpu(rank: int, size: int, directory: Path) -> dict[str, Any]:
-    """Late rows and gradients by NCCL, all else as on the CPU."""
+    """Send deferred rows and gradients by NCCL, and all else as on the CPU."""
     torch.cuda.set_device(rank)
     seen = {}
     for depth in (0, 1, 2):
@@ -190,11 +193,11 @@ def example(rank: int, size: int, directory: Path) -> dict[str, Any]:
 
 
 def absent(rank: int, size: int, directory: Path) -> dict[str, Any]:
-    """Rank 1 takes no part in a read, nor in making a table, of groups that wait for two seconds."""
+    """Read and make a table without rank 1, in groups with a timeout of two seconds."""
     for_reads, for_tables = (distributed.new_group(timeout=timedelta(seconds=2)) for _ in range(2))
     table = pinfeed.ShardedEmbedding(N, DIM, process_group=for_reads)
     if rank == 1:
-        # Returns when rank 0 has its errors.
+        # Reading the pipe ends when rank 0 has its errors.
         (directory / "heard").read_bytes()
         return {}
     seen = {
@@ -218,7 +221,7 @@ def joined_group(
 
 
 def main(directory: Path, job: str) -> None:
-    """Fork the ranks, and wait for them."""
+    """Fork the ranks of a job and wait for them."""
     directory.mkdir()
     if job.startswith("cuda-"):
         size, program = (
@@ -261,7 +264,7 @@ def main(directory: Path, job: str) -> None:
 
 
 if __name__ == "__main__":
-    # The first optimizer loads half of torch.
+    # The first optimizer imports much of torch, which the ranks then need not do.
     torch.optim.SGD([nn.Parameter(torch.zeros(1))])
     for name in sys.argv[2:]:
         main(Path(sys.argv[1], name), name)

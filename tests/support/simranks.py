@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: the same lines between them, over memory."""
+"""Ranks as threads of one process, with channels in memory between them."""
 
 import threading
 from collections.abc import Callable, Sequence
@@ -12,10 +12,10 @@ TIMEOUT_S = 20
 
 
 class Hub:
-    """A line between threads: an exchange ends when all ranks have come to it.
+    """Exchanges between threads; each ends when all ranks have entered it.
 
     Args:
-        size: Ranks.
+        size: Number of ranks.
     """
 
     def __init__(self, size: int) -> None:
@@ -32,7 +32,7 @@ class Hub:
         self.wait()
         found = [of_rank[rank] for of_rank in self.sent]
         received = torch.cat(found)
-        # Before anybody sends the next.
+        # No rank may send the next rows before all have received these.
         self.wait()
         assert [len(part) for part in found] == list(n_received), (
             "a rank was told another number of rows"
@@ -46,8 +46,8 @@ class Hub:
             raise RuntimeError("a rank did not come") from None
 
 
-class HubLine:
-    """A rank's end of it."""
+class HubChannel:
+    """The channel of one rank over a hub."""
 
     def __init__(self, hub: Hub, rank: int) -> None:
         self._hub = hub
@@ -62,29 +62,31 @@ class HubLine:
 
 
 class RankThreads:
-    """So many ranks.
+    """Ranks that run as threads.
 
     Args:
-        size: Their number.
+        size: Number of ranks.
     """
 
     def __init__(self, size: int) -> None:
         self._hubs = [Hub(size) for _ in range(2)]
-        self.peers = [
-            RankGroup(*(HubLine(hub, rank) for hub in self._hubs)) for rank in range(size)
+        self.groups = [
+            RankGroup(*(HubChannel(hub, rank) for hub in self._hubs)) for rank in range(size)
         ]
 
     def run(self, program: Callable[[int], Any]) -> list[Any]:
-        """What the program returns on each rank, or the error that it raised there."""
-        results: list[Any] = [None] * len(self.peers)
+        """Run a program on all ranks; return the result of each, or the error that it raised."""
+        results: list[Any] = [None] * len(self.groups)
 
-        def body(rank: int) -> None:
+        def run_on(rank: int) -> None:
             try:
                 results[rank] = program(rank)
             except Exception as error:
                 results[rank] = error
 
-        threads = [threading.Thread(target=body, args=(rank,)) for rank in range(len(self.peers))]
+        threads = [
+            threading.Thread(target=run_on, args=(rank,)) for rank in range(len(self.groups))
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:

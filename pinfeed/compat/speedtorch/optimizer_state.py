@@ -83,7 +83,7 @@ class StateTables(SlotTables):
         self._created = {
             row.key
             for row in self._layout.rows
-            if row.key in self._layout.born or state.get(row.key) is not None
+            if row.key in self._layout.created_in_init or state.get(row.key) is not None
         }
         self._use(tables)
 

@@ -1,4 +1,8 @@
-"""ShardedBatchRows: rows of a sharded table in the body of a loop; what comes late comes, and gradients go to who has the rows."""
+"""ShardedBatchRows: the rows of a sharded table in a training step.
+
+When a batch is lent, ranks exchange the deferred rows. When the optimizer steps, gradients are sent
+to the ranks that have the rows.
+"""
 
 from __future__ import annotations
 
@@ -11,105 +15,98 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError, VerificationError
 from pinfeed.rows.orders import Rows
-from pinfeed.training.distributed.lockstep import MOST_FLAGS, Lockstep, Step
+from pinfeed.training.distributed.lockstep import MAX_FLAGS, Lockstep, Step
 from pinfeed.training.distributed.row_exchange import Counts
-from pinfeed.training.embeddings.source import FedBatch, FedRows
-from pinfeed.training.embeddings.table import BatchRows
+from pinfeed.training.embeddings.batch_rows import BatchRows
+from pinfeed.training.embeddings.source import DeviceBatch, DeviceRows
 
 T = TypeVar("T")
 
 
-class RowPlaces(NamedTuple):
-    """Positions on the device, as ``Traded`` has them."""
+class RowPositions(NamedTuple):
+    """The positions of an ``ExchangePlan``, on the device, by the same names."""
 
     order: torch.Tensor
-    """Of the rows that this rank wants, those that rank 0 has first, and so on."""
     given: torch.Tensor
-    """Of its own rows, those that rank 0 wants first, and so on."""
     by_row: torch.Tensor
-    """Of what is given, by row and by rank."""
     n_by_row: torch.Tensor
-    """How many ranks want each of its own rows."""
-    late_to: torch.Tensor
-    """Of ``order``, what comes late."""
-    late_from: torch.Tensor
-    """Of ``given``, what is sent late."""
+    deferred_in: torch.Tensor
+    deferred_out: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class SharedRows(FedRows):
-    """The rows of a sharded table that a batch looks up: ``rows`` and ``tensors`` are this rank's own, that any rank wants."""
+class ShardedDeviceRows(DeviceRows):
+    """The rows of a sharded table that a batch looks up, on the device.
+
+    ``rows`` and ``tensors`` are this rank's own rows that any rank looks up.
+    """
 
     wanted: Rows
     """The ids that this rank looks up."""
     values: torch.Tensor
-    """These rows, without those that come late."""
-    places: RowPlaces
+    """The rows of ``wanted``; deferred rows are not filled."""
+    row_positions: RowPositions
     counts: Counts
     mean: bool
-    """Whether gradients are averaged over ranks, else summed."""
-    at: tuple[int, int]
-    """Number of the batch, and of the table in the loop."""
-    meeting: Lockstep
+    """Whether gradients are averaged over ranks, instead of summed."""
+    numbers: tuple[int, int]
+    """Number of the batch, and number of the table in the loop."""
+    lockstep: Lockstep
 
-    def block(self, trainable: bool) -> ShardedBatchRows:
+    def batch_rows(self, trainable: bool) -> ShardedBatchRows:
         return ShardedBatchRows(self, trainable)
 
 
 @dataclass(frozen=True, eq=False)
-class ShardedBatch(FedBatch):
-    """A batch with rows of sharded tables."""
+class ShardedDeviceBatch(DeviceBatch):
+    """A batch on the device, with the rows of sharded tables that it looks up."""
 
-    tables: Sequence[SharedRows]
+    tables: Sequence[ShardedDeviceRows]
 
-    def blocks(self, trainable: Sequence[bool]) -> list[BatchRows]:
-        for some in _few(self.tables):
-            late = _agreed(
-                some[0].meeting,
-                Step.NEXT,
-                some[0].at,
-                some,
-                [any(table.counts.late_from) for table in some],
-            )
-            if late:
-                with late[0].meeting.committed():
-                    bring_late(late)
-        return super().blocks(trainable)
+    def batch_rows(self, trainable: Sequence[bool]) -> list[BatchRows]:
+        for tables in _in_flag_groups(self.tables):
+            wishes = [any(table.counts.deferred_out) for table in tables]
+            lockstep = tables[0].lockstep
+            deferred = _agree_on(lockstep, Step.NEXT, tables[0].numbers, tables, wishes)
+            if deferred:
+                with lockstep.no_report():
+                    exchange_deferred(deferred)
+        return super().batch_rows(trainable)
 
     def check(self, number: int) -> None:
-        sent = [table.tensors[0].index_select(0, table.places.given) for table in self.tables]
-        n_given, n_wanted = (
-            [getattr(table.counts, name) for table in self.tables] for name in ("given", "wanted")
-        )
-        owned = self.tables[0].meeting.send_rows("rows to check", sent, n_given, n_wanted)
-        for table, expected in zip(self.tables, owned, strict=True):
-            found = table.values.detach().index_select(0, table.places.order)
+        sent = [
+            table.tensors[0].index_select(0, table.row_positions.given) for table in self.tables
+        ]
+        n_given = [table.counts.given for table in self.tables]
+        n_wanted = [table.counts.wanted for table in self.tables]
+        lockstep = self.tables[0].lockstep
+        received = lockstep.exchange_rows("rows to check", sent, n_given, n_wanted)
+        for table, expected in zip(self.tables, received, strict=True):
+            order = table.row_positions.order
+            found = table.values.detach().index_select(0, order)
             differs = (expected.view(torch.uint8) != found.view(torch.uint8)).any(1)
-            if wrong := table.wanted[table.places.order[differs].cpu().numpy()].tolist():
+            if wrong := table.wanted[order[differs].cpu().numpy()].tolist():
                 raise VerificationError(
-                    f"batch {number}: table {table.at[1]} of the loop, row {wrong[0]} differs from what the rank has that owns it "
-                    f"({len(wrong)} of {len(found)} rows differ)"
+                    f"batch {number}: table {table.numbers[1]} of the loop, row {wrong[0]} differs "
+                    f"from what the rank has that owns it ({len(wrong)} of {len(found)} rows "
+                    "differ)"
                 )
 
 
 class ShardedBatchRows(BatchRows):
-    """The rows that this rank looks up, and those of its own that any rank does.
+    """The rows that this rank looks up, and its own rows that any rank looks up.
 
     Args:
-        shared: Both.
+        rows: Both.
         trainable: Whether they have gradients.
     """
 
-    def __init__(self, shared: SharedRows, trainable: bool) -> None:
-        super().__init__(
-            shared.wanted,
-            shared.ids,
-            nn.Parameter(shared.values, requires_grad=trainable),
-            shared.positions,
-        )
-        self._owned = nn.Parameter(shared.tensors[0], requires_grad=trainable)
-        self._shared = shared
-        self._stepped = False
+    def __init__(self, rows: ShardedDeviceRows, trainable: bool) -> None:
+        weight = nn.Parameter(rows.values, requires_grad=trainable)
+        super().__init__(rows.wanted, rows.ids, weight, rows.positions)
+        self._owned = nn.Parameter(rows.tensors[0], requires_grad=trainable)
+        self._device_rows = rows
+        self._is_stepped = False
 
     @property
     def owned(self) -> nn.Parameter:
@@ -119,85 +116,95 @@ class ShardedBatchRows(BatchRows):
     def touched(self) -> bool:
         if super().touched:
             raise ArgumentError(
-                "the rows of a sharded table were changed by hand; they are copies of what their ranks have: use gradients"
+                "the rows of a sharded table were changed by hand; they are copies of what their "
+                "ranks have: use gradients"
             )
         return False
 
     def positions(self, ids: torch.Tensor, name: str) -> torch.Tensor:
-        if self._stepped:
+        if self._is_stepped:
             raise ArgumentError(
-                f"{name} was looked up after step(): the new rows are with the ranks that have them, and come with the next batch; "
-                "look up before step(), or read(ids) on all ranks"
+                f"{name} was looked up after step(): the updated rows are on the ranks that own "
+                "them, and are sent with the next batch; look up before step(), or read(ids) on "
+                "all ranks"
             )
         return super().positions(ids, name)
 
-    def collect(self, blocks: Sequence[Any]) -> None:
-        """Add up the gradients of all ranks, rank 0 first, in the rows of those that have them.
+    def collect_gradients(self, every: Sequence[Any]) -> None:
+        """Add the gradients of all ranks, rank 0 first, in the rows of the ranks that have them.
 
-        All ranks at once.
+        All ranks call this at once.
 
         Raises:
-            RankError: Another rank does something else, or is gone.
+            RankError: If another rank does something else, or has died.
         """
-        for some in _few(blocks):
-            meeting, at = some[0]._shared.meeting, some[0]._shared.at
-            for block in some:
-                # As in a batch that has none.
-                block._stepped = True
-                block._owned.grad = None
-            flags = [block.weight.grad is not None for block in some]
-            if stepped := _agreed(meeting, Step.STEP, at, some, flags):
-                with meeting.committed():
-                    _collect(stepped)
+        for tables in _in_flag_groups(every):
+            for table in tables:
+                table._is_stepped = True
+                # As in a batch without gradients, if no rank has any for this table.
+                table._owned.grad = None
+            first = tables[0]._device_rows
+            wishes = [table.weight.grad is not None for table in tables]
+            stepped = _agree_on(first.lockstep, Step.STEP, first.numbers, tables, wishes)
+            if stepped:
+                with first.lockstep.no_report():
+                    _add_gradients(stepped)
 
 
-def bring_late(tables: Sequence[SharedRows]) -> None:
+def exchange_deferred(tables: Sequence[ShardedDeviceRows]) -> None:
     """Exchange the rows that earlier batches could change until now."""
-    sent = [table.tensors[0].index_select(0, table.places.late_from) for table in tables]
-    n_sent, n_received = (
-        [table.counts.late_from for table in tables],
-        [table.counts.late_to for table in tables],
-    )
-    for table, late in zip(
-        tables, tables[0].meeting.send_rows("late rows", sent, n_sent, n_received), strict=True
-    ):
-        table.values.index_copy_(0, table.places.late_to, late)
+    sent = [table.tensors[0].index_select(0, table.row_positions.deferred_out) for table in tables]
+    n_sent = [table.counts.deferred_out for table in tables]
+    n_received = [table.counts.deferred_in for table in tables]
+    received = tables[0].lockstep.exchange_rows("late rows", sent, n_sent, n_received)
+    for table, rows in zip(tables, received, strict=True):
+        table.values.index_copy_(0, table.row_positions.deferred_in, rows)
 
 
 @torch.no_grad()
-def _collect(blocks: Sequence[ShardedBatchRows]) -> None:
-    """Add up the gradients of all ranks, each row's in the order of the ranks, where the row is."""
-    shared = [block._shared for block in blocks]
-    gradients = [
-        torch.zeros_like(block.weight) if block.weight.grad is None else block.weight.grad
-        for block in blocks
-    ]
-    sent = [
-        gradient.index_select(0, one.places.order)
-        for gradient, one in zip(gradients, shared, strict=True)
-    ]
-    n_sent, n_received = [one.counts.wanted for one in shared], [one.counts.given for one in shared]
-    meeting = shared[0].meeting
-    for block, one, rows in zip(
-        blocks, shared, meeting.send_rows("gradients", sent, n_sent, n_received), strict=True
-    ):
-        by_row = rows.index_select(0, one.places.by_row)
-        # unsafe: it does not look at the lengths, for which the host would have to wait
-        total = torch.segment_reduce(
-            by_row, "sum", lengths=one.places.n_by_row, axis=0, unsafe=True
-        )
-        block.owned.grad = total.div_(meeting.size) if one.mean else total
+def _add_gradients(tables: Sequence[ShardedBatchRows]) -> None:
+    """Send gradients to the ranks that have the rows, and add them there in the order of ranks."""
+    every = [table._device_rows for table in tables]
+    sent = []
+    for table, rows in zip(tables, every, strict=True):
+        gradient = table.weight.grad
+        if gradient is None:
+            gradient = torch.zeros_like(table.weight)
+        sent.append(gradient.index_select(0, rows.row_positions.order))
+    n_sent = [rows.counts.wanted for rows in every]
+    n_received = [rows.counts.given for rows in every]
+    lockstep = every[0].lockstep
+    received = lockstep.exchange_rows("gradients", sent, n_sent, n_received)
+    for table, rows, gradients in zip(tables, every, received, strict=True):
+        by_row = gradients.index_select(0, rows.row_positions.by_row)
+        lengths = rows.row_positions.n_by_row
+        # unsafe=True skips a check of the lengths, for which the host would wait for the device.
+        total = torch.segment_reduce(by_row, "sum", lengths=lengths, axis=0, unsafe=True)
+        table.owned.grad = total.div_(lockstep.size) if rows.mean else total
 
 
-def _agreed(
-    meeting: Lockstep, word: Step, at: tuple[int, int], some: Sequence[T], wishes: Sequence[bool]
+def _agree_on(
+    lockstep: Lockstep,
+    step: Step,
+    numbers: tuple[int, int],
+    tables: Sequence[T],
+    wishes: Sequence[bool],
 ) -> list[T]:
-    """Those of some tables for which any rank wishes it."""
-    _, flags = meeting.meet(word, *at, flags=sum(wish << i for i, wish in enumerate(wishes)))
-    return [one for i, one in enumerate(some) if flags >> i & 1]
+    """Agree on a step, and return the tables for which any rank has a wish.
+
+    Args:
+        lockstep: The ranks' lockstep.
+        step: The step.
+        numbers: Number of the batch and of the first table.
+        tables: Tables, as many as there may be flags.
+        wishes: Whether this rank wants each table to be among the returned ones.
+    """
+    own_flags = sum(wish << i for i, wish in enumerate(wishes))
+    _, flags = lockstep.agree(step, *numbers, flags=own_flags)
+    return [table for i, table in enumerate(tables) if flags >> i & 1]
 
 
-def _few(tables: Sequence[T]) -> Iterator[Sequence[T]]:
-    """As many as there may be flags, one after the other."""
-    for i in range(0, len(tables), MOST_FLAGS):
-        yield tables[i : i + MOST_FLAGS]
+def _in_flag_groups(tables: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Yield the tables in groups with as many as a message has flags."""
+    for i in range(0, len(tables), MAX_FLAGS):
+        yield tables[i : i + MAX_FLAGS]

@@ -1,4 +1,4 @@
-"""Where ranks save what is sharded, each its own part, and which saves all of them have."""
+"""The checkpoint directories of ranks, and the agreement on which saves are complete."""
 
 from __future__ import annotations
 
@@ -16,32 +16,43 @@ from pinfeed.errors import CheckpointError
 from pinfeed.training.distributed.lockstep import Step
 from pinfeed.training.distributed.process_groups import RankGroup
 
-_PART = re.compile(r"(\d+)-of-(\d+)", re.ASCII)
+_RANK_DIRECTORY = re.compile(r"(\d+)-of-(\d+)", re.ASCII)
 
 
 class LocalSave:
-    """One process: the directory is its own."""
+    """Saves of one process, which has the checkpoint directory to itself."""
 
-    def part(self, path: pathlib.Path) -> pathlib.Path:
-        """Where this rank saves."""
+    def directory(self, path: pathlib.Path) -> pathlib.Path:
+        """Return the directory of this rank's saves."""
         return path
 
-    def telling(self) -> contextlib.AbstractContextManager[None]:
-        """Around a save, or what comes before anything is changed by one that is resumed."""
+    def report_failure(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that reports errors to other ranks.
+
+        It surrounds a save, and the part of resuming that changes nothing yet.
+        """
         return contextlib.nullcontext()
 
-    def known(self, numbers: Sequence[int]) -> tuple[int, list[int]]:
-        """The number of the next save, and those of the saves that are whole, ascending, given those that are here."""
+    def next_save(self, numbers: Sequence[int]) -> tuple[int, list[int]]:
+        """Return the number of the next save, and the numbers of the complete saves, ascending.
+
+        Args:
+            numbers: Numbers of this rank's saves.
+        """
         return max(numbers, default=0) + 1, [*numbers]
 
-    def wait(self, word: Step) -> None:
-        """Wait until all ranks have come so far."""
+    def wait(self, step: Step) -> None:
+        """Wait until all ranks have reached a step."""
 
     def newest(self, path: pathlib.Path, numbers: Sequence[int]) -> int:
-        """The number of the newest save that is whole.
+        """Return the number of the newest complete save.
+
+        Args:
+            path: The checkpoint directory.
+            numbers: Numbers of this rank's saves.
 
         Raises:
-            CheckpointError: There is none.
+            CheckpointError: If no save is complete.
         """
         if not numbers:
             raise CheckpointError(
@@ -51,78 +62,84 @@ class LocalSave:
 
 
 class ShardedSave(LocalSave):
-    """Ranks, each with a directory in the one that they were given.
+    """Saves of several ranks, each with a directory in the checkpoint directory.
 
-    A save is whole when all of them have it.
+    A save is complete if all ranks have it.
 
     Args:
-        peers: The ranks.
+        group: The ranks.
     """
 
-    def __init__(self, peers: RankGroup) -> None:
-        self._rank = peers.rank
-        self._size = peers.size
-        self._meeting = peers.loop
+    def __init__(self, group: RankGroup) -> None:
+        self._rank = group.rank
+        self._size = group.size
+        self._lockstep = group.loop_lockstep
 
-    def part(self, path: pathlib.Path) -> pathlib.Path:
+    def directory(self, path: pathlib.Path) -> pathlib.Path:
         return path / f"{self._rank}-of-{self._size}"
 
-    def telling(self) -> contextlib.AbstractContextManager[None]:
-        return self._meeting.telling()
+    def report_failure(self) -> contextlib.AbstractContextManager[None]:
+        return self._lockstep.report_failure()
 
-    def known(self, numbers: Sequence[int]) -> tuple[int, list[int]]:
+    def next_save(self, numbers: Sequence[int]) -> tuple[int, list[int]]:
+        of_ranks = self._of_all_ranks(Step.SAVE, numbers)
+        complete = set(of_ranks[0]).intersection(*of_ranks)
         # A number that any rank has is not used again.
-        of_ranks = self._gathered(Step.SAVE, numbers)
-        return max(itertools.chain(*of_ranks), default=0) + 1, sorted(
-            set(of_ranks[0]).intersection(*of_ranks)
-        )
+        return max(itertools.chain(*of_ranks), default=0) + 1, sorted(complete)
 
-    def wait(self, word: Step) -> None:
-        self._meeting.meet(word)
+    def wait(self, step: Step) -> None:
+        self._lockstep.agree(step)
 
     def newest(self, path: pathlib.Path, numbers: Sequence[int]) -> int:
-        of_ranks = self._gathered(Step.RESUME, numbers)
-        common = set(of_ranks[0]).intersection(*of_ranks)
-        if not any(of_ranks) and (
-            others := sorted({size for _, size in _parts(path)} - {self._size})
-        ):
+        of_ranks = self._of_all_ranks(Step.RESUME, numbers)
+        if not any(of_ranks):
+            self._check_size(path)
+        complete = set(of_ranks[0]).intersection(*of_ranks)
+        if not complete:
             raise CheckpointError(
-                f"{path} was saved by {' and by '.join(map(str, others))} ranks and is resumed by {self._size}; expected as many (to go on "
-                "with others: export() the tables, and ShardedEmbedding.from_pretrained the files)"
+                f"{path} has no complete checkpoint that all of {self._size} ranks have; "
+                f"rank {self._rank} has {[*numbers]}"
             )
-        if not common:
+        return max(complete)
+
+    def _check_size(self, path: pathlib.Path) -> None:
+        """Check that no other number of ranks has saved.
+
+        Raises:
+            CheckpointError: If one has.
+        """
+        others = sorted({size for _, size in _ranks_and_sizes(path)} - {self._size})
+        if others:
             raise CheckpointError(
-                f"{path} has no complete checkpoint that all of {self._size} ranks have; rank {self._rank} has {[*numbers]}"
+                f"{path} was saved by {' and by '.join(map(str, others))} ranks and is resumed by "
+                f"{self._size}; expected as many (to go on with others: export() the tables, and "
+                "ShardedEmbedding.from_pretrained the files)"
             )
-        return max(common)
 
-    def _gathered(self, word: Step, numbers: Sequence[int]) -> list[list[int]]:
-        """The numbers of every rank."""
-        meeting, n_mine = self._meeting, [len(numbers)] * self._size
-        meeting.meet(word)
-        n = meeting.counts(n_mine)
-        mine = torch.tensor([*numbers] * self._size, dtype=torch.int64)[:, None]
-        found = meeting.send_rows("words", [mine], [n_mine], [n])[0][:, 0]
-        return [of_rank.tolist() for of_rank in found.split(n)]
-
-
-def whole_parts(path: pathlib.Path) -> list[list[pathlib.Path]]:
-    """The directories of all ranks, for each number of ranks of which all are there."""
-    parts = _parts(path)
-    # Counted: a name may say that there are any number.
-    n_ranks = Counter(size for rank, size in parts if rank < size)
-    return [
-        [path / f"{rank}-of-{size}" for rank in range(size)]
-        for size in sorted(n_ranks)
-        if n_ranks[size] == size
-    ]
+    def _of_all_ranks(self, step: Step, numbers: Sequence[int]) -> list[list[int]]:
+        """Return the numbers of every rank's saves."""
+        n_own = [len(numbers)] * self._size
+        self._lockstep.agree(step)
+        n_received = self._lockstep.exchange_counts(n_own)
+        own = torch.tensor([*numbers] * self._size, dtype=torch.int64)[:, None]
+        found = self._lockstep.exchange_rows("words", [own], [n_own], [n_received])[0][:, 0]
+        return [of_rank.tolist() for of_rank in found.split(n_received)]
 
 
-def _parts(path: pathlib.Path) -> set[tuple[int, int]]:
+def rank_directories(path: pathlib.Path) -> list[list[pathlib.Path]]:
+    """Return the directories of all ranks, for each number of ranks that has all of them."""
+    found = _ranks_and_sizes(path)
+    # Directories are counted, because a name may claim any number of ranks.
+    n_ranks = Counter(size for rank, size in found if rank < size)
+    sizes = [size for size in sorted(n_ranks) if n_ranks[size] == size]
+    return [[path / f"{rank}-of-{size}" for rank in range(size)] for size in sizes]
+
+
+def _ranks_and_sizes(path: pathlib.Path) -> set[tuple[int, int]]:
+    """Return the rank and the number of ranks of each rank directory."""
+    found = set()
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-        return {
-            (int(found[1]), int(found[2]))
-            for name in os.listdir(path)
-            if (found := _PART.fullmatch(name))
-        }
-    return set()
+        for name in os.listdir(path):
+            if match := _RANK_DIRECTORY.fullmatch(name):
+                found.add((int(match[1]), int(match[2])))
+    return found

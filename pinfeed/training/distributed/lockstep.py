@@ -1,7 +1,7 @@
-"""Lockstep: ranks that say what they are about to do before they do it together, so that none waits for one that does not come.
+"""Lockstep: ranks agree on each step before they take it, so that none waits for a missing rank.
 
-Every exchange begins with a word from each rank to each. Where one has failed or left, or is about
-to do something else, all of them hear it in the same exchange, and raise.
+Every exchange begins with a message from each rank to each. If a rank has failed or left, or is
+about to take another step, all ranks learn it in the same exchange and raise.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pinfeed.errors import RankError, described
 
 Numbers = npt.NDArray[np.int64]
 
-MOST_FLAGS = 62
-"""How many flags go with a word."""
+MAX_FLAGS = 62
+"""Number of flags that a message has room for."""
 
 
 class Step(IntEnum):
-    """What a rank is about to do, or has done."""
+    """Step that a rank is about to take, or the reason why it takes none."""
 
     BEGIN = 0
     NEXT = 1
@@ -38,13 +38,13 @@ class Step(IntEnum):
     BATCH = 8
     ROWS = 9
     NO_BATCH = 10
-    # And above: nothing follows.
+    # The rank takes no further step after the following ones.
     FAILED = 11
     BAD_BATCH = 12
     LEFT = 13
 
 
-_SAID = {
+_DESCRIPTIONS = {
     Step.BEGIN: "begins a loop over its sharded tables",
     Step.NEXT: "takes batch {}",
     Step.STEP: "calls step() in batch {}, of table {} and those with it",
@@ -60,15 +60,17 @@ _SAID = {
     Step.BAD_BATCH: "failed at batch {}",
     Step.LEFT: "left its loop at batch {}",
 }
-_MOST_REASON = 2000  # characters
-# Numbers: word, batch, table; bytes of the reason, flags.
-_SAME, _SENT_TO_EACH = 3, 5
+_MAX_REASON = 2000  # characters
+# A message is: step, batch, table; length of the reason in bytes, flags; further numbers. All ranks
+# must send the same first three.
+_N_AGREED = 3
+_N_HEADER = 5
 
 
 class Channel(Protocol):
     """Exchanges of bytes among ranks.
 
-    Every rank makes the same ones in the same order, one at a time.
+    Every rank makes the same exchanges in the same order, one at a time.
     """
 
     @property
@@ -78,121 +80,124 @@ class Channel(Protocol):
     def all_to_all(
         self, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]
     ) -> torch.Tensor:
-        """Send rows of a tensor of uint8, shape (n, row_nbytes), to the ranks, rank 0 first; what they send, likewise.
+        """Send rows of a tensor of uint8, shape (n, row_nbytes), and receive those of all ranks.
 
         Args:
-            sent: On the host or on the device.
-            n_sent: Rows for each rank.
-            n_received: Rows from each rank, as they send them.
+            sent: Rows on the host or on the device, those for rank 0 first.
+            n_sent: Number of rows for each rank.
+            n_received: Number of rows from each rank, as they send them.
+
+        Returns:
+            The received rows, those of rank 0 first.
 
         Raises:
-            RuntimeError: A rank is gone, or was waited for too long.
+            RuntimeError: If a rank has died, or the timeout has passed.
         """
         ...
 
 
 class Lockstep:
-    """What the ranks say and send to each other on a line. Used by one thread at a time.
+    """The messages and exchanges of the ranks on a channel, used by one thread at a time.
 
     Args:
-        line: The line.
+        channel: The channel.
     """
 
-    def __init__(self, line: Channel) -> None:
-        self._line = line
-        self.rank = line.rank
-        self.size = line.size
-        self.over = True
-        """Whether all ranks know that the loop has ended, or none is under way."""
-        # That was spoken of last; that go with a word.
+    def __init__(self, channel: Channel) -> None:
+        self._channel = channel
+        self.rank = channel.rank
+        self.size = channel.size
+        self.is_over = True
+        """Whether all ranks know that the loop has ended, or none is running."""
+        # The batch of the last message.
         self._batch = 0
+        # Further numbers in each message.
         self._n_numbers = 0
         self.sent: Counter[str] = Counter()
-        """Bytes that this rank has sent to others, by what they were."""
+        """Bytes that this rank has sent to other ranks, by kind."""
 
     def begin(self, n_numbers: int = 0) -> None:
-        """A loop begins, in which so many numbers go with every word."""
-        self.over = False
+        """Begin a loop in which every message has ``n_numbers`` further numbers."""
+        self.is_over = False
         self._n_numbers = n_numbers
 
     def end(self) -> None:
-        """All ranks know that the loop has ended."""
-        self.over = True
+        """Note that all ranks know that the loop has ended."""
+        self.is_over = True
         self._n_numbers = 0
 
-    def meet(
+    def agree(
         self,
-        word: Step,
+        step: Step,
         batch: int = 0,
         table: int = 0,
         *,
         numbers: Numbers | None = None,
         flags: int = 0,
-        why: str = "",
+        reason: str = "",
     ) -> tuple[Numbers, int]:
-        """Say a word, and hear that of all others.
+        """Tell all ranks the next step, and check that all take the same.
 
         Args:
-            word: What this rank is about to do.
-            batch: At which.
-            table: Of which.
-            numbers: More for each rank, shape (size, n_numbers).
-            flags: Bits.
-            why: What errors say beside it.
+            step: Step that this rank is about to take.
+            batch: Number of the batch.
+            table: Number of the table.
+            numbers: Further numbers for each rank, shape (size, n_numbers).
+            flags: Up to ``MAX_FLAGS`` bits.
+            reason: Text that errors add to the step.
 
         Returns:
-            The numbers from each rank, shape (size, n_numbers); and the bits that are set on one
-            rank at least.
+            The further numbers from each rank, shape (size, n_numbers); and the flags that at least
+            one rank has set.
 
         Raises:
-            RankError: Not all say the same.
+            RankError: If not all ranks take the same step.
         """
-        # torch takes what can be written.
-        reason = np.frombuffer(bytearray(why[:_MOST_REASON].encode()), np.uint8)
+        # A bytearray, because torch takes writable memory only.
+        text = np.frombuffer(bytearray(reason[:_MAX_REASON].encode()), np.uint8)
         self._batch = batch
-        said = np.empty((self.size, _SENT_TO_EACH + self._n_numbers), np.int64)
-        said[:, :_SENT_TO_EACH] = word, batch, table, len(reason), flags
-        said[:, _SENT_TO_EACH:] = 0 if numbers is None else numbers
+        message = np.empty((self.size, _N_HEADER + self._n_numbers), np.int64)
+        message[:, :_N_HEADER] = step, batch, table, len(text), flags
+        message[:, _N_HEADER:] = 0 if numbers is None else numbers
         one = [1] * self.size
-        heard = self.send("words", said.view(np.uint8), one, one).view(np.int64)
-        n_reasons, reasons = heard[:, _SAME].tolist(), [""] * self.size
-        if any(n_reasons):
-            texts = self.send(
-                "words", np.tile(reason, self.size)[:, None], [len(reason)] * self.size, n_reasons
-            )
-            reasons = [
-                text.tobytes().decode() for text in np.split(texts[:, 0], np.cumsum(n_reasons)[:-1])
-            ]
-        if word >= Step.FAILED or (heard[:, :_SAME] != heard[0, :_SAME]).any():
+        found = self.exchange("words", message.view(np.uint8), one, one).view(np.int64)
+        n_bytes = found[:, _N_AGREED].tolist()
+        reasons = self._exchange_texts(text, n_bytes) if any(n_bytes) else [""] * self.size
+        agreed = found[:, :_N_AGREED]
+        if step >= Step.FAILED or (agreed != agreed[0]).any():
             self.end()
-            raise RankError(_difference(heard[:, :_SAME].tolist(), reasons))
-        return heard[:, _SENT_TO_EACH:], int(np.bitwise_or.reduce(heard[:, _SAME + 1]))
+            raise RankError(_difference(agreed.tolist(), reasons))
+        return found[:, _N_HEADER:], int(np.bitwise_or.reduce(found[:, _N_AGREED + 1]))
 
-    def leave(self, word: Step, why: str, batch: int | None = None) -> None:
-        """Tell the others that this rank does not go on, unless all know that the loop is over; for them it ends with an error."""
-        if self.over:
+    def leave(self, step: Step, reason: str, batch: int | None = None) -> None:
+        """Tell the other ranks that this one does not continue; their loop ends with an error.
+
+        Nothing is sent if all ranks know that the loop is over.
+        """
+        if self.is_over:
             return
+        # This rank already has an error of its own to raise.
         with contextlib.suppress(RankError):
-            # This rank has an error of its own.
-            self.meet(word, self._batch if batch is None else batch, why=why)
+            self.agree(step, self._batch if batch is None else batch, reason=reason)
 
     @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
-        """Tell the others, who wait for this rank, if what is done here fails."""
+    def report_failure(self) -> Iterator[None]:
+        """Tell the other ranks, which wait for this one, if the block raises."""
         try:
             yield
         except RankError:
-            raise  # they know
+            # The other ranks know of it already.
+            raise
         except Exception as error:
             with contextlib.suppress(RankError):
-                self.meet(Step.FAILED, why=repr(error))
+                self.agree(Step.FAILED, reason=repr(error))
             raise
 
     @contextlib.contextmanager
-    def committed(self) -> Iterator[None]:
-        """Do what all have agreed on.
+    def no_report(self) -> Iterator[None]:
+        """Run a block on which all ranks have agreed; if it raises, no message is sent.
 
-        Who fails now cannot tell: what he says, the others would take for what they wait for.
+        The other ranks would take the message for the bytes that they expect in this step.
         """
         try:
             yield
@@ -200,107 +205,120 @@ class Lockstep:
             self.end()
             raise
 
-    def send(
+    def exchange(
         self,
-        what: str,
+        kind: str,
         sent: npt.NDArray[np.uint8],
         n_sent: Sequence[int],
         n_received: Sequence[int],
     ) -> npt.NDArray[np.uint8]:
-        """As ``send_tensor``, of arrays on the host."""
-        received: npt.NDArray[np.uint8] = self.send_tensor(
-            what, torch.from_numpy(sent), n_sent, n_received
-        ).numpy()
-        return received
+        """Exchange rows of bytes on the host, as ``exchange_tensor`` does."""
+        rows = torch.from_numpy(sent)
+        found: npt.NDArray[np.uint8] = self.exchange_tensor(kind, rows, n_sent, n_received).numpy()
+        return found
 
-    def counts(self, counts: Sequence[int]) -> list[int]:
-        """Tell each rank a number, and hear one of each."""
-        one, numbers = [1] * self.size, np.array(counts, np.int64).view(np.uint8).reshape(-1, 8)
-        heard: list[int] = self.send("words", numbers, one, one).view(np.int64)[:, 0].tolist()
-        return heard
+    def exchange_counts(self, counts: Sequence[int]) -> list[int]:
+        """Send a number to each rank, and return the number from each rank."""
+        one = [1] * self.size
+        numbers = np.array(counts, np.int64).view(np.uint8).reshape(-1, 8)
+        found: list[int] = self.exchange("words", numbers, one, one).view(np.int64)[:, 0].tolist()
+        return found
 
-    def send_rows(
+    def exchange_rows(
         self,
-        what: str,
+        kind: str,
         rows: Sequence[torch.Tensor],
         n_sent: Sequence[Sequence[int]],
         n_received: Sequence[Sequence[int]],
     ) -> list[torch.Tensor]:
-        """Send rows of several tables in one exchange.
+        """Exchange rows of several tables at once.
 
         Args:
-            what: They are.
-            rows: Of each table, shape (n, dim): those for rank 0 first, and so on.
-            n_sent: For each table, how many for each rank.
-            n_received: For each table, how many from each rank.
+            kind: Kind of the rows, for ``sent`` and for errors.
+            rows: Rows of each table, shape (n, dim), those for rank 0 first.
+            n_sent: For each table, the number of rows for each rank.
+            n_received: For each table, the number of rows from each rank.
 
         Returns:
-            What has come, for each table likewise.
+            The received rows of each table, those of rank 0 first.
         """
         row_nbytes = [of_table.shape[1] * of_table.itemsize for of_table in rows]
-        out, back = (
-            [
-                [n * nbytes for n, nbytes in zip(of_rank, row_nbytes, strict=True)]
-                for of_rank in zip(*counts, strict=True)
-            ]
-            for counts in (n_sent, n_received)
-        )
+        nbytes_sent = _nbytes_by_rank(n_sent, row_nbytes)
+        nbytes_received = _nbytes_by_rank(n_received, row_nbytes)
         parts = [
             of_table.reshape(-1).view(torch.uint8).split([n * nbytes for n in counts])
             for of_table, counts, nbytes in zip(rows, n_sent, row_nbytes, strict=True)
         ]
         sent = torch.cat([part for for_rank in zip(*parts, strict=True) for part in for_rank])
-        received = self.send_tensor(what, sent[:, None], [*map(sum, out)], [*map(sum, back)])
-        pieces = received[:, 0].split([nbytes for of_rank in back for nbytes in of_rank])
+        received = self.exchange_tensor(
+            kind, sent[:, None], [*map(sum, nbytes_sent)], [*map(sum, nbytes_received)]
+        )
+        lengths = [nbytes for of_rank in nbytes_received for nbytes in of_rank]
+        received_parts = received[:, 0].split(lengths)
         return [
-            torch.cat(pieces[i :: len(rows)])
+            torch.cat(received_parts[i :: len(rows)])
             .view(of_table.dtype)
             .view(sum(n_received[i]), of_table.shape[1])
             for i, of_table in enumerate(rows)
         ]
 
-    def send_tensor(
-        self, what: str, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]
+    def exchange_tensor(
+        self, kind: str, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]
     ) -> torch.Tensor:
-        """Send rows of bytes, shape (n, row_nbytes), to the ranks, rank 0 first; and receive theirs.
+        """Send rows of bytes, shape (n, row_nbytes), those for rank 0 first, and receive others'.
 
         Raises:
-            RankError: A rank is gone.
+            RankError: If a rank has died.
         """
-        self.sent[what] += (sum(n_sent) - n_sent[self.rank]) * sent.shape[1]
+        self.sent[kind] += (sum(n_sent) - n_sent[self.rank]) * sent.shape[1]
         try:
-            return self._line.all_to_all(sent, n_sent, n_received)
+            return self._channel.all_to_all(sent, n_sent, n_received)
         except RuntimeError as error:
             self.end()
             raise RankError(
-                f"rank {self.rank} of {self.size} lost the others while they exchanged {what}: {described(error)}"
+                f"rank {self.rank} of {self.size} lost the others while they exchanged {kind}: "
+                f"{described(error)}"
             ) from error
         except BaseException:
-            # An interrupt, before or after the exchange: nobody knows which, and what is said now
-            # could be taken for rows.
+            # An interrupt, before or after the exchange. A message that is sent now could be taken
+            # for rows.
             self.end()
             raise
 
+    def _exchange_texts(self, text: npt.NDArray[np.uint8], n_bytes: Sequence[int]) -> list[str]:
+        """Send a text to all ranks, and return the text from each rank."""
+        sent = np.tile(text, self.size)[:, None]
+        found = self.exchange("words", sent, [len(text)] * self.size, n_bytes)[:, 0]
+        return [one.tobytes().decode() for one in np.split(found, np.cumsum(n_bytes)[:-1])]
 
-def _difference(heard: Sequence[Sequence[int]], reasons: Sequence[str]) -> str:
-    """Who said what, and what to do."""
-    said: dict[str, list[int]] = {}
-    for rank, ((word, *about), reason) in enumerate(zip(heard, reasons, strict=True)):
-        said.setdefault(
-            _SAID[Step(word)].format(*about) + (f" ({reason})" if reason else ""), []
-        ).append(rank)
+
+def _nbytes_by_rank(counts: Sequence[Sequence[int]], row_nbytes: Sequence[int]) -> list[list[int]]:
+    """Return the bytes of each table for each rank, from numbers of rows by table and rank."""
+    nbytes: list[list[int]] = (np.array(counts).T * np.array(row_nbytes)).tolist()
+    return nbytes
+
+
+def _difference(messages: Sequence[Sequence[int]], reasons: Sequence[str]) -> str:
+    """Return an error message: which rank takes which step, and what to do."""
+    ranks_by_text: dict[str, list[int]] = {}
+    for rank, ((step, *numbers), reason) in enumerate(zip(messages, reasons, strict=True)):
+        text = _DESCRIPTIONS[Step(step)].format(*numbers) + (f" ({reason})" if reason else "")
+        ranks_by_text.setdefault(text, []).append(rank)
     who = "; ".join(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
-        for text, ranks in said.items()
+        for text, ranks in ranks_by_text.items()
     )
-    words = {word for word, *_ in heard}
-    if words == {Step.BATCH, Step.NO_BATCH}:
-        return f"{who}; expected equally many batches on every rank: a DistributedSampler pads or drops, and so does drop_last"
-    if words & {Step.BAD_BATCH, Step.LEFT}:
+    steps = {step for step, *_ in messages}
+    if steps == {Step.BATCH, Step.NO_BATCH}:
+        return (
+            f"{who}; expected equally many batches on every rank: "
+            "a DistributedSampler pads or drops, and so does drop_last"
+        )
+    if steps & {Step.BAD_BATCH, Step.LEFT}:
         return f"{who}; what was done up to there counts, on every rank"
-    if Step.FAILED in words:
+    if Step.FAILED in steps:
         return who
-    if words == {Step.BEGIN}:
+    if steps == {Step.BEGIN}:
         return f"{who}; expected the same tables, optimizers and depth on every rank"
     return (
         f"{who}; expected all ranks to do the same in the same order, whatever is in their batches"

@@ -1,4 +1,4 @@
-"""Lines over torch.distributed, and the peers at their ends."""
+"""RankGroup: the ranks that share tables, and their channels over ``torch.distributed``."""
 
 from __future__ import annotations
 
@@ -16,89 +16,104 @@ from pinfeed.training.distributed.lockstep import Channel, Lockstep
 class RankGroup:
     """The ranks that share tables, as one of them sees them.
 
+    The training thread and the reader threads have a channel each. Neither waits for the other, nor
+    receives the bytes of the other.
+
     Args:
-        loop: What the loop's thread exchanges.
-        ahead: What the readers' threads exchange meanwhile, so that neither waits for the other,
-            nor takes what is the other's.
+        loop: Channel of the training thread.
+        readers: Channel of the reader threads.
     """
 
-    def __init__(self, loop: Channel, ahead: Channel) -> None:
+    def __init__(self, loop: Channel, readers: Channel) -> None:
         self.rank = loop.rank
         self.size = loop.size
-        self.loop = Lockstep(loop)
-        self.ahead = Lockstep(ahead)
-        self.looping = False
-        """Whether a loop over sharded tables runs."""
+        self.loop_lockstep = Lockstep(loop)
+        self.reader_lockstep = Lockstep(readers)
+        self.is_looping = False
+        """Whether a loop over sharded tables is running."""
 
 
 class ProcessGroupChannel:
-    """A line over process groups.
+    """A channel over process groups.
 
     Args:
-        host: For tensors on the host; nobody else uses it.
-        device: For others; the user's own, used in the thread and at the places where the user's
-            program uses it.
+        host_group: Group for tensors on the host, which nothing else uses.
+        device_group: Group for other tensors: the user's own. It is used in the thread and at the
+            places where the user's program uses it.
     """
 
-    def __init__(self, host: Any, device: Any) -> None:
-        self._host = host
-        self._device = device
-        self.rank = distributed.get_rank(host)
-        self.size = distributed.get_world_size(host)
+    def __init__(self, host_group: Any, device_group: Any) -> None:
+        self._host_group = host_group
+        self._device_group = device_group
+        self.rank = distributed.get_rank(host_group)
+        self.size = distributed.get_world_size(host_group)
 
     def all_to_all(
         self, sent: torch.Tensor, n_sent: Sequence[int], n_received: Sequence[int]
     ) -> torch.Tensor:
         received = sent.new_empty((sum(n_received), sent.shape[1]))
-        group = self._host if sent.device.type == "cpu" else self._device
+        group = self._host_group if sent.device.type == "cpu" else self._device_group
         distributed.all_to_all_single(received, sent, list(n_received), list(n_sent), group=group)
         return received
 
 
-_peers: dict[Any, tuple[RankGroup, Sequence[Any]]] = {}
-"""Of each process group, with the groups that were made for them: its tables take turns on the same lines, and all ranks know when those
-are made."""
+_rank_groups: dict[Any, tuple[RankGroup, Sequence[Any]]] = {}
+"""For each process group, its ranks and the process groups that were made for their channels.
+
+All tables of a process group use the same channels in turns, so that all ranks make them at the
+same time.
+"""
 
 
-def peers_of(process_group: Any) -> RankGroup:
-    """The peers of a process group, None for the default one; all ranks ask for the first time together.
+def rank_group_of(process_group: Any) -> RankGroup:
+    """Return the ranks of a process group.
 
-    Exchanges wait for another rank as long as those of the process group do.
+    All ranks make the first call for a process group together. Exchanges wait for another rank as
+    long as those of the process group do.
+
+    Args:
+        process_group: The process group; None for the default one.
 
     Raises:
         ArgumentError: If torch.distributed is not initialised, or this process is not in the group.
-        RankError: If another rank did not ask within the group's timeout.
+        RankError: If another rank did not make the first call within the group's timeout.
     """
     if isinstance(process_group, RankGroup):
         return process_group
     if not distributed.is_available() or not distributed.is_initialized():
         raise ArgumentError(
-            "a sharded table needs the ranks of a job; expected torch.distributed.init_process_group() before it (torchrun starts the "
-            "processes and sets what that reads), or a HostEmbedding for one process"
+            "a sharded table needs the ranks of a job; expected "
+            "torch.distributed.init_process_group() before it (torchrun starts the processes and "
+            "sets what that reads), or a HostEmbedding for one process"
         )
     group = distributed.group.WORLD if process_group is None else process_group
     if distributed.get_rank(group) < 0:
         raise ArgumentError(
-            f"rank {distributed.get_rank()} is not in the process_group that the sharded table was given"
+            f"rank {distributed.get_rank()} is not in the process_group "
+            "that the sharded table was given"
         )
-    for known in [*_peers]:
-        if not _is_registered(known):
-            # Destroyed by its owner: with it go those that were made beside it, their threads and
-            # connections.
-            for made in filter(_is_registered, _peers.pop(known)[1]):
-                distributed.destroy_process_group(made)
-    if group not in _peers:
+    _destroy_orphans()
+    if group not in _rank_groups:
         ranks = distributed.get_process_group_ranks(group)
-        loop, ahead = (_beside(group, ranks) for _ in range(2))
-        _peers[group] = (
-            RankGroup(ProcessGroupChannel(loop, group), ProcessGroupChannel(ahead, None)),
-            (loop, ahead),
-        )
-    return _peers[group][0]
+        loop, readers = (_gloo_group_like(group, ranks) for _ in range(2))
+        channels = ProcessGroupChannel(loop, group), ProcessGroupChannel(readers, None)
+        _rank_groups[group] = (RankGroup(*channels), (loop, readers))
+    return _rank_groups[group][0]
 
 
-def _beside(group: Any, ranks: list[int]) -> Any:
-    """A group of gloo of the same ranks as another one, and with its timeout."""
+def _destroy_orphans() -> None:
+    """Destroy process groups that were made for one that its owner has destroyed.
+
+    This ends their threads and closes their connections.
+    """
+    for known in [*_rank_groups]:
+        if not _is_registered(known):
+            for made in filter(_is_registered, _rank_groups.pop(known)[1]):
+                distributed.destroy_process_group(made)
+
+
+def _gloo_group_like(group: Any, ranks: list[int]) -> Any:
+    """Make a process group of gloo with the ranks and the timeout of another one."""
     timeout = _timeout_of(group)
     try:
         return distributed.new_group(
@@ -106,16 +121,20 @@ def _beside(group: Any, ranks: list[int]) -> Any:
         )
     except RuntimeError as error:
         raise RankError(
-            f"rank {distributed.get_rank(group)} of {len(ranks)} made a sharded table, and not all others did so within the "
-            f"timeout of their process group ({timeout or 'the default one'}); expected all ranks to make it: {described(error)}"
+            f"rank {distributed.get_rank(group)} of {len(ranks)} made a sharded table, "
+            "and not all others did so within the timeout of their process group "
+            f"({timeout or 'the default one'}); expected all ranks to make it: {described(error)}"
         ) from error
 
 
 def _timeout_of(group: Any) -> timedelta | None:
-    """Return the time that an exchange of a group waits for a rank; None, torch's default, for a backend that does not tell.
+    """Return the time that an exchange of a group waits for a rank.
 
-    torch has no public function for this. Groups that were made for several devices have one
-    timeout for all of them.
+    torch has no public function for this. A group that was made for several devices has one timeout
+    for all of them.
+
+    Returns:
+        The timeout; None, torch's default, for a backend that does not report it.
     """
     for device in getattr(group, "_device_types", ()):
         options = getattr(group._get_backend(device), "options", None)

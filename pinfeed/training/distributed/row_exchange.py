@@ -1,7 +1,8 @@
-"""RowExchange: the rows of one batch, asked of the ranks that have them and sent to those that want them, while the loop is at earlier batches.
+"""RowExchange: the rows of one batch, sent between ranks while the loop is at earlier batches.
 
-A row that is wanted again within a few batches may still change: it is sent when its batch is lent,
-by ``ShardedBatch``. All others are sent here. So every row crosses once, and as it is in the
+Each rank asks the ranks that have its rows, and these send them. A row may still change if a recent
+batch looks it up, too. Such a row is deferred: ``ShardedDeviceBatch`` sends it when its batch is
+lent. All other rows are sent here. Every row is therefore sent once, with the values of the
 synchronous loop.
 """
 
@@ -27,157 +28,211 @@ Positions = npt.NDArray[np.intp]
 
 
 @dataclass(frozen=True)
-class ShardedRows:
-    """A sharded table, as the trade sees it."""
+class ExchangedTable:
+    """A sharded table whose rows are exchanged."""
 
-    owners: RowPartition
+    partition: RowPartition
     weights: Store
-    """This rank's rows of it."""
+    """Store of this rank's rows."""
     n_recent: int
-    """Batches before one whose changes the store may not have yet when its rows are gathered."""
+    """Number of preceding batches whose changes the store may lack when rows are gathered."""
 
 
 class Counts(NamedTuple):
-    """Rows, for or from each rank."""
+    """Numbers of rows by rank."""
 
     wanted: list[int]
+    """Rows that this rank looks up, by the rank that has them."""
     given: list[int]
-    late_to: list[int]
-    late_from: list[int]
+    """Rows that this rank has, by the rank that looks them up."""
+    deferred_in: list[int]
+    """Those of ``wanted`` that are sent when the batch is lent."""
+    deferred_out: list[int]
+    """Those of ``given`` that are sent when the batch is lent."""
 
 
 @dataclass(frozen=True)
 class ExchangePlan:
-    """A table's rows of one batch, on one rank: those that it wants, and those of its own that anybody wants."""
+    """The rows of a table that one batch needs, on one rank.
+
+    These are the rows that this rank looks up ("wanted"), and its own rows that any rank looks up.
+    """
 
     order: Positions
-    """Positions in the rows that it wants: those that rank 0 has first, and so on."""
+    """Positions in the wanted rows: those that rank 0 has first, and so on."""
     values: Array
-    """The rows that it wants, in the order of their ids; those that come late are not filled."""
+    """The wanted rows, ascending by id; deferred rows are not filled."""
     own: Rows
-    """Its own rows that are wanted, as they are called here, ascending, each once."""
+    """Own rows that any rank wants, as indices in this rank's store, ascending, each once."""
     given: Positions
     """Positions in ``own``: those that rank 0 wants first, and so on."""
     by_row: Positions
-    """Positions in ``given``: those of the first of its own rows, by rank, and so on."""
+    """Positions in ``given``: those of the first own row, by rank, and so on."""
     n_by_row: Positions
-    """How many ranks want each of its own rows."""
-    late_to: Positions
-    """Of ``order``, what comes late."""
-    late_from: Positions
-    """Of ``given``, what is sent late."""
+    """Number of ranks that want each own row."""
+    deferred_in: Positions
+    """The part of ``order`` that is deferred."""
+    deferred_out: Positions
+    """The part of ``given`` that is deferred."""
     counts: Counts
-    """Of ``order``, ``given``, ``late_to`` and ``late_from``."""
+    """Lengths of ``order``, ``given``, ``deferred_in`` and ``deferred_out``, by rank."""
 
 
 class RowExchange:
-    """Trades the rows of batch after batch of a loop.
+    """Exchanges the rows of batch after batch of a loop.
 
     Args:
-        meeting: Of the ranks; nobody else uses it meanwhile.
+        lockstep: The ranks' lockstep, which nothing else uses at the same time.
         tables: The tables.
     """
 
-    def __init__(self, meeting: Lockstep, tables: Sequence[ShardedRows]) -> None:
-        self._meeting = meeting
+    def __init__(self, lockstep: Lockstep, tables: Sequence[ExchangedTable]) -> None:
+        self._lockstep = lockstep
         self._tables = tables
-        # Own rows of the batches before.
+        # For each table, the own rows of the preceding batches.
         self._recent: list[deque[Rows]] = [deque(maxlen=table.n_recent) for table in tables]
 
-    def trade(self, number: int, wanted: Sequence[Rows]) -> list[ExchangePlan]:
-        """The rows of a batch.
+    def exchange(self, number: int, wanted: Sequence[Rows]) -> list[ExchangePlan]:
+        """Exchange the rows of a batch.
 
         Args:
-            number: Of the batch.
+            number: Number of the batch.
             wanted: For each table the ids that this rank looks up, ascending, each once.
 
+        Returns:
+            The rows of each table.
+
         Raises:
-            RankError: Another rank failed, has left, or has no more batches.
+            RankError: If another rank failed, has left, or has no more batches.
         """
-        meeting, tables = self._meeting, self._tables
-        orders, n_wanted = zip(
-            *(table.owners.by_owner(ids) for table, ids in zip(tables, wanted, strict=True)),
-            strict=True,
-        )
-        heard, _ = meeting.meet(Step.BATCH, number, numbers=np.array(n_wanted).T)
-        with meeting.committed():
-            n_asked = heard.T.tolist()
-            ids = [
-                _column(table.owners.here(ids)[order])
-                for table, ids, order in zip(tables, wanted, orders, strict=True)
-            ]
-            requests = [
-                _flat(of_table) for of_table in meeting.send_rows("ids", ids, n_wanted, n_asked)
-            ]
-            try:
-                offers = [
-                    _Offer(*of_table)
-                    for of_table in zip(tables, self._recent, requests, n_asked, strict=True)
-                ]
-            except BaseException as error:
-                meeting.leave(Step.BAD_BATCH, repr(error), number)
-                raise
-            n_fresh = [offer.n_fresh for offer in offers]
-            heard, _ = meeting.meet(Step.ROWS, number, numbers=np.array(n_fresh).T)
-            late = meeting.send_rows(
-                "marks", [_column(offer.late) for offer in offers], n_asked, n_wanted
-            )
-            rows = meeting.send_rows(
-                "rows", [to_torch(offer.values) for offer in offers], n_fresh, heard.T.tolist()
-            )
-            return [
-                offer.traded(order, n, _flat(marks), memory_of(fresh))
-                for offer, order, n, marks, fresh in zip(
-                    offers, orders, n_wanted, late, rows, strict=True
-                )
-            ]
+        sorted_ids = [
+            table.partition.by_owner(ids) for table, ids in zip(self._tables, wanted, strict=True)
+        ]
+        orders = [order for order, _ in sorted_ids]
+        n_wanted = [counts for _, counts in sorted_ids]
+        numbers, _ = self._lockstep.agree(Step.BATCH, number, numbers=np.array(n_wanted).T)
+        with self._lockstep.no_report():
+            n_asked = numbers.T.tolist()
+            requests = self._exchange_ids(wanted, orders, (n_wanted, n_asked))
+            offers = self._make_offers(number, requests, n_asked)
+            return self._exchange_values(number, offers, orders, (n_wanted, n_asked))
 
     def end(self, number: int) -> None:
-        """There is no batch ``number``.
+        """Agree that no rank has a batch ``number``.
 
         Raises:
-            RankError: Another rank has one, failed or left.
+            RankError: If another rank has one, failed or left.
         """
-        self._meeting.meet(Step.NO_BATCH, number)
+        self._lockstep.agree(Step.NO_BATCH, number)
+
+    def _exchange_ids(
+        self,
+        wanted: Sequence[Rows],
+        orders: Sequence[Positions],
+        counts: tuple[list[list[int]], list[list[int]]],
+    ) -> list[Rows]:
+        """Send the wanted ids to the ranks that have the rows.
+
+        Args:
+            wanted: For each table the wanted ids.
+            orders: For each table the positions of the ids by rank.
+            counts: Numbers of wanted and of asked rows, by table and rank.
+
+        Returns:
+            For each table the ids that ranks ask of this one, those of rank 0 first.
+        """
+        ids = [
+            _column(table.partition.local(rows)[order])
+            for table, rows, order in zip(self._tables, wanted, orders, strict=True)
+        ]
+        return [_flat(column) for column in self._lockstep.exchange_rows("ids", ids, *counts)]
+
+    def _make_offers(
+        self, number: int, requests: Sequence[Rows], n_asked: Sequence[list[int]]
+    ) -> list[_Offer]:
+        """Gather the rows that other ranks ask for; tell the others if that fails."""
+        try:
+            return [
+                _Offer(*of_table)
+                for of_table in zip(self._tables, self._recent, requests, n_asked, strict=True)
+            ]
+        except BaseException as error:
+            self._lockstep.leave(Step.BAD_BATCH, repr(error), number)
+            raise
+
+    def _exchange_values(
+        self,
+        number: int,
+        offers: Sequence[_Offer],
+        orders: Sequence[Positions],
+        counts: tuple[list[list[int]], list[list[int]]],
+    ) -> list[ExchangePlan]:
+        """Send the offered rows, and marks that tell which rows are deferred."""
+        lockstep = self._lockstep
+        n_wanted, n_asked = counts
+        n_sent = [offer.n_sent for offer in offers]
+        numbers, _ = lockstep.agree(Step.ROWS, number, numbers=np.array(n_sent).T)
+        marks = lockstep.exchange_rows(
+            "marks", [_column(offer.is_deferred) for offer in offers], n_asked, n_wanted
+        )
+        values = lockstep.exchange_rows(
+            "rows", [to_torch(offer.values) for offer in offers], n_sent, numbers.T.tolist()
+        )
+        return [
+            offer.plan(order, n, _flat(of_table), memory_of(rows))
+            for offer, order, n, of_table, rows in zip(
+                offers, orders, n_wanted, marks, values, strict=True
+            )
+        ]
 
 
 class _Offer:
-    """What a rank has for the others, of one table, for one batch.
+    """The rows of one table that a rank has for the others, for one batch.
 
     Args:
         table: The table.
-        recent: This rank's rows of the batches before; those of this one are added.
-        requests: What the ranks ask for, rank 0 first.
-        n_given: How many rows each asks for.
+        recent: This rank's rows of the preceding batches; those of this one are added.
+        requests: Rows that the ranks ask for, those of rank 0 first.
+        n_given: Number of rows that each rank asks for.
     """
 
     def __init__(
-        self, table: ShardedRows, recent: deque[Rows], requests: Rows, n_given: list[int]
+        self, table: ExchangedTable, recent: deque[Rows], requests: Rows, n_given: list[int]
     ) -> None:
         self.n_given = n_given
-        self.own, self.given = np.unique(requests, return_inverse=True)
-        changing = np.isin(self.own, np.concatenate([np.empty(0, np.int64), *recent]))
-        recent.append(self.own)
-        fresh = np.flatnonzero(~changing)
-        values = np.empty((len(fresh), *table.weights.row_shape), table.weights.dtype)
-        table.weights.gather(self.own[fresh], values)
-        # Of each own row in the values, if it is there.
-        place = np.cumsum(~changing) - 1
-        self.late = changing[self.given]
-        self.values = values[place[self.given[~self.late]]]
-        self.n_late = _counts(self.late, n_given)
+        own, given = np.unique(requests, return_inverse=True)
+        self.own = own
+        self.given = given
+        is_changing = np.isin(own, np.concatenate([np.empty(0, np.int64), *recent]))
+        recent.append(own)
+        final = np.flatnonzero(~is_changing)
+        values = np.empty((len(final), *table.weights.row_shape), table.weights.dtype)
+        table.weights.gather(own[final], values)
+        # Index in the values, for each own row that does not change.
+        index = np.cumsum(~is_changing) - 1
+        self.is_deferred = is_changing[given]
+        self.values = values[index[given[~self.is_deferred]]]
+        self.n_deferred = _count_by_rank(self.is_deferred, n_given)
 
     @property
-    def n_fresh(self) -> list[int]:
-        """How many rows each rank gets now."""
-        return [n - late for n, late in zip(self.n_given, self.n_late, strict=True)]
+    def n_sent(self) -> list[int]:
+        """Number of rows that each rank gets now."""
+        return [n - deferred for n, deferred in zip(self.n_given, self.n_deferred, strict=True)]
 
-    def traded(
-        self, order: Positions, n_wanted: list[int], late: Array, rows: Array
+    def plan(
+        self, order: Positions, n_wanted: list[int], is_deferred: Array, rows: Array
     ) -> ExchangePlan:
-        """All of it, with what has come: marks and rows in ``order``."""
+        """Return the plan of the batch, with the marks and rows that other ranks have sent.
+
+        Args:
+            order: Positions of the wanted rows by rank.
+            n_wanted: Number of wanted rows by rank.
+            is_deferred: For each position in ``order``, whether its row is deferred.
+            rows: Values of the other rows, in ``order``.
+        """
         values = np.empty((len(order), *rows.shape[1:]), rows.dtype)
-        values[order[~late]] = rows
+        values[order[~is_deferred]] = rows
+        n_deferred = _count_by_rank(is_deferred, n_wanted)
         return ExchangePlan(
             order=order,
             values=values,
@@ -185,14 +240,14 @@ class _Offer:
             given=self.given,
             by_row=np.argsort(self.given, kind="stable"),
             n_by_row=np.bincount(self.given, minlength=len(self.own)),
-            late_to=order[late],
-            late_from=self.given[self.late],
-            counts=Counts(n_wanted, self.n_given, _counts(late, n_wanted), self.n_late),
+            deferred_in=order[is_deferred],
+            deferred_out=self.given[self.is_deferred],
+            counts=Counts(n_wanted, self.n_given, n_deferred, self.n_deferred),
         )
 
 
-def _counts(marks: Array, counts: Sequence[int]) -> list[int]:
-    """How many marks are set in the stretch of each rank."""
+def _count_by_rank(marks: Array, counts: Sequence[int]) -> list[int]:
+    """Return the number of set marks of each rank, which has so many marks in a row."""
     return [int(of_rank.sum()) for of_rank in np.split(marks, np.cumsum(counts)[:-1])]
 
 

@@ -1,4 +1,4 @@
-"""RowPartition: which rank has which row of a table."""
+"""RowPartition: the assignment of a table's rows to ranks."""
 
 from __future__ import annotations
 
@@ -12,32 +12,36 @@ from pinfeed.rows.orders import Rows
 
 @dataclass(frozen=True)
 class RowPartition:
-    """Row r is on rank ``r % size``, there as row ``r // size``.
+    """Row r is on rank ``r % size``, as row ``r // size`` of that rank.
 
-    Ids are often given out in the order in which things came, or by how frequent they are: in
-    ranges of equal length, one rank would have most of what is looked up. Like this, neighbours are
-    on different ranks.
+    Neighbouring rows are on different ranks. Ids are often assigned by age or by frequency: if the
+    ranks had ranges of equal length, one of them would have most of the rows that are looked up.
     """
 
     n_rows: int
-    """Of the whole table."""
+    """Number of rows of the whole table."""
     size: int
     """Number of ranks."""
 
     def n_own(self, rank: int) -> int:
-        """How many rows a rank has."""
+        """Return the number of rows of a rank."""
         return len(range(rank, self.n_rows, self.size))
 
     def own(self, rank: int, start: int, stop: int) -> Rows:
-        """Those of the table's rows [start, stop) that a rank has, ascending."""
+        """Return the row indices in [start, stop) that a rank has, ascending."""
         return np.arange(start + (rank - start) % self.size, stop, self.size)
 
-    def here(self, rows: Rows) -> Rows:
-        """What rows are called on the rank that has them."""
+    def local(self, rows: Rows) -> Rows:
+        """Return the row indices in the store of the rank that has the rows."""
         return rows // self.size
 
     def by_owner(self, rows: Rows) -> tuple[npt.NDArray[np.intp], list[int]]:
-        """Positions of the rows, those of rank 0 first, else in their order; and how many each rank has."""
-        # Of two bytes, numpy sorts by counting.
+        """Sort rows by the rank that has them.
+
+        Returns:
+            Positions of the rows, those of rank 0 first and otherwise in their order; and the
+            number of rows that each rank has.
+        """
+        # numpy sorts numbers of one or two bytes by counting.
         owner = (rows % self.size).astype(np.min_scalar_type(self.size))
         return np.argsort(owner, kind="stable"), np.bincount(owner, minlength=self.size).tolist()

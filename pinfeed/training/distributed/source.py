@@ -1,4 +1,4 @@
-"""ShardedSource: a loader's batches, each with the rows of sharded tables that the ranks look up in it."""
+"""ShardedSource: a loader's batches, each with the rows of sharded tables that ranks look up."""
 
 from __future__ import annotations
 
@@ -20,126 +20,160 @@ from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import HostLeaf, is_end
 from pinfeed.readahead.base import StoreRows
 from pinfeed.tensors.numpy_torch import to_torch
-from pinfeed.training.distributed.batch_rows import RowPlaces, ShardedBatch, SharedRows
+from pinfeed.training.distributed.batch_rows import (
+    RowPositions,
+    ShardedDeviceBatch,
+    ShardedDeviceRows,
+)
 from pinfeed.training.distributed.lockstep import Step
 from pinfeed.training.distributed.process_groups import RankGroup
-from pinfeed.training.distributed.row_exchange import ExchangePlan, RowExchange, ShardedRows
+from pinfeed.training.distributed.row_exchange import (
+    Counts,
+    ExchangedTable,
+    ExchangePlan,
+    RowExchange,
+)
 from pinfeed.training.distributed.row_partition import RowPartition
-from pinfeed.training.embeddings.source import Exchanged, Lookup, RowsOfTables, TableRows, places_of
+from pinfeed.training.embeddings.source import (
+    Exchanged,
+    HostLookup,
+    TableRowSource,
+    TableSpec,
+    position_parts,
+)
 
 
 @dataclass(frozen=True)
-class ShardedTable:
+class ShardedTableSpec:
     """A sharded table in a loop."""
 
-    rows: TableRows
-    """Its stores have this rank's rows."""
+    table: TableSpec
+    """The table; its stores have this rank's rows."""
     trained: bool
-    """Whether the loop changes them."""
+    """Whether the loop changes the rows."""
     mean: bool
-    """Whether gradients are averaged over ranks, else summed."""
+    """Whether gradients are averaged over ranks, instead of summed."""
+
+    @property
+    def description(self) -> str:
+        """Text that must be the same on all ranks."""
+        kinds = ", ".join(f"{one.dtype} {tuple(one.row_shape)}" for one in self.table.stores)
+        return f"{self.table.name}: {self.table.n_rows} rows, {kinds}, mean={self.mean}"
 
 
-class ShardedSource(RowsOfTables):
-    """The batches of this rank's loader, and of its rows of the tables those that any rank looks up in the same batch.
+@dataclass(frozen=True)
+class _BatchTable:
+    """A table and its rows in one batch."""
+
+    spec: ShardedTableSpec
+    lookup: HostLookup
+    counts: Counts
+    group: RowGroup
+
+
+class ShardedSource(TableRowSource):
+    """The batches of this rank's loader, with the rows of sharded tables.
+
+    Each batch has this rank's rows that any rank looks up in its batch of the same number, and the
+    rows of other ranks that this rank looks up.
 
     Args:
-        loader: As ``wrap_loader`` takes it.
-        tables: What is looked up.
-        peers: The ranks.
-        schedule: Of the loop.
-        verify: Whether it is verified.
+        loader: A loader, as for ``wrap_loader``.
+        tables: The tables.
+        group: The ranks.
+        schedule: Schedule of the loop.
+        verify: Whether the loop is verified.
     """
 
-    # Writes are counted, and with them batches whose changes may not be in the stores.
+    # Rows are deferred for a number of batches, while changes reach the stores after a number of
+    # writes. So every batch must count as a write.
     writes_always = True
 
     def __init__(
         self,
         loader: Any,
-        tables: Sequence[ShardedTable],
-        peers: RankGroup,
+        tables: Sequence[ShardedTableSpec],
+        group: RankGroup,
         schedule: PrefetchSchedule,
         verify: bool,
     ) -> None:
-        super().__init__(loader, [table.rows for table in tables])
-        self._peers = peers
-        self._means = [table.mean for table in tables]
+        super().__init__(loader, [spec.table for spec in tables])
+        self._specs = tables
+        self._group = group
         self._first = 0
-        # Without readers, what they would exchange is between what the loop does: a rank that does
-        # something else must hear it there.
-        self._ahead = peers.ahead if schedule.depth else peers.loop
-        self._sharded = [
-            ShardedRows(
-                RowPartition(table.rows.n_rows, peers.size),
-                table.rows.stores[0],
-                schedule.max_unseen_writes * table.trained,
+        # Without reader threads, the training thread exchanges rows, too. A rank that takes another
+        # step must learn it in that exchange, so both use one lockstep.
+        self._lockstep = group.reader_lockstep if schedule.depth else group.loop_lockstep
+        self._exchanged_tables = [
+            ExchangedTable(
+                RowPartition(spec.table.n_rows, group.size),
+                spec.table.stores[0],
+                schedule.max_unseen_writes * spec.trained,
             )
-            for table in tables
+            for spec in tables
         ]
-        kinds = [
-            f"{table.rows.name}: {table.rows.n_rows} rows, {_kinds(table.rows)}, mean={table.mean}"
-            for table in tables
-        ]
-        # Before this was made.
-        self._sent = peers.loop.sent + peers.ahead.sent
-        self._described = "; ".join([*kinds, f"depth={schedule.depth}, verify={verify}"])
+        # Bytes that were sent before this source was made.
+        self._sent_before = group.loop_lockstep.sent + group.reader_lockstep.sent
+        descriptions = [spec.description for spec in tables]
+        self._description = "; ".join([*descriptions, f"depth={schedule.depth}, verify={verify}"])
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]
-        return {**super().fingerprint, "ranks": [self._peers.rank, self._peers.size]}
+        return {**super().fingerprint, "ranks": [self._group.rank, self._group.size]}
 
     @property
     def exchanged(self) -> Exchanged:
-        sent = self._peers.loop.sent + self._peers.ahead.sent - self._sent
+        group = self._group
+        sent = group.loop_lockstep.sent + group.reader_lockstep.sent - self._sent_before
         return Exchanged(
-            sent["ids"],
-            sent["rows"],
-            sent["late rows"],
-            sent["gradients"],
-            sent["words"] + sent["marks"],
+            ids=sent["ids"],
+            rows=sent["rows"],
+            late_rows=sent["late rows"],
+            gradients=sent["gradients"],
+            words=sent["words"] + sent["marks"],
         )
 
-    def telling(self) -> contextlib.AbstractContextManager[None]:
-        return self._peers.loop.telling()
+    def report_failure(self) -> contextlib.AbstractContextManager[None]:
+        return self._group.loop_lockstep.report_failure()
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        peers, thread = self._peers, threading.get_ident()
-        if peers.looping:
+    def claim_ranks(self) -> Iterator[None]:
+        group = self._group
+        thread = threading.get_ident()
+        if group.is_looping:
             raise ClosedError(
-                "a loop over sharded tables of these ranks is running; end it first: they exchange for one loop at a time"
+                "a loop over sharded tables of these ranks is running; end it first: "
+                "they exchange for one loop at a time"
             )
-        peers.looping = True
+        group.is_looping = True
         try:
             yield
         finally:
             try:
                 if threading.get_ident() == thread:
-                    self._ahead.leave(Step.LEFT, "it was left")
+                    self._lockstep.leave(Step.LEFT, "it was left")
             finally:
-                peers.looping = False
+                group.is_looping = False
 
     @contextlib.contextmanager
-    def together(self) -> Iterator[None]:
-        peers, thread = self._peers, threading.get_ident()
-        peers.loop.meet(Step.BEGIN, zlib.crc32(self._described.encode()), why=self._described)
-        peers.loop.begin()
-        self._ahead.begin(len(self._tables))
+    def in_lockstep(self) -> Iterator[None]:
+        lockstep = self._group.loop_lockstep
+        thread = threading.get_ident()
+        checksum = zlib.crc32(self._description.encode())
+        lockstep.agree(Step.BEGIN, checksum, reason=self._description)
+        lockstep.begin()
+        self._lockstep.begin(len(self._tables))
         try:
             yield
-            peers.loop.meet(Step.END)
-            peers.loop.end()
+            lockstep.agree(Step.END)
+            lockstep.end()
         except BaseException as error:
+            # If the garbage collector ends the loop in another thread, the other ranks learn it by
+            # their timeout.
             if threading.get_ident() == thread:
-                # Where the garbage collector ends it elsewhere, the others find out by their
-                # timeout.
-                peers.loop.leave(
-                    Step.LEFT,
-                    "break, or an error in its body"
-                    if isinstance(error, GeneratorExit)
-                    else repr(error),
-                )
+                is_break = isinstance(error, GeneratorExit)
+                reason = "break, or an error in its body" if is_break else repr(error)
+                lockstep.leave(Step.LEFT, reason)
             raise
 
     def epoch(
@@ -149,77 +183,83 @@ class ShardedSource(RowsOfTables):
         return super().epoch(number, start, checksum, batches_per_slot)
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
-        meeting = self._ahead
-        trade = RowExchange(meeting, self._sharded)
+        exchange = RowExchange(self._lockstep, self._exchanged_tables)
         for number in itertools.count(self._first):
             try:
                 try:
                     batch = next(batches)
                 except StopIteration as stop:
                     if is_end(stop):
-                        trade.end(number)
-                        if meeting is not self._peers.loop:
-                            meeting.end()
+                        self._end(exchange, number)
                         return
                     raise
-                load, lookups = self._looked_up(
-                    batch, [table.ids_of(batch) for table in self._tables]
-                )
+                ids = [table.ids_of(batch) for table in self._tables]
+                load, lookups = self._looked_up(batch, ids)
             except Exception as error:
-                meeting.leave(Step.BAD_BATCH, repr(error), number)
-                # A StopIteration as a RuntimeError, for this is a generator.
+                self._lockstep.leave(Step.BAD_BATCH, repr(error), number)
+                # In a generator, a StopIteration of the user's is raised as a RuntimeError.
                 raise
-            yield functools.partial(
-                self._shared,
-                load,
-                lookups,
-                trade.trade(number, [lookup.rows for lookup in lookups]),
-                number,
-            )
+            plans = exchange.exchange(number, [lookup.rows for lookup in lookups])
+            yield functools.partial(self._host_batch, load, lookups, plans, number)
 
-    def _shared(
+    def _end(self, exchange: RowExchange, number: int) -> None:
+        """Agree that the loaders of all ranks have ended before batch ``number``."""
+        exchange.end(number)
+        if self._lockstep is not self._group.loop_lockstep:
+            self._lockstep.end()
+
+    def _host_batch(
         self,
         load: HostBatch,
-        lookups: Sequence[Lookup],
-        traded: Sequence[ExchangePlan],
+        lookups: Sequence[HostLookup],
+        plans: Sequence[ExchangePlan],
         number: int,
     ) -> HostBatch:
-        parts, groups = list(load.parts), []
-        for table, lookup, rows in zip(self._tables, lookups, traded, strict=True):
-            places = (torch.from_numpy(getattr(rows, name)) for name in RowPlaces._fields)
-            parts += map(HostLeaf, (torch.from_numpy(lookup.rows), to_torch(rows.values), *places))
-            groups.append(RowGroup(rows.own, len(parts), table.stores))
-            parts += [*(StoreRows(store, rows.own) for store in table.stores), *places_of(lookup)]
-        ids, counts = [lookup.rows for lookup in lookups], [rows.counts for rows in traded]
+        """Return a batch whose parts are those of ``load``, and then those of each table."""
+        parts = list(load.parts)
+        tables = []
+        for spec, lookup, plan in zip(self._specs, lookups, plans, strict=True):
+            stores = spec.table.stores
+            positions = [torch.from_numpy(getattr(plan, name)) for name in RowPositions._fields]
+            parts += map(
+                HostLeaf, (torch.from_numpy(lookup.rows), to_torch(plan.values), *positions)
+            )
+            group = RowGroup(plan.own, len(parts), stores)
+            parts += [StoreRows(store, plan.own) for store in stores]
+            parts += position_parts(lookup)
+            tables.append(_BatchTable(spec, lookup, plan.counts, group))
+        rebuild = functools.partial(self._device_batch, load, tables, number)
+        return HostBatch(parts, rebuild, load.batches, [table.group for table in tables])
 
-        def rebuild(tensors: Iterator[Tensor]) -> ShardedBatch:
-            batch, tables = [next(tensors) for _ in load.parts], []
-            for i, (group, lookup) in enumerate(zip(groups, lookups, strict=True)):
-                on_device, values, *places = (
-                    next(tensors) for _ in range(2 + len(RowPlaces._fields))
+    def _device_batch(
+        self,
+        load: HostBatch,
+        tables: Sequence[_BatchTable],
+        number: int,
+        tensors: Iterator[Tensor],
+    ) -> ShardedDeviceBatch:
+        """Assemble the batch from the parts of ``_host_batch``, in their order."""
+        batch = [next(tensors) for _ in load.parts]
+        found = []
+        for i, table in enumerate(tables):
+            ids = next(tensors)
+            values = next(tensors)
+            row_positions = RowPositions(*(next(tensors) for _ in RowPositions._fields))
+            own = [next(tensors) for _ in table.group.stores]
+            positions = [(batch[part], next(tensors)) for part, _ in table.lookup.positions]
+            found.append(
+                ShardedDeviceRows(
+                    rows=table.group.rows,
+                    ids=ids,
+                    tensors=own,
+                    positions=positions,
+                    wanted=table.lookup.rows,
+                    values=values,
+                    row_positions=row_positions,
+                    counts=table.counts,
+                    mean=table.spec.mean,
+                    numbers=(number, i),
+                    lockstep=self._group.loop_lockstep,
                 )
-                own = [next(tensors) for _ in group.stores]
-                positions = [(batch[place], next(tensors)) for place, _ in lookup.places]
-                tables.append(
-                    SharedRows(
-                        rows=group.rows,
-                        ids=on_device,
-                        tensors=own,
-                        positions=positions,
-                        wanted=ids[i],
-                        values=values,
-                        places=RowPlaces(*places),
-                        counts=counts[i],
-                        mean=self._means[i],
-                        at=(number, i),
-                        meeting=self._peers.loop,
-                    )
-                )
-            return ShardedBatch(load.rebuild(iter(batch)), tables)
-
-        return HostBatch(parts, rebuild, load.batches, groups)
-
-
-def _kinds(table: TableRows) -> str:
-    """What the stores have for each row."""
-    return ", ".join(f"{store.dtype} {tuple(store.row_shape)}" for store in table.stores)
+            )
+        return ShardedDeviceBatch(load.rebuild(iter(batch)), found)

@@ -1,25 +1,28 @@
-"""ShardedEmbedding: a table whose rows are spread over the ranks of a job."""
+"""ShardedEmbedding: an embedding table whose rows are spread over the ranks of a job."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
-from collections.abc import Callable
 from typing import Any, Literal, get_args
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.errors import ArgumentError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import ArrayStore, MmapStore, Store
 from pinfeed.tensors.numpy_torch import TORCH, memory_of, to_numpy, to_torch
-from pinfeed.training.distributed.initialization import drawn
+from pinfeed.training.distributed.initialization import draw_chunks
 from pinfeed.training.distributed.lockstep import Step
-from pinfeed.training.distributed.process_groups import peers_of
+from pinfeed.training.distributed.process_groups import rank_group_of
 from pinfeed.training.distributed.row_partition import RowPartition
-from pinfeed.training.embeddings.table import HostEmbedding, HostEmbeddingBag, Path
+from pinfeed.training.embeddings.bag import HostEmbeddingBag
+from pinfeed.training.embeddings.initializers import Fill
+from pinfeed.training.embeddings.table import HostEmbedding
+from pinfeed.training.embeddings.table_store import Path, check_is_table, zero_row
 from pinfeed.training.row_file import row_chunks, write_rows
 from pinfeed.validation.arguments import check_flag
 
@@ -32,31 +35,36 @@ _REFUSED = {
 
 
 class ShardedEmbedding(HostEmbedding):
-    """A ``HostEmbedding`` of which every rank of a job has its share: row r is on rank ``r % world_size``, with its optimizer's state.
+    """A ``HostEmbedding`` whose rows are spread over the ranks of a job.
 
-    It is used as a ``HostEmbedding`` is, with the same ids, on all ranks at once: each loops over
-    batches of its own, and looks up any rows of the table. What the ranks do together is what one
-    process does with their batches joined. These are done by all ranks together, in the same order:
-    making a table, loops over ``train_rows``, ``read``, ``export``, ``to_embedding``, and look-ups
-    outside a loop.
+    Row r is on rank ``r % world_size``, with its optimizer's state. The table is used like a
+    ``HostEmbedding``, with the same ids, on all ranks at once: each rank loops over batches of its
+    own, and looks up any rows of the table. Together, the ranks compute what one process computes
+    with their batches joined.
+
+    All ranks do the following together, in the same order: making a table, loops over
+    ``train_rows``, ``read``, ``export``, ``to_embedding``, and lookups outside a loop.
+
+        torch.distributed.init_process_group()
+        users = pinfeed.ShardedEmbedding(50_000_000, 128)
 
     Args:
-        num_embeddings: Rows of the whole table.
+        num_embeddings: Number of rows of the whole table.
         embedding_dim: Numbers in a row.
-        process_group: The ranks; None for all of the job. The first table of a group makes two
-            groups of gloo beside it, with the timeout of this group.
-        gradients: A row's gradient is the ``"mean"`` over ranks, as in ``DistributedDataParallel``:
-            right where each rank's loss is a mean over a batch of equal length. Or their ``"sum"``,
-            for losses that are sums.
-        store: Where this rank's rows are: a Store of this many, a path that gets the rank into its
-            name (``users.npy`` is ``users.0-of-4.npy``), or None for memory.
-        options: As for ``HostEmbedding``, without ``max_norm`` and ``scale_grad_by_freq``. The
-            table begins as a ``HostEmbedding`` does with the same seed of torch's, the same on
-            every rank, drawn in pieces of 16 MiB.
+        process_group: The ranks; None for all ranks of the job. The first table of a group makes
+            two process groups of gloo for the same ranks, with the timeout of this group.
+        gradients: Reduction of a row's gradient over ranks: ``"mean"``, as in
+            ``DistributedDataParallel``, if each rank's loss is a mean over a batch of equal length;
+            or ``"sum"``, for losses that are sums.
+        store: Location of this rank's rows: a Store with as many rows, a path that gets the rank
+            into its name (``users.npy`` is ``users.0-of-4.npy``), or None for memory.
+        options: As for ``HostEmbedding``, without ``max_norm`` and ``scale_grad_by_freq``. With the
+            same seed of torch's generator on every rank, the table begins as a ``HostEmbedding``
+            does, drawn in chunks of 16 MiB.
 
     Raises:
-        ArgumentError: No ranks, more ranks than rows, an option that a rank cannot do alone, or an
-            ``init`` that needs the whole table.
+        ArgumentError: If torch.distributed has no ranks, the table has more ranks than rows, a rank
+            cannot apply an option alone, or ``init`` needs the whole table.
         StoreError: As for ``HostEmbedding``.
         RankError: If another rank did not make the table within the timeout of the process group.
     """
@@ -73,161 +81,160 @@ class ShardedEmbedding(HostEmbedding):
     ) -> None:
         if gradients not in get_args(Gradients):
             raise ArgumentError(f"gradients={gradients!r}: expected 'mean' or 'sum'")
-        for option, why in _REFUSED.items():
+        for option, reason in _REFUSED.items():
             if options.get(option):
                 raise ArgumentError(
-                    f"{option}={options[option]!r} of a sharded table: it {why}; expected none, or a HostEmbedding"
+                    f"{option}={options[option]!r} of a sharded table: it {reason}; "
+                    "expected none, or a HostEmbedding"
                 )
-        self.peers = peers_of(process_group)
+        group = rank_group_of(process_group)
+        self.rank_group = group
         self.mean = gradients == "mean"
         if isinstance(store, (str, os.PathLike)):
             path = pathlib.Path(store)
-            store = path.with_name(
-                f"{path.stem}.{self.peers.rank}-of-{self.peers.size}{path.suffix}"
-            )
+            store = path.with_name(f"{path.stem}.{group.rank}-of-{group.size}{path.suffix}")
         super().__init__(num_embeddings, embedding_dim, store=store, **options)
 
     @classmethod
     def from_pretrained(
         cls, embeddings: Any, *, freeze: bool = True, name: str | None = None, **options: Any
     ) -> Any:
-        """A table that begins with the rows of a whole one, which every rank reads its share of.
+        """Make a table that begins with existing rows; every rank copies its share of them.
 
         Args:
             embeddings: The whole table: a 2-d tensor or array, a path of a .npy file, or a Store.
-                It stays as it is.
-            freeze: Whether the table's rows stay as they are, too.
-            name: As above.
-            options: As above.
+                It is not changed.
+            freeze: Whether the rows of the new table are not trained.
+            name: As for the class.
+            options: As for the class.
 
         Raises:
-            StoreError: They are not rows of floating point numbers.
-            ArgumentError: If ``freeze`` is neither True nor False, or an option cannot be.
+            StoreError: If they are not rows of floating point numbers.
+            ArgumentError: If ``freeze`` is neither True nor False, or an option is invalid.
         """
         check_flag(freeze, "freeze")
-        opened = isinstance(embeddings, (str, os.PathLike))
-        whole: Store = (
-            MmapStore(embeddings)
-            if opened
-            else embeddings
-            if isinstance(embeddings, Store)
-            else ArrayStore(embeddings)
-        )
-        try:
-            if len(whole.row_shape) != 1:
-                raise StoreError(
-                    f"embeddings of shape {(whole.n_rows, *whole.row_shape)}; expected (num_embeddings, embedding_dim)"
-                )
+        with contextlib.ExitStack() as stack:
+            if isinstance(embeddings, (str, os.PathLike)):
+                whole: Store = stack.enter_context(MmapStore(embeddings))
+            elif isinstance(embeddings, Store):
+                whole = embeddings
+            else:
+                whole = ArrayStore(embeddings)
+            check_is_table(whole)
             dtype = TORCH[np.dtype(whole.dtype)]
-            table = cls(
-                whole.n_rows, whole.row_shape[0], init="zeros", dtype=dtype, name=name, **options
-            )
-            # A file that was there already gets its rows from a checkpoint.
-            for start, stop in [] if table.awaits_resume else row_chunks(whole):
-                rows = table.owners.own(table.peers.rank, start, stop)
-                values = np.empty((len(rows), *whole.row_shape), whole.dtype)
-                whole.gather(rows, values)
-                table.store.scatter(table.owners.here(rows), values)
-        finally:
-            if opened:
-                whole.close()
+            dim = whole.row_shape[0]
+            table = cls(whole.n_rows, dim, init="zeros", dtype=dtype, name=name, **options)
+            # checkpoint.resume replaces the rows of an existing file.
+            if not table.awaits_resume:
+                table._copy_own_rows(whole)
         return table.requires_grad_(not freeze)
 
     @property
     def owners(self) -> RowPartition:
-        """Which rank has which row."""
-        return RowPartition(self.num_embeddings, self.peers.size)
+        """Assignment of rows to ranks."""
+        return RowPartition(self.num_embeddings, self.rank_group.size)
 
     def read(self, ids: Any) -> torch.Tensor:
-        """As that of ``HostEmbedding``.
+        """Read rows as they are now, as ``HostEmbedding.read`` does.
 
-        All ranks do this at once, each with ids of its own, or none.
+        All ranks call this at once, each with ids of its own, or none.
 
         Raises:
-            RowIndexError: An id is out of range.
-            ClosedError: As that of ``HostEmbedding``.
-            RankError: Another rank failed, or does something else.
+            RowIndexError: If an id is out of range.
+            ClosedError: As for ``HostEmbedding.read``.
+            RankError: If another rank failed, or does something else.
         """
-        # In a thread that is not the loop's this fails, before anything is exchanged there.
-        self.land()
-        with self.peers.loop.telling():
+        # In a thread other than the loop's, this raises before any rank exchanges anything.
+        self.flush_writes()
+        with self.rank_group.loop_lockstep.report_failure():
             return super().read(ids)
 
     def export(self, path: Path) -> None:
-        """Save the whole table as one .npy file, which rank 0 writes, piece by piece; the file is there whole, or as it was.
+        """Save the whole table as one .npy file, atomically; rank 0 writes it, chunk by chunk.
 
-        All ranks do this at once. When it returns, the file is there.
+        All ranks call this at once. When it returns, the file exists.
+
+        Args:
+            path: File to create or replace.
 
         Raises:
-            OSError: What the file system says, on rank 0.
-            RankError: What it says there, on the others.
+            OSError: If the file system refuses, on rank 0.
+            RankError: If rank 0 has failed, on the others.
         """
-        self.land()
-        with self.peers.loop.telling():
+        self.flush_writes()
+        lockstep = self.rank_group.loop_lockstep
+        with lockstep.report_failure():
             self.require_resumed()
-            if self.peers.rank == 0:
+            if self.rank_group.rank == 0:
                 super().export(path)
             else:
                 for _ in row_chunks(self._whole):
                     self._gathered(np.empty(0, np.int64))
-            self.peers.loop.meet(Step.EXPORT)
+            lockstep.agree(Step.EXPORT)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, rank {self.peers.rank} of {self.peers.size}"
+        return f"{super().extra_repr()}, rank {self.rank_group.rank} of {self.rank_group.size}"
 
     def _n_own_rows(self) -> int:
-        if self.num_embeddings < self.peers.size:
+        group = self.rank_group
+        if self.num_embeddings < group.size:
             raise ArgumentError(
-                f"{self.name}: {self.num_embeddings} rows over {self.peers.size} ranks; expected a row for each, at least"
+                f"{self.name}: {self.num_embeddings} rows over {group.size} ranks; "
+                "expected a row for each, at least"
             )
-        return self.owners.n_own(self.peers.rank)
+        return self.owners.n_own(group.rank)
 
-    def _fill(self, fill: Callable[[torch.Tensor], Any]) -> None:
-        rank = self.peers.rank
+    def _fill(self, fill: Fill) -> None:
+        rank = self.rank_group.rank
         owners = self.owners
         store = self._store
-        for start, piece in drawn(
-            fill, (self.num_embeddings, self.embedding_dim), TORCH[np.dtype(store.dtype)]
-        ):
-            rows = owners.own(rank, start, start + len(piece))
-            store.scatter(owners.here(rows), to_numpy(piece, "init")[rows - start])
-        padding = self.padding_idx
-        if padding is not None and padding % owners.size == rank:
-            store.scatter(
-                owners.here(np.array([padding])), np.zeros((1, self.embedding_dim), store.dtype)
-            )
+        shape = (self.num_embeddings, self.embedding_dim)
+        for start, chunk in draw_chunks(fill, shape, TORCH[np.dtype(store.dtype)]):
+            rows = owners.own(rank, start, start + len(chunk))
+            store.scatter(owners.local(rows), to_numpy(chunk, "init")[rows - start])
+        if self.padding_idx is not None and self.padding_idx % owners.size == rank:
+            zero_row(store, self.padding_idx // owners.size)
+
+    def _copy_own_rows(self, whole: Store) -> None:
+        """Copy this rank's rows of the whole table."""
+        owners = self.owners
+        for start, stop in row_chunks(whole):
+            rows = owners.own(self.rank_group.rank, start, stop)
+            values = np.empty((len(rows), *whole.row_shape), whole.dtype)
+            whole.gather(rows, values)
+            self._store.scatter(owners.local(rows), values)
 
     def _gathered(self, rows: Rows) -> npt.NDArray[Any]:
-        """Rows of the whole table. All ranks do this at once, each with rows of its own."""
-        meeting, store = self.peers.loop, self._store
+        """Return rows of the whole table; all ranks call this at once, each with its own rows."""
+        lockstep = self.rank_group.loop_lockstep
+        store = self._store
         order, n_wanted = self.owners.by_owner(rows)
-        meeting.meet(Step.READ)
-        n_asked = meeting.counts(n_wanted)
-        ids = torch.from_numpy(self.owners.here(rows)[order].reshape(-1, 1))
-        asked = meeting.send_rows("reads", [ids], [n_wanted], [n_asked])[0].numpy()[:, 0]
+        lockstep.agree(Step.READ)
+        n_asked = lockstep.exchange_counts(n_wanted)
+        ids = torch.from_numpy(self.owners.local(rows)[order].reshape(-1, 1))
+        asked = lockstep.exchange_rows("reads", [ids], [n_wanted], [n_asked])[0].numpy()[:, 0]
         values = np.empty((len(asked), *store.row_shape), store.dtype)
         store.gather(asked, values)
-        meeting.meet(Step.ROWS)
+        lockstep.agree(Step.ROWS)
+        found = lockstep.exchange_rows("reads", [to_torch(values)], [n_asked], [n_wanted])[0]
         out = np.empty((len(rows), *store.row_shape), store.dtype)
-        out[order] = memory_of(
-            meeting.send_rows("reads", [to_torch(values)], [n_asked], [n_wanted])[0]
-        )
+        out[order] = memory_of(found)
         return out
 
     def _write_rows(self, file: Any) -> None:
         write_rows(self._whole, file)
 
     @property
-    def _whole(self) -> _Whole:
-        return _Whole(self)
+    def _whole(self) -> _WholeTable:
+        return _WholeTable(self)
 
 
 class ShardedEmbeddingBag(ShardedEmbedding, HostEmbeddingBag):
-    """A ``ShardedEmbedding`` that reduces the rows of each bag, as ``HostEmbeddingBag`` does, with its arguments."""
+    """A ``ShardedEmbedding`` that reduces the rows of each bag, as ``HostEmbeddingBag`` does."""
 
 
-class _Whole:
-    """The whole table, as far as writing it needs a Store."""
+class _WholeTable:
+    """The rows of a sharded table on all ranks, for writing them to a file."""
 
     def __init__(self, table: ShardedEmbedding) -> None:
         self._table = table
@@ -236,5 +243,5 @@ class _Whole:
         self.dtype = table.store.dtype
 
     def gather(self, rows: Rows, out: npt.NDArray[Any]) -> None:
-        """Bring rows from those who have them."""
+        """Gather rows from the ranks that have them; all ranks call this at once."""
         out[...] = self._table._gathered(rows)

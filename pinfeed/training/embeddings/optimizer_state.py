@@ -1,13 +1,12 @@
-"""What an optimizer keeps for each row: found out by trying it, not listed by hand.
+"""The layout of an optimizer's state, found by running the optimizer instead of by a list.
 
-An optimizer is run on two small parameters of unequal length, with gradients of zero. State whose
-first axis follows the length is row-wise; all other state is the table's as a whole. What a state
-tensor is when it is first assigned is what a row begins with.
+The optimizer is run on two small parameters of unequal length, with gradients of zero. State whose
+first axis follows the length is row-wise. All other state belongs to the table as a whole. The
+value that a state tensor is first assigned is the initial state of a row.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +21,7 @@ from pinfeed.tensors.numpy_torch import NUMPY
 _LENGTHS = (3, 5)
 # Some optimizers make a state tensor only at a later step.
 _STEPS = 8
+_PLAIN = (int, float, bool, str, type(None))
 
 
 @dataclass(frozen=True)
@@ -29,39 +29,109 @@ class RowState:
     """One row-wise state tensor."""
 
     key: str
-    """In the optimizer's state."""
+    """Key in the optimizer's state."""
     row_shape: tuple[int, ...]
     dtype: np.dtype[Any]
     initial: float | None
-    """What every number of it begins with; None: it begins as a copy of the weights."""
+    """Initial value of all its numbers; None if it begins as a copy of the weights."""
 
 
 @dataclass(frozen=True)
 class StateLayout:
-    """What an optimizer keeps for the rows of a table."""
+    """The state that an optimizer keeps for a table."""
 
     rows: tuple[RowState, ...]
     tables: frozenset[str]
-    """Keys of state that is one for the whole table."""
-    born: frozenset[str]
-    """Keys that the optimizer's constructor makes; all others come with its first step."""
+    """Keys of state that belongs to the table as a whole."""
+    created_in_init: frozenset[str]
+    """Keys that the optimizer's constructor makes; its first step makes all others."""
     sparse: bool
     """Whether it takes sparse gradients only."""
 
 
-class _First(dict[str, Any]):
-    """A parameter's state, which remembers what each key was when it was first assigned."""
+@dataclass(frozen=True)
+class _Recorded:
+    """State that a run of an optimizer made for one parameter."""
 
-    def __init__(self, born: Mapping[str, Any]) -> None:
+    initial: Mapping[str, Any]
+    """First value of each key."""
+    created_in_init: frozenset[str]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """An optimizer that can be run on small parameters."""
+
+    optimizer_class: Any
+    options: Mapping[str, Any]
+    group: Mapping[str, Any]
+
+    @property
+    def name(self) -> str:
+        """Name of the optimizer in errors."""
+        name: str = getattr(self.optimizer_class, "__name__", str(self.optimizer_class))
+        return name
+
+    def run(self, values: torch.Tensor, sparse: bool) -> _Recorded:
+        """Run some steps on a copy of ``values``."""
+        weight = nn.Parameter(values.clone())
+        optimizer = self.optimizer_class([{**self.group, "params": [weight]}], **self.options)
+        for group in optimizer.param_groups:
+            # Weight decay would be a gradient other than zero.
+            if "weight_decay" in group:
+                group["weight_decay"] = 0
+            # This runs on the CPU, where capturable optimizers are refused.
+            if "capturable" in group:
+                group["capturable"] = False
+        created = dict(optimizer.state.get(weight, {}))
+        state = _RecordingState(created)
+        optimizer.state[weight] = state
+        for _ in range(_STEPS):
+            gradient = torch.zeros_like(values)
+            weight.grad = sparse_rows(gradient) if sparse else gradient
+            optimizer.step()
+        return _Recorded(state.initial, frozenset(created))
+
+    def run_first(self, values: torch.Tensor) -> tuple[_Recorded, bool]:
+        """Run some steps with dense gradients, or with sparse ones if those fail.
+
+        Returns:
+            The state, and whether the gradients were sparse.
+
+        Raises:
+            ArgumentError: If both fail.
+            MemoryError: If the system does not have the memory for the trial.
+        """
+        try:
+            return self.run(values, sparse=False), False
+        except MemoryError as error:
+            raise MemoryError(
+                f"the system has no memory to try {self.name} on a small table "
+                f"({described(error)}); free memory, or raise the limit of the process"
+            ) from error
+        except Exception as dense_error:
+            try:
+                return self.run(values, sparse=True), True
+            except Exception:
+                raise ArgumentError(
+                    f"{self.name} cannot train rows: a step on a small table failed "
+                    f"({described(dense_error)}); expected an optimizer whose step() needs "
+                    "gradients alone, and options that it takes"
+                ) from dense_error
+
+
+class _RecordingState(dict[str, Any]):
+    """A parameter's state that records the first value of each key."""
+
+    def __init__(self, created: Mapping[str, Any]) -> None:
         super().__init__()
-        self.first: dict[str, Any] = {}
-        self.update(born)
+        self.initial: dict[str, Any] = {}
+        self.update(created)
 
     def __setitem__(self, key: str, value: Any) -> None:
         if value is not None:
-            self.first.setdefault(
-                key, value.detach().clone() if isinstance(value, torch.Tensor) else value
-            )
+            first = value.detach().clone() if isinstance(value, torch.Tensor) else value
+            self.initial.setdefault(key, first)
         super().__setitem__(key, value)
 
     def setdefault(self, key: str, default: Any = None) -> Any:
@@ -81,110 +151,103 @@ def discover(
     dtype: torch.dtype,
     group: Mapping[str, Any] | None = None,
 ) -> StateLayout:
-    """What ``optimizer_class([{"params": params, **group}], **options)`` keeps for a parameter of shape (n, dim).
+    """Find the state that an optimizer keeps for a parameter of shape (n, dim).
+
+    Args:
+        optimizer_class: Class of the optimizer, which is called with a parameter group and the
+            options.
+        options: Options of the optimizer.
+        dim: Numbers in a row.
+        dtype: Dtype of the parameter.
+        group: Options of the parameter group.
 
     Raises:
         ArgumentError: If it cannot be run step by step, or keeps something that is neither row-wise
-            nor one for the table.
-        MemoryError: If the system does not have the memory to try it.
+            nor independent of the number of rows.
+        MemoryError: If the system does not have the memory for the trial.
     """
-    name = getattr(optimizer_class, "__name__", str(optimizer_class))
-    tried = functools.partial(_tried, optimizer_class, options, group or {})
-    # Drawn without touching torch's generator: making an optimizer must not change a run.
+    trial = _Trial(optimizer_class, options, group or {})
+    # A generator of its own, because making an optimizer must not change a run.
     values = torch.from_numpy(np.random.default_rng(0).uniform(1, 2, (_LENGTHS[0], dim))).to(dtype)
-    zeros, more = (torch.zeros(n, dim, dtype=dtype, device="cpu") for n in _LENGTHS)
-    try:
-        sparse = False
-        short, born = tried(zeros, sparse)
-    except MemoryError as error:
-        raise MemoryError(
-            f"the system has no memory to try {name} on a small table ({described(error)}); free memory, or raise the limit of the process"
-        ) from error
-    except Exception as dense_error:
-        sparse = True
-        try:
-            short, born = tried(zeros, sparse)
-        except Exception:
-            raise ArgumentError(
-                f"{name} cannot train rows: a step on a small table failed ({described(dense_error)}); "
-                "expected an optimizer whose step() needs gradients alone, and options that it takes"
-            ) from dense_error
-    long, _ = tried(more, sparse)
-    filled, _ = tried(values, sparse)
-    rows, tables = [], set()
-    for key, value in short.items():
-        if not isinstance(value, torch.Tensor) and isinstance(
-            value, (int, float, bool, str, type(None))
-        ):
+    zeros, more_zeros = (torch.zeros(n, dim, dtype=dtype, device="cpu") for n in _LENGTHS)
+    short, sparse = trial.run_first(zeros)
+    long = trial.run(more_zeros, sparse)
+    filled = trial.run(values, sparse)
+    rows = []
+    tables = set()
+    for key, value in short.initial.items():
+        if not _is_row_wise(trial.name, key, value, long.initial.get(key)):
             tables.add(key)
-        elif not isinstance(value, torch.Tensor):
-            raise ArgumentError(
-                f"{name} keeps {type(value).__name__} {key!r}, which cannot be split into rows; expected tensors and numbers"
-            )
-        elif value.shape == long[key].shape:
-            tables.add(key)
-        elif (len(value), len(long[key])) == _LENGTHS and value.shape[1:] == long[key].shape[1:]:
-            rows.append(
-                RowState(
-                    key,
-                    tuple(value.shape[1:]),
-                    NUMPY[value.dtype],
-                    _initial(name, key, value, filled[key], values),
-                )
-            )
-        else:
-            raise ArgumentError(
-                f"{name} keeps {key!r} of shape {tuple(value.shape)} for {_LENGTHS[0]} rows and {tuple(long[key].shape)} for "
-                f"{_LENGTHS[1]}; expected the first axis to be the rows, or a shape that does not depend on them"
-            )
+            continue
+        initial = _initial_number(trial.name, key, (value, filled.initial[key]), values)
+        rows.append(RowState(key, tuple(value.shape[1:]), NUMPY[value.dtype], initial))
     return StateLayout(
-        tuple(sorted(rows, key=lambda row: row.key)), frozenset(tables), frozenset(born), sparse
+        tuple(sorted(rows, key=lambda row: row.key)),
+        frozenset(tables),
+        short.created_in_init,
+        sparse,
     )
 
 
-def _tried(
-    optimizer_class: Any,
-    options: Mapping[str, Any],
-    group: Mapping[str, Any],
-    values: torch.Tensor,
-    sparse: bool,
-) -> tuple[dict[str, Any], set[str]]:
-    """State as it was first assigned, and the keys that the constructor made."""
-    weight = nn.Parameter(values.clone())
-    optimizer = optimizer_class([{**group, "params": [weight]}], **options)
-    for made in optimizer.param_groups:
-        if "weight_decay" in made:
-            # A gradient of its own.
-            made["weight_decay"] = 0
-        if "capturable" in made:
-            # Refused on the CPU, where this runs.
-            made["capturable"] = False
-    born = dict(optimizer.state.get(weight, {}))
-    optimizer.state[weight] = first = _First(born)
-    for _ in range(_STEPS):
-        gradient = torch.zeros_like(values)
-        weight.grad = sparse_rows(gradient) if sparse else gradient
-        optimizer.step()
-    return first.first, set(born)
-
-
 def sparse_rows(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient as a sparse tensor of all its rows."""
+    """Return a gradient as a sparse tensor of all its rows."""
     rows = torch.arange(len(gradient), device=gradient.device)
     return torch.sparse_coo_tensor(
         rows[None], gradient, gradient.shape, is_coalesced=True, check_invariants=False
     )
 
 
-def _initial(
-    name: str, key: str, zeros: torch.Tensor, filled: torch.Tensor, values: torch.Tensor
+def _is_row_wise(name: str, key: str, short: Any, long: Any) -> bool:
+    """Return whether state follows the number of rows, instead of belonging to the whole table.
+
+    Args:
+        name: Name of the optimizer in errors.
+        key: Key of the state.
+        short: The state for the first of ``_LENGTHS``.
+        long: The state for the second of ``_LENGTHS``.
+
+    Raises:
+        ArgumentError: If it is neither.
+    """
+    if not isinstance(short, torch.Tensor):
+        if isinstance(short, _PLAIN):
+            return False
+        raise ArgumentError(
+            f"{name} keeps {type(short).__name__} {key!r}, which cannot be split into rows; "
+            "expected tensors and numbers"
+        )
+    if short.shape == long.shape:
+        return False
+    if (len(short), len(long)) == _LENGTHS and short.shape[1:] == long.shape[1:]:
+        return True
+    raise ArgumentError(
+        f"{name} keeps {key!r} of shape {tuple(short.shape)} for {_LENGTHS[0]} rows and "
+        f"{tuple(long.shape)} for {_LENGTHS[1]}; expected the first axis to be the rows, "
+        "or a shape that does not depend on them"
+    )
+
+
+def _initial_number(
+    name: str, key: str, found: tuple[torch.Tensor, torch.Tensor], values: torch.Tensor
 ) -> float | None:
-    """What a row's state begins with, from what it began with for weights of zero and for other ones."""
-    first = zeros.reshape(-1)[:1]
-    if bool((zeros == first).all()) and bool((filled == first).all()):
-        return float(first)
+    """Return the initial value of a row's state; None if it begins as a copy of the weights.
+
+    Args:
+        name: Name of the optimizer in errors.
+        key: Key of the state.
+        found: First state for weights of zero, and for weights of ``values``.
+        values: Weights other than zero.
+
+    Raises:
+        ArgumentError: If the state begins as something else.
+    """
+    zeros, filled = found
+    number = zeros.reshape(-1)[:1]
+    if bool((zeros == number).all()) and bool((filled == number).all()):
+        return float(number)
     if filled.shape == values.shape and bool((filled == values.to(filled.dtype)).all()):
         return None
     raise ArgumentError(
-        f"{name} begins {key!r} with neither a constant nor a copy of the weights; rows cannot begin one by one"
+        f"{name} begins {key!r} with neither a constant nor a copy of the weights; "
+        "rows cannot begin one by one"
     )

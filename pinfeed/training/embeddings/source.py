@@ -1,4 +1,4 @@
-"""RowsOfTables: a loader's batches, each with the rows of tables that it looks up."""
+"""TableRowSource: a loader's batches, each with the table rows that it looks up."""
 
 from __future__ import annotations
 
@@ -21,110 +21,117 @@ from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import to_numpy
-from pinfeed.training.embeddings.table import BatchRows
+from pinfeed.training.embeddings.batch_rows import BatchRows
 
 IdsOf = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)
-class TableRows:
-    """A table, as the source sees it."""
+class TableSpec:
+    """A table in a loop: its stores, and the function that finds the ids of a batch."""
 
     name: str
     ids_of: IdsOf
-    """Given a batch on the host, the ids that it looks up: a tensor or array of any shape, or several in a list, tuple or dict."""
+    """Given a batch on the host, returns the ids that the training step looks up.
+
+    The ids are a tensor or array of any shape, or several in a list, tuple or dict.
+    """
     stores: Sequence[Store]
-    """Weights, then row-wise state."""
+    """Store of the weights, then those of row-wise optimizer state."""
     n_rows: int
-    """Of the whole table."""
+    """Number of rows of the whole table."""
 
 
 @dataclass(frozen=True, eq=False)
-class FedRows:
-    """The rows of a table that a batch looks up."""
+class DeviceRows:
+    """The rows of a table that a batch looks up, on the device."""
 
     rows: Rows
-    """Their numbers in the stores, ascending, each once."""
+    """Row indices in the stores, ascending, each once."""
     ids: Tensor
     """The ids that are looked up, ascending, each once, on the device."""
     tensors: list[Tensor]
-    """These rows of each store, on the device."""
+    """The rows of each store, on the device."""
     positions: list[tuple[Tensor, Tensor]]
-    """Ids as they are in the loader's batch, and where among the rows they are."""
+    """Ids that are tensors of the loader's batch, each with their positions among the rows."""
 
-    def block(self, trainable: bool) -> BatchRows:
-        """What the table is lent."""
-        return BatchRows(
-            self.rows,
-            self.ids,
-            nn.Parameter(self.tensors[0], requires_grad=trainable),
-            self.positions,
-        )
+    def batch_rows(self, trainable: bool) -> BatchRows:
+        """Return the rows in the form that the table looks up."""
+        weight = nn.Parameter(self.tensors[0], requires_grad=trainable)
+        return BatchRows(self.rows, self.ids, weight, self.positions)
 
 
 @dataclass(frozen=True, eq=False)
-class FedBatch:
-    """A batch on the device."""
+class DeviceBatch:
+    """A batch on the device, with the table rows that it looks up."""
 
     data: Any
-    """As the loader gave it."""
-    tables: Sequence[FedRows]
+    """The batch in the structure that the loader returned."""
+    tables: Sequence[DeviceRows]
 
-    def blocks(self, trainable: Sequence[bool]) -> list[BatchRows]:
-        """What each table is lent."""
-        return [rows.block(trains) for rows, trains in zip(self.tables, trainable, strict=True)]
+    def batch_rows(self, trainable: Sequence[bool]) -> list[BatchRows]:
+        """Return the rows of each table in the form that the table looks up."""
+        pairs = zip(self.tables, trainable, strict=True)
+        return [rows.batch_rows(trains) for rows, trains in pairs]
 
     def check(self, number: int) -> None:
-        """Compare rows that came from elsewhere with where they came from.
+        """Compare rows that other ranks sent with those in their stores.
+
+        Args:
+            number: Number of the batch, for the error.
 
         Raises:
-            VerificationError: They differ.
+            VerificationError: If they differ.
         """
 
 
-class Lookup(NamedTuple):
-    """What a batch looks up in a table, on the host."""
+class HostLookup(NamedTuple):
+    """The ids that a batch looks up in a table, on the host."""
 
     rows: Rows
     """The ids, ascending, each once."""
-    places: list[tuple[int, Rows]]
-    """Ids that are a part of the batch: which part, and where among the rows each of them is, in their shape."""
+    positions: list[tuple[int, Rows]]
+    """For ids that are a part of the batch: the index of the part, and their positions in ``rows``.
+
+    The positions have the shape of the ids.
+    """
 
 
 class Exchanged(NamedTuple):
-    """Bytes that this rank has sent to others; nothing where tables are not sharded."""
+    """Bytes that this rank has sent to other ranks; all 0 for tables that are not sharded."""
 
     ids: int = 0
-    """That the batches look up, 8 for each row that another rank has."""
+    """Ids that the batches look up: 8 bytes for each row that another rank has."""
     rows: int = 0
-    """In the background."""
+    """Rows that were sent in the background."""
     late_rows: int = 0
-    """When their batch was lent, for an earlier one could change them until then."""
+    """Rows that were sent when their batch was lent, because an earlier one could change them."""
     gradients: int = 0
+    """Gradients of rows that other ranks have."""
     words: int = 0
-    """What ranks say before they exchange anything."""
+    """Messages by which ranks agree on each exchange."""
 
 
-class RowsOfTables(LoaderSource):
-    """The batches of a loader, with rows of tables.
+class TableRowSource(LoaderSource):
+    """The batches of a loader, with the table rows that they look up.
 
     Args:
-        loader: As ``wrap_loader`` takes it.
-        tables: What is looked up.
+        loader: A loader, as for ``wrap_loader``.
+        tables: The tables.
 
     Raises:
-        ArgumentError: The loader cannot be iterated.
+        ArgumentError: If the loader cannot be iterated.
     """
 
     writes_always = False
     """Whether a batch that changed nothing counts as a write."""
 
-    def __init__(self, loader: Any, tables: Sequence[TableRows]) -> None:
+    def __init__(self, loader: Any, tables: Sequence[TableSpec]) -> None:
         super().__init__(loader)
         self._tables = tables
 
     @property
-    def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]  # the base has it once and for all
+    def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]  # a constant there
         return {
             "order": "a DataLoader's own",
             "tables": [[table.name, table.n_rows] for table in self._tables],
@@ -132,19 +139,28 @@ class RowsOfTables(LoaderSource):
 
     @property
     def exchanged(self) -> Exchanged:
-        """Since this was made."""
+        """Bytes sent to other ranks since this source was made."""
         return Exchanged()
 
-    def telling(self) -> contextlib.AbstractContextManager[None]:
-        """Consumer. Around what may fail before a loop begins."""
+    def report_failure(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that reports errors before a loop to other ranks.
+
+        Called by the training thread.
+        """
         return contextlib.nullcontext()
 
-    def taken(self) -> contextlib.AbstractContextManager[None]:
-        """Consumer. Around a loop and its readers."""
+    def claim_ranks(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context that reserves the ranks for a loop, around its reader threads.
+
+        Called by the training thread.
+        """
         return contextlib.nullcontext()
 
-    def together(self) -> contextlib.AbstractContextManager[None]:
-        """Consumer. Around a loop, while its readers live."""
+    def in_lockstep(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which all ranks run a loop, inside the life of its reader threads.
+
+        Called by the training thread.
+        """
         return contextlib.nullcontext()
 
     def hint(self, draw_share: float) -> str:
@@ -152,79 +168,74 @@ class RowsOfTables(LoaderSource):
             return super().hint(draw_share)
         names = ", ".join(table.name for table in self._tables)
         return (
-            f"Most of it is gathering rows of {names}: a table in memory (store=None) is faster than one in a file, and a smaller dtype, "
-            "or fewer different ids in a batch, leave less to gather."
+            f"Most of it is gathering rows of {names}: a table in memory (store=None) is faster "
+            "than one in a file, and a smaller dtype, or fewer different ids in a batch, leave "
+            "less to gather."
         )
 
     def draw(self, batch: Any) -> BatchThunk:
-        # The user's functions are called here, one at a time; what follows from their ids is left
-        # to whichever reader has time.
-        return functools.partial(self._load, batch, [table.ids_of(batch) for table in self._tables])
+        # The user's functions run here, one batch at a time. Any reader thread that is free
+        # computes the rest from their ids.
+        ids = [table.ids_of(batch) for table in self._tables]
+        return functools.partial(self._load, batch, ids)
 
     def _load(self, batch: Any, ids: Sequence[Any]) -> HostBatch:
         load, lookups = self._looked_up(batch, ids)
-        parts, groups = list(load.parts), []
+        parts = list(load.parts)
+        groups = []
         for table, lookup in zip(self._tables, lookups, strict=True):
             parts.append(HostLeaf(torch.from_numpy(lookup.rows)))
             groups.append(RowGroup(lookup.rows, len(parts), table.stores))
-            parts += [
-                *(StoreRows(store, lookup.rows) for store in table.stores),
-                *places_of(lookup),
-            ]
-        return HostBatch(
-            parts, functools.partial(self._rebuild, load, groups, lookups), load.batches, groups
-        )
+            parts += [StoreRows(store, lookup.rows) for store in table.stores]
+            parts += position_parts(lookup)
+        rebuild = functools.partial(self._rebuild, load, groups, lookups)
+        return HostBatch(parts, rebuild, load.batches, groups)
 
-    def _looked_up(self, batch: Any, ids: Sequence[Any]) -> tuple[HostBatch, list[Lookup]]:
-        """The batch itself, and what it looks up in each table."""
+    def _looked_up(self, batch: Any, ids: Sequence[Any]) -> tuple[HostBatch, list[HostLookup]]:
+        """Return the batch itself, and its lookup in each table."""
         load = load_of(batch)
-        return load, [
-            _look_up(load, wanted, table) for table, wanted in zip(self._tables, ids, strict=True)
-        ]
+        pairs = zip(self._tables, ids, strict=True)
+        return load, [_look_up(load, of_table, table) for table, of_table in pairs]
 
     @staticmethod
     def _rebuild(
         load: HostBatch,
         groups: Sequence[RowGroup],
-        lookups: Sequence[Lookup],
+        lookups: Sequence[HostLookup],
         tensors: Iterator[Tensor],
-    ) -> FedBatch:
-        batch, tables = [next(tensors) for _ in load.parts], []
+    ) -> DeviceBatch:
+        """Assemble the batch from the parts of ``_load``, in their order."""
+        batch = [next(tensors) for _ in load.parts]
+        tables = []
         for group, lookup in zip(groups, lookups, strict=True):
-            ids, rows = next(tensors), [next(tensors) for _ in group.stores]
-            tables.append(
-                FedRows(
-                    group.rows,
-                    ids,
-                    rows,
-                    [(batch[place], next(tensors)) for place, _ in lookup.places],
-                )
-            )
-        return FedBatch(load.rebuild(iter(batch)), tables)
+            ids = next(tensors)
+            rows = [next(tensors) for _ in group.stores]
+            positions = [(batch[part], next(tensors)) for part, _ in lookup.positions]
+            tables.append(DeviceRows(group.rows, ids, rows, positions))
+        return DeviceBatch(load.rebuild(iter(batch)), tables)
 
 
-def places_of(lookup: Lookup) -> list[HostLeaf]:
-    """Parts that bring the positions of a look-up to the device."""
-    return [HostLeaf(torch.from_numpy(where)) for _, where in lookup.places]
+def position_parts(lookup: HostLookup) -> list[HostLeaf]:
+    """Return the positions of a lookup as parts that are copied to the device."""
+    return [HostLeaf(torch.from_numpy(positions)) for _, positions in lookup.positions]
 
 
-def _look_up(load: HostBatch, ids: Any, table: TableRows) -> Lookup:
+def _look_up(load: HostBatch, ids: Any, table: TableSpec) -> HostLookup:
     leaves = _leaves(ids)
     rows, positions = _unique([_flat(leaf, table.name) for leaf in leaves], table)
-    places = [
-        (_place(leaf, load), leaf, where) for leaf, where in zip(leaves, positions, strict=True)
-    ]
-    return Lookup(
-        rows,
-        [(place, where.reshape(leaf.shape)) for place, leaf, where in places if place is not None],
-    )
+    known = []
+    for leaf, found in zip(leaves, positions, strict=True):
+        part = _part_index(leaf, load)
+        if part is not None:
+            known.append((part, found.reshape(leaf.shape)))
+    return HostLookup(rows, known)
 
 
-def _unique(ids: Sequence[np.ndarray[Any, Any]], table: TableRows) -> tuple[Rows, list[Rows]]:
-    """The ids, ascending, each once, and where each of them is, array by array; all int64.
+def _unique(ids: Sequence[np.ndarray[Any, Any]], table: TableSpec) -> tuple[Rows, list[Rows]]:
+    """Return the distinct ids, ascending, and the positions of each array's ids in them, as int64.
 
     Raises:
-        RowIndexError: They are out of range.
+        RowIndexError: If an id is out of range.
     """
     every = np.concatenate(
         [np.empty(0, np.int64), *[array for array in ids if array.size]],
@@ -236,26 +247,35 @@ def _unique(ids: Sequence[np.ndarray[Any, Any]], table: TableRows) -> tuple[Rows
     return rows, np.split(positions, np.cumsum([array.size for array in ids])[:-1])
 
 
-def _place(leaf: Any, load: HostBatch) -> int | None:
-    """Which part of the batch some ids are, if they are one as they are there."""
+def _part_index(leaf: Any, load: HostBatch) -> int | None:
+    """Return the index of the batch's part that the ids are, unchanged; None for other ids."""
     if not isinstance(leaf, torch.Tensor):
         return None
-    return next(
-        (i for i, part in enumerate(load.parts) if getattr(part, "host_value", None) is leaf), None
-    )
+    for i, part in enumerate(load.parts):
+        if getattr(part, "host_value", None) is leaf:
+            return i
+    return None
 
 
 def _leaves(ids: Any) -> list[Any]:
+    """Return the arrays in a nested structure of ids; a list of numbers is one array."""
     if isinstance(ids, Mapping):
         ids = list(ids.values())
-    if isinstance(ids, (list, tuple)) and any(
-        hasattr(leaf, "ndim") or isinstance(leaf, (list, tuple, Mapping)) for leaf in ids
-    ):
+    if isinstance(ids, (list, tuple)) and any(map(_is_array_or_nested, ids)):
         return [found for leaf in ids for found in _leaves(leaf)]
     return [ids]
 
 
+def _is_array_or_nested(value: Any) -> bool:
+    return hasattr(value, "ndim") or isinstance(value, (list, tuple, Mapping))
+
+
 def _flat(ids: Any, name: str) -> np.ndarray[Any, Any]:
+    """Return ids as a flat array.
+
+    Raises:
+        RowIndexError: If they are not integers.
+    """
     try:
         array = to_numpy(ids, name) if isinstance(ids, torch.Tensor) else np.asarray(ids)
     except (StoreError, ValueError, TypeError) as error:

@@ -1,13 +1,9 @@
-"""HostEmbedding: a table in host memory or in a file, its batch's rows on the device."""
+"""HostEmbedding: an embedding table in host memory or in a file, trained row by row."""
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import os
 import sys
-from collections.abc import Callable, Sequence
 from typing import IO, Any, Protocol
 
 import numpy as np
@@ -16,16 +12,25 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from pinfeed.errors import ArgumentError, ClosedError, RowIndexError, StoreError, described
+from pinfeed.errors import ClosedError, StoreError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
-from pinfeed.stores import ArrayStore, MmapStore, PinnedStore, Store
-from pinfeed.stores.base import shape_to_make
-from pinfeed.stores.file import open_created
+from pinfeed.stores import MmapStore, Store
 from pinfeed.stores.pinned import Pin
-from pinfeed.tensors.dtypes import dtype_of
-from pinfeed.tensors.numpy_torch import TORCH, to_torch
-from pinfeed.training.atomic_write import atomic_write
+from pinfeed.tensors.numpy_torch import to_torch
+from pinfeed.training.embeddings.arguments import HINTS, checked_padding, integer_tensor
+from pinfeed.training.embeddings.batch_rows import BatchRows, position_in
+from pinfeed.training.embeddings.initializers import Fill, Init, find_initializer
+from pinfeed.training.embeddings.table_store import (
+    NewTable,
+    Path,
+    check_is_table,
+    export_file,
+    fill_store,
+    open_pretrained,
+    open_table_store,
+    zero_row,
+)
 from pinfeed.training.row_file import write_rows
 from pinfeed.validation.arguments import (
     check_file_to_make,
@@ -35,156 +40,72 @@ from pinfeed.validation.arguments import (
     whole_number,
 )
 
-Init = str | Callable[[torch.Tensor], Any]
-Path = str | os.PathLike[str]
-
-HINTS = {
-    "sparse": "the rows of a batch alone are moved and trained, always; leave it out, and train the table with pinfeed.RowOptimizer",
-    "device": "the table stays in host memory or in a file; the device of the loop is train_rows(..., device=...)",
-    **dict.fromkeys(
-        ("_weight", "weight"), "give the rows to HostEmbedding.from_pretrained(rows, freeze=False)"
-    ),
-    **dict.fromkeys(
-        ("freeze", "_freeze"),
-        "give it to HostEmbedding.from_pretrained(rows, freeze=...), or call requires_grad_(False)",
-    ),
-    "mode": "bags of rows are a HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
-    **dict.fromkeys(("path", "filename"), "the file of the rows is store="),
-}
-"""Advice, by the names that torch has for it."""
-
 
 class RowLender(Protocol):
-    """A loop that lends a table's rows."""
+    """A loop over ``train_rows``, as the tables see it whose rows it lends."""
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended."""
+        """Whether the loop has not ended."""
         ...
 
     def land(self) -> None:
-        """Bring every change so far into the stores. In the loop's thread."""
+        """Write every change so far to the stores. Called by the training thread."""
 
     def release_tables(self) -> None:
-        """Give the tables back, if the loop has ended and interrupts kept it from doing so, or if nobody can go on with it."""
+        """Release the tables if the loop has ended without doing so, or cannot go on.
 
-
-class BatchRows:
-    """The rows of a table that one batch looks up.
-
-    Args:
-        rows: Their numbers, ascending, each once, shape (n,).
-        ids: The same on the device, int64.
-        weight: Their values on the device, shape (n, embedding_dim).
-        positions: Ids that are known to be looked up, and where they are.
-    """
-
-    def __init__(
-        self,
-        rows: Rows,
-        ids: torch.Tensor,
-        weight: nn.Parameter,
-        positions: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    ) -> None:
-        self.rows = rows
-        self.ids = ids
-        self.weight = weight
-        self._version = version_of(weight)
-        self._known = [(known, version_of(known), where) for known, where in positions]
-
-    @property
-    def owned(self) -> nn.Parameter:
-        """What an optimizer steps on, and what is written back."""
-        return self.weight
-
-    @property
-    def touched(self) -> bool:
-        """Whether the values were changed in place, as far as torch counts: it does not where ``weight.data`` is changed."""
-        return version_of(self.weight) != self._version
-
-    def positions(self, ids: torch.Tensor, name: str) -> torch.Tensor:
-        """Where in the block the ids are, in the shape of ``ids``.
-
-        Raises:
-            RowIndexError: One is not there. On a GPU, where nobody waits to see, an assertion on
-                the device.
+        Interrupts can keep a loop from releasing its tables. A loop cannot go on if its iterator
+        is unreachable.
         """
-        if ids.dtype.is_floating_point or ids.dtype.is_complex or ids.dtype is torch.bool:
-            raise RowIndexError(f"{name}: ids of {ids.dtype}; expected integers (mask: ids[mask])")
-        for known, version, where in self._known:
-            if ids is known and version_of(ids) == version:
-                # As they were when the batch was prepared.
-                return where
-        wanted = ids.to(self.ids.device, torch.int64, non_blocking=True)
-        if not len(self.rows):
-            if ids.numel():
-                raise self._missing(name, int(wanted.reshape(-1)[0]))
-            return wanted
-        positions = torch.searchsorted(self.ids, wanted).clamp_(max=len(self.rows) - 1)
-        found = self.ids[positions] == wanted
-        if self.ids.device.type == "cpu":
-            if not bool(found.all()):
-                raise self._missing(name, int(wanted[~found].reshape(-1)[0]))
-        else:
-            torch._assert_async(
-                found.all(), f"{name}: an id that was not announced to train_rows for this batch"
-            )
-        return positions
-
-    def collect(self, blocks: Sequence[Any]) -> None:
-        """Bring the gradients of ``weight`` to ``owned``, in this block and in others of its kind."""
-
-    def position_of(self, row: int | None) -> int | None:
-        """Where in the block a row is; None if it is not."""
-        return None if row is None else _position(self.rows, row)
-
-    @staticmethod
-    def _missing(name: str, row: int) -> RowIndexError:
-        return RowIndexError(
-            f"{name}: id {row} was not announced for this batch; expected the function that train_rows was given for this table to return "
-            "every id that is looked up (a tuple of tensors for several inputs). For other rows: read(ids)"
-        )
 
 
 class HostEmbedding(nn.Module):
-    """An embedding table in host memory or in a file, used like ``torch.nn.Embedding`` in a loop over ``train_rows``.
+    """An embedding table in host memory or in a file, used like ``torch.nn.Embedding``.
 
-    In the loop, the rows of the batch are a parameter on the device, ``weight``, shape (rows of the
-    batch, embedding_dim): ascending by id, each id once, so that ids that repeat add their
-    gradients. It is no parameter of the module: ``parameters()`` and ``state_dict()`` of a model do
-    not see it, so that a dense optimizer leaves it alone; ``RowOptimizer`` trains it. Outside a
-    loop, rows are read where they are, without gradients.
+    In a loop over ``train_rows``, the rows of the batch are a parameter on the device, ``weight``.
+    Its shape is (rows of the batch, embedding_dim), ascending by id. Each id stands there once, so
+    that the gradients of repeated ids are added. ``weight`` is not a parameter of the module:
+    ``parameters()`` and ``state_dict()`` of a model do not contain it, so that a dense optimizer
+    leaves it alone. ``RowOptimizer`` trains it. Outside a loop, rows are read from the store,
+    without gradients.
+
+        users = pinfeed.HostEmbedding(50_000_000, 128)
+        optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [users], lr=1e-3)
+
+    It is one class because all of it is one ``nn.Module`` interface. Stores, initializers and the
+    rows of a batch have modules of their own.
 
     Args:
-        num_embeddings: Rows.
+        num_embeddings: Number of rows.
         embedding_dim: Numbers in a row.
         padding_idx: As in ``nn.Embedding``: this row begins as zeros, and its gradient is zero.
         max_norm: As in ``nn.Embedding``: rows that are longer are renormalised, in the table too,
             when they are looked up in a loop.
-        norm_type: Of ``max_norm``.
+        norm_type: Order p of the norm that ``max_norm`` limits.
         scale_grad_by_freq: As in ``nn.Embedding``.
-        init: How the table begins: the name of a function of ``torch.nn.init`` (``"normal"``,
+        init: Initial values: the name of a function of ``torch.nn.init`` (``"normal"``,
             ``"xavier_uniform"``), or a function that fills the tensor that it is given, in place.
             Drawn from torch's generator as ``nn.Embedding`` does: the same seed gives the same
-            table. None leaves a Store that is given as it is, and is ``"normal"`` for others.
-        dtype: Of the table, as torch or numpy spells it; torch's default if None.
-        store: Where the rows are: a path of a .npy file that is created, or a Store of shape
-            (num_embeddings, embedding_dim); None for memory. A file of the same shape and dtype
-            that is there already stays as it is, and can be used when ``checkpoint.resume`` has
-            replaced its rows: so a run is resumed by the program that began it.
-        pin: For memory: as in ``PinnedStore``.
-        overwrite: Whether a file that is there is replaced by a new one at once.
-        name: What errors and checkpoints call it.
+            table. None leaves a given Store as it is, and is ``"normal"`` otherwise.
+        dtype: Dtype of the table, as torch or numpy spells it; torch's default if None.
+        store: Location of the rows: a path of a .npy file that is created, or a Store of shape
+            (num_embeddings, embedding_dim); None for memory. An existing file of the same shape and
+            dtype is not changed, and can be used once ``checkpoint.resume`` has replaced its rows.
+            The program that began a run can therefore resume it, too.
+        pin: Whether memory is pinned, as in ``PinnedStore``.
+        overwrite: Whether an existing file is replaced by a new one at once.
+        name: Name of the table in errors and checkpoints; by default its type and shape.
 
     Raises:
-        ArgumentError: Sizes, options or an initialiser that cannot be, or an ``init`` that returns
+        ArgumentError: If a size, an option or an initializer is invalid, or ``init`` returns
             another tensor than it was given.
-        UnknownArgument: There is no such argument. The message says what to give instead.
-        FileMissing: The directory of the file that ``store`` names does not exist.
-        MemoryError: The system does not have so much memory.
-        StoreError: A store of another shape, a dtype that is not floating point, another file that
-            is there already, or more bytes than memory or a file can have. If the rows of a file
-            that was there already are used before ``checkpoint.resume`` has replaced them.
+        UnknownArgument: If an argument does not exist. The message says what to give instead.
+        FileMissing: If the directory of the file that ``store`` names does not exist.
+        MemoryError: If the system does not have enough memory.
+        StoreError: If the store has another shape, the dtype is not floating point, another file
+            exists at the path, or the table has more bytes than memory or a file can have. Also
+            if the rows of an existing file are used before ``checkpoint.resume`` has replaced them.
     """
 
     @explain_arguments(HINTS)
@@ -208,117 +129,109 @@ class HostEmbedding(nn.Module):
         self.num_embeddings = whole_number(num_embeddings, "num_embeddings", most=sys.maxsize)
         self.embedding_dim = whole_number(embedding_dim, "embedding_dim", most=sys.maxsize)
         self.name = name or f"{type(self).__name__}({num_embeddings}, {embedding_dim})"
-        self.padding_idx = self._checked_padding(padding_idx)
+        self.padding_idx = checked_padding(padding_idx, self.num_embeddings)
         self.max_norm = None if max_norm is None else real_number(max_norm, "max_norm", least=0)
         self.norm_type = real_number(norm_type, "norm_type")
         check_flag(scale_grad_by_freq, "scale_grad_by_freq")
         check_flag(overwrite, "overwrite")
         self.scale_grad_by_freq = scale_grad_by_freq
-        fill = _initialiser(init)
-        shape = (self._n_own_rows(), self.embedding_dim)
+        fill = find_initializer(init)
         self.overwrite = overwrite
         self.trainable = True
-        self._block: BatchRows | None = None
+        self._batch_rows: BatchRows | None = None
         self._lender: RowLender | None = None
-        self.awaits_resume = False
-        """Whether the rows are those of a file that was there already, and ``checkpoint.resume`` has not replaced them yet."""
-        self._store, self._owned = self._opened(store, shape, dtype, pin)
-        # New memory and files are zeros.
-        is_to_fill = init not in ("zeros", "zeros_") if self._owned else init is not None
-        if is_to_fill and not self.awaits_resume:
-            try:
-                self._fill(fill)
-            except BaseException:
-                self.close()
-                if isinstance(store, (str, os.PathLike)):
-                    # It would be refused at the next attempt.
-                    os.remove(store)
-                raise
+        wanted = NewTable(
+            self.name, (self._n_own_rows(), self.embedding_dim), dtype, pin, overwrite
+        )
+        opened = open_table_store(store, wanted)
+        self._store = opened.store
+        self._owned = opened.is_owned
+        self.awaits_resume = opened.awaits_resume
+        """Whether ``checkpoint.resume`` has yet to replace the rows of an existing file."""
+        # New memory and new files are zeros already.
+        needs_fill = init not in ("zeros", "zeros_") if self._owned else init is not None
+        if needs_fill and not self.awaits_resume:
+            self._fill_or_remove(fill, store)
 
     @classmethod
     def from_pretrained(
         cls, embeddings: Any, *, freeze: bool = True, name: str | None = None, **options: Any
     ) -> Any:
-        """A table of rows that are there: a 2-d tensor or array, shared, a path of a .npy file, or a Store.
+        """Make a table of existing rows, which it shares.
 
         Args:
-            embeddings: The rows. A file is opened for reading if ``freeze``, else its rows are
-                trained in place.
-            freeze: Whether they stay as they are.
-            name: As above.
-            options: As above: ``padding_idx``, ``max_norm``, ``norm_type``, ``scale_grad_by_freq``;
-                ``overwrite`` for the files of its optimizer's state.
+            embeddings: The rows: a 2-d tensor or array, a path of a .npy file, or a Store. A file
+                is opened for reading if ``freeze``; otherwise its rows are trained in place.
+            freeze: Whether the rows are not trained.
+            name: As for the class.
+            options: As for the class: ``padding_idx``, ``max_norm``, ``norm_type``,
+                ``scale_grad_by_freq``; ``overwrite`` for the files of its optimizer's state.
 
         Raises:
-            StoreError: They are not rows of floating point numbers.
-            ArgumentError: If ``freeze`` is neither True nor False, or an option cannot be.
+            StoreError: If they are not rows of floating point numbers.
+            ArgumentError: If ``freeze`` is neither True nor False, or an option is invalid.
         """
         check_flag(freeze, "freeze")
-        owned = isinstance(embeddings, (str, os.PathLike))
-        if owned:
-            store: Store = MmapStore(embeddings, mode="r" if freeze else "r+")
-        else:
-            store = (
-                embeddings
-                if isinstance(embeddings, Store)
-                else ArrayStore(embeddings, name="embeddings")
-            )
-        if len(store.row_shape) != 1:
-            raise StoreError(
-                f"embeddings of shape {(store.n_rows, *store.row_shape)}; expected (num_embeddings, embedding_dim)"
-            )
+        opened = open_pretrained(embeddings, freeze=freeze)
+        store = opened.store
+        check_is_table(store)
         table = cls(store.n_rows, store.row_shape[0], store=store, name=name, **options)
-        table._owned = owned
+        table._owned = opened.is_owned
         return table.requires_grad_(not freeze)
 
     def forward(self, ids: Any) -> torch.Tensor:
-        """The rows of the ids, shape (*ids.shape, embedding_dim), on the device of the loop, or of ``ids`` outside a loop.
+        """Look up rows.
 
         Args:
             ids: Integers of any dtype and shape, in a tensor, an array or a list.
 
+        Returns:
+            The rows, shape (*ids.shape, embedding_dim), on the device of the loop, or on that of
+            ``ids`` outside a loop.
+
         Raises:
-            RowIndexError: An id is out of range, or was not announced to ``train_rows``.
-            ClosedError: Outside a loop, where the rows would not be trained, in training and with
-                gradients.
+            RowIndexError: If an id is out of range, or was not announced to ``train_rows``.
+            ClosedError: If it is called outside a loop, in training mode and with gradients: the
+                rows would not be trained.
         """
-        positions, weight, padding = self._looked_up(_integers(ids, f"{self.name}: ids"))
+        positions, weight, padding = self._look_up(integer_tensor(ids, f"{self.name}: ids"))
         return functional.embedding(
             positions, weight, padding, self.max_norm, self.norm_type, self.scale_grad_by_freq
         )
 
     @property
     def store(self) -> Store:
-        """The rows themselves; after a loop, or after ``land()`` of it, as they were trained."""
+        """Store of the rows; a loop has written all its changes after ``flush_writes()``."""
         return self._store
 
     @property
     def weight(self) -> nn.Parameter:
-        """The rows of the batch that is lent, on the device, shape (n, embedding_dim), ascending by id.
+        """Rows of the current batch on the device, shape (n, embedding_dim), ascending by id.
 
-        In the body of the loop they may be changed in any way; afterwards they are on their way
-        back, and to be left alone (``clone()``).
+        The training step may change them in any way. After the step they are being written back
+        and must not be changed; ``clone()`` them to keep them.
 
         Raises:
-            ClosedError: There is none.
+            ClosedError: If no loop lends rows of the table.
         """
         return self.block.weight
 
     @property
     def block(self) -> BatchRows:
-        """What is lent now.
+        """Rows of the current batch, with their row indices.
 
         Raises:
-            ClosedError: Nothing is.
+            ClosedError: If no loop lends rows of the table.
         """
-        if self._block is None:
+        if self._batch_rows is None:
             raise ClosedError(
-                f"{self.name} has rows on the device only in the body of a loop over train_rows; outside: read(ids), store"
+                f"{self.name} has rows on the device only in the body of a loop over train_rows; "
+                "outside: read(ids), store"
             )
-        return self._block
+        return self._batch_rows
 
     def requires_grad_(self, requires_grad: bool = True) -> HostEmbedding:
-        """Let the table be trained, or not. From the next loop on.
+        """Let the table be trained or not, from the next loop on.
 
         Raises:
             ArgumentError: If ``requires_grad`` is neither True nor False.
@@ -328,89 +241,93 @@ class HostEmbedding(nn.Module):
         return self
 
     def read(self, ids: Any) -> torch.Tensor:
-        """Rows as they are now, shape (*ids.shape, embedding_dim), on the CPU, without gradients.
-
-        In a loop, what is under way lands first.
+        """Read rows as they are now. In a loop, pending writes are flushed first.
 
         Args:
             ids: A tensor, array or list of integers, of any shape.
 
+        Returns:
+            A copy of the rows, shape (*ids.shape, embedding_dim), on the CPU, without gradients.
+
         Raises:
-            RowIndexError: An id is out of range.
-            ClosedError: A loop in another thread has rows of the table under way.
-            StoreError: If the table is in a file that was there already, and was not resumed.
+            RowIndexError: If an id is out of range.
+            ClosedError: If a loop in another thread lends rows of the table.
+            StoreError: If the table is in an existing file and was not resumed.
         """
         array = np.asarray(ids.detach().cpu() if isinstance(ids, torch.Tensor) else ids)
         rows = check_rows(array.reshape(-1), self.num_embeddings, self.name)
         self.require_resumed()
-        self.land()
+        self.flush_writes()
         return to_torch(self._gathered(rows)).view(*array.shape, self.embedding_dim)
 
-    def land(self) -> None:
-        """In a loop, bring every change so far into the store.
+    def flush_writes(self) -> None:
+        """Write every change of a running loop to the store. Without a loop, do nothing.
 
         Raises:
-            Exception: That of a write-back that failed, as it was.
-            ClosedError: The loop runs in another thread.
+            Exception: If a write-back has failed, its error, as it was.
+            ClosedError: If the loop runs in another thread.
         """
-        if (lender := self._running()) is not None:
+        if (lender := self._running_lender()) is not None:
             lender.land()
+
+    def land(self) -> None:
+        """Call ``flush_writes()``; this is its earlier name."""
+        self.flush_writes()
 
     def require_idle(self) -> None:
         """Check that no loop lends rows of the table.
 
         Raises:
-            ClosedError: One does.
+            ClosedError: If a loop does.
         """
         if self._lender is not None:
             self._lender.release_tables()
         if self._lender is not None:
             raise ClosedError(
-                f"a loop over rows of {self.name} is running; end it first: leave its body, or close() what train_rows returned"
+                f"a loop over rows of {self.name} is running; end it first: leave its body, "
+                "or close() what train_rows returned"
             )
 
     def require_resumed(self) -> None:
-        """Check that the rows are those of this run.
+        """Check that the rows belong to this run.
 
         Raises:
-            StoreError: If they are in a file that was there before the table, and
-                ``checkpoint.resume`` has not replaced them.
+            StoreError: If they are in an existing file, and ``checkpoint.resume`` has not replaced
+                them.
         """
         if self.awaits_resume and isinstance(self._store, MmapStore):
             path = self._store.paths[0]
             raise StoreError(
-                f"{path} was there already when {self.name} was made, and is as it was; expected checkpoint.resume with this table "
-                "before it is used, which replaces the rows; or give "
-                f"overwrite=True to begin anew, HostEmbedding.from_pretrained({path!r}, freeze=False) to train the rows that are there, or "
-                "another path"
+                f"{path} was there already when {self.name} was made, and is as it was; expected "
+                "checkpoint.resume with this table before it is used, which replaces the rows; "
+                "or give overwrite=True to begin anew, "
+                f"HostEmbedding.from_pretrained({path!r}, freeze=False) to train the rows that are "
+                "there, or another path"
             )
 
     def export(self, path: Path) -> None:
-        """Save the table as a .npy file, as ``numpy.save`` would, piece by piece; the file is there whole, or as it was.
+        """Save the table as a .npy file, atomically, in the bytes that ``numpy.save`` would write.
+
+        The rows are written in chunks of 16 MiB.
+
+        Args:
+            path: File to create or replace.
 
         Raises:
-            OSError: What the file system says.
-            StoreError: It is the table's own file, which has the rows when a loop has ended; or
-                this file was not resumed; or ``path`` is a directory.
+            OSError: If the file system refuses.
+            StoreError: If it is the table's own file, which has the rows when a loop has ended; if
+                that file was not resumed; or if ``path`` is a directory.
             FileMissing: If the directory of the file does not exist.
-            ArgumentError: If ``path`` is no path.
+            ArgumentError: If ``path`` is not a path.
         """
         check_file_to_make(path)
         self.require_resumed()
-        self.land()
-        if (
-            isinstance(self._store, MmapStore)
-            and os.path.exists(path)
-            and any(os.path.samefile(path, own) for own in self._store.paths)
-        ):
-            raise StoreError(
-                f"export to {os.fspath(path)!r}, which is {self.name}'s own file and has its rows; expected another path"
-            )
-        with atomic_write(path) as file:
-            self._write_rows(file)
+        self.flush_writes()
+        own_files = self._store.paths if isinstance(self._store, MmapStore) else ()
+        export_file(path, own_files, self._write_rows, self.name)
 
     def to_embedding(self) -> nn.Embedding:
-        """An ``nn.Embedding`` with a copy of the whole table."""
+        """Return an ``nn.Embedding`` with a copy of the whole table."""
         whole = self.read(np.arange(self.num_embeddings))
         embedding: nn.Embedding = nn.Embedding.from_pretrained(
             whole,
@@ -425,16 +342,19 @@ class HostEmbedding(nn.Module):
     def reset_parameters(self, init: Init | None = None) -> None:
         """Fill the table anew, as the constructor does.
 
+        Args:
+            init: As for the class.
+
         Raises:
-            ClosedError: A loop lends its rows.
-            StoreError: If the table is in a file that was there already, and was not resumed.
+            ClosedError: If a loop lends its rows.
+            StoreError: If the table is in an existing file and was not resumed.
         """
         self.require_idle()
         self.require_resumed()
-        self._fill(_initialiser(init))
+        self._fill(find_initializer(init))
 
     def close(self) -> None:
-        """Flush and close the table's own store. Idempotent."""
+        """Flush and close the table's own store. A second call does nothing."""
         if self._owned:
             self._store.close()
 
@@ -442,262 +362,77 @@ class HostEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, store={type(self._store).__name__}"
 
     def _n_own_rows(self) -> int:
-        """Rows of the store."""
+        """Return the number of rows in the store of this process."""
         return self.num_embeddings
 
     def _gathered(self, rows: Rows) -> npt.NDArray[Any]:
-        """Rows as they are in the store."""
+        """Return rows of the table as the store has them."""
         out = np.empty((len(rows), self.embedding_dim), self._store.dtype)
         self._store.gather(rows, out)
         return out
 
     def _write_rows(self, file: IO[bytes]) -> None:
-        """Write the whole table as a .npy file."""
+        """Write the whole table to an open file, as .npy."""
         write_rows(self._store, file)
 
-    def _fill(self, fill: Callable[[torch.Tensor], Any]) -> None:
-        """Fill the whole table at once, where it is: initialisers look at its shape, and draw it in one go."""
-        store = self._store
-        with torch.no_grad(), contextlib.ExitStack() as stack:
-            if isinstance(store, ArrayStore) and store.writable:
-                array = store.array
-            elif isinstance(store, MmapStore) and store.writable:
-                array = stack.enter_context(store.mapped())
-            else:
-                raise StoreError(
-                    f"{self.name}: init cannot fill {'a' if store.writable else 'a read-only'} {type(store).__name__} as a whole; "
-                    "fill it before, and leave init out"
-                )
-            fill(to_torch(array))
+    def _fill(self, fill: Fill) -> None:
+        """Fill the store, and set the padding row to zeros."""
+        fill_store(self._store, fill, self.name)
         if self.padding_idx is not None:
-            store.scatter(
-                np.array([self.padding_idx]), np.zeros((1, self.embedding_dim), store.dtype)
-            )
+            zero_row(self._store, self.padding_idx)
+
+    def _fill_or_remove(self, fill: Fill, store: Store | Path | None) -> None:
+        """Fill a new store; if that fails, close it and remove the file that was created."""
+        try:
+            self._fill(fill)
+        except BaseException:
+            self.close()
+            if isinstance(store, (str, os.PathLike)):
+                # The file would be taken for that of an earlier run at the next attempt.
+                os.remove(store)
+            raise
 
     def _take(self, lender: RowLender) -> None:
-        """A loop begins to lend rows; no other one does until ``_release``."""
+        """Reserve the table for a loop, which alone lends its rows until ``_release``."""
         self.require_idle()
         self._lender = lender
 
     def _release(self) -> None:
-        self._lender = self._block = None
+        """End the reservation of ``_take``."""
+        self._batch_rows = None
+        self._lender = None
 
     def __getstate__(self) -> dict[str, Any]:
-        # A copy of a model, made in the body of a loop, is not in that loop.
+        # A copy of a model that is made in a training step does not belong to the loop.
         return {**self.__dict__, "_lender": None}
 
-    def _running(self) -> RowLender | None:
-        """The loop that lends rows of the table now."""
+    def _running_lender(self) -> RowLender | None:
+        """Return the loop that lends rows of the table now."""
         if self._lender is not None and not self._lender.is_running:
             self._lender.release_tables()
         return self._lender
 
-    def _looked_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-        """Positions, rows, and the position of the padding."""
-        block = self._block
-        if block is not None:
+    def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, int | None]:
+        """Return positions of ids in some rows, these rows, and the position of the padding row."""
+        batch_rows = self._batch_rows
+        if batch_rows is not None:
             return (
-                block.positions(ids, self.name),
-                block.weight,
-                block.position_of(self.padding_idx),
+                batch_rows.positions(ids, self.name),
+                batch_rows.weight,
+                batch_rows.position_of(self.padding_idx),
             )
         if self.training and self.trainable and torch.is_grad_enabled():
             raise ClosedError(
-                f"{self.name} was called outside a loop over train_rows, where its rows would not be trained; "
-                "loop over pinfeed.train_rows(loader, {table: ids_of_batch}, optimizer=...), or use torch.no_grad() or eval()"
+                f"{self.name} was called outside a loop over train_rows, where its rows would not "
+                "be trained; loop over "
+                "pinfeed.train_rows(loader, {table: ids_of_batch}, optimizer=...), "
+                "or use torch.no_grad() or eval()"
             )
         rows, positions = np.unique(np.asarray(ids.detach().cpu()), return_inverse=True)
         weight = self.read(rows)
-        padding = None if self.padding_idx is None else _position(rows, self.padding_idx)
+        padding = None if self.padding_idx is None else position_in(rows, self.padding_idx)
         return (
             torch.from_numpy(positions.reshape(ids.shape)).to(ids.device),
             weight.to(ids.device),
             padding,
         )
-
-    def _checked_padding(self, padding: int | None) -> int | None:
-        if padding is None:
-            return None
-        n = self.num_embeddings
-        return (
-            whole_number(padding, "padding_idx", least=-n, most=n - 1, note=f" (a row of {n:,})")
-            % n
-        )
-
-    def _opened(
-        self, store: Store | Path | None, shape: tuple[int, int], dtype: Any, pin: Pin
-    ) -> tuple[Store, bool]:
-        """The store, and whether it was made here."""
-        wanted = dtype_of(torch.get_default_dtype() if dtype is None else dtype, self.name)
-        if not TORCH[wanted].is_floating_point:
-            raise StoreError(f"{self.name}: dtype={dtype}; expected a floating point dtype")
-        if store is None or isinstance(store, (str, os.PathLike)):
-            shape_to_make(shape, wanted, self.name)
-        elif not isinstance(store, Store):
-            raise ArgumentError(
-                f"{self.name}: store={type(store).__name__}; expected a path of a .npy file, or a Store; rows that are there already are "
-                "given as pinfeed.ArrayStore(array), or to HostEmbedding.from_pretrained(array, freeze=False)"
-            )
-        if store is None:
-            return PinnedStore.empty(shape, wanted, pin=pin), True
-        if isinstance(store, (str, os.PathLike)):
-            self.awaits_resume = os.path.lexists(store) and not self.overwrite
-            if self.awaits_resume:
-                return open_created(store, shape, wanted), True
-            return MmapStore.create(store, shape, wanted, overwrite=self.overwrite), True
-        if (store.n_rows, *store.row_shape) != shape:
-            raise StoreError(
-                f"{self.name}: a store of shape {(store.n_rows, *store.row_shape)}; expected {shape}"
-            )
-        if not TORCH[np.dtype(store.dtype)].is_floating_point or (
-            dtype is not None and wanted != store.dtype
-        ):
-            raise StoreError(
-                f"{self.name}: a store of {store.dtype}; expected {dtype or 'a floating point dtype'}"
-            )
-        return store, False
-
-
-class HostEmbeddingBag(HostEmbedding):
-    """A ``HostEmbedding`` that reduces the rows of each bag, used like ``torch.nn.EmbeddingBag``.
-
-    Where the padding row is not among a batch's, torch sums bags with weights in another order than
-    where there is one: the last bit may differ from ``nn.EmbeddingBag``.
-
-    Args:
-        num_embeddings: Rows.
-        embedding_dim: Numbers in a row.
-        mode: ``"sum"``, ``"mean"`` or ``"max"``.
-        include_last_offset: As in ``nn.EmbeddingBag``.
-        options: As for ``HostEmbedding``.
-
-    Raises:
-        ArgumentError: Another mode.
-    """
-
-    @explain_arguments(HINTS)
-    def __init__(
-        self,
-        num_embeddings: int,
-        embedding_dim: int,
-        *,
-        mode: str = "mean",
-        include_last_offset: bool = False,
-        **options: Any,
-    ) -> None:
-        if mode not in ("sum", "mean", "max"):
-            raise ArgumentError(f"mode={mode!r}: expected 'sum', 'mean' or 'max'")
-        check_flag(include_last_offset, "include_last_offset")
-        super().__init__(num_embeddings, embedding_dim, **options)
-        self.mode = mode
-        self.include_last_offset = include_last_offset
-
-    def forward(
-        self, ids: Any, offsets: Any = None, per_sample_weights: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """The reduced rows, shape (bags, embedding_dim).
-
-        Args:
-            ids: Shape (bags, ids of a bag), or (n,) with ``offsets``; integers in a tensor, an
-                array or a list.
-            offsets: Where in ``ids`` each bag begins, shape (bags,); likewise.
-            per_sample_weights: Factors of the rows, in the shape of ``ids``; with mode ``"sum"``
-                only.
-
-        Raises:
-            RowIndexError: As for ``HostEmbedding``.
-            ClosedError: As for ``HostEmbedding``.
-        """
-        positions, weight, padding = self._looked_up(_integers(ids, f"{self.name}: ids"))
-        return functional.embedding_bag(
-            positions,
-            weight,
-            offsets
-            if offsets is None
-            else _integers(offsets, f"{self.name}: offsets").to(positions),
-            max_norm=self.max_norm,
-            norm_type=self.norm_type,
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            mode=self.mode,
-            per_sample_weights=per_sample_weights,
-            include_last_offset=self.include_last_offset,
-            padding_idx=padding,
-        )
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """How often a tensor was changed in place; torch does not count in inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
-def _position(rows: Rows, row: int) -> int | None:
-    """Where in ascending rows one is; None if it is not."""
-    at = int(np.searchsorted(rows, row))
-    return at if at < len(rows) and rows[at] == row else None
-
-
-def _integers(values: Any, name: str) -> torch.Tensor:
-    """A tensor of integers in a tensor, which it is itself, in an array or in a list.
-
-    Raises:
-        RowIndexError: If they are something else than integers, or are of rows of different
-            lengths.
-    """
-    if isinstance(values, torch.Tensor):
-        return values
-    try:
-        array = np.asarray(values)
-    except (TypeError, ValueError) as error:
-        raise RowIndexError(
-            f"{name}: {described(error)}; expected integers in a tensor, an array or a list"
-        ) from None
-    # numpy takes an empty list for floats.
-    if array.size and array.dtype.kind not in "iu":
-        raise RowIndexError(
-            f"{name}: a {type(values).__name__} of {array.dtype}; expected integers in a tensor, an array or a list"
-        )
-    return torch.from_numpy(array.astype(np.int64))
-
-
-def _initialiser(init: Init | None) -> Callable[[torch.Tensor], Any]:
-    if callable(init):
-        return functools.partial(_filled, init)
-    name = "normal" if init is None else str(init).removesuffix("_")
-    names = [
-        key[:-1]
-        for key, value in vars(nn.init).items()
-        if key.endswith("_") and not key.startswith("_") and _fills_alone(value)
-    ]
-    if name not in names:
-        raise ArgumentError(
-            f"init={init!r} is no function of torch.nn.init that needs a tensor alone; expected one of {', '.join(sorted(names))}, "
-            "or a function that fills a tensor (functools.partial(nn.init.constant_, val=0.5))"
-        )
-    found: Callable[[torch.Tensor], Any] = getattr(nn.init, f"{name}_")
-    return found
-
-
-def _filled(init: Callable[[torch.Tensor], Any], tensor: torch.Tensor) -> None:
-    """Let a user's function fill a tensor.
-
-    Raises:
-        ArgumentError: If it returns a tensor of other memory, which nothing would use.
-    """
-    returned = init(tensor)
-    if (
-        isinstance(returned, torch.Tensor)
-        and returned.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
-    ):
-        raise ArgumentError(
-            f"init={init!r} returned another tensor than it was given; expected a function that fills the given tensor in place; give "
-            "lambda tensor: tensor.copy_(values), or HostEmbedding.from_pretrained(values, freeze=False)"
-        )
-
-
-def _fills_alone(function: Callable[..., Any]) -> bool:
-    """Whether it can be called with a tensor and nothing else."""
-    try:
-        inspect.signature(function).bind(None)
-    except TypeError:
-        return False
-    return True

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.training.embeddings.source import FedBatch
+from pinfeed.training.embeddings.source import DeviceBatch
 from pinfeed.training.row_loop.lent_table import LentTable
 from pinfeed.training.row_loop.verify import SynchronousRows
 
@@ -102,11 +102,11 @@ class RowLending:
         Raises:
             VerificationError: If a row differs from the one of the synchronous loop.
         """
-        batch: FedBatch = lent.take()
+        batch: DeviceBatch = lent.take()
         if self._reference is not None:
             rows = [(rows_of.rows, rows_of.tensors) for rows_of in batch.tables]
             self._reference.check(lent.number, rows)
-        blocks = batch.blocks([table.trainable for table in self._tables])
+        blocks = batch.batch_rows([table.trainable for table in self._tables])
         if self._reference is not None:
             batch.check(lent.number)
         for table, rows_of, block in zip(self._tables, batch.tables, blocks, strict=True):

@@ -13,7 +13,7 @@ from pinfeed.errors import ArgumentError
 from pinfeed.pipeline.write_check import aliases
 from pinfeed.stores import Store
 from pinfeed.training.embeddings.optimizer import RowOptimizer
-from pinfeed.training.embeddings.source import IdsOf, TableRows
+from pinfeed.training.embeddings.source import IdsOf, TableSpec
 from pinfeed.training.embeddings.table import BatchRows, HostEmbedding
 
 if TYPE_CHECKING:
@@ -51,10 +51,10 @@ class LentTable:
             self.stores += state.stores
 
     @property
-    def spec(self) -> TableRows:
+    def spec(self) -> TableSpec:
         """The table as the source of the batches needs it."""
         table = self.table
-        return TableRows(table.name, self._ids_of, self.stores, table.num_embeddings)
+        return TableSpec(table.name, self._ids_of, self.stores, table.num_embeddings)
 
     def require_resumed(self) -> None:
         """Check that the rows and their state are those of this run.
@@ -78,13 +78,13 @@ class LentTable:
 
     def bind(self, rows: BatchRows, state: list[torch.Tensor]) -> None:
         """Lend the rows of a batch to the table, and their state to its optimizer."""
-        self.table._block = rows
+        self.table._batch_rows = rows
         if self.optimizer is not None:
             self.optimizer.bind(self.table, rows.owned, state, rows.weight)
 
     def unbind(self) -> None:
         """Take the rows of a batch from the table and its optimizer."""
-        self.table._block = None
+        self.table._batch_rows = None
         if self.optimizer is not None:
             self.optimizer.release(self.table)
 
@@ -100,7 +100,7 @@ class LentTable:
                 "unless the loop changes them by hand; give optimizer=pinfeed.RowOptimizer(...)",
                 self.table.name,
             )
-        if self.optimizer is not None and self.optimizer.tables[self.table].unused:
+        if self.optimizer is not None and self.optimizer.tables[self.table].has_unused_gradients:
             self._has_warned = True
             logger.warning(
                 "%s has gradients, and the body of the loop ended without a step of its "

@@ -160,7 +160,7 @@ class RowLoop(LoaderFeeder):
             StoreError: If a table or its optimizer's state is in a file that existed before, and
                 was not resumed.
         """
-        with self._row_source.telling():
+        with self._row_source.report_failure():
             self._lending.require_resumed()
         # Checked again when the loop begins, because two iterators may be made before that.
         self._lending.require_idle()
@@ -290,9 +290,9 @@ class RowLoop(LoaderFeeder):
         """Lend the rows of each batch while the caller runs its training step."""
         with contextlib.ExitStack() as stack:
             self._lending.reserve(self, stack)
-            stack.enter_context(self._row_source.taken())
+            stack.enter_context(self._row_source.claim_ranks())
             stack.enter_context(contextlib.closing(lent_batches))
-            stack.enter_context(self._row_source.together())
+            stack.enter_context(self._row_source.in_lockstep())
             self._lending.enter_thread()
             for lent_batch in lent_batches:
                 data = self._lending.bind(lent_batch)

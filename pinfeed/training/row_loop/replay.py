@@ -7,7 +7,7 @@ from typing import Any
 
 from pinfeed.errors import ArgumentError
 from pinfeed.training import rng_state
-from pinfeed.training.embeddings.source import RowsOfTables
+from pinfeed.training.embeddings.source import TableRowSource
 
 
 class LoaderReplay:
@@ -23,7 +23,7 @@ class LoaderReplay:
         set_epoch_number: Epoch of the last call of ``set_epoch``; None if there was none.
     """
 
-    def __init__(self, source: RowsOfTables) -> None:
+    def __init__(self, source: TableRowSource) -> None:
         self.set_epoch_number: int | None = None
         self._source = source
         self._generators: dict[str, Any] = {}

@@ -7,15 +7,15 @@ from typing import Any
 
 from pinfeed.errors import ArgumentError
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.training.distributed.source import ShardedSource, ShardedTable
+from pinfeed.training.distributed.source import ShardedSource, ShardedTableSpec
 from pinfeed.training.distributed.table import ShardedEmbedding
-from pinfeed.training.embeddings.source import RowsOfTables
+from pinfeed.training.embeddings.source import TableRowSource
 from pinfeed.training.row_loop.lent_table import LentTable
 
 
 def row_source(
     loader: Any, tables: Sequence[LentTable], schedule: PrefetchSchedule, verify: bool
-) -> RowsOfTables:
+) -> TableRowSource:
     """Return the source of the loader's batches, with rows of local or of sharded tables.
 
     Args:
@@ -31,15 +31,15 @@ def row_source(
     specs = [lent.spec for lent in tables]
     sharded = [lent.table for lent in tables if isinstance(lent.table, ShardedEmbedding)]
     if not sharded:
-        return RowsOfTables(loader, specs)
-    peers = sharded[0].peers
-    if len(sharded) < len(tables) or any(table.peers is not peers for table in sharded):
+        return TableRowSource(loader, specs)
+    peers = sharded[0].rank_group
+    if len(sharded) < len(tables) or any(table.rank_group is not peers for table in sharded):
         raise ArgumentError(
             f"tables: {', '.join(map(_description, tables))}; expected all of them sharded, over "
             "the same process_group, or none"
         )
     shards = [
-        ShardedTable(spec, lent.optimizer is not None, table.mean)
+        ShardedTableSpec(spec, lent.optimizer is not None, table.mean)
         for spec, lent, table in zip(specs, tables, sharded, strict=True)
     ]
     return ShardedSource(loader, shards, peers, schedule, verify)

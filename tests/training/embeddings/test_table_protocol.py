@@ -1,9 +1,9 @@
-"""A loop over train_rows is indistinguishable from the synchronous loop, whatever the device's schedule: losses, tables, state."""
+"""Loops over tables under adversarial schedules equal the synchronous loop, bit for bit."""
 
 import itertools
 import linecache
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -13,91 +13,31 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.schedules import corners, randomly, stalling
+from support.table_runs import (
+    FIXED,
+    MIXED,
+    OPTIMIZERS,
+    PLAIN,
+    SGD,
+    Ids,
+    Run,
+    assert_same,
+    check,
+    looked_up,
+)
 from torch import nn
 from torch.nn import functional
 
 from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, train_rows
-from pinfeed.errors import VerificationError
 from pinfeed.testing import favour, lazy
 from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
 from pinfeed.testing.suites import DeviceTests
 
-USERS, ITEMS = (12, 3), (9, 2)
 CORNERS = corners({"compute": (20, 150, 340), "read": (9, 30, 60)})
 LATE = ("pinfeed-read", "write", "pinfeed-write")
 CORNERS["compute stalls after 40, all else late but read"] = partial(stalling, "compute", 40, LATE)
-
-
-class Pulled(torch.optim.Optimizer):
-    """Not torch's: pulls each row back to where it began, the more the longer the table is trained."""
-
-    def __init__(self, params: Any, lr: float = 0.1) -> None:
-        super().__init__(params, {"lr": lr})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if not state:
-                    state["n"], state["norm"], state["origin"] = (
-                        0,
-                        torch.zeros(()),
-                        p.detach().clone(),
-                    )
-                state["n"] += 1
-                # A tensor, one for the table.
-                state["norm"] += 0.25
-                p.sub_(p.grad, alpha=group["lr"]).lerp_(state["origin"], 1 - 0.9 ** state["n"])
-
-
-SGD = torch.optim.SGD
-ADAM = torch.optim.Adam
-ZERO = 0.0
-OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], dict[str, float | None]]] = {
-    # What is kept for each row, and what it begins with: None for a copy of the weights.
-    "SGD": (SGD, {"lr": 0.1, "weight_decay": 0.01}, {}),
-    "momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}, {"momentum_buffer": 0}),
-    "Nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, {"momentum_buffer": 0}),
-    "Adam": (ADAM, {"lr": 0.1}, {"exp_avg": 0, "exp_avg_sq": 0}),
-    "amsgrad": (
-        ADAM,
-        {"lr": 0.1, "amsgrad": True, "weight_decay": 0.1},
-        {"exp_avg": 0, "exp_avg_sq": 0, "max_exp_avg_sq": 0},
-    ),
-    "AdamW": (torch.optim.AdamW, {"lr": 0.1}, {"exp_avg": 0, "exp_avg_sq": 0}),
-    "foreach": (torch.optim.AdamW, {"lr": 0.1, "foreach": True}, {"exp_avg": 0, "exp_avg_sq": 0}),
-    "Adamax": (torch.optim.Adamax, {"lr": 0.1}, {"exp_avg": 0, "exp_inf": 0}),
-    "NAdam": (torch.optim.NAdam, {"lr": 0.1}, {"exp_avg": 0, "exp_avg_sq": 0}),
-    "RAdam": (torch.optim.RAdam, {"lr": 0.1, "betas": (0.5, 0.6)}, {"exp_avg": 0, "exp_avg_sq": 0}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "initial_accumulator_value": 0.1}, {"sum": 0.1}),
-    "Adadelta": (torch.optim.Adadelta, {}, {"square_avg": 0, "acc_delta": 0}),
-    "RMSprop": (
-        torch.optim.RMSprop,
-        {"lr": 0.1, "centered": True, "momentum": 0.9},
-        {"square_avg": 0, "grad_avg": 0, "momentum_buffer": 0},
-    ),
-    "Rprop": (torch.optim.Rprop, {"lr": 0.1}, {"prev": 0, "step_size": 0.1}),
-    "ASGD": (torch.optim.ASGD, {"lr": 0.1, "t0": 2}, {"ax": 0}),
-    "SparseAdam": (torch.optim.SparseAdam, {"lr": 0.1}, {"exp_avg": 0, "exp_avg_sq": 0}),
-    "Pulled": (Pulled, {}, {"origin": None}),
-}
 # Sparse tensors are not simulated.
 DENSE = [name for name in OPTIMIZERS if name != "SparseAdam"]
-
-Ids = list[int]
-FIXED: list[tuple[Ids, Ids, Ids]] = [
-    ([0, 1, 2, 1, 3], [0, 1, 0, 8, 3], [1, 0, 2, 2, 2]),
-    ([4, 5, 6, 7, 8], [4, 4, 4, 4, 4], [5, 6, 7, 8, 0]),
-    ([2, 1, 2], [3, 1, 7], [1, 3, 1]),
-    ([9, 9], [6, 2], [2, 6]),
-    ([10, 2, 0, 4], [5, 5, 1, 1], [0, 8, 8, 0]),
-    ([1], [0], [0]),
-    ([11, 10, 9, 11], [2, 3, 4, 5], [5, 4, 3, 2]),
-    ([9, 8, 1, 0, 1], [8, 8, 8, 1, 1], [1, 1, 7, 7, 8]),
-]
 GROWING: list[tuple[Ids, Ids, Ids]] = [
     ([0], [0], [0]),
     ([1], [0], [0]),
@@ -108,240 +48,6 @@ GROWING: list[tuple[Ids, Ids, Ids]] = [
     ([2, 1], [3, 1], [1, 3]),
     ([8, 9, 5, 4, 0], [8, 7, 6, 5, 4], [3, 2, 1, 0, 8]),
 ]
-PLAIN: tuple[str, ...] = ("step",)
-MIXED = ("step", "by hand", "twice", "nothing", "drop", "look")
-"""What the body does with a batch, over and over: by hand, changes the rows without a step; drop, has gradients that no step uses; look,
-reads a whole table between two steps, which lands all changes so far."""
-
-
-class Run:
-    """The same program on train_rows and as the synchronous loop: two tables, one of them looked up twice in a batch."""
-
-    def __init__(
-        self,
-        optimizer: str,
-        batches: Sequence[tuple[Ids, Ids, Ids]] = FIXED,
-        *,
-        does: Sequence[str] = PLAIN,
-        stop_after: int | None = None,
-        switch_after: int | None = None,
-    ) -> None:
-        self.optimizer_class, self.options, self.initial = OPTIMIZERS[optimizer]
-        self.does = does
-        self.stop_after = stop_after
-        self.switch_after = switch_after
-        rng = np.random.default_rng(len(batches))
-        self.tables = [rng.standard_normal(shape).astype("f4") for shape in (USERS, ITEMS)]
-        self.batches = [
-            {
-                "user": torch.tensor(u),
-                "item": (torch.tensor(a), torch.tensor(b)),
-                "y": torch.from_numpy(rng.random(len(u), "f4")),
-            }
-            for u, a, b in batches
-        ]
-        self.losses: list[torch.Tensor] = []
-        self.state: list[dict[str, Any]] = [{}, {}]
-
-    @staticmethod
-    def loss(
-        users: Callable[..., torch.Tensor], items: Callable[..., torch.Tensor], batch: Any
-    ) -> torch.Tensor:
-        one, other = batch["item"]
-        return (
-            (users(batch["user"]).sum(1) + (items(one) * items(other)).sum(1) - batch["y"]) ** 2
-        ).mean()
-
-    def actions(self, i: int) -> tuple[bool, int, bool]:
-        """Whether batch ``i`` changes rows by hand, how often it has gradients, and whether they are used."""
-        what = self.does[i % len(self.does)]
-        return (
-            what == "by hand",
-            {"step": 1, "drop": 1, "twice": 2, "look": 2}.get(what, 0),
-            what != "drop",
-        )
-
-    def synchronous(self) -> "Run":
-        """Rows are taken from arrays and put back by hand, with nothing of pinfeed's."""
-        rows = [
-            {k: np.full_like(t, v) if v is not None else t.copy() for k, v in self.initial.items()}
-            for t in self.tables
-        ]
-        begun, own = False, [{}, {}]
-        for i, batch in enumerate(self.batches[: self.stop_after]):
-            unique = [np.unique(batch["user"]), np.unique(torch.cat(batch["item"]))]
-            blocks = [
-                nn.Parameter(torch.from_numpy(table[ids]))
-                for table, ids in zip(self.tables, unique, strict=True)
-            ]
-            optimizer = self.optimizer_class(blocks, **self.options)
-            if begun:
-                for block, ids, kept, one in zip(blocks, unique, rows, own, strict=True):
-                    optimizer.state[block] = {
-                        **one,
-                        **{key: torch.from_numpy(kept[key][ids]) for key in kept},
-                    }
-            lookups = [
-                partial(lookup, block, torch.from_numpy(ids))
-                for block, ids in zip(blocks, unique, strict=True)
-            ]
-            by_hand, n_losses, used = self.actions(i)
-            if by_hand:
-                with torch.no_grad():
-                    blocks[0].mul_(0.5)
-            for _ in range(n_losses):
-                loss = self.loss(*lookups, batch)
-                loss.backward()
-                if self.optimizer_class is torch.optim.SparseAdam:
-                    for block in blocks:
-                        # All rows, in order: what they add up to is known already.
-                        block.grad = torch.sparse_coo_tensor(
-                            torch.arange(len(block))[None], block.grad, check_invariants=True
-                        )
-                if used:
-                    optimizer.step()
-                optimizer.zero_grad()
-                self.losses.append(loss.detach())
-                if self.does[i % len(self.does)] == "look":
-                    seen = torch.from_numpy(self.tables[0].copy())
-                    self.losses.append(
-                        seen.index_copy(0, torch.from_numpy(unique[0]), blocks[0].detach())
-                    )
-            for table, block, ids in zip(self.tables, blocks, unique, strict=True):
-                table[ids] = block.detach()
-            if n_losses and used:
-                begun = True
-                own = [dict(optimizer.state[block]) for block in blocks]
-                for one, kept, ids in zip(own, rows, unique, strict=True):
-                    for key in kept:
-                        kept[key][ids] = one.pop(key)
-        if begun:
-            self.state = [{**kept, **one} for kept, one in zip(rows, own, strict=True)]
-        return self
-
-    def fed(
-        self,
-        device: Any,
-        depth: int,
-        *,
-        verify: bool = False,
-        stores: Callable[[Any], Any] = ArrayStore,
-    ) -> "Run":
-        host = getattr(device, "host", lambda value: value.cpu().clone())
-        users, items = (
-            HostEmbedding(*t.shape, store=stores(t), name=name)
-            for t, name in zip(self.tables, ("users", "items"), strict=True)
-        )
-        optimizer = RowOptimizer(self.optimizer_class, [users, items], **self.options)
-        looked_up = {users: lambda batch: batch["user"], items: "item"}
-        loop = train_rows(
-            self.batches, looked_up, optimizer=optimizer, device=device, depth=depth, verify=verify
-        )
-        losses: list[torch.Tensor] = []
-        with loop:
-            for i, batch in enumerate(loop):
-                self.body(i, batch, users, items, optimizer, losses)
-                if i + 1 == self.stop_after:
-                    break
-                if self.switch_after is not None and i + 1 >= self.switch_after:
-                    switch(
-                        device, ("compute", "another")[(i - self.switch_after) % 2]
-                    )  # to and fro
-                # Not held while the next one is made: its memory can be given out again.
-                del batch
-        # What the user reads right after the loop.
-        self.tables = [table.store.array.copy() for table in (users, items)]
-        if optimizer.tables[users].begun:
-            own = [found["state"] for found in optimizer.state_dict()["tables"]]
-            rows = [
-                {r.key: s.array.copy() for r, s in zip(t.layout.rows, t.stores, strict=True)}
-                for t in optimizer.tables.values()
-            ]
-            self.state = [{**one, **kept} for one, kept in zip(own, rows, strict=True)]
-        later = self.temporaries(device, 7.0)
-        self.losses = [host(loss) for loss in losses]
-        self.state = [
-            {key: host(v) if isinstance(v, torch.Tensor) else v for key, v in one.items()}
-            for one in self.state
-        ]
-        if isinstance(device, SimTorchDevice):
-            device.drain()
-        assert all(bool((host(tensor) == 7).all()) for tensor in later), (
-            "memory written after the loop had ended"
-        )
-        return self
-
-    def body(
-        self, i: int, batch: Any, users: Any, items: Any, optimizer: Any, losses: list[torch.Tensor]
-    ) -> None:
-        by_hand, n_losses, used = self.actions(i)
-        if by_hand:
-            with torch.no_grad():
-                users.weight.mul_(0.5)
-        for _ in range(n_losses):
-            loss = self.loss(users, items, batch)
-            loss.backward()
-            if used:
-                optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach())
-            if self.does[i % len(self.does)] == "look":
-                losses.append(users.read(np.arange(USERS[0])))
-        self.temporaries(batch["y"].device, -2.0)
-
-    def temporaries(self, device: Any, value: float) -> list[torch.Tensor]:
-        """What a model needs in between, as large as the parts of the largest batch."""
-        if isinstance(device, SimTorchDevice):
-            device = META
-        most = [
-            max(len(batch["user"]) for batch in self.batches),
-            max(len(set(torch.cat(b["item"]).tolist())) for b in self.batches),
-        ]
-        made = [
-            torch.full((n, d), value, device=device)
-            for n, d in zip(most, (3, 2), strict=True)
-            for _ in range(4)
-        ]
-        return made + [torch.full((n,), int(value), device=device) for n in most for _ in range(2)]
-
-
-def lookup(block: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    return functional.embedding(torch.searchsorted(rows, ids), block)
-
-
-def switch(device: SimTorchDevice, name: str) -> None:
-    """What comes next is in another stream, behind what the loop's body has queued in this one: its rows are written back from there."""
-    done = device.current_stream().record()
-    device.switch(name)
-    device.current_stream().wait(done)
-
-
-def assert_same(got: Run, want: Run) -> None:
-    def same(one: Any, other: Any) -> bool:
-        one, other = np.asarray(one), np.asarray(other)
-        return (one.shape, one.dtype, one.tobytes()) == (other.shape, other.dtype, other.tobytes())
-
-    assert len(got.losses) == len(want.losses)
-    for i, (one, other) in enumerate(zip(got.losses, want.losses, strict=True)):
-        assert same(one, other), f"loss {i}"
-    for name, *tables in zip(("users", "items"), got.tables, want.tables, strict=True):
-        assert same(*tables), name
-    for name, one, other in zip(("users", "items"), got.state, want.state, strict=True):
-        assert one.keys() == other.keys(), name
-        for key in one:
-            assert same(one[key], other[key]), f"{name}, {key}"
-
-
-def check(
-    device: Any, depth: int, optimizer: str, *args: Any, verify: bool = False, **kwargs: Any
-) -> None:
-    got = Run(optimizer, *args, **kwargs)
-    if isinstance(device, SimTorchDevice):
-        with device.factories():
-            got.fed(device, depth, verify=verify)
-    else:
-        got.fed(device, depth, verify=verify)
-    assert_same(got, Run(optimizer, *args, **kwargs).synchronous())
 
 
 @pytest.fixture(autouse=True)
@@ -353,7 +59,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(n_threads)
 
 
-# ---- the CPU -------------------------------------------------------------------------------------
 @pytest.mark.parametrize("does", [PLAIN, MIXED], ids=["plain", "mixed"])
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
@@ -383,7 +88,6 @@ def test_an_embedding_of_torchs_is_trained_alike(sparse: bool) -> None:
     np.testing.assert_array_equal(start, plain.weight.detach())
 
 
-# ---- the simulated device itself -----------------------------------------------------------------
 class TestSimTorchDevice(DeviceTests):
     def make(self) -> SimTorchDevice:
         return SimTorchDevice()
@@ -409,7 +113,6 @@ def test_torch_is_queued_until_a_value_is_needed() -> None:
             device.drain()
 
 
-# ---- simulated -----------------------------------------------------------------------------------
 CROSS = list(itertools.product(DENSE, (0, 1, 2, 4), (False, True), (PLAIN, MIXED), (None, 3)))
 
 
@@ -478,13 +181,6 @@ def test_corner_schedules_with_everything(corner: str) -> None:
         )
 
 
-def looked_up(n: int) -> Any:
-    def some(below: int) -> Any:
-        return st.lists(st.integers(0, below - 1), min_size=n, max_size=n)
-
-    return st.tuples(some(12), some(9), some(9))
-
-
 table_batches = st.lists(st.integers(1, 5).flatmap(looked_up), min_size=1, max_size=7)
 
 
@@ -551,7 +247,6 @@ def fails(device: SimTorchDevice, kwargs: dict[str, Any]) -> bool:
     return False
 
 
-# ---- loops that end early ------------------------------------------------------------------------
 @pytest.mark.parametrize("simulated", [False, True], ids=["cpu", "simulated"])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_what_was_stepped_before_an_error_counts(depth: int, simulated: bool) -> None:
@@ -573,89 +268,6 @@ def test_what_was_stepped_before_an_error_counts(depth: int, simulated: bool) ->
         np.testing.assert_array_equal(table, expected)
 
 
-# ---- verify --------------------------------------------------------------------------------------
-class Faulty(ArrayStore):
-    """Row 4 is read, or written, wrongly once."""
-
-    def __init__(self, array: Any, what: str) -> None:
-        super().__init__(array)
-        self.what = what
-        self.wrong = False
-
-    def gather(self, rows: Any, out: Any) -> None:
-        super().gather(rows, out)
-        if self.what == "gather" and 4 in rows and not self.wrong:
-            self.wrong = True
-            out[list(rows).index(4)] += 1
-
-    def scatter(self, rows: Any, values: Any) -> None:
-        if self.what == "scatter" and 4 in rows and not self.wrong:
-            self.wrong = True
-            values = values.copy()
-            values[list(rows).index(4)] += 1
-        super().scatter(rows, values)
-
-
-@pytest.mark.parametrize("depth", [0, 1])
-@pytest.mark.parametrize(
-    ("what", "stop_after", "message"),
-    [
-        ("gather", None, "batch 1: users, weights?, row 4 is "),
-        ("scatter", None, "batch 4: users, weights?, row 4 is "),
-    ],
-)
-def test_verify_names_what_differs(
-    what: str, stop_after: int | None, message: str, depth: int
-) -> None:
-    run = Run("SGD", stop_after=stop_after)
-    with pytest.raises(VerificationError, match=message):
-        run.fed(
-            "cpu",
-            depth,
-            verify=True,
-            stores=lambda array: Faulty(array, what if array.shape == USERS else ""),
-        )
-
-
-def test_verify_looks_at_the_stores_after_the_loop() -> None:
-    run = Run("SGD", FIXED[:2])
-    with pytest.raises(
-        VerificationError, match=r"after the loop, in the store: users, weights?, row 4"
-    ):
-        run.fed(
-            "cpu",
-            1,
-            verify=True,
-            stores=lambda array: Faulty(array, "scatter" if array.shape == USERS else ""),
-        )
-
-
-def test_verify_finds_rows_that_were_not_brought_up_to_date() -> None:
-    class Forgetful(SimTorchDevice):
-        def copy_rows(self, *args: Any) -> None:
-            pass
-
-    device = Forgetful(favour("read", "pinfeed-read"))
-    with (
-        pytest.raises(VerificationError, match=r"batch 1: items, weights?, row 0 is "),
-        device.factories(),
-    ):
-        Run("Adam").fed(device, 2, verify=True)
-
-
-@pytest.mark.parametrize("direct", [False, True], ids=["staged", "direct"])
-def test_verify_changes_nothing(direct: bool) -> None:
-    check(
-        SimTorchDevice(favour("read", "pinfeed-read"), direct=direct),
-        2,
-        "Adam",
-        does=MIXED,
-        verify=True,
-    )
-    check("cpu", 2, "Adam", does=MIXED, verify=True)
-
-
-# ---- CUDA ----------------------------------------------------------------------------------------
 @pytest.mark.gpu
 @pytest.mark.parametrize("does", [PLAIN, MIXED], ids=["plain", "mixed"])
 @pytest.mark.parametrize("depth", [1, 2, 4])
@@ -667,8 +279,3 @@ def test_every_optimizer_on_cuda(optimizer: str, depth: int, does: Sequence[str]
             Run(optimizer, does=does, stop_after=stop_after).fed("cuda", d) for d in (depth, 0)
         )
         assert_same(got, want)
-
-
-@pytest.mark.gpu
-def test_verify_on_cuda() -> None:
-    Run("Adam", does=MIXED).fed("cuda", 2, verify=True)

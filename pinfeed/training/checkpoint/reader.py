@@ -1,0 +1,260 @@
+"""resume(), exists() and check(): read the last complete save of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pinfeed.errors import CheckpointError, StoreError, described
+from pinfeed.tensors.numpy_torch import to_numpy
+from pinfeed.training import rng_state
+from pinfeed.training.checkpoint import manifest
+from pinfeed.training.checkpoint.entries import (
+    RETURNED_KINDS,
+    Entry,
+    entry_for,
+    save_location,
+    tables_of,
+)
+from pinfeed.training.checkpoint.saves import newest_save, save_numbers
+from pinfeed.training.checkpoint.writer import OBJECTS_BY_NAME
+from pinfeed.training.distributed.checkpoint import LocalSave, rank_directories
+from pinfeed.training.distributed.lockstep import Step
+from pinfeed.training.embeddings.optimizer import RowOptimizer
+from pinfeed.training.embeddings.table import HostEmbedding
+from pinfeed.training.row_file import check_rows_file, open_plain, read_rows
+from pinfeed.validation.arguments import check_path, explain_arguments
+
+Path = str | os.PathLike[str]
+
+
+@dataclass(frozen=True)
+class _CheckedSave:
+    """A save whose files are complete and undamaged."""
+
+    directory: pathlib.Path
+    objects: Mapping[str, Any]
+    """Descriptions of the saved objects, by name."""
+    entries: Mapping[str, Entry]
+    """Files of the objects that load what was saved, by name."""
+
+
+@explain_arguments({}, OBJECTS_BY_NAME)
+def resume(path: Path, **objects: Any) -> dict[str, Any]:
+    """Restore all objects from the last complete save, so that the run continues from there.
+
+    All files are read and checked first. Nothing is changed unless all of them are good. Then
+    objects load their states, and tables and stores their rows. No code of a checkpoint is ever
+    run. If a table is sharded, all ranks resume at once, and as many as saved.
+
+    Args:
+        path: Directory that ``save`` was given.
+        objects: Objects that ``save`` was given, by the same names, made as they were made then.
+            Plain values, tensors and arrays may be left out.
+
+    Returns:
+        The saved plain values, tensors and arrays, by name. A tensor is on the CPU, wherever it
+        was. No tensor or array that is given is changed.
+
+    Raises:
+        CheckpointError: If no save is complete, a file is damaged or missing, the save is of other
+            objects, or an object refuses its state.
+        ArgumentError: If ``path`` is not a path, or an object is one that ``save`` refuses.
+        ClosedError: If a loop over one of the tables is running.
+    """
+    check_path(path)
+    location = save_location(objects.values())
+    with location.report_failure():
+        found = _checked_save(pathlib.Path(path), location, objects)
+        states = {
+            name: _load(found.directory / entry.file)
+            for name, entry in found.entries.items()
+            if entry.state is not None
+        }
+        values = {
+            name: _returned_value(found.directory, name, saved)
+            for name, saved in found.objects.items()
+            if saved["kind"] in RETURNED_KINDS
+        }
+        random = _load_random(found.directory / "random.pt")
+        location.wait(Step.RESUME)
+    _restore(found, states)
+    for value in objects.values():
+        if isinstance(value, (HostEmbedding, RowOptimizer)):
+            value.awaits_resume = False
+    rng_state.restore(random)
+    return values
+
+
+def exists(path: Path) -> bool:
+    """Return whether ``path`` has a complete save to resume from.
+
+    For sharded tables the directory must be one that all ranks see.
+
+    Raises:
+        ArgumentError: If ``path`` is not a path.
+    """
+    root = pathlib.Path(check_path(path))
+    if save_numbers(root):
+        return True
+    return any(
+        set.intersection(*(set(save_numbers(directory)) for directory in directories))
+        for directories in rank_directories(root)
+    )
+
+
+def check(path: Path) -> dict[str, Any]:
+    """Compare the last complete save with its checksums, reading all of it and loading nothing.
+
+    Returns:
+        Plain values: its ``directory``, its number of ``bytes``, and the ``objects`` in it, names
+        with kinds.
+
+    Raises:
+        CheckpointError: If no save is complete, or a file is damaged or missing.
+        ArgumentError: If ``path`` is not a path.
+    """
+    directory = newest_save(pathlib.Path(check_path(path)), LocalSave())
+    body = manifest.read(directory)
+    for name, file in body["files"].items():
+        manifest.check_file(directory / name, file)
+    nbytes = sum(file["bytes"] for file in body["files"].values())
+    kinds = {name: entry["kind"] for name, entry in body["objects"].items()}
+    return {"directory": str(directory), "bytes": nbytes, "objects": kinds}
+
+
+def _checked_save(
+    path: pathlib.Path, location: LocalSave, objects: Mapping[str, Any]
+) -> _CheckedSave:
+    """Find the last complete save, and check that it is good and of the given objects."""
+    directory = newest_save(path, location)
+    body = manifest.read(directory)
+    saved = body["objects"]
+    given = {name: entry_for(name, value) for name, value in objects.items()}
+    entries = {name: entry for name, entry in given.items() if not entry.is_returned}
+    found = _CheckedSave(directory, saved, entries)
+    _check_objects(found)
+    for value in objects.values():
+        for table in tables_of(value):
+            table.require_idle()
+    for name, file in body["files"].items():
+        manifest.check_file(directory / name, file)
+    _check_files_are_listed(found, body["files"])
+    for entry in entries.values():
+        for store_name, store in entry.stores.items():
+            check_rows_file(str(directory / store_name), store)
+    return found
+
+
+def _check_objects(found: _CheckedSave) -> None:
+    """Check that the given objects are those that were saved.
+
+    Raises:
+        CheckpointError: If they are not.
+    """
+    saved = found.objects
+    wanted = {name for name, entry in saved.items() if entry["kind"] not in RETURNED_KINDS}
+    if set(found.entries) != wanted:
+        raise CheckpointError(
+            f"{found.directory} has {', '.join(sorted(wanted)) or 'nothing'}; "
+            f"resume was given {', '.join(sorted(found.entries)) or 'nothing'}"
+        )
+    for name, entry in found.entries.items():
+        if entry.saved != saved[name]:
+            raise CheckpointError(
+                f"{found.directory}: {name} was {saved[name]}, is {entry.saved}; "
+                "make it as it was made then"
+            )
+
+
+def _check_files_are_listed(found: _CheckedSave, files: Mapping[str, Any]) -> None:
+    """Check that the manifest lists all files of the objects.
+
+    Raises:
+        CheckpointError: If one is missing in it.
+    """
+    needed = ["random.pt"]
+    for entry in found.entries.values():
+        needed += entry.files
+    for name, saved in found.objects.items():
+        if saved["kind"] in ("tensor", "array"):
+            needed.append(f"{name}.pt")
+    if missing := [file for file in needed if file not in files]:
+        raise CheckpointError(
+            f"{found.directory / manifest.NAME} is damaged: {missing[0]} is not in it"
+        )
+
+
+def _restore(found: _CheckedSave, states: Mapping[str, Any]) -> None:
+    """Load all states into their objects, then all rows into their stores.
+
+    Raises:
+        CheckpointError: If an object refuses its state.
+    """
+    for name, state in states.items():
+        try:
+            found.entries[name].load(state)
+        except Exception as error:
+            raise CheckpointError(
+                f"{found.directory}: {name} does not take over its state: {described(error)}"
+            ) from error
+    for entry in found.entries.values():
+        for store_name, store in entry.stores.items():
+            read_rows(str(found.directory / store_name), store)
+
+
+def _load(path: pathlib.Path) -> Any:
+    """Load what ``torch.save`` wrote, without running code of the file.
+
+    Raises:
+        CheckpointError: If it cannot be loaded.
+    """
+    try:
+        with open_plain(path) as file:
+            return torch.load(file, weights_only=True, map_location="cpu")
+    except Exception as error:
+        raise CheckpointError(f"{path} cannot be loaded: {described(error)}") from error
+
+
+def _returned_value(directory: pathlib.Path, name: str, saved: Mapping[str, Any]) -> Any:
+    """Return the value, tensor or array that was saved.
+
+    Raises:
+        CheckpointError: If its file has something else.
+    """
+    if saved["kind"] == "value":
+        return saved["value"]
+    path = directory / f"{name}.pt"
+    tensor = _load(path)
+    if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided or tensor.is_meta:
+        raise CheckpointError(
+            f"{path} is damaged: it has a {type(tensor).__name__}, expected a dense tensor"
+        )
+    if saved["kind"] == "tensor":
+        return tensor
+    try:
+        return to_numpy(tensor, name)
+    except StoreError as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+
+
+def _load_random(path: pathlib.Path) -> Any:
+    """Return the saved state of the random generators, after trying it.
+
+    Raises:
+        CheckpointError: If the generators refuse it.
+    """
+    state = _load(path)
+    try:
+        with rng_state.replayed(state):
+            pass
+    except Exception as error:
+        raise CheckpointError(
+            f"{path} is damaged: the random generators refuse it ({described(error)})"
+        ) from error
+    return state

@@ -1,0 +1,153 @@
+"""TableState: the state that a RowOptimizer keeps for one table."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pinfeed.errors import ArgumentError
+from pinfeed.stores import Store
+from pinfeed.tensors.numpy_torch import NUMPY, TORCH
+from pinfeed.training.embeddings.optimizer_state import RowState, StateLayout
+from pinfeed.training.embeddings.table import HostEmbedding
+
+
+class TableState:
+    """The rows of a table that a RowOptimizer updates now, and their gradients.
+
+    Args:
+        table: The table.
+        layout: The state that the optimizer keeps for it.
+        stores: Stores of row-wise state, in the order of ``layout.rows``.
+    """
+
+    def __init__(self, table: HostEmbedding, layout: StateLayout, stores: list[Store]) -> None:
+        self.table = table
+        self.layout = layout
+        self.stores = stores
+        self.weight = self.no_rows()
+        """Parameter that the optimizer updates."""
+        self.lent = self.weight
+        """Parameter that the training step and the parameter groups have.
+
+        It has other rows than ``weight`` if the table is sharded.
+        """
+        self.is_initialized = False
+        """Whether the optimizer has made the state that its first step makes."""
+        self.is_stepped = False
+        """Whether the rows of the current batch have been updated."""
+        self.has_pending_gradients = False
+        """Whether the current batch has gradients that no step has used yet."""
+        self.has_stale_gradients = False
+        """Whether an earlier batch ended with gradients that no step had used."""
+        self.has_unused_gradients = False
+        """Whether the current batch got gradients after its last step, even if dropped since."""
+
+    @property
+    def row_keys(self) -> set[str]:
+        """Keys of row-wise state."""
+        return {row.key for row in self.layout.rows}
+
+    def no_rows(self) -> nn.Parameter:
+        """Return a parameter without rows."""
+        dtype = TORCH[np.dtype(self.table.store.dtype)]
+        return nn.Parameter(torch.empty(0, self.table.embedding_dim, dtype=dtype, device="cpu"))
+
+    def no_row_state(self) -> list[torch.Tensor]:
+        """Return row-wise state without rows."""
+        return [
+            torch.empty(0, *row.row_shape, dtype=TORCH[row.dtype], device="cpu")
+            for row in self.layout.rows
+        ]
+
+    def whole_table_state(self, state: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the part of a parameter's state that is not row-wise."""
+        keys = self.row_keys
+        return {key: value for key, value in state.items() if key not in keys}
+
+    def next_state(self, state: Mapping[str, Any], rows: list[torch.Tensor]) -> dict[str, Any]:
+        """Return a parameter's state for other rows.
+
+        Args:
+            state: The state for the current rows.
+            rows: Row-wise state of the other rows, in the order of the layout.
+        """
+        found = self.whole_table_state(state)
+        for row, tensor in zip(self.layout.rows, rows, strict=True):
+            if self.is_initialized or row.key in self.layout.created_in_init:
+                found[row.key] = tensor
+        return found
+
+    def switch(self, weight: nn.Parameter, lent: nn.Parameter) -> None:
+        """Continue with other rows; gradients that no step has used become stale."""
+        self.has_stale_gradients |= self.has_pending_gradients
+        self.weight = weight
+        self.lent = lent
+        self.is_stepped = False
+        self.has_pending_gradients = False
+        self.has_unused_gradients = False
+
+    def watch_gradients(self) -> None:
+        """Note when backward() adds gradients to the lent rows."""
+        if self.lent.requires_grad:
+            # A weak reference, because the garbage collector cannot see what a hook holds.
+            hook = functools.partial(_note_gradient, weakref.ref(self))
+            self.lent.register_post_accumulate_grad_hook(hook)
+
+    def changed_rows(self, state: Mapping[str, Any], optimizer: str) -> list[torch.Tensor | None]:
+        """Return row-wise state after a step, with None for state that is not kept yet.
+
+        Args:
+            state: The state of ``weight``.
+            optimizer: Name of the optimizer in errors.
+
+        Raises:
+            ArgumentError: If the optimizer keeps state that the trial on a small table did not
+                show.
+        """
+        if unknown := set(state) - self.row_keys - self.layout.tables:
+            raise ArgumentError(
+                f"{optimizer} keeps {sorted(unknown)}, "
+                "which it did not keep when it was tried on a small table"
+            )
+        self.is_initialized = True
+        n = len(self.weight)
+        return [_checked(state.get(row.key), row, n, optimizer) for row in self.layout.rows]
+
+
+def _checked(
+    value: torch.Tensor | None, row: RowState, n: int, optimizer: str
+) -> torch.Tensor | None:
+    """Return row-wise state of ``n`` rows if it has the shape and dtype of the layout.
+
+    Raises:
+        ArgumentError: If it has not.
+    """
+    if value is None:
+        return None
+    expected = (n, *row.row_shape)
+    if (tuple(value.shape), NUMPY.get(value.dtype)) != (expected, row.dtype):
+        raise ArgumentError(
+            f"{optimizer} keeps {row.key!r} of shape {tuple(value.shape)}, {value.dtype}; "
+            f"expected {expected}, {row.dtype}, as when it was tried on a small table"
+        )
+    return value
+
+
+def _note_gradient(reference: weakref.ref[TableState], weight: torch.Tensor) -> None:
+    """Note that backward() has added a gradient to ``weight``."""
+    state = reference()
+    if state is None:
+        return
+    if state.lent is weight:
+        state.has_pending_gradients = True
+        state.has_unused_gradients = True
+    else:
+        # backward() of a loss that was kept after its batch ended.
+        state.has_stale_gradients = True
