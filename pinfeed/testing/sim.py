@@ -26,7 +26,14 @@ import numpy.typing as npt
 
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import HostArray, Store
-from pinfeed.testing.sim_streams import Array, DeviceArray, SimEvent, SimMemory, SimStream, SimWorker
+from pinfeed.testing.sim_streams import (
+    Array,
+    DeviceArray,
+    SimEvent,
+    SimMemory,
+    SimStream,
+    SimWorker,
+)
 
 Choose = Callable[[Sequence[str]], "str | None"]
 """Returns the next of the named streams and workers that can advance; None for none of them."""

@@ -2,6 +2,7 @@
 
 import io
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,6 @@ from support.simulated_loops import Clock, simulated
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.pipeline.forwarding import WriteLog
-from types import SimpleNamespace
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite
 from pinfeed.pipeline.schedule import PrefetchSchedule

@@ -19,13 +19,9 @@ from torch.utils.data import (
 )
 
 from pinfeed.errors import ArgumentError, RowIndexError
-from pinfeed.rows.batches import (
-    OrderBatches,
-    RowBatches,
-    SamplerBatches,
-    largest_batch,
-)
+from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.orders import Order, per_rank, sequential, shuffled
+from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 
 
 # -- batches of orders -----------------------------------------------------------------------------

@@ -15,10 +15,8 @@ from torch.utils.data import (
 
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.demand import Demand, plan_allocations
-from pinfeed.rows.batches import OrderBatches, RowIndices
-from pinfeed.rows.indices import check_rows
+from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order, block_shuffled, per_rank, sequential, shuffled
-from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.rows.windows import windows
 
 

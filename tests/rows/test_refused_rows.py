@@ -11,11 +11,8 @@ from hypothesis import strategies as st
 from support.row_batches import Sampler, Unsized, rows_of
 
 from pinfeed.errors import ArgumentError, RowIndexError, WorkerError
-from pinfeed.rows.batches import (
-    SamplerBatches,
-    check_rows,
-    largest_batch,
-)
+from pinfeed.rows.indices import check_rows
+from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,10 @@ import torch
 from pinfeed.errors import ArgumentError
 from pinfeed.pipeline.write_check import aliases
 from pinfeed.stores import Store
+from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.source import IdsOf, TableSpec
-from pinfeed.training.embeddings.table import BatchRows, HostEmbedding
+from pinfeed.training.embeddings.table import HostEmbedding
 
 if TYPE_CHECKING:
     from pinfeed.training.row_loop.loop import RowLoop

@@ -30,8 +30,8 @@ from torch.nn import functional
 
 from pinfeed import ArrayStore, HostEmbedding, RowOptimizer, train_rows
 from pinfeed.testing import favour, lazy
+from pinfeed.testing.device_tests import DeviceTests
 from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
-from pinfeed.testing.suites import DeviceTests
 
 CORNERS = corners({"compute": (20, 150, 340), "read": (9, 30, 60)})
 LATE = ("pinfeed-read", "write", "pinfeed-write")
