@@ -16,14 +16,13 @@ from pinfeed.memory.host import free_host_bytes
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training import rng_state
 from pinfeed.training.large_batch.equivalence.verifier import EquivalenceVerifier
+from pinfeed.training.large_batch.memory_predictor import memory_predictor_for
 from pinfeed.training.large_batch.select import (
     STRATEGIES,
     StrategyChoice,
-    batch_norms,
     choose_strategy,
-    memory_predictor_for,
 )
-from pinfeed.training.large_batch.strategies.gradients import StepSpec
+from pinfeed.training.large_batch.strategies.batch_norms import batch_norms
 from pinfeed.training.large_batch.strategies.micro_batches import (
     as_tensors,
     check_output_rows,
@@ -38,6 +37,7 @@ from pinfeed.training.large_batch.strategies.recompute import (
     recomputed,
     replayed_buffers,
 )
+from pinfeed.training.large_batch.strategies.step_spec import StepSpec
 from pinfeed.training.memory_model.estimate import call_model
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.offload.offload import Offload

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from tabulate import tabulate
@@ -116,3 +117,48 @@ def refusal(least: Budget, n_samples: int) -> BudgetError:
         f"a batch of {n_samples} needs {human(need)} ({need} bytes): {uses}; {name} is {human(limit or 0)} ({limit} bytes); "
         f"raise {name}, lower depth (now {least.feeder.depth}), or train in chunks"
     )
+
+
+def largest_that_fits(need: Callable[[int], float], limit: float, most: int | None) -> int:
+    """Return the largest ``n`` from 1 to ``most`` with ``need(n) <= limit``; 0 if there is none.
+
+    ``need`` grows with ``n``, nearly linearly beyond some size. Interpolation finds the place in a
+    few calls, and halving the interval bounds their number.
+
+    Args:
+        need: Function that returns bytes or a share for ``n``; it may be called again for the same
+            ``n``.
+        limit: Limit of the result of ``need``.
+        most: Largest ``n`` to try; None for no bound.
+    """
+    at_fits = need(1)
+    if at_fits > limit or most == 0:
+        return 0
+    fits = 1
+    if most is not None:
+        if most == 1 or need(most) <= limit:
+            return most
+        too_many = most
+        at_too_many = need(most)
+    else:
+        too_many = 2
+        at_too_many = need(2)
+        while at_too_many <= limit:
+            fits = too_many
+            at_fits = at_too_many
+            too_many *= 4
+            at_too_many = need(too_many)
+    halve = False
+    while too_many - fits > 1:
+        share = 0.5 if halve else (limit - at_fits) / (at_too_many - at_fits)
+        guess = min(max(fits + int(share * (too_many - fits)), fits + 1), too_many - 1)
+        nbytes = need(guess)
+        if nbytes <= limit:
+            halve = not halve and (too_many - guess) > (guess - fits)
+            fits = guess
+            at_fits = nbytes
+        else:
+            halve = not halve and (guess - fits) > (too_many - guess)
+            too_many = guess
+            at_too_many = nbytes
+    return fits

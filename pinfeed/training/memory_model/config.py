@@ -16,11 +16,10 @@ from pinfeed.errors import ArgumentError, DeviceError, EstimateError
 from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import DEFAULT_DEPTH, Demand, GiB, Plan, n_batches, plan_items
-from pinfeed.training.memory_model.budget import Budget, refusal
+from pinfeed.training.memory_model.budget import Budget, largest_that_fits, refusal
 from pinfeed.training.memory_model.estimate import StepEstimator, bytes_there, check_autocast
 from pinfeed.training.memory_model.probe import measured
 from pinfeed.training.memory_model.report import Kind
-from pinfeed.training.memory_model.sizing import largest_that_fits
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.validation.arguments import explain_arguments, whole_number
 

@@ -18,24 +18,11 @@ from pinfeed.errors import EstimateError
 from pinfeed.memory.host import resident_bytes
 from pinfeed.training import rng_state
 from pinfeed.training.memory_model.estimate import StepEstimator, call_model, tensors_of
+from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, to_device
 
 # The optimizer's state comes in the first, what libraries try out in the first as well.
 _N_STEPS = 3
-_SAID = (
-    "out of memory",
-    "CUBLAS_STATUS_ALLOC_FAILED",
-    "CUDNN_STATUS_ALLOC_FAILED",
-    "can't allocate memory",
-    "not enough memory",
-)
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there is no memory: of torch, of CUDA and its libraries, of the CPU's allocator, of numpy."""
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
-        return True
-    return isinstance(error, RuntimeError) and any(words in str(error) for words in _SAID)
 
 
 def measured(

@@ -12,7 +12,6 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.dataloader import wrap_loader
-from pinfeed.training.large_batch.strategies.gradients import release_cached_memory
 from pinfeed.training.large_batch.strategies.loss_reduction import count_of, reduction_of
 from pinfeed.training.large_batch.strategies.micro_batches import (
     as_tensors,
@@ -21,7 +20,7 @@ from pinfeed.training.large_batch.strategies.micro_batches import (
     slice_samples,
 )
 from pinfeed.training.memory_model.estimate import call_model
-from pinfeed.training.memory_model.probe import is_out_of_memory
+from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import to_device
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]

@@ -17,9 +17,10 @@ from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory import limits
 from pinfeed.pipeline.sources.dataloader import check_loader
 from pinfeed.training.embeddings.optimizer import RowOptimizer
-from pinfeed.training.large_batch.big_batch import BigBatch, check_step
+from pinfeed.training.large_batch.big_batch import BigBatch
 from pinfeed.training.large_batch.select import StrategyChoice
 from pinfeed.training.large_batch.strategies.micro_batches import as_tensors, n_samples
+from pinfeed.training.large_batch.strategy_options import StrategyOptions, check_step
 from pinfeed.training.trainer.callbacks import Callbacks, progress_bar
 from pinfeed.training.trainer.evaluate import Evaluator, Metrics, check_metrics, pair_of
 from pinfeed.training.trainer.history import History, Record
@@ -131,7 +132,8 @@ class Trainer:
         is_limited = config is not None or chunk_size is not None
         if strategy == "auto" and not is_limited:
             strategy = "plain"
-        check_step(model, loss, config, chunk_size, strategy, autocast, scaler, prove)
+        options = StrategyOptions(config, chunk_size, strategy, autocast, prove)
+        check_step(model, loss, options, scaler)
         if device is not None:
             model.to(torch_device(device, exists=True))
         self._big = BigBatch(

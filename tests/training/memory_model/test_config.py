@@ -14,9 +14,9 @@ from torch import nn
 
 import pinfeed
 from pinfeed import Config, GiB, KiB, MiB, errors
+from pinfeed.training.memory_model.budget import largest_that_fits
 from pinfeed.training.memory_model.estimate import bytes_there
-from pinfeed.training.memory_model.probe import is_out_of_memory
-from pinfeed.training.memory_model.sizing import largest_that_fits
+from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
 
 
 def mlp() -> nn.Module:
