@@ -38,7 +38,7 @@ from pinfeed.training.large_batch.strategies.recompute import (
     replayed_buffers,
 )
 from pinfeed.training.large_batch.strategies.step_spec import StepSpec
-from pinfeed.training.memory_model.estimate import call_model
+from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.offload.offload import Offload
 from pinfeed.validation.arguments import whole_number

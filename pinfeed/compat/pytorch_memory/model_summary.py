@@ -13,8 +13,10 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError, EstimateError, described
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.memory_model.estimate import Run, StepEstimator, call_model
+from pinfeed.training.memory_model.estimate import StepEstimator
+from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.report import layers_of
+from pinfeed.training.memory_model.step_run import StepRun
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 
 Integers = Literal["as they are", "as floats", "as int64"]
@@ -100,7 +102,7 @@ class Forward:
         # Storages, which are kept: another one would come where one has gone.
         self._seen: dict[int, Any] = {}
 
-    def __call__(self, run: Run, batch_size: int) -> None:
+    def __call__(self, run: StepRun, batch_size: int) -> None:
         """Look. Steps are run twice, and the second one counts."""
         self.calls = []
         self._seen = {}

@@ -21,7 +21,9 @@ from pinfeed.training.large_batch.simulated_steps import (
 from pinfeed.training.large_batch.strategies.batch_norms import batch_norms
 from pinfeed.training.large_batch.strategies.micro_batches import sample_spec_of
 from pinfeed.training.memory_model.budget import largest_that_fits
-from pinfeed.training.memory_model.estimate import Step, StepEstimator, bytes_there, plain_step
+from pinfeed.training.memory_model.estimate import StepEstimator
+from pinfeed.training.memory_model.models import bytes_there
+from pinfeed.training.memory_model.step_run import Step, plain_step
 
 
 class MemoryPredictor:

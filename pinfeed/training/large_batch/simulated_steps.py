@@ -10,13 +10,13 @@ import torch
 
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.strategies.recompute import recomputed
-from pinfeed.training.memory_model.estimate import Run, plain_step
+from pinfeed.training.memory_model.step_run import StepRun, plain_step
 
 _LEAST_BYTES = 64 << 10
 """Smaller storages stay on the device; the default threshold of Offload."""
 
 
-def accumulate_step(run: Run, batch_size: int) -> Any:
+def accumulate_step(run: StepRun, batch_size: int) -> Any:
     """Simulate two chunks, the second one while gradients exist already."""
     for _ in range(2):
         inputs, targets = run.batch(batch_size)
@@ -31,7 +31,7 @@ class TwoPassStep:
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
 
-    def __call__(self, run: Run, batch_size: int) -> Any:
+    def __call__(self, run: StepRun, batch_size: int) -> Any:
         _, targets = run.batch(batch_size)
         size = min(self._chunk_size, batch_size)
         with torch.no_grad():
@@ -49,7 +49,7 @@ class TwoPassStep:
         return held, targets
 
 
-def checkpoint_step(run: Run, batch_size: int) -> Any:
+def checkpoint_step(run: StepRun, batch_size: int) -> Any:
     """Simulate a whole batch with parts of the model recomputed in the backward pass."""
     with recomputed(run.model):
         return plain_step(run, batch_size)
@@ -81,7 +81,7 @@ class OffloadStep:
         self.host_bytes = 0
         self._current_bytes = 0
 
-    def __call__(self, run: Run, batch_size: int) -> Any:
+    def __call__(self, run: StepRun, batch_size: int) -> Any:
         tensors = (*run.model.parameters(), *run.model.buffers())
         staying = {tensor.untyped_storage()._cdata for tensor in tensors}
         # By the address of the storage, removed when it dies, since the address may be used again.

@@ -19,7 +19,7 @@ from pinfeed.training.large_batch.strategies.micro_batches import (
     n_samples,
     slice_samples,
 )
-from pinfeed.training.memory_model.estimate import call_model
+from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import to_device
 

@@ -14,7 +14,7 @@ from pinfeed.training.large_batch.equivalence.model_state import (
     state_on_copies,
 )
 from pinfeed.training.large_batch.strategies.step_spec import StepSpec
-from pinfeed.training.memory_model.estimate import call_model
+from pinfeed.training.memory_model.models import call_model
 
 _NORMALIZATIONS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 

@@ -32,7 +32,7 @@ from pinfeed.training.large_batch.equivalence.rounding import DifferenceFound, R
 from pinfeed.training.large_batch.equivalence.step_comparison import compare_steps
 from pinfeed.training.large_batch.strategies.recompute import recomputed
 from pinfeed.training.large_batch.strategies.step_spec import StepSpec
-from pinfeed.training.memory_model.estimate import call_model
+from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
 
 Context = Callable[[], AbstractContextManager[Any]]

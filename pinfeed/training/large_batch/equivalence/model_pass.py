@@ -20,7 +20,7 @@ from pinfeed.training.large_batch.strategies.micro_batches import (
     concatenate,
     slice_samples,
 )
-from pinfeed.training.memory_model.estimate import call_model
+from pinfeed.training.memory_model.models import call_model
 
 Gradients = list[torch.Tensor | None]
 """One gradient per parameter; None where the outputs do not depend on the parameter."""

@@ -12,7 +12,7 @@ from torch import nn
 
 from pinfeed.training.large_batch.strategies.loss_reduction import Count, Reduction
 from pinfeed.training.large_batch.strategies.micro_batches import n_samples
-from pinfeed.training.memory_model.estimate import call_model
+from pinfeed.training.memory_model.models import call_model
 
 
 @dataclass(frozen=True)
