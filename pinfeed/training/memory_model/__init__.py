@@ -1,1 +1,1 @@
-"""What a training step takes, and the largest batch that fits."""
+"""Predicted memory of a training step, and the largest batch that fits."""

@@ -1,1 +1,1 @@
-"""Saved activations in host memory."""
+"""Activations in pinned host memory between the forward and the backward pass."""

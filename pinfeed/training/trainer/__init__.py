@@ -1,1 +1,1 @@
-"""Training as a whole: the loop, what it measured, and what it may have forgotten."""
+"""The training loop, its measurements, and checks for forgotten calls."""
