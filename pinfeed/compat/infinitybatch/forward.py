@@ -15,14 +15,13 @@ from pinfeed.errors import ArgumentError, EstimateError
 from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.training.large_batch.equivalence.verifier import EquivalenceVerifier
+from pinfeed.training.large_batch.memory_predictor import memory_predictor_for
 from pinfeed.training.large_batch.select import (
     STRATEGIES,
     StrategyChoice,
-    batch_norms,
     choose_strategy,
-    memory_predictor_for,
 )
-from pinfeed.training.large_batch.strategies.gradients import StepSpec
+from pinfeed.training.large_batch.strategies.batch_norms import batch_norms
 from pinfeed.training.large_batch.strategies.micro_batches import (
     as_tensors,
     n_samples,
@@ -32,7 +31,8 @@ from pinfeed.training.large_batch.strategies.micro_batches import (
 from pinfeed.training.large_batch.strategies.recompute import (
     recomputed,
 )
-from pinfeed.training.memory_model.estimate import call_model
+from pinfeed.training.large_batch.strategies.step_spec import StepSpec
+from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.training.offload.offload import Offload
 from pinfeed.validation.arguments import whole_number

@@ -12,7 +12,7 @@ from torch import nn
 
 from pinfeed.errors import EstimateError
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.memory_model.estimate import Run, StepEstimator, call_model
+from pinfeed.training.memory_model.estimate import StepRun, StepEstimator, call_model
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 
 
@@ -49,7 +49,7 @@ class ForwardTrace:
         # The storages are kept alive, because a new one could get the address of a freed one.
         self._storages: dict[int, Any] = {}
 
-    def __call__(self, run: Run, batch_size: int) -> None:
+    def __call__(self, run: StepRun, batch_size: int) -> None:
         """Record a forward pass. The estimator runs a step twice, and the second run counts."""
         self.calls = []
         self._storages = {}

@@ -1,31 +1,37 @@
-"""How far a strategy is from the plain step, on a small batch."""
+"""Check: how far a strategy is from the plain step on a small batch."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.strategies.gradients import StepSpec
-from pinfeed.training.large_batch.strategies.recompute import buffers_of, replayed_buffers
+from pinfeed.training.large_batch.strategies.recompute import (
+    Buffers,
+    buffers_of,
+    replayed_buffers,
+)
+from pinfeed.training.large_batch.strategies.step_spec import StepSpec
 
 _ROUNDING = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
+_DEFAULT_ROUNDING = 1e-4
 
 
 @dataclass(frozen=True)
 class Check:
-    """A comparison. ``str(check)`` says it.
+    """Differences between a strategy and the plain step; ``str(check)`` is a sentence.
 
     Attributes:
-        strategy: What was compared with the plain step.
-        gradient_error: Norm of the difference of all gradients, in norms of the gradients.
-        loss_error: Of the loss, likewise.
-        buffer_error: Largest difference of a buffer (running statistics), in its largest value.
-        is_exact: Whether all of them are no more than rounding.
+        strategy: The strategy that was compared.
+        gradient_error: Norm of the difference of all gradients, relative to their norm.
+        loss_error: Difference of the losses, relative to the loss.
+        buffer_error: Largest difference in a buffer (such as running statistics), relative to the
+            buffer's largest value.
+        is_exact: Whether all of them are no more than rounding; also the value as a bool.
     """
 
     strategy: str
@@ -39,8 +45,18 @@ class Check:
 
     def __str__(self) -> str:
         verdict = "equal but for rounding" if self.is_exact else "NOT the same"
-        errors = f"gradients {self.gradient_error:.1e}, loss {self.loss_error:.1e}, buffers {self.buffer_error:.1e}"
+        errors = (
+            f"gradients {self.gradient_error:.1e}, loss {self.loss_error:.1e}, "
+            f"buffers {self.buffer_error:.1e}"
+        )
         return f"{self.strategy} and the plain step: {verdict} ({errors})"
+
+
+@dataclass(frozen=True)
+class _StepResult:
+    loss: float
+    gradients: list[Any]
+    buffers: list[torch.Tensor]
 
 
 def compare_with_plain_step(
@@ -49,46 +65,56 @@ def compare_with_plain_step(
     plain: Callable[[], torch.Tensor],
     other: Callable[[], torch.Tensor],
 ) -> Check:
-    """Both, from the same state; the model, its gradients and the generators are as before afterwards."""
-    parameters, state = spec.parameters, rng_state.capture()
-    gradients, before = [p.grad for p in parameters], buffers_of(spec.modules)
+    """Run two steps from the same state and compare them.
 
-    def run(compute: Callable[[], torch.Tensor]) -> tuple[float, list[Any], list[torch.Tensor]]:
-        for p in parameters:
-            p.grad = None
-        rng_state.restore(state)
-        with replayed_buffers(before):
-            loss = compute().item()
-            found = [
-                value.clone()
-                for module, _ in before
-                for value in module._buffers.values()
-                if value is not None
-            ]
-            return loss, [None if p.grad is None else p.grad.double() for p in parameters], found
+    The model, its gradients and the random generators are unchanged afterwards.
 
+    Args:
+        spec: The model and the loss.
+        strategy: Name of the strategy, for the result.
+        plain: Runs the plain step and returns its loss.
+        other: Runs the step of the strategy and returns its loss.
+    """
+    parameters = spec.parameters
+    state = rng_state.capture()
+    gradients = [p.grad for p in parameters]
+    buffers = buffers_of(spec.modules)
     try:
-        loss, want, want_buffers = run(plain)
-        other_loss, got, got_buffers = run(other)
+        rng_state.restore(state)
+        want = _run(parameters, buffers, plain)
+        rng_state.restore(state)
+        got = _run(parameters, buffers, other)
     finally:
         for p, gradient in zip(parameters, gradients, strict=True):
             p.grad = gradient
         rng_state.restore(state)
-    size = _norm(want)
-    gradient_error = _norm([_difference(a, b) for a, b in zip(want, got, strict=True)]) / (
-        size or 1
-    )
-    loss_error = (
-        0.0
-        if math.isnan(loss) and math.isnan(other_loss)
-        else abs(loss - other_loss) / (abs(loss) or 1)
-    )
-    buffer_error = max(
-        (_largest(a, b) for a, b in zip(want_buffers, got_buffers, strict=True) if a.numel()),
-        default=0.0,
-    )
-    rounding = max((_ROUNDING.get(p.dtype, 1e-4) for p in parameters), default=1e-4)
-    # Not so if one is not a number.
+    return _check(spec, strategy, want, got)
+
+
+def _run(
+    parameters: Sequence[torch.Tensor], before: Buffers, compute: Callable[[], torch.Tensor]
+) -> _StepResult:
+    for p in parameters:
+        p.grad = None
+    with replayed_buffers(before):
+        loss = compute().item()
+        buffers = [value for module, _ in before for value in module._buffers.values()]
+        copies = [value.clone() for value in buffers if value is not None]
+        gradients = [None if p.grad is None else p.grad.double() for p in parameters]
+        return _StepResult(loss, gradients, copies)
+
+
+def _check(spec: StepSpec, strategy: str, want: _StepResult, got: _StepResult) -> Check:
+    differences = [_difference(a, b) for a, b in zip(want.gradients, got.gradients, strict=True)]
+    gradient_error = _norm(differences) / (_norm(want.gradients) or 1)
+    loss_error = 0.0
+    if not (math.isnan(want.loss) and math.isnan(got.loss)):
+        loss_error = abs(want.loss - got.loss) / (abs(want.loss) or 1)
+    pairs = zip(want.buffers, got.buffers, strict=True)
+    buffer_error = max((_largest_error(a, b) for a, b in pairs if a.numel()), default=0.0)
+    limits = [_ROUNDING.get(p.dtype, _DEFAULT_ROUNDING) for p in spec.parameters]
+    rounding = max(limits, default=_DEFAULT_ROUNDING)
+    # The comparison with NaN is false, so NaN is not exact.
     is_exact = all(error <= rounding for error in (gradient_error, loss_error, buffer_error))
     return Check(strategy, gradient_error, loss_error, buffer_error, is_exact)
 
@@ -104,6 +130,6 @@ def _difference(a: Any, b: Any) -> Any:
     return a - b
 
 
-def _largest(a: torch.Tensor, b: torch.Tensor) -> float:
+def _largest_error(a: torch.Tensor, b: torch.Tensor) -> float:
     difference = (a.double() - b.double()).abs().max()
     return float(difference) / (float(a.double().abs().max()) or 1.0)

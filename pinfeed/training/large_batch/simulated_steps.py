@@ -1,4 +1,4 @@
-"""What each strategy takes of a batch, predicted: the steps of strategies.py on tensors without data."""
+"""Steps of each strategy on tensors without data, from which their memory is predicted."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.strategies.recompute import recomputed
-from pinfeed.training.memory_model.estimate import Run, plain_step
+from pinfeed.training.memory_model.step_run import StepRun, plain_step
 
-# Of a storage that is worth its way to the host.
 _LEAST_BYTES = 64 << 10
+"""Smaller storages stay on the device; the default threshold of Offload."""
 
 
-def accumulate_step(run: Run, batch_size: int) -> Any:
-    """A chunk, and another one while there are gradients."""
+def accumulate_step(run: StepRun, batch_size: int) -> Any:
+    """Simulate two chunks, the second one while gradients exist already."""
     for _ in range(2):
         inputs, targets = run.batch(batch_size)
         loss = run.loss(run.outputs(inputs), targets)
@@ -26,22 +26,22 @@ def accumulate_step(run: Run, batch_size: int) -> Any:
 
 
 class TwoPassStep:
-    """A whole batch in two passes of chunks."""
+    """Simulates a whole batch in two passes of chunks."""
 
     def __init__(self, chunk_size: int) -> None:
         self._chunk_size = chunk_size
 
-    def __call__(self, run: Run, batch_size: int) -> Any:
+    def __call__(self, run: StepRun, batch_size: int) -> Any:
         _, targets = run.batch(batch_size)
+        size = min(self._chunk_size, batch_size)
         with torch.no_grad():
-            size = min(self._chunk_size, batch_size)
             first = run.outputs(run.batch(size)[0])
-            outputs = _repeated(first, batch_size, size)
+            outputs = _outputs_of_batch(first, batch_size, size)
         leaves, rebuild = flatten(outputs)
         held = [leaf.detach().requires_grad_(leaf.is_floating_point()) for _, leaf in leaves]
         run.backward(run.loss(rebuild(iter(held)), targets))
         for _ in range(2):
-            inputs, _ = run.batch(min(self._chunk_size, batch_size))
+            inputs, _ = run.batch(size)
             again = [leaf for _, leaf in flatten(run.outputs(inputs))[0] if leaf.requires_grad]
             run.tracker.enter("backward")
             torch.autograd.backward(again, [torch.empty_like(leaf) for leaf in again])
@@ -49,79 +49,79 @@ class TwoPassStep:
         return held, targets
 
 
-def checkpoint_step(run: Run, batch_size: int) -> Any:
-    """A whole batch, parts of the model computed again."""
+def checkpoint_step(run: StepRun, batch_size: int) -> Any:
+    """Simulate a whole batch with parts of the model recomputed in the backward pass."""
     with recomputed(run.model):
         return plain_step(run, batch_size)
 
 
-class _Moved:
-    """A storage on the host, and what it is on the device again, while somebody has that."""
+class _OffloadedStorage:
+    """A storage in host memory, and its copy on the device while something refers to that."""
 
     def __init__(self, nbytes: int) -> None:
         self.nbytes = nbytes
-        self.back: Callable[[], torch.Tensor | None] = lambda: None
+        self._device_copy: Callable[[], torch.Tensor | None] = lambda: None
 
     def on_device(self) -> torch.Tensor:
-        whole = self.back()
+        whole = self._device_copy()
         if whole is None:
             whole = torch.empty(self.nbytes, dtype=torch.uint8)
-            self.back = weakref.ref(whole)
+            self._device_copy = weakref.ref(whole)
         return whole
 
 
 class OffloadStep:
-    """A whole batch, what is kept for the backward pass on the host.
+    """Simulates a whole batch whose activations wait in host memory for the backward pass.
 
     Attributes:
-        host_bytes: Most bytes there.
+        host_bytes: Most bytes in host memory at a time.
     """
 
     def __init__(self) -> None:
-        self.host_bytes = self._now = 0
+        self.host_bytes = 0
+        self._current_bytes = 0
 
-    def __call__(self, run: Run, batch_size: int) -> Any:
-        stay = {
-            tensor.untyped_storage()._cdata
-            for tensor in (*run.model.parameters(), *run.model.buffers())
-        }
-        # By storage, while that lives: its address may be another one's then.
-        moved: dict[int, _Moved] = {}
+    def __call__(self, run: StepRun, batch_size: int) -> Any:
+        tensors = (*run.model.parameters(), *run.model.buffers())
+        staying = {tensor.untyped_storage()._cdata for tensor in tensors}
+        # By the address of the storage, removed when it dies, since the address may be used again.
+        offloaded: dict[int, _OffloadedStorage] = {}
 
         def pack(tensor: torch.Tensor) -> Any:
             storage = tensor.untyped_storage()
             key = storage._cdata
-            if key in stay or storage.nbytes() < _LEAST_BYTES:
+            if key in staying or storage.nbytes() < _LEAST_BYTES:
                 return tensor
-            if key not in moved:
-                moved[key] = self._move(storage.nbytes())
-                weakref.finalize(storage, moved.pop, key, None).atexit = False
-            return moved[key], tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+            if key not in offloaded:
+                offloaded[key] = self._offload(storage.nbytes())
+                weakref.finalize(storage, offloaded.pop, key, None).atexit = False
+            geometry = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+            return offloaded[key], *geometry
 
         def unpack(packed: Any) -> torch.Tensor:
             if isinstance(packed, torch.Tensor):
                 return packed
-            there, dtype, shape, stride, offset = packed
-            whole: torch.Tensor = there.on_device()
+            storage, dtype, shape, stride, offset = packed
+            whole: torch.Tensor = storage.on_device()
             return whole.view(dtype).as_strided(shape, stride, offset)
 
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             return plain_step(run, batch_size)
 
-    def _move(self, nbytes: int) -> _Moved:
-        found = _Moved(nbytes)
-        self._now += nbytes
-        self.host_bytes = max(self.host_bytes, self._now)
-        weakref.finalize(found, self._gone, nbytes).atexit = False
-        return found
+    def _offload(self, nbytes: int) -> _OffloadedStorage:
+        storage = _OffloadedStorage(nbytes)
+        self._current_bytes += nbytes
+        self.host_bytes = max(self.host_bytes, self._current_bytes)
+        weakref.finalize(storage, self._free, nbytes).atexit = False
+        return storage
 
-    def _gone(self, nbytes: int) -> None:
-        self._now -= nbytes
+    def _free(self, nbytes: int) -> None:
+        self._current_bytes -= nbytes
 
 
-def _repeated(value: Any, n: int, size: int) -> Any:
-    """Outputs of a whole batch, of those of a chunk."""
-    leaves, rebuild = flatten(value)
+def _outputs_of_batch(outputs: Any, n: int, size: int) -> Any:
+    """Return outputs of ``n`` samples in the shapes of those of ``size`` samples."""
+    leaves, rebuild = flatten(outputs)
     return rebuild(
         leaf.new_empty((len(leaf) * n // size, *leaf.shape[1:])) if leaf.ndim else leaf
         for _, leaf in leaves

@@ -1,4 +1,4 @@
-"""StrategySelector: how each batch of a BigBatch is computed."""
+"""StrategySelector: the strategy of each batch of a BigBatch, chosen once per shape and mode."""
 
 from __future__ import annotations
 
@@ -10,250 +10,256 @@ from typing import Any
 import torch
 
 from pinfeed.errors import ArgumentError
-from pinfeed.memory.limits import MemoryLimits
-from pinfeed.training.large_batch.equivalence.comparison import PLAIN_FAILS
-from pinfeed.training.large_batch.equivalence.step_comparison import ONE_BY_ONE
-from pinfeed.training.large_batch.equivalence.verifier import EquivalenceVerifier
-from pinfeed.training.large_batch.select import (
+from pinfeed.training.large_batch.equivalence.conditions import (
     MOST_COMPARED,
-    MemoryPredictor,
+    ONE_BY_ONE,
+    PLAIN_FAILS,
+)
+from pinfeed.training.large_batch.equivalence.verifier import EquivalenceVerifier
+from pinfeed.training.large_batch.memory_predictor import MemoryPredictor, memory_predictor_for
+from pinfeed.training.large_batch.select import (
     Strategy,
     StrategyChoice,
-    batch_norms,
     choose_strategy,
     chunk_strategies,
     describe_problems,
-    memory_predictor_for,
 )
-from pinfeed.training.large_batch.strategies.gradients import StepSpec
+from pinfeed.training.large_batch.strategies.batch_norms import batch_norms
 from pinfeed.training.large_batch.strategies.micro_batches import (
     n_samples,
     sample_spec_of,
     shapes_and_dtypes,
 )
+from pinfeed.training.large_batch.strategies.step_spec import StepSpec
+from pinfeed.training.large_batch.strategy_options import StrategyOptions
 
 SOURCE = object()
-"""The key of all batches that a source gives."""
+"""Key of all batches that an iterable source yields."""
 
 
 class StrategySelector:
-    """Decides how a batch is computed, once for each shape of batches and each mode of the model.
+    """Chooses how a batch is computed, once for each shape of batches and each mode of the model.
 
     Args:
         spec: The model and the loss.
-        device: Where the model is.
-        config: Limits.
-        chunk_size: Samples at a time, in place of what fits.
-        strategy: ``"auto"``, or the one that was named.
-        is_made_of_parts: Whether the loss is said to be made of the losses of chunks.
-        verifier: Whether strategies are right.
-        autocast: The dtype of autocast.
+        device: Device of the model.
+        options: Limits, chunk size and strategy that the user gave.
+        has_known_reduction: Whether the loss is known to be the mean or sum of its terms.
     """
 
     def __init__(
         self,
         spec: StepSpec,
         device: torch.device,
-        config: MemoryLimits | None,
-        chunk_size: int | None,
-        strategy: str,
-        is_made_of_parts: bool,
-        verifier: EquivalenceVerifier,
-        autocast: torch.dtype | None,
+        options: StrategyOptions,
+        *,
+        has_known_reduction: bool,
     ) -> None:
         self._spec = spec
         self._device = device
-        self._config = config
-        self._chunk_size = chunk_size
-        self._strategy = strategy
-        self._is_made_of_parts = is_made_of_parts
-        self._verifier = verifier
-        self._autocast = autocast
-        self._by_shape: dict[Any, StrategyChoice] = {}
+        self._options = options
+        self._has_known_reduction = has_known_reduction
+        self._verifier = EquivalenceVerifier(options.prove, options.autocast)
+        self._choices: dict[Any, StrategyChoice] = {}
         self._predictors: dict[Any, MemoryPredictor] = {}
-        self._is_reported = False
+        self._is_source_reported = False
 
-    def of_source(self, inputs: Any, targets: Any, *, is_one_of_several: bool) -> StrategyChoice:
-        """Decide how the batches of a source are computed, from the first of them.
+    def choose(self, inputs: Any, targets: Any) -> StrategyChoice:
+        """Choose how a batch is computed.
+
+        Raises:
+            ArgumentError: If no strategy is right for this model and loss.
+            NotEnoughGPUMemory: If not even one sample fits on the GPU.
+            NotEnoughCPUMemory: If not even one sample fits on the CPU, where the model is.
+        """
+        key = self.key_of(inputs, targets)
+        if key in self._choices:
+            return self._choices[key]
+        n = n_samples(inputs)
+        if self._options.strategy == "auto":
+            chosen = choose_strategy(
+                self._spec.model,
+                n,
+                self._options.chunk_size,
+                self._has_known_reduction,
+                None if self._options.config is None else self._predictor(inputs, targets),
+                functools.partial(self._problem_of, inputs=inputs, targets=targets),
+            )
+            return self.keep(key, chosen)
+        strategy: Strategy = self._options.strategy  # type: ignore[assignment]
+        size = self._chunk_size(strategy, n, inputs, targets)
+        chosen = self.keep(key, self.choice_as_named(strategy, n, size))
+        if self._may_differ(chosen, n):
+            self._report(strategy, self._problem_of(strategy, inputs, targets))
+        return chosen
+
+    def choose_for_source(
+        self, inputs: Any, targets: Any, *, is_one_of_several: bool
+    ) -> StrategyChoice:
+        """Choose how the batches of a source are computed, from the first of them.
 
         Args:
             inputs: Samples of the first batches that have one shape.
             targets: Their targets.
-            is_one_of_several: Whether that is one sample, although there are more batches.
+            is_one_of_several: Whether this is a single sample although there are more batches.
 
         Raises:
-            ArgumentError: They cannot be added.
+            ArgumentError: If the batches cannot be added up.
         """
-        if self._strategy == "auto" and (norms := batch_norms(self._spec.model)):
+        norms = batch_norms(self._spec.model)
+        if self._options.strategy == "auto" and norms:
             raise ArgumentError(
-                f"{norms[0]} normalizes over the batch, and batches that come one by one can only be added; give the whole batch as "
-                "tensors, or strategy='accumulate' for statistics of chunks"
+                f"{norms[0]} normalizes over the batch, and batches that come one by one can only "
+                "be added; give the whole batch as tensors, or strategy='accumulate' for "
+                "statistics of chunks"
             )
-        if SOURCE not in self._by_shape:
-            size = self._size("accumulate", None, inputs, targets)
-            self._by_shape[SOURCE] = self.as_told("accumulate", None, size)
-            self._is_reported = bool(batch_norms(self._spec.model))
-        if is_one_of_several and self._verifier.is_on and not self._is_reported:
+        if SOURCE not in self._choices:
+            size = self._chunk_size("accumulate", None, inputs, targets)
+            self._choices[SOURCE] = self.choice_as_named("accumulate", None, size)
+            self._is_source_reported = bool(norms)
+        if is_one_of_several and self._verifier.is_on and not self._is_source_reported:
             self._report(
                 "accumulate",
-                "no two samples of the first batches have one shape, so that nothing can be compared",
+                "no two samples of the first batches have one shape, so that nothing can be "
+                "compared",
             )
-            self._is_reported = True
+            self._is_source_reported = True
         self.check_part_of_source(inputs, targets)
-        return self._by_shape[SOURCE]
+        return self._choices[SOURCE]
 
     def check_part_of_source(self, inputs: Any, targets: Any) -> None:
-        """Compare samples of a source with the plain step, where they have another shape than those before.
+        """Compare samples of a source with the plain step, if their shape is new.
 
         Raises:
-            ArgumentError: They cannot be added.
+            ArgumentError: If the batches cannot be added up.
         """
-        if not self._is_reported and (problem := self._problem_of(ONE_BY_ONE, inputs, targets)):
+        if self._is_source_reported:
+            return
+        if problem := self._problem_of(ONE_BY_ONE, inputs, targets):
             self._report("accumulate", problem)
-            self._is_reported = True
+            self._is_source_reported = True
 
     def keep(self, key: Any, chosen: StrategyChoice) -> StrategyChoice:
-        """Compute batches with this key so from now on."""
-        self._by_shape[key] = chosen
+        """Use this choice for batches with this key from now on."""
+        self._choices[key] = chosen
         return chosen
 
     def halve(self, key: Any) -> None:
         """Cut batches with this key into chunks of half the size from now on."""
-        if chosen := self._by_shape.get(key):
+        if chosen := self._choices.get(key):
             self.keep(key, dataclasses.replace(chosen, chunk_size=-(-chosen.chunk_size // 2)))
 
-    def of(self, inputs: Any, targets: Any) -> StrategyChoice:
-        """Decide how a batch is computed.
+    def strategy_in_chunks(self, inputs: Any, targets: Any) -> Strategy:
+        """Return the strategy for a batch that was to be computed whole and does not fit.
 
         Raises:
-            ArgumentError: No strategy is right for this model and loss.
-            NotEnoughGPUMemory: Not even one sample fits.
-            NotEnoughCPUMemory: Likewise, where the model is on the CPU.
+            ArgumentError: If no strategy that computes chunks is right.
         """
-        key, n = self.key_of(inputs, targets), n_samples(inputs)
-        if key not in self._by_shape:
-            if self._strategy == "auto":
-                predictor = None if self._config is None else self._predictor(inputs, targets)
-                problem_of = functools.partial(self._problem_of, inputs=inputs, targets=targets)
-                self._by_shape[key] = choose_strategy(
-                    self._spec.model,
-                    n,
-                    self._chunk_size,
-                    self._is_made_of_parts,
-                    predictor,
-                    problem_of,
-                )
-            else:
-                size = self._size(self._strategy, n, inputs, targets)
-                self._by_shape[key] = chosen = self.as_told(self._strategy, n, size)  # type: ignore[arg-type]
-                if self._is_doubtful(chosen, n) and (
-                    problem := self._problem_of(chosen.strategy, inputs, targets)
-                ):
-                    self._report(chosen.strategy, problem)
-        return self._by_shape[key]
-
-    def _is_doubtful(self, chosen: StrategyChoice, n: int) -> bool:
-        """Whether a strategy that was named may compute something else than the plain step, and nothing has warned of that yet."""
-        if chosen.strategy == "checkpoint":
-            return True
-        return (
-            chosen.strategy in ("accumulate", "two_pass")
-            and chosen.chunk_size < n
-            and not batch_norms(self._spec.model)
-        )
-
-    def right_chunks(self, inputs: Any, targets: Any) -> Strategy:
-        """The strategy for a batch that was to be computed whole and does not fit."""
         problems: dict[str, str] = {}
-        for strategy in chunk_strategies(self._is_made_of_parts):
-            problems[strategy] = problem = self._problem_of(strategy, inputs, targets)
+        for strategy in chunk_strategies(self._has_known_reduction):
+            problem = self._problem_of(strategy, inputs, targets)
             if not problem:
                 return strategy
+            problems[strategy] = problem
         raise ArgumentError(
-            f"the whole batch does not fit, and chunks do not give its gradients ({describe_problems(problems)}); give strategy='offload'"
+            "the whole batch does not fit, and chunks do not give its gradients "
+            f"({describe_problems(problems)}); give strategy='offload'"
         )
 
-    def _problem_of(self, strategy: str, inputs: Any, targets: Any) -> str:
-        def most() -> int:
-            is_limited = self._config is not None and self._chunk_size is None
-            return (
-                MOST_COMPARED
-                if not is_limited
-                else self._predictor(inputs, targets).n_compared(n_samples(inputs))
-            )
+    def choice_as_named(self, strategy: Strategy, n: int | None, chunk_size: int) -> StrategyChoice:
+        """Return the choice for a strategy that the user named.
 
-        return self._verifier.problem_of(strategy, self._spec, inputs, targets, most)
+        Args:
+            strategy: The strategy.
+            n: Samples of the batch; None for a source, whose samples are unknown until its end.
+            chunk_size: Samples of a chunk, if the strategy computes chunks.
 
-    def _report(self, strategy: Strategy, problem: str) -> None:
-        """Raise for a strategy that was chosen here, warn of one that was named."""
-        said = f"strategy={strategy!r} does not give the gradients of the plain step: {problem}"
-        if self._strategy == "auto":
-            raise ArgumentError(
-                f"{said}; batches that come one by one can only be added: give the whole batch as tensors, strategy='accumulate' if the "
-                "difference does not matter, or prove=False"
-            )
-        if problem.startswith(PLAIN_FAILS):
-            # The step itself is about to say so.
-            return
-        warnings.warn(
-            f"{said}; take strategy='auto', or give prove=False if the difference does not matter",
-            stacklevel=4,
-        )
-
-    def key_of(self, inputs: Any, targets: Any) -> Any:
-        """Return the key of a decision: shapes, and modes, in which a model may compute otherwise."""
-        return shapes_and_dtypes(inputs, targets), self._spec.modes
-
-    def _size(self, strategy: str, n: int | None, inputs: Any, targets: Any) -> int:
-        """Return the number of samples in a chunk."""
-        if strategy not in ("accumulate", "two_pass"):
-            return n or 1
-        if self._chunk_size is not None:
-            return self._chunk_size
-        if self._config is None:
-            raise ArgumentError(
-                "neither chunk_size nor a config with a limit was given; give one of them"
-            )
-        return self._predictor(inputs, targets).chunk_size(n, in_two_passes=strategy == "two_pass")
-
-    def as_told(self, strategy: Strategy, n: int | None, chunk_size: int) -> StrategyChoice:
-        """The decision for a strategy that was named, for ``n`` samples; None for a source, which tells its samples at its end."""
-        size = (
-            (n or 1)
-            if strategy not in ("accumulate", "two_pass")
-            else chunk_size
-            if n is None
-            else min(n, chunk_size)
-        )
+        Raises:
+            ArgumentError: If the strategy is ``"accumulate"`` and the reduction is unknown.
+        """
+        size = n or 1
+        if strategy in ("accumulate", "two_pass"):
+            size = chunk_size if n is None else min(n, chunk_size)
         if (n is None or size < n) and (norms := batch_norms(self._spec.model)):
             warnings.warn(
-                f"{norms[0]} normalizes over chunks of {size} samples, not over the whole batch: gradients and running statistics are "
-                "those of the chunks; 'offload' and 'checkpoint' see the whole batch",
+                f"{norms[0]} normalizes over chunks of {size} samples, not over the whole batch: "
+                "gradients and running statistics are those of the chunks; 'offload' and "
+                "'checkpoint' see the whole batch",
                 stacklevel=4,
             )
-        if strategy == "accumulate" and not self._is_made_of_parts:
+        if strategy == "accumulate" and not self._has_known_reduction:
             raise ArgumentError(
-                "the loss is none of torch's, so it is not known how that of a batch is made of those of its chunks; give reduction='mean' "
-                "or 'sum' if it is made so (and count= if it is a mean of other things than samples or classes), or strategy='two_pass'"
+                "the loss is none of torch's, so it is not known how that of a batch is made of "
+                "those of its chunks; give reduction='mean' or 'sum' if it is made so (and count= "
+                "if it is a mean of other things than samples or classes), or strategy='two_pass'"
             )
         why = "batches that come one by one can only be added" if n is None else "it was asked for"
         return StrategyChoice(strategy, size, why, {})
 
-    def _predictor(self, inputs: Any, targets: Any) -> MemoryPredictor:
-        key = (
-            sample_spec_of(inputs).key,
-            targets is not None and sample_spec_of(targets).key,
-            *batch_norms(self._spec.model),
+    def key_of(self, inputs: Any, targets: Any) -> Any:
+        """Return the key of a choice: shapes of the batch, and modes of the modules."""
+        return shapes_and_dtypes(inputs, targets), self._spec.training_modes
+
+    def _may_differ(self, chosen: StrategyChoice, n: int) -> bool:
+        """Return whether a named strategy may differ without a warning so far."""
+        if chosen.strategy == "checkpoint":
+            return True
+        is_cut = chosen.strategy in ("accumulate", "two_pass") and chosen.chunk_size < n
+        return is_cut and not batch_norms(self._spec.model)
+
+    def _problem_of(self, strategy: str, inputs: Any, targets: Any) -> str:
+        def most_that_fit() -> int:
+            if self._options.config is None or self._options.chunk_size is not None:
+                return MOST_COMPARED
+            return self._predictor(inputs, targets).n_compared(n_samples(inputs))
+
+        return self._verifier.problem_of(strategy, self._spec, inputs, targets, most_that_fit)
+
+    def _report(self, strategy: Strategy, problem: str) -> None:
+        """Raise for a problem of a strategy that was chosen here, warn if the user named it."""
+        if not problem:
+            return
+        sentence = f"strategy={strategy!r} does not give the gradients of the plain step: {problem}"
+        if self._options.strategy == "auto":
+            raise ArgumentError(
+                f"{sentence}; batches that come one by one can only be added: give the whole batch "
+                "as tensors, strategy='accumulate' if the difference does not matter, or "
+                "prove=False"
+            )
+        if problem.startswith(PLAIN_FAILS):
+            # The step is about to raise the error itself.
+            return
+        warnings.warn(
+            f"{sentence}; take strategy='auto', or give prove=False if the difference does not "
+            "matter",
+            stacklevel=4,
         )
+
+    def _chunk_size(self, strategy: Strategy, n: int | None, inputs: Any, targets: Any) -> int:
+        """Return the number of samples in a chunk."""
+        if strategy not in ("accumulate", "two_pass"):
+            return n or 1
+        if self._options.chunk_size is not None:
+            return self._options.chunk_size
+        if self._options.config is None:
+            raise ArgumentError(
+                "neither chunk_size nor a config with a limit was given; give one of them"
+            )
+        is_two_pass = strategy == "two_pass"
+        return self._predictor(inputs, targets).chunk_size(n, in_two_passes=is_two_pass)
+
+    def _predictor(self, inputs: Any, targets: Any) -> MemoryPredictor:
+        target_key = targets is not None and sample_spec_of(targets).key
+        key = sample_spec_of(inputs).key, target_key, *batch_norms(self._spec.model)
         if key not in self._predictors:
-            assert self._config is not None
+            assert self._options.config is not None
             self._predictors[key] = memory_predictor_for(
                 self._spec.model,
-                self._config,
+                self._options.config,
                 self._device,
                 inputs,
                 targets,
                 loss=self._spec.loss,
-                autocast=self._autocast,
+                autocast=self._options.autocast,
             )
         return self._predictors[key]

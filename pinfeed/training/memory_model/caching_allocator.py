@@ -1,4 +1,4 @@
-"""torch's caching allocator of CUDA memory, simulated: what it reserves for tensors that come and go in a given order.
+"""CachingAllocator: a simulation of torch's caching allocator of CUDA memory.
 
 Sizes and policy are those of c10/cuda/CUDACachingAllocator.cpp by default: one stream, no
 expandable segments.
@@ -11,30 +11,33 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 _ROUND = 512
-# Up to this, tensors live in segments of their own kind.
+"""Bytes to which the size of a block is rounded up."""
 _SMALL = 1 << 20
+"""Tensors of at most so many bytes are in segments of their own kind."""
 _SMALL_SEGMENT = 2 << 20
-# Below the first, a segment of the second is taken.
-_MEDIUM, _MEDIUM_SEGMENT = 10 << 20, 20 << 20
+_MEDIUM = 10 << 20
+"""Tensors of fewer bytes, if they are not small, are in segments of ``_MEDIUM_SEGMENT`` bytes."""
+_MEDIUM_SEGMENT = 20 << 20
 _ROUND_SEGMENT = 2 << 20
+"""Bytes to which the size of a larger segment is rounded up."""
 
 Event = tuple[int, int]
-"""A tensor's memory comes (its number, bytes) or goes (its number, minus bytes)."""
+"""Allocation (number of a tensor, bytes) or free (number of a tensor, minus bytes)."""
 
 
 class OutOfMemory(Exception):
-    """It does not fit under the limit."""
+    """The limit of the simulated allocator is exceeded."""
 
 
 @dataclass(frozen=True)
 class Replay:
-    """What a program took.
+    """Memory that a program took.
 
     Attributes:
         allocated: Most bytes of tensors at a time, each rounded up to 512.
         reserved: Most bytes of segments at a time.
-        n_retries: Times that unused segments were given back because of the limit: each is a wait
-            for the device.
+        n_retries: Number of times that unused segments were freed because of the limit; each time
+            the host waits for the device.
     """
 
     allocated: int
@@ -55,32 +58,39 @@ class _Block:
     after: _Block | None = None
 
     @property
+    def is_whole_segment(self) -> bool:
+        return self.before is None and self.after is None
+
+    @property
     def key(self) -> tuple[int, int, int]:
-        """Best fit: the smallest block that is large enough, the oldest of these."""
+        """Key for best fit: the smallest block that is large enough, and the oldest of these."""
         return self.size, self.segment, self.offset
 
 
 class CachingAllocator:
-    """The allocator, empty at first.
+    """Simulated allocator, empty at first.
 
     Args:
-        limit: Most bytes of segments; None for any.
+        limit: Most bytes of segments; None for no limit.
     """
 
     def __init__(self, limit: int | None = None) -> None:
         self.limit = limit
-        self.allocated = self.reserved = self.most_allocated = self.most_reserved = (
-            self.n_retries
-        ) = 0
+        self.allocated = 0
+        self.reserved = 0
+        self.most_allocated = 0
+        self.most_reserved = 0
+        self.n_retries = 0
         self._n_segments = 0
         self._live: dict[int, _Block] = {}
-        self._free: dict[bool, list[_Block]] = {True: [], False: []}  # by size
+        self._free: dict[bool, list[_Block]] = {True: [], False: []}
+        """Free blocks of small and of other segments, sorted by their key."""
 
     def malloc(self, number: int, nbytes: int) -> None:
-        """Memory for a tensor comes.
+        """Allocate memory for a tensor.
 
         Raises:
-            OutOfMemory: Not under the limit.
+            OutOfMemory: If the limit is exceeded.
         """
         size = rounded(nbytes)
         block = self._best_fit(size) or self._segment(size)
@@ -93,20 +103,21 @@ class CachingAllocator:
         self.most_allocated = max(self.most_allocated, self.allocated)
 
     def free(self, number: int) -> None:
-        """The memory of a tensor goes; its segment stays."""
+        """Free the memory of a tensor; its segment stays reserved."""
         block = self._live.pop(number)
         self.allocated -= block.size
         for other in (block.before, block.after):
             if other is not None and other.is_free:
                 self._remove(other)
-                block = _joined(*((other, block) if other is block.before else (block, other)))
+                is_before = other is block.before
+                block = _joined(other, block) if is_before else _joined(block, other)
         self._put(block)
 
     def replay(self, events: Iterable[Event]) -> Replay:
-        """A whole program.
+        """Replay the allocations and frees of a whole program.
 
         Raises:
-            OutOfMemory: Not under the limit.
+            OutOfMemory: If the limit is exceeded.
         """
         for number, nbytes in events:
             if nbytes > 0:
@@ -124,12 +135,7 @@ class CachingAllocator:
         wanted = _segment_nbytes(size)
         if self.limit is not None and self.reserved + wanted > self.limit:
             self.n_retries += 1
-            for free in self._free.values():
-                whole = [block for block in free if block.before is None and block.after is None]
-                self.reserved -= sum(block.size for block in whole)
-                free[:] = [
-                    block for block in free if block.before is not None or block.after is not None
-                ]
+            self._free_unused_segments()
             if self.reserved + wanted > self.limit:
                 raise OutOfMemory(
                     f"{wanted} bytes were wanted, {self.reserved} of {self.limit} are reserved"
@@ -138,6 +144,11 @@ class CachingAllocator:
         self.most_reserved = max(self.most_reserved, self.reserved)
         self._n_segments += 1
         return _Block(wanted, self._n_segments, 0, size <= _SMALL)
+
+    def _free_unused_segments(self) -> None:
+        for free in self._free.values():
+            self.reserved -= sum(block.size for block in free if block.is_whole_segment)
+            free[:] = [block for block in free if not block.is_whole_segment]
 
     def _split(self, block: _Block, size: int) -> None:
         rest = _Block(
@@ -164,7 +175,7 @@ class CachingAllocator:
 
 
 def rounded(nbytes: int) -> int:
-    """Bytes that a tensor's memory takes."""
+    """Return the size of the block for a tensor of so many bytes."""
     return max(1, -(-nbytes // _ROUND)) * _ROUND
 
 
@@ -179,7 +190,7 @@ def _segment_nbytes(size: int) -> int:
 
 
 def _joined(first: _Block, second: _Block) -> _Block:
-    """Two neighbours as one block."""
+    """Join two neighbouring blocks into the first one."""
     first.size += second.size
     first.after = second.after
     if second.after is not None:

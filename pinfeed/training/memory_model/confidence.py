@@ -12,10 +12,13 @@ from pinfeed.training.memory_model.storage_tracker import StorageTracker
 
 _RANKS: tuple[Confidence, ...] = ("exact", "close", "low")
 _MOST_THREADS = 2
-"""Layouts were measured with so many threads. With more, gradients of weights take much more."""
+"""Most threads with which layouts were measured; with more, weight gradients take much more."""
 _VARIABLES = ("ATEN_CPU_CAPABILITY", "DNNL_MAX_CPU_ISA", "ONEDNN_MAX_CPU_ISA")
-"""Environment variables that have torch or oneDNN compute as another CPU would."""
-_NOT_MEASURED = f"was measured in float32, with AVX2 or AVX-512 and up to {_MOST_THREADS} threads; here it may be much more: run probe()"
+"""Environment variables that make torch or oneDNN compute as another CPU would."""
+_NOT_MEASURED = (
+    f"was measured in float32, with AVX2 or AVX-512 and up to {_MOST_THREADS} threads; here it may "
+    "be much more: run probe()"
+)
 
 
 def confidence_in(
@@ -24,7 +27,7 @@ def confidence_in(
     device: Kind,
     autocast: torch.dtype | None,
 ) -> tuple[Confidence, list[str]]:
-    """The confidence in a step that was tracked, and the reasons for it."""
+    """Return the confidence in the estimate of a tracked step, and the reasons for it."""
     found: list[tuple[Confidence, str]] = []
     kinds = {type(module) for module in model.modules()}
     convolutions = [kind for kind in kinds if issubclass(kind, nn.modules.conv._ConvNd)]
@@ -49,7 +52,7 @@ def confidence_in(
 
 
 def _were_measured(model: nn.Module, autocast: torch.dtype | None) -> bool:
-    """Whether CPU, threads and dtypes are those with which oneDNN's layouts were measured."""
+    """Return whether oneDNN's layouts were measured with this CPU, these threads and dtypes."""
     dtypes = {p.dtype for p in model.parameters() if p.is_floating_point()}
     return (
         torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
@@ -84,7 +87,7 @@ def _of_recurrent(
 ) -> list[tuple[Confidence, str]]:
     if kinds and device == "cuda":
         return [("low", f"{_names(kinds)}: its kernels keep more than is seen here; run probe()")]
-    # On the CPU other recurrent layers are made of operations that are seen.
+    # On the CPU other recurrent layers consist of operations that are tracked.
     lstms = [kind for kind in kinds if issubclass(kind, nn.LSTM)]
     if not lstms:
         return []

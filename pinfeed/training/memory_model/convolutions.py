@@ -1,8 +1,8 @@
 """Memory of a convolution on the CPU while it runs: copies of its operands, or columns.
 
 oneDNN computes on copies whose channels are in blocks of a vector's length, so that each operand is
-there twice for a while. Which kernel does so was read from the allocations of single convolutions,
-over sizes of kernels, strides, dilations, groups and channels.
+in memory twice for a while. The choice of the kernel was derived from the allocations of single
+convolutions, over sizes of kernels, strides, dilations, groups and channels.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ Stage = tuple[int, int]
 """Bytes that an operation holds for itself, and how many of its results exist at that time."""
 
 _FEW = 3
-"""Up to so many input channels, the gradient of the weight reads them without a copy."""
+"""Most input channels that the gradient of the weight reads without a copy."""
 
 _CHUNK = 3 << 19
-"""Forward passes by matrices make so many bytes of columns at a time, as a core's cache holds."""
+"""Bytes of columns that forward passes by matrices make at a time; a core's cache holds them."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +31,10 @@ class Convolution:
         stride: One number for each dimension.
         padding: One number for each dimension.
         dilation: One number for each dimension.
-        groups: In how many groups the channels are.
+        groups: Number of groups of channels.
         itemsize: Bytes of an element.
-        n_threads: Threads that compute, each with columns of its own.
-        block: Channels in a block: floats in the longest vector of the CPU.
+        n_threads: Number of threads, each with columns of its own.
+        block: Channels of a block, the floats in the longest vector of the CPU.
     """
 
     x: tuple[int, ...]
@@ -50,13 +50,13 @@ class Convolution:
 
     @property
     def plain(self) -> tuple[int, int, int]:
-        """Bytes of x, w and y as torch stores them."""
+        """Bytes of x, w and y in torch's layout."""
         x, w, y = (math.prod(shape) * self.itemsize for shape in (self.x, self.w, self.y))
         return x, w, y
 
     @property
     def channels(self) -> tuple[int, int]:
-        """Channels of a group, in x and in y."""
+        """Channels of a group in x and in y."""
         return self.x[1] // self.groups, self.y[1] // self.groups
 
     @property
@@ -74,12 +74,12 @@ class Convolution:
 
     @property
     def columns(self) -> int:
-        """Bytes of the places that the weight meets, of one sample, group and slice in depth."""
+        """Bytes of the columns of one sample, group and slice in depth."""
         taps = math.prod(self.w[2:])
         return taps * self.channels[0] * math.prod(self.y[2:][-2:]) * self.itemsize
 
-    def onward(self) -> list[Stage]:
-        """Stages of computing y from x and w."""
+    def forward_stages(self) -> list[Stage]:
+        """Return the stages of computing y from x and w."""
         far = 31 // (1 + min(4, -(-self.channels[1] // self.block)))
         if not self._in_groups_of(4) or (not self.is_depthwise and max(self.padding) > far):
             return self._by_matrices(min(self.columns, _CHUNK) * self.n_threads, self.plain[2], 0)
@@ -89,8 +89,8 @@ class Convolution:
             x, w = 0, self._narrow_weight
         return [(x + w + y, 0), (copies * y, 1)]
 
-    def back(self, *, has_bias: bool = False) -> list[Stage]:
-        """Stages of computing x from y and w; a transposed convolution may add a bias to it."""
+    def input_stages(self, *, has_bias: bool = False) -> list[Stage]:
+        """Return the stages of computing x from y and w; a transposed convolution may have a bias."""
         is_strided = max(self.stride) > 1
         beyond = max(reach - p for reach, p in zip(self.reaches, self.padding, strict=True))
         far = beyond > (7 if len(self.w) == 3 else 16)
@@ -109,8 +109,8 @@ class Convolution:
         # A kernel of blocks adds the bias afterwards, from memory of its own.
         return [(x + w + y + (x if has_bias else 0), 0), (x, 1)]
 
-    def weight(self, n_before: int) -> list[Stage]:
-        """Stages of computing w from x and y, when ``n_before`` results exist already."""
+    def weight_stages(self, n_before: int) -> list[Stage]:
+        """Return the stages of computing w from x and y, when ``n_before`` results exist already."""
         few = self.groups == 1 and _FEW < self.x[1] < self.block
         most = [min(16, (reach + 1) // 2) for reach in self.reaches]
         wide = any(p > bound for p, bound in zip(self.padding, most, strict=True))
@@ -134,7 +134,7 @@ class Convolution:
         return self.plain[1] // self.y[1] * _padded(self.y[1], self.block)
 
     def _in_groups_of(self, n: int) -> bool:
-        """Groups are convolved in blocks where each has a multiple of so many channels."""
+        """Return whether groups are convolved in blocks: each has a multiple of ``n`` channels."""
         fits = all(found % n == 0 for found in self.channels)
         return self.groups == 1 or self.is_depthwise or fits
 
@@ -142,7 +142,7 @@ class Convolution:
         return [(columns + nbytes, n_before), (nbytes, n_before + 1)]
 
     def _blocked(self, block: int) -> tuple[int, int, int]:
-        """Bytes of x, w and y in blocks of channels."""
+        """Return the bytes of x, w and y in blocks of channels."""
         x, w, y = self.plain
         if self.is_depthwise:
             padded = _padded(self.groups, block)

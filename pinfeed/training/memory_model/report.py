@@ -1,4 +1,4 @@
-"""What an estimate says: where each byte of a training step goes, and which parameters a model has."""
+"""Estimate and Layer: memory of a training step by purpose, and parameters of each layer."""
 
 from __future__ import annotations
 
@@ -17,14 +17,16 @@ Kind = Literal["cuda", "cpu"]
 
 @dataclass(frozen=True)
 class Layer:
-    """Parameters that a module has itself, not those of the modules in it; a parameter that several have is the first one's.
+    """Parameters of one module, without those of its children.
+
+    A parameter that several modules share belongs to the first one.
 
     Attributes:
-        name: Of the module; "" for the model.
-        kind: Its class.
-        n_trainable: Elements of parameters that want a gradient.
-        n_frozen: Elements of the others.
-        nbytes: Bytes of all of them.
+        name: Name of the module; "" for the model.
+        kind: Class of the module.
+        n_trainable: Elements of parameters that require gradients.
+        n_frozen: Elements of the other parameters.
+        nbytes: Bytes of all parameters.
     """
 
     name: str
@@ -36,23 +38,22 @@ class Layer:
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a training step takes. ``str(estimate)`` is a table.
+    """Peak memory of a training step; ``str(estimate)`` is a table.
 
     Attributes:
-        batch_size: Samples in the batch.
+        batch_size: Samples of the batch.
         allocated_bytes: Most bytes of tensors at a time.
         reserved_bytes: Most bytes that torch's allocator takes from the device for them; on the CPU
             the same as ``allocated_bytes``.
-        breakdown: Where each byte goes when most are taken, in bytes: ``"parameters"``,
-            ``"gradients"``, ``"activations"``, …; ``"reserve"`` is what the allocator holds beyond
-            that.
+        breakdown: Bytes at the peak by purpose: ``"parameters"``, ``"gradients"``,
+            ``"activations"``, …; ``"reserve"`` is the memory that the allocator holds beyond that.
         phases: Most bytes of tensors at a time in the ``"forward"`` and ``"backward"`` pass and in
             the ``"optimizer"``.
-        layers: Parameters, layer by layer.
-        confidence: ``"exact"``: no operation is known to take anything else.
+        layers: Parameters of each layer.
+        confidence: ``"exact"``: no operation is known to take other memory.
             ``"close"``: within 5 % on the CPU; on a GPU, without the workspace of convolutions.
-            ``"low"``: ask ``probe``.
-        notes: Why it is not exact, and what was assumed.
+            ``"low"``: run ``probe``.
+        notes: Assumptions, and reasons why the estimate is not exact.
     """
 
     batch_size: int
@@ -77,20 +78,18 @@ class Estimate:
             colalign=("left", "right", "right"),
         )
         phases = ", ".join(f"{phase} {human(nbytes)}" for phase, nbytes in self.phases.items())
-        n, frozen = (
-            sum(getattr(layer, which) for layer in self.layers)
-            for which in ("n_trainable", "n_frozen")
-        )
+        n_trainable = sum(layer.n_trainable for layer in self.layers)
+        n_frozen = sum(layer.n_frozen for layer in self.layers)
         lines = [
             table,
             f"most at a time: {phases}",
-            f"parameters: {n:,} trainable, {frozen:,} frozen",
+            f"parameters: {n_trainable:,} trainable, {n_frozen:,} frozen",
             f"confidence: {self.confidence}",
         ]
         return "\n".join([*lines, *self.notes])
 
     def layer_table(self) -> str:
-        """Parameters of each layer, as a table."""
+        """Return the parameters of each layer as a table."""
         rows = [
             (
                 layer.name or "(model)",
@@ -107,23 +106,15 @@ class Estimate:
 
 
 def layers_of(model: nn.Module) -> tuple[Layer, ...]:
-    """The layers that have parameters, each parameter once."""
+    """Return the layers that have parameters of their own, each parameter once."""
     seen: set[int] = set()
     found = []
     for name, module in model.named_modules():
         own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
         seen |= {id(p) for p in own}
         if own:
-            trainable, frozen = (
-                sum(p.numel() for p in own if p.requires_grad == wanted) for wanted in (True, False)
-            )
-            found.append(
-                Layer(
-                    name,
-                    type(module).__name__,
-                    trainable,
-                    frozen,
-                    sum(p.numel() * p.element_size() for p in own),
-                )
-            )
+            n_trainable = sum(p.numel() for p in own if p.requires_grad)
+            n_frozen = sum(p.numel() for p in own if not p.requires_grad)
+            nbytes = sum(p.numel() * p.element_size() for p in own)
+            found.append(Layer(name, type(module).__name__, n_trainable, n_frozen, nbytes))
     return tuple(found)

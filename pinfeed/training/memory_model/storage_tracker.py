@@ -1,4 +1,7 @@
-"""Which memory a torch program takes and gives back, in order, seen from its operations; with fake tensors it takes none."""
+"""StorageTracker: the storages that a torch program allocates and frees, in order.
+
+With fake tensors the program itself takes no memory.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from pinfeed.training.memory_model import workspace
 from pinfeed.training.memory_model.caching_allocator import Event
 
 _KNOWN = frozenset({"aten", "prim", "prims", "profiler", "higher_order"})
-"""Namespaces of operations that take their results, and on the CPU the workspace that is known."""
+"""Namespaces of operations that allocate their results, and on the CPU a known workspace."""
 
 _LIBRARIES = (
     "_cdist",
@@ -38,13 +41,13 @@ _PLAIN = ("linalg_vector_norm", "linalg_cross")
 
 
 class StorageTracker(TorchDispatchMode):
-    """Every storage that an operation returns, from then until it dies.
+    """Context that records every storage that an operation returns, until the storage dies.
 
     Attributes:
-        events: What came and went.
-        marks: Where in ``events`` the program began to do something else, and what.
-        kinds: Of each number in ``events``.
-        foreign: Operations that are none of torch's own, or whose workspace is not known.
+        events: Allocations and frees, in order.
+        marks: Positions in ``events`` at which a phase of the program begins, and the phase.
+        kinds: Kind of memory of each number in ``events``.
+        foreign: Operations that are not torch's own, or whose workspace is unknown.
         is_cpu: Whether operations take the workspace that they take on the CPU.
     """
 
@@ -56,8 +59,8 @@ class StorageTracker(TorchDispatchMode):
         self.marks: list[tuple[int, str]] = []
         self.kinds: dict[int, str] = {}
         self.foreign: set[str] = set()
-        # Number and bytes, by storage.
         self._living: dict[int, tuple[int, int]] = {}
+        """Number and bytes of each living storage, by its address."""
         self._n = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,44 +75,46 @@ class StorageTracker(TorchDispatchMode):
         found = [leaf for leaf in leaves if leaf.layout is torch.strided]
         n_seen = 0
         for nbytes, n in workspace.stages_of(func, args, out) if self.is_cpu else ():
-            self._see_all(found[n_seen:n])
+            self._record_all(found[n_seen:n])
             n_seen = n
-            self._pass(nbytes)
-        self._see_all(found[n_seen:])
+            self._record_temporary(nbytes)
+        self._record_all(found[n_seen:])
         return out
 
     def enter(self, phase: str) -> None:
-        """What the program does from here on; the kind of memory that comes, until it is known better."""
+        """Begin a phase, which is the kind of memory allocated in it until ``label`` changes it."""
         self._phase = phase
         self.marks.append((len(self.events), phase))
 
     def label(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:
-        """Say what the memory of these is, as it turned out."""
+        """Set the kind of memory of these tensors, once it is known."""
         for tensor in tensors:
-            if (
-                tensor is not None
-                and (found := self._living.get(tensor.untyped_storage()._cdata)) is not None
-            ):
-                self.kinds[found[0]] = kind
+            if tensor is None:
+                continue
+            known = self._living.get(tensor.untyped_storage()._cdata)
+            if known is not None:
+                self.kinds[known[0]] = kind
 
-    def _see_all(self, tensors: Sequence[torch.Tensor]) -> None:
+    def _record_all(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
-            self._see(tensor.untyped_storage())
+            self._record(tensor.untyped_storage())
 
-    def _pass(self, nbytes: int) -> None:
-        """Memory comes and goes at once."""
+    def _record_temporary(self, nbytes: int) -> None:
+        """Record memory that is allocated and freed at once."""
         if nbytes:
             self._n += 1
             self.kinds[self._n] = "temporary"
             self.events += [(self._n, nbytes), (self._n, -nbytes)]
 
-    def _see(self, storage: Any) -> None:
-        key, nbytes = storage._cdata, storage.nbytes()
+    def _record(self, storage: Any) -> None:
+        key = storage._cdata
+        nbytes = storage.nbytes()
         known = self._living.get(key)
         if known is not None and known[1] == nbytes:
             return
-        if known is not None:  # resized
-            self._went(known)
+        if known is not None:
+            # The storage was resized.
+            self._record_free(known)
         elif nbytes:
             weakref.finalize(storage, self._forget, key).atexit = False
         if nbytes:
@@ -120,22 +125,22 @@ class StorageTracker(TorchDispatchMode):
         else:
             self._living.pop(key, None)
 
-    def _went(self, known: tuple[int, int]) -> None:
+    def _record_free(self, known: tuple[int, int]) -> None:
         number, nbytes = known
         self.events.append((number, -nbytes))
 
     def _forget(self, key: int) -> None:
         if (known := self._living.pop(key, None)) is not None:
-            self._went(known)
+            self._record_free(known)
 
 
 @dataclass(frozen=True)
 class Peak:
-    """When most memory was taken.
+    """The moment at which most memory was taken.
 
     Attributes:
-        kinds: Bytes of each kind then.
-        phases: Most bytes in all while the program did each thing.
+        kinds: Bytes of each kind at that moment.
+        phases: Most bytes in each phase of the program.
     """
 
     kinds: dict[str, int]
@@ -143,18 +148,20 @@ class Peak:
 
     @property
     def nbytes(self) -> int:
+        """Bytes at the peak."""
         return sum(self.kinds.values())
 
 
 def peak_of(tracker: StorageTracker, round_to: int) -> Peak:
-    """The peak of a program that was tracked, each storage rounded up."""
+    """Return the peak of a tracked program, with each storage rounded up to ``round_to`` bytes."""
     now: dict[str, int] = {}
     phases: dict[str, int] = {}
-    # The last one, where there are several at a place.
-    marks, phase = dict(tracker.marks), ""
+    # Of several marks at one position the last one counts.
+    marks = dict(tracker.marks)
+    phase = ""
     total = 0
     most = -1
-    found = {}
+    at_peak: dict[str, int] = {}
     for i, (number, nbytes) in enumerate(tracker.events):
         phase = marks.get(i, phase)
         size = -(-abs(nbytes) // round_to) * round_to * (1 if nbytes > 0 else -1)
@@ -163,17 +170,19 @@ def peak_of(tracker: StorageTracker, round_to: int) -> Peak:
         total += size
         phases[phase] = max(phases.get(phase, 0), total)
         if total > most:
-            most, found = total, dict(now)
-    return Peak(found, phases)
+            most = total
+            at_peak = dict(now)
+    return Peak(at_peak, phases)
 
 
 @contextlib.contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Have operations of the CPU keep for the backward pass what those of CUDA do.
+    """Make operations of the CPU save the same tensors for the backward pass as those of CUDA.
 
-    Dropout keeps a mask of bytes there and one of floats here; attention with dropout keeps nothing
-    there and the whole matrix here. The functions are replaced: a TorchFunctionMode is not active
-    in the backward pass, where a checkpoint runs the forward pass again.
+    Dropout saves a mask of bytes on CUDA and one of floats on the CPU. Attention with dropout saves
+    nothing on CUDA and the whole matrix on the CPU. The functions are replaced, because a
+    TorchFunctionMode is not active in the backward pass, where a checkpoint runs the forward pass
+    again.
     """
     from torch._subclasses.fake_tensor import FakeTensor
 
@@ -183,10 +192,11 @@ def as_on_cuda() -> Iterator[None]:
 
     def native(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
         if isinstance(x, FakeTensor) and training and 0 < p < 1 and not inplace:
-            # Other threads compute with real ones.
+            # Other threads compute with real tensors, which are not affected.
             return torch.native_dropout(x, p, True)[0]
         return dropout(x, p, training, inplace)
 
+    # The parameters are those of torch's function.
     def attend(
         query: Any,
         key: Any,

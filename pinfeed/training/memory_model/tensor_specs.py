@@ -1,4 +1,4 @@
-"""What a sample is: shapes and dtypes, in the structure in which the model takes them."""
+"""SampleSpec: shapes and dtypes of a sample, in the structure that the model takes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from pinfeed.tensors.pytree import Rebuild, flatten
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """Shapes without the dimension of the batch, and dtypes, of the tensors of a sample."""
+    """Shapes, without the batch dimension, and dtypes of the tensors of a sample.
+
+    Attributes:
+        shapes: Shape of each tensor.
+        dtypes: Dtype of each tensor.
+        rebuild: Function that makes the structure of a sample from such tensors.
+    """
 
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[torch.dtype, ...]
@@ -26,7 +32,7 @@ class SampleSpec:
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """The same for the same shapes and dtypes."""
+        """Key that is equal for equal shapes and dtypes."""
         return self.shapes, self.dtypes
 
     @property
@@ -38,13 +44,13 @@ class SampleSpec:
         )
 
     def batch(self, n: int, make: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]) -> Any:
-        """A batch of ``n``, of tensors that ``make`` gives for a shape and a dtype."""
+        """Return a batch of ``n`` samples, of tensors that ``make`` returns for shape and dtype."""
         return self.rebuild(
             make((n, *shape), dtype) for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
         )
 
     def described(self, n: int) -> str:
-        """A batch of ``n`` as people read it: ``(32, 3, 8, 8) float32``."""
+        """Describe a batch of ``n`` samples for messages: ``(32, 3, 8, 8) float32``."""
         tensors = zip(self.shapes, self.dtypes, strict=True)
         return ", ".join(
             f"{(n, *shape)} {str(dtype).removeprefix('torch.')}" for shape, dtype in tensors
@@ -52,20 +58,22 @@ class SampleSpec:
 
 
 def samples_of(shape: Any, dtype: Any, name: str) -> SampleSpec:
-    """Samples of a nested ``shape``: a tuple or list of integers is one tensor, everything else a structure of such.
+    """Return the spec of a nested shape and its dtypes.
+
+    A tuple or list of integers is the shape of one tensor; everything else is a structure of them.
 
     Args:
-        shape: Without the dimension of the batch: ``(3, 224, 224)``, ``()``,
+        shape: Shapes without the batch dimension: ``(3, 224, 224)``, ``()``,
             ``{"ids": (128,), "mask": (128,)}``, ``((3, 8), (5,))``.
-        dtype: One for all tensors, or the same structure: a torch or numpy dtype, ``"float32"``,
-            ``"torch.float32"``, ``float``, ``int``.
-        name: Of the argument, for errors.
+        dtype: One dtype for all tensors, or the same structure: a torch or numpy dtype,
+            ``"float32"``, ``"torch.float32"``, ``float``, ``int``.
+        name: Name of the argument, for errors.
 
     Raises:
-        ArgumentError: Neither shapes nor a structure of them, a negative dimension, or no dtype of
-            torch's.
+        ArgumentError: If ``shape`` is no structure of shapes, a dimension is negative, or torch
+            lacks a dtype.
     """
-    leaves, rebuild = flatten(_marked(shape, f"{name}_shape"))
+    leaves, rebuild = flatten(_with_shape_leaves(shape, f"{name}_shape"))
     shapes = tuple(leaf.shape for _, leaf in leaves)
     if isinstance(dtype, (Mapping, tuple, list)):
         found = [
@@ -73,7 +81,8 @@ def samples_of(shape: Any, dtype: Any, name: str) -> SampleSpec:
         ]
         if [path for path, _ in found] != [path for path, _ in leaves]:
             raise ArgumentError(
-                f"{name}_dtype={dtype!r} has another structure than {name}_shape={shape!r}; expected the same, or one dtype"
+                f"{name}_dtype={dtype!r} has another structure than {name}_shape={shape!r}; "
+                "expected the same, or one dtype"
             )
         dtypes = tuple(kind for _, kind in found)
     else:
@@ -82,7 +91,7 @@ def samples_of(shape: Any, dtype: Any, name: str) -> SampleSpec:
 
 
 def to_device(batch: Any, device: torch.device) -> Any:
-    """A batch with its tensors on a device."""
+    """Return a batch with its tensors on a device."""
     leaves, rebuild = flatten(batch)
     return rebuild(
         leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf for _, leaf in leaves
@@ -90,13 +99,13 @@ def to_device(batch: Any, device: torch.device) -> Any:
 
 
 class _Shape:
-    """A shape as a leaf."""
+    """A shape that is a leaf of a nested structure."""
 
     def __init__(self, shape: tuple[int, ...]) -> None:
         self.shape = shape
 
 
-def _marked(shape: Any, name: str) -> Any:
+def _with_shape_leaves(shape: Any, name: str) -> Any:
     if isinstance(shape, (tuple, list)) and all(hasattr(n, "__index__") for n in shape):
         if any(int(n) < 0 for n in shape):
             raise ArgumentError(
@@ -104,9 +113,9 @@ def _marked(shape: Any, name: str) -> Any:
             )
         return _Shape(tuple(int(n) for n in shape))
     if isinstance(shape, Mapping):
-        return {key: _marked(value, f"{name}[{key!r}]") for key, value in shape.items()}
+        return {key: _with_shape_leaves(value, f"{name}[{key!r}]") for key, value in shape.items()}
     if isinstance(shape, (tuple, list)):
-        return tuple(_marked(value, f"{name}[{i}]") for i, value in enumerate(shape))
+        return tuple(_with_shape_leaves(value, f"{name}[{i}]") for i, value in enumerate(shape))
     raise ArgumentError(
         f"{name}={shape!r}: expected a shape, as (3, 224, 224), or a tuple, list or dict of shapes"
     )
@@ -116,12 +125,10 @@ def _torch_dtype(value: Any, name: str) -> torch.dtype:
     if isinstance(value, torch.dtype):
         return value
     try:
-        return TORCH[
-            dtype_of(
-                value.removeprefix("torch.") if isinstance(value, str) else np.dtype(value), name
-            )
-        ]
+        given = value.removeprefix("torch.") if isinstance(value, str) else np.dtype(value)
+        return TORCH[dtype_of(given, name)]
     except (StoreError, TypeError) as error:
         raise ArgumentError(
-            f"{name}={value!r}: {error}; expected a dtype of torch or numpy, or its name, as 'float32'"
+            f"{name}={value!r}: {error}; expected a dtype of torch or numpy, or its name, as "
+            "'float32'"
         ) from None

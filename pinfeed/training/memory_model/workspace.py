@@ -1,4 +1,4 @@
-"""Workspace of torch's operations on the CPU: memory beside their results, while they run."""
+"""Workspace of torch's operations on the CPU: memory that they take while they run."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from pinfeed.training.memory_model import recurrent
 from pinfeed.training.memory_model.convolutions import Convolution, Stage
 
 _SMALL_IMAGE = 128
-"""If height plus width is at most this, upsampling works on channels-last copies."""
+"""Largest height plus width of images that upsampling copies to channels last."""
 
 
 def results_of(func: Any, args: Sequence[Any], out: Any) -> Any:
-    """The results of an operation, with memory of the size that they have on the CPU."""
+    """Return the results of an operation, with the memory that they have on the CPU."""
     found = _RESULTS.get(str(func))
     return found(args, out) if found is not None else out
 
 
 def stages_of(func: Any, args: Sequence[Any], out: Any) -> list[Stage]:
-    """The stages of the operation that returned ``out``; empty if it is not known to take any."""
+    """Return the stages of the operation that returned ``out``; empty if no workspace is known."""
     found = _STAGES.get(str(func))
     return found(args, out) if found is not None else []
 
@@ -65,7 +65,7 @@ def _convolved(
     )
     formats = [suggest_memory_format(tensor) for tensor in (x, w)]
     form = formats[0] if formats[1] == torch.contiguous_format else formats[1]
-    # An operand in another format is copied before all else.
+    # An operand in another format is copied first.
     ends = [tensor for tensor in (x, y) if not tensor.is_contiguous(memory_format=form)]
     copied = _nbytes(*ends)
     backend = _backend(x, w, how)
@@ -87,18 +87,18 @@ def _copies(
     has_bias: bool,
 ) -> list[Stage]:
     if mask is None:
-        return one.back(has_bias=has_bias) if transposed else one.onward()
-    ends = (one.onward() if transposed else one.back()) if mask[0] else []
-    return [*ends, *(one.weight(int(mask[0])) if mask[1] else [])]
+        return one.input_stages(has_bias=has_bias) if transposed else one.forward_stages()
+    ends = (one.forward_stages() if transposed else one.input_stages()) if mask[0] else []
+    return [*ends, *(one.weight_stages(int(mask[0])) if mask[1] else [])]
 
 
 def _each(value: Sequence[int], n: int) -> tuple[int, ...]:
-    """One number for each dimension, where one may stand for all."""
+    """Return one number for each dimension, where a single number holds for all."""
     return tuple(value) if len(value) == n else tuple(value) * n
 
 
 def _columns(backend: str, one: Convolution, mask: Sequence[bool] | None) -> list[Stage]:
-    """The kernels of torch make the columns of all samples at a time, or of each in turn."""
+    """Return the stages of torch's kernels, which make columns of all samples or of each in turn."""
     if one.groups > 1:
         # Groups are computed one after another and their results are copied together.
         return [(one.plain[2], 1)] if mask is None else [(one.plain[0], int(mask[0]))]
@@ -113,42 +113,42 @@ def _columns(backend: str, one: Convolution, mask: Sequence[bool] | None) -> lis
 
 
 def _backend(x: torch.Tensor, w: torch.Tensor, how: Sequence[Any]) -> str:
-    """The kernel that torch picks for tensors of one element that are expanded to the shapes."""
+    """Return the kernel that torch picks, asked with one-element tensors expanded to the shapes."""
     with _disable_current_modes():
         whole = [torch.empty((), dtype=tensor.dtype).expand(tensor.shape) for tensor in (x, w)]
         return str(torch._C._select_conv_backend(*whole, None, *how))
 
 
 def _upsampled(args: Sequence[Any], y: torch.Tensor) -> list[Stage]:
-    """Small images are copied to channels last and back."""
+    """Return the stages of upsampling: small images are copied to channels last and back."""
     is_small = sum(y.shape[2:]) <= _SMALL_IMAGE and args[0].is_contiguous()
     return [(_nbytes(args[0], y), 1)] if is_small else []
 
 
 def _loss(args: Sequence[Any], _: Any) -> list[Stage]:
-    """A loss of each element, before it is reduced."""
+    """Return the stages of a loss: a loss of each element, before the reduction."""
     is_reduced = len(args) < 3 or args[2] != 0
     return [(_nbytes(args[0]), 1)] if is_reduced else []
 
 
 def _whole(args: Sequence[Any], out: Any) -> Any:
-    """The mean is kept in memory that could hold the losses of all elements."""
+    """Return a reduced loss in memory that could hold the losses of all elements."""
     return torch.empty_like(args[0]).as_strided((), ()) if out.dim() == 0 else out
 
 
 def _binary_loss(args: Sequence[Any], _: Any) -> list[Stage]:
-    """Two losses of each element, of which one is reduced."""
+    """Return the stages of binary cross entropy: two losses of each element."""
     return [(2 * _nbytes(args[0]), 0)]
 
 
 def _group_norm_backward(args: Sequence[Any], _: Any) -> list[Stage]:
-    """Two sums of each channel of each sample."""
+    """Return the stages of group norm's backward: two sums per channel and sample."""
     _, x, _, _, _, n, n_channels = args[:7]
     return [(2 * n * n_channels * x.element_size(), 3)]
 
 
 def _attention(args: Sequence[Any], _: Any) -> list[Stage]:
-    """Scores and results of a tile, in each thread."""
+    """Return the stages of attention: scores and results of a tile, in each thread."""
     query, key = args[:2]
     rows, columns = _tile(query, key)
     floats = rows * (columns + query.shape[3] + 2)
@@ -156,9 +156,10 @@ def _attention(args: Sequence[Any], _: Any) -> list[Stage]:
 
 
 def _attention_backward(args: Sequence[Any], _: Any) -> list[Stage]:
-    """Scores of a tile and their gradients, in each thread; and the copy of a gradient.
+    """Return the stages of attention's backward: scores of a tile and gradients, in each thread.
 
-    The kernel wants the heads of a place side by side, and copies a gradient that has them apart.
+    The kernel needs the heads of a position side by side, and copies a gradient with another
+    layout.
     """
     rows, columns = _tile(*args[1:3])
     copied = 0 if args[0].transpose(1, 2).is_contiguous() else _nbytes(args[0])
@@ -186,7 +187,7 @@ _STAGES: dict[str, Callable[[Sequence[Any], Any], list[Stage]]] = {
     "aten.huber_loss.default": _loss,
     "aten.binary_cross_entropy_with_logits.default": _binary_loss,
     "aten.logsumexp.default": lambda args, _: [(_nbytes(args[0]), 0)],
-    # Rows that are masked as a whole are found with a mask of bytes.
+    # A mask of bytes marks rows that are masked as a whole.
     "aten._safe_softmax.default": lambda args, _: [(args[0].numel(), 1)],
     "aten._scaled_dot_product_flash_attention_for_cpu.default": _attention,
     "aten._scaled_dot_product_flash_attention_for_cpu_backward.default": _attention_backward,

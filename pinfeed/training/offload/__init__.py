@@ -1,1 +1,1 @@
-"""Offloading of saved activations to host memory."""
+"""Activations in pinned host memory between the forward and the backward pass."""

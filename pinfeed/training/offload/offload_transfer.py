@@ -1,32 +1,45 @@
-"""Storages out to host memory and back: every wait and record of it.
+"""Streams and events of activation offload: storages to host memory and back.
 
-Rule 1: no call here blocks the host, but ``close``. Rule 2: device memory is taken and given back
-in the order of the stream that computes; so the allocator may hand it out again at once.
-        Memory that was allocated for another stream is shared with the one that saves it (``Device.share``): the allocator then keeps it
-        until that stream has done the work that it was given before the memory was let go of. The window does not bound such memory.
+Rule 1: Every wait and record of activations is in this file, and each names the hazard that it
+        prevents. Those of batches and rows are in pipeline/transfer.py.
+Rule 2: No call here blocks the host, except ``close``.
+Rule 3: Device memory is taken and given back in the order of the compute stream, so that the
+        allocator may hand it out again at once. Memory that was allocated for another stream is
+        shared with the stream that saves it (``Device.share``): the allocator then keeps it until
+        that stream has done the work queued before the memory was freed. The window does not
+        bound such memory.
 
-             compute                     write                      read
+          compute                  write                    read
     pack:    values computed
-             ready = compute.record()
-                                         write.wait(ready)                                   the values may not be computed yet
-                                         write.wait(block.busy)                              a copy back may still read the block
-                                         memory -> block
-                                         copied = write.record()
-    release: compute.wait(copied)                                                            the copy may still read what is free now
+             ready = record()
+                                   wait(ready)                            H1
+                                   wait(block.busy)                       H2
+                                   memory -> block
+                                   copied = record()
+    release: wait(copied)                                                 H3
     fetch:   memory <- allocator
-             taken = compute.record()
-                                                                    read.wait(taken)         kernels may still use the memory's past
-                                                                    read.wait(block.busy)    the values may not have arrived yet
-                                                                    block -> memory
-                                                                    back = read.record()
-    unpack:  compute.wait(back)                                                              the values may not be back yet
+             taken = record()
+                                                            wait(taken)   H4
+                                                            wait(busy)    H5
+                                                            block -> memory
+                                                            back = record()
+    unpack:  wait(back)                                                   H6
 
-What was saved last stays on the device as well, at most ``window`` bytes of it: their copies are
-under way, and the backward pass asks for them first. When more is saved, the compute stream waits
-for the oldest copy and lets go of its memory; it waits in fact only if the link cannot keep up.
-Letting go when the host sees that a copy is done (``is_done``, or ``record_stream``, for which the
-allocator asks) would not do: the host runs ahead of the device, sees nothing done yet, and all that
-is saved would be held through the forward pass. So the peak is the same in every run.
+    H1: The values may not be computed yet.
+    H2: A copy back may still read the block.
+    H3: The copy may still read memory that is free now.
+    H4: Kernels may still use what the memory was before.
+    H5: The values may not have arrived in the block yet.
+    H6: The values may not be back yet.
+
+The storages saved last stay on the device as well, at most ``window`` bytes of them: their copies
+are still running, and the backward pass needs them first. When more is saved, the compute stream
+waits for the oldest copy and frees its memory. It stalls only if the link cannot keep up.
+
+Memory must not be freed when the host sees that a copy is done (``is_done``, or ``record_stream``,
+for which the allocator polls). The host runs ahead of the device and sees no copy done yet, so all
+saved memory would be held through the forward pass. With waits in streams the peak is the same in
+every run.
 """
 
 from __future__ import annotations
@@ -42,19 +55,22 @@ from pinfeed.devices.base import Device, Event, Stream
 from pinfeed.training.offload.pinned_pool import PinnedBlock, PinnedPool
 
 _BYTES = np.dtype(np.uint8)
-_LOOK = (
-    1024  # positions that are looked through for one to fetch: those of other branches may be gone
-)
+_MOST_POSITIONS = 1024
+"""Positions that one search for a piece to fetch looks at; those of other branches may be dead."""
 
 
 class StoragePiece:
-    """Bytes of a storage that were saved.
+    """Bytes of a storage that autograd saved.
 
     Attributes:
-        memory: On the device: where they were, while they are still there; where they came back to;
-            None while they are on the host only.
-        block: On the host; None if there is no room.
-        position: In the order of saving.
+        position: Position in the order of saving.
+        nbytes: Size in bytes.
+        memory: The bytes on the device, in their first place or where they were copied back; None
+            while they are only on the host.
+        stream: Stream in whose order ``memory`` may be used and freed.
+        block: The bytes on the host; None if there was no room.
+        back: Event after the copy that filled ``memory``; None before the piece came back. Other
+            streams must wait for it.
     """
 
     __slots__ = ("__weakref__", "back", "block", "memory", "nbytes", "position", "stream")
@@ -63,193 +79,240 @@ class StoragePiece:
         self.position = position
         self.nbytes = memory.numel()
         self.memory: torch.Tensor | None = memory
-        self.stream, self.block = stream, None  # type: tuple[Stream, PinnedBlock | None]
+        self.stream = stream
+        self.block: PinnedBlock | None = None
         self.back: Event | None = None
-        """Behind the copy that filled ``memory``, in whose stream nobody else may look at it yet."""
 
 
 @dataclass(frozen=True)
-class _UnderWay:
-    """A copy that may not be done, and the device memory that must not be used again before it is."""
+class _PendingCopy:
+    """A copy that may not be done, and the device memory that must not be reused before it is.
+
+    Attributes:
+        memory: The device memory.
+        done: Event after the copy.
+        stream: Stream in whose order the memory is freed.
+    """
 
     memory: torch.Tensor
     done: Event
     stream: Stream
-    """Whose the memory is."""
 
 
-class _Copies:
-    """Copies in one direction that no other stream has waited for, by the position of their piece; the oldest first."""
+class _PendingCopies:
+    """Copies in one direction that no other stream has waited for, the oldest first.
+
+    Attributes:
+        by_position: The copies by the position of their piece.
+        nbytes: Their device memory in bytes.
+    """
 
     def __init__(self) -> None:
-        self.all: dict[int, _UnderWay] = {}
+        self.by_position: dict[int, _PendingCopy] = {}
         self.nbytes = 0
 
-    def add(self, position: int, copy: _UnderWay) -> None:
-        self.all[position] = copy
+    def add(self, position: int, copy: _PendingCopy) -> None:
+        self.by_position[position] = copy
         self.nbytes += copy.memory.numel()
 
-    def pop(self, position: int) -> _UnderWay | None:
-        copy = self.all.pop(position, None)
+    def pop(self, position: int) -> _PendingCopy | None:
+        copy = self.by_position.pop(position, None)
         self.nbytes -= 0 if copy is None else copy.memory.numel()
         return copy
 
 
 class OffloadTransfer:
-    """Moves pieces, for one caller at a time; only the end of a piece may come at any time, in any thread.
+    """Copies pieces to the host and back.
+
+    One caller at a time. Only the finalizer of a piece may run at any time, in any thread.
 
     Args:
-        device: Where they are.
-        blocks: Where to.
-        window: Bytes of device memory that what was saved last may hold, and as many for what comes
-            back ahead of its use.
+        device: Device of the pieces.
+        pool: Pool of host memory.
+        window: Bytes of device memory that the pieces saved last may hold, and as many for pieces
+            that are fetched ahead of their use.
+
+    Attributes:
+        offloaded_bytes: Bytes that were copied to the host.
+        restored_bytes: Bytes that were copied back.
+        n_missed: Pieces whose copy back began only when they were needed.
     """
 
-    def __init__(self, device: Device, blocks: PinnedPool, window: int) -> None:
+    def __init__(self, device: Device, pool: PinnedPool, window: int) -> None:
         self.device = device
-        self._blocks = blocks
+        self._pool = pool
         self._window = window
         self._write = device.stream("write")
         self._read = device.stream("read")
-        self._going = _Copies()
-        self._coming = _Copies()
+        self._writes = _PendingCopies()
+        self._fetches = _PendingCopies()
         self._pieces: weakref.WeakValueDictionary[int, StoragePiece] = weakref.WeakValueDictionary()
-        self._ended: deque[int] = (
-            deque()
-        )  # positions; a deque as in PinnedPool, and for the same reason
-        self._asked = self._seen = 0
-        """Positions: the last one asked for, and the last one that was looked at then, whether it is to be fetched ahead."""
-        self._closed = False
-        self.offloaded = self.restored = self.n_missed = 0
+        # Positions of pieces that died. A deque, because its operations are atomic and a finalizer
+        # may interrupt any other code.
+        self._dead: deque[int] = deque()
+        self._last_used = 0
+        """Position of the piece that was used last."""
+        self._last_examined = 0
+        """Position down to which pieces were examined for a fetch ahead."""
+        self._is_closed = False
+        self.offloaded_bytes = 0
+        self.restored_bytes = 0
+        self.n_missed = 0
 
     def send(self, piece: StoragePiece) -> bool:
-        """Start the way to the host; False if there is no room for it."""
+        """Start the copy to the host; return False if the pool has no room."""
         self.tidy()
-        block = self._blocks.take(piece.nbytes)
+        block = self._pool.take(piece.nbytes)
         if block is None:
             return False
         assert piece.memory is not None
-        self._write.wait(piece.stream.record())  # the values may not be computed yet
+        # H1: The values may not be computed yet.
+        self._write.wait(piece.stream.record())
         if block.busy is not None:
-            self._write.wait(block.busy)  # a copy back may still read the block
+            # H2: A copy back may still read the block.
+            self._write.wait(block.busy)
         self.device.copy(piece.memory, block.memory[: piece.nbytes], self._write)
-        block.busy = copied = self._write.record()
+        copied = self._write.record()
+        block.busy = copied
         piece.block = block
-        weakref.finalize(piece, self._end, piece.position, block).atexit = False
+        weakref.finalize(piece, self._on_death, piece.position, block).atexit = False
         self._pieces[piece.position] = piece
-        self._going.add(piece.position, _UnderWay(piece.memory, copied, piece.stream))
-        self.offloaded += piece.nbytes
-        while self._going.nbytes > self._window:
-            self._release(next(iter(self._going.all)))
+        self._writes.add(piece.position, _PendingCopy(piece.memory, copied, piece.stream))
+        self.offloaded_bytes += piece.nbytes
+        while self._writes.nbytes > self._window:
+            self._release(next(iter(self._writes.by_position)))
         return True
 
-    def ask(self, piece: StoragePiece, compute: Stream) -> torch.Tensor:
-        """The bytes on the device, for work in ``compute``."""
+    def use(self, piece: StoragePiece, compute: Stream) -> torch.Tensor:
+        """Return the bytes of a piece on the device, for work in ``compute``."""
         self.tidy()
         if piece.memory is None:
-            coming = self._coming.pop(piece.position)
-            if coming is None:
+            fetch = self._fetches.pop(piece.position)
+            if fetch is None:
                 self.n_missed += 1
-                coming = self._fetch(piece, compute)
-            coming.stream.wait(
-                coming.done
-            )  # the values may not be back yet; nor must this memory have other values when it is free
-            piece.memory = coming.memory
-            piece.back = coming.done
-            piece.stream = coming.stream
+                fetch = self._start_fetch(piece, compute)
+            # H6: The values may not be back yet, nor may the copy write memory that is freed later.
+            fetch.stream.wait(fetch.done)
+            piece.memory = fetch.memory
+            piece.back = fetch.done
+            piece.stream = fetch.stream
         if compute != piece.stream and piece.back is not None:
-            compute.wait(piece.back)  # as above, in another stream than the memory was taken for
+            # H6 in another stream than the one for which the memory was taken.
+            compute.wait(piece.back)
             self.device.share(piece.memory, compute)
         assert piece.memory is not None
         return piece.memory
 
-    def fetch_ahead(self, asked: StoragePiece, compute: Stream) -> None:
-        """Start the way back of the pieces saved before ``asked``, as far as the window has room; of one, if it is larger than that."""
-        if not self._seen <= asked.position <= self._asked:
-            self._seen = asked.position  # not further down where the last one was, but elsewhere
-        self._asked = asked.position
-        for position in range(self._seen - 1, max(-1, self._seen - _LOOK), -1):
+    def fetch_ahead(self, used: StoragePiece, compute: Stream) -> None:
+        """Start copies back of the pieces saved before ``used``, while the window has room.
+
+        A single piece may be larger than the window.
+        """
+        if not self._last_examined <= used.position <= self._last_used:
+            # The backward pass does not continue where the last use was, but elsewhere.
+            self._last_examined = used.position
+        self._last_used = used.position
+        last = max(-1, self._last_examined - _MOST_POSITIONS)
+        for position in range(self._last_examined - 1, last, -1):
             piece = self._pieces.get(position)
-            if piece is not None and piece.memory is None and position not in self._coming.all:
-                if not self._has_room(piece, asked.position):
+            if piece is not None and self._is_only_on_host(piece):
+                if not self._make_room(piece, used.position):
                     return
                 try:
-                    self._coming.add(position, self._fetch(piece, compute))
+                    self._fetches.add(position, self._start_fetch(piece, compute))
                 except torch.cuda.OutOfMemoryError:
-                    return  # nothing was started; it comes when it is asked for, when other memory may be free
-            self._seen = position
+                    # No copy was started. The piece is fetched when it is used, when other memory
+                    # may be free.
+                    return
+            self._last_examined = position
 
     def forget(self, piece: StoragePiece) -> None:
-        """Let go of what came back; it comes again if it is asked for."""
+        """Free the device memory of a piece that came back; a later use fetches it again."""
         if piece.back is not None:
-            piece.memory = piece.back = None
+            piece.memory = None
+            piece.back = None
 
     def tidy(self) -> None:
-        """Let go of device memory that nobody wants any more, and find blocks that are free."""
-        while self._ended:
-            position = self._ended.popleft()
+        """Free the device memory of dead pieces, and reclaim their blocks."""
+        while self._dead:
+            position = self._dead.popleft()
             self._release(position)
-            self._drop(position)
-        self._blocks.reap()
+            self._drop_fetch(position)
+        self._pool.reclaim()
 
     def close(self) -> None:
-        """Wait for what is under way."""
-        self._closed = True
-        self._write.record().sync()  # copies may still read memory, and write blocks, that are about to be freed
-        self._read.record().sync()  # copies may still write memory, and read blocks, that are about to be freed
-        for position in list(self._going.all):
-            self._let_go(position)
-        self._coming = _Copies()
-        self._blocks.close()
+        """Wait for running copies, and free the blocks of the pool."""
+        self._is_closed = True
+        # Copies may still read memory, and write blocks, that are about to be freed.
+        self._write.record().sync()
+        # Copies may still write memory, and read blocks, that are about to be freed.
+        self._read.record().sync()
+        for position in list(self._writes.by_position):
+            self._free_sent(position)
+        self._fetches = _PendingCopies()
+        self._pool.close()
 
-    def _fetch(self, piece: StoragePiece, compute: Stream) -> _UnderWay:
+    def _start_fetch(self, piece: StoragePiece, compute: Stream) -> _PendingCopy:
         block = piece.block
         assert block is not None
         assert block.busy is not None
-        memory = self.device.tensor(
-            self.device.empty(piece.nbytes, compute), (piece.nbytes,), _BYTES
-        )
-        self._read.wait(compute.record())  # kernels may still use what the memory was before
-        self._read.wait(block.busy)  # the values may not have arrived in the block yet
+        buffer = self.device.empty(piece.nbytes, compute)
+        memory = self.device.tensor(buffer, (piece.nbytes,), _BYTES)
+        # H4: Kernels may still use what the memory was before.
+        self._read.wait(compute.record())
+        # H5: The values may not have arrived in the block yet.
+        self._read.wait(block.busy)
         self.device.copy(block.memory[: piece.nbytes], memory, self._read)
-        block.busy = back = self._read.record()
-        self.restored += piece.nbytes
-        return _UnderWay(memory, back, compute)
+        back = self._read.record()
+        block.busy = back
+        self.restored_bytes += piece.nbytes
+        return _PendingCopy(memory, back, compute)
 
-    def _has_room(self, piece: StoragePiece, asked: int) -> bool:
-        """Whether the piece may come back ahead of its use, once those have made way that are asked for later.
+    def _is_only_on_host(self, piece: StoragePiece) -> bool:
+        return piece.memory is None and piece.position not in self._fetches.by_position
 
-        They are not between it and what is asked for now: the backward pass went past them, or they
-        are of another graph.
+    def _make_room(self, piece: StoragePiece, used: int) -> bool:
+        """Return whether the piece may be fetched now, after dropping fetches that are used later.
+
+        Fetches that are not between the piece and the one used now are used later: the backward
+        pass has passed them, or they belong to another graph.
         """
         room = self._window - piece.nbytes
-        if self._coming.nbytes > room:
-            for other in [
-                position for position in self._coming.all if not piece.position <= position <= asked
-            ]:
-                self._drop(other)
-                if self._coming.nbytes <= room:
+        if self._fetches.nbytes > room:
+            fetched = list(self._fetches.by_position)
+            for other in fetched:
+                if piece.position <= other <= used:
+                    continue
+                self._drop_fetch(other)
+                if self._fetches.nbytes <= room:
                     break
-        return self._coming.nbytes <= room or not self._coming.all
+        return self._fetches.nbytes <= room or not self._fetches.by_position
 
-    def _drop(self, position: int) -> None:
-        if (coming := self._coming.pop(position)) is not None:
-            coming.stream.wait(coming.done)  # the copy may still write memory that is free now
+    def _drop_fetch(self, position: int) -> None:
+        if (fetch := self._fetches.pop(position)) is not None:
+            # The copy may still write memory that is free now.
+            fetch.stream.wait(fetch.done)
 
     def _release(self, position: int) -> None:
-        if (going := self._going.all.get(position)) is not None:
-            going.stream.wait(going.done)  # the copy may still read memory that is free now
-            self._let_go(position)
+        if (write := self._writes.by_position.get(position)) is not None:
+            # H3: The copy may still read memory that is free now.
+            write.stream.wait(write.done)
+            self._free_sent(position)
 
-    def _let_go(self, position: int) -> None:
-        self._going.pop(position)
+    def _free_sent(self, position: int) -> None:
+        """Free the device memory of a piece that was sent."""
+        self._writes.pop(position)
         piece = self._pieces.get(position)
         if piece is not None:
             piece.memory = None
 
-    def _end(self, position: int, block: PinnedBlock) -> None:
-        """The last saved tensor of a piece is gone. In any thread, at any time."""
-        if self._closed and block.busy is not None:
-            block.busy.sync()  # a copy may still use a block that is about to be freed
-        self._blocks.give(block)
-        self._ended.append(position)
+    def _on_death(self, position: int, block: PinnedBlock) -> None:
+        """Return the block of a piece whose last saved tensor is gone.
+
+        The finalizer runs this in any thread, at any time.
+        """
+        if self._is_closed and block.busy is not None:
+            # A copy may still use a block that is about to be freed.
+            block.busy.sync()
+        self._pool.give(block)
+        self._dead.append(position)

@@ -1,4 +1,4 @@
-"""Page-locked blocks under a hard bound, kept from step to step."""
+"""PinnedPool: blocks of pinned host memory under a hard limit, kept from step to step."""
 
 from __future__ import annotations
 
@@ -15,13 +15,18 @@ from pinfeed.memory.buffer_pool import block_nbytes, unlock_freed
 
 logger = logging.getLogger("pinfeed")
 
-# A block may be larger than what it is for, by this part of it: sizes that vary find the same
-# blocks again.
 _WASTE = 8
+"""A block may be larger than needed by this part of it, so that varying sizes reuse blocks."""
 
 
 class PinnedBlock:
-    """Host memory. ``busy`` is the last copy that reads or writes it."""
+    """A block of pinned host memory.
+
+    Attributes:
+        memory: The memory.
+        nbytes: Its size in bytes.
+        busy: Event after the last copy that reads or writes it; None before the first.
+    """
 
     __slots__ = ("busy", "memory", "nbytes")
 
@@ -32,87 +37,108 @@ class PinnedBlock:
 
 
 class PinnedPool:
-    """Blocks, for one caller at a time; only ``give`` may come at any time, in any thread.
+    """Pool of pinned blocks.
+
+    One caller at a time. Only ``give`` may be called at any time, in any thread.
 
     Args:
-        device: Makes them.
+        device: Allocates the blocks.
         limit: Most bytes of all blocks together, free ones included.
+
+    Attributes:
+        nbytes: Bytes of all blocks.
+        used: Bytes of the blocks in use.
+        peak: Most bytes in use at a time.
+        n_made: Blocks that were allocated.
     """
 
     def __init__(self, device: Device, limit: int) -> None:
         self._device = device
         self.limit = limit
-        self._free: list[PinnedBlock] = []  # by size
-        # A deque: its operations are atomic, and a finalizer may run in the midst of anything,
+        # Free blocks, sorted by size.
+        self._free: list[PinnedBlock] = []
+        # A deque, because its operations are atomic and a finalizer may interrupt any other code,
         # take() included.
         self._returned: deque[PinnedBlock] = deque()
-        self._closed = False
-        self.nbytes = self.used = self.peak = self.n_made = 0
+        self._is_closed = False
+        self.nbytes = 0
+        self.used = 0
+        self.peak = 0
+        self.n_made = 0
 
     def take(self, nbytes: int) -> PinnedBlock | None:
-        """A block of at least that size; None if the limit does not leave room for it."""
-        self.reap()
+        """Return a block of at least that size; None if the limit leaves no room for it."""
+        self.reclaim()
         size = block_nbytes(nbytes)
-        i = bisect.bisect_left(self._free, size, key=lambda block: block.nbytes)
-        if i < len(self._free) and self._free[i].nbytes <= size + size // _WASTE:
-            block = self._free.pop(i)
-        elif not self._room(size) or (made := self._make(size)) is None:
+        block = self._take_free(size)
+        if block is None and self._make_room(size):
+            block = self._allocate(size)
+        if block is None:
             return None
-        else:
-            block = made
         self.used += block.nbytes
         self.peak = max(self.peak, self.used)
         return block
 
     def give(self, block: PinnedBlock) -> None:
-        """The block is free again. Without the lock."""
-        if self._closed:
+        """Return a block to the pool; needs no lock."""
+        if self._is_closed:
             block.memory = block.memory[:0].copy()
         self._returned.append(block)
 
-    def reap(self) -> None:
-        """Find what has become free."""
+    def reclaim(self) -> None:
+        """Make the blocks that were given back available."""
         while self._returned:
             block = self._returned.popleft()
             self.used -= block.nbytes
-            if self._closed:
+            if self._is_closed:
                 self.nbytes -= block.nbytes
             else:
-                bisect.insort(self._free, block, key=lambda block: block.nbytes)
+                bisect.insort(self._free, block, key=_nbytes)
 
     def close(self) -> None:
-        """Give the free blocks back; those in use follow when they are given."""
-        self._closed = True
+        """Free the free blocks; those in use are freed when they are given back."""
+        self._is_closed = True
         self.nbytes -= sum(block.nbytes for block in self._free)
         self._free.clear()
-        self.reap()
+        self.reclaim()
         unlock_freed()
 
-    def _room(self, size: int) -> bool:
-        """Whether there is room for a new block, once free ones of other sizes have made way."""
+    def _take_free(self, size: int) -> PinnedBlock | None:
+        i = bisect.bisect_left(self._free, size, key=_nbytes)
+        if i < len(self._free) and self._free[i].nbytes <= size + size // _WASTE:
+            return self._free.pop(i)
+        return None
+
+    def _make_room(self, size: int) -> bool:
+        """Return whether there is room for a new block, after freeing blocks of other sizes."""
         if self.used + size > self.limit:
             return False
         for block in reversed(self._free.copy()):
             if self.nbytes + size <= self.limit:
                 break
+            # A busy block cannot be unlocked without waiting.
             if block.busy is None or block.busy.is_done():
-                # Else it cannot be unlocked without waiting.
                 self._free.remove(block)
                 self.nbytes -= block.nbytes
         return self.nbytes + size <= self.limit
 
-    def _make(self, size: int) -> PinnedBlock | None:
+    def _allocate(self, size: int) -> PinnedBlock | None:
         try:
             block = PinnedBlock(self._device.staging(size))
         except (DeviceError, MemoryError) as error:
             logger.warning(
-                "no more than %d bytes of page-locked memory for saved activations, the others stay: %s",
+                "no more than %d bytes of page-locked memory for saved activations, the others "
+                "stay: %s",
                 self.nbytes,
                 error,
             )
-            # It is slow to be refused.
+            # A failed allocation is slow, so no other is tried.
             self.limit = self.nbytes
             return None
         self.nbytes += size
         self.n_made += 1
         return block
+
+
+def _nbytes(block: PinnedBlock) -> int:
+    return block.nbytes

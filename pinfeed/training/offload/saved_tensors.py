@@ -1,10 +1,11 @@
-"""Tensors that autograd saves, told apart by the storage they are on, and made again on another one.
+"""Tensors that autograd saves: their place on a storage, and how to rebuild them on another one.
 
-Tensors that share a version counter are the same values for as long as the counter stands still, so
-they may share a copy. The same storage alone is not enough: ``unsafe_chunk`` gives tensors on one
-storage that count their changes apart (the gates of an LSTM cell on the CPU are such, each changed
-in place in its turn). Torch does not show whose a counter is. A view has that of its base, and
-there it is seen; a ``detach()`` and a view as another dtype have no base, so they go on their own.
+Tensors that share a version counter have the same values while the counter does not change, so
+they may share a copy. The same storage alone is not enough. ``unsafe_chunk`` returns tensors on one
+storage that count their changes separately; the gates of an LSTM cell on the CPU are such tensors,
+each changed in place in its turn. torch does not expose whose counter a tensor has. A view has the
+counter of its base, which it refers to. A ``detach()`` and a view as another dtype have no base, so
+they are copied separately.
 """
 
 from __future__ import annotations
@@ -17,15 +18,18 @@ from typing import Any
 import torch
 from torch import nn
 
-# As torch's allocators align at most: what is cut out here is aligned there as it was, and runs in
-# the same kernels.
-_ALIGNED = 512
-# A view of less than this part of its base goes alone: it may be a batch, cut from all of the data.
-_ALONE = 8
+_ALIGNMENT = 512
+"""Largest alignment of torch's allocators.
+
+A piece begins at a multiple of it, so that its tensors are aligned as before and run in the same
+kernels.
+"""
+_SMALL_VIEW = 8
+"""A view of less than this part of its base is copied alone: it may be a batch of all the data."""
 
 
 @dataclass(frozen=True)
-class Range:
+class StorageRange:
     """Bytes [start, stop) of a storage."""
 
     start: int
@@ -35,14 +39,14 @@ class Range:
     def nbytes(self) -> int:
         return self.stop - self.start
 
-    def has(self, other: Range) -> bool:
-        """Whether the other is within it."""
+    def contains(self, other: StorageRange) -> bool:
+        """Return whether the other range is within this one."""
         return self.start <= other.start and other.stop <= self.stop
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """How a tensor lies on a range of bytes; ``offset`` is in elements, from the beginning of the range."""
+    """Layout of a tensor on a range of bytes; ``offset`` is in elements from its beginning."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -53,86 +57,90 @@ class Geometry:
 
 
 class Storages:
-    """The storages of torch's own tensors on one device."""
+    """Access to the storages of torch's own tensors on one device.
+
+    Args:
+        device: Name of the device.
+    """
 
     def __init__(self, device: str) -> None:
         self._device = torch.device(device)
 
     def can_move(self, tensor: torch.Tensor) -> bool:
-        """Whether it is a dense tensor on the device, whose memory would be free without it."""
-        if (
-            isinstance(tensor, nn.Parameter)
-            or not self.is_dense(tensor)
-            or tensor.device != self._device
-        ):
+        """Return whether moving a tensor would free its memory on the device."""
+        if isinstance(tensor, nn.Parameter) or not self.is_dense(tensor):
             return False
-        # autograd itself keeps a leaf.
-        return not any(
-            known.is_leaf and known.requires_grad for known in (tensor, self.base(tensor))
-        )
+        if tensor.device != self._device:
+            return False
+        # autograd itself keeps a leaf that requires grad.
+        candidates = (tensor, self.base(tensor))
+        return not any(one.is_leaf and one.requires_grad for one in candidates)
 
     def is_dense(self, tensor: torch.Tensor) -> bool:
-        """Whether strides on a storage say all about it."""
+        """Return whether a tensor is fully described by strides on a storage."""
         if type(tensor) not in (torch.Tensor, nn.Parameter):
             return False
-        return tensor.layout is torch.strided and not (
-            tensor.is_nested or tensor.is_quantized or tensor.is_inference()
-        )
+        is_special = tensor.is_nested or tensor.is_quantized or tensor.is_inference()
+        return tensor.layout is torch.strided and not is_special
 
     @staticmethod
     def base(tensor: torch.Tensor) -> torch.Tensor:
-        """Whose version counter it has; the tensor itself, where it is no view."""
+        """Return the tensor whose version counter this one has: its base, or itself."""
         return tensor if tensor._base is None else tensor._base
 
     def owner(self, tensor: torch.Tensor) -> Any:
-        """What the memory lives as long as; the same object for all tensors on it."""
+        """Return the object that owns the memory, the same one for all tensors on it."""
         return tensor.untyped_storage()
 
     def nbytes(self, owner: Any) -> int:
-        """Bytes of a storage."""
+        """Return the bytes of a storage."""
         return int(owner.nbytes())
 
-    def ranges(self, tensor: torch.Tensor) -> list[Range]:
-        """Of its storage, the bytes with which it may be moved, the ones preferred first; none if it has no elements."""
+    def ranges(self, tensor: torch.Tensor) -> list[StorageRange]:
+        """Return the ranges of its storage with which a tensor may be moved, preferred ones first.
+
+        The list is empty if the tensor has no elements.
+        """
         if not tensor.numel():
             return []
         base = self.base(tensor)
-        own, whole = _extent(tensor), _extent(base) if base.numel() else Range(0, 0)
-        if own == whole or not whole.has(own):
+        own = _extent(tensor)
+        whole = _extent(base) if base.numel() else StorageRange(0, 0)
+        if own == whole or not whole.contains(own):
             return [own]
-        return [own, whole] if own.nbytes * _ALONE < whole.nbytes else [whole]
+        return [own, whole] if own.nbytes * _SMALL_VIEW < whole.nbytes else [whole]
 
-    def piece(self, tensor: torch.Tensor, cut: Range) -> torch.Tensor:
-        """Those bytes of its storage, as a tensor on the same memory."""
+    def bytes_in(self, tensor: torch.Tensor, cut: StorageRange) -> torch.Tensor:
+        """Return a range of the tensor's storage, as a tensor of bytes on the same memory."""
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(
             tensor.untyped_storage(), cut.start, (cut.nbytes,), (1,)
         )
 
-    def remade(self, piece: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-        """The tensor of that geometry on the bytes of ``piece``."""
+    def rebuild(self, memory: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+        """Return the tensor with this geometry on the bytes of ``memory``."""
         made = torch.empty(0, dtype=geometry.dtype, device=self._device)
-        first = piece.storage_offset() // geometry.dtype.itemsize
+        first = memory.storage_offset() // geometry.dtype.itemsize
         made.set_(
-            piece.untyped_storage(), first + geometry.offset, geometry.shape, geometry.strides
+            memory.untyped_storage(), first + geometry.offset, geometry.shape, geometry.strides
         )
-        return lazily(made, geometry)
+        return with_lazy_flags(made, geometry)
 
-    def watch(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor without memory that counts the changes of this one."""
+    def version_probe(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor without memory that shares the version counter of this one."""
         probe = tensor.detach()
-        # The counter stays
+        # Assigning data replaces the memory and keeps the counter.
         probe.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
         return probe
 
 
-def lazily(made: torch.Tensor, geometry: Geometry) -> torch.Tensor:
-    """The tensor, conjugated and negated as it was: torch notes it, the memory does not know."""
+def with_lazy_flags(made: torch.Tensor, geometry: Geometry) -> torch.Tensor:
+    """Return the tensor with the conjugate and negative flags, which are not in its memory."""
     made = made.conj() if geometry.is_conj else made
     return torch._neg_view(made) if geometry.is_neg else made
 
 
-def geometry_of(tensor: torch.Tensor, cut: Range) -> Geometry:
-    """How the tensor lies on those bytes of its storage."""
+def geometry_of(tensor: torch.Tensor, cut: StorageRange) -> Geometry:
+    """Return the layout of a tensor on a range of its storage."""
     offset = int(tensor.storage_offset()) - cut.start // tensor.dtype.itemsize
     return Geometry(
         tensor.dtype,
@@ -145,12 +153,12 @@ def geometry_of(tensor: torch.Tensor, cut: Range) -> Geometry:
 
 
 def version_of(tensor: torch.Tensor) -> int:
-    """How often it was changed in place; 0 for an inference tensor, which does not count."""
+    """Return the number of changes in place; 0 for an inference tensor, which does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
-def tensors_of(models: Iterable[nn.Module | torch.Tensor]) -> Iterable[torch.Tensor]:
-    """Parameters and buffers of modules, and tensors."""
+def tensors_in(models: Iterable[nn.Module | torch.Tensor]) -> Iterable[torch.Tensor]:
+    """Yield the parameters and buffers of modules, and tensors as they are."""
     for model in models:
         if isinstance(model, nn.Module):
             yield from model.parameters()
@@ -159,28 +167,32 @@ def tensors_of(models: Iterable[nn.Module | torch.Tensor]) -> Iterable[torch.Ten
             yield model
 
 
-class Same:
-    """Tells whether a tensor has the values that another one had: it is on the same storage, counts with it, and nothing was counted since.
+class SavedVersion:
+    """Identity of the values of a saved tensor: its storage, its base and its version.
 
-    What torch does not count (a change through ``.data``) is not seen.
+    Another tensor has the same values if all three are the same. Changes that torch does not count,
+    such as those through ``.data``, are not seen.
     """
 
-    __slots__ = ("_base", "_owner", "version")
+    __slots__ = ("_base", "_owner", "number")
 
-    def __init__(self, owner: Any, base: torch.Tensor, version: int) -> None:
+    def __init__(self, owner: Any, base: torch.Tensor, number: int) -> None:
         self._owner = weakref.ref(owner)
         self._base = weakref.ref(base)
-        self.version = version
+        self.number = number
 
-    def has(self, owner: Any, base: torch.Tensor, version: int) -> bool:
-        """Whether it is so for a tensor with this storage and base, at this version."""
-        return self._owner() is owner and self._base() is base and self.version == version
+    def matches(self, owner: Any, base: torch.Tensor, number: int) -> bool:
+        """Return whether a tensor with this storage and base, at this version, has the values."""
+        return self._owner() is owner and self._base() is base and self.number == number
 
 
-def _extent(tensor: torch.Tensor) -> Range:
-    """From the first to the last byte that it reaches, the beginning rounded down; it must have elements."""
-    size, first = tensor.dtype.itemsize, int(tensor.storage_offset())
-    last = first + sum(
-        (n - 1) * stride for n, stride in zip(tensor.shape, tensor.stride(), strict=True)
-    )
-    return Range(first * size // _ALIGNED * _ALIGNED, (last + 1) * size)
+def _extent(tensor: torch.Tensor) -> StorageRange:
+    """Return the range from the first to the last byte of a tensor that has elements.
+
+    The beginning is rounded down to the alignment.
+    """
+    size = tensor.dtype.itemsize
+    first = int(tensor.storage_offset())
+    spans = zip(tensor.shape, tensor.stride(), strict=True)
+    last = first + sum((n - 1) * stride for n, stride in spans)
+    return StorageRange(first * size // _ALIGNMENT * _ALIGNMENT, (last + 1) * size)

@@ -1,1 +1,1 @@
-"""Managed training: the loop, its history, and checks for forgotten steps."""
+"""The training loop, its measurements, and checks for forgotten calls."""

@@ -1,4 +1,4 @@
-"""What is called while training goes on: the user's callbacks, and a progress bar."""
+"""Callbacks: the user's callbacks, and the progress bar."""
 
 from __future__ import annotations
 
@@ -14,35 +14,42 @@ METHODS = ("on_train_begin", "on_epoch_begin", "on_batch_end", "on_epoch_end", "
 
 
 class Callbacks:
-    """Objects that have some of these methods; each is called with the Trainer, in the order in which they were given.
+    """Objects with callback methods, called with the Trainer in the order in which they were given.
 
-    - ``on_train_begin(trainer)``, ``on_train_end(trainer)``: of ``train``; the latter not after an
-      error.
-    - ``on_epoch_begin(trainer, epoch)``: with its number.
-    - ``on_batch_end(trainer, batch, loss)``: with its number, and the loss as a tensor on the
-      device (None if there was no backward pass).
-    - ``on_epoch_end(trainer, row)``: with its Row of the history. Not after an error or ``break``.
+    An object has some of these methods:
+
+    - ``on_train_begin(trainer)``, ``on_train_end(trainer)``: Before and after ``train``; the latter
+      is not called after an error.
+    - ``on_epoch_begin(trainer, epoch)``: Before an epoch, with its number.
+    - ``on_batch_end(trainer, batch, loss)``: After a batch, with its number and the loss as a
+      tensor on the device (None if there was no backward pass).
+    - ``on_epoch_end(trainer, row)``: After an epoch, with its Record of the history; not called
+      after an error or ``break``.
+
+    Args:
+        callbacks: The objects.
 
     Raises:
-        ArgumentError: One has none of them.
+        ArgumentError: If an object has none of these methods.
     """
 
     def __init__(self, callbacks: Iterable[Any]) -> None:
         if not isinstance(callbacks, Iterable):
             raise ArgumentError(
-                f"callbacks={callbacks!r}: expected a list of objects with some of {', '.join(METHODS)}"
+                f"callbacks={callbacks!r}: expected a list of objects with some of "
+                f"{', '.join(METHODS)}"
             )
         self._callbacks = list(callbacks)
         for callback in self._callbacks:
-            if isinstance(callback, type) or not any(
-                callable(getattr(callback, name, None)) for name in METHODS
-            ):
+            methods = [getattr(callback, name, None) for name in METHODS]
+            if isinstance(callback, type) or not any(map(callable, methods)):
                 raise ArgumentError(
-                    f"callbacks= has {callback!r}; expected an object with some of {', '.join(METHODS)}"
+                    f"callbacks= has {callback!r}; expected an object with some of "
+                    f"{', '.join(METHODS)}"
                 )
 
     def __call__(self, method: str, *args: Any) -> None:
-        """Call a method of each that has it. Their errors are the caller's."""
+        """Call a method of each object that has it; their errors propagate."""
         for callback in self._callbacks:
             if (found := getattr(callback, method, None)) is not None:
                 found(*args)
@@ -52,9 +59,17 @@ class Callbacks:
 def progress_bar(
     shown: bool, source: Any, epoch: int
 ) -> Iterator[Callable[[torch.Tensor | None], None]]:
-    """Of an epoch; gives what is called after every batch, with its loss.
+    """Show the progress of an epoch.
 
-    The loss is shown where it is at hand, on the CPU: to read it from a GPU would wait for that.
+    The loss is shown only on the CPU, because reading it from a GPU would wait for the device.
+
+    Args:
+        shown: Whether there is a bar.
+        source: The batches; their number is shown if it is known.
+        epoch: Number of the epoch.
+
+    Yields:
+        A function to call after every batch, with its loss.
     """
     if not shown:
         yield lambda loss: None

@@ -1,4 +1,4 @@
-"""Losses and metrics of a loader's batches, without gradients, in parts that fit."""
+"""Evaluation: losses and metrics of a loader's batches, without gradients, in chunks that fit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.dataloader import wrap_loader
-from pinfeed.training.large_batch.strategies.gradients import release_cached_memory
 from pinfeed.training.large_batch.strategies.loss_reduction import count_of, reduction_of
 from pinfeed.training.large_batch.strategies.micro_batches import (
     as_tensors,
@@ -20,8 +19,8 @@ from pinfeed.training.large_batch.strategies.micro_batches import (
     n_samples,
     slice_samples,
 )
-from pinfeed.training.memory_model.estimate import call_model
-from pinfeed.training.memory_model.probe import is_out_of_memory
+from pinfeed.training.memory_model.models import call_model
+from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
 from pinfeed.training.memory_model.tensor_specs import to_device
 
 Metrics = Mapping[str, Callable[[Any, Any], Any]]
@@ -29,14 +28,14 @@ Metrics = Mapping[str, Callable[[Any, Any], Any]]
 
 @dataclass(frozen=True)
 class Evaluator:
-    """What is evaluated, and how.
+    """Evaluates a model on the batches of a loader.
 
     Attributes:
         model: The model.
-        loss: Of outputs and targets.
-        device: Where the model is.
-        size: Samples at a time; None for those of a batch.
-        context: What forward passes and losses run in.
+        loss: Function of outputs and targets.
+        device: Device of the model.
+        size: Samples that are computed at a time; None for whole batches.
+        context: Makes the context in which forward passes and losses run.
     """
 
     model: nn.Module
@@ -45,50 +44,33 @@ class Evaluator:
     size: int | None
     context: Callable[[], contextlib.AbstractContextManager[Any]]
 
-    def run(self, loader: Any, metrics: Metrics, is_there: bool) -> tuple[dict[str, float], int]:
-        """The means of loss and metrics, and the number of samples.
+    def run(self, loader: Any, metrics: Metrics, is_feeder: bool) -> tuple[dict[str, float], int]:
+        """Return the means of loss and metrics, and the number of samples.
 
         Args:
-            loader: Its batches are pairs of inputs and targets, or inputs alone.
-            metrics: Called with outputs and targets of a batch.
-            is_there: Its batches are on the device when they come.
+            loader: Yields pairs of inputs and targets, or inputs alone.
+            metrics: Functions of outputs and targets of a batch.
+            is_feeder: Whether the loader yields batches on the device.
         """
-        sums: dict[str, Any] = dict.fromkeys(("loss", *metrics), 0.0)
-        n_terms: Any = 0.0
-        n = 0
-        count = count_of(self.loss)
-        reduction = reduction_of(self.loss)
+        totals = _Totals(self.loss, metrics)
         with (
             contextlib.ExitStack() as stack,
             torch.no_grad(),
             in_eval_mode([self.model, self.loss]),
         ):
             parts: Iterable[Any] = _Parts(loader, self.size)
-            if not is_there:
+            if not is_feeder:
                 parts = stack.enter_context(wrap_loader(parts, device=self.device))
-            for outputs, targets, size in self._batches(parts):
-                terms = count(targets) if reduction == "mean" and targets is not None else size
+            for outputs, targets, n in self._batches(parts):
                 with self.context():
-                    found = torch.as_tensor(self.loss(outputs, targets)).detach().double()
-                weight = torch.as_tensor(terms, dtype=torch.float64, device=found.device)
-                # A mean of no terms is not a number, and has no weight.
-                sums["loss"] = sums["loss"] + (
-                    found if reduction == "sum" else torch.where(weight > 0, found * weight, 0.0)
-                )
-                for name, metric in metrics.items():
-                    sums[name] = (
-                        sums[name]
-                        + torch.as_tensor(metric(outputs, targets)).detach().double() * size
-                    )
-                n, n_terms = n + size, n_terms + weight
-        if not n:
+                    loss = torch.as_tensor(self.loss(outputs, targets)).detach().double()
+                totals.add(loss, outputs, targets, n)
+        if not totals.n_samples:
             raise ArgumentError(f"loader={loader!r} gave no samples; expected at least one batch")
-        means = {name: float(total) / n for name, total in sums.items()}
-        means["loss"] = float(sums["loss"]) / (1.0 if reduction == "sum" else float(n_terms))
-        return means, n
+        return totals.means(), totals.n_samples
 
     def _batches(self, parts: Iterable[Any]) -> Iterator[tuple[Any, Any, int]]:
-        """Outputs, targets and the number of samples, batch by batch."""
+        """Yield outputs, targets and the number of samples of each batch."""
         outputs = []
         targets = []
         n = 0
@@ -103,6 +85,7 @@ class Evaluator:
                 n = 0
 
     def _outputs(self, inputs: Any) -> Any:
+        """Run the forward pass, in halves if memory runs out."""
         n = n_samples(inputs)
         try:
             with self.context():
@@ -110,16 +93,56 @@ class Evaluator:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error) or n == 1:
                 raise
-        # Out of the except block: until then the traceback keeps the tensors of the frames that
-        # failed.
+        # This is outside the except block, because the traceback keeps the tensors of the frames
+        # that failed until the block ends.
         release_cached_memory()
-        return concatenate(
-            [self._outputs(slice_samples(inputs, a, b)) for a, b in ((0, n // 2), (n // 2, n))]
-        )
+        halves = ((0, n // 2), (n // 2, n))
+        return concatenate([self._outputs(slice_samples(inputs, *half)) for half in halves])
+
+
+class _Totals:
+    """Sums of loss and metrics over batches; they stay on the device until the end.
+
+    Attributes:
+        n_samples: Number of samples.
+    """
+
+    def __init__(self, loss: Any, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._count = count_of(loss)
+        self._reduction = reduction_of(loss)
+        self._sums: dict[str, Any] = dict.fromkeys(metrics, 0.0)
+        self._loss: Any = 0.0
+        self._n_terms: Any = 0.0
+        self.n_samples = 0
+
+    def add(self, loss: torch.Tensor, outputs: Any, targets: Any, n: int) -> None:
+        """Add a batch of ``n`` samples."""
+        has_terms = self._reduction == "mean" and targets is not None
+        terms = self._count(targets) if has_terms else n
+        weight = torch.as_tensor(terms, dtype=torch.float64, device=loss.device)
+        if self._reduction == "sum":
+            self._loss = self._loss + loss
+        else:
+            # The mean of no terms is NaN, and has no weight.
+            self._loss = self._loss + torch.where(weight > 0, loss * weight, 0.0)
+        for name, metric in self._metrics.items():
+            value = torch.as_tensor(metric(outputs, targets)).detach().double()
+            self._sums[name] = self._sums[name] + value * n
+        self.n_samples += n
+        self._n_terms = self._n_terms + weight
+
+    def means(self) -> dict[str, float]:
+        """Return the mean loss (the sum, if the loss is a sum) and the mean of each metric."""
+        n_terms = 1.0 if self._reduction == "sum" else float(self._n_terms)
+        means = {"loss": float(self._loss) / n_terms}
+        for name, total in self._sums.items():
+            means[name] = float(total) / self.n_samples
+        return means
 
 
 class _Parts:
-    """Parts of batches: inputs, targets, and whether it is the last one of its batch."""
+    """Parts of a loader's batches: inputs, targets, and whether the part is its batch's last."""
 
     def __init__(self, loader: Any, size: int | None) -> None:
         self._loader = loader
@@ -131,54 +154,54 @@ class _Parts:
             n = n_samples(inputs)
             for start in range(0, n, self._size or n or 1):
                 stop = start + (self._size or n)
-                yield (
-                    slice_samples(inputs, start, stop),
-                    slice_samples(targets, start, stop),
-                    stop >= n,
-                )
+                x = slice_samples(inputs, start, stop)
+                yield x, slice_samples(targets, start, stop), stop >= n
 
 
 def check_metrics(metrics: Any) -> None:
-    """Refuse metrics that are no functions by name.
+    """Refuse metrics that are not a dict of functions.
 
     Raises:
-        ArgumentError: They are none.
+        ArgumentError: If they are not.
     """
     if metrics is not None and not isinstance(metrics, Mapping):
         raise ArgumentError(
-            f"metrics={metrics!r}: expected a dict of functions of outputs and targets, as {{'accuracy': function}}"
+            f"metrics={metrics!r}: expected a dict of functions of outputs and targets, as "
+            "{'accuracy': function}"
         )
     for name, metric in (metrics or {}).items():
         if not isinstance(name, str) or isinstance(metric, type) or not callable(metric):
             raise ArgumentError(
-                f"metrics= has {name!r}: {metric!r}; expected a name and a function of outputs and targets"
+                f"metrics= has {name!r}: {metric!r}; expected a name and a function of outputs and "
+                "targets"
             )
 
 
 def pair_of(batch: Any) -> tuple[Any, Any]:
-    """Inputs and targets; None where a batch is inputs alone.
+    """Return inputs and targets of a batch; targets are None if the batch is inputs alone.
 
     Raises:
-        ArgumentError: It is a tuple or list of something else.
+        ArgumentError: If the batch is a tuple or list that is no pair.
     """
     if not isinstance(batch, (tuple, list)):
         return batch, None
     if len(batch) != 2:
         raise ArgumentError(
-            f"a batch has {len(batch)} parts; expected a pair of inputs and targets, each of any structure"
+            f"a batch has {len(batch)} parts; expected a pair of inputs and targets, each of any "
+            "structure"
         )
     return batch[0], batch[1]
 
 
 @contextlib.contextmanager
-def in_eval_mode(modules: Sequence[Any]) -> Iterator[None]:
-    """Modules among these in eval mode; afterwards each part of them is in the mode in which it was."""
-    found = [module for module in modules if isinstance(module, nn.Module)]
-    was_training = [part for module in found for part in module.modules() if part.training]
-    for module in found:
+def in_eval_mode(values: Sequence[Any]) -> Iterator[None]:
+    """Put the modules among the values in eval mode, and restore the modes at the end."""
+    modules = [module for module in values if isinstance(module, nn.Module)]
+    were_training = [part for module in modules for part in module.modules() if part.training]
+    for module in modules:
         module.eval()
     try:
         yield
     finally:
-        for module in was_training:
+        for module in were_training:
             module.training = True

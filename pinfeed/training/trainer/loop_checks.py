@@ -1,4 +1,4 @@
-"""Warns of what a training loop may have forgotten."""
+"""MissingStepCheck: warnings about calls that a training loop may have forgotten."""
 
 from __future__ import annotations
 
@@ -8,27 +8,30 @@ from typing import Any
 
 import torch
 
+GradientVersion = tuple[int, int, int]
+"""A gradient: index of its parameter, address of its memory, number of writes to it."""
+
 
 class LoopWarning(UserWarning):
-    """A training loop does what is hardly meant."""
+    """A training loop probably lacks a call."""
 
 
 class MissingStepCheck:
-    """Sees what a loop does, and warns, once for each thing, of what it may have forgotten.
+    """Observes a training loop, and warns once for each call that it may have forgotten.
 
-    - ``zero_grad``: a backward pass adds to gradients that a step has used already. It makes no
-      difference who clears them, and how: what counts is whether they are as the step left them.
-    - ``step``: gradients are cleared twice running that no step has used; or an epoch ends that had
-      backward passes and no step.
+    - ``zero_grad``: A backward pass adds to gradients that a step has used already. Any way of
+      clearing them counts, because the check compares the gradients with those after the step.
+    - ``step``: Gradients that no step has used are cleared twice in a row, or an epoch ends that
+      had backward passes and no step.
 
-    Several backward passes before a step are no mistake: that is how gradients are accumulated.
-    Steps are seen whoever takes them; where that cannot be (optimizers without hooks, scalers that
-    leave steps out), nothing is said of steps.
+    Several backward passes before a step are no mistake, because that accumulates gradients. Steps
+    are seen whoever takes them. If they cannot be seen (optimizers without hooks, scalers that skip
+    steps), the check does not warn about steps.
 
     Args:
-        optimizers: Those of the loop.
-        parameters: Gives those of an optimizer.
-        has_scaler: Whether steps may be left out.
+        optimizers: Optimizers of the loop.
+        parameters: Function that returns the parameters of an optimizer.
+        has_scaler: Whether a scaler may skip steps.
     """
 
     def __init__(
@@ -40,87 +43,97 @@ class MissingStepCheck:
     ) -> None:
         self._optimizers = optimizers
         self._parameters = parameters
-        self._sees_steps = not has_scaler and all(
-            hasattr(optimizer, "register_step_post_hook") for optimizer in optimizers
-        )
-        # Of each optimizer a gradient, as its last step left it.
-        self._used: dict[int, tuple[int, int, int] | None] = {}
-        # Backward passes since the last step or clearing; clearings running that threw some away.
-        self._n_backward = self._n_thrown = 0
-        self._n_in_epoch = self._n_steps = 0
+        hookable = [one for one in optimizers if hasattr(one, "register_step_post_hook")]
+        self._sees_steps = not has_scaler and len(hookable) == len(optimizers)
+        self._after_step: dict[int, GradientVersion | None] = {}
+        """A gradient of each optimizer, as its last step left it."""
+        self._n_backward = 0
+        """Backward passes since the last step or clearing."""
+        self._n_discarded = 0
+        """Clearings in a row that discarded unused gradients."""
+        self._n_in_epoch = 0
+        """Backward passes in this epoch."""
+        self._n_steps = 0
+        """Steps in this epoch."""
         self._warned: set[str] = set()
-        hooks = [
-            optimizer.register_step_post_hook
-            for optimizer in optimizers
-            if hasattr(optimizer, "register_step_post_hook")
-        ]
-        self._hooks = [
-            register(lambda optimizer, *_: self.stepped([optimizer])) for register in hooks
-        ]
+        self._hooks = [one.register_step_post_hook(self._on_step) for one in hookable]
 
     def close(self) -> None:
-        """Look no longer. Idempotent."""
+        """Remove the hooks. Further calls do nothing."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
 
     def epoch_begins(self) -> None:
-        """Whatever was before does not count."""
-        self._used = {}
-        self._n_backward = self._n_thrown = self._n_in_epoch = self._n_steps = 0
+        """Forget everything before the epoch."""
+        self._after_step = {}
+        self._n_backward = 0
+        self._n_discarded = 0
+        self._n_in_epoch = 0
+        self._n_steps = 0
 
     def backward_begins(self) -> None:
-        """Gradients are about to be added."""
-        if any(
-            used is not None and used == self._seen(self._optimizers[i])
-            for i, used in self._used.items()
-        ):
-            self._warn(
-                "zero_grad",
-                "backward() adds to gradients that step() has used already; call zero_grad() after each step()",
-            )
-        self._used = {}
-        self._n_backward = self._n_backward + 1
-        self._n_in_epoch = self._n_in_epoch + 1
+        """Check that a step has not used the gradients to which a backward pass will add."""
+        for i, used in self._after_step.items():
+            if used is not None and used == self._gradient_version(self._optimizers[i]):
+                self._warn(
+                    "zero_grad",
+                    "backward() adds to gradients that step() has used already; call zero_grad() "
+                    "after each step()",
+                )
+                break
+        self._after_step = {}
+        self._n_backward += 1
+        self._n_in_epoch += 1
 
     def stepped(self, optimizers: Sequence[Any] | None = None) -> None:
-        """Some optimizers have taken a step, or a scaler has left it out; all of them, if it is not said which."""
+        """Record that optimizers have stepped, or that a scaler has skipped the step.
+
+        Args:
+            optimizers: The optimizers; None for all of them.
+        """
         self._n_steps += 1
-        self._n_backward = self._n_thrown = 0
+        self._n_backward = 0
+        self._n_discarded = 0
         for i, optimizer in enumerate(self._optimizers):
             if optimizers is None or any(optimizer is one for one in optimizers):
-                self._used[i] = self._seen(optimizer)
+                self._after_step[i] = self._gradient_version(optimizer)
 
     def cleared(self) -> None:
-        """Gradients were cleared."""
-        self._n_thrown = self._n_thrown + 1 if self._n_backward else 0
+        """Record that gradients were cleared, and check whether a step has used them."""
+        self._n_discarded = self._n_discarded + 1 if self._n_backward else 0
         self._n_backward = 0
-        self._used = {}
-        if self._n_thrown > 1 and self._sees_steps:
+        self._after_step = {}
+        if self._n_discarded > 1 and self._sees_steps:
             self._warn(
                 "step",
-                "zero_grad() cleared gradients that no step() has used, twice running; call step() after backward()",
+                "zero_grad() cleared gradients that no step() has used, twice running; call step() "
+                "after backward()",
             )
 
     def epoch_ends(self) -> None:
-        """Its last batch is done."""
+        """Check that an epoch with backward passes had a step."""
         if self._n_in_epoch and not self._n_steps and self._sees_steps:
             self._warn(
                 "step",
-                f"an epoch of {self._n_in_epoch} backward passes ended without a step(); call step() after backward()",
+                f"an epoch of {self._n_in_epoch} backward passes ended without a step(); call "
+                "step() after backward()",
             )
 
-    def _seen(self, optimizer: Any) -> tuple[int, int, int] | None:
-        """A gradient: which, where, and how often it was written to.
+    def _on_step(self, optimizer: Any, *_: Any) -> None:
+        self.stepped([optimizer])
 
-        No value is read, which would wait for the device.
+    def _gradient_version(self, optimizer: Any) -> GradientVersion | None:
+        """Return the version of an optimizer's first gradient; None if it has no gradient.
+
+        No value is read, because that would wait for the device.
         """
         for i, parameter in enumerate(self._parameters(optimizer)):
             if parameter.grad is not None and not parameter.grad.is_sparse:
                 return i, parameter.grad.data_ptr(), parameter.grad._version
         return None
 
-    def _warn(self, what: str, message: str) -> None:
-        if what not in self._warned:
-            self._warned.add(what)
+    def _warn(self, call: str, message: str) -> None:
+        if call not in self._warned:
+            self._warned.add(call)
             warnings.warn(message, LoopWarning, stacklevel=4)

@@ -22,23 +22,24 @@ from pinfeed.training.trainer import table_file
 class Snapshot:
     """Memory at one moment, in bytes.
 
-    The device's is None where there is no GPU, the process's where the system does not tell it.
+    The numbers of the device are None without a GPU. Those of the process are None if the system
+    does not tell them.
 
     Attributes:
-        label: As it was given.
-        allocated: Of the device: what torch's tensors take.
-        reserved: What torch's allocator holds, ``allocated`` included.
-        split: Of that, free parts of blocks of which other parts are taken: they cannot be given
-            back to the device.
-        free: What any process may still take.
-        total: Of the device.
-        anonymous: Of the process: resident memory that is neither mapped from a file, nor shared,
-            nor page-locked by pinfeed.
-        file: Mapped from files.
-        shared: Shared memory: batches of a DataLoader's worker processes, and what CUDA allocates
-            page-locked.
-        pinned: Page-locked by pinfeed.
-        peak: The most that resident memory has been since the process began.
+        label: Label that the caller gave.
+        allocated: Device memory of torch's tensors.
+        reserved: Device memory that torch's allocator holds, ``allocated`` included.
+        split: Free parts of reserved blocks that are partly in use. They cannot be returned to the
+            device.
+        free: Device memory that any process may still take.
+        total: All memory of the device.
+        anonymous: Resident memory of the process that is neither mapped from a file, nor shared,
+            nor pinned by pinfeed.
+        file: Resident memory that is mapped from files.
+        shared: Shared memory: batches of a DataLoader's worker processes, and pinned memory that
+            CUDA allocates.
+        pinned: Memory that pinfeed has pinned.
+        peak: Largest resident memory since the process began.
     """
 
     label: str
@@ -55,35 +56,41 @@ class Snapshot:
 
 
 class MemoryMonitor:
-    """Takes snapshots; ``str(monitor)`` is a table of them.
+    """Takes labelled snapshots of memory; ``str(monitor)`` is a table of them.
 
-    A snapshot does not wait for the device: what torch has allocated is known on the host. ``free``
-    is what it is at that moment, while other processes and kernels that are under way may take
-    memory.
+        monitor = MemoryMonitor()
+        monitor.snapshot("after loading")
+        print(monitor)
+
+    A snapshot does not wait for the device, because torch knows on the host what it has allocated.
+    ``free`` may change at any moment, because other processes and running kernels take memory.
 
     Args:
-        device: A CUDA device; None for the current one, or none where there is no GPU.
+        device: A CUDA device; None for the current one, or for no device if there is no GPU.
+
+    Attributes:
+        snapshots: All snapshots.
 
     Raises:
-        DeviceError: ``device`` is neither the CPU nor a GPU that exists.
+        DeviceError: If ``device`` is neither the CPU nor a GPU that exists.
     """
 
     def __init__(self, device: torch.device | str | int | None = None) -> None:
-        there = torch.cuda.is_available()
+        has_gpu = torch.cuda.is_available()
         found = None if device is None else torch_device(device, "'cpu', 'cuda', 'cuda:N' or None")
-        if found is not None and found.type == "cuda" and not there:
+        if found is not None and found.type == "cuda" and not has_gpu:
             raise DeviceError(
                 f"device={device!r} was asked for, and there is no GPU here; take None"
             )
         if found is not None and found.type == "cuda":
             check_gpu(found.index)
-        self._on_gpu = there and (found is None or found.type == "cuda")
+        self._on_gpu = has_gpu and (found is None or found.type == "cuda")
         self._device = found
         self.snapshots: list[Snapshot] = []
 
     def snapshot(self, label: str = "") -> Snapshot:
-        """Take one."""
-        found = Snapshot(str(label), *self._of_device(), **vars(ProcessMemory.now()))
+        """Take a snapshot and return it."""
+        found = Snapshot(str(label), *self._device_memory(), **vars(ProcessMemory.now()))
         self.snapshots.append(found)
         return found
 
@@ -91,7 +98,7 @@ class MemoryMonitor:
         """Write the snapshots as a table (.csv) or as a list of objects (.json).
 
         Raises:
-            ArgumentError: The path ends in something else.
+            ArgumentError: If the path has another ending.
         """
         table_file.write(path, [dataclasses.asdict(one) for one in self.snapshots])
 
@@ -105,13 +112,13 @@ class MemoryMonitor:
             disable_numparse=True,
         )
 
-    def _of_device(self) -> tuple[int | None, int | None, int | None, int | None, int | None]:
+    def _device_memory(self) -> tuple[int | None, int | None, int | None, int | None, int | None]:
         if not self._on_gpu:
             return None, None, None, None, None
         stats = torch.cuda.memory_stats(self._device)
         free, total = torch.cuda.mem_get_info(self._device)
         kinds = ("allocated_bytes", "reserved_bytes", "inactive_split_bytes")
-        # torch has none before it allocates.
+        # torch has no statistics before it allocates.
         allocated, reserved, split = (int(stats.get(f"{kind}.all.current", 0)) for kind in kinds)
         return allocated, reserved, split, free, total
 

@@ -1,4 +1,4 @@
-"""What happens to gradients: scaled back, clipped, used by one or more optimizers, cleared; and schedulers at the end of an epoch."""
+"""OptimizerGroup: one or more optimizers, gradient clipping, a loss scaler and schedulers."""
 
 from __future__ import annotations
 
@@ -6,51 +6,48 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pinfeed.errors import ArgumentError
+from pinfeed.training.embeddings.optimizer import RowOptimizer
 
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
-    """Those that an optimizer steps."""
-    # A RowOptimizer's change from batch to batch.
-    own = getattr(optimizer, "parameters", None)
-    return (
-        list(own())
-        if own is not None
-        else [p for group in optimizer.param_groups for p in group["params"]]
-    )
+    """Return the parameters that an optimizer steps."""
+    # The parameters of a RowOptimizer change from batch to batch.
+    parameters = getattr(optimizer, "parameters", None)
+    if parameters is not None:
+        return list(parameters())
+    return [p for group in optimizer.param_groups for p in group["params"]]
 
 
 class OptimizerGroup:
-    """Optimizers as one.
+    """Several optimizers used as one.
 
     Args:
-        optimizers: One, or several of different parameters.
-        schedulers: One, several or none; of epochs.
-        clip_norm: The norm of all gradients together is at most this.
-        scaler: A ``torch.amp.GradScaler``.
+        optimizers: One optimizer, or several of different parameters.
+        schedulers: One scheduler, several or None; stepped after every epoch.
+        clip_norm: Largest norm of all gradients together; None for no clipping.
+        scaler: A ``torch.amp.GradScaler``, or None.
 
     Raises:
-        ArgumentError: What cannot be.
+        ArgumentError: If one of them is invalid.
     """
 
     def __init__(
         self, optimizers: Any, schedulers: Any, clip_norm: float | None, scaler: Any
     ) -> None:
-        self.optimizers = _several(optimizers, "optimizer", "step", "zero_grad")
-        self.schedulers = _several(schedulers, "scheduler", "step")
+        self.optimizers = _as_sequence(optimizers, "optimizer", "step", "zero_grad")
+        self.schedulers = _as_sequence(schedulers, "scheduler", "step")
         if not self.optimizers:
             raise ArgumentError("optimizer= is empty; expected a torch optimizer, or several")
-        if isinstance(
-            optimizer := next(
-                (one for one in (*self.optimizers, *self.schedulers) if isinstance(one, type)), None
-            ),
-            type,
-        ):
-            raise ArgumentError(
-                f"got the class {optimizer.__name__}; expected what it makes, as {optimizer.__name__}(model.parameters())"
-            )
+        for one in (*self.optimizers, *self.schedulers):
+            if isinstance(one, type):
+                raise ArgumentError(
+                    f"got the class {one.__name__}; expected what it makes, as "
+                    f"{one.__name__}(model.parameters())"
+                )
         is_number = hasattr(clip_norm, "__float__") and not isinstance(clip_norm, bool)
         if clip_norm is not None and not (is_number and clip_norm > 0):
             raise ArgumentError(f"clip_norm={clip_norm!r}: expected a number above 0, or None")
@@ -58,13 +55,30 @@ class OptimizerGroup:
         self._scaler = scaler
 
     def parameters(self) -> list[torch.Tensor]:
-        """Those of all optimizers."""
-        return [
-            parameter for optimizer in self.optimizers for parameter in parameters_of(optimizer)
-        ]
+        """Return the parameters of all optimizers."""
+        return [p for optimizer in self.optimizers for p in parameters_of(optimizer)]
+
+    def check_steps(self, model: nn.Module, loss: Any) -> None:
+        """Check that an optimizer steps a parameter of the model or the loss.
+
+        None does if the model was copied or made anew after the optimizer.
+
+        Raises:
+            ArgumentError: If none does.
+        """
+        if any(isinstance(optimizer, RowOptimizer) for optimizer in self.optimizers):
+            return
+        modules = [module for module in (model, loss) if isinstance(module, nn.Module)]
+        parameters = (p for module in modules for p in module.parameters())
+        trainable = {id(p) for p in parameters if p.requires_grad}
+        if trainable and trainable.isdisjoint(id(p) for p in self.parameters()):
+            raise ArgumentError(
+                f"optimizer= steps none of the {len(trainable)} parameters of the model; make it "
+                "of model.parameters() of this very model"
+            )
 
     def step(self) -> None:
-        """Use the gradients."""
+        """Unscale and clip the gradients if asked for, and step all optimizers."""
         if self._clip_norm is not None:
             if self._scaler is not None:
                 for optimizer in self.optimizers:
@@ -83,8 +97,8 @@ class OptimizerGroup:
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
-    def epoch_ends(self, loss: float) -> None:
-        """Tell the schedulers."""
+    def step_schedulers(self, loss: float) -> None:
+        """Step the schedulers at the end of an epoch, ReduceLROnPlateau with the epoch's loss."""
         for scheduler in self.schedulers:
             if isinstance(scheduler, ReduceLROnPlateau):
                 scheduler.step(loss)
@@ -92,9 +106,15 @@ class OptimizerGroup:
                 scheduler.step()
 
 
-def _several(value: Any, name: str, *methods: str) -> Sequence[Any]:
-    """One as a sequence, checked."""
-    found = () if value is None else tuple(value) if isinstance(value, (list, tuple)) else (value,)
+def _as_sequence(value: Any, name: str, *methods: str) -> Sequence[Any]:
+    """Return one object or several as a sequence.
+
+    Raises:
+        ArgumentError: If an object lacks one of the methods.
+    """
+    if value is None:
+        return ()
+    found = tuple(value) if isinstance(value, (list, tuple)) else (value,)
     for one in found:
         for method in methods:
             if not callable(getattr(one, method, None)):

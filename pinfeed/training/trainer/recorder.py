@@ -1,4 +1,4 @@
-"""What a training run measures while it goes on."""
+"""Recorder: measurements of a training run, without waiting for the device."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from typing import TypedDict
 import torch
 
 from pinfeed.memory.host import resident_bytes
-from pinfeed.training.trainer.history import History, Record
+from pinfeed.training.trainer.history import History
+from pinfeed.training.trainer.record import Record
 
-# Losses that become one tensor on the device: a tensor of its own takes 512 bytes there.
-_TOGETHER = 256
+_STACKED_LOSSES = 256
+"""Losses that are stacked into one tensor; a tensor of its own takes 512 bytes on a GPU."""
 
 
 class MemoryUse(TypedDict):
-    """Bytes, as a Row has them."""
+    """Memory in bytes, by the names of a Record."""
 
     allocated_bytes: int | None
     peak_bytes: int | None
     host_bytes: int | None
 
 
-def taken(device: torch.device) -> MemoryUse:
-    """Memory as it is. Does not wait for the device."""
+def memory_use(device: torch.device) -> MemoryUse:
+    """Return the current memory use, without waiting for the device."""
     host = resident_bytes()
-    kinds = [
-        nbytes for name in ("anonymous", "file", "shared") if (nbytes := host[name]) is not None
-    ]
+    parts = [host[name] for name in ("anonymous", "file", "shared")]
+    known = [nbytes for nbytes in parts if nbytes is not None]
     on_gpu = device.type == "cuda"
     return {
         "allocated_bytes": torch.cuda.memory_allocated(device) if on_gpu else None,
         "peak_bytes": torch.cuda.max_memory_allocated(device) if on_gpu else None,
-        "host_bytes": sum(kinds) if len(kinds) == 3 else None,
+        "host_bytes": sum(known) if len(known) == len(parts) else None,
     }
 
 
@@ -43,78 +43,77 @@ class Recorder:
     """Measures epochs, one after the other.
 
     Args:
-        device: Of the model.
+        device: Device of the model.
 
     Attributes:
-        history: Where the numbers go when an epoch has ended.
-        n_epochs: Epochs that were begun.
-        is_recording: Whether one is under way.
-        loss: Of the last backward pass of the batch that is under way.
+        history: History to which the records of an epoch are added when it has ended.
+        n_epochs: Epochs that have begun.
+        is_recording: Whether an epoch is running.
+        loss: Loss of the last backward pass of the current batch; None before it.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._pending = PendingRecord()
-        self._rows = list[Record]()
-        self._begin = self._since = 0.0
+        self._pending = PendingRecords()
+        self._records: list[Record] = []
+        self._epoch_began_s = 0.0
+        self._last_batch_s = 0.0
         self.history = History()
         self.n_epochs = 0
         self.is_recording = False
         self.loss: torch.Tensor | None = None
 
     def begin(self) -> int:
-        """An epoch begins; its number."""
-        self._begin = self._since = time.perf_counter()
+        """Begin an epoch and return its number."""
+        now = time.perf_counter()
+        self._epoch_began_s = now
+        self._last_batch_s = now
         self.is_recording = True
-        self.n_epochs = self.n_epochs + 1
+        self.n_epochs += 1
         return self.n_epochs - 1
 
     def add(self, loss: torch.Tensor, n_samples: int) -> None:
-        """A backward pass was done."""
+        """Record a backward pass."""
         self.loss = loss
         if self.is_recording:
             now = time.perf_counter()
-            seconds = now - self._since
-            self._since = now
-            row = Record(
+            seconds = now - self._last_batch_s
+            self._last_batch_s = now
+            record = Record(
                 "batch",
                 self.n_epochs - 1,
                 len(self._pending),
                 math.nan,
                 n_samples,
                 seconds,
-                **taken(self._device),
+                **memory_use(self._device),
             )
-            self._pending.add(row, loss)
+            self._pending.add(record, loss)
 
     def end(self) -> None:
-        """No more batches of this epoch, for whatever reason."""
+        """End the epoch, for whatever reason, and add its batches to the history."""
         self.is_recording = False
         self.loss = None
-        self._rows = self._pending.read()
-        self.history.rows += self._rows
+        self._records = self._pending.read()
+        self.history.rows += self._records
 
     def summary(self) -> Record:
-        """The epoch that has ended, as a whole; it goes into the history."""
-        n = sum(row.samples for row in self._rows)
-        loss = sum(row.loss * row.samples for row in self._rows) / n if n else math.nan
-        return self._kept(
-            Record(
-                "epoch",
-                self.n_epochs - 1,
-                None,
-                loss,
-                n,
-                time.perf_counter() - self._begin,
-                **taken(self._device),
-            )
+        """Return the record of the epoch that has ended, and add it to the history."""
+        n = sum(record.samples for record in self._records)
+        loss = math.nan
+        if n:
+            loss = sum(record.loss * record.samples for record in self._records) / n
+        seconds = time.perf_counter() - self._epoch_began_s
+        epoch = self.n_epochs - 1
+        return self._add_to_history(
+            Record("epoch", epoch, None, loss, n, seconds, **memory_use(self._device))
         )
 
     def evaluation(
         self, loss: float, n_samples: int, seconds: float, metrics: Mapping[str, float]
     ) -> Record:
-        """An evaluation was done; it goes into the history."""
-        return self._kept(
+        """Return the record of an evaluation, and add it to the history."""
+        return self._add_to_history(
             Record(
                 "evaluation",
                 self.n_epochs,
@@ -122,47 +121,48 @@ class Recorder:
                 loss,
                 n_samples,
                 seconds,
-                **taken(self._device),
+                **memory_use(self._device),
                 metrics=metrics,
             )
         )
 
-    def _kept(self, row: Record) -> Record:
-        self.history.rows.append(row)
-        return row
+    def _add_to_history(self, record: Record) -> Record:
+        self.history.rows.append(record)
+        return record
 
 
-class PendingRecord:
-    """Rows of batches whose losses are still on the device: they are read when the epoch has ended, so that no batch waits for that."""
+class PendingRecords:
+    """Records of batches whose losses are still on the device.
+
+    They are read when the epoch has ended, so that no batch waits for the device.
+    """
 
     def __init__(self) -> None:
-        self._rows: list[Record] = []
+        self._records: list[Record] = []
         self._losses: list[torch.Tensor] = []
-        self._groups: list[torch.Tensor] = []
+        self._stacks: list[torch.Tensor] = []
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._records)
 
-    def add(self, row: Record, loss: torch.Tensor) -> None:
-        """A batch, whose loss is a tensor of shape ()."""
-        self._rows.append(row)
+    def add(self, record: Record, loss: torch.Tensor) -> None:
+        """Add a batch, whose loss has one element."""
+        self._records.append(record)
         self._losses.append(loss.detach().double().reshape(()))
-        if len(self._losses) == _TOGETHER:
-            self._gather()
+        if len(self._losses) == _STACKED_LOSSES:
+            self._stack()
 
     def read(self) -> list[Record]:
-        """All of them, with their losses. Waits for the device."""
-        self._gather()
-        losses = [loss for group in self._groups for loss in group.tolist()]
-        rows = [
-            dataclasses.replace(row, loss=loss)
-            for row, loss in zip(self._rows, losses, strict=True)
-        ]
-        self._rows = []
-        self._groups = []
-        return rows
+        """Return all records with their losses, and forget them; waits for the device."""
+        self._stack()
+        losses = [loss for stack in self._stacks for loss in stack.tolist()]
+        pairs = zip(self._records, losses, strict=True)
+        records = [dataclasses.replace(record, loss=loss) for record, loss in pairs]
+        self._records = []
+        self._stacks = []
+        return records
 
-    def _gather(self) -> None:
+    def _stack(self) -> None:
         if self._losses:
-            self._groups.append(torch.stack(self._losses))
+            self._stacks.append(torch.stack(self._losses))
         self._losses = []

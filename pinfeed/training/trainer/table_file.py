@@ -1,4 +1,4 @@
-"""Rows of named values as a CSV or JSON file."""
+"""Tables of named values as CSV or JSON files."""
 
 from __future__ import annotations
 
@@ -12,10 +12,12 @@ from pinfeed.errors import ArgumentError
 
 
 def write(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows; in a CSV file, None is an empty field, and a column that a row has not is too.
+    """Write rows to a file.
+
+    In a CSV file None and missing columns are empty fields.
 
     Raises:
-        ArgumentError: The path ends neither in .csv nor in .json.
+        ArgumentError: If the path ends neither in .csv nor in .json.
     """
     is_csv = _is_csv(path)
     with open(path, "w", newline="" if is_csv else None) as file:
@@ -28,9 +30,12 @@ def write(path: str | os.PathLike[str], rows: Sequence[Mapping[str, Any]]) -> No
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Rows that were written.
+    """Return the rows of a file.
 
-    Of a CSV file, numbers are numbers again, and an empty field is None.
+    In a CSV file numbers are parsed, and an empty field is None.
+
+    Raises:
+        ArgumentError: If the path ends neither in .csv nor in .json.
     """
     with open(path, newline="") as file:
         if not _is_csv(path):

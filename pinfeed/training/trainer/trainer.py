@@ -1,10 +1,10 @@
-"""Trainer: a training run, whole, epoch by epoch, or as the caller's own loop."""
+"""Trainer: trains a model at once, epoch by epoch, or in a loop of the user's own."""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 import torch
@@ -16,15 +16,16 @@ from pinfeed.feeders.dataloader import LoaderFeeder, wrap_loader
 from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory import limits
 from pinfeed.pipeline.sources.dataloader import check_loader
-from pinfeed.training.embeddings.optimizer import RowOptimizer
-from pinfeed.training.large_batch.big_batch import BigBatch, check_step
+from pinfeed.training.large_batch.big_batch import BigBatch
 from pinfeed.training.large_batch.select import StrategyChoice
 from pinfeed.training.large_batch.strategies.micro_batches import as_tensors, n_samples
+from pinfeed.training.large_batch.strategy_options import StrategyOptions, check_step
 from pinfeed.training.trainer.callbacks import Callbacks, progress_bar
 from pinfeed.training.trainer.evaluate import Evaluator, Metrics, check_metrics, pair_of
-from pinfeed.training.trainer.history import History, Record
+from pinfeed.training.trainer.history import History
 from pinfeed.training.trainer.loop_checks import MissingStepCheck
 from pinfeed.training.trainer.optimizers import OptimizerGroup, parameters_of
+from pinfeed.training.trainer.record import Record
 from pinfeed.training.trainer.recorder import Recorder
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 
@@ -56,11 +57,11 @@ _HINTS = {
         ("max_norm", "grad_clip", "max_grad_norm", "gradient_clip_val"), "give it as clip_norm="
     ),
 }
-"""Advice, by the names that other trainers have for it."""
+"""Hints for names that other trainers use."""
 
 
 class Trainer:
-    """Trains a model.
+    """Trains a model at once, epoch by epoch, or in a loop of the user's own.
 
     These three are the same:
 
@@ -73,35 +74,40 @@ class Trainer:
             trainer.step()
             trainer.zero_grad()
 
-    Gradients are those of whole batches, by a BigBatch. Without ``config`` and ``chunk_size`` that
-    is the plain step, and batches come to the device ahead of the loop; with them, batches stay
-    where the loader has them, and come to the device in chunks.
+    Gradients are those of whole batches, computed by a BigBatch. Without ``config`` and
+    ``chunk_size`` that is the plain step, and batches are prefetched to the device. With them,
+    batches stay where the loader has them, and their chunks are prefetched.
 
-    What an epoch measured is in ``history`` when it has ended; no batch waits for the device. The
-    model stays in the mode it is in.
+    The measurements of an epoch are in ``history`` when it has ended; no batch waits for the
+    device. The model stays in its training or eval mode.
 
     Args:
         model: The model.
-        loss: Called with outputs and targets; with outputs and None where there are none.
-        optimizer: A torch optimizer, or several of different parameters; a RowOptimizer too.
+        loss: Function of outputs and targets; targets are None if there are none.
+        optimizer: A torch optimizer, or several of different parameters; RowOptimizer too.
         loader: A DataLoader, a Feeder, or another iterable of batches: pairs of inputs and targets,
             or inputs alone, in any structure.
-        config: Limits of memory, as for BigBatch.
-        chunk_size: Samples at a time, in place of that.
-        strategy: As for BigBatch.
-        prove: As for BigBatch.
-        scheduler: One, or several; stepped after every epoch, ReduceLROnPlateau with its mean loss.
-            Of batches: call it in a callback.
-        clip_norm: The norm of all gradients together is brought down to this before a step.
+        config: Memory limits, as for BigBatch.
+        chunk_size: Samples of a chunk, instead of a limit.
+        strategy: Strategy, as for BigBatch.
+        prove: Whether strategies are compared with the plain step, as for BigBatch.
+        scheduler: One scheduler, or several. They are stepped after every epoch,
+            ReduceLROnPlateau with its mean loss. Step schedulers of batches in a callback.
+        clip_norm: Largest norm of all gradients together; larger ones are scaled down before a
+            step. None for no clipping.
         scaler: A ``torch.amp.GradScaler``.
-        autocast: The dtype of autocast for forward passes and losses.
-        device: The model is moved there; None for where it is.
+        autocast: The dtype of autocast for forward passes and losses; None for no autocast.
+        device: Device to which the model is moved; None for its current device.
         callbacks: Objects with some of the methods that ``Callbacks`` names.
-        progress: Show a progress bar.
+        progress: Whether to show a progress bar.
+
+    Attributes:
+        model: The model.
+        loader: The loader.
 
     Raises:
-        ArgumentError: An argument is invalid, or two arguments conflict.
-        DeviceError: There is no such device.
+        ArgumentError: If an argument is invalid, or two arguments conflict.
+        DeviceError: If the device does not exist.
     """
 
     @explain_arguments(_HINTS)
@@ -124,17 +130,18 @@ class Trainer:
         callbacks: Iterable[Any] = (),
         progress: bool = False,
     ) -> None:
-        self._updates = OptimizerGroup(optimizer, scheduler, clip_norm, scaler)
+        self._optimizers = OptimizerGroup(optimizer, scheduler, clip_norm, scaler)
         self._callbacks = Callbacks(callbacks)
         check_flag(progress, "progress")
         check_loader(loader)
         is_limited = config is not None or chunk_size is not None
         if strategy == "auto" and not is_limited:
             strategy = "plain"
-        check_step(model, loss, config, chunk_size, strategy, autocast, scaler, prove)
+        options = StrategyOptions(config, chunk_size, strategy, autocast, prove)
+        check_step(model, loss, options, scaler)
         if device is not None:
             model.to(torch_device(device, exists=True))
-        self._big = BigBatch(
+        self._big_batch = BigBatch(
             model,
             loss,
             config=config,
@@ -147,20 +154,21 @@ class Trainer:
         self.model = model
         self._loss = loss
         self.loader = loader
-        _check_is_stepped(model, loss, self._updates.optimizers)
+        self._optimizers.check_steps(model, loss)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._chunk_size = chunk_size
         self._autocast = autocast
         self._progress = progress
-        is_there = isinstance(loader, (Feeder, LoaderFeeder))
-        self._feeder = (
-            wrap_loader(loader, device=self._device) if not is_limited and not is_there else None
-        )
-        self._events = MissingStepCheck(
-            self._updates.optimizers, parameters_of, has_scaler=scaler is not None
+        self._feeder: LoaderFeeder | None = None
+        if not is_limited and not _is_feeder(loader):
+            self._feeder = wrap_loader(loader, device=self._device)
+        self._loop_check = MissingStepCheck(
+            self._optimizers.optimizers, parameters_of, has_scaler=scaler is not None
         )
         self._recorder = Recorder(self._device)
-        self._is_training = self._is_stopped = self._is_closed = False
+        self._is_training = False
+        self._is_stopped = False
+        self._is_closed = False
 
     def __enter__(self) -> Trainer:
         return self
@@ -169,37 +177,37 @@ class Trainer:
         self.close()
 
     def close(self) -> None:
-        """Let go of threads, page-locked memory and the optimizers.
+        """End threads, free pinned memory, and remove hooks from the optimizers.
 
-        The history stays. Idempotent.
+        The history stays. Further calls do nothing.
         """
         self._is_closed = True
         with contextlib.ExitStack() as stack:
-            stack.callback(self._events.close)
-            stack.callback(self._big.close)
+            stack.callback(self._loop_check.close)
+            stack.callback(self._big_batch.close)
             if self._feeder is not None:
                 stack.callback(self._feeder.close)
 
     @property
     def history(self) -> History:
-        """What was measured."""
+        """Measurements of the training run."""
         return self._recorder.history
 
     @property
     def n_epochs(self) -> int:
-        """Epochs that were begun."""
+        """Epochs that have begun."""
         return self._recorder.n_epochs
 
     @property
     def chosen(self) -> StrategyChoice | None:
         """How the gradients of the last batch were computed; None before the first."""
-        return self._big.chosen
+        return self._big_batch.chosen
 
     def train(self, n_epochs: int) -> History:
-        """Train for so many epochs, or until ``stop``; what was measured.
+        """Train for so many epochs, or until ``stop``, and return the history.
 
         Raises:
-            ArgumentError: ``n_epochs`` is no whole number, or the loader gives no batch.
+            ArgumentError: If ``n_epochs`` is no whole number, or the loader yields no batch.
         """
         n_epochs = whole_number(n_epochs, "n_epochs", least=0)
         self._is_training = True
@@ -216,9 +224,9 @@ class Trainer:
         return self.history
 
     def epoch(self) -> float:
-        """Train for one epoch; the mean of its losses, weighed by samples."""
+        """Train for one epoch and return the mean of its losses, weighted by samples."""
+        # An error that the user keeps would otherwise keep the loop running.
         with contextlib.closing(self.batches()) as batches:
-            # An error that is kept would keep the loop running.
             for batch in batches:
                 self.backward(*batch)
                 self.step()
@@ -226,82 +234,84 @@ class Trainer:
         return self.history.epochs[-1].loss
 
     def batches(self) -> Generator[tuple[Any, Any], None, None]:
-        """Inputs and targets of an epoch, for a loop of the caller's.
+        """Yield inputs and targets of an epoch, for a loop of the user's own.
 
-        Gradients that are there when it begins are cleared.
+        Existing gradients are cleared at the beginning.
 
         Raises:
-            ArgumentError: The loader gives no batch, or one that is no pair.
-            ClosedError: This is closed, or another loop over it runs.
+            ArgumentError: If the loader yields no batch, or one that is no pair.
+            ClosedError: If the trainer is closed, or another loop over it is running.
         """
         self._require_open()
         if self._recorder.is_recording:
             raise ClosedError(
-                "batches() while another loop over this trainer is running; end it (or close() its iterator) first"
+                "batches() while another loop over this trainer is running; end it (or close() its "
+                "iterator) first"
             )
         self._is_stopped = self._is_training and self._is_stopped
         epoch = self._recorder.begin()
         try:
-            self._updates.zero_grad()
-            self._events.epoch_begins()
+            self._optimizers.zero_grad()
+            self._loop_check.epoch_begins()
             self._callbacks("on_epoch_begin", self, epoch)
-            n_batches = yield from self._lent(epoch)
+            n_batches = yield from self._epoch_batches(epoch)
             if not n_batches and not self._is_stopped:
                 raise ArgumentError(
-                    f"loader={self.loader!r} gave no batch; expected at least one (an iterator is used up after its first epoch, and "
-                    "drop_last leaves nothing of fewer samples than a batch)"
+                    f"loader={self.loader!r} gave no batch; expected at least one (an iterator is "
+                    "used up after its first epoch, and drop_last leaves nothing of fewer samples "
+                    "than a batch)"
                 )
-            self._events.epoch_ends()
+            self._loop_check.epoch_ends()
         finally:
             self._recorder.end()
-        row = self._recorder.summary()
-        self._updates.epoch_ends(row.loss)
-        self._callbacks("on_epoch_end", self, row)
+        record = self._recorder.summary()
+        self._optimizers.step_schedulers(record.loss)
+        self._callbacks("on_epoch_end", self, record)
 
     def backward(self, inputs: Any, targets: Any = None) -> torch.Tensor:
-        """Add the gradients of a batch to those that are there; its loss, on the device.
+        """Add the gradients of a batch, and return its loss on the device.
 
-        In a loop over ``batches`` it is recorded.
+        The loss is recorded in a loop over ``batches``.
         """
         self._require_open()
         n = n_samples(as_tensors(inputs))
-        self._events.backward_begins()
-        loss = self._big.backward(inputs, targets)
+        self._loop_check.backward_begins()
+        loss = self._big_batch.backward(inputs, targets)
         self._recorder.add(loss, n)
         return loss
 
     def step(self) -> None:
-        """Have the optimizers use the gradients: unscaled, and clipped where that was asked for."""
-        self._updates.step()
-        self._events.stepped()
+        """Step the optimizers, with gradients unscaled and clipped if asked for."""
+        self._optimizers.step()
+        self._loop_check.stepped()
 
     def zero_grad(self) -> None:
         """Clear the gradients."""
-        self._updates.zero_grad()
-        self._events.cleared()
+        self._optimizers.zero_grad()
+        self._loop_check.cleared()
 
     def stop(self) -> None:
-        """End the loop after the batch that is under way, and training with it.
+        """End the loop after the current batch, and training with it.
 
-        For callbacks, and for loops over ``batches``.
+        Callbacks and loops over ``batches`` may call it.
         """
         self._is_stopped = True
 
     def evaluate(self, loader: Any, metrics: Metrics | None = None) -> dict[str, float]:
-        """Loss and metrics of other batches: in eval mode, without gradients, in chunks.
+        """Return loss and metrics of other batches, in eval mode, without gradients, in chunks.
 
-        Modes are as before afterwards.
+        Modes are restored afterwards.
 
         Args:
-            loader: As the Trainer's.
-            metrics: By name, functions of the outputs and targets of a batch of the loader.
+            loader: A loader as for the Trainer.
+            metrics: Functions of the outputs and targets of a batch of the loader, by name.
 
         Returns:
-            ``"loss"``, weighed by the terms of each batch (a sum, if the loss is a sum), and the
-            mean of each metric, weighed by samples. Also in the history.
+            ``"loss"``, weighted by the terms of each batch (a sum, if the loss is a sum), and the
+            mean of each metric, weighted by samples. They are also in the history.
 
         Raises:
-            ArgumentError: The loader gives no batches or no samples, ``metrics`` is no dict of
+            ArgumentError: If the loader yields no batches or no samples, ``metrics`` is no dict of
                 functions, or a metric has a name of the history's columns.
         """
         check_loader(loader)
@@ -309,65 +319,56 @@ class Trainer:
         metrics = dict(metrics or {})
         if taken_names := set(metrics) & set(Record.__dataclass_fields__):
             raise ArgumentError(
-                f"metrics= has {min(taken_names)!r}, which is a column of the history; give it another name"
+                f"metrics= has {min(taken_names)!r}, which is a column of the history; give it "
+                "another name"
             )
-        begin, size = time.perf_counter(), self._chunk_size
-        if (
-            size is None
-            and self.chosen is not None
-            and self.chosen.strategy in ("accumulate", "two_pass")
-        ):
-            size = self.chosen.chunk_size
-        evaluator = Evaluator(self.model, self._loss, self._device, size, self._context)
-        found, n = evaluator.run(loader, metrics, isinstance(loader, (Feeder, LoaderFeeder)))
-        seconds, values = time.perf_counter() - begin, {name: found[name] for name in metrics}
+        begin = time.perf_counter()
+        evaluator = Evaluator(
+            self.model, self._loss, self._device, self._evaluation_size(), self._context
+        )
+        found, n = evaluator.run(loader, metrics, _is_feeder(loader))
+        seconds = time.perf_counter() - begin
+        values = {name: found[name] for name in metrics}
         self._recorder.evaluation(found["loss"], n, seconds, values)
         return found
 
-    def _lent(self, epoch: int) -> Generator[tuple[Any, Any], None, int]:
-        """The batches; afterwards their number."""
-        number, source = -1, self.loader if self._feeder is None else self._feeder
+    def _evaluation_size(self) -> int | None:
+        """Return how many samples are evaluated at a time; None for whole batches."""
+        if self._chunk_size is not None:
+            return self._chunk_size
+        if self.chosen is not None and self.chosen.strategy in ("accumulate", "two_pass"):
+            return self.chosen.chunk_size
+        return None
+
+    def _epoch_batches(self, epoch: int) -> Generator[tuple[Any, Any], None, int]:
+        """Yield the batches of an epoch, and return their number."""
+        n_batches = 0
+        source = self.loader if self._feeder is None else self._feeder
         with progress_bar(self._progress, source, epoch) as update, contextlib.ExitStack() as stack:
             batches = iter(source)
             if hasattr(batches, "close"):
-                # A reader thread ends with the loop, by break too.
+                # The reader thread ends with the loop, also after a break.
                 stack.callback(batches.close)
             for number, batch in enumerate(batches):
+                n_batches = number + 1
                 yield pair_of(batch)
                 update(self._recorder.loss)
                 self._callbacks("on_batch_end", self, number, self._recorder.loss)
                 self._recorder.loss = None
                 if self._is_stopped:
                     break
-        return number + 1
+        return n_batches
 
     def _require_open(self) -> None:
         if self._is_closed:
             raise ClosedError("the trainer is closed; make a new one")
 
     def _context(self) -> contextlib.AbstractContextManager[Any]:
-        return (
-            contextlib.nullcontext()
-            if self._autocast is None
-            else torch.autocast(self._device.type, self._autocast)
-        )
+        if self._autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self._device.type, self._autocast)
 
 
-def _check_is_stepped(model: nn.Module, loss: Any, optimizers: Sequence[Any]) -> None:
-    """Raise ArgumentError where no optimizer steps a parameter of model or loss, as after the model was copied or made anew."""
-    modules = [module for module in (model, loss) if isinstance(module, nn.Module)]
-    wanted = {
-        id(parameter)
-        for module in modules
-        for parameter in module.parameters()
-        if parameter.requires_grad
-    }
-    stepped = [id(parameter) for optimizer in optimizers for parameter in parameters_of(optimizer)]
-    if (
-        wanted.isdisjoint(stepped)
-        and wanted
-        and not any(isinstance(optimizer, RowOptimizer) for optimizer in optimizers)
-    ):
-        raise ArgumentError(
-            f"optimizer= steps none of the {len(wanted)} parameters of the model; make it of model.parameters() of this very model"
-        )
+def _is_feeder(loader: Any) -> bool:
+    """Return whether a loader yields batches on the device already."""
+    return isinstance(loader, (Feeder, LoaderFeeder))

@@ -14,9 +14,9 @@ from torch import nn
 
 import pinfeed
 from pinfeed import Config, GiB, KiB, MiB, errors
-from pinfeed.training.memory_model.estimate import bytes_there
-from pinfeed.training.memory_model.probe import is_out_of_memory
-from pinfeed.training.memory_model.sizing import largest_that_fits
+from pinfeed.training.memory_model.budget import largest_that_fits
+from pinfeed.training.memory_model.models import bytes_there
+from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
 
 
 def mlp() -> nn.Module:
@@ -83,7 +83,7 @@ def test_one_more_read_would_not_fit_on_the_gpu(gpu: int, one_read_count: int) -
     assert (
         config.budget.gpu_bytes
         <= gpu + MiB(32)
-        < config._at(config.batch_size + one_read_count, None).gpu_bytes
+        < config._search.at(config.batch_size + one_read_count, None).gpu_bytes
     )
     assert config.budget.gpu_memory_limit == gpu + MiB(32)
 
@@ -91,10 +91,16 @@ def test_one_more_read_would_not_fit_on_the_gpu(gpu: int, one_read_count: int) -
 def test_one_more_would_not_fit_on_the_host() -> None:
     config = Config(cpu_memory_limit=MiB(32), device="cpu", **MODEL)
     assert config.budget.gpu_memory_limit is None
-    assert config.budget.cpu_bytes <= MiB(32) < config._at(config.batch_size + 1, None).cpu_bytes
+    assert (
+        config.budget.cpu_bytes
+        <= MiB(32)
+        < config._search.at(config.batch_size + 1, None).cpu_bytes
+    )
     # Where only batches are on the host.
     on_gpu = Config(cpu_memory_limit=MiB(6), gpu_memory_limit=GiB(1), **MODEL)
-    assert on_gpu.budget.cpu_bytes <= MiB(6) < on_gpu._at(on_gpu.batch_size + 1, None).cpu_bytes
+    assert (
+        on_gpu.budget.cpu_bytes <= MiB(6) < on_gpu._search.at(on_gpu.batch_size + 1, None).cpu_bytes
+    )
 
 
 @pytest.mark.parametrize(

@@ -189,13 +189,13 @@ def test_libraries_take_what_is_not_known() -> None:
 )
 def test_operands_are_copied_in_blocks_of_channels(block: int, onward: Any, weight: int) -> None:
     one = convolution(block)
-    assert one.onward() == onward
-    assert one.weight(1) == [(onward[0][0], 1), (weight, 2)]
+    assert one.forward_stages() == onward
+    assert one.weight_stages(1) == [(onward[0][0], 1), (weight, 2)]
 
 
 def test_every_thread_makes_columns_of_its_own() -> None:
     (one, _), (many, _) = (
-        convolution(16, padding=(16, 16), n_threads=n).onward()[0] for n in (1, 4)
+        convolution(16, padding=(16, 16), n_threads=n).forward_stages()[0] for n in (1, 4)
     )
     assert many - one == 3 * 4 * 9 * 20 * 64
 

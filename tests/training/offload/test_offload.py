@@ -622,11 +622,11 @@ def same_kernels() -> Iterator[None]:
 @pytest.mark.parametrize("name", MODELS)
 def test_every_bit_on_cuda(name: str, window: int, late: str) -> None:
     with Offload("cuda", host_limit=MiB(64), threshold=0, window=window) as offload:
-        spill = offload._spill
+        transfer = offload._transfer
         streams = {
             "compute": offload.device.current_stream(),
-            "write": spill._write,
-            "read": spill._read,
+            "write": transfer._write,
+            "read": transfer._read,
         }
         got = trained(
             name,
@@ -676,7 +676,7 @@ def test_memory_of_another_stream_on_cuda(late: str) -> None:
         for _ in range(3):
             streams = {
                 "compute": torch.cuda.current_stream(),
-                "write": offload._spill._write.raw,
+                "write": offload._transfer._write.raw,
                 "other": other,
             }
             other.wait_stream(torch.cuda.current_stream())
@@ -705,9 +705,9 @@ def test_the_host_does_not_wait_on_cuda() -> None:
         for _ in range(2):
             # Blocks are page-locked in the first step.
             torch.cuda.synchronize()
-            with torch.cuda.stream(offload._spill._write.raw):
+            with torch.cuda.stream(offload._transfer._write.raw):
                 torch.cuda._sleep(100 * LATE)
-            behind = offload._spill._write.record()
+            behind = offload._transfer._write.record()
             with offload.step():
                 y = chain(x, 16)[0]
             waited = behind.is_done()

@@ -17,7 +17,12 @@ from pinfeed.testing import favour, lazy
 from pinfeed.testing.sim_streams import SimMemory
 from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
 from pinfeed.training.offload.offload import Offload
-from pinfeed.training.offload.saved_tensors import Geometry, Range, Storages, lazily
+from pinfeed.training.offload.saved_tensors import (
+    Geometry,
+    StorageRange,
+    Storages,
+    with_lazy_flags,
+)
 
 CORNERS = corners({"compute": (20, 60, 150), "read": (2, 6, 20), "write": (2, 6, 20)})
 
@@ -34,20 +39,20 @@ class SimStorages(Storages):
     def nbytes(self, owner: SimMemory) -> int:
         return len(owner.contents)
 
-    def piece(self, tensor: Any, cut: Range) -> SimTensor:
+    def bytes_in(self, tensor: Any, cut: StorageRange) -> SimTensor:
         raw = torch.empty(0, dtype=torch.uint8).set_(
             tensor.raw.untyped_storage(), cut.start, (cut.nbytes,), (1,)
         )
         return SimTensor(tensor.sim, tensor.memory, raw)
 
-    def remade(self, piece: Any, geometry: Geometry) -> torch.Tensor:
+    def rebuild(self, piece: Any, geometry: Geometry) -> torch.Tensor:
         first = piece.raw.storage_offset() // geometry.dtype.itemsize + geometry.offset
         raw = torch.empty(0, dtype=geometry.dtype).set_(
             piece.raw.untyped_storage(), first, geometry.shape, geometry.strides
         )
-        return lazily(SimTensor(piece.sim, piece.memory, raw), geometry)
+        return with_lazy_flags(SimTensor(piece.sim, piece.memory, raw), geometry)
 
-    def watch(self, tensor: torch.Tensor) -> torch.Tensor:
+    def version_probe(self, tensor: torch.Tensor) -> torch.Tensor:
         probe: Any = tensor.detach()
         del probe.memory, probe.raw, probe._array
         return probe

@@ -17,9 +17,10 @@ from torch.utils.data import DataLoader, TensorDataset
 import pinfeed
 from pinfeed import Config, Feeder, MemoryMonitor, Trainer
 from pinfeed.errors import ArgumentError, ClosedError, DeviceError, MissingDependency
-from pinfeed.training.trainer.history import History, Record
+from pinfeed.training.trainer.history import History
 from pinfeed.training.trainer.loop_checks import LoopWarning
-from pinfeed.training.trainer.recorder import PendingRecord, taken
+from pinfeed.training.trainer.record import Record
+from pinfeed.training.trainer.recorder import PendingRecords, memory_use
 
 N = 44
 IN = 6
@@ -294,7 +295,7 @@ def test_a_history_says_what_it_has() -> None:
     history = History()
     assert repr(history) == "<History: 0 epochs, 0 batches, 0 evaluations>"
     history.rows += [
-        Record(kind, 0, batch, 0.5, 1, 0.0, **taken(torch.device("cpu")))
+        Record(kind, 0, batch, 0.5, 1, 0.0, **memory_use(torch.device("cpu")))
         for kind, batch in (("batch", 0), ("epoch", None))
     ]
     assert (
@@ -320,7 +321,7 @@ def test_what_is_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     (tmp_path / "other.csv").write_text("epoch,loss\n1,2\n")
     with pytest.raises(ArgumentError, match="row 0 has no 'kind'"):
         History.load(tmp_path / "other.csv")
-    history.rows.append(Record("batch", 0, 0, math.nan, 1, 0.0, **taken(torch.device("cpu"))))
+    history.rows.append(Record("batch", 0, 0, math.nan, 1, 0.0, **memory_use(torch.device("cpu"))))
     history.save(tmp_path / "h.csv")
     assert math.isnan(History.load(tmp_path / "h.csv").rows[0].loss)
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
@@ -330,12 +331,12 @@ def test_what_is_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_losses_are_read_in_groups() -> None:
     pending, row = (
-        PendingRecord(),
-        Record("batch", 0, 0, math.nan, 1, 0.0, **taken(torch.device("cpu"))),
+        PendingRecords(),
+        Record("batch", 0, 0, math.nan, 1, 0.0, **memory_use(torch.device("cpu"))),
     )
     for i in range(600):
         pending.add(row, torch.tensor(float(i), dtype=torch.bfloat16 if i % 2 else torch.float32))
-    assert len(pending._losses) + len(pending._groups) < 100
+    assert len(pending._losses) + len(pending._stacks) < 100
     assert [found.loss for found in pending.read()] == [
         float(torch.tensor(float(i), dtype=torch.bfloat16)) if i % 2 else i for i in range(600)
     ]

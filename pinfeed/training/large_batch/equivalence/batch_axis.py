@@ -1,21 +1,29 @@
-"""BatchAxisOperations: which operations of a forward pass reduce, sort or mix the rows of a batch."""
+"""BatchAxisOperations: operations of a forward pass that reduce, sort or mix rows of a batch."""
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from pinfeed.training.large_batch.equivalence.fixed_random import arguments_of
+from pinfeed.training.large_batch.equivalence.model_state import (
+    perturbed_parameters,
+    state_on_copies,
+)
+from pinfeed.training.large_batch.strategies.step_spec import StepSpec
+from pinfeed.training.memory_model.models import call_model
 
-_NORMALIZE = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
+_NORMALIZATIONS = ("native_batch_norm", "_native_batch_norm_legit", "cudnn_batch_norm")
 
 
 class BatchAxisOperations(TorchDispatchMode):
-    """Within this context operations of torch are looked at, not changed.
+    """Context that records which of torch's operations combine rows, without changing them.
 
-    It serves error messages: an operation that it names may be harmless, and others are not known.
+    It serves error messages: an operation that it names may be harmless, and it does not know all
+    operations.
 
     Args:
         n: Samples of the batch. A tensor with as many rows is taken for one row per sample.
@@ -38,18 +46,18 @@ class BatchAxisOperations(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.split("::")[1]
-        if name not in self.names and self._is_over_samples(func, name, args, kwargs):
+        if name not in self.names and self._combines_rows(func, name, args, kwargs):
             self.names.append(name)
         return func(*args, **kwargs)
 
-    def _is_over_samples(
+    def _combines_rows(
         self, func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> bool:
         first = args[0] if args else None
         if not isinstance(first, torch.Tensor) or not first.ndim or len(first) != self._n:
             return False
         given = arguments_of(func, args, kwargs)
-        if name in _NORMALIZE:
+        if name in _NORMALIZATIONS:
             return bool(given.get("training", given.get("train", True)))
         if name == "mm":
             # The product of a batch and its transpose has a number for each pair of samples.
@@ -59,3 +67,17 @@ class BatchAxisOperations(TorchDispatchMode):
         dims = given.get("dim", given.get("dims"))
         dims = dims if isinstance(dims, (list, tuple)) else [dims]
         return any(dim is None or dim in (0, -first.ndim) for dim in dims) or not dims
+
+
+def operations_over_batch(spec: StepSpec, inputs: Any, n: int) -> list[str]:
+    """Return the names of operations of the model that combine the ``n`` samples of a batch."""
+    found = BatchAxisOperations(n)
+    with (
+        contextlib.suppress(Exception),
+        torch.no_grad(),
+        state_on_copies(spec.modules),
+        perturbed_parameters(spec.modules),
+        found,
+    ):
+        call_model(spec.model, inputs)
+    return found.names

@@ -1,4 +1,4 @@
-"""State that a model keeps beside its parameters: buffers, and tensors and numbers as attributes."""
+"""State of a model besides its parameters: buffers, and attributes that are tensors or numbers."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
-_PLAIN = (bool, int, float, complex, str, type(None))
-_OF_MODULES = frozenset(nn.Module().__dict__)
+_SIMPLE_TYPES = (bool, int, float, complex, str, type(None))
+_MODULE_ATTRIBUTES = frozenset(nn.Module().__dict__)
 
 State = dict[str, Any]
 
 
 class ReshapedTensor:
-    """The value of a tensor attribute that a forward pass has made, or whose shape it has changed.
+    """Value of a tensor attribute that a forward pass has created or reshaped.
 
     Args:
         value: The tensor.
@@ -27,106 +27,136 @@ class ReshapedTensor:
         self.shape = value.shape
 
 
+class _SavedModule:
+    """State of one module, replaced by copies until it is restored."""
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        self._module = module
+        self._buffers = dict(module._buffers)
+        self._attributes = _attributes(module)
+        self._generators = _generators(module)
+        self._shapes: dict[str, torch.Size] = {}
+        for key, value in self._buffers.items():
+            if value is not None:
+                module._buffers[key] = value.detach().clone()
+        for key, value in self._attributes.items():
+            if isinstance(value, torch.Tensor):
+                self._shapes[key] = value.shape
+                module.__dict__[key] = value.detach().clone()
+
+    def state(self) -> State:
+        """Return a copy of the current state, by name."""
+        found: State = {}
+        for key, value in self._module._buffers.items():
+            if value is not None:
+                found[self._path(key)] = value.detach().clone()
+        for key, value in _attributes(self._module).items():
+            if isinstance(value, torch.Tensor):
+                copied = value.detach().clone()
+                is_same_shape = self._shapes.get(key) == value.shape
+                found[self._path(key)] = copied if is_same_shape else ReshapedTensor(copied)
+            else:
+                found[self._path(key)] = value
+        return found
+
+    def restore(self) -> None:
+        """Put the original state back."""
+        module = self._module
+        for key in [key for key in module._buffers if key not in self._buffers]:
+            del module._buffers[key]
+        for key, value in self._buffers.items():
+            module._buffers[key] = value
+        for key in _attributes(module):
+            if key not in self._attributes:
+                del module.__dict__[key]
+        module.__dict__.update(self._attributes)
+        for generator, before in self._generators:
+            generator.set_state(before)
+
+    def _path(self, key: str) -> str:
+        return f"{self._name}.{key}".removeprefix(".")
+
+
 @contextlib.contextmanager
 def state_on_copies(modules: Sequence[nn.Module]) -> Iterator[Callable[[], State]]:
-    """Let modules change copies of their state, and put the originals back at the end.
+    """Let modules change copies of their state, and restore the originals at the end.
 
     Lists, dicts and other objects that a module keeps are not copied.
 
     Args:
-        modules: The modules, with all modules in them.
+        modules: Root modules, whose children are included.
 
     Yields:
-        A function that returns the state as it is now, by name.
+        A function that returns the current state, by name.
     """
     every = {id(one): (name, one) for root in modules for name, one in root.named_modules()}
-    named = list(every.values())
-    shapes: dict[str, torch.Size] = {}
-    originals = []
-    for name, module in named:
-        buffers, attributes = dict(module._buffers), _attributes(module)
-        originals.append((module, buffers, attributes, _generators(module)))
-        for key, value in buffers.items():
-            if value is not None:
-                module._buffers[key] = value.detach().clone()
-        for key, value in attributes.items():
-            if isinstance(value, torch.Tensor):
-                shapes[f"{name}.{key}"] = value.shape
-                module.__dict__[key] = value.detach().clone()
+    saved = [_SavedModule(name, module) for name, module in every.values()]
 
     def state() -> State:
         found: State = {}
-        for name, module in named:
-            for key, value in module._buffers.items():
-                if value is not None:
-                    found[f"{name}.{key}".removeprefix(".")] = value.detach().clone()
-            for key, value in _attributes(module).items():
-                path = f"{name}.{key}"
-                if isinstance(value, torch.Tensor):
-                    copied = value.detach().clone()
-                    value = copied if shapes.get(path) == value.shape else ReshapedTensor(copied)
-                found[path.removeprefix(".")] = value
+        for one in saved:
+            found |= one.state()
         return found
 
     try:
         yield state
     finally:
-        for module, buffers, attributes, generators in originals:
-            for key in [key for key in module._buffers if key not in buffers]:
-                del module._buffers[key]
-            for key, value in buffers.items():
-                module._buffers[key] = value
-            for key in _attributes(module):
-                if key not in attributes:
-                    del module.__dict__[key]
-            module.__dict__.update(attributes)
-            for generator, before in generators:
-                generator.set_state(before)
+        for one in saved:
+            one.restore()
 
 
 @contextlib.contextmanager
 def perturbed_parameters(modules: Sequence[nn.Module]) -> Iterator[Callable[[], str]]:
-    """Let modules compute with slightly different parameters, and put the originals back.
+    """Let modules compute with slightly different parameters, and restore the originals at the end.
 
     Yields:
         A function that returns the name of a parameter that has been written since, or "".
     """
     every = {id(p): (name, p) for root in modules for name, p in root.named_parameters()}
-    normed = {
-        id(one.weight)
-        for root in modules
-        for one in root.modules()
-        # These bring rows that are too long to the largest norm, which chunks do as well.
-        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None
-    }
-    named = [pair for key, pair in every.items() if key not in normed]
+    renormalized = _renormalized_tables(modules)
+    named = [pair for key, pair in every.items() if key not in renormalized]
     originals = [p.data for _, p in named]
     generator = torch.Generator().manual_seed(0)
-    others = []
+    perturbed = []
     for _, p in named:
         scale = 1 + 0.01 * float(torch.rand((), generator=generator))
-        others.append(p.data * scale if p.is_floating_point() else p.data.clone())
-        p.data = others[-1].clone()
+        perturbed.append(p.data * scale if p.is_floating_point() else p.data.clone())
+        p.data = perturbed[-1].clone()
+
+    def name_of_written() -> str:
+        for (name, p), other in zip(named, perturbed, strict=True):
+            if not torch.equal(p.data, other):
+                return name
+        return ""
+
     try:
-        yield lambda: next(
-            (
-                name
-                for (name, p), other in zip(named, others, strict=True)
-                if not torch.equal(p.data, other)
-            ),
-            "",
-        )
+        yield name_of_written
     finally:
         for (_, p), original in zip(named, originals, strict=True):
             p.data = original
 
 
+def _renormalized_tables(modules: Sequence[nn.Module]) -> set[int]:
+    """Return the ids of embedding weights with ``max_norm``.
+
+    Their forward pass rescales rows that are too long, which gives the same result in chunks.
+    """
+    tables = (one for root in modules for one in root.modules())
+    return {
+        id(one.weight)
+        for one in tables
+        if isinstance(one, (nn.Embedding, nn.EmbeddingBag)) and one.max_norm is not None
+    }
+
+
 def _attributes(module: nn.Module) -> State:
+    """Return the module's own attributes that are tensors or simple values."""
     return {
         key: value
         for key, value in module.__dict__.items()
-        if key not in _OF_MODULES
-        and isinstance(value, (torch.Tensor, *_PLAIN))
+        if key not in _MODULE_ATTRIBUTES
+        and isinstance(value, (torch.Tensor, *_SIMPLE_TYPES))
         and not isinstance(value, nn.Parameter)
     }
 

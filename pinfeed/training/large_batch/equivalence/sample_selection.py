@@ -11,15 +11,16 @@ from pinfeed.tensors.pytree import flatten
 from pinfeed.training.large_batch.strategies.micro_batches import n_samples
 
 _MOST_NUMBERS = 4096
+"""Most numbers of a row that scores are computed from."""
 
 
 def representative_samples(inputs: Any, targets: Any, n: int) -> torch.Tensor:
-    """Choose ``n`` samples of a batch: with rare, negative and extreme targets, short and long ones.
+    """Choose ``n`` samples with rare, negative and extreme targets, and of different lengths.
 
     Args:
         inputs: A batch of at least ``n`` samples.
         targets: Its targets, or None.
-        n: How many samples.
+        n: Number of samples to choose.
 
     Returns:
         Distinct row indices, shape (n,), int64, on the CPU.
@@ -29,36 +30,32 @@ def representative_samples(inputs: Any, targets: Any, n: int) -> torch.Tensor:
         chosen.setdefault(int(score.argmax()))
         chosen.setdefault(int(score.argmin()))
     spread = torch.linspace(0, n_samples(inputs) - 1, n).round().long().tolist()
-    rows = list(dict.fromkeys([*list(chosen)[:n], *spread, *range(n)]))[:n]
-    # The order of the batch stays: a model may need samples sorted by their length.
-    return torch.tensor(sorted(rows))
+    candidates = dict.fromkeys([*list(chosen)[:n], *spread, *range(n)])
+    # The order of the batch stays, because a model may need samples sorted by their length.
+    return torch.tensor(sorted(list(candidates)[:n]))
 
 
 def _scores(inputs: Any, targets: Any) -> Iterator[torch.Tensor]:
-    """Numbers that tell samples from each other, each of shape (samples,); the most telling first."""
-    for rows in _rows(targets):
+    """Yield scores of shape (samples,) that tell samples apart, the most distinctive first."""
+    for rows in _dense_rows(targets):
         if not rows.is_floating_point():
             # Losses leave out targets that are negative, such as -100.
             yield (rows < 0).sum(1)
             _, inverse, counts = rows.unique(return_inverse=True, return_counts=True)
             yield -counts[inverse].reshape(rows.shape).amin(1)
         yield rows.double().mean(1)
-    for rows in _rows(inputs):
+    for rows in _dense_rows(inputs):
         if not rows.is_floating_point():
-            # Zeros pad token ids and masks, so their number follows the length.
+            # Zeros pad token ids and masks, so the number of other values follows the length.
             yield (rows != 0).sum(1)
 
 
-def _rows(batch: Any) -> Iterator[torch.Tensor]:
+def _dense_rows(batch: Any) -> Iterator[torch.Tensor]:
+    """Yield each real tensor of a batch with shape (samples, numbers)."""
     for _, leaf in flatten(batch)[0]:
-        if (
-            not isinstance(leaf, torch.Tensor)
-            or leaf.layout is not torch.strided
-            or leaf.is_complex()
-        ):
+        if not isinstance(leaf, torch.Tensor) or leaf.layout is not torch.strided:
             continue
-        if leaf.ndim and leaf.numel():
+        if leaf.ndim and leaf.numel() and not leaf.is_complex():
             rows = leaf.detach().reshape(len(leaf), -1)
-            # Large rows are looked at here and there, so that this takes neither long nor much
-            # memory.
+            # Long rows are sampled at intervals, which bounds time and memory.
             yield rows[:, :: -(-rows.shape[1] // _MOST_NUMBERS)]

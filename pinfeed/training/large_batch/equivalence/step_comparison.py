@@ -1,10 +1,8 @@
-"""Whole steps on a few samples, by the code that trains: the plain step beside a strategy's."""
+"""Comparison of whole training steps, by the code that trains: the plain step and a strategy's."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,71 +10,45 @@ import torch
 
 from pinfeed.tensors.pytree import flatten
 from pinfeed.training import rng_state
-from pinfeed.training.large_batch.equivalence.model_state import State, state_on_copies
-from pinfeed.training.large_batch.equivalence.rounding import (
-    DifferenceFound,
-    Rounding,
+from pinfeed.training.large_batch.equivalence.conditions import (
+    ONE_BY_ONE,
+    Conditions,
+    cloned,
     first_line,
-    random_rows,
 )
-from pinfeed.training.large_batch.strategies.gradients import (
-    Chunks,
-    GradientAccumulator,
-    StepSpec,
-    plain,
-    two_pass,
-)
-from pinfeed.training.large_batch.strategies.micro_batches import slice_samples
-from pinfeed.training.memory_model.probe import is_out_of_memory
-
-Edges = Sequence[tuple[int, int]]
-"""First row, and row after the last, of each chunk."""
+from pinfeed.training.large_batch.equivalence.fixed_random import random_rows
+from pinfeed.training.large_batch.equivalence.model_state import State, state_on_copies
+from pinfeed.training.large_batch.equivalence.rounding import DifferenceFound
+from pinfeed.training.large_batch.strategies.accumulation import GradientAccumulator
+from pinfeed.training.large_batch.strategies.gradients import backward_whole, gradients_set_aside
+from pinfeed.training.large_batch.strategies.micro_batches import Chunk, Chunks, slice_samples
+from pinfeed.training.large_batch.strategies.two_pass import backward_two_pass
+from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
 
 
 @dataclass(frozen=True)
-class StepSamples:
-    """Samples on which a strategy is compared with the plain step.
+class _StepResult:
+    """Loss, gradients and state of the model after a step."""
 
-    Attributes:
-        inputs: The samples, on the device.
-        targets: Their targets, on the device; or None.
-        edges: Their chunks.
-    """
-
-    inputs: Any
-    targets: Any
-    edges: Edges
+    loss: torch.Tensor
+    gradients: list[torch.Tensor | None]
+    state: State
 
 
-ONE_BY_ONE = "accumulate one by one"
-"""``"accumulate"`` for batches that come one by one, whose number of terms is known at the end."""
-
-
-def compare_steps(
-    spec: StepSpec,
-    strategy: str,
-    samples: StepSamples,
-    random: dict[str, Any],
-    rounding: Rounding,
-    context: Callable[[], AbstractContextManager[Any]],
-) -> None:
+def compare_steps(conditions: Conditions, strategy: str) -> None:
     """Compare the loss, the gradients and the state after the plain step and after a strategy's.
 
     Args:
-        spec: The model and the loss.
+        conditions: The model, the loss and the samples.
         strategy: ``"accumulate"``, ``ONE_BY_ONE`` or ``"two_pass"``.
-        samples: What is computed.
-        random: The state of the random generators to begin with.
-        rounding: What differences are.
-        context: What forward passes and losses run in.
 
     Raises:
-        DifferenceFound: They are not equal.
+        DifferenceFound: If they are not equal except for rounding.
     """
-    spec = replace(spec, context=context, scale=lambda loss: loss)
-    inputs, targets = samples.inputs, samples.targets
+    spec = replace(conditions.spec, context=conditions.context, scale=lambda loss: loss)
+    conditions = replace(conditions, spec=spec)
     try:
-        whole = _step(spec, random, lambda: plain(spec, cloned(inputs), targets))
+        plain = _plain_step(conditions)
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -84,79 +56,77 @@ def compare_steps(
             raise DifferenceFound(
                 f"the loss fails on some of the samples ({first_line(error)})"
             ) from error
-        # A loss that needs the whole batch: two passes give it all outputs, so any loss will do.
-        spec = replace(spec, loss=_any_loss)
-        whole = _step(spec, random, lambda: plain(spec, cloned(inputs), targets))
-
-    # One copy for both passes: a model that changes its inputs changes them twice.
-    copied = cloned(inputs)
-
-    def pieces() -> Chunks:
-        for edge in samples.edges:
-            x, y = slice_samples(copied, *edge), slice_samples(targets, *edge)
-            yield x, y, spec.terms(x, y)
-
-    def in_chunks() -> torch.Tensor:
-        if strategy == "two_pass":
-            return two_pass(spec, pieces, targets)
-        return GradientAccumulator(spec).run(
-            pieces(), None if strategy == ONE_BY_ONE else spec.terms(inputs, targets)
-        )
-
-    if strategy != "two_pass" and spec.reduction == "mean" and not spec.terms(inputs, targets):
+        # The loss needs the whole batch. Two passes give it all outputs, so any loss will do.
+        conditions = replace(conditions, spec=replace(spec, loss=_any_loss))
+        plain = _plain_step(conditions)
+    if strategy != "two_pass" and _is_mean_of_nothing(conditions):
         return
     try:
-        loss, gradients, state = _step(spec, random, in_chunks)
+        other = _step_in_chunks(conditions, strategy)
     except Exception as error:
         if is_out_of_memory(error):
             raise
         raise DifferenceFound(
             f"the step fails in chunks of some of the samples ({first_line(error)})"
         ) from error
-    rounding.require_states(whole[2], state)
-    rounding.require(whole[0], loss, "the loss of a step differs")
-    rounding.require_gradients(spec, whole[1], gradients)
+    conditions.rounding.check_states(plain.state, other.state)
+    conditions.rounding.check(plain.loss, other.loss, "the loss of a step differs")
+    conditions.rounding.check_gradients(spec, plain.gradients, other.gradients)
 
 
-Step = tuple[torch.Tensor, list[torch.Tensor | None], State]
-"""Loss, gradients and state of a step."""
+def _plain_step(conditions: Conditions) -> _StepResult:
+    samples = conditions.samples
+
+    def compute() -> torch.Tensor:
+        return backward_whole(conditions.spec, cloned(samples.inputs), samples.targets)
+
+    return _run_step(conditions, compute)
 
 
-def _step(spec: StepSpec, random: dict[str, Any], compute: Callable[[], torch.Tensor]) -> Step:
+def _step_in_chunks(conditions: Conditions, strategy: str) -> _StepResult:
+    spec = conditions.spec
+    samples = conditions.samples
+    # One copy serves both passes: a model that changes its inputs changes them twice.
+    inputs = cloned(samples.inputs)
+
+    def chunks() -> Chunks:
+        for start, stop in samples.edges:
+            x = slice_samples(inputs, start, stop)
+            y = slice_samples(samples.targets, start, stop)
+            yield Chunk(x, y, spec.count_terms(x, y))
+
+    def compute() -> torch.Tensor:
+        if strategy == "two_pass":
+            return backward_two_pass(spec, chunks, samples.targets)
+        total = None
+        if strategy != ONE_BY_ONE:
+            total = spec.count_terms(samples.inputs, samples.targets)
+        return GradientAccumulator(spec).run(chunks(), total)
+
+    return _run_step(conditions, compute)
+
+
+def _run_step(conditions: Conditions, compute: Callable[[], torch.Tensor]) -> _StepResult:
+    spec = conditions.spec
     parameters = spec.parameters
-    rng_state.restore(random)
+    rng_state.restore(conditions.random)
     with gradients_set_aside(parameters), state_on_copies(spec.modules) as state:
-        return compute(), [p.grad for p in parameters], state()
+        loss = compute()
+        return _StepResult(loss, [p.grad for p in parameters], state())
 
 
-@contextlib.contextmanager
-def gradients_set_aside(parameters: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Begin without gradients, and put those of the caller back at the end."""
-    before = [p.grad for p in parameters]
-    for p in parameters:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, gradient in zip(parameters, before, strict=True):
-            p.grad = gradient
+def _is_mean_of_nothing(conditions: Conditions) -> bool:
+    spec = conditions.spec
+    if spec.reduction != "mean":
+        return False
+    return not spec.count_terms(conditions.samples.inputs, conditions.samples.targets)
 
 
 def _any_loss(outputs: Any, targets: Any) -> torch.Tensor:
+    """Return a loss that depends on every output of every sample."""
     tensors = [leaf for _, leaf in flatten(outputs)[0] if isinstance(leaf, torch.Tensor)]
     floats = [leaf for leaf in tensors if leaf.is_floating_point()]
-    sums = [
-        (leaf * random_rows(i, leaf, 0, len(leaf))).sum().float() for i, leaf in enumerate(floats)
-    ]
+    sums = []
+    for i, leaf in enumerate(floats):
+        sums.append((leaf * random_rows(i, leaf, 0, len(leaf))).sum().float())
     return torch.stack(sums).sum()
-
-
-def cloned(batch: Any) -> Any:
-    """The batch in memory of its own: a model may change its inputs."""
-    leaves, rebuild = flatten(batch)
-    return rebuild(
-        leaf.detach().clone().requires_grad_(leaf.requires_grad)
-        if isinstance(leaf, torch.Tensor)
-        else leaf
-        for _, leaf in leaves
-    )

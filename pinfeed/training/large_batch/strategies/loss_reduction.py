@@ -1,4 +1,4 @@
-"""How the loss of a batch is made of the losses of its chunks, as far as it is one of torch's."""
+"""Reductions of losses: how the losses of chunks make the loss of a batch, for torch's losses."""
 
 from __future__ import annotations
 
@@ -16,54 +16,46 @@ from pinfeed.training.large_batch.strategies.micro_batches import n_samples
 
 Reduction = Literal["mean", "sum"]
 Count = Callable[[Any], Any]
-"""How many terms a mean over targets has: a number, or a tensor of one."""
+"""Function that returns the number of terms of a mean over targets, as a number or a tensor."""
 
-# What torch's losses and those of language models leave out, by default.
 _IGNORED = -100
-_OF_CLASSES = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
-_OF_ELEMENTS = (
-    *(
-        nn.MSELoss,
-        nn.L1Loss,
-        nn.SmoothL1Loss,
-        nn.HuberLoss,
-        nn.BCELoss,
-        nn.BCEWithLogitsLoss,
-        nn.PoissonNLLLoss,
-        nn.KLDivLoss,
-    ),
-    *(
-        functional.mse_loss,
-        functional.l1_loss,
-        functional.smooth_l1_loss,
-        functional.huber_loss,
-        functional.kl_div,
-    ),
-    *(
-        functional.binary_cross_entropy,
-        functional.binary_cross_entropy_with_logits,
-        functional.poisson_nll_loss,
-    ),
+"""Target that torch's losses and those of language models leave out by default."""
+_CLASS_LOSSES = (nn.CrossEntropyLoss, nn.NLLLoss, functional.cross_entropy, functional.nll_loss)
+_ELEMENT_LOSSES = (
+    nn.MSELoss,
+    nn.L1Loss,
+    nn.SmoothL1Loss,
+    nn.HuberLoss,
+    nn.BCELoss,
+    nn.BCEWithLogitsLoss,
+    nn.PoissonNLLLoss,
+    nn.KLDivLoss,
+    functional.mse_loss,
+    functional.l1_loss,
+    functional.smooth_l1_loss,
+    functional.huber_loss,
+    functional.kl_div,
+    functional.binary_cross_entropy,
+    functional.binary_cross_entropy_with_logits,
+    functional.poisson_nll_loss,
 )
 
 
 def reduction_of(loss: Any) -> Reduction | None:
-    """What a loss of torch's does with its terms; None if it is not one, for then nobody knows without being told."""
-    loss, options = _unwrapped(loss)
+    """Return how a loss of torch's reduces its terms; None if the loss is none of torch's."""
+    loss, options = _without_partial(loss)
+    found: Any = None
     if isinstance(loss, nn.Module):
-        found = (
-            getattr(loss, "reduction", None)
-            if type(loss).__module__ == nn.modules.loss.__name__
-            else None
-        )
-    else:
-        is_torchs = getattr(functional, getattr(loss, "__name__", ""), None) is loss
-        found = _reduction_among(options) if is_torchs else None
-    return {"mean": "mean", "batchmean": "mean", "sum": "sum"}.get(found)  # type: ignore[arg-type, return-value]
+        if type(loss).__module__ == nn.modules.loss.__name__:
+            found = getattr(loss, "reduction", None)
+    elif getattr(functional, getattr(loss, "__name__", ""), None) is loss:
+        found = _reduction_among(options)
+    reductions: dict[Any, Reduction] = {"mean": "mean", "batchmean": "mean", "sum": "sum"}
+    return reductions.get(found)
 
 
 def _reduction_among(options: Mapping[str, Any]) -> str:
-    """``reduction``, or what ``size_average`` and ``reduce`` say, as torch took it before there was that."""
+    """Return ``reduction``, or the meaning of its deprecated forms ``size_average``, ``reduce``."""
     if options.get("reduce") is None and options.get("size_average") is None:
         return str(options.get("reduction", "mean"))
     if options.get("reduce") is False:
@@ -72,71 +64,68 @@ def _reduction_among(options: Mapping[str, Any]) -> str:
 
 
 def check_targets(loss: Any, inputs: Any, targets: Any) -> None:
-    """Refuse a batch without targets where the loss is one of torch's, which compare outputs with targets.
+    """Refuse a batch without targets if the loss is one of torch's, which all need targets.
 
     Raises:
-        ArgumentError: There are none.
+        ArgumentError: If ``targets`` is None and the loss is one of torch's.
     """
-    known, _ = _unwrapped(loss)
-    is_torchs = type(known).__module__ == nn.modules.loss.__name__ or known in (
-        *_OF_CLASSES,
-        *_OF_ELEMENTS,
+    if targets is not None:
+        return
+    known, _ = _without_partial(loss)
+    is_listed = known in (*_CLASS_LOSSES, *_ELEMENT_LOSSES)
+    if not is_listed and type(known).__module__ != nn.modules.loss.__name__:
+        return
+    name = getattr(known, "__name__", type(known).__name__)
+    is_pair = isinstance(inputs, (tuple, list)) and len(inputs) == 2
+    hint = "; the inputs are a pair: give backward(*batch)" if is_pair else ""
+    raise ArgumentError(
+        f"the batch has no targets, and {name} compares outputs with targets; expected inputs and "
+        f"targets, as backward(inputs, targets), or a loader whose batches are such pairs{hint}"
     )
-    if targets is None and is_torchs:
-        name = getattr(known, "__name__", type(known).__name__)
-        pair = (
-            "; the inputs are a pair: give backward(*batch)"
-            if isinstance(inputs, (tuple, list)) and len(inputs) == 2
-            else ""
-        )
-        raise ArgumentError(
-            f"the batch has no targets, and {name} compares outputs with targets; expected inputs and targets, as backward(inputs, "
-            f"targets), or a loader whose batches are such pairs{pair}"
-        )
 
 
 def count_of(loss: Any) -> Count:
-    """What counts the terms of a loss.
+    """Return the function that counts the terms of a loss.
 
-    Of classes, targets that are not ignored, each with the weight of its class; of a loss that
-    compares numbers, these; else samples. Of a loss that is not known, integers are classes, and
-    -100 is ignored.
+    For losses of classes it counts targets that are not ignored, each with the weight of its
+    class. For losses that compare numbers it counts these numbers, and otherwise samples. If the
+    loss is unknown, int64 targets are taken for classes, of which -100 is ignored.
     """
-    known, options = _unwrapped(loss)
+    known, options = _without_partial(loss)
     ignored = options.get("ignore_index", getattr(known, "ignore_index", _IGNORED))
-    of_classes = known in _OF_CLASSES or isinstance(known, _OF_CLASSES[:2])
-    how = getattr(known, "reduction", None) or _reduction_among(options)
-    of_elements = how == "mean" and (known in _OF_ELEMENTS or type(known) in _OF_ELEMENTS)
-    weight = options.get("weight", getattr(known, "weight", None)) if of_classes else None
+    has_classes = known in _CLASS_LOSSES or isinstance(known, _CLASS_LOSSES[:2])
+    reduction = getattr(known, "reduction", None) or _reduction_among(options)
+    is_listed = known in _ELEMENT_LOSSES or type(known) in _ELEMENT_LOSSES
+    has_elements = reduction == "mean" and is_listed
+    weight = options.get("weight", getattr(known, "weight", None)) if has_classes else None
 
     def count(targets: Any) -> Any:
         leaves = [leaf for _, leaf in flatten(targets)[0] if isinstance(leaf, torch.Tensor)]
-        first = leaves[0] if leaves else None
-        if first is not None and of_elements:
+        if not leaves:
+            return 0
+        first = leaves[0]
+        if has_elements:
             return first.numel()
-        if (
-            first is None
-            or not _are_classes(first, of_classes)
-            or (reduction_of(loss) is not None and not of_classes)
-        ):
-            return n_samples(targets) if leaves else 0
-        taken = first != ignored
-        return (
-            taken.sum()
-            if weight is None
-            else (weight.to(first.device)[first.where(taken, 0).long()] * taken).sum()
-        )
+        # A loss of torch's that is neither of classes nor of elements counts samples.
+        may_have_classes = has_classes or reduction_of(loss) is None
+        if not may_have_classes or not _are_classes(first, has_classes):
+            return n_samples(targets)
+        is_counted = first != ignored
+        if weight is None:
+            return is_counted.sum()
+        weights = weight.to(first.device)[first.where(is_counted, 0).long()]
+        return (weights * is_counted).sum()
 
     return count
 
 
-def _are_classes(targets: torch.Tensor, of_classes: bool) -> bool:
-    """A loss of classes takes integers of any dtype; of a loss that is not known, int64 are taken for classes."""
-    return not targets.is_floating_point() if of_classes else targets.dtype is torch.int64
+def _are_classes(targets: torch.Tensor, has_classes: bool) -> bool:
+    """Return whether targets are class indices: any integers, or int64 if the loss is unknown."""
+    return not targets.is_floating_point() if has_classes else targets.dtype is torch.int64
 
 
-def _unwrapped(loss: Any) -> tuple[Any, dict[str, Any]]:
-    """A function, and what it is given besides outputs and targets."""
+def _without_partial(loss: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the function, and the keyword arguments that ``functools.partial`` fixes."""
     if isinstance(loss, functools.partial) and not loss.args:
         return loss.func, loss.keywords
     return loss, {}

@@ -1,4 +1,4 @@
-"""A model whose parts keep only what they are given, and compute the rest again in the backward pass."""
+"""Activation recomputation: parts of a model keep only their inputs and run again in backward."""
 
 from __future__ import annotations
 
@@ -6,29 +6,34 @@ import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeGuard
 
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-# Parts below which nothing is gained.
-_LEAST = 2
+_LEAST_PARTS = 2
+"""Containers with fewer parts gain nothing."""
+
+Buffers = list[tuple[nn.Module, dict[str, Any]]]
+"""Modules, and copies of their buffers by name."""
 
 
 @contextlib.contextmanager
 def recomputed(model: nn.Module) -> Iterator[None]:
-    """Run the forward pass in this.
+    """Have forward passes in this context recompute parts of the model in the backward pass.
 
-    Blocks of a ModuleList are computed again one by one, modules of a Sequential some at a time.
+    Blocks of a ModuleList are recomputed one by one, modules of a Sequential several at a time.
     """
     changed: list[nn.Module] = []
     try:
-        for owner in _containers(model):
-            if _is_sequential(owner):
-                _change(owner, functools.partial(_in_segments, owner), changed)
+        for container in _containers(model):
+            if _is_sequential(container):
+                _replace_forward(container, functools.partial(_in_segments, container), changed)
             else:
-                for block in owner.children():
-                    _change(block, functools.partial(_again, [block], block.forward), changed)
+                for block in container.children():
+                    forward = functools.partial(_checkpointed, [block], block.forward)
+                    _replace_forward(block, forward, changed)
         yield
     finally:
         for module in changed:
@@ -36,13 +41,14 @@ def recomputed(model: nn.Module) -> Iterator[None]:
 
 
 def can_be_recomputed(model: nn.Module) -> bool:
-    """Whether the model has parts that gain by it."""
+    """Return whether the model has parts whose recomputation saves memory."""
     return any(True for _ in _containers(model))
 
 
 def _containers(module: nn.Module) -> Iterator[nn.Module]:
-    """The outermost lists of modules."""
-    if (_is_sequential(module) or isinstance(module, nn.ModuleList)) and len(module) >= _LEAST:
+    """Yield the outermost lists of modules."""
+    is_list = _is_sequential(module) or isinstance(module, nn.ModuleList)
+    if is_list and len(module) >= _LEAST_PARTS:  # type: ignore[arg-type]
         yield module
         return
     for child in module.children():
@@ -50,24 +56,26 @@ def _containers(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is_sequential(module: nn.Module) -> TypeGuard[nn.Sequential]:
-    """Whether it runs its modules one after the other, and nothing else."""
+    """Return whether the module runs its children one after the other, and nothing else."""
     return isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward
 
 
-def _change(module: nn.Module, forward: Callable[..., Any], changed: list[nn.Module]) -> None:
+def _replace_forward(
+    module: nn.Module, forward: Callable[..., Any], changed: list[nn.Module]
+) -> None:
     if "forward" not in module.__dict__:
         module.__dict__["forward"] = forward
         changed.append(module)
 
 
-def _in_segments(owner: nn.Sequential, x: Any) -> Any:
-    # One that is there twice runs twice.
-    modules = list(owner)
-    n = max(1, round(math.sqrt(len(modules))))
-    size = -(-len(modules) // n)
+def _in_segments(sequential: nn.Sequential, x: Any) -> Any:
+    # A module that occurs twice in the list runs twice.
+    modules = list(sequential)
+    n_segments = max(1, round(math.sqrt(len(modules))))
+    size = -(-len(modules) // n_segments)
     for i in range(0, len(modules), size):
         segment = modules[i : i + size]
-        x = _again(segment, functools.partial(_one_by_one, segment), x)
+        x = _checkpointed(segment, functools.partial(_one_by_one, segment), x)
     return x
 
 
@@ -77,42 +85,40 @@ def _one_by_one(modules: Sequence[nn.Module], x: Any) -> Any:
     return x
 
 
-def _again(
+def _checkpointed(
     modules: Sequence[nn.Module], forward: Callable[..., Any], *args: Any, **kwargs: Any
 ) -> Any:
+    """Run ``forward``, and have the backward pass run it again from the same buffers."""
     before = buffers_of(modules)
-    contexts = lambda: (contextlib.nullcontext(), replayed_buffers(before))  # noqa: E731
+
+    def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        return contextlib.nullcontext(), replayed_buffers(before)
+
     return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
 
-Buffers = list[tuple[nn.Module, dict[str, Any]]]
-
-
 def buffers_of(modules: Sequence[nn.Module]) -> Buffers:
-    """Copies of all buffers: running statistics, vectors of a power iteration, counters."""
+    """Copy all buffers: running statistics, vectors of a power iteration, counters."""
     every = {id(one): one for module in modules for one in module.modules() if one._buffers}
-    return [
-        (
-            one,
-            {
-                name: None if value is None else value.clone()
-                for name, value in one._buffers.items()
-            },
-        )
-        for one in every.values()
-    ]
+    return [(one, _copies(one._buffers)) for one in every.values()]
 
 
 @contextlib.contextmanager
 def replayed_buffers(before: Buffers) -> Iterator[None]:
-    """Compute again from ``before``, on copies; afterwards the buffers are those that they are now: what was computed first counts."""
+    """Run a computation again from the buffers ``before``, without a lasting effect on buffers.
+
+    The block works on copies. Afterwards the buffers are what they were when it began, so that
+    the first computation counts.
+    """
     now = [dict(module._buffers) for module, _ in before]
     for module, values in before:
-        module._buffers.update(
-            {name: None if value is None else value.clone() for name, value in values.items()}
-        )
+        module._buffers.update(_copies(values))
     try:
         yield
     finally:
         for (module, _), buffers in zip(before, now, strict=True):
             module._buffers.update(buffers)
+
+
+def _copies(buffers: dict[str, Any]) -> dict[str, Any]:
+    return {name: None if value is None else value.clone() for name, value in buffers.items()}

@@ -1,0 +1,133 @@
+"""GradientAccumulator: gradients of a batch as the sum of the gradients of its chunks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from pinfeed.errors import ArgumentError
+from pinfeed.training import rng_state
+from pinfeed.training.large_batch.strategies.micro_batches import (
+    Chunk,
+    Chunks,
+    n_samples,
+    slice_samples,
+)
+from pinfeed.training.large_batch.strategies.step_spec import StepSpec
+from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
+
+
+class AccumulationHook:
+    """Parameter hook that records which parameters a backward pass has added gradients to."""
+
+    def __init__(self) -> None:
+        self.parameters: set[nn.Parameter] = set()
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        self.parameters.add(parameter)
+
+
+class GradientAccumulator:
+    """Adds up the gradients of the chunks of one batch.
+
+    A chunk that does not fit in memory is computed in halves. A backward pass adds all of a
+    parameter's gradient at once or nothing. The halves therefore skip the parameters to which the
+    failed backward pass has already added.
+
+    Attributes:
+        n_halved: Number of chunks that did not fit and were computed in halves.
+    """
+
+    def __init__(self, spec: StepSpec) -> None:
+        self._spec = spec
+        self._parameters = spec.parameters
+        self._hook = AccumulationHook()
+        self.n_halved = 0
+
+    def run(self, chunks: Chunks, total: float | None) -> torch.Tensor:
+        """Compute the gradients of all chunks together.
+
+        No parameter may have a gradient before.
+
+        Args:
+            chunks: Chunks of the batch.
+            total: Loss terms of the whole batch; None if they are known only after the last chunk.
+
+        Returns:
+            The loss of the whole batch, a tensor of shape ().
+        """
+        if self._spec.reduction == "sum":
+            return self._add_up(chunks, 1.0)
+        if total is not None:
+            return self._add_up(chunks, total or 1.0)
+        # Gradients have the size of a mean from the first chunk on, so that clipping and overflow
+        # act as in the plain step.
+        first = next((chunk for chunk in chunks if chunk.n_terms), None)
+        if first is None:
+            raise ArgumentError(
+                "every target of the batches is ignored; expected at least one that is not"
+            )
+        loss = self._add_up(itertools.chain([first], chunks), first.n_terms)
+        ratio = self._n_terms / first.n_terms
+        for p in self._parameters:
+            if p.grad is not None:
+                p.grad /= ratio
+        return loss / ratio
+
+    def _add_up(self, chunks: Iterable[Chunk], total: float) -> torch.Tensor:
+        self._n_terms = 0.0
+        loss = None
+        hooks = [p.register_post_accumulate_grad_hook(self._hook) for p in self._parameters]
+        try:
+            for chunk in chunks:
+                chunk_loss = self._backward(chunk, total, None)
+                loss = chunk_loss if loss is None else loss + chunk_loss
+                self._n_terms += chunk.n_terms
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if loss is None:
+            raise ArgumentError("the batch is empty; expected at least one sample")
+        return loss
+
+    def _backward(
+        self, chunk: Chunk, total: float, wanted: list[nn.Parameter] | None
+    ) -> torch.Tensor:
+        """Add the gradients of a chunk to the wanted parameters; None for all parameters."""
+        if self._spec.reduction == "mean" and not chunk.n_terms:
+            # The mean of no terms is NaN, so such a chunk is left out.
+            return torch.zeros((), device=self._parameters[0].device)
+        self._hook.parameters.clear()
+        state = rng_state.capture()
+        try:
+            loss = self._spec.forward(chunk.inputs, chunk.targets)
+            if self._spec.reduction == "mean":
+                loss = loss * (chunk.n_terms / total)
+            if wanted is None or wanted:
+                self._spec.scale(loss).backward(inputs=wanted)
+            return loss.detach()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error) or n_samples(chunk.inputs) == 1:
+                raise
+        # This is outside the except block, because the traceback keeps the tensors of the frames
+        # that failed until the block ends.
+        release_cached_memory()
+        rng_state.restore(state)
+        self.n_halved += 1
+        candidates = self._parameters if wanted is None else wanted
+        missing = [p for p in candidates if p not in self._hook.parameters]
+        halves = self._halves(chunk)
+        return torch.stack([self._backward(half, total, missing) for half in halves]).sum()
+
+    def _halves(self, chunk: Chunk) -> list[Chunk]:
+        n = n_samples(chunk.inputs)
+        halves = []
+        for start, stop in ((0, n // 2), (n // 2, n)):
+            inputs: Any = slice_samples(chunk.inputs, start, stop)
+            targets: Any = slice_samples(chunk.targets, start, stop)
+            halves.append(Chunk(inputs, targets, self._spec.count_terms(inputs, targets)))
+        return halves

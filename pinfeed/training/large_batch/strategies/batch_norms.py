@@ -1,0 +1,16 @@
+"""Modules that normalize over the batch."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def batch_norms(model: nn.Module) -> list[str]:
+    """Return the names of modules that normalize over the batch.
+
+    Their output for a sample depends on the other samples of a chunk.
+    """
+    modules = model.named_modules()
+    norms = [(name, module) for name, module in modules if isinstance(module, _BatchNorm)]
+    return [name for name, norm in norms if norm.training or norm.running_mean is None]

@@ -1,0 +1,120 @@
+"""Gradients in two passes: the outputs of all chunks, then each chunk again with gradients."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pinfeed.errors import ArgumentError
+from pinfeed.tensors.pytree import flatten
+from pinfeed.training import rng_state
+from pinfeed.training.large_batch.strategies.micro_batches import (
+    Chunks,
+    check_output_rows,
+    concatenate,
+    n_samples,
+)
+from pinfeed.training.large_batch.strategies.recompute import (
+    Buffers,
+    buffers_of,
+    replayed_buffers,
+)
+from pinfeed.training.large_batch.strategies.step_spec import StepSpec
+from pinfeed.training.memory_model.models import call_model
+
+RngState = dict[str, Any]
+
+
+def backward_two_pass(spec: StepSpec, chunks: Callable[[], Chunks], targets: Any) -> torch.Tensor:
+    """Add the gradients of any loss of all outputs, with only one chunk in memory at a time.
+
+    The first pass computes the outputs of each chunk without a graph. Then the loss of all outputs
+    gives their gradients. The second pass computes each chunk again, with the same random numbers,
+    and propagates these gradients to the parameters.
+
+    Args:
+        spec: The model and the loss.
+        chunks: Returns the chunks; called once per pass, with the same chunks each time.
+        targets: Targets of the whole batch, on the device.
+
+    Returns:
+        The loss of the whole batch, a tensor of shape ().
+    """
+    buffers = buffers_of(spec.modules)
+    parts, states = _outputs_without_graph(spec, chunks)
+    sizes = [n_samples(one) for one in parts]
+    outputs = concatenate(parts)
+    # The outputs of the chunks are not needed beside the concatenated ones.
+    parts.clear()
+    leaves, rebuild = flatten(outputs)
+    held = [leaf.detach().requires_grad_() if _has_gradient(leaf) else leaf for _, leaf in leaves]
+    with spec.context():
+        loss = spec.loss(rebuild(iter(held)), targets)
+    spec.scale(loss).backward()
+    _backward_by_chunks(spec, chunks, _FirstPass(held, states, sizes, buffers))
+    return loss.detach()
+
+
+@dataclass(frozen=True)
+class _FirstPass:
+    """Results of the first pass that the second one needs.
+
+    Attributes:
+        outputs: Leaves of the outputs of the whole batch, with their gradients.
+        states: State of the random generators before each chunk.
+        sizes: Samples of each chunk.
+        buffers: Buffers of the model before the first chunk.
+    """
+
+    outputs: list[Any]
+    states: list[RngState]
+    sizes: list[int]
+    buffers: Buffers
+
+
+def _outputs_without_graph(
+    spec: StepSpec, chunks: Callable[[], Chunks]
+) -> tuple[list[Any], list[RngState]]:
+    """Return the outputs of each chunk, and the state of the random generators before it."""
+    states = []
+    parts: list[Any] = []
+    with torch.no_grad(), contextlib.closing(chunks()) as source:
+        for chunk in source:
+            states.append(rng_state.capture())
+            with spec.context():
+                parts.append(call_model(spec.model, chunk.inputs))
+            check_output_rows(parts[-1], n_samples(chunk.inputs))
+    if not parts:
+        raise ArgumentError("the batch is empty; expected at least one sample")
+    return parts, states
+
+
+def _backward_by_chunks(spec: StepSpec, chunks: Callable[[], Chunks], first: _FirstPass) -> None:
+    start = 0
+    with replayed_buffers(first.buffers), contextlib.closing(chunks()) as source:
+        for chunk, state, n in zip(source, first.states, first.sizes, strict=True):
+            rng_state.restore(state)
+            with spec.context():
+                outputs = call_model(spec.model, chunk.inputs)
+            _backward_from(outputs, first.outputs, start, start + n)
+            start += n
+
+
+def _backward_from(outputs: Any, whole: list[Any], start: int, stop: int) -> None:
+    """Propagate the gradients that rows [start, stop) of the whole outputs have."""
+    tensors = []
+    gradients = []
+    for (_, leaf), old in zip(flatten(outputs)[0], whole, strict=True):
+        if _has_gradient(leaf) and leaf.requires_grad and old.grad is not None:
+            tensors.append(leaf)
+            gradients.append(old.grad[start:stop])
+    if tensors:
+        torch.autograd.backward(tensors, gradients)
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (leaf.is_floating_point() or leaf.is_complex())

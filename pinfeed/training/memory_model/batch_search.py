@@ -1,0 +1,186 @@
+"""BatchSearch: the largest batch whose training step and feeder fit the memory limits."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from pinfeed.errors import EstimateError
+from pinfeed.memory import limits
+from pinfeed.memory.limits import Demand, Plan, plan_items
+from pinfeed.training.memory_model.budget import Budget, largest_that_fits, refusal
+from pinfeed.training.memory_model.estimate import StepEstimator
+from pinfeed.training.memory_model.probe import measure_steps
+
+_INEXACT_MARGIN = 0.06
+"""Share of the step that is left for workspace missing in the model of oneDNN's layouts."""
+_HEAP_MARGIN = 0.08
+"""Share of the step that malloc keeps of freed memory, with ``enforce(malloc=True)``."""
+_MAX_PROBES = 8
+_CLOSE_ENOUGH = 1.03
+"""A batch that ran is kept if the next one to try is at most so many times as large."""
+
+
+@dataclass(frozen=True)
+class BatchBounds:
+    """Limits of a batch.
+
+    Attributes:
+        cpu_limit: Limit of host memory, in bytes.
+        gpu_limit: Limit of device memory, in bytes; None if training is on the CPU.
+        one_read_count: Samples of a read; a batch is a multiple of it.
+        preferred_batch_size: Most samples of a batch; None for no preference.
+        total_sample_count: Reads of an epoch; None if unknown.
+        depth: Batches prefetched ahead of the loop.
+    """
+
+    cpu_limit: int
+    gpu_limit: int | None
+    one_read_count: int
+    preferred_batch_size: int | None
+    total_sample_count: int | None
+    depth: int
+
+
+class BatchSearch:
+    """Finds the largest batch that fits, by estimates and by probes.
+
+    Args:
+        estimator: Estimates the training step.
+        bounds: Limits of the batch.
+    """
+
+    def __init__(self, estimator: StepEstimator, bounds: BatchBounds) -> None:
+        self._estimator = estimator
+        self._bounds = bounds
+
+    def budget(self, seen: float | None) -> Budget:
+        """Return the budget of the largest batch that fits.
+
+        Args:
+            seen: Measured memory of a step, relative to the estimate; None if it was not measured.
+
+        Raises:
+            BudgetError: If not even the smallest batch fits.
+        """
+        found = self._largest(seen)
+        if found is None:
+            raise refusal(self.at(self._least, seen), self._least)
+        return found
+
+    def probe(
+        self, first: int, device: torch.device, make_batch: Callable[[int], Any] | None
+    ) -> Budget:
+        """Return the budget of the largest batch whose steps ran within the limits.
+
+        Args:
+            first: Samples of the batch that is tried first.
+            device: Device of the steps.
+            make_batch: Makes inputs and targets of so many samples; None for random numbers.
+
+        Raises:
+            BudgetError: If not even the samples of one read fit.
+        """
+        one_read = self._bounds.one_read_count
+        ran: Budget | None = None
+        tried = first
+        failed = None
+        for _ in range(_MAX_PROBES):
+            seen = self._measure(tried, device, make_batch)
+            budget = self.at(tried, seen)
+            if seen is not None and budget.fits:
+                ran = budget
+            else:
+                failed = tried
+            larger = None if seen is None else self._largest(seen)
+            tried = tried // 2 if larger is None else larger.batch_size
+            if failed is not None:
+                tried = min(tried, failed - one_read)
+            tried -= tried % one_read
+            if ran is not None and tried <= _CLOSE_ENOUGH * ran.batch_size:
+                break
+            if tried < one_read:
+                raise refusal(self.at(one_read, seen), one_read)
+        if ran is None:
+            raise refusal(self.at(tried, seen), tried)
+        return ran
+
+    def at(self, batch_size: int, seen: float | None) -> Budget:
+        """Return the budget of a batch of so many samples, whether it fits or not."""
+        bounds = self._bounds
+        is_on_gpu = bounds.gpu_limit is not None
+        step = self._estimator.at(batch_size)
+        specs = (self._estimator.inputs, self._estimator.targets)
+        nbytes = tuple(size for spec in specs if spec is not None for size in spec.nbytes)
+        demand = Demand(
+            nbytes,
+            (False,) * len(nbytes),
+            0,
+            batch_size,
+            unified=not is_on_gpu,
+            staged=(is_on_gpu,) * len(nbytes),
+        )
+        items = plan_items(demand, batch_size, bounds.depth)
+        feeder = Plan(batch_size, bounds.depth, demand.route, items)
+        if seen is None:
+            share = _INEXACT_MARGIN if step.confidence != "exact" else 0
+            share += 0 if is_on_gpu else _HEAP_MARGIN
+            margin = share * step.allocated_bytes
+        else:
+            margin = (seen - 1) * step.reserved_bytes
+        return Budget(
+            batch_size, step, feeder, int(margin), seen, bounds.cpu_limit, bounds.gpu_limit
+        )
+
+    def _largest(self, seen: float | None) -> Budget | None:
+        """Return the budget of the largest batch that fits; None if there is none."""
+        bounds = self._bounds
+        one_read = bounds.one_read_count
+        at_reads = functools.cache(lambda n_reads: self.at(n_reads * one_read, seen))
+
+        def need(n_reads: int) -> float:
+            budget = at_reads(max(n_reads, self._least // one_read))
+            gpu_share = 0.0
+            if bounds.gpu_limit is not None:
+                gpu_share = budget.gpu_bytes / bounds.gpu_limit
+            return max(budget.cpu_bytes / bounds.cpu_limit, gpu_share)
+
+        preferred = None
+        if bounds.preferred_batch_size is not None:
+            preferred = max(1, bounds.preferred_batch_size // one_read)
+        most = [one for one in (preferred, bounds.total_sample_count) if one is not None]
+        found = largest_that_fits(need, 1.0, min(most, default=None))
+        if preferred is None:
+            # A small model on a large machine would otherwise get a batch too large for training.
+            found = min(found, max(1, limits.MOST_ROWS // one_read))
+        return at_reads(found) if found else None
+
+    @functools.cached_property
+    def _least(self) -> int:
+        """Samples of the smallest batch that is tried.
+
+        It is two if the model refuses one, as batch normalization does.
+        """
+        bounds = self._bounds
+        may_be_two = bounds.preferred_batch_size != 1 and bounds.total_sample_count != 1
+        if bounds.one_read_count == 1 and may_be_two:
+            try:
+                self._estimator.at(1)
+            except EstimateError:
+                return 2
+        return bounds.one_read_count
+
+    def _measure(
+        self, n: int, device: torch.device, make_batch: Callable[[int], Any] | None
+    ) -> float | None:
+        """Return the measured memory of a step relative to the estimate; None if it did not fit."""
+        nbytes = measure_steps(self._estimator, n, device, make_batch)
+        if nbytes is None:
+            return None
+        seen = nbytes / self._estimator.at(n).reserved_bytes
+        # On the CPU a process grows by less than a step takes if its heap has room.
+        return max(1.0, seen) if device.type == "cpu" else seen

@@ -1,0 +1,68 @@
+"""Models: how they are called, which tensors they have, and copies of them without data."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from pinfeed.errors import ArgumentError
+
+
+def call_model(model: Callable[..., Any], inputs: Any) -> Any:
+    """Call the model: a tuple or list is positional arguments, a mapping keyword arguments."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    return model(inputs)
+
+
+def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Yield parameters, buffers, and tensors that are plain attributes."""
+    yield from module.parameters()
+    yield from module.buffers()
+    for one in module.modules():
+        yield from (value for value in vars(one).values() if isinstance(value, torch.Tensor))
+
+
+def bytes_there(model: Any, device: torch.device) -> int:
+    """Return the bytes of a model's tensors and gradients that are on the device already."""
+    if not isinstance(model, nn.Module):
+        return 0
+    gradients = (p.grad for p in model.parameters() if p.grad is not None)
+    tensors = {id(tensor): tensor for tensor in (*tensors_of(model), *gradients)}
+    on_device = [one for one in tensors.values() if one.device.type == device.type]
+    return sum(tensor.numel() * tensor.element_size() for tensor in on_device)
+
+
+def copies_without_data(model: Any, loss: Any) -> tuple[nn.Module, Any, dict[int, torch.Tensor]]:
+    """Copy model and loss onto fake tensors, in the fake tensor mode that is active.
+
+    Returns:
+        The model in training mode, the loss, and the fake tensors by the id of the original.
+    """
+    fakes: dict[int, torch.Tensor] = {}
+    for module in (given for given in (model, loss) if isinstance(given, nn.Module)):
+        for tensor in tensors_of(module):
+            if id(tensor) not in fakes:
+                fakes[id(tensor)] = _fake_of(tensor)
+    # deepcopy replaces each tensor by its entry in the memo.
+    memo = dict(fakes)
+    made = copy.deepcopy(model, memo) if isinstance(model, nn.Module) else model()
+    if not isinstance(made, nn.Module):
+        raise ArgumentError(
+            f"model={model!r} made a {type(made).__name__}; expected a torch module"
+        )
+    made_loss = copy.deepcopy(loss, memo) if isinstance(loss, nn.Module) else loss
+    return made if made.training else made.train(), made_loss, fakes
+
+
+def _fake_of(tensor: torch.Tensor) -> torch.Tensor:
+    fake = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(fake, tensor.requires_grad)
+    return fake

@@ -1,0 +1,88 @@
+"""Handles that an autograd graph holds instead of saved tensors."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from pinfeed.devices.base import Event
+from pinfeed.training.offload.offload_transfer import StoragePiece
+from pinfeed.training.offload.saved_tensors import (
+    Geometry,
+    SavedVersion,
+    StorageRange,
+    version_of,
+)
+
+
+class KeptTensor:
+    """A saved tensor that stays on the device.
+
+    Attributes:
+        tensor: The tensor.
+        version: Its version when it was saved.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # An output would keep its node of the graph alive, and so itself.
+        self.tensor = tensor if tensor.is_leaf else tensor.detach()
+        self.version = version_of(tensor)
+
+
+class SavedPiece(StoragePiece):
+    """A piece of a storage, and the values that other saved tensors are compared with.
+
+    Attributes:
+        range: Range of the storage.
+        version: Storage and version of the values.
+        probe: Tensor without memory that counts changes in place of the saved tensor.
+        handles: Handles of the saved tensors on the piece.
+    """
+
+    __slots__ = ("handles", "probe", "range", "version")
+
+    version: SavedVersion
+    probe: torch.Tensor
+    range: StorageRange
+    handles: list[weakref.ref[SavedHandle]]
+
+    @property
+    def is_served(self) -> bool:
+        """Whether every tensor on the piece was unpacked since the piece came back."""
+        handles = (ref() for ref in self.handles)
+        return all(handle is None or handle.back is self.back for handle in handles)
+
+
+class SavedHandle:
+    """Handle of a saved tensor on a piece; the piece lives as long as one of its handles.
+
+    Attributes:
+        piece: The piece.
+        geometry: Layout of the tensor on the piece.
+        back: The piece's ``back`` when the tensor was last unpacked.
+    """
+
+    __slots__ = ("__weakref__", "back", "geometry", "piece")
+
+    def __init__(self, piece: SavedPiece, geometry: Geometry) -> None:
+        self.piece = piece
+        self.geometry = geometry
+        self.back: Event | None = None
+        piece.handles.append(weakref.ref(self))
+
+
+def check_version(tensor: torch.Tensor, expected: int) -> None:
+    """Raise the error that torch itself raises for a changed tensor if there are no hooks.
+
+    Raises:
+        RuntimeError: If the tensor was changed in place since it was saved.
+    """
+    if version_of(tensor) != expected:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: a saved {tensor.dtype} tensor is at version {version_of(tensor)}; "
+            f"expected version {expected} instead"
+        )
