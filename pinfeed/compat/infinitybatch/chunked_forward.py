@@ -21,7 +21,7 @@ from pinfeed.training.large_batch.strategies.micro_batches import (
     slice_samples,
 )
 from pinfeed.training.large_batch.strategies.recompute import buffers_of, replayed_buffers
-from pinfeed.training.memory_model.estimate import call_model
+from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.tensor_specs import to_device
 
 

@@ -20,8 +20,7 @@ from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.training.memory_model import config
-from pinfeed.training.memory_model.budget import Budget
-from pinfeed.training.memory_model.sizing import largest_that_fits
+from pinfeed.training.memory_model.budget import Budget, largest_that_fits
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 from pinfeed.validation.arguments import whole_number
 

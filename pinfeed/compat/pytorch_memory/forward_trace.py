@@ -12,7 +12,9 @@ from torch import nn
 
 from pinfeed.errors import EstimateError
 from pinfeed.tensors.pytree import flatten
-from pinfeed.training.memory_model.estimate import StepRun, StepEstimator, call_model
+from pinfeed.training.memory_model.estimate import StepEstimator
+from pinfeed.training.memory_model.models import call_model
+from pinfeed.training.memory_model.step_run import StepRun
 from pinfeed.training.memory_model.tensor_specs import SampleSpec, samples_of
 
 

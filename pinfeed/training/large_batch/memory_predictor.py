@@ -10,7 +10,8 @@ from torch import nn
 from pinfeed.devices import resolve
 from pinfeed.errors import EstimateError, NotEnoughCPUMemory, NotEnoughGPUMemory
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.limits import MemoryLimits, human
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.units import human
 from pinfeed.training.large_batch.equivalence.conditions import MOST_COMPARED
 from pinfeed.training.large_batch.simulated_steps import (
     OffloadStep,

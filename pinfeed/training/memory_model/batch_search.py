@@ -11,7 +11,9 @@ import torch
 
 from pinfeed.errors import EstimateError
 from pinfeed.memory import limits
-from pinfeed.memory.limits import Demand, Plan, plan_items
+from pinfeed.memory.demand import Demand
+from pinfeed.memory.limits import plan_items
+from pinfeed.memory.plan import Plan
 from pinfeed.training.memory_model.budget import Budget, largest_that_fits, refusal
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.probe import measure_steps

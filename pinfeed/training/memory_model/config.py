@@ -14,10 +14,8 @@ import torch
 from pinfeed.devices import resolve, torch_device
 from pinfeed.errors import ArgumentError, DeviceError
 from pinfeed.memory import limits
-from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.memory.depth import DEFAULT_DEPTH, n_batches
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import GiB
 from pinfeed.training.memory_model.batch_search import BatchBounds, BatchSearch
 from pinfeed.training.memory_model.budget import Budget
