@@ -12,6 +12,7 @@ import torch
 from benchmarks import rowsteps
 from benchmarks.gpu.processes import last_lines, run_program
 from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
+from benchmarks.rowcells import Body, RowCell
 from benchmarks.rows import BIG_ROWS, N_WARM, as_long_as_the_transfer, to_and_from
 
 _STEP_ALONE = "step alone"
@@ -22,7 +23,7 @@ _ONLY_ON_A_GPU = ("UVA gathers", "SpeedTorch's")
 class Contest:
     """One table that everybody trains, and the milliseconds of a step of a small model."""
 
-    cell: rowsteps.Cell
+    cell: RowCell
     device: str
     n_steps: int
     cap_s: float
@@ -78,7 +79,7 @@ class Contest:
         return "equal"
 
     def _step_ms(self, run: rowsteps.Run, n_products: int) -> float:
-        body = rowsteps.Body(self.cell, self.device, n_products)
+        body = Body(self.cell, self.device, n_products)
         return round(rowsteps.step_s(run, self.cell, body, self.ids, N_WARM, self.cap_s) * 1e3, 4)
 
 
@@ -86,14 +87,14 @@ def tables(run: Run) -> list[Cell]:
     """Steps on tables of several kinds; SpeedTorch's own table; and the memory of a large one."""
     if run.cuda:
         contests = [
-            Contest(rowsteps.Cell(128, 32_768, 0.0), run.device, 150, 0.6),
-            Contest(rowsteps.Cell(128, 8192, 0.0), run.device, 200, 0.6),
-            Contest(rowsteps.Cell(128, 131_072, 0.0), run.device, 40, 0.6),
-            Contest(rowsteps.Cell(16, 8192, 0.5), run.device, 200, 0.6),
-            Contest(rowsteps.Cell(128, 8192, 0.0, 0.5), run.device, 200, 0.6),
+            Contest(RowCell(128, 32_768, 0.0), run.device, 150, 0.6),
+            Contest(RowCell(128, 8192, 0.0), run.device, 200, 0.6),
+            Contest(RowCell(128, 131_072, 0.0), run.device, 40, 0.6),
+            Contest(RowCell(16, 8192, 0.5), run.device, 200, 0.6),
+            Contest(RowCell(128, 8192, 0.0, 0.5), run.device, 200, 0.6),
         ]
     else:
-        contests = [Contest(rowsteps.Cell(16, 1024, 0.5, table_bytes=4 << 20), run.device, 50, 0.2)]
+        contests = [Contest(RowCell(16, 1024, 0.5, table_bytes=4 << 20), run.device, 50, 0.2)]
     first, *others = [_cells(contest) for contest in contests]
     single = [
         Cell({"what": "SpeedTorch's table, to and from, ms"}, lambda: to_and_from(run.device)),
