@@ -48,7 +48,7 @@ def _all_tests(run: Run) -> Fields:
         # Other files may import packages that are not there.
         files = sorted(
             str(path.relative_to(ROOT))
-            for path in (ROOT / "tests").glob("test_*.py")
+            for path in (ROOT / "tests").rglob("test_*.py")
             if "mark.gpu" in path.read_text()
         )
         markers = "gpu"
