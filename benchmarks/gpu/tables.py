@@ -1,4 +1,4 @@
-"""Rows of host tables, trained with Adam: the time of a step by pinfeed and in other ways."""
+"""Training rows of host tables with Adam: the time of a step by pinfeed and in other ways."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ONLY_ON_A_GPU = ("UVA gathers", "SpeedTorch's")
 
 @dataclass
 class Contest:
-    """One table that everybody trains, and the milliseconds of a step of a small model."""
+    """A table that all contestants train, and milliseconds of a step of a small model."""
 
     cell: RowCell
     device: str
@@ -71,7 +71,7 @@ class Contest:
         return found[name]
 
     def _compared(self, name: str, run: rowsteps.Run) -> str:
-        """Losses that differ are said beside the time, which they do not change."""
+        """Return whether the losses are equal. The time is recorded even if they differ."""
         try:
             rowsteps.compare(name, rowsteps.losses(run, self.cell, self.device), self.expected)
         except AssertionError as error:
@@ -84,7 +84,7 @@ class Contest:
 
 
 def tables(run: Run) -> list[Cell]:
-    """Steps on tables of several kinds; SpeedTorch's own table; and the memory of a large one."""
+    """Return cells of steps on several tables, of SpeedTorch's table, and of a large table."""
     if run.cuda:
         contests = [
             Contest(RowCell(128, 32_768, 0.0), run.device, 150, 0.6),
