@@ -1,4 +1,4 @@
-"""BigBatch: how far its gradients are from those of the plain batch, and what memory it takes."""
+"""BigBatch: its memory, and the difference of its gradients to those of the plain batch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from benchmarks.zoo import ZOO
 from pinfeed.memory.host import resident_bytes
 
 STRATEGIES = ("accumulate", "two_pass", "checkpoint", "offload")
-CHUNK, N = 32, 64 * 32
+CHUNK = 32
+N = 64 * CHUNK
 
 
 def main() -> None:
@@ -46,7 +47,7 @@ def main() -> None:
 
 
 def measure(device: str) -> dict[str, Any]:
-    """Everything, as plain values."""
+    """Run all measurements and return them as plain values."""
     results: dict[str, Any] = {"gradient error": errors(device)}
     print(tabulate(results["gradient error"], headers="keys"))
     results["peaks"] = peaks(device)
@@ -80,7 +81,7 @@ def network(*middle: nn.Module) -> nn.Module:
 
 
 def errors(device: str) -> list[dict[str, str]]:
-    """Norm of the difference of all gradients to the plain step, in norms of the gradients; or refused."""
+    """Return the relative error of all gradients to the plain step, or that it is refused."""
     torch.manual_seed(0)
     x, y = torch.randn(100, 128), torch.randint(10, (100,))
     ignored = torch.where(torch.rand(100) < 0.4, -100, y)
@@ -110,7 +111,10 @@ def errors(device: str) -> list[dict[str, str]]:
 
 
 def peaks(device: str, n: int = N) -> list[dict[str, Any]]:
-    """MiB that a step of a chunk takes with gradients there, and that of a batch of ``n``; beside the batch itself, on the host."""
+    """Return the peak memory in MiB of a step of one chunk, and of a batch of ``n``.
+
+    Gradients exist already, and the batch itself is on the host and not counted.
+    """
     x, y = torch.randn(n, 3, 32, 32), torch.randint(10, (n,))
 
     def make() -> nn.Module:
@@ -149,36 +153,33 @@ def peaks(device: str, n: int = N) -> list[dict[str, Any]]:
 
 
 def proof_costs(device: str) -> list[dict[str, Any]]:
-    """Seconds of the comparison with the plain step, which happens once, beside those of one chunk."""
+    """Return the seconds of the comparison with the plain step, and of one chunk."""
     rows = []
     for name, size in (("MLP", 256), ("GPT", 16), ("ResNet-18", 16)):
         case = ZOO[name]
         torch.manual_seed(0)
         model = case.make().to(device)
+        if name == "ResNet-18":
+            model.eval()
         x, y = batch(case, 2 * size)
         x = torch.randn_like(x) if x.is_floating_point() else x
         seconds = {}
         for prove in (False, True):
-            with pinfeed.BigBatch(
-                model if name != "ResNet-18" else model.eval(),
-                case.loss,
-                chunk_size=size,
-                prove=prove,
-            ) as big:
+            with pinfeed.BigBatch(model, case.loss, chunk_size=size, prove=prove) as big:
                 for i in range(3):
                     begin = time.perf_counter()
                     big.backward(x, y)
                     wait(device)
                     seconds[prove, i] = time.perf_counter() - begin
+        chunk_s = seconds[False, 2] / 2
+        proof_s = seconds[True, 0] - seconds[True, 2]
         rows.append(
             {
                 "model": name,
                 "chunk": size,
-                "chunk_s": round(seconds[False, 2] / 2, 4),
-                "proof_s": round(seconds[True, 0] - seconds[True, 2], 4),
-                "in chunks": round(
-                    (seconds[True, 0] - seconds[True, 2]) / (seconds[False, 2] / 2), 2
-                ),
+                "chunk_s": round(chunk_s, 4),
+                "proof_s": round(proof_s, 4),
+                "in chunks": round(proof_s / chunk_s, 2),
             }
         )
     return rows
@@ -194,7 +195,7 @@ def plain(model: nn.Module, loss: Any, x: torch.Tensor, y: torch.Tensor) -> None
 
 
 def peak(device: str, work: Callable[[], object], n: int) -> int:
-    """Most bytes at a time beyond what is there, in ``n`` runs."""
+    """Return the peak of allocated bytes in ``n`` runs, beyond what is allocated already."""
     gc.collect()
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -216,7 +217,7 @@ def peak(device: str, work: Callable[[], object], n: int) -> int:
 
 
 def flat(device: str) -> list[int]:
-    """Anonymous memory of the process after each of three epochs of 1,000 batches."""
+    """Return the process's anonymous memory after each of three epochs of 1,000 batches."""
     model = network().to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     found = []

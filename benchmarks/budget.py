@@ -1,6 +1,7 @@
-"""Predicted against measured peaks of training steps; and whether training under a limit stays below it.
+"""Predicted and measured peaks of training steps, and training under a memory limit.
 
-On the CPU what its allocator is asked for is measured; on a GPU, what torch's allocator reserves.
+On the CPU the bytes that its allocator is asked for are measured. On a GPU the bytes that torch's
+allocator reserves are measured.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def peaks_of(zoo: Mapping[str, Case], device: str) -> list[dict[str, Any]]:
-    """Predicted and measured peaks of each model, at each of its batch sizes."""
+    """Return predicted and measured peaks of each model at each of its batch sizes."""
     peaks = [
         predicted_and_measured(name, case, n, device)
         for name, case in zoo.items()
@@ -60,7 +61,7 @@ def peaks_of(zoo: Mapping[str, Case], device: str) -> list[dict[str, Any]]:
 
 
 def measure(device: str) -> dict[str, Any]:
-    """Everything, as plain values."""
+    """Run all measurements and return them as plain values."""
     results: dict[str, Any] = {"peaks": peaks_of(ZOO, device)}
     if device == "cpu":
         results["kept"] = []
@@ -138,10 +139,10 @@ def on_gpu(case: Case, n: int) -> int:
 
 
 def trained_under_a_limit(case: Case) -> dict[str, Any]:
-    """Epochs, in a process of its own: how much it grows, beside ``cpu_memory_limit``."""
-    # What the libraries take in any case.
+    """Train in a process of its own, and compare its growth with ``cpu_memory_limit``."""
+    # This loads the libraries, whose memory is not counted.
     torch.ones(64, 64) @ torch.ones(64, 64)
-    # For two cores
+    # Larger batches would take too long on two cores.
     most = case.batch_sizes[-1] * 2
     config = pinfeed.Config(
         cpu_memory_limit=LIMIT,
@@ -154,11 +155,11 @@ def trained_under_a_limit(case: Case) -> dict[str, Any]:
     config.enforce(malloc=True)
     if config.budget.step.confidence == "low":
         config = config.probe()
-    # So that all slots are in use.
+    # Six batches, so that all slots are in use.
     x, y = (values.numpy() for values in batch(case, 6 * config.batch_size))
     gc.collect()
     before = resident_bytes()["anonymous"]
-    # proc(5): the peak begins anew.
+    # This resets the peak of resident memory, see proc(5).
     Path("/proc/self/clear_refs").write_text("5")
     model = case.make()
     optimizer = torch.optim.AdamW(model.parameters())

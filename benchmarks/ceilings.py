@@ -1,4 +1,4 @@
-"""What the machine does at best with the file that the contestants stream: copies in memory, and reads without a loader around them."""
+"""Ceilings of streaming: the best rates of the machine for copies in memory and for file reads."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from pinfeed.cli.measure.bandwidth import copy_rates, random_rate, seconds_of, s
 from pinfeed.cli.measure.page_cache import read_through
 
 _RING = 4
-# linux/mman.h
+# The value of the constant in linux/mman.h.
 _MADV_POPULATE_READ = 22
-# For each number of threads.
+# Seconds of a measurement with random reads.
 _RANDOM_S = 0.6
 
 
 class Compute:
-    """The step of a training loop, in one thread: matrix products."""
+    """A training step in one thread: matrix products."""
 
     def __init__(self, n_products: int) -> None:
         torch.set_num_threads(1)
@@ -42,19 +42,20 @@ class Compute:
             torch.mm(self._a, self._b, out=self._out)
 
     def alone_s(self) -> float:
-        """Seconds that it takes with nothing beside it: the median of some."""
+        """Return the seconds of a step without a loader: the median of 40."""
         return statistics.median(seconds_of(self) for _ in range(40))
 
 
 def memory_rates(tasks: list[Task]) -> dict[str, Any]:
-    """GB/s of copies within memory, and of the batches of each order from a memory map that is all there."""
-    kind, path = tasks[0].kind, tasks[0].path
+    """Return GB/s of copies within memory, and of gathers from a populated memory map."""
+    kind = tasks[0].kind
+    path = tasks[0].path
     ring = [torch.zeros(kind.batch_size, *kind.row_shape) for _ in range(_RING)]
     read_through([path])
-    # As "r", but torch takes it without a warning.
+    # Mode "c" reads as mode "r" does, but torch accepts it without a warning.
     array = np.load(path, mmap_mode="c")
+    # An older kernel does not have it. There the first of several passes populates the map.
     with contextlib.suppress(OSError):
-        # An older kernel: the first pass of several faults the pages in.
         array._mmap.madvise(_MADV_POPULATE_READ)
     gathers = {
         task.order: gather_rates(array.view(np.ndarray), task.epochs[0], ring) for task in tasks
@@ -71,8 +72,12 @@ def memory_rates(tasks: list[Task]) -> dict[str, Any]:
 def gather_rates(
     array: np.ndarray, batches: list[Any], ring: list[torch.Tensor]
 ) -> dict[str, float]:
-    """GB/s of batches into a ring of reused buffers, in several ways; where other processes are busy, one thread can be the best."""
-    source, n_threads = torch.from_numpy(array), torch.get_num_threads()
+    """Return GB/s of gathers into a ring of reused buffers, with several methods.
+
+    One thread can be the fastest while other processes are busy.
+    """
+    source = torch.from_numpy(array)
+    n_threads = torch.get_num_threads()
 
     def by_torch(out: torch.Tensor, rows: Any) -> None:
         if isinstance(rows, slice):
@@ -84,20 +89,16 @@ def gather_rates(
         if isinstance(rows, slice):
             np.copyto(out.numpy(), array[rows])
         else:
-            # Which, unlike "raise", needs no buffer between.
+            # Unlike "raise", "clip" needs no intermediate buffer.
             np.take(array, rows, axis=0, out=out.numpy(), mode="clip")
 
-    def rate(way: Callable[[torch.Tensor, Any], None]) -> float:
-        seconds = (
-            seconds_of(
-                lambda: [
-                    way(out, rows)
-                    for out, rows in zip(itertools.cycle(ring), batches, strict=False)
-                ]
-            )
-            for _ in range(2)
-        )
-        return len(batches) * ring[0].nbytes / min(seconds) / 1e9
+    def rate(gather: Callable[[torch.Tensor, Any], None]) -> float:
+        def gather_all() -> None:
+            for out, rows in zip(itertools.cycle(ring), batches, strict=False):
+                gather(out, rows)
+
+        seconds = min(seconds_of(gather_all) for _ in range(2))
+        return len(batches) * ring[0].nbytes / seconds / 1e9
 
     rates = {"torch, all threads": rate(by_torch), "numpy": rate(by_numpy)}
     torch.set_num_threads(1)
@@ -107,13 +108,17 @@ def gather_rates(
 
 
 def disk_rates(task: Task) -> dict[str, Any]:
-    """GB/s of a file that is not in the page cache: in sequence, and row by row in random order, each at its best number of threads."""
-    sequential, at_random = {}, {}
+    """Return GB/s of a file that is not in the page cache, with the best number of threads.
+
+    It is read in sequence, and row by row in random order.
+    """
+    sequential = {}
+    at_random = {}
     nbytes = task.kind.row_nbytes
-    # The header: there is nothing else beside rows.
+    # The file has a header and rows, and nothing else.
     start = task.path.stat().st_size % nbytes
     for n_threads, behind in itertools.product((1, 2, 4), (False, True)):
-        # As before the run of a contestant.
+        # A contestant finds the file in the same state.
         read_through([task.path])
         drop([task.path])
         sequential[f"{n_threads} threads{', dropped behind' * behind}"] = sequential_rate(
@@ -124,19 +129,19 @@ def disk_rates(task: Task) -> dict[str, Any]:
         at_random[f"{n_threads} threads"] = random_rate(
             task.path, start, nbytes, task.epochs[0], n_threads, seconds=_RANDOM_S
         )
+    dropped = [rate for name, rate in sequential.items() if "dropped" in name]
+    kept = [rate for name, rate in sequential.items() if "dropped" not in name]
     return {
-        # As a loader does by default.
-        "sequential, cold": max(rate for name, rate in sequential.items() if "dropped" not in name),
-        "sequential, cold, dropped behind": max(
-            rate for name, rate in sequential.items() if "dropped" in name
-        ),
+        # A loader leaves pages in the page cache by default.
+        "sequential, cold": max(kept),
+        "sequential, cold, dropped behind": max(dropped),
         "random, cold": max(at_random.values()),
         "all on disk": {"sequential": sequential, "random": at_random},
     }
 
 
 def measure(path: Path, kind: Kind, orders: Sequence[str], n_products: int) -> dict[str, Any]:
-    """All of it, in GB/s; and the seconds of a step alone."""
+    """Return all ceilings in GB/s, and the seconds of a step alone."""
     tasks = [Task.make(path, kind, order, 1, cold=False) for order in orders]
     at_random = Task.make(path, kind, "shuffled", 1, cold=True)
     return memory_rates(tasks) | disk_rates(at_random) | {"step_s": Compute(n_products).alone_s()}

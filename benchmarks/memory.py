@@ -1,4 +1,4 @@
-"""Memory that a measurement leaves behind is given back before the next measurement."""
+"""Freeing memory between measurements."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from pinfeed.memory.buffer_pool import unlock_freed
 
 
 def free() -> None:
-    """Give memory that nobody uses any more back to the system and to the driver.
+    """Return unused memory to the system and to the driver.
 
     Raises:
-        RuntimeError: The CUDA context is unusable after an earlier error.
+        RuntimeError: If the CUDA context is unusable after an earlier error.
     """
     gc.collect()
     if torch.cuda.is_available():
-        # Kernels that still run may use memory that is page-locked.
+        # Running kernels may still use page-locked memory.
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
     unlock_freed()

@@ -1,4 +1,7 @@
-"""One run of one contestant, in a process of its own: so every run has a peak of memory, an allocator and threads of its own."""
+"""One run of one contestant, in a process of its own.
+
+So every run has its own peak of memory, allocator and threads.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +30,14 @@ _CHECKED_FEEDER_BATCHES = 300
 
 
 def check(path: Path, kind: Kind, order: str, name: str) -> None:
-    """Compare the first batches of two epochs with the rows that are wanted.
+    """Compare the first batches of two epochs with the expected rows.
 
     Raises:
-        AssertionError: They differ, are no float32 tensors of the right shape on the CPU, or change
-            while later ones are drawn.
+        AssertionError: If they differ, are no float32 tensors of the right shape on the CPU, or
+            change while later batches are drawn.
     """
-    contestant, task = CONTESTANTS[name], Task.make(path, kind, order, 2, cold=False)
+    contestant = CONTESTANTS[name]
+    task = Task.make(path, kind, order, 2, cold=False)
     own_order = contestant.own_order and order != "sequential"
     epochs = contestant.epochs(task)
     for wanted, epoch in zip(task.epochs, epochs, strict=True):
@@ -46,7 +50,7 @@ def check(path: Path, kind: Kind, order: str, name: str) -> None:
         ).astype(np.int64)
         numbers = np.concatenate([np.r_[rows] for rows in wanted[: len(given)]])
         if own_order:
-            assert len(np.unique(seen)) == len(seen), f"{name}: a row came twice"
+            assert len(np.unique(seen)) == len(seen), f"{name}: a row occurs twice"
             numbers = seen
         for i, batch in enumerate(given):
             rows = numbers[i * kind.batch_size :][: kind.batch_size]
@@ -64,7 +68,7 @@ def check(path: Path, kind: Kind, order: str, name: str) -> None:
 
 
 def check_feeder(task: Task) -> None:
-    """Compare the row numbers, and the rows, of some hundred batches."""
+    """Compare the row indices and the rows of 300 batches."""
     order = order_of(task.order, task.kind)
     with pinfeed.Feeder(
         task.path, batch_size=task.kind.batch_size, rows=order, drop_last=True, device="cpu"
@@ -90,17 +94,17 @@ def run(
     """Time one epoch of a cold file, or three of a warm one.
 
     Args:
-        path: The file.
-        tiny: A file of a few rows, for what a first use costs whatever the file.
-        kind: Its rows.
+        path: Path of the file.
+        tiny: Path of a file of a few rows, for the fixed cost of a first use.
+        kind: Kind of the rows.
         order: Name of the order.
-        name: The contestant.
-        cold: Whether the file is dropped from the page cache before.
-        n_products: Size of the step beside it; 0 for none.
-        cap_s: Seconds after which it is stopped; its rate is that of what it did.
+        name: Name of the contestant.
+        cold: Whether the file is dropped from the page cache first.
+        n_products: Matrix products of the training step; 0 for no step.
+        cap_s: Seconds after which the run is stopped. Its rate is then that of the rows so far.
 
     Returns:
-        ``gb_per_s`` of each epoch, ``complete`` or stopped, and what memory did.
+        ``gb_per_s`` of each epoch, whether the run was ``complete``, and the growth of memory.
     """
     contestant = CONTESTANTS[name]
     task = Task.make(path, kind, order, 1 if cold else 3, cold=cold)
@@ -113,15 +117,16 @@ def run(
     files = [path, *sorted(litdata_folder(path).glob("*.bin"))] if name == "litdata" else [path]
     read_through(files)
     if cold:
-        # Just now: a virtual machine's memory that has been free for seconds is slow at first, for
-        # whoever happens to get it.
+        # The file is dropped only now. On a virtual machine, the first use of memory that has been
+        # free for some seconds is slow.
         drop(files)
     gc.collect()
+    # This resets the peak of resident memory, see proc(5). Without the permission for it, the peak
+    # is that since the process began.
     with contextlib.suppress(PermissionError):
-        # Then the peak is that since the process began.
-        # proc(5): the peak begins anew.
         Path("/proc/self/clear_refs").write_text("5")
-    before, cached = memory(), _share(files[-1])
+    before = memory()
+    cached = _share(files[-1])
     samples: list[dict[str, int]] = []
     epochs = contestant.epochs(task)
     rates, complete = timed(epochs, step, cap_s, lambda: samples.append(memory()))
@@ -145,7 +150,10 @@ def run(
 def timed(
     epochs: Epochs, step: Callable[[], object], cap_s: float, sample: Callable[[], object]
 ) -> tuple[list[tuple[int, float]], bool]:
-    """Rows and seconds of each epoch, the making of the loader included in the first; and whether all of it was done."""
+    """Return the rows and seconds of each epoch, and whether all epochs were complete.
+
+    The first epoch includes the construction of the loader.
+    """
     rates: list[tuple[int, float]] = []
     begin = time.perf_counter()
     deadline = begin + cap_s
@@ -166,7 +174,7 @@ def timed(
 
 
 def memory() -> dict[str, int]:
-    """What the kernel counts for this process, in bytes. Worker processes are not in it."""
+    """Return the kernel's counters for this process, without its workers, in bytes."""
     status = Path("/proc/self/status").read_text()
     return {
         key: int(value) * 1024
@@ -175,12 +183,12 @@ def memory() -> dict[str, int]:
 
 
 def _share(path: Path) -> float:
-    """Of the file, in the page cache; it is the benchmark's own, so the kernel tells."""
+    """Return the share of the file in the page cache; the kernel tells it for own files."""
     return cached_share([path]) or 0.0
 
 
 def load(contestant: Contestant) -> None:
-    """Import what a contestant needs, outside the time."""
-    # Grain misses jax, and says so.
+    """Import the module of a contestant, outside the measured time."""
+    # Grain logs that jax is missing.
     logging.disable(logging.WARNING)
     importlib.import_module(contestant.module)

@@ -1,7 +1,7 @@
-"""What pinfeed itself costs per batch: the time between two batches of a loop that does nothing, from a source that has nothing to do.
+"""The overhead of pinfeed per batch: the time between two batches of an empty loop.
 
-The goal is a median of 50 µs at most. What a bare executor takes to hand nothing over, in the same
-run, stands beside it.
+The source has nothing to do. The goal is a median of at most 50 µs. The time of a bare executor
+that hands over nothing is measured in the same run.
 """
 
 from __future__ import annotations
@@ -23,14 +23,15 @@ GOAL_US = 50
 
 
 class Nothing(ArrayStore):
-    """Rows that cost nothing to gather."""
+    """A store whose gather does nothing."""
 
     def gather(self, rows: Any, out: Any) -> None:
         pass
 
 
 def gaps_us(batches: Iterable[Any], body: Callable[[Any], object] = lambda _: None) -> list[float]:
-    gaps, last = [], time.perf_counter()
+    gaps = []
+    last = time.perf_counter()
     for batch in batches:
         now = time.perf_counter()
         gaps.append((now - last) * 1e6)
@@ -40,7 +41,7 @@ def gaps_us(batches: Iterable[Any], body: Callable[[Any], object] = lambda _: No
 
 
 def bare(depth: int, n: int) -> Iterator[None]:
-    """The least that a prefetching loop can do: one future per batch."""
+    """Run the minimum of a prefetching loop: one future per batch."""
     with ThreadPoolExecutor(1) as executor:
         futures = deque(executor.submit(lambda: None) for _ in range(depth))
         for _ in range(n):
@@ -52,7 +53,10 @@ Ways = dict[str, Callable[[], dict[str, float]]]
 
 
 def ways(device: str, depth: int, n: int = N) -> Ways:
-    """Return the measurements at a depth, with ``n`` batches: calls that return percentiles in microseconds."""
+    """Return the measurements at a depth, with ``n`` batches.
+
+    Each is a function that returns percentiles in microseconds.
+    """
 
     def fed(source: Any, *, write: bool = False) -> dict[str, float]:
         with Feeder(source, batch_size=16, depth=depth, device=device) as feeder:
@@ -98,9 +102,8 @@ def main() -> None:
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         results[device] = measure(device)
         for name, percentiles in results[device].items():
-            print(
-                f"{device:5} {name:32} p50 {percentiles['p50']:6.1f} µs   p90 {percentiles['p90']:6.1f} µs"
-            )
+            p50, p90 = percentiles["p50"], percentiles["p90"]
+            print(f"{device:5} {name:32} p50 {p50:6.1f} µs   p90 {p90:6.1f} µs")
         worst = max(
             p["p50"] for name, p in results[device].items() if name.startswith("empty source")
         )

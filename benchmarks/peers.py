@@ -1,8 +1,9 @@
-"""The contestants: ways to get owning float32 batches out of a .npy, one small function each, on the settings that won a trial of a few.
+"""Contestants: functions that read float32 batches of a .npy file, by pinfeed and its peers.
 
-Each yields epochs, and an epoch gives batches, so that a loader is built once and used for all of
-them. The peers are handed the row numbers (a slice where they are consecutive) and a reader of a
-whole batch, where they take one; pinfeed makes its order itself.
+Each peer has the settings that won a trial of several. A contestant yields epochs, and an epoch
+yields batches, so that a loader is constructed once and used for all epochs. The batches own their
+memory. Peers are given the row indices (a slice if they are consecutive) and, where they accept
+one, a reader of whole batches. pinfeed makes its order itself.
 """
 
 from __future__ import annotations
@@ -21,20 +22,21 @@ from benchmarks.rowfile import Kind
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 
-# Of row numbers, shape (batch_size,), or of slices.
 Batches = list[Any]
+"""Row indices of each batch, shape (batch_size,), or slices."""
 Epochs = Iterator[Iterable[torch.Tensor]]
 
-# Its format is written row by row in Python: so much is enough to tell a rate.
+# LitData's format is written row by row in Python. This size is enough to measure a rate.
 _LITDATA_BYTES = 128 << 20
 _LITDATA_ROWS = 1 << 15
 
 
 @dataclass(frozen=True)
 class Task:
-    """The batches that are to be yielded.
+    """The batches that a contestant must yield.
 
-    ``notes`` takes what a contestant has to say about itself.
+    Attributes:
+        notes: Values that a contestant adds to its result.
     """
 
     path: Path
@@ -70,7 +72,7 @@ def order_of(name: str, kind: Kind) -> Order:
 
 
 class Reader:
-    """Whole batches of a memory map: ``reader[rows]`` is an owning tensor."""
+    """Whole batches of a memory map: ``reader[rows]`` is a tensor with its own memory."""
 
     def __init__(self, path: Path) -> None:
         # np.memmap itself is slower to index.
@@ -97,7 +99,7 @@ def feeder(task: Task) -> Epochs:
 
 
 def loop(task: Task) -> Epochs:
-    """What people write first."""
+    """Gather from a memory map in a plain loop, the first version of most users."""
     array = np.load(task.path, mmap_mode="r")
     for batches in task.epochs:
         yield (
@@ -107,7 +109,7 @@ def loop(task: Task) -> Epochs:
 
 
 def dataloader(task: Task, n_workers: int) -> Epochs:
-    """Batches of row numbers as the sampler; each is one item of the dataset."""
+    """Use a DataLoader with whole batches as items, and row indices as the sampler."""
     given: Batches = []
     loader = torch.utils.data.DataLoader(
         Reader(task.path), sampler=given, batch_size=None, **_workers(n_workers)
@@ -118,7 +120,7 @@ def dataloader(task: Task, n_workers: int) -> Epochs:
 
 
 class Samples:
-    """Single rows, as most datasets give them."""
+    """A dataset of single rows, as most datasets are."""
 
     def __init__(self, path: Path) -> None:
         self.array = np.load(path, mmap_mode="r").view(np.ndarray)
@@ -131,7 +133,7 @@ class Samples:
 
 
 class RowLists:
-    """A batch sampler."""
+    """A batch sampler with lists of row indices."""
 
     batches: Batches
 
@@ -158,10 +160,15 @@ def _workers(n: int) -> dict[str, Any]:
 
 
 def torchdata_nodes(task: Task) -> Epochs:
-    """One thread, four batches ahead; four threads where they wait for a disk, which lost elsewhere. No snapshot per batch: it costs."""
+    """Use torchdata's nodes with one thread, four batches ahead.
+
+    Four threads were faster only while they wait for a disk. Snapshots per batch cost time and are
+    off.
+    """
     from torchdata.nodes import IterableWrapper, Loader, Mapper, ParallelMapper, Prefetcher
 
-    reader, never = Reader(task.path), 1 << 30
+    reader = Reader(task.path)
+    never = 1 << 30
     for batches in task.epochs:
         source = IterableWrapper(batches)
         if task.cold:
@@ -183,7 +190,10 @@ def torchdata_nodes(task: Task) -> Epochs:
 
 
 def spdl(task: Task) -> Epochs:
-    """One thread: with two or four it was slower, and no faster on a cold file; nor did a longer queue help."""
+    """Use SPDL with one thread.
+
+    Two or four threads were slower, and not faster on a cold file. A longer queue did not help.
+    """
     from spdl.pipeline import PipelineBuilder
 
     def run(batches: Batches) -> Iterator[torch.Tensor]:
@@ -203,9 +213,9 @@ def spdl(task: Task) -> Epochs:
 
 
 def grain(task: Task) -> Epochs:
-    """A batch as the element.
+    """Use Grain with a batch as the element, one thread, and four batches ahead.
 
-    One thread, four ahead: with two or four threads and 16 ahead, small rows came at half the rate.
+    With two or four threads and 16 batches ahead, small rows had half the throughput.
     """
     import grain as library
 
@@ -219,15 +229,17 @@ def grain(task: Task) -> Epochs:
         def __getitem__(self, number: int) -> torch.Tensor:
             return reader[self.batches[number]]
 
-    reader, options = Reader(task.path), library.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+    reader = Reader(task.path)
+    options = library.ReadOptions(num_threads=1, prefetch_buffer_size=4)
     for batches in task.epochs:
         yield library.MapDataset.source(Source(batches)).to_iter_dataset(options)
 
 
 def litdata(task: Task) -> Epochs:
-    """Its own format and, shuffled, its own order: chunks in random order, mixed within.
+    """Use LitData with its own format and, if shuffled, its own order.
 
-    Two workers were slower, and so was decoding a batch at once where it is shuffled.
+    The order has chunks in random order, shuffled within. Two workers were slower, and so was
+    decoding a shuffled batch at once.
     """
     from litdata import StreamingDataLoader, StreamingDataset
 
@@ -245,7 +257,7 @@ def litdata_folder(path: Path) -> Path:
 
 
 def prepare_litdata(path: Path) -> None:
-    """Write the first rows of a .npy in its format."""
+    """Write the first rows of a .npy file in LitData's format."""
     from litdata import optimize
 
     rows = Samples(path)
@@ -264,13 +276,16 @@ def prepare_litdata(path: Path) -> None:
 
 @dataclass(frozen=True)
 class Contestant:
-    """A way to get batches.
+    """A function that yields epochs of a task, and when it takes part.
 
     Attributes:
-        every: In every cell and every repeat; the others, known to be slower, once, and without a
-            step beside.
-        orders: That it can give; None for all.
-        own_order: Shuffled, it draws an order of its own.
+        epochs: The function.
+        module: A module that it needs.
+        every: Whether it takes part in every cell and repeat. Others, which are known to be slower,
+            are measured once, and without a training step.
+        quick: Whether it takes part in ``--quick``.
+        orders: Orders that it can yield; None for all.
+        own_order: Whether it draws its own order when shuffled.
     """
 
     epochs: Callable[[Task], Epochs]

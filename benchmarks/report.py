@@ -1,4 +1,4 @@
-"""What was measured of streaming, as a table and as a picture."""
+"""The results of streaming as a table and as a picture."""
 
 from __future__ import annotations
 
@@ -24,12 +24,18 @@ _COLUMNS = (
 
 
 def table(records: list[dict[str, Any]], ceilings: dict[str, list[dict[str, Any]]]) -> str:
-    """Fixed-width text: what each cell showed, and below it the ceilings."""
+    """Return a table of the cells, and below it the ceilings, as fixed-width text."""
     lines = [_line([title for title, _ in _COLUMNS]), *(_line(_row(record)) for record in records)]
     lines += [
-        "GB/s; of a warm file that of the later epochs, and that of the first. x: how many times as fast as the best other pinfeed is.",
+        (
+            "GB/s; of a warm file that of the later epochs, and that of the first. "
+            "x: how many times as fast as the best other pinfeed is."
+        ),
         "first x: the same of first epochs, against the best of those.",
-        "memory: growth of the peak of resident memory in the process of the loop, workers not counted; plan: what feeder.plan announces.",
+        (
+            "memory: growth of the peak of resident memory in the process of the loop, "
+            "workers not counted; plan: what feeder.plan announces."
+        ),
         "",
         "Ceilings, GB/s:",
     ]
@@ -60,7 +66,10 @@ def _row(record: dict[str, Any]) -> list[str]:
     first = record["first"]
     grown = record["growth_mib"]
     best = record["best"]
-    ours, dataloader = rates.get("pinfeed"), record["dataloader"]
+    ours = rates.get("pinfeed")
+    dataloader = record["dataloader"]
+    other_firsts = [value for name, value in first.items() if name != "pinfeed"]
+    best_first = max(other_firsts, default=None)
     return [
         record["cell"],
         _text(record["ceiling"]),
@@ -70,12 +79,7 @@ def _row(record: dict[str, Any]) -> list[str]:
         f"  {best or '-'}",
         _text(rates.get(best)),
         _text(_ratio(ours, rates.get(best))),
-        _text(
-            _ratio(
-                first.get("pinfeed"),
-                max((value for name, value in first.items() if name != "pinfeed"), default=None),
-            )
-        ),
+        _text(_ratio(first.get("pinfeed"), best_first)),
         _text(_ratio(ours, dataloader)),
         _text(grown.get("pinfeed"), 0),
         _text(record["plan_mib"], 0),
@@ -92,7 +96,10 @@ def _text(value: float | None, digits: int = 2) -> str:
 
 
 def picture(records: list[dict[str, Any]], path: Path, environment: str) -> None:
-    """Bars: the share of the ceiling that each contestant reaches, a panel for each kind of rows and state of the page cache."""
+    """Draw the share of the ceiling that each contestant reaches, as bars.
+
+    Each kind of rows and state of the page cache has a panel.
+    """
     import matplotlib as mpl
 
     mpl.use("Agg")

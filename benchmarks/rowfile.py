@@ -1,4 +1,4 @@
-"""The .npy file that is streamed: rows that hold their own number, in the page cache or dropped from it."""
+"""The .npy file that is streamed: every value of a row is the index of the row."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _PIECE = 4 << 20
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of rows, and what a training loop does with them."""
+    """A kind of rows, with the batch size and the training step that are used for it."""
 
     name: str
     row_shape: tuple[int, ...]
     batch_size: int
     step_s: float
-    """About what a step takes, in seconds."""
+    """Approximate duration of a training step, in seconds."""
 
     @property
     def row_nbytes(self) -> int:
@@ -42,7 +42,7 @@ KINDS = {
 
 
 def create(path: Path, kind: Kind, nbytes: int) -> None:
-    """Write a .npy of float32 in which every value of a row is the number of the row."""
+    """Write a .npy file of float32 in which every value of a row is its index."""
     n_rows = nbytes // kind.row_nbytes
     if n_rows > 1 << 24:
         raise ValueError(
@@ -57,12 +57,12 @@ def create(path: Path, kind: Kind, nbytes: int) -> None:
                 math.prod(kind.row_shape)
             ).tofile(file)
         file.flush()
-        # Dirty pages could not be dropped.
+        # Dirty pages cannot be dropped from the page cache.
         os.fsync(file.fileno())
 
 
 def expected(rows: np.ndarray, row_shape: tuple[int, ...]) -> torch.Tensor:
-    """What a batch of these rows holds."""
+    """Return the expected batch of these rows."""
     return (
         torch.from_numpy(rows.astype(np.float32))
         .reshape(-1, *[1] * len(row_shape))
@@ -74,7 +74,7 @@ def drop(paths: Iterable[Path]) -> None:
     """Drop files from the page cache.
 
     Raises:
-        RuntimeError: Something of them is still there, as it is while a memory map uses it.
+        RuntimeError: If pages stay in the page cache, because a memory map uses them.
     """
     for path in paths:
         page_cache.drop([path])

@@ -1,13 +1,15 @@
-"""Rows of a table on the host, trained: the time of a step with prefetching, without, and in other ways. Run it from the root:
+"""Training steps on rows of a table on the host, with prefetching, without it, and in other ways.
+
+Run it from the root:
 
     python -m benchmarks.rows            (ten minutes)
     python -m benchmarks.rows --quick    (two minutes)
 
-Every contestant trains the same rows with Adam, of which weights and two tensors of state travel;
-losses are compared first. Each cell is timed twice: with a small model, where the step is little
-but the transfer, and with a step that takes about as long as the transfer, where all of it can be
-hidden. "Hidden" is the share of the transfer (synchronous step - step on rows that are there) that
-prefetching takes away.
+Every contestant trains the same rows with Adam. The weights and two tensors of state are copied.
+Losses are compared first. Each cell is timed twice: with a small model, whose step is mostly the
+transfer, and with a step that takes about as long as the transfer, so that all of it can be hidden.
+The transfer is the time of the synchronous step minus that of a step on rows that are on the device
+already. "Hidden" is the share of the transfer that prefetching saves.
 """
 
 from __future__ import annotations
@@ -28,27 +30,35 @@ import pinfeed
 from benchmarks.environment import environment, save
 from benchmarks.memory import free
 from benchmarks.onerun import memory
-from benchmarks.rowsteps import Body, Cell, check, contestants, mapped, rows_there, step_s, wait
+from benchmarks.rowcells import Body, RowCell, wait
+from benchmarks.rowcupy import mapped
+from benchmarks.rowsteps import check, contestants, rows_there, step_s
 from pinfeed.devices.kernels import External
 
-N_WARM, N_STEPS = 8, 200
-SPEEDTORCH_ROWS, SPEEDTORCH_DIM = 131_072, 128
-BIG_ROWS, BIG_DIM = 10_000_000, 128
+N_WARM = 8
+N_STEPS = 200
+SPEEDTORCH_ROWS = 131_072
+SPEEDTORCH_DIM = 128
+BIG_ROWS = 10_000_000
+BIG_DIM = 128
 
 CELLS = [
-    Cell(dim, n_ids, repeated)
+    RowCell(dim, n_ids, repeated)
     for dim in (16, 128)
     for n_ids in (1024, 8192, 32768)
     for repeated in (0.0, 0.5)
 ]
-CELLS += [Cell(1024, n_ids, repeated) for n_ids in (1024, 8192) for repeated in (0.0, 0.5)]
-CELLS += [Cell(128, 8192, 0.0, shared) for shared in (0.5, 0.95)]
+CELLS += [RowCell(1024, n_ids, repeated) for n_ids in (1024, 8192) for repeated in (0.0, 0.5)]
+CELLS += [RowCell(128, 8192, 0.0, shared) for shared in (0.5, 0.95)]
 QUICK = [
-    Cell(16, 8192, 0.5),
-    Cell(128, 8192, 0.0),
-    Cell(128, 8192, 0.0, 0.5),
-    Cell(128, 32768, 0.5),
+    RowCell(16, 8192, 0.5),
+    RowCell(128, 8192, 0.0),
+    RowCell(128, 8192, 0.0, 0.5),
+    RowCell(128, 32768, 0.5),
 ]
+
+Ways = dict[str, Callable[[], object]]
+"""Functions to time, by name."""
 
 
 def main() -> None:
@@ -59,7 +69,7 @@ def main() -> None:
         "--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=["cpu", "cuda"]
     )
     parser.add_argument("--quick", action="store_true")
-    # In a process of its own.
+    # This is run in a process of its own.
     parser.add_argument("--memory", type=int, metavar="ROWS", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.memory:
@@ -74,9 +84,9 @@ def main() -> None:
 
 
 def measure(device: str, *, quick: bool) -> dict[str, Any]:
-    """Everything, as plain values."""
+    """Run all measurements and return them as plain values."""
     if device == "cpu":
-        # A core for the threads that bring rows.
+        # The reader threads need a core.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     n_repeats, cap_s = (1, 0.8) if quick else (3, 0.4)
     cells = []
@@ -96,14 +106,15 @@ def measure(device: str, *, quick: bool) -> dict[str, Any]:
     }
 
 
-def one_cell(cell: Cell, device: str, n_repeats: int, cap_s: float) -> dict[str, Any]:
-    """Milliseconds of a step of everybody, with a small model and with a large one."""
+def one_cell(cell: RowCell, device: str, n_repeats: int, cap_s: float) -> dict[str, Any]:
+    """Return milliseconds of a step of every contestant, with a small and a large model."""
     check(cell, device)
     ids = cell.batches(N_WARM + N_STEPS)
     runs = {"step alone": rows_there, **contestants(device)}
 
     def time_all(n_products: int) -> dict[str, float]:
-        body, found = Body(cell, device, n_products), {name: [] for name in runs}
+        body = Body(cell, device, n_products)
+        found = {name: [] for name in runs}
         for _ in range(n_repeats):
             for name, run in runs.items():
                 free()
@@ -115,93 +126,113 @@ def one_cell(cell: Cell, device: str, n_repeats: int, cap_s: float) -> dict[str,
     return {"cell": str(cell), "small_ms": small, "large_ms": time_all(n_products)}
 
 
-def as_long_as_the_transfer(transfer_ms: float, cell: Cell, device: str) -> int:
-    """Matrix products that take as many milliseconds, at least 0.1."""
+def as_long_as_the_transfer(transfer_ms: float, cell: RowCell, device: str) -> int:
+    """Return the number of matrix products that take as long, and at least 0.1 ms."""
     body = Body(cell, device)
     per_product = best(lambda: [body.products(50), wait(body)]) / 50
     return max(1, round(max(0.1, transfer_ms) / 1e3 / per_product))
 
 
 def hidden(ms: dict[str, float]) -> float:
-    """Share of the transfer that prefetching hides."""
+    """Return the share of the transfer that prefetching hides."""
     return (ms["synchronous"] - ms["prefetch"]) / max(1e-9, ms["synchronous"] - ms["step alone"])
 
 
 def to_and_from(device: str) -> dict[str, float]:
-    """Milliseconds to bring 131,072 rows of 128 float32 to the device, in random order, and back."""
+    """Return milliseconds to copy 131,072 random rows of 128 float32 to the device, and back."""
     shape = (SPEEDTORCH_ROWS, SPEEDTORCH_DIM)
     values = torch.arange(np.prod(shape), dtype=torch.float32).reshape(shape)
     order = np.random.default_rng(0).permutation(SPEEDTORCH_ROWS)
-    ids, there = torch.from_numpy(order), torch.device(device)
-    pinned = device == "cuda"
-    ours = pinfeed.PinnedStore(values.clone(), pin=pinned)
-    host = values.clone().pin_memory() if pinned else values.clone()
-
-    def torch_rows() -> None:
-        host[ids] = host[ids].to(there).cpu()
-
-    buffer = torch.empty_like(host, pin_memory=pinned)
-
-    def selected_rows() -> None:
-        torch.index_select(host, 0, ids, out=buffer)
-        block = buffer.to(there, non_blocking=True)
-        buffer.copy_(block, non_blocking=True)
-        wait_for(there)
-        host.index_copy_(0, ids, buffer)
-
-    ways: dict[str, Callable[[], object]] = {
-        "torch, pinned[ids].to(device) and back"
-        if pinned
-        else "torch, table[ids] and back": torch_rows,
-        "torch, index_select(out=pinned) and asynchronous copies"
-        if pinned
-        else "torch, index_select(out) and index_copy_": selected_rows,
-    }
-    if pinned:
-        import cupy
-
+    there = torch.device(device)
+    host = values.clone().pin_memory() if device == "cuda" else values.clone()
+    ours = pinfeed.PinnedStore(values.clone(), pin=device == "cuda")
+    ways = torch_ways(host, order, there)
+    tables = [ours.array, host.numpy()]
+    if device == "cuda":
         store, array = mapped(values.clone())
-
-        def speedtorch_rows() -> None:
-            rows = cupy.asarray(order)
-            torch.cuda.synchronize()
-            block = array[rows]
-            torch.cuda.synchronize()
-            array[rows] = block
-            torch.cuda.synchronize()
-
-        def uva_rows() -> None:
-            rows = ids.to(there)
-            block = torch.empty(shape, device=there)
-            with cupy.cuda.Stream.from_external(External(torch.cuda.current_stream().cuda_stream)):
-                array.take(cupy.asarray(rows), axis=0, out=cupy.asarray(block))
-                array[cupy.asarray(rows)] = cupy.asarray(block)
-
-        ways["SpeedTorch's: CuPy indexes page-locked memory, everything is waited for"] = (
-            speedtorch_rows
-        )
-        ways["CuPy indexes page-locked memory in torch's stream"] = uva_rows
+        tables.append(store.array)
+        ways |= cupy_ways(array, order, there)
     found = {name: best(lambda way=way: [way(), wait_for(there)]) for name, way in ways.items()}
-    n = 20
     for depth in (0, 2):
-        with pinfeed.Feeder(ours, rows=[order] * (n + 4), depth=depth, device=device) as feeder:
-            begin = 0.0
-            for i, batch in enumerate(feeder.batches()):
-                if i == 4:
-                    wait_for(there)
-                    begin = time.perf_counter()
-                batch.write_back(batch.data)
-        # All writes have landed.
-        found[f"pinfeed, depth {depth}"] = (time.perf_counter() - begin) / n
-    for table in [ours.array, host.numpy(), *([store.array] if pinned else [])]:
+        found[f"pinfeed, depth {depth}"] = write_back_s(ours, order, depth, there)
+    for table in tables:
         assert np.array_equal(table, values.numpy())
     return {name: round(seconds * 1e3, 3) for name, seconds in found.items()}
 
 
-def big_table(device: str, n_rows: int) -> dict[str, Any]:
-    """Resident memory that a table takes (5.12 GB with ``BIG_ROWS``): drawn, and trained for some batches.
+def torch_ways(host: torch.Tensor, order: np.ndarray, device: torch.device) -> Ways:
+    """Return functions that copy rows with torch alone."""
+    pinned = device.type == "cuda"
+    ids = torch.from_numpy(order)
+    buffer = torch.empty_like(host, pin_memory=pinned)
 
-    Code is loaded by a small one before.
+    def indexed() -> None:
+        host[ids] = host[ids].to(device).cpu()
+
+    def selected() -> None:
+        torch.index_select(host, 0, ids, out=buffer)
+        block = buffer.to(device, non_blocking=True)
+        buffer.copy_(block, non_blocking=True)
+        wait_for(device)
+        host.index_copy_(0, ids, buffer)
+
+    if pinned:
+        return {
+            "torch, pinned[ids].to(device) and back": indexed,
+            "torch, index_select(out=pinned) and asynchronous copies": selected,
+        }
+    return {
+        "torch, table[ids] and back": indexed,
+        "torch, index_select(out) and index_copy_": selected,
+    }
+
+
+def cupy_ways(array: Any, order: np.ndarray, device: torch.device) -> Ways:
+    """Return functions in which the GPU reads and writes page-locked memory itself."""
+    import cupy
+
+    ids = torch.from_numpy(order)
+
+    def speedtorch_rows() -> None:
+        rows = cupy.asarray(order)
+        torch.cuda.synchronize()
+        block = array[rows]
+        torch.cuda.synchronize()
+        array[rows] = block
+        torch.cuda.synchronize()
+
+    def uva_rows() -> None:
+        rows = ids.to(device)
+        block = torch.empty(array.shape, device=device)
+        with cupy.cuda.Stream.from_external(External(torch.cuda.current_stream().cuda_stream)):
+            array.take(cupy.asarray(rows), axis=0, out=cupy.asarray(block))
+            array[cupy.asarray(rows)] = cupy.asarray(block)
+
+    return {
+        "SpeedTorch's: CuPy indexes page-locked memory, everything is waited for": speedtorch_rows,
+        "CuPy indexes page-locked memory in torch's stream": uva_rows,
+    }
+
+
+def write_back_s(
+    store: pinfeed.PinnedStore, order: np.ndarray, depth: int, device: torch.device, n: int = 20
+) -> float:
+    """Return the seconds of a batch of a feeder's loop that writes every batch back."""
+    with pinfeed.Feeder(store, rows=[order] * (n + 4), depth=depth, device=device.type) as feeder:
+        begin = 0.0
+        for i, batch in enumerate(feeder.batches()):
+            if i == 4:
+                wait_for(device)
+                begin = time.perf_counter()
+            batch.write_back(batch.data)
+    # The feeder is closed, so all writes have completed.
+    return (time.perf_counter() - begin) / n
+
+
+def big_table(device: str, n_rows: int) -> dict[str, Any]:
+    """Return the resident memory of a table (5.12 GB with ``BIG_ROWS``), drawn and trained.
+
+    A small table is trained first, to load the code.
     """
 
     def made_and_trained(n_rows: int) -> tuple[int, int]:
@@ -230,7 +261,7 @@ def big_table(device: str, n_rows: int) -> dict[str, Any]:
 
 
 def best(work: Callable[[], object], n: int = 8) -> float:
-    """Seconds of the fastest of ``n``."""
+    """Return the seconds of the fastest of ``n`` calls."""
     times = []
     for _ in range(n):
         begin = time.perf_counter()
@@ -245,7 +276,7 @@ def wait_for(device: torch.device) -> None:
 
 
 def table(cells: list[dict[str, Any]]) -> str:
-    """What was measured, as text."""
+    """Return the cells as text."""
     return "\n".join(
         [
             "ms per step of a small model | a large one; hidden: share of the transfer",
@@ -259,7 +290,9 @@ def _line(cell: dict[str, Any]) -> str:
         ", ".join(f"{name} {value:.2f}" for name, value in cell[key].items())
         for key in ("small_ms", "large_ms")
     ]
-    return f"{cell['cell']}: {parts[0]} | {parts[1]}; hidden {hidden(cell['small_ms']):.2f} | {hidden(cell['large_ms']):.2f}"
+    small = hidden(cell["small_ms"])
+    large = hidden(cell["large_ms"])
+    return f"{cell['cell']}: {parts[0]} | {parts[1]}; hidden {small:.2f} | {large:.2f}"
 
 
 if __name__ == "__main__":

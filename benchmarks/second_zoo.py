@@ -1,4 +1,4 @@
-"""A second zoo: architectures in which the first one's layers meet others, measured beside it."""
+"""A second zoo: architectures that combine the layers of the first zoo with others."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Bert(nn.Module):
 
 
 class Translator(nn.Module):
-    """An encoder and a decoder; half of the words are the source, the others the target."""
+    """An encoder and a decoder. Half of the words are the source, the others the target."""
 
     def __init__(self, n: int = 192) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class Swin(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """A language model of one recurrent layer or more."""
+    """A language model of one or several recurrent layers."""
 
     def __init__(
         self,
@@ -184,7 +184,7 @@ class Recommender(nn.Module):
 
 
 class GraphConvolution(nn.Module):
-    """Messages along the edges of a graph, which all samples share."""
+    """Message passing along the edges of a graph that all samples share."""
 
     def __init__(self, n_nodes: int = 256, n_edges: int = 1024, n: int = 64) -> None:
         super().__init__()
@@ -201,7 +201,7 @@ class GraphConvolution(nn.Module):
 
 
 class Contrastive(nn.Module):
-    """Two views of each sample through one network, which are to find each other."""
+    """A contrastive loss of two views of each sample through one network."""
 
     def __init__(self) -> None:
         super().__init__()

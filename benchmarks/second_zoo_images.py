@@ -1,4 +1,4 @@
-"""Networks of images for the second zoo, with other convolutions than those of the first one."""
+"""Image networks of the second zoo, with other convolutions than those of the first zoo."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def pair(n_in: int, n_out: int) -> nn.Module:
 
 
 class TransposedUNet(nn.Module):
-    """As in Ronneberger et al. (arXiv 1505.04597), with batch norms."""
+    """The U-Net of Ronneberger et al. (arXiv 1505.04597), with batch norms."""
 
     def __init__(self, n: int = 24) -> None:
         super().__init__()
@@ -132,7 +132,7 @@ class ConvNeXtBlock(nn.Module):
 
 
 class ConvNeXt(nn.Module):
-    """As in Liu et al. (arXiv 2201.03545), with three stages."""
+    """A ConvNeXt, as in Liu et al. (arXiv 2201.03545), with three stages."""
 
     def __init__(self) -> None:
         super().__init__()

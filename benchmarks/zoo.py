@@ -1,4 +1,4 @@
-"""Models of the kinds that people train, made small enough for two cores; each with its samples, its loss and some batch sizes."""
+"""Models of common kinds, small enough for two cores, with samples, losses and batch sizes."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class UNet(nn.Module):
 
 
 class Last(nn.Module):
-    """A recurrent layer's last output, classified."""
+    """A classifier of the last output of an LSTM."""
 
     def __init__(self) -> None:
         super().__init__()

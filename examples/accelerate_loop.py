@@ -1,10 +1,10 @@
-"""Hugging Face Accelerate: a loop over a feeder, in as many processes as ``accelerate launch`` starts, with gradient accumulation.
+"""Hugging Face Accelerate: a training loop over a feeder, with gradient accumulation.
 
-The model and the optimizer are prepared; a feeder is not: it is no DataLoader, and
-``accelerator.prepare`` would give it back as it is. Each process says which share of the rows is
-its own. That the last steps of an epoch are taken, too, where they are fewer than
-``gradient_accumulation_steps``, Accelerate leaves to the loader, which is to tell when it gives its
-last batch: ``Epoch`` does.
+``accelerate launch`` starts any number of processes. The model and the optimizer are prepared. A
+feeder is not, because it is no DataLoader: ``accelerator.prepare`` would return it unchanged. Each
+process says which shard of the rows is its own. If the last batches of an epoch are fewer than
+``gradient_accumulation_steps``, Accelerate takes their step only if the loader announces its last
+batch. ``Epoch`` does that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
 
-# Batches that make one step.
+# Batches whose gradients are accumulated for one step.
 N_STEPS = 4
 LR = 0.05
 
@@ -50,7 +50,7 @@ def linear() -> nn.Linear:
 
 
 def train(accelerator: Accelerator, epochs: list[Any]) -> tuple[torch.Tensor, int]:
-    """The weights after training on these epochs, and the number of steps."""
+    """Return the weights after training on these epochs, and the number of steps."""
     model = linear()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=LR))
     n_steps = 0
@@ -66,7 +66,7 @@ def train(accelerator: Accelerator, epochs: list[Any]) -> tuple[torch.Tensor, in
 
 
 def by_hand(epochs: list[Any]) -> torch.Tensor:
-    """The same without Accelerate: a step after every ``N_STEPS`` batches, and at the end of an epoch."""
+    """Train without Accelerate: a step after ``N_STEPS`` batches and at the end of an epoch."""
     model = linear()
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for batches in epochs:
@@ -97,8 +97,6 @@ def main() -> None:
         if accelerator.num_processes == 1 and accelerator.device.type == "cpu":
             assert torch.equal(weights, by_hand([feeder] * 3))
 
-    # A prepared DataLoader, wrapped: its batches, a few ahead. See docs/integrations.md for what is
-    # not the same.
     loader = DataLoader(TensorDataset(torch.from_numpy(x), torch.from_numpy(y)), batch_size=32)
     prepared = accelerator.prepare(loader)
     with pinfeed.wrap_loader(prepared, device=accelerator.device) as wrapped:

@@ -1,9 +1,9 @@
-"""torch.compile: a compiled step over feeders, compiled once, however many batches come.
+"""torch.compile: a compiled step over feeders, which is compiled once for all batches.
 
-A compiled function is compiled again for a batch of another shape. The last batch of an epoch is
-smaller: leave it out (``drop_last=True``), or say that the first dimension changes
-(``torch._dynamo.mark_dynamic``). Nothing else of a feeder's batches differs.
-``python examples/compiled.py --backend inductor`` builds kernels, which takes a C++ compiler.
+torch compiles a function again for a batch of another shape. The last batch of an epoch is smaller:
+leave it out (``drop_last=True``), or declare that the first dimension varies
+(``torch._dynamo.mark_dynamic``). No other property of a feeder's batches varies.
+``python examples/compiled.py --backend inductor`` builds kernels, which needs a C++ compiler.
 """
 
 from __future__ import annotations
@@ -20,13 +20,14 @@ import pinfeed
 
 
 def dense(backend: Any, *, mark: bool, drop_last: bool) -> list[float]:
-    """A model on batches of rows, two epochs; the losses."""
+    """Train a model on batches of rows for two epochs, and return the losses."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 1)).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     compiled = torch.compile(model, backend=backend) if backend else model
-    rows, losses = np.random.default_rng(0).normal(size=(1000, 16)).astype("float32"), []
+    rows = np.random.default_rng(0).normal(size=(1000, 16)).astype("float32")
+    losses = []
     with pinfeed.Feeder(
         rows, batch_size=128, shuffle=True, drop_last=drop_last, device=device
     ) as feeder:
@@ -43,7 +44,7 @@ def dense(backend: Any, *, mark: bool, drop_last: bool) -> list[float]:
 
 
 def embedded(backend: Any) -> list[float]:
-    """The same for a table on the host: the number of different ids is another one in each batch."""
+    """Train a table on the host, whose batches differ in the number of distinct ids."""
     torch.manual_seed(0)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     table = pinfeed.HostEmbedding(500, 16, name="table")

@@ -1,11 +1,15 @@
-"""DistributedDataParallel with global batches that are the same in any number of processes, and a run that goes on in another number.
+"""DistributedDataParallel with the same global batches in any number of processes.
+
+A run can be resumed in another number of processes:
 
     torchrun --standalone --nproc-per-node 2 examples/ddp.py --stop-after 30
-    torchrun --standalone --nproc-per-node 4 examples/ddp.py                  # goes on with batch 31
-    python examples/ddp.py --folder elsewhere                                 # one process: the same losses
+    # resumes with batch 31
+    torchrun --standalone --nproc-per-node 4 examples/ddp.py
+    # one process: the same losses
+    python examples/ddp.py --folder elsewhere
 
-Each GPU of a machine is one process's (nccl); without a GPU, processes compute on the CPU (gloo).
-All of them read the same files.
+Each process uses one GPU (nccl). Without a GPU, processes compute on the CPU (gloo). All of them
+read the same files.
 """
 
 from __future__ import annotations
@@ -44,7 +48,7 @@ def parse() -> argparse.Namespace:
 
 
 def join_job() -> torch.device:
-    """Meet the other processes, if there are any; the device of this one."""
+    """Join the process group of the job, and return the device of this process."""
     cuda = torch.cuda.is_available()
     if cuda:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
@@ -57,7 +61,7 @@ def join_job() -> torch.device:
 
 
 def write_files(folder: Path, n_rows: int) -> dict[str, str]:
-    """The paths of inputs and targets; rank 0 writes them where they are not there."""
+    """Return the paths of inputs and targets. Rank 0 writes files that do not exist."""
     paths = {name: str(folder / f"{name}.npy") for name in ("x", "y")}
     if dist.get_rank() == 0 and not os.path.exists(paths["y"]):
         folder.mkdir(parents=True, exist_ok=True)
@@ -69,16 +73,14 @@ def write_files(folder: Path, n_rows: int) -> dict[str, str]:
 
 
 def train(arguments: argparse.Namespace, device: torch.device) -> None:
-    # The same weights on every rank.
+    # Every rank begins with the same weights.
     torch.manual_seed(0)
     net = DistributedDataParallel(
         nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 1)).to(device)
     )
     optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3)
-    paths, checkpoint = (
-        write_files(arguments.folder, arguments.rows),
-        arguments.folder / "checkpoint",
-    )
+    paths = write_files(arguments.folder, arguments.rows)
+    checkpoint = arguments.folder / "checkpoint"
     ranks = pinfeed.Ranks("drop", split_batches=True)
     with pinfeed.Feeder(
         paths, batch_size=arguments.batch_size, shuffle=True, drop_last=True, ranks=ranks
@@ -87,22 +89,20 @@ def train(arguments: argparse.Namespace, device: torch.device) -> None:
         parts = {"model": net.module, "optimizer": optimizer, "feeder": feeder}
         losses: list[torch.Tensor] = []
         if checkpoint.exists():
-            losses = list(
-                torch.tensor(
-                    pinfeed.checkpoint.resume(checkpoint, **parts)["losses"], device=device
-                )
-            )
+            saved = pinfeed.checkpoint.resume(checkpoint, **parts)
+            losses = list(torch.tensor(saved["losses"], device=device))
             print(f"goes on after {len(losses)} batches", flush=True)
         while feeder.epoch < arguments.epochs:
             number = feeder.epoch
             for batch in feeder:
                 loss = nn.functional.mse_loss(net(batch["x"]), batch["y"])
                 optimizer.zero_grad()
-                # DistributedDataParallel takes the mean over ranks, and so do we:
                 loss.backward()
                 optimizer.step()
-                losses.append(mean := loss.detach() / dist.get_world_size())
+                # The mean over ranks, as DistributedDataParallel has it for gradients.
+                mean = loss.detach() / dist.get_world_size()
                 dist.all_reduce(mean)
+                losses.append(mean)
                 leave = len(losses) == arguments.stop_after
                 if dist.get_rank() == 0 and (leave or len(losses) % 50 == 0):
                     pinfeed.checkpoint.save(

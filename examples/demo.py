@@ -1,8 +1,8 @@
-"""The main job: stream a .npy file, shuffled, into a training step, inside a memory limit; and the same loop with a plain DataLoader.
+"""Stream a shuffled .npy file into a training step, inside a memory limit.
 
-The model is a small autoencoder: it learns to reproduce a row from a few numbers. Both loops see
-the same rows in the same order, so their losses can be compared bit for bit. Run it with
-``make demo``, or ``python examples/demo.py --help``.
+The same loop is run with a plain DataLoader. The model is a small autoencoder, which learns to
+reproduce a row from a few numbers. Both loops see the same rows in the same order, so that their
+losses can be compared bit for bit. Run ``make demo``, or ``python examples/demo.py --help``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pinfeed.memory.units import human
 
 LIMIT = pinfeed.MiB(256)
 STEP = pinfeed.MiB(96)
-"""Of it, what is left to the training step, which is the program's own."""
+"""The part of the limit that is left for the training step of the program."""
 BATCH_SIZE = 2048
 BATCH_BYTES = pinfeed.MiB(16)
 WIDTH = 1024
@@ -37,7 +37,7 @@ OUT = Path("demo")
 
 @dataclass
 class Result:
-    """What one loop showed."""
+    """Measurements of one loop."""
 
     seconds: float
     waited_s: float
@@ -48,13 +48,14 @@ class Result:
     def __str__(self) -> str:
         first, last = np.mean(self.losses[:5]), np.mean(self.losses[-5:])
         return (
-            f"{self.seconds:6.1f} s  {self.nbytes / self.seconds / 1e9:5.2f} GB/s  starved {self.waited_s / self.seconds:4.0%} of the time"
+            f"{self.seconds:6.1f} s  {self.nbytes / self.seconds / 1e9:5.2f} GB/s"
+            f"  starved {self.waited_s / self.seconds:4.0%} of the time"
             f"  memory +{human(self.peak_growth):9}  loss {first:.3f} -> {last:.3f}"
         )
 
 
 class Training:
-    """A step of training on a batch of rows."""
+    """A training step on a batch of rows."""
 
     def __init__(
         self, row_shape: tuple[int, ...], device: str, sample: torch.Tensor, n_steps: int
@@ -68,8 +69,8 @@ class Training:
         sample = features(sample)
         self.mean = sample.mean()
         self.scale = sample.std().clamp_min(1e-6)
-        # One tensor made in advance: a small one kept from every step would lie between the large
-        # ones of the steps, and glibc could give none of those back to the system.
+        # All losses are in one tensor. A small tensor from every step would lie between the large
+        # ones, and glibc could return none of their memory to the system.
         self.losses = torch.zeros(n_steps, device=device)
         self.step = 0
 
@@ -84,12 +85,12 @@ class Training:
 
 
 def features(rows: torch.Tensor) -> torch.Tensor:
-    """What the model learns from: the beginning of each row."""
+    """Return the beginning of each row, from which the model learns."""
     return rows.reshape(len(rows), -1)[:, :WIDTH].to(torch.float32)
 
 
 class Rows(Dataset[torch.Tensor]):
-    """What a plain loop uses: a memory map."""
+    """The dataset of a plain loop: a memory map."""
 
     def __init__(self, path: Path) -> None:
         self.rows = np.load(path, mmap_mode="r")
@@ -122,10 +123,10 @@ def main() -> None:
     with pinfeed.Feeder(path, config=config, shuffle=True, progress=True, timeline=True) as feeder:
         print(f"\n{path} on {feeder.device}:\n{feeder.plan}\n")
         if feeder.device == "cpu":
-            # Leave a core to the threads that read; with as many threads as cores, torch's wait for
-            # each other.
+            # The reader threads need a core. With as many threads as cores, torch's threads would
+            # wait for each other.
             torch.set_num_threads(max(1, torch.get_num_threads() - 1))
-        # Both loops find the file in the page cache, as far as it fits.
+        # The page cache holds the file for both loops, as far as it fits.
         read_once(path)
         fed = run(feeder, feeder.device, path, preferred)
         feeder.timeline.save(OUT / "timeline.png", last_s=min(1.0, fed.seconds / 2))
@@ -143,15 +144,18 @@ def main() -> None:
     print(f"\npinfeed     {fed}\nDataLoader  {plain}\n")
     print(f"pinfeed took {fed.seconds / plain.seconds:.2f} of the DataLoader's time")
     print(
-        f"memory grew by {human(fed.peak_growth)}, the training step's own included, with a limit of {human(LIMIT)}"
+        f"memory grew by {human(fed.peak_growth)}, the training step's own included, "
+        f"with a limit of {human(LIMIT)}"
     )
     print(f"losses equal, bit for bit: {np.array_equal(fed.losses, plain.losses, equal_nan=True)}")
     print(
-        f"timeline of the last steps: {OUT / 'timeline.png'} (and {OUT / 'timeline.json'} for https://ui.perfetto.dev)"
+        f"timeline of the last steps: {OUT / 'timeline.png'} "
+        f"(and {OUT / 'timeline.json'} for https://ui.perfetto.dev)"
     )
     if fed.peak_growth > LIMIT:
         raise SystemExit(
-            f"resident memory grew by {human(fed.peak_growth)}, more than the limit of {human(LIMIT)}"
+            f"resident memory grew by {human(fed.peak_growth)}, "
+            f"more than the limit of {human(LIMIT)}"
         )
 
 
@@ -166,7 +170,7 @@ def run(batches: Iterable[torch.Tensor], device: str, path: Path, batch_size: in
         for n in (256, batch_size)
     )
     del rows
-    # A step to warm up: what the model needs is there before memory is measured.
+    # A step to warm up allocates the memory of the model before growth is measured.
     Training(row_shape, device, sample, n_rows)(some)
     training = Training(row_shape, device, sample, n_rows)
     del some
@@ -179,19 +183,19 @@ def run(batches: Iterable[torch.Tensor], device: str, path: Path, batch_size: in
             waited += time.perf_counter() - asked
             training(batch)
             asked = time.perf_counter()
-        # The device has done all its work.
+        # This waits until the device has completed all its work.
         losses = training.losses[: training.step].tolist()
     return Result(time.perf_counter() - start, waited, growth(), losses, nbytes)
 
 
 def on(device: str, loader: DataLoader[Any], name: str) -> Iterator[torch.Tensor]:
-    """A loader's batches on the device, one at a time."""
+    """Copy a loader's batches to the device, one at a time."""
     for batch in tqdm(loader, desc=name, unit="batch"):
         yield batch.to(device)
 
 
 class peak_growth:  # noqa: N801  # reads as a verb
-    """Measure by how much resident memory grows at most, exactly: the kernel keeps the peak, and can be told to begin anew."""
+    """Measure the peak growth of resident memory, from the kernel's counter of the peak."""
 
     def __enter__(self) -> Callable[[], int]:
         Path("/proc/self/clear_refs").write_text("5")
@@ -209,7 +213,7 @@ class peak_growth:  # noqa: N801  # reads as a verb
 
 
 def written(path: Path, nbytes: int) -> Path:
-    """A file of rows of 1024 float32 that 16 numbers explain, but for some noise; written piece by piece."""
+    """Write rows of 1024 float32 that 16 numbers determine, except for some noise."""
     n = max(BATCH_SIZE, nbytes // 4096)
     if path.exists() and np.load(path, mmap_mode="r").shape == (n, 1024):
         return path
@@ -231,7 +235,7 @@ def read_once(path: Path) -> None:
 
 
 def size(text: str) -> int:
-    """Bytes in ``2GiB`` or ``96MiB``."""
+    """Return the bytes of a text such as ``2GiB`` or ``96MiB``."""
     found = re.fullmatch(r"([\d.]+)\s*([KMG])i?B", text)
     if found is None:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a size such as 2GiB or 96MiB")

@@ -1,7 +1,7 @@
-"""Hugging Face datasets: a Dataset as a source, shuffled, filtered and all; its columns are served from where Arrow has them.
+"""Hugging Face datasets: a Dataset, also a shuffled and filtered one, as the source of a feeder.
 
-A dataset that was loaded from disk is a memory map: nothing is copied but the rows of the next
-batches, and those not one by one.
+The columns are read from Arrow's own memory. A dataset that was loaded from disk is a memory map:
+only the rows of the next batches are copied, a batch at a time.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> None:
         try:
             pinfeed.Feeder(data, batch_size=64)
         except pinfeed.StoreError as error:
-            # The names are text: it says what to do.
+            # The names are text, and the error says what to do.
             print(error)
         numbers = data.select_columns(["image", "features", "label"])
 
@@ -58,11 +58,11 @@ def main() -> None:
             print(f"{feeder.stats.rows} rows, as dataset[i] has them")
 
         with pinfeed.RowDataset(numbers) as rows_of:
-            # The same by number: a DataLoader's batch is one gather.
+            # The same rows by index: a batch of a DataLoader is one gather.
             x = next(iter(DataLoader(rows_of, batch_size=64)))["features"]
             assert torch.equal(x, torch.tensor(numbers[:64]["features"]))
 
-        # What is not numbers comes by a loader.
+        # Columns that are not numbers can be read by a wrapped DataLoader.
         pairs = pinfeed.wrap_loader(DataLoader(data.with_format("torch"), batch_size=64))
         assert next(iter(pairs))["name"] == data[:64]["name"]
 

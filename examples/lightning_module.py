@@ -1,9 +1,9 @@
-"""Lightning: a LightningDataModule whose batches come from feeders, trained, stopped in the middle of an epoch, and resumed.
+"""Lightning: a LightningDataModule with feeders, stopped in the middle of an epoch and resumed.
 
-The batches are on the device already, so Lightning moves nothing; each loop over a feeder is its
-next epoch, so nobody sets epochs. ``restartable``, because Lightning begins a loop before it lets
-go of the last one; ``state_dict`` of the data module, because Lightning itself restores the place
-of a loader in the middle of an epoch only.
+The batches are on the device already, so that Lightning copies nothing. Each loop over a feeder is
+its next epoch, so that no code sets epochs. ``restartable`` is needed because Lightning begins a
+loop before it ends the previous one. The data module has a ``state_dict`` because Lightning itself
+restores the position of a loader only in the middle of an epoch.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Rows(lightning.LightningDataModule):
 
 
 class Regression(lightning.LightningModule):
-    """A linear model; notes the labels of every batch that it was trained on."""
+    """A linear model that records the labels of every batch that it was trained on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ def fit(
 
 
 def expected(folder: Path, n_epochs: int) -> list[list[int]]:
-    """The loop by hand: the labels of every batch."""
+    """Return the labels of every batch of a plain loop."""
     with pinfeed.Feeder(
         folder / "y.npy", batch_size=32, shuffle=True, seed=1, device="cpu"
     ) as feeder:
@@ -116,28 +116,29 @@ def main() -> None:
         np.save(folder / "x.npy", rng.normal(size=(200, 8)).astype("float32"))
         np.save(folder / "y.npy", np.arange(200))
         want = expected(folder, 3)
-        # Batches of an epoch.
+        # The number of batches in an epoch.
         n = len(want) // 3
 
         whole = fit(folder, max_epochs=3)
         assert whole.seen == want
 
-        # Loops that are left early: the next epoch follows.
+        # After a loop that ends early, the next loop is the next epoch.
         few = fit(folder, max_epochs=2, limit_train_batches=3, limit_val_batches=1)
         assert few.seen == want[:3] + want[n : n + 3]
 
+        # Resume within an epoch, and at the end of one.
         for when, n_done in (
             ({"every_n_train_steps": n + 2}, n + 2),
             ({"every_n_epochs": 2}, 2 * n),
         ):
-            # Within an epoch, and at its end.
             callback = ModelCheckpoint(folder / f"{n_done}", "run", **when)
             fit(folder, callback=callback, max_epochs=2)
             resumed = fit(folder, resume=folder / f"{n_done}" / "run.ckpt", max_epochs=3)
             assert resumed.seen == want[n_done:]
             assert torch.equal(resumed.model.weight, whole.model.weight)
         print(
-            f"{len(want)} batches over three epochs, resumed in the middle and at the end of one: the same as by hand"
+            f"{len(want)} batches over three epochs, "
+            "resumed in the middle and at the end of one: the same as by hand"
         )
 
 

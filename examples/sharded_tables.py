@@ -1,8 +1,8 @@
-"""Films for people: two tables whose rows are spread over the processes of a job, and a dense part in DistributedDataParallel.
+"""Films for people: two tables whose rows are sharded over the processes of a job.
 
-Each process draws its own share of the ratings, and looks up any rows. Start it with torchrun, in
-as many processes as you like; the tables and losses are those of one process, but for the order of
-additions:
+The dense part is in DistributedDataParallel. Each process draws its own shard of the ratings, and
+looks up any rows. Start it with torchrun in any number of processes. The tables and losses equal
+those of one process, except for the order of additions:
 
     torchrun --nproc-per-node 2 examples/sharded_tables.py
 """
@@ -25,7 +25,7 @@ Rating = dict[str, Any]
 
 
 class Ratings(Dataset[Rating]):
-    """Made up: everybody has tastes, every film has traits, and few films are seen by many."""
+    """Synthetic ratings: people have tastes, films have traits, and few films are popular."""
 
     def __init__(self, n_people: int, n_films: int, n: int) -> None:
         rng = np.random.default_rng(0)
@@ -42,7 +42,7 @@ class Ratings(Dataset[Rating]):
 
 
 class Match(nn.Module):
-    """How well a person and a film go together."""
+    """A score of how well a person and a film match."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def main(arguments: argparse.Namespace) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
 
-    # The same on every rank: so is how the tables and the dense part begin.
+    # With the same seed, the tables and the dense part begin with equal values on every rank.
     torch.manual_seed(0)
     people = pinfeed.ShardedEmbedding(arguments.people, arguments.dim, name="people")
     films = pinfeed.ShardedEmbedding(arguments.films, arguments.dim, name="films")
@@ -83,8 +83,9 @@ def main(arguments: argparse.Namespace) -> None:
     )
     with batches:
         for epoch in range(arguments.epochs):
-            start, losses = time.perf_counter(), []
-            # And the sampler's
+            start = time.perf_counter()
+            losses = []
+            # This sets the epoch of the sampler, too.
             batches.set_epoch(epoch)
             for batch in batches:
                 score = match(people(batch["person"]), films(batch["film"]))
@@ -97,9 +98,8 @@ def main(arguments: argparse.Namespace) -> None:
             mean = torch.stack(losses).mean()
             distributed.all_reduce(mean)
             if rank == 0:
-                print(
-                    f"epoch {epoch}: loss {mean.item() / world_size:.4f}, {len(losses) / (time.perf_counter() - start):.0f} steps/s"
-                )
+                rate = len(losses) / (time.perf_counter() - start)
+                print(f"epoch {epoch}: loss {mean.item() / world_size:.4f}, {rate:.0f} steps/s")
     if rank == 0:
         n_steps = len(loader) * arguments.epochs
         sent = ", ".join(
@@ -107,7 +107,8 @@ def main(arguments: argparse.Namespace) -> None:
             for name, nbytes in batches.exchanged._asdict().items()
         )
         print(
-            f"{people.store.n_rows} of {arguments.people} people are here; bytes sent in a step: {sent}"
+            f"{people.store.n_rows} of {arguments.people} people are here; "
+            f"bytes sent in a step: {sent}"
         )
     if arguments.save:
         pinfeed.checkpoint.save(

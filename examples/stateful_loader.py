@@ -1,8 +1,9 @@
-"""torchdata's StatefulDataLoader: wrapped, its batches are prefetched, and its state still counts those that the loop has had.
+"""torchdata's StatefulDataLoader: wrapped, with prefetched batches and an exact state.
 
-A run is stopped in the middle of an epoch and goes on elsewhere, wrapped or not: the states are the
-loader's own. And the other way round: a Feeder has ``state_dict`` too, so it can stand where a
-StatefulDataLoader would, here in a distributed checkpoint.
+The state counts the batches that the loop has received, not those that were prefetched. A run is
+stopped in the middle of an epoch and resumed in another loader, wrapped or not: the states are the
+loader's own. A Feeder has ``state_dict``, too, and can replace a StatefulDataLoader, here in a
+distributed checkpoint.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ def make() -> Any:
 
 
 def first(loader: Any, n: int) -> tuple[list[list[int]], Any]:
-    """The first batches of a loop that is then left, and the loader's state in the body of the last of them."""
+    """Return the first batches of a loop, and the loader's state at the last of them."""
     seen = []
     for batch in loader:
         seen.append(batch.tolist())
@@ -41,7 +42,7 @@ def main() -> None:
         (pinfeed.wrap_loader(make(), depth=3), make()),
         (make(), pinfeed.wrap_loader(make(), depth=3)),
     ):
-        # By now, three more were fetched ahead of the wrapped loop.
+        # The wrapped loader prefetches three more batches, which its state must not count.
         seen, state = first(begin, 5)
         go_on.load_state_dict(state)
         assert seen + [batch.tolist() for batch in go_on] == want
@@ -59,7 +60,8 @@ def main() -> None:
             dcp.load({"data": again}, checkpoint_id=folder, no_dist=True)
             assert seen + [batch.tolist() for batch in again] == whole
     print(
-        f"{len(want)} batches, left after 5 and resumed: wrapped, not wrapped, and from a distributed checkpoint"
+        f"{len(want)} batches, left after 5 and resumed: "
+        "wrapped, not wrapped, and from a distributed checkpoint"
     )
 
 

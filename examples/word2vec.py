@@ -1,9 +1,9 @@
-"""Word vectors of Python's own standard library: skip-gram with negative sampling, both tables in host memory.
+"""Word vectors of Python's standard library: skip-gram with negative sampling.
 
-Each batch brings the rows of its words, with their optimizer state, to the device, and takes them
-back while the next ones are computed. The first steps are made three times: as they are, without
-prefetching, and as the usual loop over ``nn.Embedding(sparse=True)``, whose tables are on the
-device as a whole; losses are compared bit for bit. Run ``python examples/word2vec.py --help``.
+Both tables are in host memory. Each batch copies the rows of its words, with their optimizer state,
+to the device, and back while the next batches are computed. The first steps are run three times:
+with prefetching, without it, and as the usual loop over ``nn.Embedding(sparse=True)`` with whole
+tables on the device. Losses are compared bit for bit. Run ``python examples/word2vec.py --help``.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COMPARED = 50
 WINDOW = 5
 NEGATIVES = 5
 SUBSAMPLING = 1e-4
-WORDS = (
+WORDS = [
     "self",
     "int",
     "error",
@@ -44,18 +44,19 @@ WORDS = (
     "encode",
     "min",
     "year",
-)
+]
+SKIPPED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "encodings"}
 
 Batch = dict[str, torch.Tensor]
 
 
 class Pairs(Dataset[Batch]):
-    """Batches of words that stand near each other; the same number always gives the same batch.
+    """Batches of words that are near each other. The same index always gives the same batch.
 
     Args:
-        text: The numbers of the words, shape (n,); -1 between files.
+        text: Numbers of the words, shape (n,), with -1 between files.
         batch: Pairs in a batch.
-        steps: Batches.
+        steps: Number of batches.
     """
 
     def __init__(self, text: np.ndarray, batch: int, steps: int) -> None:
@@ -71,15 +72,16 @@ class Pairs(Dataset[Batch]):
     def __getitem__(self, step: int) -> Batch:
         rng = np.random.default_rng(step)
         at = rng.integers(WINDOW, len(self.text) - WINDOW, self.batch)
-        # Words that are nearer, more often.
+        # Nearer words are drawn more often.
         distance = rng.integers(
             1, rng.integers(1, WINDOW, self.batch, endpoint=True), endpoint=True
         )
-        center, context = self.text[at], self.text[at + distance * rng.choice((-1, 1), self.batch)]
-        one = (center >= 0) & (context >= 0)
-        negatives = self.noise[rng.integers(len(self.noise), size=(one.sum(), NEGATIVES))]
-        others = np.concatenate([context[one, None], negatives], axis=1)
-        return {"center": torch.from_numpy(center[one]), "others": torch.from_numpy(others)}
+        center = self.text[at]
+        context = self.text[at + distance * rng.choice((-1, 1), self.batch)]
+        in_one_file = (center >= 0) & (context >= 0)
+        negatives = self.noise[rng.integers(len(self.noise), size=(in_one_file.sum(), NEGATIVES))]
+        others = np.concatenate([context[in_one_file, None], negatives], axis=1)
+        return {"center": torch.from_numpy(center[in_one_file]), "others": torch.from_numpy(others)}
 
 
 def main() -> None:
@@ -102,11 +104,12 @@ def main() -> None:
 
     words, text = read_words(MAX_BYTES // 8 if arguments.quick else MAX_BYTES)
     print(
-        f"{len(text):,} words of the standard library's sources, thinned out; vocabulary of {len(words):,}: {' '.join(words[:12])} ..."
+        f"{len(text):,} words of the standard library's sources, thinned out; "
+        f"vocabulary of {len(words):,}: {' '.join(words[:12])} ..."
     )
     loader = DataLoader(Pairs(text, arguments.batch, steps), batch_size=None)
     if not torch.cuda.is_available() or arguments.device == "cpu":
-        # Leave a core to the threads that bring rows.
+        # The reader threads need a core.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
 
     start = time.perf_counter()
@@ -116,7 +119,8 @@ def main() -> None:
     )
     losses = ahead.run(loop)
     print(
-        f"{time.perf_counter() - start:.1f} s, loss {np.mean(losses[:5]):.3f} -> {np.mean(losses[-5:]):.3f}; {loop.stats}"
+        f"{time.perf_counter() - start:.1f} s, "
+        f"loss {np.mean(losses[:5]):.3f} -> {np.mean(losses[-5:]):.3f}; {loop.stats}"
     )
 
     first = Training(len(words), arguments.dim, steps)
@@ -132,7 +136,8 @@ def main() -> None:
     print(f"  the synchronous loop: {same(losses, first_losses)}")
     print(f"  nn.Embedding(sparse=True), whole tables on the device: {same(losses, plain)}")
     print(
-        f"  the same, where repeated words add their gradients in the order of the batch: {same(losses, ordered)}"
+        "  the same, where repeated words add their gradients in the order of the batch: "
+        f"{same(losses, ordered)}"
     )
 
     vectors = ahead.center.read(np.arange(len(words))).numpy()
@@ -144,13 +149,13 @@ def main() -> None:
 
 
 def same(losses: list[float], others: list[float]) -> str:
-    """How far apart losses are."""
+    """Describe the difference of losses."""
     off = max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=False))
     return f"at most {off:.0e} of the loss apart" if off else "equal, bit for bit"
 
 
 class Training:
-    """Two tables, and what trains them."""
+    """Two tables with their optimizer and schedule."""
 
     def __init__(self, n_words: int, dim: int, steps: int) -> None:
         self.center, self.other = tables(n_words, dim)
@@ -172,11 +177,11 @@ class Training:
 def run(
     batches: Iterable[Batch], center: Any, other: Any, optimizer: Any, schedule: Any
 ) -> list[float]:
-    """Train, and return the losses: the same lines for tables on the host and for ``nn.Embedding``."""
+    """Train tables on the host, or ``nn.Embedding``, with the same code, and return the losses."""
     losses = []
     for batch in batches:
         scores = torch.einsum("nd,nkd->nk", center(batch["center"]), other(batch["others"]))
-        # The first of the others is the word's neighbour; the rest were drawn.
+        # The first of the others is the word's neighbour; the rest are random negatives.
         scores[:, 1:] *= -1
         loss = -functional.logsigmoid(scores).sum(dim=1).mean()
         loss.backward()
@@ -190,7 +195,7 @@ def run(
 def run_full(
     n_words: int, dim: int, steps: int, batches: Iterator[Batch], device: str, ordered: bool
 ) -> list[float]:
-    """The usual program: tables on the device as a whole."""
+    """Train with whole tables on the device, as the usual program does."""
     full = [table.to_embedding().to(device) for table in tables(n_words, dim)]
     for embedding in full:
         embedding.sparse = True
@@ -203,7 +208,10 @@ def run_full(
 
 
 def add_in_order(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Add the gradients of each row in the order of the batch, as dense gradients are; torch's ``coalesce()`` sorts, not always stably."""
+    """Add the gradients of each row in the order of the batch, as dense gradients are added.
+
+    torch's ``coalesce()`` sorts them, and the sort is not always stable.
+    """
     for weight in optimizer.param_groups[0]["params"]:
         ids, values = weight.grad._indices()[0], weight.grad._values()
         rows, where = ids.unique(return_inverse=True)
@@ -214,7 +222,7 @@ def add_in_order(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def tables(n_words: int, dim: int) -> tuple[pinfeed.HostEmbedding, pinfeed.HostEmbedding]:
-    """The same at every call."""
+    """Create both tables, with the same values at every call."""
     torch.manual_seed(0)
     center = pinfeed.HostEmbedding(
         n_words, dim, init=lambda weight: weight.uniform_(-0.5 / dim, 0.5 / dim), name="center"
@@ -223,46 +231,43 @@ def tables(n_words: int, dim: int) -> tuple[pinfeed.HostEmbedding, pinfeed.HostE
 
 
 def read_words(max_bytes: int) -> tuple[list[str], np.ndarray]:
-    """The vocabulary, most frequent words first, and the text as numbers of it, -1 between files; frequent words are thinned out."""
+    """Return the vocabulary, most frequent words first, and the text as word numbers.
+
+    Files are separated by -1. Frequent words are left out at random.
+    """
     library = Path(sysconfig.get_paths()["stdlib"])
-    files, nbytes = [], 0
+    files = []
+    nbytes = 0
     for path in sorted(library.rglob("*.py")):
-        if nbytes < max_bytes and not {
-            "site-packages",
-            "dist-packages",
-            "test",
-            "tests",
-            "encodings",
-        } & set(path.parts):
+        if nbytes < max_bytes and not SKIPPED_FOLDERS & set(path.parts):
             source = path.read_text(errors="ignore").lower()
-            # read_text and "Read text" are the same two words.
+            # Identifiers are split, so that read_text and "Read text" are the same two words.
             files.append(re.findall(r"[a-z]{2,}", source))
             nbytes += len(source)
     counts = Counter(word for file in files for word in file)
     words = [word for word, n in counts.most_common(VOCABULARY) if n >= 5]
     numbers = {word: i for i, word in enumerate(words)}
-    text = np.array(
-        [
-            i
-            for file in files
-            for i in [*(numbers[word] for word in file if word in numbers), *[-1] * WINDOW]
-        ]
-    )
+    separator = [-1] * WINDOW
+    text_numbers: list[int] = []
+    for file in files:
+        text_numbers += [numbers[word] for word in file if word in numbers]
+        text_numbers += separator
+    text = np.array(text_numbers)
     share = np.array([counts[word] for word in words]) / (text >= 0).sum()
-    # Of -1, the last.
+    # The last entry is for -1, which is always kept.
     keep = np.append(np.sqrt(SUBSAMPLING / share), 1)
     return words, text[np.random.default_rng(0).random(len(text)) < keep[text]]
 
 
 def nearest(vectors: np.ndarray, words: list[str], word: str, n: int = 6) -> list[str]:
-    """Words whose vectors point the same way."""
+    """Return the words whose vectors have the most similar direction."""
     unit = vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
     best = np.argsort(-(unit @ unit[words.index(word)]))
     return [words[i] for i in best if words[i] != word][:n]
 
 
 def draw(vectors: np.ndarray, words: list[str], path: Path) -> None:
-    """The plane in which the vectors differ most."""
+    """Draw the plane of the first two principal components of the vectors."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -276,7 +281,8 @@ def draw(vectors: np.ndarray, words: list[str], path: Path) -> None:
     for word, at in zip(words, zip(x, y, strict=True), strict=True):
         axes.annotate(word, at, fontsize=8, xytext=(2, 2), textcoords="offset points")
     axes.set_title(
-        "The most frequent words of Python's standard library: first two principal components of their vectors",
+        "The most frequent words of Python's standard library: "
+        "first two principal components of their vectors",
         loc="left",
     )
     axes.set_axis_off()

@@ -5,8 +5,8 @@
     python -m benchmarks.gpu --parts rows overlap --seconds 300
 
 Every part runs in a process of its own and writes one JSON file, which is up to date after each of
-its cells. ``--device cpu`` goes through the same measurements without a GPU, on small sizes, to see
-that they work.
+its cells. ``--device cpu`` runs the same measurements without a GPU, on small sizes, to check that
+they work.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PARTS = (
 )
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     groups = list(dict.fromkeys(part.group for part in PARTS))
     names = [*groups, *(part.name for part in PARTS)]
     parser = argparse.ArgumentParser(
@@ -67,6 +67,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: torch finds no usable GPU; expected one, or --device cpu")
+    return arguments
+
+
+def main() -> None:
+    arguments = parse()
     chosen = [
         part
         for part in PARTS
@@ -77,7 +82,7 @@ def main() -> None:
     begin = time.monotonic()
     command = shlex.join(["python", "-m", "benchmarks.gpu", *sys.argv[1:]])
     prefix = f"gpu-{machine()}" if arguments.device == "cuda" else "gpu-dry-run"
-    # Pictures take some of the time.
+    # Some of the time is left for the pictures.
     written = run_parts(
         chosen,
         seconds=seconds - min(_PICTURES_S, 0.1 * seconds),

@@ -1,4 +1,4 @@
-"""A device, tables whose rows are views of one memory, and ways to time what the device does."""
+"""Bench: a device, tables whose rows are views of one memory, and timing of device work."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Bench:
         self.write = self.device.stream("write")
 
     def latency_s(self, work: Callable[[], object]) -> float:
-        """Seconds from a call until what it queued is done; the fastest of 5."""
+        """Return the seconds until the work that a call queues is complete; the fastest of 5."""
         times = []
         for _ in range(6):
             begin = time.perf_counter()
@@ -51,21 +51,21 @@ class Bench:
         return min(times[1:])
 
     def queued_s(self, work: Callable[[], object], n: int = 4) -> float:
-        """Seconds of device time of one of ``n`` calls; the fastest of 5 repeats.
+        """Return the seconds of device time of one of ``n`` calls; the fastest of 5 repeats.
 
         All calls are queued while the device sleeps, so that the host's time is not measured.
         """
 
-        def all_of_them() -> None:
+        def work_n_times() -> None:
             for _ in range(n):
                 work()
 
         if not self.cuda:
-            return self.latency_s(all_of_them) / n
-        all_of_them()
+            return self.latency_s(work_n_times) / n
+        work_n_times()
         wait(self.device.name)
         begin = time.perf_counter()
-        all_of_them()
+        work_n_times()
         host_s = time.perf_counter() - begin
         wait(self.device.name)
         times = []
@@ -75,7 +75,7 @@ class Bench:
                 torch.cuda._sleep(int(_CYCLES_PER_S * host_s))
                 start.record()
             self.write.raw.wait_event(start)
-            all_of_them()
+            work_n_times()
             for end, stream in zip(ends, (self.read, self.write), strict=True):
                 end.record(stream.raw)
                 end.synchronize()
@@ -83,33 +83,33 @@ class Bench:
         return min(times)
 
     def words(self, nbytes: int) -> PinnedStore:
-        """Host memory for tables: page-locked on a GPU, every word holds its own number."""
+        """Return host memory for tables, page-locked for a GPU; each word is its own index."""
         return words(nbytes, pin=self.cuda)
 
     def room(self, sample: StoreRows) -> Any:
-        """Device memory for the rows of a sample."""
+        """Allocate device memory for the rows of a sample."""
         memory = self.device.empty(part_nbytes(sample), self.device.current_stream())
         return self.device.tensor(memory, sample.shape, sample.dtype)
 
     def use_blocks(self, n_blocks: int) -> None:
-        """Let the kernels that move rows have so many blocks from now on."""
+        """Set the number of blocks of the kernels that copy rows."""
         if self.cuda:
             self.device.route = Route(n_blocks, True, "")
 
     def gather(self, sample: StoreRows, into: Any) -> None:
-        """Queue the rows of a sample on their way to the device."""
+        """Queue the copy of a sample's rows to the device."""
         deque(self.device.read([(sample, into)], self.read), maxlen=0)
 
     def scatter(self, sample: StoreRows, values: Any) -> None:
-        """Queue values on their way to the rows of a sample."""
+        """Queue the copy of values to the rows of a sample."""
         self.device.write([(sample.store, values)], sample.rows, self.write)
 
 
 def words(nbytes: int, *, pin: bool) -> PinnedStore:
-    """A store of words, each of which holds its own number.
+    """Create a store of words, each of which is its own index.
 
     Raises:
-        Skipped: The machine has too little free memory for it.
+        Skipped: If the machine has too little free memory.
     """
     free = free_host_bytes()
     if nbytes + _SPARE_HOST_BYTES > free and pin:
@@ -123,7 +123,7 @@ def words(nbytes: int, *, pin: bool) -> PinnedStore:
 
 
 def as_rows(memory: PinnedStore, row_nbytes: int) -> PinnedStore:
-    """The same memory as rows of ``row_nbytes``, a multiple of 8."""
+    """Return the same memory as rows of ``row_nbytes``, which is a multiple of 8."""
     store = copy.copy(memory)
     n_words = row_nbytes // WORD
     whole = memory.n_rows // n_words * n_words
@@ -132,17 +132,17 @@ def as_rows(memory: PinnedStore, row_nbytes: int) -> PinnedStore:
 
 
 def expected_rows(numbers: np.ndarray, row_nbytes: int) -> np.ndarray:
-    """Return the rows that such a table holds at these row indices."""
+    """Return the rows of such a table at these row indices."""
     n_words = row_nbytes // WORD
     return numbers[:, None] * n_words + np.arange(n_words)
 
 
 def rate(nbytes: int, seconds: float) -> float:
-    """Throughput in GB/s."""
+    """Return the throughput in GB/s."""
     return round(nbytes / seconds / 1e9, 3)
 
 
 def wait(device: str) -> None:
-    """Wait until the device has nothing left to do."""
+    """Wait until the device has completed all work."""
     if device.startswith("cuda"):
         torch.cuda.synchronize()

@@ -18,14 +18,14 @@ from benchmarks.memory import free
 
 
 def main() -> None:
-    """Measure the part that ``TARGET``, written as ``module:function``, returns the cells of."""
+    """Measure the cells that the function ``TARGET``, given as ``module:function``, returns."""
     target, path, device, deadline, limit = sys.argv[1:]
     # The traceback of a part that hangs is printed just before the part is killed.
     faulthandler.dump_traceback_later(max(0.1, float(limit) - 1 - time.monotonic()))
     recorder = Recorder(Path(path), float(deadline), free)
     recorder.record["environment"] = environment()
     if device == "cpu":
-        # The threads that read rows need a core.
+        # The reader threads need a core.
         torch.set_num_threads(max(1, torch.get_num_threads() - 1))
     module, name = target.split(":")
     part = getattr(importlib.import_module(module), name)

@@ -1,4 +1,4 @@
-"""The tests that need a GPU, in parallel and then the failed ones alone; and memcheck."""
+"""The tests that need a GPU: all in parallel, then each failed one alone; and memcheck."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _PYTEST = (
     "benchmarks.gpu.testlog",
 )
 _OPTIONS = ("-o", "addopts=", "--strict-markers", "--continue-on-collection-errors")
-# A process ends with the CUDA context that a test has broken, and xdist starts another one.
+# A test that breaks the CUDA context ends its process, and xdist starts another one.
 _RESTARTS = ("--max-worker-restart", "100")
 _PARALLEL_SHARE = 0.75
 _ALONE_S = 120.0
@@ -39,16 +39,16 @@ _SANITIZED = ("tests/devices/test_cuda.py", "-k", "rows_of_every_size")
 
 
 def tests(run: Run) -> list[Cell]:
-    """All tests in one cell, and one cell more for each test that failed."""
+    """Return a cell with all tests, which adds a cell for each failed test."""
     return [Cell({"run": "in parallel"}, functools.partial(_all_tests, run))]
 
 
 def _all_tests(run: Run) -> Fields:
     if run.cuda:
-        # Other files may import packages that are not there.
+        # Other files may import packages that are not installed.
         files = sorted(
             str(path.relative_to(ROOT))
-            for path in (ROOT / "tests").glob("test_*.py")
+            for path in (ROOT / "tests").rglob("test_*.py")
             if "mark.gpu" in path.read_text()
         )
         markers = "gpu"
@@ -81,7 +81,7 @@ def _alone(run: Run, markers: str, test: str) -> Fields:
 
 
 def _pytest(limit_s: float, *arguments: str) -> Fields:
-    """Run pytest, and read what its log has even if it was killed."""
+    """Run pytest, and read its log, also if pytest was killed."""
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder) / "tests.jsonl"
         status, output = run_program(
@@ -99,7 +99,7 @@ def _pytest(limit_s: float, *arguments: str) -> Fields:
 
 
 def summary(lines: list[dict[str, Any]]) -> Fields:
-    """Counts, failures, tests that did not end, reasons of skips, and the slowest tests."""
+    """Return counts, failures, unfinished tests, reasons of skips, and the slowest tests."""
     reports = [line for line in lines if line["outcome"] != "started"]
     ended = {report["test"] for report in reports}
     failures = [report for report in reports if report["outcome"] == "failed"]
@@ -115,7 +115,7 @@ def summary(lines: list[dict[str, Any]]) -> Fields:
 
 
 def compute_sanitizer(run: Run) -> list[Cell]:
-    """memcheck on the kernels that move rows."""
+    """Return a cell that runs memcheck on the kernels that copy rows."""
     return [Cell({"tool": "memcheck"}, functools.partial(_sanitized, run))]
 
 

@@ -1,4 +1,4 @@
-"""Rows of .npy files in the page cache to the device: a Feeder beside loops written by hand."""
+"""Copying rows of .npy files in the page cache to the device, by a Feeder and plain loops."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _EPOCHS = 2
 
 @dataclass
 class Files:
-    """One file at a time in a temporary folder, and the throughput of the link."""
+    """A file in a temporary folder, one at a time, and the throughput of the link."""
 
     run: Run
     nbytes: int
@@ -41,7 +41,7 @@ class Files:
     path: Path = field(default_factory=Path)
 
     def file(self, kind: str) -> Path:
-        """The file with rows of that kind, in the page cache; there is one file at a time."""
+        """Return the file with rows of a kind, in the page cache. The previous file is deleted."""
         if kind != self.kind:
             if self.kind:
                 self.path.unlink()
@@ -58,13 +58,13 @@ class Files:
         )
 
     def measure(self, kind: str, name: str) -> Fields:
-        """Compare the first batches of everybody, and time epochs of everybody."""
+        """Compare the first batches of all loops, and time their epochs."""
         path = self.file(kind)
         order = order_of(name)
         device = self.run.device
         batch_size = _BATCH_ROWS[kind] if self.run.cuda else _BATCH_ROWS[kind] // 8
-        by_torch = ByHand(path, order, batch_size, device, _gather_by_torch)
-        by_numpy = ByHand(path, order, batch_size, device, _gather_by_numpy)
+        by_torch = PlainLoop(path, order, batch_size, device, _gather_by_torch)
+        by_numpy = PlainLoop(path, order, batch_size, device, _gather_by_numpy)
         with Feeder(
             path, batch_size=batch_size, rows=order, drop_last=True, device=device
         ) as feeder:
@@ -85,7 +85,7 @@ class Files:
         }
 
     def _rate(self, make: Callable[[], Iterator[torch.Tensor]]) -> float:
-        """GB/s of the fastest epoch; the first one is not timed, for page tables and code."""
+        """Return GB/s of the fastest epoch after the first, which sets up page tables and code."""
         found = []
         for _ in range(1 + _EPOCHS):
             wait(self.run.device)
@@ -97,9 +97,9 @@ class Files:
 
 
 def files(run: Run) -> list[Cell]:
-    """A cell for each kind of rows and each order.
+    """Return a cell for each kind of rows and each order.
 
-    The folder goes with the part's other temporary files.
+    The folder is removed with the other temporary files of the part.
     """
     shared = Files(
         run, (1 << 30) if run.cuda else (64 << 20), Path(tempfile.mkdtemp(prefix="files-"))
@@ -111,16 +111,16 @@ def files(run: Run) -> list[Cell]:
 
 
 def first_batches(make: Callable[[], Iterator[torch.Tensor]]) -> list[torch.Tensor]:
-    """Some batches, on the host; the epoch is closed then."""
+    """Return the first batches of an epoch, on the host, and close the epoch."""
     with contextlib.closing(make()) as epoch:  # type: ignore[type-var]  # a generator
         return [batch.cpu().clone() for batch in itertools.islice(epoch, _N_CHECKED)]
 
 
 def compare(batches: dict[str, list[torch.Tensor]]) -> None:
-    """Compare the batches of everybody with those of pinfeed.
+    """Compare the batches of all loops with those of pinfeed.
 
     Raises:
-        AssertionError: They differ.
+        AssertionError: If they differ.
     """
     for loop, found in batches.items():
         same = [torch.equal(*pair) for pair in zip(found, batches["pinfeed"], strict=True)]
@@ -132,13 +132,13 @@ def order_of(name: str) -> Order:
     return rows.shuffled(1) if name == "shuffled" else rows.sequential()
 
 
-class ByHand:
-    """A loop by hand: memory map, gather into a page-locked buffer, asynchronous copy."""
+class PlainLoop:
+    """A plain loop: memory map, gather into a page-locked buffer, asynchronous copy."""
 
     def __init__(
         self, path: Path, order: Order, batch_size: int, device: str, gather: Callable[..., None]
     ) -> None:
-        # Mode "c" is as "r" but for a warning of torch's.
+        # Mode "c" reads as mode "r" does, but torch accepts it without a warning.
         self._array: np.ndarray = np.load(path, mmap_mode="c").view(np.ndarray)
         self._device = device
         self._gather = gather
@@ -148,7 +148,7 @@ class ByHand:
         self._batches = [draw.rows() for draw in draws]
 
     def epoch(self) -> Iterator[torch.Tensor]:
-        """The batches, each in memory of its own on the device."""
+        """Yield the batches, each in its own memory on the device."""
         copied: list[Any] = [None] * _N_BUFFERS
         for i, numbers in enumerate(self._batches):
             buffer = self._buffers[i % _N_BUFFERS]

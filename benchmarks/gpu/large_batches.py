@@ -1,4 +1,4 @@
-"""Batches that do not fit: saved tensors that wait on the host, and batches computed in chunks."""
+"""Batches that do not fit: saved tensors offloaded to the host, and batches in chunks."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from benchmarks.zoo import GPT
 from pinfeed import GiB
 from pinfeed.training.offload.offload import Offload
 
-_N_WORDS, _LENGTH = 8192, 256
-_N_WARM, _N_STEPS = 2, 6
+_N_WORDS = 8192
+_LENGTH = 256
+_N_WARM = 2
+_N_STEPS = 6
 
 
 def large_batches(run: Run) -> list[Cell]:
-    """A GPT with and without Offload; gradients and peaks of BigBatch."""
-    # Deterministic matrix products need it, and it is read when the first of them begins.
+    """Return cells of a GPT with and without Offload, and of BigBatch's gradients and peaks."""
+    # Deterministic matrix products need this variable, which is read when the first one begins.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     sizes = (16, 64) if run.cuda else (2,)
     cells = []
@@ -75,7 +77,7 @@ def gradients(device: str, n: int) -> Fields:
 
 
 def step(device: str, n: int, *, offloaded: bool) -> Fields:
-    """Milliseconds of a step, and its peak of memory beyond the model and its gradients."""
+    """Return milliseconds of a step, and its peak memory beyond the model and gradients."""
     model, ids, targets = network(device, n)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     times = []
@@ -103,12 +105,12 @@ def step(device: str, n: int, *, offloaded: bool) -> Fields:
 
 
 def offload_on(device: str) -> Offload:
-    """An Offload with a limit that holds what these batches save."""
+    """Return an Offload whose limit is enough for the saved tensors of these batches."""
     return Offload(device, host_limit=GiB(24) if device == "cuda" else GiB(2))
 
 
 def network(device: str, n: int) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """A GPT, larger on a GPU; and a batch of word numbers with the words that follow."""
+    """Return a GPT, larger on a GPU, and a batch of word numbers with the next words."""
     torch.manual_seed(0)
     model = GPT(n_words=_N_WORDS, n=768 if device == "cuda" else 96, length=_LENGTH).to(device)
     ids = torch.randint(_N_WORDS, (n, _LENGTH), device=device)

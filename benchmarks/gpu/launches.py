@@ -1,4 +1,4 @@
-"""Launches of the kernels that move rows, for a profiler: ``python -m benchmarks.gpu.launches``."""
+"""Launches of the kernels that copy rows, for a profiler: ``python -m benchmarks.gpu.launches``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _ROW_BYTES = 512
 
 
 class Launches:
-    """Rows of a page-locked table, in random order.
+    """Launches with rows of a page-locked table, in random order.
 
     Args:
         device: ``cuda`` or ``cpu``.

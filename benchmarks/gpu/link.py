@@ -36,7 +36,7 @@ extern "C" __global__ void copy(const uint4* from, uint4* to, unsigned n)
 
 
 def ceilings(run: Run) -> list[Cell]:
-    """The throughput of one large block, by the copy engine and by kernels."""
+    """Return cells of the throughput of one large block, by the copy engine and by kernels."""
     made = functools.cache(
         lambda: Ceilings(Bench(run.device), (256 << 20) if run.cuda else (8 << 20))
     )
@@ -59,7 +59,7 @@ def _gb_per_s(way: Callable[[str], float], direction: str) -> Fields:
 
 
 class Ceilings:
-    """Measures the link with blocks of ``nbytes`` that lie in sequence."""
+    """Measures the link with contiguous blocks of ``nbytes``."""
 
     def __init__(self, bench: Bench, nbytes: int) -> None:
         self.bench = bench
@@ -72,8 +72,9 @@ class Ceilings:
             block[...] = 1
 
     def engine(self, direction: str) -> float:
-        """GB/s of the copy engine."""
-        device, bench = self.bench.device, self.bench
+        """Return GB/s of the copy engine."""
+        bench = self.bench
+        device = bench.device
         return self._rate(
             direction,
             lambda: device.copy(self._host[0], self._there[0], bench.read),
@@ -81,7 +82,7 @@ class Ceilings:
         )
 
     def plain(self, direction: str) -> float:
-        """GB/s of a kernel that uses the whole GPU to copy one block."""
+        """Return GB/s of a kernel that uses the whole GPU to copy one block."""
         if not self.bench.cuda:
             raise Skipped("the plain kernel needs a GPU")
         host = [block.ctypes.data for block in self._host]
@@ -93,7 +94,7 @@ class Ceilings:
         )
 
     def kernel(self, n_blocks: int, direction: str) -> float:
-        """GB/s of the kernels that move rows, with rows in sequence."""
+        """Return GB/s of the kernels that copy rows, with rows in sequence."""
         samples, into = self._rows
         self.bench.use_blocks(n_blocks)
         return self._rate(
@@ -147,7 +148,7 @@ class Ceilings:
 
 
 def routes(run: Run) -> list[Cell]:
-    """Loops of a feeder that have no step: rows only come, or come and go back."""
+    """Return cells of a feeder's loops without a step, with and without write-back."""
     memory = functools.cache(lambda: words((2 << 30) if run.cuda else (256 << 20), pin=run.cuda))
     seconds = 0.7 if run.cuda else 0.1
 
@@ -171,9 +172,9 @@ def routes(run: Run) -> list[Cell]:
 def loop_rate(
     store: PinnedStore, device: str, route: str | None, *, write: bool, seconds: float
 ) -> Fields:
-    """GB/s of shuffled rows in a loop without a step, in the steady state.
+    """Return GB/s of shuffled rows in a loop without a step, in the steady state.
 
-    Both directions count where rows are written.
+    Rows that are written back count in both directions.
     """
     row_nbytes = store.array.nbytes // store.n_rows
     batch_size = max(1, _BATCH_BYTES // row_nbytes)
@@ -201,9 +202,10 @@ def loop_rate(
 
 
 def _epoch_rate(feeder: Feeder, device: str, seconds: float, *, write: bool) -> float:
-    """Batches in a second after the first ones, of an epoch that is cut off after some seconds."""
+    """Return the batches per second of an epoch, after the first ones, for up to ``seconds``."""
     n_warm = min(_N_WARM, len(feeder) // 2)
-    begin, i = 0.0, 0
+    begin = 0.0
+    i = 0
     with contextlib.closing(feeder.batches()) as batches:
         for i, batch in enumerate(batches):
             if i == n_warm:
@@ -214,5 +216,5 @@ def _epoch_rate(feeder: Feeder, device: str, seconds: float, *, write: bool) -> 
             if i > n_warm and time.perf_counter() - begin > seconds:
                 break
         wait(device)
-        # The batch that began the time had come before it.
+        # The batch after which the time begins does not count.
         return (i - n_warm) / (time.perf_counter() - begin)

@@ -1,4 +1,4 @@
-"""Small batches, loaders, the cost of a batch, predicted memory, and what doctor says."""
+"""Small batches, loaders, the overhead of a batch, predicted memory, and the doctor command."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from pinfeed import Feeder, PinnedStore, wrap_loader
 _ROWS = 1000
 _DIM = 3
 _CHOSEN = 6
-_BATCH, _FEATURES = 64, 3072
+_BATCH = 64
+_FEATURES = 3072
 
 
 def estimate(run: Run) -> list[Cell]:
-    """Predicted beside measured peaks of training steps."""
+    """Return cells of predicted and measured peaks of training steps."""
     cells = []
     for i in range(max(len(case.batch_sizes) for case in ZOO.values())):
-        # Every model comes once before any comes with another batch size.
+        # Every model is measured once before any is measured with another batch size.
         for name, case in ZOO.items():
             sizes = case.batch_sizes[::-1] if run.cuda else case.batch_sizes[:1]
             if i < len(sizes):
@@ -44,7 +45,7 @@ def estimate(run: Run) -> list[Cell]:
 
 
 def loops(run: Run) -> list[Cell]:
-    """Loops over small batches, over a DataLoader, and over sources that have nothing to do."""
+    """Return cells of loops over small batches, a DataLoader, and sources without work."""
     n_small, n_loader, n_overhead = (300, 200, 3000) if run.cuda else (50, 20, 300)
     small = small_batches(run.device, n_small)
     cells = [
@@ -67,7 +68,7 @@ def loops(run: Run) -> list[Cell]:
 
 
 def doctor(run: Run) -> list[Cell]:
-    """Run the command, which describes this machine and measures rows of a table."""
+    """Return a cell that runs the doctor, which describes the machine and measures rows."""
     rows = ("--rows", "2000000", "--row-bytes", "512")
     return [
         Cell(
@@ -82,7 +83,7 @@ def _doctor(run: Run, options: tuple[str, ...]) -> Fields:
     command = (sys.executable, "-m", "pinfeed", "doctor", "--json", *options)
     status, output = run_program(command, max(1.0, run.left_s()))
     try:
-        # Lines of the progress may stand before the JSON and after it.
+        # Progress may be printed before the JSON and after it.
         said, _ = json.JSONDecoder().raw_decode(output, output.index("{"))
     except ValueError as error:
         raise RuntimeError(
@@ -92,7 +93,7 @@ def _doctor(run: Run, options: tuple[str, ...]) -> Fields:
 
 
 def small_batches(device: str, n: int) -> dict[str, Callable[[], list[float]]]:
-    """Ways to bring short rows to the device and back; each returns the seconds of every batch."""
+    """Return functions that copy short rows to the device and back, and time every batch."""
     values = np.random.default_rng(0).random((_ROWS, _DIM))
     chosen = [np.random.default_rng(i).permutation(_ROWS)[:_CHOSEN] for i in range(n)]
 
@@ -133,7 +134,7 @@ def _median_us(way: Callable[[], list[float]]) -> Fields:
 
 
 class Loaders:
-    """A DataLoader whose batches go to the device in several ways, beside one matrix product."""
+    """A DataLoader whose batches are copied in several ways, in a loop with a matrix product."""
 
     def __init__(self, run: Run, n: int) -> None:
         self._run = run
@@ -189,7 +190,7 @@ class Loaders:
         return torch.cuda.Stream()
 
     def _by_side_stream(self) -> Iterator[torch.Tensor]:
-        """The next batch is copied in a side stream while the loop works on this one."""
+        """Copy the next batch in a side stream while the loop works on the current one."""
         later: tuple[torch.Tensor, Any] | None = None
         for (x,) in itertools.chain(self._loader, [(None,)]):
             arrived = later

@@ -24,16 +24,18 @@ from pinfeed.readahead.base import StoreRows
 
 _FACTORS = (1, 2, 0.5, 4, 0.25)
 _ROW_BYTES = 4096
-# The first transfer of an epoch hides behind nothing.
+# Many batches, because the first transfer of an epoch cannot be hidden.
 _N_BATCHES = 128
-_BESIDE_ROW_BYTES, _BESIDE_ROWS = 512, 65_536
+_BESIDE_ROW_BYTES = 512
+_BESIDE_ROWS = 65_536
+_N_REPEATS = 2
 _IMAGE = (3, 224, 224)
 
 Step = Callable[[Any], object]
 
 
 class Products:
-    """Matrix products of random numbers: zeros would draw less power, and so run faster.
+    """Matrix products of random numbers; zeros would draw less power and run faster.
 
     Args:
         device: ``cuda`` or ``cpu``.
@@ -41,7 +43,8 @@ class Products:
     """
 
     def __init__(self, device: str, n: int) -> None:
-        self.n, dtype = (n, torch.bfloat16) if device == "cuda" else (256, torch.float32)
+        self.n = n if device == "cuda" else 256
+        dtype = torch.bfloat16 if device == "cuda" else torch.float32
         self._a, self._b = (torch.randn(self.n, self.n, device=device).to(dtype) for _ in range(2))
         self._c = torch.empty_like(self._a)
 
@@ -51,7 +54,7 @@ class Products:
 
 
 def overlaps(run: Run) -> list[Cell]:
-    """Loops whose step is matrix products or a model; and products beside transfers."""
+    """Return cells of loops whose step is products or a model, and of products alone."""
     nbytes = (32 << 20) * _N_BATCHES if run.cuda else 64 << 20
     memory = functools.cache(lambda: words(nbytes, pin=run.cuda))
     products = functools.cache(lambda: Products(run.device, 4096))
@@ -103,52 +106,25 @@ def overlapped(
     step_of: Callable[[float], Step],
     *,
     write: bool,
-    n_repeats: int = 2,
 ) -> Fields:
-    """Milliseconds of a batch: transfer alone, step alone on a batch that is there, and both.
+    """Return milliseconds of a batch: the transfer alone, the step alone, and both together.
 
     Args:
-        store: Whose rows come.
+        store: Store of the rows.
         batch_size: Rows of a batch.
-        device: Where to.
-        route: Of the feeder.
-        step_of: Given the seconds of a transfer, returns the step.
-        write: Whether the rows go back as well.
-        n_repeats: The fastest epoch of so many counts.
+        device: Device that the rows are copied to.
+        route: Route of the feeder.
+        step_of: Function that returns the step, given the seconds of a transfer.
+        write: Whether the rows are written back.
     """
     with Feeder(
         store, batch_size=batch_size, shuffle=True, drop_last=True, device=device, route=route
     ) as feeder:
-        n = len(feeder)
-        with contextlib.closing(iter(feeder)) as batches:  # type: ignore[type-var]  # a generator
-            resident = next(batches).clone()
-
-        def epoch(step: Step) -> float:
-            wait(device)
-            begin = time.perf_counter()
-            for batch in feeder.batches():
-                step(batch.data)
-                if write:
-                    batch.write_back(batch.data)
-            wait(device)
-            return (time.perf_counter() - begin) / n
-
-        def alone(step: Step) -> float:
-            wait(device)
-            begin = time.perf_counter()
-            for _ in range(n):
-                step(resident)
-            wait(device)
-            return (time.perf_counter() - begin) / n
-
-        def fastest(time_it: Callable[[Step], float], step: Step) -> float:
-            # The first epoch warms up.
-            return min([time_it(step) for _ in range(1 + n_repeats)][1:])
-
-        transfer = fastest(epoch, lambda _: None)
+        loop = Loop(feeder, device, write)
+        transfer = fastest(loop.epoch_s, lambda _: None)
         step = step_of(transfer)
-        compute = fastest(alone, step)
-        both = min(epoch(step) for _ in range(n_repeats))
+        compute = fastest(loop.step_alone_s, step)
+        both = min(loop.epoch_s(step) for _ in range(_N_REPEATS))
         nbytes = batch_size * (store.array.nbytes // store.n_rows)
         return {
             "plan": feeder.plan.route,
@@ -162,8 +138,51 @@ def overlapped(
         }
 
 
+class Loop:
+    """A loop over a feeder, timed with a step.
+
+    Args:
+        feeder: The feeder.
+        device: Device of the batches.
+        write: Whether the loop writes batches back.
+    """
+
+    def __init__(self, feeder: Feeder, device: str, write: bool) -> None:
+        self._feeder = feeder
+        self._device = device
+        self._write = write
+        self._n = len(feeder)
+        with contextlib.closing(iter(feeder)) as batches:  # type: ignore[type-var]  # a generator
+            self._resident = next(batches).clone()
+
+    def epoch_s(self, step: Step) -> float:
+        """Return the seconds of a batch in an epoch with a step."""
+        wait(self._device)
+        begin = time.perf_counter()
+        for batch in self._feeder.batches():
+            step(batch.data)
+            if self._write:
+                batch.write_back(batch.data)
+        wait(self._device)
+        return (time.perf_counter() - begin) / self._n
+
+    def step_alone_s(self, step: Step) -> float:
+        """Return the seconds of a step on a batch that is on the device already."""
+        wait(self._device)
+        begin = time.perf_counter()
+        for _ in range(self._n):
+            step(self._resident)
+        wait(self._device)
+        return (time.perf_counter() - begin) / self._n
+
+
+def fastest(time_it: Callable[[Step], float], step: Step) -> float:
+    """Return the fastest of several epochs; the first one warms up and does not count."""
+    return min([time_it(step) for _ in range(1 + _N_REPEATS)][1:])
+
+
 def best_s(products: Products, device: str, n: int = 20) -> float:
-    """Seconds of one product: the mean of several that run one after the other."""
+    """Return the mean seconds of one product in a sequence of ``n``."""
     products(n)
     wait(device)
     begin = time.perf_counter()
@@ -173,7 +192,7 @@ def best_s(products: Products, device: str, n: int = 20) -> float:
 
 
 def random_images(n: int, *, pin: bool) -> PinnedStore:
-    """Images of random bytes."""
+    """Create images of random bytes."""
     store = PinnedStore.empty((n, *_IMAGE), "uint8", pin=pin)
     some = np.random.default_rng(0).integers(256, size=(min(n, 128), *_IMAGE), dtype=np.uint8)
     for start in range(0, n, len(some)):
@@ -182,7 +201,7 @@ def random_images(n: int, *, pin: bool) -> PinnedStore:
 
 
 def training_step(device: str, batch_size: int) -> Step:
-    """A training step of ResNet-18 on a batch of images, in bfloat16 where autocast chooses it."""
+    """Return a training step of ResNet-18 on a batch of images, with bfloat16 autocast."""
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(0)
     model = resnet().to(device, memory_format=torch.channels_last)
@@ -201,7 +220,7 @@ def training_step(device: str, batch_size: int) -> Step:
 
 
 def beside_products(run: Run) -> list[Cell]:
-    """Time of large products while rows come, to their time alone."""
+    """Return cells of the slowdown of large products while rows are copied."""
     shared = functools.cache(lambda: Beside(run.device))
     cells = []
     for n_blocks in (8, None, *(n for n in BLOCKS if n != 8)):
@@ -215,7 +234,7 @@ def beside_products(run: Run) -> list[Cell]:
 
 
 class Beside:
-    """Large products, and rows that come beside them."""
+    """Large products, and rows that are copied at the same time."""
 
     def __init__(self, device: str) -> None:
         self.bench = bench = Bench(device)
@@ -231,7 +250,7 @@ class Beside:
         self._alone_s = statistics.median(self._products_s() for _ in range(9))
 
     def measure(self, n_blocks: int | None) -> Fields:
-        """Measure with rows that come by so many blocks; or by the copy engine in one block."""
+        """Measure with a kernel of ``n_blocks``, or with the copy engine for None."""
         bench = self.bench
         if n_blocks is None:
             move = functools.partial(bench.device.copy, self._staged, self._into, bench.read)
@@ -240,7 +259,7 @@ class Beside:
             move = functools.partial(bench.gather, self._sample, self._into)
         move_s = bench.latency_s(move)
         n_moves = int(3 * self._alone_s / move_s) + 1
-        # The first round is not timed: page-locked memory for so many row numbers is made in it.
+        # The first round is not timed, because it allocates page-locked memory for row indices.
         for _ in range(n_moves):
             move()
         bench.read.record().sync()
@@ -263,7 +282,7 @@ class Beside:
         }
 
     def _products_s(self) -> float:
-        # Not all of the device is waited for: the transfers go on.
+        # This waits for one stream only, because the transfers must continue.
         current = self.bench.device.current_stream()
         current.record().sync()
         begin = time.perf_counter()

@@ -15,7 +15,7 @@ _COLORS = {"direct": "#2b6ca3", "staged": "#d1495b"}
 
 
 def draw(results: Sequence[Path], out: Path, prefix: str) -> list[Path]:
-    """Draw every picture that the results have data for; one that fails is reported."""
+    """Draw every picture that the results have data for, and report failures."""
     records = [json.loads(path.read_text()) for path in results]
     cells = {record["part"]: record["cells"] for record in records}
     environment = next((record["environment"] for record in records if "environment" in record), "")
@@ -60,7 +60,7 @@ def _draw(
 
 
 def draw_rows(cells: Cells, figure: Any) -> None:
-    """Throughput by row size of the largest batches, beside the ceilings."""
+    """Draw the throughput of the largest batches by row size, with the ceilings."""
     limits: dict[str, Any] = next((cell for cell in cells if cell["what"] == "ceilings"), {})
     rows = [cell for cell in cells if cell["what"] == "rows"]
     lines = sorted({(cell["table_gb"], cell["order"]) for cell in rows})
@@ -86,7 +86,7 @@ def draw_rows(cells: Cells, figure: Any) -> None:
         axes.set_xscale("log", base=2)
         axes.set_xlabel("bytes of a row")
         axes.set_ylabel("GB/s")
-        # The ceilings are lines, which do not widen the axis by themselves.
+        # Horizontal lines do not extend the axis, so the ceilings are included here.
         most = [
             *(rate for name, rate in limits.items() if name.startswith(way)),
             axes.get_ylim()[1],
@@ -98,7 +98,7 @@ def draw_rows(cells: Cells, figure: Any) -> None:
 
 
 def _largest(cells: Cells, field: str) -> list[tuple[int, float]]:
-    """Row sizes and the throughput of the batch of most rows."""
+    """Return row sizes with the throughput of the largest batch."""
     found: dict[int, float] = {}
     for cell in sorted(cells, key=lambda cell: int(cell["count"])):
         found[cell["row_nbytes"]] = cell[field]
@@ -108,6 +108,12 @@ def _largest(cells: Cells, field: str) -> list[tuple[int, float]]:
 def draw_overlap(cells: Cells, figure: Any) -> None:
     """Draw the share of transfers that is hidden, and the slowdown of matrix products."""
     left, right = figure.subplots(1, 2)
+    _draw_hidden(cells, left)
+    _draw_slowdown(cells, right)
+
+
+def _draw_hidden(cells: Cells, axes: Any) -> None:
+    """Draw the time of a loop, relative to the longer one of its step and its transfer."""
     loops = [cell for cell in cells if cell["what"] == "products as the step"]
     for route, write in sorted({(cell["route"], cell["write"]) for cell in loops}):
         points = sorted(
@@ -116,7 +122,7 @@ def draw_overlap(cells: Cells, figure: Any) -> None:
             if (cell["route"], cell["write"]) == (route, write)
         )
         label = f"{route}, {'rows come and go' if write else 'rows come'}"
-        left.plot(
+        axes.plot(
             *zip(*points, strict=True),
             "--" if write else "-",
             color=_COLORS[route],
@@ -126,18 +132,22 @@ def draw_overlap(cells: Cells, figure: Any) -> None:
     for cell in cells:
         if cell["what"] == "ResNet-18 as the step":
             point = cell["compute_to_transfer"], cell["both_to_longer"]
-            left.plot(
+            axes.plot(
                 *point,
                 "*",
                 color=_COLORS[cell["route"]],
                 markersize=12,
                 label=f"{cell['route']}, ResNet-18",
             )
-    left.axhline(1, color="black", linewidth=0.8)
-    left.set_xscale("log", base=2)
-    left.set_xlabel("time of the step, in transfers")
-    left.set_title("time of both at once, to the longer of the two", loc="left", fontsize=10)
-    left.legend(frameon=False, fontsize=8)
+    axes.axhline(1, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("time of the step, in transfers")
+    axes.set_title("time of both at once, to the longer of the two", loc="left", fontsize=10)
+    axes.legend(frameon=False, fontsize=8)
+
+
+def _draw_slowdown(cells: Cells, axes: Any) -> None:
+    """Draw the time of matrix products during a transfer, relative to their time alone."""
     beside = [cell for cell in cells if cell["what"] == "products beside a transfer"]
     kernels = sorted(
         (cell["n_blocks"], cell["beside_to_alone"])
@@ -145,7 +155,7 @@ def draw_overlap(cells: Cells, figure: Any) -> None:
         if cell["n_blocks"] is not None
     )
     if kernels:
-        right.plot(
+        axes.plot(
             *zip(*kernels, strict=True),
             marker="o",
             color=_COLORS["direct"],
@@ -153,20 +163,20 @@ def draw_overlap(cells: Cells, figure: Any) -> None:
         )
     for cell in beside:
         if cell["n_blocks"] is None:
-            right.axhline(
+            axes.axhline(
                 cell["beside_to_alone"], color=_COLORS["staged"], label="a block by the copy engine"
             )
-    right.set_xscale("log", base=2)
-    right.set_xlabel("blocks of the kernel")
-    right.set_title(
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("blocks of the kernel")
+    axes.set_title(
         "time of large products beside a transfer, to their time alone", loc="left", fontsize=10
     )
     if beside:
-        right.legend(frameon=False, fontsize=8)
+        axes.legend(frameon=False, fontsize=8)
 
 
 def draw_tables(cells: Cells, figure: Any) -> None:
-    """Milliseconds of a step of every contestant on every table, with a small and a large model."""
+    """Draw milliseconds of a step of every contestant on every table, with both models."""
     steps = [cell for cell in cells if cell["what"] == "step"]
     names = list(dict.fromkeys(cell["contestant"] for cell in steps))
     tables = list(dict.fromkeys(cell["table"] for cell in steps))

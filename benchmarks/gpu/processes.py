@@ -1,4 +1,4 @@
-"""Parts in processes of their own: an error, a hang or a lack of memory ends one part alone."""
+"""Parts in processes of their own, so that an error, a hang or a lack of memory ends only one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ import psutil
 
 ROOT = Path(__file__).parents[2]
 LEAST_S = 12.0
-"""A shorter time would end before most parts have loaded their libraries."""
+"""Minimum time of a part. Most parts need some seconds to load their libraries."""
 _GRACE_S = 15.0
 _N_LINES = 60
 
@@ -54,19 +54,19 @@ def run_parts(
     prefix: str,
     least_s: float = LEAST_S,
 ) -> list[Path]:
-    """Run parts one after the other; time that a part leaves over goes to the later ones.
+    """Run parts one after the other. Time that a part does not need is left for later ones.
 
     Args:
-        parts: What is run.
+        parts: The parts.
         seconds: Time for all of them.
         out: Folder of the results.
         device: ``cuda`` or ``cpu``.
         command: The command line, for the results.
         prefix: Beginning of the names of the files.
-        least_s: What a part gets at least, as long as there is time.
+        least_s: Minimum time of a part, while time is left.
 
     Returns:
-        One JSON file of each part.
+        The paths of the JSON files, one for each part.
     """
     end_s = time.monotonic() + seconds
     out.mkdir(parents=True, exist_ok=True)
@@ -86,9 +86,9 @@ def run_parts(
 def run_part(
     part: Part, path: Path, header: dict[str, Any], limit_s: float, least_s: float = 0.0
 ) -> None:
-    """Run one part for up to ``limit_s`` seconds; its file says how it ended.
+    """Run one part for up to ``limit_s`` seconds, and write to its file how it ended.
 
-    A part that has less than half of ``least_s`` is not started.
+    A part is not started if ``limit_s`` is less than half of ``least_s``.
     """
     began = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     header = {
@@ -122,7 +122,7 @@ def run_part(
 
 
 def _run(part: Part, path: Path, device: str, limit_s: float) -> tuple[int | None, list[str]]:
-    """Exit status, or None if the process was killed; and the last lines that it printed."""
+    """Return the exit status, None if it was killed, and the last lines that it printed."""
     limit = time.monotonic() + limit_s
     deadline = limit - min(_GRACE_S, 0.2 * limit_s)
     last: deque[str] = deque(maxlen=_N_LINES)
@@ -136,7 +136,7 @@ def _run(part: Part, path: Path, device: str, limit_s: float) -> tuple[int | Non
         str(deadline),
         str(limit),
     )
-    # The files of a part that is killed go with its folder; so do routes that were measured.
+    # The temporary files of a part, and its measured routes, are removed even if it is killed.
     with tempfile.TemporaryDirectory(prefix="gpu-", ignore_cleanup_errors=True) as folder:
         process = subprocess.Popen(
             command,
@@ -161,7 +161,7 @@ def _run(part: Part, path: Path, device: str, limit_s: float) -> tuple[int | Non
 
 
 def end(process: subprocess.Popen[str]) -> None:
-    """Kill a process that leads a session, and all that it has started."""
+    """Kill a process that leads a session, and all processes that it has started."""
     started: list[psutil.Process] = []
     with contextlib.suppress(psutil.NoSuchProcess):
         started = psutil.Process(process.pid).children(recursive=True)
@@ -170,7 +170,7 @@ def end(process: subprocess.Popen[str]) -> None:
     for child in started:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
-    # A process that waits within the driver may not die at once.
+    # A process that waits in the driver may not end at once.
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(timeout=10)
 
@@ -181,7 +181,7 @@ def run_program(
     """Run a program for up to ``limit_s`` seconds.
 
     Returns:
-        Its exit status, or None if it was killed; and all that it printed.
+        Its exit status, or None if it was killed, and its output.
     """
     with tempfile.TemporaryFile("w+", errors="replace") as output:
         process = subprocess.Popen(
@@ -204,19 +204,19 @@ def run_program(
 
 
 def machine() -> str:
-    """A short name of the GPU, found out in a process of its own: this one must not use the GPU."""
+    """Return a short name of the GPU, from another process: this one must not use the GPU."""
     code = "from benchmarks.environment import machine; print(machine())"
     status, output = run_program((sys.executable, "-c", code), 60.0)
     return output.split()[-1] if status == 0 else "unknown"
 
 
 def last_lines(text: str, n: int = _N_LINES) -> list[str]:
-    """The end of what a program printed."""
+    """Return the last lines of a program's output."""
     return text.strip().splitlines()[-n:]
 
 
 def new_file(folder: Path, stem: str, suffix: str) -> Path:
-    """Create an empty file with the first number that no other file has."""
+    """Create an empty file, whose name has the first number that is free."""
     number = 1
     while True:
         path = folder / f"{stem}-{number}{suffix}"

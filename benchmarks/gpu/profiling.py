@@ -1,4 +1,4 @@
-"""The kernels that move rows: registers, local memory, duration, and what a profiler counts."""
+"""The kernels that copy rows: registers, local memory, duration, and profiler counters."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ _NCU_S = 60.0
 
 
 def profile(run: Run) -> list[Cell]:
-    """A cell for each way to look at the kernels."""
+    """Return a cell for each way to profile the kernels."""
     cells = [Cell({"by": "CuPy", "what": "attributes"}, lambda: _attributes(run))]
     for n_blocks in _BLOCKS:
         key = {"by": "torch.profiler", "what": "launches", "n_blocks": n_blocks}
         cells.append(Cell(key, functools.partial(_traced, run, n_blocks)))
     sections = [argument for name in _SECTIONS for argument in ("--section", name)]
     cells.append(Cell({"by": "ncu", "what": "sections"}, lambda: _counted(run, sections)))
-    # These are a cell of their own: ncu counts nothing if it does not know one of the names.
+    # The names have a cell of their own, because ncu counts nothing if it does not know one.
     cells.append(
         Cell(
             {"by": "ncu", "what": "metrics"},
@@ -70,7 +70,7 @@ def _attributes(run: Run) -> Fields:
 
 
 def _traced(run: Run, n_blocks: int) -> Fields:
-    """Durations of the kernels, from a trace of torch's profiler."""
+    """Return durations of the kernels, from a trace of torch's profiler."""
     run.require_cuda("a trace of kernels")
     launches = Launches(run.device)
     launches.launch(n_blocks)
@@ -100,7 +100,7 @@ def _traced(run: Run, n_blocks: int) -> Fields:
 
 
 def _counted(run: Run, wanted: list[str]) -> Fields:
-    """The rows of ncu's raw page, one for each launch."""
+    """Return the rows of ncu's raw page, one for each launch."""
     run.require_cuda("ncu")
     ncu = shutil.which("ncu") or shutil.which("/usr/local/cuda/bin/ncu")
     if ncu is None:

@@ -1,4 +1,4 @@
-"""The cells that a part measures, saved after every one of them."""
+"""Recorder: measures the cells of a part, and saves after every cell."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Cell:
     """One measurement.
 
     Args:
-        key: The fields that tell it from the other cells of its part.
-        measure: Returns the measured fields; raises ``Skipped`` where there is nothing to measure.
+        key: The fields that identify it among the cells of its part.
+        measure: Function that returns the measured fields, or raises ``Skipped``.
     """
 
     key: Fields
@@ -38,10 +38,10 @@ class Recorder:
     """Measures cells until a deadline, and keeps the JSON file of the part up to date.
 
     Args:
-        path: An existing JSON file with what is known of the part already.
+        path: Path of an existing JSON file with the header of the part.
         deadline: The time of ``time.monotonic()`` after which no cell is begun.
-        settle: Called after every cell to free memory; an error of it says that the device is
-            lost, and ends the part.
+        settle: Function that frees memory after every cell. If it raises, the device is lost, and
+            the part ends.
     """
 
     def __init__(self, path: Path, deadline: float, settle: Callable[[], object]) -> None:
@@ -54,7 +54,7 @@ class Recorder:
         self._waiting: deque[Cell] = deque()
 
     def add(self, cells: Iterable[Cell]) -> None:
-        """Append cells; a cell that is being measured may do so."""
+        """Append cells. A cell that is being measured may call this."""
         self._waiting.extend(cells)
 
     def run(self) -> None:
@@ -108,8 +108,8 @@ class Run:
     """Arguments of a part.
 
     Args:
-        device: ``cuda``; or ``cpu``, where small sizes show that the code runs.
-        recorder: Takes the cells.
+        device: ``cuda``, or ``cpu`` for small sizes that check the code.
+        recorder: Recorder of the cells.
     """
 
     device: str
@@ -120,11 +120,11 @@ class Run:
         return self.device == "cuda"
 
     def left_s(self) -> float:
-        """Seconds until the deadline of the part."""
+        """Return the seconds until the deadline of the part."""
         return max(0.0, self.recorder.deadline - time.monotonic())
 
     def require_cuda(self, what: str) -> None:
-        """Skip a cell that only a GPU can measure."""
+        """Skip the cell if there is no GPU."""
         if not self.cuda:
             raise Skipped(f"{what} needs a GPU; the device is {self.device}")
 

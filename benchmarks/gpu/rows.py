@@ -1,4 +1,4 @@
-"""Rows of page-locked tables to the device and back, beside what the link can do."""
+"""Copying rows of page-locked tables to the device and back, compared with the link."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _COUNTS = (65_536, 8192, 1 << 20, 1000)
 _MOST_BYTES = 512 << 20
 _QUEUED_BYTES = 1 << 30
 _N_CHECKED = 200
-# If the ceilings could not be measured.
+# The blocks of the kernels if the ceilings could not be measured.
 _N_BLOCKS = 8
 
 
@@ -41,12 +41,12 @@ class Sweep:
         return Bench(self.device)
 
     def ceilings(self) -> Fields:
-        """Measure what the rows are compared with."""
+        """Measure the ceilings that the rows are compared with."""
         self.limits = Ceilings(self.bench, (256 << 20) if self.bench.cuda else (8 << 20)).few()
         return dict(self.limits)
 
     def table(self, gb: float, row_nbytes: int) -> PinnedStore:
-        """Rows on the table of that size; the table of another size is freed before."""
+        """Return a table of a size. A table of another size is freed first."""
         if self.memory is None or self.gb != gb:
             self.memory = None
             free()
@@ -55,7 +55,7 @@ class Sweep:
         return as_rows(self.memory, row_nbytes)
 
     def moved(self, gb: float, row_nbytes: int, count: int, order: str) -> Fields:
-        """Gather and scatter one batch: checked first, then timed."""
+        """Check a gather and a scatter of one batch, then time them."""
         store = self.table(gb, row_nbytes)
         rng = np.random.default_rng(0)
         chosen = np.unique(rng.integers(store.n_rows, size=count))
@@ -79,7 +79,7 @@ class Sweep:
 
 
 def sweep(run: Run) -> list[Cell]:
-    """Gathers and scatters by row size, batch, table and order."""
+    """Return cells of gathers and scatters by row size, batch, table and order."""
     shared = Sweep(run.device)
     cells = [Cell({"what": "ceilings"}, shared.ceilings)]
     tables = _TABLE_GB if run.cuda else (0.05,)
@@ -97,7 +97,7 @@ def sweep(run: Run) -> list[Cell]:
             "count": capped,
             "order": order,
         }
-        # Several counts may be capped to the same one.
+        # Several counts may be limited to the same one.
         if str(key) not in seen and capped <= int(gb * 1e9) // row_nbytes:
             seen.add(str(key))
             cells.append(Cell(key, functools.partial(shared.moved, gb, row_nbytes, capped, order)))
@@ -108,7 +108,7 @@ def check(bench: Bench, sample: StoreRows, into: torch.Tensor) -> None:
     """Gather rows and scatter other values, and restore the table.
 
     Raises:
-        AssertionError: Rows are wrong on the device or in the table.
+        AssertionError: If rows are wrong on the device or in the table.
     """
     row_nbytes = part_nbytes(sample) // len(sample.rows)
     some = np.unique(np.linspace(0, len(sample.rows) - 1, _N_CHECKED).astype(np.int64))

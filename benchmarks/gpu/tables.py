@@ -1,4 +1,4 @@
-"""Rows of host tables, trained with Adam: the time of a step by pinfeed and in other ways."""
+"""Training rows of host tables with Adam: the time of a step by pinfeed and in other ways."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from benchmarks import rowsteps
 from benchmarks.gpu.processes import last_lines, run_program
 from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
+from benchmarks.rowcells import Body, RowCell
 from benchmarks.rows import BIG_ROWS, N_WARM, as_long_as_the_transfer, to_and_from
 
 _STEP_ALONE = "step alone"
@@ -20,9 +21,9 @@ _ONLY_ON_A_GPU = ("UVA gathers", "SpeedTorch's")
 
 @dataclass
 class Contest:
-    """One table that everybody trains, and the milliseconds of a step of a small model."""
+    """A table that all contestants train, and milliseconds of a step of a small model."""
 
-    cell: rowsteps.Cell
+    cell: RowCell
     device: str
     n_steps: int
     cap_s: float
@@ -70,7 +71,7 @@ class Contest:
         return found[name]
 
     def _compared(self, name: str, run: rowsteps.Run) -> str:
-        """Losses that differ are said beside the time, which they do not change."""
+        """Return whether the losses are equal. The time is recorded even if they differ."""
         try:
             rowsteps.compare(name, rowsteps.losses(run, self.cell, self.device), self.expected)
         except AssertionError as error:
@@ -78,22 +79,22 @@ class Contest:
         return "equal"
 
     def _step_ms(self, run: rowsteps.Run, n_products: int) -> float:
-        body = rowsteps.Body(self.cell, self.device, n_products)
+        body = Body(self.cell, self.device, n_products)
         return round(rowsteps.step_s(run, self.cell, body, self.ids, N_WARM, self.cap_s) * 1e3, 4)
 
 
 def tables(run: Run) -> list[Cell]:
-    """Steps on tables of several kinds; SpeedTorch's own table; and the memory of a large one."""
+    """Return cells of steps on several tables, of SpeedTorch's table, and of a large table."""
     if run.cuda:
         contests = [
-            Contest(rowsteps.Cell(128, 32_768, 0.0), run.device, 150, 0.6),
-            Contest(rowsteps.Cell(128, 8192, 0.0), run.device, 200, 0.6),
-            Contest(rowsteps.Cell(128, 131_072, 0.0), run.device, 40, 0.6),
-            Contest(rowsteps.Cell(16, 8192, 0.5), run.device, 200, 0.6),
-            Contest(rowsteps.Cell(128, 8192, 0.0, 0.5), run.device, 200, 0.6),
+            Contest(RowCell(128, 32_768, 0.0), run.device, 150, 0.6),
+            Contest(RowCell(128, 8192, 0.0), run.device, 200, 0.6),
+            Contest(RowCell(128, 131_072, 0.0), run.device, 40, 0.6),
+            Contest(RowCell(16, 8192, 0.5), run.device, 200, 0.6),
+            Contest(RowCell(128, 8192, 0.0, 0.5), run.device, 200, 0.6),
         ]
     else:
-        contests = [Contest(rowsteps.Cell(16, 1024, 0.5, table_bytes=4 << 20), run.device, 50, 0.2)]
+        contests = [Contest(RowCell(16, 1024, 0.5, table_bytes=4 << 20), run.device, 50, 0.2)]
     first, *others = [_cells(contest) for contest in contests]
     single = [
         Cell({"what": "SpeedTorch's table, to and from, ms"}, lambda: to_and_from(run.device)),

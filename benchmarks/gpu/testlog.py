@@ -1,6 +1,6 @@
-"""A plugin of pytest's that writes a line of JSON for every test as it begins and as it ends.
+"""A pytest plugin that writes a line of JSON when a test begins and when it ends.
 
-What was seen is kept if pytest is killed.
+So the results so far are kept if pytest is killed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _N_CHARACTERS = 300
 
 
 class TestLog:
-    """Appends reports to a file."""
+    """A plugin that appends reports of tests to a file."""
 
     __test__ = False
 
@@ -56,7 +56,7 @@ class TestLog:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Log in the process that hears of all tests; with xdist that is not one of the workers."""
+    """Register the log in the process that gets all reports; with xdist, not in a worker."""
     path = os.environ.get(VARIABLE)
     if path and not hasattr(config, "workerinput"):
         config.pluginmanager.register(TestLog(Path(path)), "pinfeed-test-log")

@@ -1,4 +1,4 @@
-"""The programs of infinitybatch's README run, with gradients of whole batches, in bounded memory."""
+"""The programs of infinitybatch's README run, with gradients of whole batches in bounded memory."""
 
 import copy
 import gc
