@@ -83,7 +83,7 @@ def draw_time() -> Figure:
     axes.text(
         BEGIN,
         6.12,
-        "Arrows are events: who waits stands at the head.  Batch k: bold.",
+        "Arrows are events; the waiter is at the head.  Batch k is bold.",
         fontsize=10,
         color="#333333",
     )
@@ -148,7 +148,7 @@ def arrows(axes: Any, batch: int, *, told: bool) -> None:
     arrived = start + 6.55
     arrow(axes, (copied, READ), (start - 0.15, COMPUTE), told, "filled", (-0.9, 0.0))
     arrow(axes, (computed, COMPUTE), (start + 5.0, WRITE), told, "ready", (-0.62, 0.03))
-    arrow(axes, (arrived, WRITE), (start + 6.75, WRITER), told, "landed", (-0.72, 0.03))
+    arrow(axes, (arrived, WRITE), (start + 6.75, WRITER), told, "written", (-0.72, 0.03))
     arrow(axes, (computed, COMPUTE), (start + PERIOD + 1.7, READ), told, "released", (0.85, 0.05))
     arrow(
         axes,
@@ -215,12 +215,12 @@ def draw_forwarding() -> Figure:
     axes.text(0, 2.75, "table on the host", ha="center", weight="bold")
     cell(axes, 3.4, 2, "row 2, new", COLOURS[1], "white")
     cell(axes, 3.4, 1, "row 5, new", COLOURS[1], "white")
-    axes.text(3.4, 2.75, "batch k: trained, on its way back", ha="center", weight="bold")
+    axes.text(3.4, 2.75, "batch k: trained, queued for write-back", ha="center", weight="bold")
     cell(axes, 6.8, 1, "row 5, old → new", COLOURS[2], "white")
     cell(axes, 6.8, 0, "row 9", COLOURS[2], "white")
     axes.text(6.8, 2.75, "batch k+1: gathered before", ha="center", weight="bold")
     pointer(axes, (2.55, 2.1), (0.85, 2.1), "", "#777777")
-    pointer(axes, (2.55, 1.1), (0.85, 1.1), "write-back, under way", "#777777")
+    pointer(axes, (2.55, 1.1), (0.85, 1.1), "write-back, queued", "#777777")
     pointer(axes, (4.25, 1.0), (5.95, 1.0), "forwarded on the device,\nwhen k+1 is lent", "black")
     pointer(
         axes, (0.85, -0.05), (5.95, -0.05), "read ahead: row 9, and row 5 as it was then", "#777777"
