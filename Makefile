@@ -1,4 +1,5 @@
-# Everything happens in .venv; nothing but Python 3.10+ and make need be installed. The README says the same as plain pip commands.
+# Every target sets up and uses .venv; only Python 3.10+ and make need to be installed. The README
+# has the same as plain pip commands.
 
 PYTHON ?= python3
 BIN = .venv/bin
@@ -9,7 +10,8 @@ SIZE ?= 2GiB
 demo: .venv/installed
 	$(BIN)/python examples/demo.py $(if $(NPY),--npy "$(NPY)",--size $(SIZE))
 
-# On every core; torch with one thread in each process. One test: .venv/bin/python -m pytest tests/test_x.py -k y
+# Run the tests on every core, with one torch thread in each process. To run one test:
+# .venv/bin/python -m pytest tests/pipeline -k name
 test: .venv/installed
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n auto --dist worksteal
 
@@ -19,42 +21,45 @@ lint: .venv/installed
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-# The guide, from docs/ and the docstrings, into site/; warnings are errors. Open site/index.html.
+# Build the pages from docs/ and the docstrings into site/, with warnings as errors.
 docs: .venv/docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
-# The guide's pictures that are drawn by scripts, anew: of the protocol, of what benchmarks/results/ has, and of loops that run for seconds.
+# Redraw the pictures of the protocol, of benchmarks/results/, and of loops that run for seconds.
 pictures: .venv/docs
 	$(BIN)/python docs/pictures/protocol.py
 	$(BIN)/python docs/pictures/measured.py
 	$(BIN)/python docs/pictures/timelines.py
 
-# Wheel and sdist in dist/, tried in a clean environment of each Python that there is.
+# Build wheel and sdist into dist/, and try them in a clean environment of each installed Python.
 package: .venv/packager
 	$(BIN)/python .ci/package.py
 
-# Word vectors of the standard library's sources, both tables in host memory; a few seconds with QUICK=1.
+# Train word vectors on the standard library's sources, with both tables in host memory. QUICK=1
+# takes a few seconds.
 word2vec: .venv/installed
 	$(BIN)/python examples/word2vec.py $(if $(QUICK),--quick)
 
-# Batches of a .npy beside other loaders, in under three minutes; all of it: python -m benchmarks.streaming
+# Compare batches of a .npy with other loaders, in under three minutes. The whole benchmark:
+# python -m benchmarks.streaming
 bench: .venv/peers
 	$(BIN)/python -m benchmarks.streaming --quick
 
-# Rows of a table on the host, trained: a step with prefetching, without, and in other ways; all of it: python -m benchmarks.rows
+# Compare training of host table rows with and without prefetching. The whole benchmark:
+# python -m benchmarks.rows
 rows: .venv/installed
 	$(BIN)/python -m benchmarks.rows --quick
 
-# Predicted beside measured peaks of training steps, training under a limit; gradients and peaks of BigBatch.
+# Compare predicted and measured peaks of training steps, and gradients and peaks of BigBatch.
 budget: .venv/installed
 	$(BIN)/python -m benchmarks.budget
 	$(BIN)/python -m benchmarks.big
 
-# What pinfeed itself costs per batch.
+# Measure the cost of pinfeed per batch.
 overhead: .venv/installed
 	$(BIN)/python -m benchmarks.overhead
 
-# On a machine with a CUDA device: its tests and measurements, written to benchmarks/results/.
+# On a machine with a CUDA device, run its tests and measurements, which write benchmarks/results/.
 gpu: .venv/cuda
 	$(BIN)/python -m benchmarks.gpu
 
@@ -64,7 +69,7 @@ gpu: .venv/cuda
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[plot]" --group test --group lint
 	touch $@
 
-# CuPy for the CUDA version that torch was built for.
+# Install CuPy for the CUDA version that torch was built for.
 .venv/cuda: .venv/installed
 	$(BIN)/python -m pip install --quiet -c constraints.txt \
 		-e ".[cuda$$($(BIN)/python -c 'import torch; print((torch.version.cuda or "13").split(".")[0])')]"

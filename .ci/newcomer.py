@@ -1,6 +1,6 @@
-"""What someone may write who has just installed pinfeed.
+"""A first program of a new user.
 
-It is run, and checked by mypy --strict, against what was installed.
+The package check runs it, and type-checks it with mypy --strict, against the installed pinfeed.
 """
 
 import tempfile

@@ -1,8 +1,9 @@
-"""Builds wheel and sdist into dist/, and tries them in clean environments of every Python that there is and that they are for.
+"""Build the wheel and the sdist into dist/, and try them in clean environments.
 
-In each, with the versions of constraints.txt: newcomer.py runs with what the wheel installs, and
-with what the sdist does; mypy --strict accepts it; the extras can be resolved. Where torch would be
-a build of gigabytes for CUDA, all but torch is installed, and imported.
+There is one environment for each supported Python that is installed, with the versions of
+constraints.txt. In each, newcomer.py runs with the wheel and with the sdist, mypy --strict
+accepts it, and the extras can be resolved. If torch would be a CUDA build of gigabytes, everything
+but torch is installed, and pinfeed is imported.
 """
 
 import json
@@ -21,21 +22,23 @@ NEWCOMER, CONSTRAINTS = ROOT / ".ci" / "newcomer.py", ROOT / "constraints.txt"
 VERSIONS = re.findall(
     r'"Programming Language :: Python :: (3\.\d+)"', (ROOT / "pyproject.toml").read_text()
 )
-IMPORT = "import sys, pinfeed; assert 'torch' not in sys.modules; print(pinfeed.__version__, pinfeed.__file__)"
+IMPORT = (
+    "import sys, pinfeed; assert 'torch' not in sys.modules; "
+    "print(pinfeed.__version__, pinfeed.__file__)"
+)
 MISTAKE = "import pinfeed\npinfeed.Feeder('rows.npy', batch_sise=64)\n"
 MYPY = "[mypy]\nstrict = True\n[mypy-torch.*]\nfollow_imports = skip\n"
-"""To read torch's types takes a minute, and what is asked here is whether pinfeed's are seen."""
+"""Settings that skip torch's types, which take a minute to read; pinfeed's own are checked."""
 
 
 def run(*command: object, cwd: Path = ROOT, fails: bool = False) -> str:
-    """What a command prints, apart from this environment's PYTHONPATH.
+    """Run a command without this environment's PYTHONPATH, and return what it prints.
 
-    Raises SystemExit with it where the command ends otherwise.
+    Raises:
+        SystemExit: If the command fails, or succeeds although ``fails`` is true.
     """
-    words, environment = (
-        [str(word) for word in command],
-        {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")},
-    )
+    words = [str(word) for word in command]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PYTHON")}
     done = subprocess.run(words, cwd=cwd, env=environment, capture_output=True, text=True)
     if (done.returncode != 0) is not fails:
         raise SystemExit(
@@ -45,16 +48,20 @@ def run(*command: object, cwd: Path = ROOT, fails: bool = False) -> str:
 
 
 def build() -> tuple[Path, Path]:
-    """The wheel, which is built from the sdist, and the sdist."""
+    """Build the sdist, and the wheel from it; return wheel and sdist."""
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     run(sys.executable, "-m", "build")
-    (wheel,), (sdist,) = (ROOT / "dist").glob("*.whl"), (ROOT / "dist").glob("*.tar.gz")
+    (wheel,) = (ROOT / "dist").glob("*.whl")
+    (sdist,) = (ROOT / "dist").glob("*.tar.gz")
     run(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist)
     return wheel, sdist
 
 
 def check_contents(wheel: Path, sdist: Path) -> None:
-    """The wheel holds the package and its licence; the sdist all that is tracked, but for results."""
+    """Check that the wheel has the package and its licence, and the sdist the tracked files.
+
+    Results of measurements are left out of both.
+    """
     tracked = {
         path.relative_to(ROOT).as_posix()
         for path in (ROOT / "pinfeed").rglob("*")
@@ -84,7 +91,7 @@ def check_contents(wheel: Path, sdist: Path) -> None:
 
 
 def pythons() -> dict[str, str]:
-    """By version: the Python at hand, and those on PATH."""
+    """Return the supported Pythons by version: the running one, and those on PATH."""
     found: dict[str, str] = {}
     for name in (sys.executable, *(f"python{version}" for version in VERSIONS)):
         try:
@@ -92,7 +99,7 @@ def pythons() -> dict[str, str]:
                 name, "-c", "import venv, sys; print('%d.%d' % sys.version_info[:2])"
             ).strip()
         except (OSError, SystemExit):
-            # There is none of this name, or one that does not run.
+            # No Python has this name, or it does not run.
             continue
         if version in VERSIONS:
             found.setdefault(version, name)
@@ -100,7 +107,7 @@ def pythons() -> dict[str, str]:
 
 
 class Environment:
-    """A clean environment of one Python, in a folder."""
+    """Clean virtual environment of one Python, in a folder."""
 
     def __init__(self, folder: Path, python: str) -> None:
         run(python, "-m", "venv", "--without-pip", folder / "env")
@@ -120,7 +127,7 @@ class Environment:
         return run(*mypy, *arguments, cwd=self.folder, fails=fails)
 
     def has_small_torch(self) -> bool:
-        """Whether the torch that pip would take is one without CUDA's libraries."""
+        """Return whether pip would install a torch without the CUDA libraries."""
         report = json.loads(self.pip("--dry-run", "--no-deps", "--report", "-", "torch"))
         requirements = report["install"][0]["metadata"].get("requires_dist", [])
         return not any("cuda" in one or "nvidia" in one for one in requirements)
@@ -158,7 +165,7 @@ class Environment:
 
 
 def main() -> None:
-    """Build, look into both, install and try them."""
+    """Build wheel and sdist, check their contents, and try them in each environment."""
     wheel, sdist = build()
     check_contents(wheel, sdist)
     for version, python in pythons().items():
@@ -168,13 +175,15 @@ def main() -> None:
                 environment.pip(wheel)
                 environment.check_whole(wheel, sdist)
                 print(
-                    f"Python {version}: installed from wheel and sdist, ran, type-checked; extras resolve"
+                    f"Python {version}: installed from wheel and sdist, ran, type-checked; "
+                    "extras resolve"
                 )
             else:
                 environment.install_without_torch(wheel)
                 environment.check_import(wheel)
                 print(
-                    f"Python {version}: installed but for torch, which there would be for CUDA only, and imported"
+                    f"Python {version}: installed without torch, which is available for CUDA only, "
+                    "and imported"
                 )
 
 

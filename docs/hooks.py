@@ -1,4 +1,4 @@
-"""Hooks of the guide's build: code that the tests leave out, and pages that fetch nothing."""
+"""Hooks of the build of the pages: code that tests leave out, and pages that fetch nothing."""
 
 import re
 from pathlib import Path
@@ -16,12 +16,12 @@ _MERMAID = re.compile(r"<\w+\s[^>]*class=[\"']?[^\"'>]*\bmermaid\b")
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Show code that the tests leave out (``python no-run``) in the way of code that they run."""
+    """Show code that the tests leave out (``python no-run``) like other Python code."""
     return markdown.replace("```python no-run\n", "```python\n")
 
 
 def on_post_build(config: Any, **_: Any) -> None:
-    """Check what was built.
+    """Check the pages that were built.
 
     Raises:
         PluginError: If a page would fetch something from the network, or if the rule in

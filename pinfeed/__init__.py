@@ -79,6 +79,7 @@ _WITH_TORCH = {
     "estimate": "training.memory_model.estimate",
     "train_rows": "training.row_loop.loop",
 }
+"""Modules of the public names that need torch; each is imported when its name is first used."""
 
 __all__ = [
     "ArgumentError",

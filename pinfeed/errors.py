@@ -11,7 +11,7 @@ The built-in class is in brackets, so that existing ``except`` clauses catch the
     ├── EstimateError       (RuntimeError)       a training step whose memory cannot be predicted
     ├── RowIndexError       (IndexError)         row indices out of range, or not integers
     ├── StoreError          (ValueError)         rows that cannot be served: damaged, wrong dtype
-    │   └── FileMissing     (FileNotFoundError)  a missing file, or a missing directory for a new one
+    │   └── FileMissing     (FileNotFoundError)  a missing file, or no directory for a new one
     ├── ReadError           (OSError)            a file that failed or shrank during a read
     ├── WriteBackError      (ValueError)         values that cannot be written back
     ├── DeviceError         (RuntimeError)       a missing device, or one that lacks an ability

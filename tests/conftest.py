@@ -1,4 +1,7 @@
-"""Every test: no thread and no file descriptor stays behind, and what is measured on a GPU is not taken for the user's loops."""
+"""Checks around every test: no thread and no file descriptor is left behind.
+
+Route measurements of the tests are kept apart from those of the user.
+"""
 
 import contextlib
 import faulthandler
@@ -13,8 +16,7 @@ import torch
 
 from pinfeed.devices import route_cache
 
-# With this setting products of cuBLAS, and recurrent layers of cuDNN, add up in one order, run
-# after run.
+# With this setting, cuBLAS products and cuDNN's recurrent layers add in one order, run after run.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
@@ -27,13 +29,19 @@ def _rates_apart(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="session")
 def _few_objects() -> None:
-    """The collector looks at what tests make, and not at all the modules and cases again and again: that took a fifth of the time."""
+    """Freeze the modules and test cases, which the collector would examine again in each test.
+
+    That took a fifth of the time.
+    """
     gc.collect()
     gc.freeze()
 
 
 def open_files() -> set[str]:
-    """What is open, but for the fonts that matplotlib keeps open, and for what a driver and a compiler have, where there is a GPU."""
+    """Return the open file descriptors.
+
+    The fonts that matplotlib keeps open are left out, and the files of a GPU's driver and compiler.
+    """
     found = set()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):
@@ -47,28 +55,32 @@ def open_files() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def nothing_left() -> Iterator[None]:
-    threads, files = set(threading.enumerate()), open_files()
+    threads = set(threading.enumerate())
+    files = open_files()
     yield
     left = [t for t in threading.enumerate() if t not in threads and t.name.startswith("pinfeed")]
     assert not left, f"threads left behind: {left}"
     deadline = time.monotonic() + 30
     while open_files() - files and time.monotonic() < deadline:
-        # pytest's exception infos are cycles.
+        # The exception infos of pytest are reference cycles.
         gc.collect()
-        # Queues of worker processes are closed by threads of their own.
+        # Threads of their own close the queues of worker processes.
         time.sleep(0.01)
     assert not open_files() - files, "file descriptors left behind"
 
 
 @pytest.fixture
 def unhurried() -> None:
-    """For tests that take longer than any other may."""
+    """Lift the time limit of a test."""
     faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(autouse=True)
 def gpu_works(request: pytest.FixtureRequest) -> Iterator[None]:
-    """End the process where a test has broken its CUDA context: every later test would fail for it. pytest-xdist starts another process."""
+    """End the process if a test has broken its CUDA context, because every later test would fail.
+
+    pytest-xdist then starts another process.
+    """
     yield
     if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_initialized():
         return
@@ -78,6 +90,7 @@ def gpu_works(request: pytest.FixtureRequest) -> Iterator[None]:
         if "PYTEST_XDIST_WORKER" in os.environ:
             os._exit(1)
         pytest.exit(
-            f"the GPU failed in {request.node.nodeid}, and with it every test after it in this process: {error}",
+            f"the GPU failed in {request.node.nodeid}, and would fail in every later test of this "
+            f"process: {error}",
             returncode=1,
         )

@@ -21,7 +21,7 @@ NAMES = {str(page.relative_to(ROOT)): page for page in PAGES}
 
 
 def blocks(page: Path) -> list[str]:
-    """The code of a page, also where it stands in a tab; not what is marked ``python no-run``."""
+    """Return the code blocks of a page, in tabs too, without those marked ``python no-run``."""
     found = re.findall(r"^( *)```python\n(.*?)^\1```$", page.read_text(), re.DOTALL | re.MULTILINE)
     return [textwrap.dedent(code) for _, code in found]
 
@@ -30,7 +30,7 @@ def blocks(page: Path) -> list[str]:
 def one_thread() -> Iterator[None]:
     torch.manual_seed(0)
     threads = torch.get_num_threads()
-    # Small tensors: threads would only wait for each other.
+    # The tensors are so small that several threads would only wait for each other.
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
@@ -39,7 +39,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.usefixtures("one_thread")
 @pytest.mark.parametrize("name", [name for name, page in NAMES.items() if blocks(page)])
 def test_code_blocks_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In order, in one namespace, as a reader would paste them."""
+    """The blocks run in order, in one namespace, as a reader would paste them."""
     monkeypatch.chdir(tmp_path)
     namespace: dict[str, object] = {"__name__": "__main__"}
     for number, block in enumerate(blocks(NAMES[name])):
@@ -106,9 +106,9 @@ def test_every_public_name_is_in_the_reference() -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_commands_can_be_copied(name: str) -> None:
-    """Commands alone have no prompt.
+    """Commands alone have no prompt; commands with output have one.
 
-    With it stand commands and their output; the guide's copy button leaves both out.
+    The copy button leaves out prompts and output.
     """
     text = NAMES[name].read_text()
     for block in re.findall(r"^```console\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
@@ -117,7 +117,8 @@ def test_commands_can_be_copied(name: str) -> None:
             f"{name} has a console block that does not begin with a command:\n{block}"
         )
         assert not all(commands), (
-            f"{name} has a console block without output; make it a bash block without prompts:\n{block}"
+            f"{name} has a console block without output; make it a bash block without prompts:"
+            f"\n{block}"
         )
     for block in re.findall(r"^```bash\n(.*?)^```$", text, re.DOTALL | re.MULTILINE):
         assert not re.search(r"^\$ ", block, re.MULTILINE), (
@@ -136,7 +137,8 @@ FETCHED = {
         "//example.org/b.png",
     ],
     '<pre class="mermaid"><code>': ["https://unpkg.com/mermaid"],
-    '<a href="https://example.org">x</a> <script src="vendor/a.js"></script> <code>url(x) // https://example.org</code>': [],
+    '<a href="https://example.org">x</a> <script src="vendor/a.js"></script> '
+    "<code>url(x) // https://example.org</code>": [],
 }
 
 

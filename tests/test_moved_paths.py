@@ -40,6 +40,7 @@ DOCUMENTED = [
 
 PICKLED = [
     "pinfeed.config.Plan",
+    "pinfeed.feeder.Batch",
     "pinfeed.ranks.Ranks",
     "pinfeed.rowdataset.RowDataset",
     "pinfeed.seeing.stats.FeederStats",

@@ -1,4 +1,4 @@
-"""The public names: each one is one thing, wherever an editor imports it from, and ``dir`` and ``import *`` find all of them."""
+"""The public names: each names one object, and ``dir`` and ``import *`` find all of them."""
 
 import importlib
 import inspect
@@ -21,9 +21,9 @@ def run(program: str) -> str:
 
 
 def test_a_public_name_is_one_thing() -> None:
-    """An editor that imports a name by itself takes it from any module that has it.
+    """An editor that adds imports takes a name from any module that has it.
 
-    ``compat`` has the names of other systems.
+    ``compat`` is left out, because it has the names of other systems.
     """
     modules = [
         importlib.import_module(found.name)
@@ -83,7 +83,10 @@ def test_dir_of_a_restartable_has_what_the_feeder_has(name: str) -> None:
 
 
 def test_import_is_quick_and_loads_no_framework() -> None:
-    program = "import sys, pinfeed; print([m for m in ('torch', 'cupy', 'tqdm', 'matplotlib') if m in sys.modules])"
+    program = (
+        "import sys, pinfeed;"
+        "print([m for m in ('torch', 'cupy', 'tqdm', 'matplotlib') if m in sys.modules])"
+    )
     assert (
         subprocess.run(
             [sys.executable, "-c", program], capture_output=True, text=True, timeout=60

@@ -1,4 +1,4 @@
-"""The guide's pictures of what was measured, from benchmarks/results/*.json."""
+"""Draw the pictures of the benchmarks, from benchmarks/results/*.json."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ WAYS = {
 
 
 def main() -> None:
-    # The same file for the same picture.
+    # A fixed salt gives the same file for the same picture.
     mpl.rcParams["svg.hashsalt"] = "pinfeed"
     for draw in (streaming, rows, memory):
         figure = Figure(figsize=(11, 6), layout="constrained")
@@ -44,7 +44,7 @@ def main() -> None:
 
 
 def streaming(figure: Figure, results: dict[str, Any]) -> None:
-    """GB/s of each contestant, by kind of rows; what the machine can do is a line."""
+    """Draw the GB/s of each loader by kind of rows; a line shows the machine's ceiling."""
     cells = [(*cell["cell"].split(", "), cell) for cell in results["cells"]]
     panels = [
         (
@@ -94,7 +94,7 @@ def _short_order(order: str) -> str:
 
 
 def rows(figure: Figure, results: dict[str, Any]) -> None:
-    """Time of a step that trains rows of a host table, in that of the synchronous loop."""
+    """Draw the time of a step that trains table rows, relative to the synchronous loop."""
     cells = results["cells"]
     panels = figure.subplots(1, 2, sharey=True)
     for axis, (key, title) in zip(
@@ -137,7 +137,7 @@ def _short(cell: str) -> str:
 
 
 def memory(figure: Figure, results: dict[str, Any]) -> None:
-    """Predicted peaks of training steps, beside measured ones."""
+    """Draw predicted peaks of training steps beside measured ones."""
     peaks = results["peaks"]
     axis = figure.subplots()
     for i, peak in enumerate(peaks):

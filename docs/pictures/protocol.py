@@ -1,4 +1,4 @@
-"""The guide's pictures of the protocol: a batch's way through threads and streams, forwarding."""
+"""Draw the pictures of the protocol: a batch in threads and streams, and forwarding of writes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
 HERE = Path(__file__).parent
-# Of batches k-1, k, k+1, ...
+# The colours of batches k-1, k, k+1, ...
 COLOURS = (
     "#9e9e9e",
     "#4878a8",
@@ -34,7 +34,7 @@ BEGIN, END = -12.4, 9.6
 
 
 def main() -> None:
-    # The same file for the same picture.
+    # A fixed salt gives the same file for the same picture.
     mpl.rcParams["svg.hashsalt"] = "pinfeed"
     mpl.rcParams["font.family"] = "DejaVu Sans"
     draw_time().savefig(HERE / "time.svg", metadata={"Date": None})
@@ -54,7 +54,7 @@ def name(batch: int) -> str:
 
 
 def draw_time() -> Figure:
-    """A loop that computes for longer than a batch takes to come, two batches ahead."""
+    """Draw a loop whose step takes longer than the transfer of a batch, two batches ahead."""
     figure, axes = new_figure(12, 7.2)
     for lane, (title, what, colour) in enumerate(LANES):
         axes.broken_barh([(BEGIN, END - BEGIN)], (lane - 0.44, 0.88), facecolors=colour)
@@ -83,7 +83,7 @@ def draw_time() -> Figure:
     axes.text(
         BEGIN,
         6.12,
-        "Arrows are events: who waits stands at the head.  Batch k: bold.",
+        "Arrows are events; the waiter is at the head.  Batch k is bold.",
         fontsize=10,
         color="#333333",
     )
@@ -91,7 +91,7 @@ def draw_time() -> Figure:
 
 
 def bars(axes: Any, batch: int) -> None:
-    """Where and when a batch is worked on. Its step begins at ``PERIOD * batch``."""
+    """Draw the bars of a batch, whose step begins at ``PERIOD * batch``."""
     start = PERIOD * batch
     bar(axes, LOOP, batch, start - DEPTH * PERIOD - 2.2, 1.2, "reserve\n{}")
     bar(axes, READER, batch, start - DEPTH * PERIOD - 0.9, 2.4, "gather {}")
@@ -141,14 +141,14 @@ def bar(
 
 
 def arrows(axes: Any, batch: int, *, told: bool) -> None:
-    """Who waits for what."""
+    """Draw the waits of a batch as arrows from event to waiter."""
     start = PERIOD * batch
     copied = start - DEPTH * PERIOD + 3.3
     computed = start + 4.65
     arrived = start + 6.55
     arrow(axes, (copied, READ), (start - 0.15, COMPUTE), told, "filled", (-0.9, 0.0))
     arrow(axes, (computed, COMPUTE), (start + 5.0, WRITE), told, "ready", (-0.62, 0.03))
-    arrow(axes, (arrived, WRITE), (start + 6.75, WRITER), told, "landed", (-0.72, 0.03))
+    arrow(axes, (arrived, WRITE), (start + 6.75, WRITER), told, "written", (-0.72, 0.03))
     arrow(axes, (computed, COMPUTE), (start + PERIOD + 1.7, READ), told, "released", (0.85, 0.05))
     arrow(
         axes,
@@ -207,7 +207,7 @@ def arrow(
 
 
 def draw_forwarding() -> Figure:
-    """Batch k+1 was gathered before batch k was written."""
+    """Draw batch k+1, which was gathered before batch k was written."""
     figure, axes = new_figure(10, 3.6)
     table = [(0, 2, "row 2"), (0, 1, "row 5, old"), (0, 0, "row 9")]
     for x, y, label in table:
@@ -215,12 +215,12 @@ def draw_forwarding() -> Figure:
     axes.text(0, 2.75, "table on the host", ha="center", weight="bold")
     cell(axes, 3.4, 2, "row 2, new", COLOURS[1], "white")
     cell(axes, 3.4, 1, "row 5, new", COLOURS[1], "white")
-    axes.text(3.4, 2.75, "batch k: trained, on its way back", ha="center", weight="bold")
+    axes.text(3.4, 2.75, "batch k: trained, queued for write-back", ha="center", weight="bold")
     cell(axes, 6.8, 1, "row 5, old → new", COLOURS[2], "white")
     cell(axes, 6.8, 0, "row 9", COLOURS[2], "white")
     axes.text(6.8, 2.75, "batch k+1: gathered before", ha="center", weight="bold")
     pointer(axes, (2.55, 2.1), (0.85, 2.1), "", "#777777")
-    pointer(axes, (2.55, 1.1), (0.85, 1.1), "write-back, under way", "#777777")
+    pointer(axes, (2.55, 1.1), (0.85, 1.1), "write-back, queued", "#777777")
     pointer(axes, (4.25, 1.0), (5.95, 1.0), "forwarded on the device,\nwhen k+1 is lent", "black")
     pointer(
         axes, (0.85, -0.05), (5.95, -0.05), "read ahead: row 9, and row 5 as it was then", "#777777"

@@ -1,7 +1,7 @@
-"""Draw loops that starve, that are balanced, and that compute: the timelines of docs/profiling.md.
+"""Draw the timelines of docs/profiling.md: a starved, a balanced and a computing loop.
 
-Reading is as slow as it is told to be (a store that sleeps, as one that waits for a disk does), and
-so is the step; the threads that read, and when they do, are the feeder's.
+A store that sleeps stands for a slow disk, and a step that sleeps for a slow one. The reader threads
+and their schedule are those of the feeder.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pinfeed
 import torch
+
+import pinfeed
 
 HERE = Path(__file__).parent
 N_ROWS = 40_000
@@ -23,11 +24,11 @@ CASES = {
     "balanced": (26.0, 8.0, 14.0),
     "computing": (11.0, 2.0, 20.0),
 }
-"""Milliseconds of a read, by how much they differ, and milliseconds of a step."""
+"""Mean of a read, its standard deviation, and duration of a step, in milliseconds."""
 
 
 class SlowStore(pinfeed.ArrayStore):
-    """Rows that take so many milliseconds to find for a batch, now more, now less."""
+    """Array store whose gathers take a random number of milliseconds."""
 
     def __init__(self, array: np.ndarray[Any, Any], milliseconds: float, spread: float) -> None:
         super().__init__(array)
@@ -43,7 +44,7 @@ class SlowStore(pinfeed.ArrayStore):
 
 
 def train(feeder: pinfeed.Feeder, step_ms: float) -> None:
-    """A step on each batch that takes so long, as one on a GPU would."""
+    """Run steps of ``step_ms`` milliseconds, during which the CPU is mostly idle."""
     weight = torch.randn(WIDTH, 64)
     for x in feeder:
         end = time.perf_counter() + step_ms / 1e3
@@ -52,7 +53,7 @@ def train(feeder: pinfeed.Feeder, step_ms: float) -> None:
 
 
 def main() -> None:
-    """Make them."""
+    """Draw and save each timeline."""
     torch.set_num_threads(1)
     array = np.random.default_rng(0).normal(size=(N_ROWS, WIDTH)).astype(np.float32)
     array.flags.writeable = False

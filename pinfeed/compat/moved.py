@@ -105,10 +105,15 @@ def _look_up(old_module: str, name: str) -> Any:
         return importlib.import_module(old)
     if name.startswith("__") or old_module not in MOVED:
         raise AttributeError(f"module {old_module!r} has no attribute {name!r}")
-    new_module, _, new_name = RENAMED.get(old, f"{MOVED[old_module]}.{name}").rpartition(".")
-    found = getattr(importlib.import_module(new_module), new_name)
-    is_public = new_name in sys.modules["pinfeed"].__all__
-    new = f"pinfeed.{new_name}" if is_public else f"{new_module}.{new_name}"
+    package = sys.modules["pinfeed"]
+    new = RENAMED.get(old, f"{MOVED[old_module]}.{name}")
+    new_module, _, new_name = new.rpartition(".")
+    # A public name is looked up by its public path, which outlasts moves of its module.
+    if new_name in package.__all__:
+        new = f"pinfeed.{new_name}"
+        found = getattr(package, new_name)
+    else:
+        found = getattr(importlib.import_module(new_module), new_name)
     # The frames between here and the importing line: this one and ``look_up``.
     warnings.warn(
         f"{old} is {new} now; the old path ends with the next release; import the new one",

@@ -42,7 +42,10 @@ NO_LOADERS: list[Any] = [
     ),
     (
         np.zeros((2, 3)),
-        r"single samples; expected a DataLoader .*; give DataLoader\(dataset, batch_size=\.\.\.\), or let pinfeed.Feeder",
+        (
+            r"single samples; expected a DataLoader .*; "
+            r"give DataLoader\(dataset, batch_size=\.\.\.\), or let pinfeed.Feeder"
+        ),
     ),
     (
         TensorDataset(torch.zeros(2, 3)),
@@ -50,7 +53,10 @@ NO_LOADERS: list[Any] = [
     ),
     (
         _Items(),
-        r"loader is a _Items, a Dataset, .*; give DataLoader\(dataset, batch_size=\.\.\.\), or batch_size=None where each",
+        (
+            r"loader is a _Items, a Dataset, .*; give DataLoader\(dataset, batch_size=\.\.\.\), "
+            "or batch_size=None where each"
+        ),
     ),
 ]
 

@@ -34,7 +34,10 @@ def x() -> np.ndarray:
         (torch.zeros(4, 3, device="meta"), "device meta, expected cpu"),
         (
             np.zeros((4, 3), np.float32),
-            r"got ndarray; expected .* dtype float32 on cpu; give torch\.as_tensor\(array, device='cpu'\)",
+            (
+                r"got ndarray; expected .* dtype float32 on cpu; "
+                r"give torch\.as_tensor\(array, device='cpu'\)"
+            ),
         ),
         (
             torch.eye(4, 3).to_sparse(),
@@ -46,19 +49,32 @@ def x() -> np.ndarray:
         ),
         (
             5,
-            r"write_back of source: got int; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu",
+            (
+                r"write_back of source: got int; "
+                r"expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu"
+            ),
         ),
         (
             (torch.zeros(4, 3),),
-            r"write_back of a tuple; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu$",
+            (
+                r"write_back of a tuple; "
+                r"expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu$"
+            ),
         ),
         (
             {"x": torch.zeros(4, 3)},
-            r"write_back of a dict; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu$",
+            (
+                r"write_back of a dict; "
+                r"expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu$"
+            ),
         ),
         (
             None,
-            r"write_back of None; expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu; rows that stay as they are need no",
+            (
+                r"write_back of None; "
+                r"expected a dense tensor of shape \(4, 3\) and dtype float32 on cpu; "
+                "rows that stay as they are need no"
+            ),
         ),
     ],
     ids=str,
@@ -81,7 +97,10 @@ def test_values_that_do_not_fit(x: np.ndarray, values: Any, message: str) -> Non
     [
         (
             {"x": None},
-            r"write_back of a dict without \['y'\]; expected a dense tensor of shape \(4, 3\) .* for source\['x'\] and",
+            (
+                r"write_back of a dict without \['y'\]; "
+                r"expected a dense tensor of shape \(4, 3\) .* for source\['x'\] and"
+            ),
         ),
         (
             {"x": None, "z": None},
@@ -89,12 +108,19 @@ def test_values_that_do_not_fit(x: np.ndarray, values: Any, message: str) -> Non
         ),
         (
             (None, None),
-            r"a tuple without \['x'\], \['y'\] and with \[0\], \[1\], which the source does not have; expected",
+            (
+                r"a tuple without \['x'\], \['y'\] and with \[0\], \[1\], "
+                "which the source does not have; expected"
+            ),
         ),
         (torch.zeros(4, 3), r"write_back of a Tensor without \['x'\], \['y'\]; expected"),
         (
             None,
-            r"write_back of None; expected .*float32 on cpu for source\['x'\] and a dense tensor of shape \(4,\) and dtype int64",
+            (
+                r"write_back of None; "
+                r"expected .*float32 on cpu for source\['x'\] and a dense tensor of shape \(4,\) "
+                "and dtype int64"
+            ),
         ),
         (
             {"x": None, "y": torch.zeros(4)},

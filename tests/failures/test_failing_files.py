@@ -1,4 +1,4 @@
-"""Bad days of files and of memory: what the user sees, that nothing is lost, and that the feeder goes on once the fault has passed."""
+"""Faults of files and of memory: the error, no lost rows, and a feeder that works again."""
 
 import contextlib
 import errno
@@ -44,7 +44,7 @@ def path(x: np.ndarray, tmp_path: Path) -> Path:
 
 
 class Disk:
-    """The system's calls that read files, with faults in the rows of one batch, in those of scattered rows as in those of runs."""
+    """System calls that read files, with faults in one batch, for scattered rows and for runs."""
 
     def __init__(self, patch: pytest.MonkeyPatch, fault: str, n_good: int) -> None:
         self.fault = fault
@@ -82,7 +82,7 @@ class Disk:
 def test_an_error_of_the_disk(
     path: Path, x: np.ndarray, order: str, depth: int, n_good: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The file is open for writing, so that its rows are not brought into memory, where they would need no disk."""
+    """The file is open for writing, because rows of a read-only file may be served from memory."""
     with (
         MmapStore(path, mode="r+") as store,
         Feeder(store, batch_size=SIZE, rows=ORDERS[order], depth=depth) as feeder,
@@ -120,7 +120,7 @@ def test_reads_that_are_cut_short_or_interrupted(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
+    """Mount a file system of 1 MiB."""
     where = tmp_path / "disk"
     where.mkdir()
     if (
@@ -140,7 +140,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def file_limit(nbytes: int) -> Iterator[None]:
-    """No file may be larger: where nobody may mount a file system, the nearest thing to a full disk."""
+    """Limit the size of files, to imitate a full disk without a mount."""
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, limits[1]))
     try:
@@ -150,7 +150,7 @@ def file_limit(nbytes: int) -> Iterator[None]:
 
 
 def fill(directory: Path, left: int) -> None:
-    """Leave so many bytes."""
+    """Fill the file system until ``left`` bytes are free."""
     (directory / "ballast").write_bytes(bytes(max(0, shutil.disk_usage(directory).free - left)))
 
 
@@ -228,7 +228,7 @@ def test_no_room_for_a_file(tmp_path: Path, x: np.ndarray) -> None:
 
 
 def test_a_file_that_is_replaced_while_it_is_streamed(path: Path, x: np.ndarray) -> None:
-    """An open file stays what it was; a name that is another file's by the time it is opened is an error."""
+    """An open file stays as it was; a name that meanwhile names another file is an error."""
     np.save(path.with_name("other.npy"), x + 1)
     with Feeder(path, batch_size=SIZE) as feeder:
         loop = iter(feeder)
@@ -255,7 +255,7 @@ def test_a_file_that_is_deleted_while_it_is_streamed(path: Path, x: np.ndarray) 
 
 
 def test_a_file_that_becomes_read_only(path: Path, x: np.ndarray) -> None:
-    """What is open for writing stays so; who opens it later is told.
+    """A file that is open for writing stays so; a later reader is told.
 
     (root may write whatever the mode says.)
     """
@@ -416,7 +416,8 @@ def test_no_memory_on_the_host() -> None:
             assert next(loop).shape == (100, 1 << 10)
             with pytest.raises(
                 MemoryError,
-                match=r"the system has no 4294967296 bytes for rows .* ask for smaller batches or free memory",
+                match=r"the system has no 4294967296 bytes for rows .* "
+                "ask for smaller batches or free memory",
             ):
                 next(loop)
         finally:
@@ -468,7 +469,7 @@ def test_page_locked_rows_are_copied_with_their_memory(x: np.ndarray) -> None:
 
 
 def test_two_feeders_on_one_store(x: np.ndarray) -> None:
-    """Both may read; where one writes, the other sees each row as it was or as it is, and the writer's own loop is exact."""
+    """If one process writes, the other sees old or new rows, and the writer's loop is exact."""
     table = np.zeros((N, 4))
     with (
         Feeder(table, batch_size=SIZE, depth=3) as writer,

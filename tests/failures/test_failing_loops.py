@@ -1,4 +1,4 @@
-"""Bad days of loops: threads that share a feeder, sources and stores that fail at any batch, thousands of feeders, and a long time."""
+"""Faults of loops: shared feeders, sources and stores that fail at any batch, many feeders."""
 
 import contextlib
 import copy
@@ -38,7 +38,7 @@ N, SIZE = 200, 10
 
 
 class Fault(Exception):
-    """What goes wrong."""
+    """The fault."""
 
 
 class Failing(ArrayStore):
@@ -66,7 +66,7 @@ class Failing(ArrayStore):
 def test_a_store_that_fails_at_any_batch(
     bad: int, depth: int | None, make_device: Callable[[], Any]
 ) -> None:
-    """The batches before it are lent, the error is raised, once; and when the fault has passed, the loop can be run again."""
+    """The loop gets the good batches, then the error once; it can be run again after the fault."""
     store, device = Failing(np.arange(N * 2.0).reshape(N, 2)), make_device()
     with Feeder(store, batch_size=SIZE, depth=depth, device=device) as feeder:
         for store.gather_at, want in (
@@ -155,7 +155,7 @@ def test_a_source_that_fails_at_any_batch(source: str, depth: int, bad: int) -> 
 
 
 class Sly(ThreadPoolExecutor):
-    """Cancels, of the tasks that wait, every other one: as it may be where a worker takes one between two that are cancelled."""
+    """Pool that cancels every other waiting task, as if a worker took one between two cancels."""
 
     def __init__(self, left: threading.Event, n_threads: int, name: str) -> None:
         super().__init__(n_threads, thread_name_prefix=name)

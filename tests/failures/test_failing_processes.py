@@ -47,7 +47,10 @@ LIMIT_S = 30
 
 
 def forked(run: Callable[[], object], limit_s: int = LIMIT_S) -> int:
-    """The pid of a child that runs a function, and ends with 0 if that returns; one that hangs is ended, too."""
+    """Fork a child that runs a function and exits with 0 if it returns; return its pid.
+
+    A child that hangs is ended too.
+    """
     pid = os.fork()
     if pid == 0:
         signal.alarm(limit_s)
@@ -84,7 +87,7 @@ def threads_left() -> list[threading.Thread]:
 
 
 def go_on_after_interrupts(store: Any, ready: int) -> None:
-    """Write back for ever; when that is interrupted, show that nothing is lost, and that the same feeder is whole."""
+    """Write back until interrupted; then show that no write is lost and that the feeder works."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     feeder = Feeder(store, batch_size=SIZE, depth=3)
     try:
@@ -124,7 +127,7 @@ def go_on_after_interrupts(store: Any, ready: int) -> None:
     ],
 )
 def test_ctrl_c_at_random_moments(kind: str, n: int, twice: bool, tmp_path: Path) -> None:
-    """Python may lose one that hits a finalizer ("Exception ignored in ..."): then it is pressed again."""
+    """Press again, because Python may lose an interrupt in a finalizer ("Exception ignored")."""
     rng = random.Random(7)
     for i in range(n):
         store: Any = ArrayStore(np.zeros((N, 4)))
@@ -152,7 +155,10 @@ def test_ctrl_c_at_random_moments(kind: str, n: int, twice: bool, tmp_path: Path
 
 
 def test_ctrl_c_while_the_first_one_waits_for_a_reader() -> None:
-    """The second ends the wait, and is a KeyboardInterrupt; a loop that is run then begins when that reader is done."""
+    """The second one ends the wait with a KeyboardInterrupt.
+
+    A later loop begins after that reader has finished.
+    """
 
     def run() -> None:
         asked, go_on = threading.Event(), threading.Event()
@@ -196,7 +202,10 @@ def test_ctrl_c_while_the_first_one_waits_for_a_reader() -> None:
 
 
 def train_after_interrupts(moments: list[tuple[float, float]]) -> None:
-    """Interrupt a loop over rows of a table four times, so soon one after the other that some hit its end; the next one has to train."""
+    """Interrupt a loop over table rows four times, so fast that some hit its end.
+
+    The next loop has to train.
+    """
     table = HostEmbedding(9, 2, init="zeros")
     optimizer = RowOptimizer(torch.optim.SGD, [table], lr=1.0)
     loop = train_rows(
@@ -252,7 +261,7 @@ def test_interrupts_faster_than_a_loop_over_rows_ends(n: int) -> None:
 
 
 def test_killed_while_rows_are_written_back(tmp_path: Path) -> None:
-    """Each row, which lies in one page here, is an old one or a new one; a checkpoint brings all of them back to one moment."""
+    """Each row, which lies in one page here, is old or new; a checkpoint restores one moment."""
     # 128 bytes a row, from byte 128 on.
     np.save(tmp_path / "rows.npy", np.zeros((N, 16)))
     rng = random.Random(3)
@@ -338,7 +347,8 @@ def test_fork_in_a_loop(tmp_path: Path) -> None:
                 assert (torch.cat(list(own)).numpy() == x).all()
 
         def leave() -> None:
-            loop.close()  # type: ignore[attr-defined]  # as it happens to a loop whose body calls sys.exit
+            # A training step that calls sys.exit closes its loop in this way.
+            loop.close()  # type: ignore[attr-defined]
 
         def write() -> None:
             with pytest.raises(errors.ClosedError, match="forked"):
@@ -390,7 +400,7 @@ def spawned(source: Any, results: Any) -> None:
 
 @pytest.fixture(scope="module")
 def _tracker() -> None:
-    """What Python starts with the first process that is spawned, and keeps."""
+    """Start the process that Python would start with the first spawned process, and keep."""
     resource_tracker.ensure_running()
 
 
@@ -438,7 +448,9 @@ next(loaded)
 def read(i):
     yield np.full(2, i)
 
-readers = iter(wrap_readers(range(100), range(100), read_input=read, get_output=read, one_read_count=1, batch_size=4))
+readers = iter(wrap_readers(
+    range(100), range(100), read_input=read, get_output=read, one_read_count=1, batch_size=4
+))
 next(readers)
 
 def run(i):
@@ -455,7 +467,10 @@ print("end", flush=True)
 
 
 def test_the_interpreter_ends_amid_loops(tmp_path: Path) -> None:
-    """In globals, in threads that are daemons, with a loader's processes: it ends, without a word; what was written back has landed."""
+    """The interpreter ends silently, and every write-back is complete.
+
+    The loops are in globals, in daemon threads, and over a loader with processes.
+    """
     np.save(tmp_path / "x.npy", np.zeros((100, 2)))
     command = [sys.executable, "-W", "error", "-c", textwrap.dedent(EXIT), str(tmp_path / "x.npy")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -487,9 +502,13 @@ LOOPS = {
     "a file": lambda: Feeder(sys.argv[1], batch_size=10, device="cpu"),
     "write-backs": write_back,
     "a loader": lambda: wrap_loader(DataLoader(range(N), batch_size=1), device="cpu"),
-    "rows of a table": lambda: train_rows([torch.arange(9) + i for i in range(N)], {HostEmbedding(99, 2): lambda ids: ids}, device="cpu"),
+    "rows of a table": lambda: train_rows(
+        [torch.arange(9) + i for i in range(N)], {HostEmbedding(99, 2): lambda ids: ids},
+        device="cpu",
+    ),
     "functions": lambda: wrap_readers(
-        range(N), range(N), read_input=read, get_output=read, batch_size=1, n_readers=2, device="cpu"
+        range(N), range(N), read_input=read, get_output=read, batch_size=1, n_readers=2,
+        device="cpu",
     ),
 }
 
@@ -510,7 +529,10 @@ ThreadPoolExecutor(1).submit(run, "a feeder")
 
 
 def test_loops_in_threads_outlive_the_main_thread(tmp_path: Path) -> None:
-    """As Python lets threads do that are no daemons: each loop gives all its batches, and so does one that begins then."""
+    """Each loop gives all its batches, and so does a loop that begins then.
+
+    Python lets threads that are no daemons run on.
+    """
     np.save(tmp_path / "x.npy", np.zeros((500, 2)))
     command = [sys.executable, "-W", "error", "-c", OUTLIVED, str(tmp_path / "x.npy")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
@@ -551,7 +573,8 @@ import pinfeed
 def run():
     threading.main_thread().join()
     import numpy as np
-    print(sum(1 for _ in pinfeed.Feeder(np.zeros((100, 2)), batch_size=10, depth=int(sys.argv[1]), device="cpu")), flush=True)
+    feeder = pinfeed.Feeder(np.zeros((100, 2)), batch_size=10, depth=int(sys.argv[1]), device="cpu")
+    print(sum(1 for _ in feeder), flush=True)
     for thread in threading.enumerate():
         if thread not in (threading.current_thread(), threading.main_thread()):
             thread.join()
@@ -567,7 +590,7 @@ threading.Thread(target=run).start()
 
 @pytest.mark.parametrize(("depth", "before"), [(0, "nothing"), (0, "suspended")])
 def test_the_first_feeder_is_made_when_the_main_thread_has_ended(depth: int, before: str) -> None:
-    """torch is imported then, and a thread that joins all others waits for none of a loop that nobody goes on with."""
+    """torch is imported late; a thread that joins all others waits for no abandoned loop."""
     command = [sys.executable, "-W", "error", "-c", LATE, str(depth), before]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "10\njoined\n", "")

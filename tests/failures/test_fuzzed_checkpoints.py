@@ -1,4 +1,4 @@
-"""Checkpoints with any bytes: they are resumed or refused whole, and no code in them is executed."""
+"""Checkpoints with any bytes: they are resumed or refused, and no code of theirs is executed."""
 
 import io
 import json
@@ -28,7 +28,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Run:
-    """What is saved, and what a damaged save must leave as it is."""
+    """Objects that are saved, and that a damaged save must leave unchanged."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)

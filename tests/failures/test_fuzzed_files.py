@@ -25,7 +25,7 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def rows_or_refusal(open_it: Callable[[], MmapStore], most_bytes: int) -> np.ndarray | None:
-    """The rows, all of them; None where the file was refused."""
+    """Return all rows, or None if the file was refused."""
     try:
         with warnings.catch_warnings():
             # numpy's, of numbers as Python 2 wrote them.
@@ -180,7 +180,7 @@ AROUND = [
     "\\",
     "L",
 ]
-"""What may stand before and behind a dict."""
+"""Text before and behind the dict of a header."""
 changes_of_headers = st.one_of(
     *(st.tuples(st.just(key), st.sampled_from(odd)) for key, odd in ODD_VALUES.items()),
     st.tuples(st.sampled_from(["without"]), st.sampled_from([*GOOD_VALUES])),
@@ -239,7 +239,7 @@ def saved(version: tuple[int, int], code: str) -> bytes:
 
 
 def numpys(content: bytes) -> np.ndarray | None:
-    """What numpy makes of it, where it takes it at all."""
+    """Return the rows that numpy reads from a file, or None if numpy refuses it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         try:

@@ -26,9 +26,10 @@ def test_a_list_of_files_that_are_alike_is_warned_of_once(
     said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert len(said) == 2
     assert said[0] == (
-        f"source=[{files[0]!r}, {files[1]!r}] is a list of 2 files with equally many rows of one shape and dtype, and each batch is a list "
-        "of 2 tensors, one of each file; if the files are shards of one source, give MmapStore([...]) or a pattern; if they belong side by "
-        "side, give a tuple, of which there is no warning"
+        f"source=[{files[0]!r}, {files[1]!r}] is a list of 2 files with equally many rows "
+        "of one shape and dtype, and each batch is a list of 2 tensors, one of each file; if the "
+        "files are shards of one source, give MmapStore([...]) or a pattern; if they belong side "
+        "by side, give a tuple, of which there is no warning"
     )
     assert said[1].startswith(f"source=[{files[0]!r}, {files[1]!r}, ...] is a list of 4 files")
 

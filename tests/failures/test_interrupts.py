@@ -41,7 +41,10 @@ PROGRAM = """
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("slow", [False, True], ids=["in the body", "in a large batch"])
 def test_ctrl_c_ends_a_loop_at_once(depth: int, slow: bool) -> None:
-    """A batch of 256 MiB is gathered in sixteen steps, half a second each here; the loop does not wait for the last one."""
+    """A batch of 256 MiB is gathered in sixteen steps of half a second each.
+
+    The loop does not wait for the last one.
+    """
     program = textwrap.dedent(
         PROGRAM.format(depth=depth, slow=slow, batch_size=1 << 16 if slow else 10)
     )
@@ -57,7 +60,10 @@ def test_ctrl_c_ends_a_loop_at_once(depth: int, slow: bool) -> None:
 
 
 def test_the_interpreter_can_end_with_a_live_feeder() -> None:
-    program = "import numpy as np, pinfeed; f = pinfeed.Feeder(np.zeros((1000, 2)), batch_size=2); i = iter(f); next(i); print('end')"
+    program = (
+        "import numpy as np, pinfeed; f = pinfeed.Feeder(np.zeros((1000, 2)), batch_size=2);"
+        "i = iter(f); next(i); print('end')"
+    )
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", program], capture_output=True, text=True, timeout=60
     )

@@ -1,4 +1,4 @@
-"""A job of 1, then of 2, then of 4 processes over gloo, whose reports ``test_ranks.py`` reads.
+"""Jobs of 1, 2 and 4 processes over gloo, whose reports ``test_ranks.py`` reads.
 
 Run as ``python rank_job.py FOLDER``.
 """
@@ -30,19 +30,19 @@ from pinfeed import ArrayStore, Feeder, Ranks, rows, wrap_readers
 
 WORLDS = (1, 2, 4)
 N_ROWS, GLOBAL_BATCH = 97, 16
-# The exit status of a rank that has failed.
 CRASH = 3
+"""Exit status of a rank that has failed."""
 EXAMPLE = ["--rows", "2000", "--epochs", "2"]
 
 Report = dict[str, Any]
 
 
 def dyadic() -> tuple[np.ndarray, np.ndarray]:
-    """Numbers with few bits: sums of some products are exact in any order."""
+    """Return numbers with few bits, so that sums of products are exact in any order."""
     generator = np.random.default_rng(0)
-    return generator.integers(-2, 3, (N_ROWS, 4)).astype(float), generator.integers(
-        -4, 5, (N_ROWS, 1)
-    ).astype(float)
+    inputs = generator.integers(-2, 3, (N_ROWS, 4)).astype(float)
+    targets = generator.integers(-4, 5, (N_ROWS, 1)).astype(float)
+    return inputs, targets
 
 
 def normal() -> tuple[np.ndarray, np.ndarray]:
@@ -62,7 +62,7 @@ def parameters(net: nn.Module) -> list[float]:
 
 
 def mean(loss: torch.Tensor) -> float:
-    """Of all ranks."""
+    """Return the mean of a loss over all ranks."""
     total = loss.detach().clone()
     dist.all_reduce(total)
     return float(total) / dist.get_world_size()
@@ -74,7 +74,7 @@ def listed(feeder: Any, n: int | None = None) -> list[list[int]]:
 
 
 def shares(rank: int, world_size: int) -> Report:
-    """The rows of this rank, as torch.distributed says who it is."""
+    """Return the rows of this rank, which torch.distributed identifies."""
     x = np.arange(N_ROWS)
     report: Report = {
         mode: listed(Feeder(x, batch_size=5, shuffle=True, ranks=mode))
@@ -93,11 +93,9 @@ def shares(rank: int, world_size: int) -> Report:
         x.tolist(), x.tolist(), read_input=read, get_output=read, batch_size=5, ranks="join"
     ) as feeder:
         report["readers"] = [batch.tolist() for batch, _ in feeder]
-    group, number = (
-        dist.new_subgroups(group_size=max(1, world_size // 2))[0],
-        rank % max(1, world_size // 2),
-    )
-    assert group.rank() == number
+    group_size = max(1, world_size // 2)
+    group = dist.new_subgroups(group_size=group_size)[0]
+    assert group.rank() == rank % group_size
     report["group"] = listed(
         Feeder(x, batch_size=5, ranks=Ranks("join", rank=group.rank(), world_size=group.size()))
     )
@@ -105,7 +103,7 @@ def shares(rank: int, world_size: int) -> Report:
 
 
 def warnings() -> Report:
-    """What is said of a feeder that nobody told of ranks."""
+    """Return the warnings about a feeder without ``ranks``, and its rows."""
     said: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
@@ -127,7 +125,7 @@ def warnings() -> Report:
 
 
 def train(data: tuple[np.ndarray, np.ndarray], lr: float, n_steps: int) -> Report:
-    """The plain loop under DDP, with global batches that are the same at any world size."""
+    """Train under DDP, with global batches that are the same at any world size."""
     net = DistributedDataParallel(model())
     optimizer = torch.optim.SGD(net.parameters(), lr=lr)
     losses = []
@@ -144,7 +142,7 @@ def train(data: tuple[np.ndarray, np.ndarray], lr: float, n_steps: int) -> Repor
 
 
 def join() -> Report:
-    """Uneven ranks under torch's context for them."""
+    """Train with uneven ranks in torch's ``Join`` context."""
     net = DistributedDataParallel(model())
     optimizer = torch.optim.SGD(net.parameters(), lr=0.05)
     x, y = normal()
@@ -160,7 +158,7 @@ def join() -> Report:
 
 
 def resume(folder: Path, rank: int, world_size: int) -> Report:
-    """Two ranks leave an epoch, with and without global batches; four go on."""
+    """Leave an epoch with two ranks, with and without global batches, and resume it with four."""
     report: Report = {}
     for name, ranks in (("split", Ranks("join", split_batches=True)), ("each", Ranks("join"))):
         path = folder / f"{name}.json"
@@ -188,7 +186,7 @@ class Failing(ArrayStore):
 
 
 def crash(rank: int) -> Report:
-    """Rank 1's source fails: its loop raises, it ends, and the others' collective tells them."""
+    """Let the source of rank 1 fail: its loop raises, and the collective of the others fails."""
     store = (Failing if rank == 1 else ArrayStore)(np.arange(N_ROWS, dtype=np.float64))
     report: Report = {"batches": 0}
     try:
@@ -205,7 +203,7 @@ def crash(rank: int) -> Report:
 
 
 def run(folder: Path, rank: int, world_size: int) -> None:
-    """One process of a job, as torchrun starts it."""
+    """Run one process of a job, as torchrun starts it."""
     os.environ |= {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world_size)}
     torch.set_num_threads(1)
     rendezvous = f"file://{folder}/rendezvous-{world_size}"
@@ -217,26 +215,28 @@ def run(folder: Path, rank: int, world_size: int) -> None:
         timeout=timedelta(seconds=30),
     )
     report: Report = {"shares": shares(rank, world_size), "warnings": warnings()}
-    report["dyadic"], report["normal"] = train(dyadic(), 1 / 16, 4), train(normal(), 0.05, 20)
-    report["join"], report["resume"] = join(), resume(folder, rank, world_size)
+    report["dyadic"] = train(dyadic(), 1 / 16, 4)
+    report["normal"] = train(normal(), 0.05, 20)
+    report["join"] = join()
+    report["resume"] = resume(folder, rank, world_size)
     report["crash"] = crash(rank)
     (folder / f"{world_size}-{rank}.json").write_text(json.dumps(report))
     if "error" in report["crash"]:
-        # As a process that dies: it leaves nobody a message.
+        # End like a process that is killed, without a message to the other ranks.
         os._exit(CRASH)
     dist.destroy_process_group()
 
 
 def example(folder: Path, options: list[str]) -> None:
-    """The example in one process; what it prints is beside its folder."""
+    """Run the example in one process; a file beside its folder gets its output."""
     sys.argv = ["ddp.py", "--folder", str(folder), *EXAMPLE, *options]
     with folder.with_suffix(".txt").open("w") as file, contextlib.redirect_stdout(file):
         runpy.run_path(str(Path(__file__).parents[2] / "examples" / "ddp.py"), run_name="__main__")
 
 
 def main(folder: Path) -> None:
-    """Every process is forked from this one, which has loaded torch once and computed nothing."""
-    # Else DistributedDataParallel loads it in every process.
+    """Fork every process from this one, which has loaded torch once and computed nothing."""
+    # Without this import, DistributedDataParallel imports the module in every process.
     importlib.import_module("torch._dynamo")
     context = multiprocessing.get_context("fork")
     for world_size in WORLDS:

@@ -12,7 +12,7 @@ import torch
 from pinfeed.errors import EstimateError
 from pinfeed.memory import limits
 from pinfeed.memory.demand import Demand
-from pinfeed.memory.limits import plan_items
+from pinfeed.memory.limits import plan_allocations
 from pinfeed.memory.plan import Plan
 from pinfeed.training.memory_model.budget import Budget, largest_that_fits, refusal
 from pinfeed.training.memory_model.estimate import StepEstimator
@@ -126,7 +126,7 @@ class BatchSearch:
             unified=not is_on_gpu,
             staged=(is_on_gpu,) * len(nbytes),
         )
-        items = plan_items(demand, batch_size, bounds.depth)
+        items = plan_allocations(demand, batch_size, bounds.depth)
         feeder = Plan(batch_size, bounds.depth, demand.route, items)
         if seen is None:
             share = _INEXACT_MARGIN if step.confidence != "exact" else 0
