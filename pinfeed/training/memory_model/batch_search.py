@@ -11,8 +11,7 @@ import torch
 
 from pinfeed.errors import EstimateError
 from pinfeed.memory import limits
-from pinfeed.memory.demand import Demand
-from pinfeed.memory.limits import plan_allocations
+from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.memory.plan import Plan
 from pinfeed.training.memory_model.budget import Budget, largest_that_fits, refusal
 from pinfeed.training.memory_model.estimate import StepEstimator
