@@ -187,8 +187,8 @@ class MmapStore(LocalFileStore):
 
     @safe_repr
     def __repr__(self) -> str:
-        paths = self.paths[0] if len(self.paths) == 1 else repr(self.paths)
-        return f"MmapStore({paths}, mode={self._mode!r})"
+        paths = self.paths[0] if len(self.paths) == 1 else self.paths
+        return f"MmapStore({paths!r}, mode={self._mode!r})"
 
     def __enter__(self) -> MmapStore:
         return self

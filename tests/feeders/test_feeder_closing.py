@@ -87,7 +87,7 @@ def test_close_while_another_thread_waits_for_a_batch(x: np.ndarray) -> None:
     thread = threading.Thread(target=run)
     thread.start()
     asked.wait()
-    while not feeder._loop._running().gi_running:  # type: ignore[union-attr,misc]
+    while not feeder._loop._active.generator().gi_running:  # type: ignore[union-attr]
         pass
     feeder.close()
     go_on.set()

@@ -168,7 +168,7 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     )
     assert "x.npy is still being brought into memory" in hint(shuffled, 1 << 30)
     assert "block_shuffled(seed, block_rows=256)" in hint(shuffled, 0)
-    assert "With 250.0 KiB of memory for all of it" in hint(shuffled, 0)
+    assert "With 250.0 KiB of memory for the whole file" in hint(shuffled, 0)
     assert "read in sequence" in hint(pinfeed.rows.sequential(), 1 << 30)
     assert "page cache" in hint(blocks, 0)
     assert "Windows of x.npy" in hint(blocks, 240_000)
