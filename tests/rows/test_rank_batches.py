@@ -106,7 +106,7 @@ def test_ranks_share_an_epoch(
         assert set(count) == set(range(n))
         assert again.total() == -n % world_size if n else again.total() == 0
         assert again == Counter(np.resize(whole(order, n, epoch), again.total()).tolist()), (
-            "the first rows of the order come again"
+            "the first rows of the order are repeated"
         )
     if split or not isinstance(order, orders.BlockShuffled):
         together, one = steps(batches), whole(order, n, epoch)
@@ -252,7 +252,7 @@ def test_a_file_goes_on_with_more_ranks_and_then_with_fewer(path: Path, split: b
         for feeder in ours:
             with feeder:
                 assert ("windows" in str(feeder.plan)) == (world_size > 1), (
-                    "a single rank brings the file into memory"
+                    "a single rank reads the file into memory"
                 )
                 assert ("every rank reads every block" in str(feeder.plan)) == (
                     split and world_size > 1
