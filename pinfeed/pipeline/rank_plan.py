@@ -8,7 +8,7 @@ from typing import Any
 from pinfeed.errors import BudgetError
 from pinfeed.memory.limits import MemoryLimits, Plan
 from pinfeed.rows.orders import BlockShuffled
-from pinfeed.rows.rank_batches import RankShard, shard_of_rank
+from pinfeed.rows.rank_shard import RankShard, shard_of_rank
 from pinfeed.rows.ranks import Ranks
 
 

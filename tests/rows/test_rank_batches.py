@@ -26,7 +26,8 @@ from pinfeed.readahead.base import DirectReads
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.rows import orders
 from pinfeed.rows.orders import Order, windows
-from pinfeed.rows.rank_batches import RankBatches, RankShard
+from pinfeed.rows.rank_batches import RankBatches
+from pinfeed.rows.rank_shard import RankShard
 
 Uneven = Literal["pad", "drop", "join"]
 Batches = list[list[int]]
