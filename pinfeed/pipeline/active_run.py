@@ -49,10 +49,10 @@ class ActiveRun:
         assert self._generator is not None
         if not is_abandoned(self._generator):
             raise ClosedError(
-                "a loop over this feeder is running: somebody keeps its iterator; close() that "
-                "iterator, make a second feeder, or iterate pinfeed.restartable(feeder), where "
-                "each loop ends the one before; feeder.close() ends this one, and the feeder for "
-                "good"
+                "a loop over this feeder is running, because the program still holds its "
+                "iterator; close() that iterator, make a second feeder, or iterate "
+                "pinfeed.restartable(feeder), where each loop ends the one before; feeder.close() "
+                "ends this one, and the feeder for good"
             )
         if (generator := self.generator()) is not None:
             generator.close()

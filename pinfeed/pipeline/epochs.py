@@ -210,7 +210,7 @@ class EpochRunner:
             self._transfer.stop()
             return
         # A run that has not begun raises ClosedError when it begins, and a run of another thread
-        # when it goes on. Neither must seem to have reached its end.
+        # when it continues. Neither must seem to have reached its end.
         if (
             generator is not None
             and is_suspended(generator)

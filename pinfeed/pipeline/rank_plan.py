@@ -9,7 +9,7 @@ from pinfeed.errors import BudgetError
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.rows.orders import BlockShuffled
-from pinfeed.rows.rank_batches import RankShard, shard_of_rank
+from pinfeed.rows.rank_shard import RankShard, shard_of_rank
 from pinfeed.rows.ranks import Ranks
 
 

@@ -1,4 +1,4 @@
-"""Which rows of a batch were written after it was gathered: against a model that looks at every pair."""
+"""Forwarding finds the rows written after a gather, as a model that compares every pair does."""
 
 import re
 from typing import Any
@@ -78,7 +78,8 @@ def test_a_row_that_is_there_twice_is_refused_by_name(rows: list[int]) -> None:
     with pytest.raises(WriteBackError) as refusal:
         WrittenRows(rows_of(rows))
     found = re.match(
-        rf"write_back of {len(rows)} rows in which row (\d+) stands more than once; expected every row once",
+        rf"write_back of {len(rows)} rows in which row (\d+) stands more than once; "
+        "expected every row once",
         str(refusal.value),
     )
     assert found is not None
@@ -142,7 +143,7 @@ EVENTS = st.lists(
 def test_a_batch_with_later_writes_copied_over_is_as_if_gathered_now(
     events: list[tuple[str, Any]],
 ) -> None:
-    """Writes are made, land in order and late; batches are gathered and lent in order; every batch is what the store will be."""
+    """Every batch equals the final store, for writes that are completed late but in order."""
     log = WriteLog()
     stores = np.zeros((2, N))
     truth = np.zeros((2, N))

@@ -1,4 +1,4 @@
-"""A prefetching feeder is indistinguishable from the synchronous loop, whatever the device's schedule."""
+"""A prefetching feeder equals the synchronous loop, whatever the device's schedule."""
 
 import gc
 import linecache
@@ -24,7 +24,7 @@ CORNERS = corners(dict.fromkeys(("compute", "read"), (5, 9, 14, 20, 27, 35)))
 
 
 class Run:
-    """One loop that changes the rows it is given: the same program, on the feeder and as the synchronous loop."""
+    """One loop that changes its rows, as a synchronous loop or on a feeder."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Run:
         return self
 
     def fed(self, device: SimDevice, depth: int, known: bool = True) -> "Run":
-        """``known=False``: the feeder cannot know how large batches become."""
+        """Run the loop on a feeder; with ``known=False`` it cannot know the sizes of batches."""
         rows: Any = self.batches if known else Unsized(self.batches)
         stores = (ArrayStore(self.x), {"y": ArrayStore(self.y)})
         with Feeder(
@@ -200,7 +200,7 @@ VARIANTS: list[tuple[bool, dict[str, Any]]] = [
 
 
 def synchronisations() -> list[tuple[str, int]]:
-    """Every call site of wait and sync."""
+    """Return every call site of wait and sync."""
     sites: set[tuple[str, int]] = set()
     for direct, kwargs in VARIANTS:
         device = SimDevice(lazy, direct=direct)
@@ -210,7 +210,7 @@ def synchronisations() -> list[tuple[str, int]]:
 
 
 def test_a_timeline_waits_for_nothing() -> None:
-    """The same calls of wait and sync, with and without: for the loop, and for the readers and the writer."""
+    """The calls of wait and sync are the same with and without a timeline."""
     sites = []
     for timeline in (False, True):
         device = SimDevice(lazy)
@@ -223,7 +223,7 @@ def test_a_timeline_waits_for_nothing() -> None:
     "site", synchronisations(), ids=lambda s: linecache.getline(*s).split("#")[0].strip()
 )
 def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
-    """A device that is deaf to one of them computes something else, or uses freed memory, in some schedule."""
+    """A device that ignores one of them gives wrong results or uses freed memory in a schedule."""
     assert site[0].endswith("transfer.py"), "a wait or sync outside of transfer.py"
     devices = (
         (SimDevice(choose(), direct=direct, deaf_to=site), kwargs)
@@ -234,7 +234,7 @@ def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
 
 
 def test_memory_used_in_another_stream_must_be_shared_with_it() -> None:
-    """The allocator does not know of the streams that a consumer switches to; it would give memory away too early."""
+    """The allocator does not know the streams a consumer switches to, and would free too early."""
 
     class Forgetful(SimDevice):
         def share(self, tensor: Any, stream: Any) -> None:
@@ -256,7 +256,10 @@ def fails(device: SimDevice, kwargs: dict[str, Any]) -> bool:
 
 
 def test_a_write_back_that_fails_half_way_leaves_nothing_queued() -> None:
-    """Page-locked memory for the second store is refused while the first one's copy is queued; its staging is freed with the feeder."""
+    """Memory for the second store is refused while the copy of the first one is queued.
+
+    The staging memory of that copy is freed with the feeder.
+    """
 
     class Full(SimDevice):
         refuse = 8

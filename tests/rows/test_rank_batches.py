@@ -1,11 +1,14 @@
-"""Shares of ranks: equal or joined, each row once where it is promised, the same at any world size, and gone on with at another one."""
+"""Ranks share the rows of an epoch, and another number of ranks can resume it.
+
+The parts are equal, or joined so that each row occurs once. Global batches are the same at any
+world size.
+"""
 
 import itertools
 import json
-import logging
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -14,18 +17,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data import SequentialSampler
 
 from pinfeed import Config, Feeder, MiB, MmapStore, Ranks, rows, wrap_readers
-from pinfeed.devices import cuda_index
 from pinfeed.errors import ArgumentError, BudgetError
 from pinfeed.readahead import choose
 from pinfeed.readahead.base import DirectReads
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.rows import orders
 from pinfeed.rows.orders import Order
-from pinfeed.rows.rank_batches import RankBatches, RankShard
-from pinfeed.rows.ranks import world
+from pinfeed.rows.rank_batches import RankBatches
+from pinfeed.rows.rank_shard import RankShard
 from pinfeed.rows.windows import windows
 
 Uneven = Literal["pad", "drop", "join"]
@@ -106,7 +108,7 @@ def test_ranks_share_an_epoch(
         assert set(count) == set(range(n))
         assert again.total() == -n % world_size if n else again.total() == 0
         assert again == Counter(np.resize(whole(order, n, epoch), again.total()).tolist()), (
-            "the first rows of the order come again"
+            "the first rows of the order are repeated"
         )
     if split or not isinstance(order, orders.BlockShuffled):
         together, one = steps(batches), whole(order, n, epoch)
@@ -242,7 +244,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("split", [False, True])
 def test_a_file_goes_on_with_more_ranks_and_then_with_fewer(path: Path, split: bool) -> None:
-    """Read ahead by windows: of its own where a rank has blocks of its own, of all of them where global batches are split."""
+    """A rank reads windows of its own blocks, or of all blocks if global batches are split."""
     order = rows.block_shuffled(1, block_rows=128, window_blocks=2)
     seen: list[list[int]] = []
     state = None
@@ -252,7 +254,7 @@ def test_a_file_goes_on_with_more_ranks_and_then_with_fewer(path: Path, split: b
         for feeder in ours:
             with feeder:
                 assert ("windows" in str(feeder.plan)) == (world_size > 1), (
-                    "a single rank brings the file into memory"
+                    "a single rank reads the file into memory"
                 )
                 assert ("every rank reads every block" in str(feeder.plan)) == (
                     split and world_size > 1
@@ -380,7 +382,7 @@ def test_a_config_must_hold_the_batches_of_all_ranks() -> None:
         )
     with pytest.raises(
         BudgetError,
-        match=r"hold batches of \d+ rows on rank 0, and all ranks need batches of 800; raise the limits",
+        match=r"hold batches of \d+ rows on rank 0, and all ranks need batches of 800; raise",
     ):
         feeders(x, 1, config=Config(cpu_memory_limit=MiB(8), preferred_batch_size=800))
     with pytest.raises(
@@ -492,139 +494,3 @@ def test_states_that_cannot_be(change: dict[str, Any], message: str) -> None:
         message = "not a state of a feeder with ranks= (KeyError('ranks'))"
         with sharing, pytest.raises(ArgumentError, match=re.escape(message)):
             sharing.load_state_dict(alone.state_dict())
-
-
-# ---- who this process is -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("environment", "found"),
-    [
-        ({}, (0, 1)),
-        ({"RANK": "3", "WORLD_SIZE": "4"}, (3, 4)),
-        ({"RANK": "", "WORLD_SIZE": ""}, (0, 1)),
-        ({"RANK": "1"}, "the environment has RANK=1, and not the other one of RANK and WORLD_SIZE"),
-        ({"WORLD_SIZE": "2"}, "the environment has WORLD_SIZE=2, and not the other one"),
-        (
-            {"RANK": "1", "WORLD_SIZE": "two"},
-            "the environment has RANK=1, WORLD_SIZE=two; expected whole numbers",
-        ),
-        (
-            {"RANK": "2", "WORLD_SIZE": "2"},
-            "the environment has RANK=2, WORLD_SIZE=2: expected 0 <= rank < world_size",
-        ),
-    ],
-)
-def test_the_environment_says_who_this_is(
-    environment: dict[str, str], found: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    if isinstance(found, tuple):
-        assert world() == found
-        with Feeder(np.arange(12), batch_size=3, ranks="pad", device="cpu") as feeder:
-            assert (
-                torch.cat(list(feeder)).tolist()
-                == np.arange(12).reshape(-1, found[1], 3)[:, found[0]].ravel().tolist()
-            )
-    else:
-        with pytest.raises(ArgumentError, match=re.escape(found)):
-            Feeder(np.arange(12), batch_size=3, ranks="pad", device="cpu")
-
-
-@pytest.mark.parametrize(
-    ("local_rank", "n_devices", "current", "index"),
-    [
-        (None, 8, 0, 0),
-        (None, 8, 3, 3),
-        ("", 8, 0, 0),
-        ("5", 8, 0, 5),
-        ("5", 8, 2, 2),
-        ("5", 1, 0, 0),
-        ("3", 2, 1, 1),
-    ],
-)
-def test_each_process_of_a_machine_takes_a_gpu(
-    local_rank: str | None, n_devices: int, current: int, index: int
-) -> None:
-    """Its own; that which was set before; the only one that it sees."""
-    assert cuda_index(local_rank, n_devices, current) == index
-
-
-# ---- worker processes of a DataLoader ------------------------------------------------------------
-
-
-class Looping(IterableDataset[Any]):
-    """Loops over a feeder that it makes where it is iterated, and writes down what pinfeed logs there."""
-
-    def __init__(self, log: Path, make: Callable[[int, int], Any]) -> None:
-        self._log = log
-        self._make = make
-
-    def __iter__(self) -> Iterator[int]:
-        info = get_worker_info()
-        if info is not None:
-            logging.getLogger("pinfeed").addHandler(logging.FileHandler(self._log, delay=True))
-        with self._make(*((0, 1) if info is None else (info.id, info.num_workers))) as feeder:
-            for _ in range(2):
-                for batch in feeder:
-                    yield from (
-                        batch[0].tolist() if isinstance(batch, (tuple, list)) else batch.tolist()
-                    )
-
-
-def read_by(**arguments: Any) -> Callable[[int, int], Any]:
-    reading: dict[str, Any] = {
-        "read_input": lambda i: [i],
-        "get_output": lambda i: [i],
-        "batch_size": 2,
-        "device": "cpu",
-    }
-    return lambda rank, world_size: wrap_readers(range(6), range(6), **reading, **arguments)
-
-
-def fed_by(**arguments: Any) -> Callable[[int, int], Any]:
-    return lambda rank, world_size: Feeder(np.arange(6), batch_size=2, device="cpu", **arguments)
-
-
-WORKERS: dict[str, tuple[Callable[[int, int], Any], int, bool]] = {
-    "all rows": (fed_by(), 2, True),
-    "all rows shuffled": (fed_by(shuffle=True), 2, True),
-    "ranks of the job": (fed_by(ranks="pad"), 2, True),
-    "identities": (read_by(), 2, True),
-    "one worker": (fed_by(), 1, False),
-    "meant so": (fed_by(ranks="all"), 2, False),
-    "identities meant so": (read_by(ranks="all"), 2, False),
-    "a part each": (
-        lambda i, n: fed_by(rows=rows.per_rank(rows.sequential(), rank=i, world_size=n))(i, n),
-        2,
-        False,
-    ),
-    "ranks of the workers": (
-        lambda i, n: fed_by(ranks=Ranks(rank=i, world_size=n))(i, n),
-        2,
-        False,
-    ),
-    "numbers of one's own": (lambda i, n: fed_by(rows=range(i, 6, n))(i, n), 2, False),
-    "no workers": (fed_by(), 0, False),
-}
-
-
-@pytest.mark.parametrize("case", WORKERS)
-def test_workers_that_each_have_all_rows_are_warned_of_once(
-    case: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make, n_workers, is_warned = WORKERS[case]
-    loader = DataLoader(Looping(tmp_path / "log", make), batch_size=None, num_workers=n_workers)
-    n_times = Counter(loader)
-    is_repeated = is_warned or "meant so" in case
-    assert set(n_times.values()) == {2 * (2 if is_repeated else 1)}, "of two epochs"
-    said = (tmp_path / "log").read_text().splitlines() if (tmp_path / "log").exists() else []
-    assert (len(said), caplog.messages) == (is_warned, [])
-    assert all(
-        "each of the 2 worker processes of a DataLoader loops over all rows" in line
-        for line in said
-    )
-    assert all("each comes 2 times; give each worker its part" in line for line in said)
