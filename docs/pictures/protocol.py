@@ -21,7 +21,7 @@ COLOURS = (
 )
 THREAD, STREAM = "#f4efe4", "#e8eef4"
 LANES = (
-    ("your loop's thread", "waits for no device", THREAD),
+    ("training thread", "waits for no device", THREAD),
     ("reader thread", "store → staging", THREAD),
     ("read stream", "staging → device", STREAM),
     ("compute stream", "your model", STREAM),

@@ -86,7 +86,7 @@ def test_values_that_do_not_fit(x: np.ndarray, values: Any, message: str) -> Non
         batch = next(loop)
         with pytest.raises(errors.WriteBackError, match=message):
             batch.write_back(values)
-        # Nothing had been written: it still can be.
+        # Nothing was written, so the batch can still be written back.
         batch.write_back(batch.data)
         del loop
     np.testing.assert_array_equal(x, kept)
@@ -134,7 +134,7 @@ def test_values_of_another_structure(x: np.ndarray, values: Any, message: str) -
         batch = next(loop := feeder.batches())
         with pytest.raises(errors.WriteBackError, match=message):
             batch.write_back(values)
-        # Nothing had been written: it still can be.
+        # Nothing was written, so the batch can still be written back.
         batch.write_back({"x": batch.data["x"] + 1, "y": None})
         del loop
     assert x[3, 2] == 12
@@ -188,7 +188,7 @@ def test_write_back_too_late_or_twice(x: np.ndarray) -> None:
 
 
 def test_write_back_to_rows_that_are_given_twice(x: np.ndarray, tmp_path: Path) -> None:
-    """A write to one would not be seen in the other, which was prefetched."""
+    """The other source, which was prefetched, would not see a write to the first one."""
     np.save(tmp_path / "x.npy", x)
     file = MmapStore(tmp_path / "x.npy", mode="r+")
     for source in ((x, x), (x, ArrayStore(x[:, 1:])), (file, MmapStore(tmp_path / "x.npy"))):
@@ -218,7 +218,7 @@ def test_write_back_of_a_dict_in_another_order(x: np.ndarray) -> None:
 
 
 class _Writing(IterableDataset[Any]):
-    """Adds 1 to all rows of a source, and writes down what pinfeed logs."""
+    """Dataset that adds 1 to all rows of a source, and logs to a file."""
 
     def __init__(self, log: Path, source: Any) -> None:
         self._log = log

@@ -22,7 +22,7 @@ def x() -> np.ndarray:
 
 
 class Flaky(ArrayStore):
-    """Fails when it is asked for a certain row."""
+    """Array store that fails at certain rows."""
 
     def __init__(
         self, array: np.ndarray, error: BaseException, *, gather: int = -1, scatter: int = -1
@@ -59,7 +59,7 @@ def test_an_error_of_a_store_comes_after_the_good_batches_with_its_traceback(
             next(loop)
         assert "raise_it" in "".join(traceback.format_tb(caught.value.__traceback__))
         assert next(loop, None) is None
-        # The feeder itself is whole.
+        # The feeder can be used again.
         assert len(next(iter(feeder))) == 10
 
 

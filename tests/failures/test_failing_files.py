@@ -94,10 +94,10 @@ def test_an_error_of_the_disk(
             got = []
             with pytest.raises(errors.ReadError, match=r"x\.npy") as caught:
                 for batch in feeder:
-                    got.append(batch.numpy(force=True))  # noqa: PERF401  # those before the error
+                    got.append(batch.numpy(force=True))  # noqa: PERF401
         assert caught.value.errno == errno.EIO
         assert "read_run" in "".join(traceback.format_tb(caught.value.__traceback__))
-        # Its traceback keeps the file open.
+        # The traceback of the error keeps the file open.
         del caught
         assert len(got) == n_good
         assert all(map(np.array_equal, got, want))
@@ -187,7 +187,7 @@ def test_a_disk_that_is_full(small_disk: Path) -> None:
         Feeder(store, batch_size=64, depth=2) as feeder,
     ):
         with pytest.raises(OSError, match="No space left") as caught:
-            # 2 MiB, most of which is a hole.
+            # The file has 2 MiB, most of which is a hole without blocks on the disk.
             for batch in feeder.batches():
                 batch.write_back(batch.data + batch.rows[0] + 1)
         assert caught.value.filename == str(small_disk / "rows.npy")
@@ -400,7 +400,7 @@ def test_no_memory_on_a_gpu(x: np.ndarray) -> None:
 
 def test_no_memory_on_the_host() -> None:
     """The system refuses a batch; the feeder lives on, and so do smaller ones."""
-    # 4 GiB, which are nowhere.
+    # A broadcast array of 4 GiB, which takes no memory.
     table = np.broadcast_to(np.float32(3), (1 << 20, 1 << 10))
 
     class Chunks:
@@ -451,7 +451,7 @@ def test_page_locked_rows_are_copied_with_their_memory(x: np.ndarray) -> None:
     assert type(store) is PinnedStore
     np.testing.assert_array_equal(store.array, x)
     locked = PinnedStore(x, pin=False)
-    # As it is where there is a GPU.
+    # Pretend that there is a GPU.
     locked.page_locked = True
     again = pickle.loads(pickle.dumps(locked))
     assert again.page_locked == torch.cuda.is_available(), (
@@ -459,7 +459,7 @@ def test_page_locked_rows_are_copied_with_their_memory(x: np.ndarray) -> None:
     )
     pid = os.fork()
     if pid == 0:
-        # The driver's memory is not there.
+        # The child has no pinned memory of the driver.
         try:
             locked.gather(np.array([1]), np.empty((1, 4), np.float32))
         except errors.ClosedError:

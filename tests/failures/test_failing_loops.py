@@ -42,7 +42,7 @@ class Fault(Exception):
 
 
 class Failing(ArrayStore):
-    """Fails at certain rows, as long as it is told to."""
+    """Array store that fails at certain rows while it is told to."""
 
     gather_at = scatter_at = -1
 
@@ -192,7 +192,7 @@ def test_a_loop_that_is_left_while_fills_wait_for_their_turn(n_readers: int) -> 
         loop = iter(feeder)
         next(loop)
         asked.wait()
-        # As break does
+        # A break also drops the loop.
         del loop
         assert len(list(feeder)) == N // SIZE
 
@@ -304,8 +304,8 @@ def assert_thousands_leave_nothing(path: Path, n: int) -> None:
         ) as feeder:
             next(iter(feeder))
             if i % 5 == 0:
+                # close() ends this loop.
                 loop = iter(feeder)
-                # And is left to close().
                 next(loop)
 
     def found() -> tuple[int, int, int]:
@@ -329,7 +329,7 @@ def assert_thousands_leave_nothing(path: Path, n: int) -> None:
 
 
 def test_hundreds_of_feeders_leave_nothing(tmp_path: Path) -> None:
-    # 1 MiB: one that was kept by each would be seen.
+    # The file has 1 MiB, so a leak of one file per feeder shows.
     np.save(tmp_path / "x.npy", np.zeros((4096, 64), np.float32))
     assert_thousands_leave_nothing(tmp_path / "x.npy", 80)
 
@@ -342,7 +342,7 @@ def test_ten_thousand_feeders_leave_nothing(tmp_path: Path) -> None:
 
 
 class Moody(MmapStore):
-    """A file with faults at random, in both directions."""
+    """File store with random faults of reads and writes."""
 
     rate = 0.0
     rng = random.Random(0)
@@ -399,7 +399,7 @@ def soak(path: Path, seconds: float, seed: int) -> int:
             found = np.empty_like(want)
             store.gather(np.arange(len(want)), found)
         for batch_rows in written:
-            # Those that have landed are the first of them.
+            # Completed writes precede the others.
             if (found[batch_rows] == want[batch_rows]).all():
                 break
             want[batch_rows] += 1

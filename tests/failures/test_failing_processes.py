@@ -99,7 +99,7 @@ def go_on_after_interrupts(store: Any, ready: int) -> None:
         except KeyboardInterrupt:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
     except KeyboardInterrupt:
-        # The second one, just then.
+        # The second interrupt arrived in the handler of the first one.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
     feeder.land()
     before = rows_of(store)
@@ -112,7 +112,7 @@ def go_on_after_interrupts(store: Any, ready: int) -> None:
     assert (rows_of(store) == before + 1).all()
     feeder.close()
     for thread in threads_left():
-        # One whose start was interrupted is known to no pool, has no work, and ends by itself.
+        # A thread whose start was interrupted is in no pool, has no work, and ends by itself.
         thread.join(5)
     assert not threads_left()
 
@@ -172,7 +172,7 @@ def test_ctrl_c_while_the_first_one_waits_for_a_reader() -> None:
 
         def twice(*_: Any) -> None:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-            # When the first one waits.
+            # The second interrupt arrives while the first one waits.
             signal.setitimer(signal.ITIMER_REAL, 0.2)
             raise KeyboardInterrupt
 
@@ -228,7 +228,7 @@ def train_after_interrupts(moments: list[tuple[float, float]]) -> None:
         raise KeyboardInterrupt
 
     def train() -> None:
-        # As torch leaves it where an interrupt hits the end of its own step.
+        # torch leaves gradients off if an interrupt hits the end of its own step.
         torch.set_grad_enabled(True)
         optimizer.zero_grad()
         for ids in loop:
@@ -236,7 +236,7 @@ def train_after_interrupts(moments: list[tuple[float, float]]) -> None:
             optimizer.step()
             optimizer.zero_grad()
 
-    # Of interrupts that hit a finalizer.
+    # Python reports interrupts that hit a finalizer here.
     sys.unraisablehook = lambda _: None
     signal.signal(signal.SIGALRM, press)
     for first, gap in moments:
@@ -262,7 +262,7 @@ def test_interrupts_faster_than_a_loop_over_rows_ends(n: int) -> None:
 
 def test_killed_while_rows_are_written_back(tmp_path: Path) -> None:
     """Each row, which lies in one page here, is old or new; a checkpoint restores one moment."""
-    # 128 bytes a row, from byte 128 on.
+    # Each row has 128 bytes, and the first row begins at byte 128.
     np.save(tmp_path / "rows.npy", np.zeros((N, 16)))
     rng = random.Random(3)
     with MmapStore(tmp_path / "rows.npy", mode="r+") as store:
@@ -302,7 +302,7 @@ def test_killed_while_rows_are_written_back(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["array", "file", "writable file"])
 def test_fork_between_loops(kind: str, tmp_path: Path) -> None:
-    """The child has a feeder of its own then, and the parent's goes on."""
+    """The child then has a feeder of its own, and the feeder of the parent continues."""
     x = np.arange(N * 2.0).reshape(N, 2)
     np.save(tmp_path / "x.npy", x)
     store: Any = {
@@ -381,7 +381,7 @@ class Slices:
 
 
 def test_workers_of_a_loader_are_forked_in_a_loop(tmp_path: Path) -> None:
-    """… by torch, in the same program; they may read the store that the loop reads."""
+    """The forked workers of a DataLoader may read the store that the loop reads."""
     np.save(tmp_path / "x.npy", np.arange(20.0))
     with MmapStore(tmp_path / "x.npy") as store, Feeder(store, batch_size=1, depth=2) as feeder:
         for x in feeder:

@@ -28,7 +28,7 @@ def rows_or_refusal(open_it: Callable[[], MmapStore], most_bytes: int) -> np.nda
     """Return all rows, or None if the file was refused."""
     try:
         with warnings.catch_warnings():
-            # numpy's, of numbers as Python 2 wrote them.
+            # numpy warns of numbers as Python 2 wrote them.
             warnings.simplefilter("ignore")
             store = open_it()
     except errors.PinfeedError as error:
@@ -232,7 +232,7 @@ npy_files = st.one_of(
 def saved(version: tuple[int, int], code: str) -> bytes:
     file = io.BytesIO()
     with warnings.catch_warnings():
-        # Of versions that old numpys cannot read.
+        # numpy warns of versions that older versions of it cannot read.
         warnings.simplefilter("ignore", UserWarning)
         np.lib.format.write_array(file, np.arange(15).astype(code).reshape(5, 3), version)
     return file.getvalue()
@@ -282,7 +282,7 @@ SAID = "'descr': '<f4', 'fortran_order': False, 'shape': (2, 3)"
         (f"{{{SAID.replace('False', 'None')}}}", 3, "utf-8", False),
         (f"{{{SAID}, 'more': 1}}", 3, "utf-8", False),
         (f"{{{SAID.replace('2, 3', 'True, 3')}}}", 1, "latin-1", False),
-        # As Python 2 wrote it.
+        # Python 2 wrote long numbers with an L.
         (f"{{{SAID.replace('2, 3', '2L, 3')}}}", 1, "latin-1", True),
         (f"{{{SAID.replace('2, 3', '2L, 3')}}}", 3, "utf-8", False),
         (f"{{{SAID}}} # é", 1, "latin-1", True),
