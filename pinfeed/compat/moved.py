@@ -50,7 +50,7 @@ MOVED = {
 """Old module -> new module."""
 
 RENAMED = {
-    "pinfeed.config.Item": "pinfeed.memory.limits.Allocation",
+    "pinfeed.config.Item": "pinfeed.memory.plan.Allocation",
     "pinfeed.stores.extent.Extent": "pinfeed.stores.formats.row_layout.RowLayout",
     "pinfeed.training.big.choice.Chosen": "pinfeed.training.large_batch.select.StrategyChoice",
     "pinfeed.training.manage.history.Row": "pinfeed.training.trainer.history.Record",

@@ -15,7 +15,8 @@ from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.rank_plan import limits_of_rank, share_of
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.orders import Order, PerRank, sequential, shuffled
-from pinfeed.rows.rank_batches import RankBatches, RankShard
+from pinfeed.rows.rank_batches import RankBatches
+from pinfeed.rows.rank_shard import RankShard
 from pinfeed.rows.sampler_batches import SamplerBatches, largest_batch
 from pinfeed.validation.arguments import check_flag, check_seed
 

@@ -7,9 +7,9 @@ from typing import Any
 
 from pinfeed.errors import ArgumentError
 from pinfeed.rows.batches import OrderBatches, RowBatches, RowIndices
-from pinfeed.rows.orders import Windows
 from pinfeed.rows.rank_partition import Progress
 from pinfeed.rows.rank_shard import RankShard
+from pinfeed.rows.windows import Windows
 
 
 class RankBatches(RowBatches):
