@@ -114,7 +114,7 @@ def test_a_loop_that_the_garbage_collector_ends_in_the_writers_thread(depth: int
     gc.disable()
     try:
         for _ in range(depth + 1):
-            # As many write-backs as may be under way, and one more to come.
+            # The queue of write-backs is full then, and one more follows.
             step(table, optimizer, next(cycle[0][1]))
         del cycle
         dropped.set()
@@ -202,7 +202,8 @@ def test_interrupts_while_a_loop_ends_leave_its_tables_free(next_loop: str) -> N
         batches.throw(KeyboardInterrupt)
     optimizer.release = release
     if next_loop != "none":
-        # It takes one of the two tables before the dead loop is noticed by the other one.
+        # The new loop reserves the first table before the second one finds that the old loop
+        # has ended.
         tables = {other: same, table: same}
         again = (
             loop
