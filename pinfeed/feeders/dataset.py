@@ -87,13 +87,16 @@ class RowDataset(Dataset[Any]):
         self._tree.close()
 
     def _open(self) -> None:
+        """Open the source in this process."""
         self._tree = StoreTree(self._source)
         self._process = os.getpid()
 
     def _batch(self, rows: Any) -> Any:
+        """Return rows as a batch, in the structure of the source."""
         return self._tree.rebuild(iter(self._gather(rows)))
 
     def _gather(self, rows: Any) -> list[Any]:
+        """Return rows of every store, as a CPU tensor each."""
         if self._process != os.getpid():
             # After a fork, the process shares the file descriptors of its parent, but not the
             # kernel's queues for asynchronous reads.

@@ -107,14 +107,14 @@ def test_persistent_workers() -> None:
     with wrap_loader(bare, device="cpu") as loader:
         workers = set()
         for last in (12, 4, 12):
-            # The second epoch is left.
+            # The second epoch ends early, by break.
             for batch in loader:
                 workers.add(tuple(process.pid for process in multiprocessing.active_children()))
                 if batch[0] == last:
                     break
             assert batch[0] == last
         assert len(workers) == 1
-    # It is the user's, and goes on.
+    # The loader is the user's, and still works after the feeder was closed.
     assert starts(bare) == STARTS
 
 
@@ -164,7 +164,7 @@ class Tagged(torch.Tensor):
 def special_tensors() -> list[Any]:
     x, ragged = torch.eye(4), [torch.ones(3), torch.ones(1)]
     with warnings.catch_warnings():
-        # torch calls some of them new.
+        # torch warns that some of these layouts are new.
         warnings.simplefilter("ignore")
         return [
             x.to_sparse(),
@@ -172,7 +172,7 @@ def special_tensors() -> list[Any]:
             x.as_subclass(Tagged),
             torch.nn.Parameter(x),
             x.clone().requires_grad_(),
-            # A tuple of torch's own.
+            # This is a named tuple of torch.
             torch.max(x, dim=1),
             torch.nn.utils.rnn.pack_sequence(ragged),
             torch.nested.nested_tensor(ragged),
@@ -230,7 +230,7 @@ def test_kept_batches_stay_valid(device: Any) -> None:
     dataset = TensorDataset(torch.arange(200.0).reshape(100, 2))
     kept = list(wrap_loader(DataLoader(dataset, batch_size=5), device=device, depth=1))
     assert torch.equal(torch.cat([x for (x,) in kept]), dataset.tensors[0])
-    # The user's own
+    # A batch belongs to the user: changing it changes no other batch and no data set.
     kept[3][0].zero_()
     assert torch.equal(kept[4][0], dataset.tensors[0][20:25])
     assert torch.equal(dataset.tensors[0][15], torch.tensor([30.0, 31.0]))

@@ -169,7 +169,7 @@ def test_workers_end_with_a_loop_that_is_left() -> None:
     iterator = iter(loader)
     assert len(multiprocessing.active_children()) == 2
     del iterator
-    # What was begun and never asked for a batch.
+    # An iterator of the loader that was never asked for a batch is ended, too.
     loader.close()
     assert not multiprocessing.active_children()
 
@@ -192,7 +192,7 @@ def test_two_loops_at_a_time() -> None:
     with wrap_loader(bare, device="cpu") as loader:
         first = iter(loader)
         for _ in range(2):
-            # Before it has given a batch, and after.
+            # A second loop is refused before the first has yielded a batch, and after.
             with pytest.raises(errors.ClosedError, match="loop over this feeder is running"):
                 iter(loader)
             next(first)

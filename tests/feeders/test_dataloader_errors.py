@@ -245,7 +245,7 @@ def test_an_error_at_the_begin_is_raised_there() -> None:
         for _ in range(2):
             with pytest.raises(KeyError, match="no batches today") as caught:
                 iter(loader)
-            # As sys.last_exc is: no loop runs.
+            # Python keeps sys.last_exc in the same way. The error must not count as a loop.
             kept.append(caught)
     for kind in (StopIteration, SystemExit):
         with pytest.raises(errors.WorkerError, match="no batches today"):
@@ -277,7 +277,7 @@ class Watched:
 
 @pytest.mark.parametrize("depth", [0, 2])
 def test_nothing_holds_the_loaders_iterator_after_an_error(depth: int) -> None:
-    """Else its worker processes would live until the next garbage collection.
+    """The worker processes of a held iterator would live until the next garbage collection.
 
     They would then be forked into those of the next epoch.
     """

@@ -62,7 +62,7 @@ def test_rows_are_the_callers() -> None:
     dataset[2].fill_(9)
     dataset[:3].fill_(9)
     assert array.tolist() == list(range(6))
-    # As a sequence, to its IndexError.
+    # Python iterates it as a sequence, until IndexError.
     assert [float(row) for row in dataset] == list(range(6))
 
 
@@ -83,7 +83,7 @@ def test_a_batch_of_a_dataloader_is_one_gather() -> None:
     found = list(DataLoader(RowDataset(store), batch_size=4))
     assert [batch.tolist() for batch in found] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
     sampler = BatchSampler(range(10), 4, drop_last=False)
-    # Nor is it collated.
+    # A whole batch of indices is one gather, too, and is not collated.
     assert all(
         map(torch.equal, DataLoader(RowDataset(store), sampler=sampler, batch_size=None), found)
     )
@@ -92,7 +92,7 @@ def test_a_batch_of_a_dataloader_is_one_gather() -> None:
 
 @pytest.fixture(scope="module")
 def tracker() -> None:
-    """What Python starts with the first process that is spawned, and keeps."""
+    """Start the process that Python starts with the first spawned process, and keeps."""
     resource_tracker.ensure_running()
 
 
@@ -104,7 +104,7 @@ def test_worker_processes(start: str, tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", rng.normal(size=(N, 3)))
     source = (tmp_path / "x.npy", np.arange(N))
     with RowDataset(source) as dataset:
-        # What this process has open is not theirs.
+        # This process opens the files first; worker processes must not use its handles.
         _ = dataset[[9, 3, 7]]
         sampler = RandomSampler(dataset, generator=torch.Generator().manual_seed(0))
         loader = DataLoader(

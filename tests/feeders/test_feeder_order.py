@@ -116,7 +116,7 @@ def test_the_epoch_that_a_samplers_owner_has_set(
         assert (feeder.epoch, loop()) == (2, order(2)), "what was called last"
         assert (feeder.epoch, loop()) == (3, order(3))
         for _ in feeder:
-            # Which does not change the order of this epoch.
+            # The order of the running epoch does not change.
             shared.set_epoch(9)
             state = feeder.state_dict()
             break
@@ -124,7 +124,7 @@ def test_the_epoch_that_a_samplers_owner_has_set(
 
 
 def test_two_feeders_with_one_sampler(x: np.ndarray) -> None:
-    """What one of them sets, its owner has not set, for the other."""
+    """A feeder does not take the epoch that the other one sets for one that the owner has set."""
     shared, same = (DistributedSampler(x, num_replicas=2, rank=0, seed=5) for _ in range(2))  # type: ignore[arg-type]
 
     def order(epoch: int) -> list[int]:

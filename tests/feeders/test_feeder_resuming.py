@@ -59,7 +59,7 @@ def test_resume_anywhere(x: np.ndarray, kind: str) -> None:
 
 
 def test_an_epoch_without_a_length_that_was_whole_is_not_begun_again(x: np.ndarray) -> None:
-    """Nobody knows that before the sampler ends: then the loop goes on with the next epoch."""
+    """The end of the sampler shows it, and the loop then continues with the next epoch."""
 
     class Unsized:
         def __iter__(self) -> Iterator[int]:

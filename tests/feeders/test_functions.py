@@ -141,7 +141,7 @@ def test_any_schedule_of_a_device(choose: Any, depth: int, n_readers: int, appli
                     lambda x, y, key=(epoch, i): seen.__setitem__(key, (x.copy(), y.copy())), x, y
                 )
                 for array in (x, y):
-                    # The user's own
+                    # The batch belongs to the user, who may change it.
                     device.launch(lambda a: a.fill(-1), array)
                 del x, y, array
     device.drain()
@@ -277,7 +277,7 @@ def test_apply_may_fill_one_array_again(device: Any, depth: int, n_readers: int)
 
     kept = list(wrapped(apply_on_input_batch=fill, depth=depth, n_readers=n_readers, device=device))
     assert [x[:, 0, 0].tolist() for x, _ in kept] == [[0, 1], [2, 3], [4, 5]]
-    # The user's own
+    # A batch belongs to the user: changing it changes no buffer.
     kept[0][0].fill_(7)
     assert buffer.max() == 5
 

@@ -107,7 +107,7 @@ def test_samples_that_apply_collects_do_not_pile_up(depth: int, n_readers: int) 
             for _ in range(3):
                 for x, _ in feeder:
                     assert len(x) == 8
-        # Of one batch, while the one before it is let go of.
+        # These are the samples of one batch, while the previous one is released.
         assert max(watch.most) <= 2 * 8
         assert watch.alive == 0
     finally:
@@ -126,7 +126,7 @@ def test_batches_on_the_device_do_not_pile_up(depth: int) -> None:
 
 
 def test_what_is_done_is_forgotten() -> None:
-    """Not only when the epoch is."""
+    """Generators are released when their batch is done, not only when the epoch is."""
 
     def n_generators() -> int:
         return sum(
@@ -137,7 +137,7 @@ def test_what_is_done_is_forgotten() -> None:
     with wrapped(100) as feeder:
         for k, _ in enumerate(feeder):
             if k == 45:
-                # Of 50: each batch has begun four of them.
+                # Without that, four generators of each of the 45 batches would be alive.
                 assert n_generators() < 10
 
 
@@ -158,7 +158,7 @@ def test_who_reads(depth: int, n_readers: int, names: str) -> None:
 
     def reading(i: int) -> Iterator[int]:
         if i % 2:
-            # The first one of a batch is begun by the reader itself.
+            # The reader thread itself begins the first identity of each batch.
             seen.add(threading.current_thread().name)
         yield i
 
@@ -173,7 +173,7 @@ def test_identities_are_read_at_the_same_time_and_come_in_order(applied: bool) -
 
     def reading(i: int) -> Iterator[int]:
         yield i
-        # Until all of them are here.
+        # All identities of the batch must be in progress at once.
         together.wait()
 
     arguments: dict[str, Any] = {"apply_on_input_batch": stack} if applied else {}
@@ -244,7 +244,7 @@ def test_nothing_stays_open(ending: str, depth: int, n_readers: int, applied: bo
         else:
             with pytest.raises((KeyError, errors.ArgumentError)) as caught:
                 loop()
-            # It is still there, and holds no identity open.
+            # The error is still held, and its traceback keeps no identity open.
             assert caught.value.__traceback__ is not None
         assert not [thread for thread in threading.enumerate() if thread.name.startswith("pinfeed")]
         assert not inputs.open | outputs.open
@@ -294,7 +294,7 @@ def test_close_while_another_thread_waits_for_a_batch(n_readers: int) -> None:
     go_on.set()
     thread.join()
     assert "closed while its loop was waiting" in str(caught[0])
-    # The rest of the batch is not read.
+    # Closing has kept the rest of the batch from being read.
     assert len(reads) < 20
 
 

@@ -35,7 +35,7 @@ def test_a_new_loop_ends_the_one_before_and_is_the_next_epoch(depth: int) -> Non
         loop = restartable(plain)
         assert len(loop) == N_BATCHES
         first = iter(loop)
-        # Was never asked for a batch: no epoch.
+        # This iterator is never asked for a batch, so that it is no epoch.
         unused = iter(loop)
         second = iter(loop)
         assert take(second, N_BATCHES) == want[0]
@@ -54,7 +54,7 @@ def test_it_keeps_no_loop_alive() -> None:
         for _ in loop:
             break
         assert plain.epoch == 1
-        # Which a running loop would refuse.
+        # A running loop would refuse the call.
         plain.set_epoch(0)
         for _ in loop:
             with pytest.raises(ClosedError):

@@ -18,7 +18,7 @@ from torchdata.stateful_dataloader.stateful import Stateful
 from pinfeed import ArgumentError, ClosedError, Feeder, wrap_loader, wrap_readers
 
 __all__ = ["queues_closed"]
-# StatefulDataLoader calls it
+# StatefulDataLoader calls the deprecated function.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 N = 14
 SIZE = 4
@@ -26,7 +26,7 @@ N_BATCHES = 4
 
 
 class Counting(IterableDataset[int]):
-    """0 … 13, split among the workers; knows where it is, in an object that it goes on changing."""
+    """Numbers 0 to 13, split among the workers; its state is an object that it keeps changing."""
 
     def __init__(self) -> None:
         self.live = {"done": [0]}
@@ -41,7 +41,7 @@ class Counting(IterableDataset[int]):
 
     def state_dict(self) -> dict[str, Any]:
         info = torch.utils.data.get_worker_info()
-        # torchdata itself needs a copy where there are workers.
+        # With worker processes, torchdata itself needs a copy.
         return self.live if info is None else {"done": list(self.live["done"])}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -124,13 +124,14 @@ def test_states_are_those_of_the_synchronous_loop(
     for depth in (0, 1, 3) if n_workers == 0 else (3,):
         found = noted(wrap_loader(make(n_workers), device="cpu", depth=depth), 2)
         assert same([list(one) for one in found], [list(one) for one in bare])
+    # Worker processes take time to start, so that only one position is tried with them.
     for i in range(len(bare)) if n_workers == 0 else (6,):
-        # Processes take their time to start.
         state = bare[i][1]
         want = rest_of(make(n_workers), state)
         assert same(rest_of(wrap_loader(make(n_workers), device="cpu", depth=3), state), want)
         if bare[i][0] is not None and make is not nodes:
-            # At its end, an epoch is over; nodes begin the next with its last batch.
+            # The state at the end of an epoch has nothing left of it. Nodes are at the next epoch
+            # after the last batch already.
             n = next(n for n, (batch, _) in enumerate(bare[i + 1 :]) if batch is None)
             assert same(want, [batch for batch, _ in bare[i + 1 : i + 1 + n]])
 
@@ -157,13 +158,13 @@ def test_an_epoch_is_resumed_twice(n_workers: int, depth: int) -> None:
         for _, batch in zip(range(n), loader, strict=False):
             got.append(batch)
             state = loader.state_dict()
-    # All of the first epoch was lent: the second.
+    # The first epoch is complete, so that this loop is the second.
     got += list(loader)
     assert same(got, want)
 
 
 def test_a_loop_that_was_left_is_where_it_was_left() -> None:
-    """And a state loaded into the very same feeder takes it back there."""
+    """A state that is loaded into the same feeder restores its position."""
     loader = wrap_loader(shuffled(0), device="cpu", depth=3)
     want = list(shuffled(0))
     batches = iter(loader)
@@ -187,7 +188,7 @@ def test_a_state_that_the_loader_goes_on_changing() -> None:
             for i in range(N_BATCHES):
                 self.state["done"][0] = i + 1
                 yield torch.tensor([i])
-                # And the next batch is made.
+                # The reader has asked for the next batch.
                 self.asked[i].set()
 
         def state_dict(self) -> dict[str, Any]:
@@ -255,7 +256,7 @@ def test_an_error_of_the_loaders_state_is_for_whoever_asks() -> None:
 
 
 def test_the_state_is_taken_by_the_reader() -> None:
-    """Not in the loop's thread, and once for each batch."""
+    """The reader thread takes it once for each batch, not the thread of the loop."""
     threads: list[str] = []
 
     class Noting(StatefulDataLoader):  # type: ignore[type-arg]
@@ -291,7 +292,7 @@ FEEDERS: dict[str, Callable[[], Any]] = {
 
 
 @pytest.mark.parametrize("make", FEEDERS.values(), ids=FEEDERS)
-# One process, as it says.
+# torch warns that there is one process only.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_feeders_are_stateful_and_are_in_a_distributed_checkpoint(
     make: Callable[[], Any], tmp_path: Any

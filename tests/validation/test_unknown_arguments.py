@@ -36,7 +36,7 @@ OF_DATA_LOADER = [name for name in inspect.signature(DataLoader).parameters if n
 
 @pytest.mark.parametrize("make", [fed, wrapped, read, trained], ids=lambda make: make.__name__)
 def test_every_word_of_a_dataloader_is_explained(make: Callable[..., Any]) -> None:
-    """With a hint, not with a list or a guess."""
+    """The error gives a hint, not a list of arguments or a guess."""
     own = inspect.signature(
         {fed: Feeder, wrapped: wrap_loader, read: wrap_readers, trained: train_rows}[make]
     ).parameters

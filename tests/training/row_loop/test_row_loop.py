@@ -4,6 +4,7 @@ import copy
 import gc
 import itertools
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pinfeed import (
 )
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.errors import ArgumentError, ClosedError, StoreError
+from pinfeed.training.row_loop.loop import RowLoop
 
 N = 9
 
@@ -114,7 +116,7 @@ def test_a_loop_that_the_garbage_collector_ends_in_the_writers_thread(depth: int
     gc.disable()
     try:
         for _ in range(depth + 1):
-            # As many write-backs as may be under way, and one more to come.
+            # The queue of write-backs is full then, and one more follows.
             step(table, optimizer, next(cycle[0][1]))
         del cycle
         dropped.set()
@@ -202,7 +204,8 @@ def test_interrupts_while_a_loop_ends_leave_its_tables_free(next_loop: str) -> N
         batches.throw(KeyboardInterrupt)
     optimizer.release = release
     if next_loop != "none":
-        # It takes one of the two tables before the dead loop is noticed by the other one.
+        # The new loop reserves the first table before the second one finds that the old loop
+        # has ended.
         tables = {other: same, table: same}
         again = (
             loop
@@ -290,6 +293,28 @@ def test_what_verification_keeps_goes_with_the_loop() -> None:
     for _ in loop:
         assert loop._lending._reference is not None
     assert loop._lending._reference is None
+
+
+@pytest.mark.parametrize("flush", [RowLoop.flush_writes, RowLoop.land])
+def test_changes_can_be_flushed_in_the_loop(flush: Callable[[RowLoop], None]) -> None:
+    array = np.zeros((N, 2), np.float32)
+    table = HostEmbedding(N, 2, store=ArrayStore(array), name="table")
+    loop = train_rows(ids_of([0, 1], [1, 2]), {table: same}, device="cpu")
+    for i, _ in enumerate(loop, 1):
+        with torch.no_grad():
+            table.weight.add_(1)
+        flush(loop)
+        assert array[1].tolist() == [i, i]
+    assert array[:3, 0].tolist() == [1, 2, 1]
+
+
+@pytest.mark.parametrize("names", [("a", "b"), (None, None)])
+def test_tables_that_share_rows_are_refused(names: tuple[str | None, str | None]) -> None:
+    """The tables may have one name, as tables of one shape have unless they are given another."""
+    array = np.zeros((N, 2), np.float32)
+    tables = [HostEmbedding(N, 2, store=ArrayStore(array), name=name) for name in names]
+    with pytest.raises(ArgumentError, match="have rows in common"):
+        train_rows(ids_of([0]), dict.fromkeys(tables, same), device="cpu")
 
 
 def test_a_wrong_mode_makes_no_file(tmp_path: Path) -> None:
