@@ -18,7 +18,7 @@ from pinfeed.errors import StoreError, VerificationError, WriteBackError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import ArrayStore, ArrowStore, MmapStore, RemoteStore, Store
 from pinfeed.stores.array import SHARED
-from pinfeed.stores.arrow import columns_of, is_column
+from pinfeed.stores.arrow_tables import columns_of, is_column
 from pinfeed.stores.memory_map import store_of_memmap
 from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.sharded_file import AnyShardedStore
