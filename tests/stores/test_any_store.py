@@ -21,10 +21,10 @@ WRONG_SHAPES = {
     ("3", 2): "expected .*, whole numbers",
     "32": "shape='32'; expected .*, whole numbers",
     5: "shape=5; expected .*, whole numbers",
-    (
-        2**62,
-        4,
-    ): r"shape \(4611686018427387904, 4\) of float32 takes 73,786,976,294,838,206,464 bytes; expected at most 9,223,372,036,854",
+    (2**62, 4): (
+        r"shape \(4611686018427387904, 4\) of float32 takes 73,786,976,294,838,206,464 bytes; "
+        "expected at most 9,223,372,036,854"
+    ),
     (2**61,): "takes 9,223,372,036,854,775,808 bytes",
     (2**61 - 1,): "takes 9,223,372,036,854,775,804 bytes",
     (2**70, 0): "expected at most",

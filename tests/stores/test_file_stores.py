@@ -32,7 +32,7 @@ class TestMmapStoreWithoutTheSystemCall(TestMmapStore):
 
 class TestMmapStoreOfShards(StoreTests):
     def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
-        # Uneven, one of them empty.
+        # Shards of different sizes, one of them empty.
         cuts = [0, 1, 1, 5, 6, len(array)]
         for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
             np.save(tmp_path / f"x-{i}.npy", array[start:stop])
@@ -125,7 +125,7 @@ def test_an_error_of_the_disk_names_the_file(
 def test_a_write_that_fails_is_the_error_it_is(
     tmp_path: Path, call: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The system refuses to write beyond a limit, as it does on a full disk; rows before it are written."""
+    """The system refuses to write beyond a limit, as on a full disk; rows before it are written."""
     if not call:
         monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
     path = saved(tmp_path / "x.npy", np.zeros(10_000))
@@ -193,7 +193,7 @@ def test_an_interrupted_call_does_not_answer_the_next_one(
 
 
 def test_native_aio_works_here() -> None:
-    """It is the fast path of every test machine: were it to fail in silence, nothing else would notice."""
+    """It is the fast path of every test machine; no other test would notice if it failed."""
     requests = linux_aio.AioContext.create()
     assert requests is not None
     requests.close()

@@ -62,7 +62,10 @@ def test_a_file_system_that_fails_as_a_whole(monkeypatch: pytest.MonkeyPatch) ->
 def test_what_does_not_pass_in_so_many_attempts() -> None:
     store = RemoteStore(put(np.arange(100), "shaky://x.npy"), attempts=3)
     Shaky.faults.extend([ConnectionError("no route")] * 3)
-    message = r"shaky://x\.npy, bytes 168 to 176: ConnectionError: no route \(attempt 3 of 3; RemoteStore\(\.\.\., attempts=6\)"
+    message = (
+        r"shaky://x\.npy, bytes 168 to 176: ConnectionError: no route "
+        r"\(attempt 3 of 3; RemoteStore\(\.\.\., attempts=6\)"
+    )
     with pytest.raises(errors.ReadError, match=message) as caught:
         gathered(store, [5])
     assert isinstance(caught.value.__cause__, ConnectionError)

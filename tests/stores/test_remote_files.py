@@ -60,7 +60,10 @@ def test_remote_headers_of_every_version(version: tuple[int, int]) -> None:
 def test_any_rows_of_any_remote_shards(
     data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """With ranges, windows and gaps of all sizes beside the rows: what is asked for, at most once, in answers that are not too large."""
+    """Ranges, windows and gaps have all sizes.
+
+    Each byte is asked for at most once, in answers that are not too large.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(byte_ranges, "RANGE_BYTES", 8 << data.draw(st.integers(0, 6), "range"))
         patch.setattr(byte_ranges, "WINDOW_BYTES", 8 << data.draw(st.integers(6, 9), "window"))
