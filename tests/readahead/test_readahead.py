@@ -325,8 +325,8 @@ def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
     with Feeder(path, batch_size=100, shuffle=True) as feeder:
         assert feeder.plan.notes == (
             (
-                "x.npy, 1.2 MiB: brought into memory while its rows are served: it fits, and an epoch "
-                "has 100% of its rows"
+                "x.npy, 1.2 MiB: brought into memory while its rows are served: it fits, and an "
+                "epoch has 100% of its rows"
             ),
         )
         assert feeder.plan.notes[0] in str(feeder.plan)

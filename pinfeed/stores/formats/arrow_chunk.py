@@ -10,7 +10,8 @@ import numpy.typing as npt
 
 from pinfeed.errors import StoreError
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Array
+
+Array = npt.NDArray[Any]
 
 # Lengths of lists that are compared at a time.
 _N_LENGTHS = 1 << 20
