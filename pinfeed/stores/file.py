@@ -17,9 +17,9 @@ import numpy.typing as npt
 from pinfeed.errors import StoreError
 from pinfeed.stores.base import Array, shape_to_make
 from pinfeed.stores.formats.npy import create, holds, read_header
-from pinfeed.stores.formats.raw import raw_layout
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.paths import Path, local_path, local_paths
+from pinfeed.stores.raw_file import raw_layout
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import (
     check_file_to_make,

@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Literal
 
 import numpy as np
@@ -78,10 +78,8 @@ class PinnedStore(ArrayStore):
         store = source if isinstance(source, Store) else _open(source)
         try:
             self._allocate((store.n_rows, *store.row_shape), store.dtype, pin)
-            step = _rows_per_chunk(self._array)
-            for start in range(0, store.n_rows, step):
-                rows = np.arange(start, min(start + step, store.n_rows), dtype=np.int64)
-                store.gather(rows, self._array[start : start + step])
+            for start, chunk in _chunks(self._array):
+                store.gather(np.arange(start, start + len(chunk), dtype=np.int64), chunk)
         finally:
             if store is not source:
                 store.close()
@@ -266,9 +264,7 @@ class PinnedStore(ArrayStore):
             raise StoreError(
                 f"PinnedStore: random rows of {self.dtype}; expected a floating point dtype"
             )
-        step = _rows_per_chunk(self._array)
-        for start in range(0, self.n_rows, step):
-            chunk = self._array[start : start + step]
+        for _, chunk in _chunks(self._array):
             chunk[...] = draw(chunk.shape).astype(self.dtype)
         return self
 
@@ -283,8 +279,11 @@ def _open(source: Any) -> Store:
     return ArrayStore(source, name="PinnedStore")
 
 
-def _rows_per_chunk(array: Array) -> int:
-    return max(1, _CHUNK_BYTES // max(1, array.nbytes // len(array)))
+def _chunks(array: Array) -> Iterator[tuple[int, Array]]:
+    """Yield the first row and the rows of each chunk of an array."""
+    step = max(1, _CHUNK_BYTES // max(1, array.nbytes // len(array)))
+    for start in range(0, len(array), step):
+        yield start, array[start : start + step]
 
 
 def _cuda_runtime(pin: Pin) -> Any:

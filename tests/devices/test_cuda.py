@@ -391,7 +391,10 @@ def test_a_loop_that_runs_ahead_of_the_gpu_is_not_starved() -> None:
 
 
 def test_names_for_a_profiler() -> None:
-    """Each name is taken off again, after an error too; NVTX counts names only while a profiler is attached."""
+    """Each name is removed again, also after an error.
+
+    NVTX counts names only while a profiler is attached.
+    """
 
     def depth() -> int:
         found = torch.cuda.nvtx.range_push("inner")

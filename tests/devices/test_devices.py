@@ -110,7 +110,10 @@ class DriftingEvent:
 @pytest.mark.parametrize("gap_s", [0.1, 9.0, 15.0, 30.0, 300.0])
 @pytest.mark.parametrize("drift", [0.0, 1e-4, -1e-4])
 def test_the_clock_of_a_gpu_follows_that_of_the_host(drift: float, gap_s: float) -> None:
-    """Times never go back, short spans keep their length, and the error stays that of the two clocks since they were compared."""
+    """Times never go back, and short spans keep their length.
+
+    The error is never larger than the drift of the two clocks since they were compared.
+    """
     gpu, n_marks = DriftingGpu(drift), 0
 
     def mark() -> Any:

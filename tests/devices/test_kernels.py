@@ -1,4 +1,7 @@
-"""The kernels that move rows, without a GPU: compiled as C++ and run thread by thread, and compiled for GPUs."""
+"""Kernels that move rows, tested without a GPU.
+
+They are compiled as C++ and run thread by thread, and compiled for GPUs.
+"""
 
 import ctypes
 import re
@@ -29,19 +32,22 @@ static long long n_wrong;
 #define __global__
 #define __launch_bounds__(n)
 #define __device__ static
-template <class T> static T __ldcs(const T* p) { n_wrong += (uintptr_t)p % sizeof(T) != 0; return *p; }
-template <class T> static void __stcs(T* p, T v) { n_wrong += (uintptr_t)p % sizeof(T) != 0; *p = v; }
+template <class T> static void check(const T* p) { n_wrong += (uintptr_t)p % sizeof(T) != 0; }
+template <class T> static T __ldcs(const T* p) { check(p); return *p; }
+template <class T> static void __stcs(T* p, T v) { check(p); *p = v; }
 """
 RUN = r"""
 #define PARAMETERS(k) char *table##k, char *packed##k, long long row_nbytes##k, int width##k
 #define ARGUMENTS(k) table##k, packed##k, row_nbytes##k, width##k
-extern "C" long long run(unsigned n_blocks, unsigned n_threads, int gather, const long long* rows, unsigned n_rows,
+extern "C" long long run(unsigned n_blocks, unsigned n_threads, int gather,
+                         const long long* rows, unsigned n_rows,
                          PARAMETERS(0), PARAMETERS(1), PARAMETERS(2), PARAMETERS(3))
 {
     gridDim.x = n_blocks, blockDim.x = n_threads, n_wrong = 0;
     for (blockIdx.x = 0; blockIdx.x < n_blocks; blockIdx.x++)
         for (threadIdx.x = 0; threadIdx.x < n_threads; threadIdx.x++)
-            (gather ? gather_rows : scatter_rows)(rows, n_rows, ARGUMENTS(0), ARGUMENTS(1), ARGUMENTS(2), ARGUMENTS(3));
+            (gather ? gather_rows : scatter_rows)(
+                rows, n_rows, ARGUMENTS(0), ARGUMENTS(1), ARGUMENTS(2), ARGUMENTS(3));
     return n_wrong;
 }
 """
@@ -76,7 +82,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def bytes_at(
     offset: int, shape: tuple[int, int], rng: np.random.Generator
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Rows of random bytes that begin so far after a multiple of 16, and the memory that they lie in, with room on both sides."""
+    """Return rows of random bytes, and the memory around them.
+
+    The rows begin a given number of bytes after a multiple of 16.
+    """
     whole = rng.integers(256, size=shape[0] * shape[1] + 96, dtype=np.uint8)
     begin = -whole.ctypes.data % 16 + 32 + offset
     return whole[begin : begin + shape[0] * shape[1]].reshape(shape), whole
@@ -198,7 +207,7 @@ def test_the_widest_word_that_fits(table: int, packed: int, row_nbytes: int, wid
 
 
 def spilled(architecture: int, source: str = SOURCE) -> dict[str, int]:
-    """Bytes that each kernel spills from registers, by name, as NVRTC compiles it; that needs no GPU."""
+    """Return the bytes that each kernel spills from registers; NVRTC compiles without a GPU."""
     nvrtc: Any = pytest.importorskip("cuda.bindings.nvrtc")
 
     def checked(result: tuple[Any, ...]) -> Any:

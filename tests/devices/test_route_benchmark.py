@@ -1,4 +1,4 @@
-"""Which way rows go: decided from what was measured, and what was measured is remembered."""
+"""Routes of page-locked rows: decided from measured rates, which a file keeps."""
 
 import json
 from pathlib import Path
@@ -22,8 +22,8 @@ def test_the_fewest_blocks_that_are_nearly_the_fastest() -> None:
     route = decide(RATES, None)
     assert (route.n_blocks, route.duplex) == (8, True)
     assert route.why == (
-        "the GPU reads page-locked rows itself: 33.0 GB/s by 8 blocks of a kernel, 12.0 GB/s gathered by the CPU and copied; "
-        "rows come and go at the same time"
+        "the GPU reads page-locked rows itself: 33.0 GB/s by 8 blocks of a kernel, 12.0 GB/s "
+        "gathered by the CPU and copied; rows come and go at the same time"
     )
 
 
@@ -93,7 +93,7 @@ def homeless() -> Path:
 
 
 class Moving(SimDevice):
-    """It keeps what it was told to move by how many blocks."""
+    """Device that keeps the number of blocks and of groups of each read."""
 
     route = STAGED
 
@@ -120,7 +120,7 @@ def test_every_way_is_timed_and_the_tables_stay(monkeypatch: pytest.MonkeyPatch)
         )
 
     monkeypatch.setattr(route_benchmark.PinnedStore, "empty", locked)
-    # Several threads gather
+    # Small chunks, so that several threads gather.
     monkeypatch.setattr(route_benchmark, "_CHUNK_BYTES", 256)
     rates = measure(device, stores, 50)
     assert list(rates.direct) == list(BLOCKS)

@@ -1,4 +1,4 @@
-"""How rows of files are brought: by whatever way, the same rows, whenever the loop ends; and the way that is chosen."""
+"""Read strategies: each gives the same rows, whenever the loop ends; the choice of a strategy."""
 
 import itertools
 import mmap
@@ -30,7 +30,7 @@ from pinfeed.rows.windows import windows as windows_of
 from pinfeed.stores.disk import page_cache as pagecache
 
 N, WIDTH = 5000, 64
-# Rows, 64 KiB: what is worth a seek.
+# Rows of a block of 64 KiB, which is worth a seek.
 BLOCK = 256
 
 
@@ -62,7 +62,7 @@ def read(part: Any) -> np.ndarray:
 def served(
     access: ReadStrategy, order: Order, *, batch_size: int, epoch: int = 0, start: int = 0
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Row numbers and rows of an epoch, batch by batch, two batches late, as a feeder reads them."""
+    """Yield row indices and rows of an epoch, each batch two batches late, as a feeder reads."""
     batches = OrderBatches(order, N, batch_size)
     windows, position, stop = batches.windows(epoch, start)
     with access.open_epoch(windows, position, stop) as serve:
@@ -120,7 +120,7 @@ def test_every_way_gives_the_rows(
 def test_nothing_runs_after_an_epoch_that_is_left(
     store: MmapStore, array: np.ndarray, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The fixture nothing_left sees to threads; what has come in is there in the next epoch."""
+    """The fixture nothing_left checks threads; rows that were loaded stay for the next epoch."""
     monkeypatch.setattr(in_memory, "_CHUNK_BYTES", KiB(4))
     for access in strategies(store, order):
         for epoch in range(3):
@@ -325,7 +325,10 @@ def test_arrays_need_no_way(array: np.ndarray) -> None:
 def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
     with Feeder(path, batch_size=100, shuffle=True) as feeder:
         assert feeder.plan.notes == (
-            "x.npy, 1.2 MiB: brought into memory while its rows are served: it fits, and an epoch has 100% of its rows",
+            (
+                "x.npy, 1.2 MiB: brought into memory while its rows are served: it fits, and an "
+                "epoch has 100% of its rows"
+            ),
         )
         assert feeder.plan.notes[0] in str(feeder.plan)
         assert any(
@@ -403,7 +406,7 @@ class Dropped:
 
 @pytest.fixture
 def dropped(monkeypatch: pytest.MonkeyPatch) -> Dropped:
-    """The kernel may drop pages by itself at any time: what it holds is nothing that a test can rely on."""
+    """Note what is dropped, because the kernel may drop pages by itself at any time."""
     found, advise = Dropped([]), os.posix_fadvise
 
     def noted(fd: int, offset: int, length: int, advice: int) -> None:
@@ -452,7 +455,10 @@ def test_the_page_cache_is_left_as_it_was_found(
 
 
 def test_what_is_in_the_page_cache_is_looked_up(large: Path) -> None:
-    """The kernel may drop pages meanwhile, but not all of those that were read just now, and it brings in none that nobody asks for."""
+    """The kernel may drop pages in between, but not all of those that were read just now.
+
+    It does not load pages that were not asked for.
+    """
     drop(large)
     with large.open("rb") as file:
         file.seek(MiB(8))

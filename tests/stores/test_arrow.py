@@ -1,4 +1,4 @@
-"""Rows of Arrow columns, of tables and of Hugging Face datasets: bit for bit, from where Arrow has them."""
+"""Rows of Arrow columns, of tables and of Hugging Face datasets, bit for bit."""
 
 import itertools
 import subprocess
@@ -215,7 +215,7 @@ def test_a_table() -> None:
 
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_a_format(kind: str) -> None:
-    """One that gives what is stored is taken; one that converts, and would have to for each row, is not."""
+    """A format that gives the stored values is accepted; a format that converts them is not."""
     data = dataset().select_columns(["x", "label"]).with_format(kind)
     with Feeder(data, batch_size=5, device="cpu") as feeder:
         batch = next(iter(feeder))

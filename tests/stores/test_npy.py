@@ -1,4 +1,7 @@
-"""The header of a .npy file: everything that numpy writes and pinfeed can serve is read, everything else is refused with a sentence."""
+"""Header of a .npy file.
+
+Everything that numpy writes and pinfeed can serve is read. Everything else is refused.
+"""
 
 import io
 import re
@@ -134,13 +137,19 @@ def test_keys_may_come_in_any_order(tmp_path: Path) -> None:
         ("m8[ns]", r'dtype timedelta64\[ns\] .*dates: convert with \.view\("int64"\)'),
         (
             "S3",
-            r"dtype \|S3 has no torch counterpart \(text: number it, np\.unique.*\); expected one of bfloat16, bool, ",
+            (
+                r"dtype \|S3 has no torch counterpart \(text: number it, np\.unique.*\); "
+                "expected one of bfloat16, bool, "
+            ),
         ),
         ("U3", "dtype <U3 has no torch counterpart"),
         ("g", "has no torch counterpart"),
         (
             "V3",
-            r'dtype \|V3 says nothing of its items; if they are bfloat16, say so: MmapStore\(path, dtype="bfloat16"\)',
+            (
+                r"dtype \|V3 says nothing of its items; if they are bfloat16, say so: "
+                r'MmapStore\(path, dtype="bfloat16"\)'
+            ),
         ),
     ],
 )
@@ -189,7 +198,8 @@ def test_the_byte_order_of_the_file_is_kept(tmp_path: Path) -> None:
 def test_a_missing_file(tmp_path: Path) -> None:
     with pytest.raises(
         FileMissing,
-        match=rf"{re.escape(str(tmp_path))}/x\.npy: no such file \(looked in .*\); expected a \.npy file",
+        match=rf"{re.escape(str(tmp_path))}/x\.npy: no such file \(looked in .*\); "
+        r"expected a \.npy file",
     ):
         read_header(str(tmp_path / "x.npy"))
 
@@ -265,7 +275,8 @@ def test_missing_rows_are_told(tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-1])
     with pytest.raises(
         StoreError,
-        match="is truncated: 10 rows of 12 bytes from byte 128 on need 248 bytes in all; the file has 247",
+        match="is truncated: 10 rows of 12 bytes from byte 128 on need 248 bytes in all; "
+        "the file has 247",
     ):
         read_header(str(path))
 
@@ -286,7 +297,8 @@ def test_a_header_longer_than_the_file(tmp_path: Path) -> None:
 
 
 SHAPES = [
-    "(-1, 3)", "(2, -3)", "(2.0, 3)", "(True, 3)", "[2, 3]", "6", "None", "'23'", "('2', 3)", "(2, (3,))", "(2**3, 3)", "(1e3, 3)",
+    "(-1, 3)", "(2, -3)", "(2.0, 3)", "(True, 3)", "[2, 3]", "6", "None", "'23'",
+    "('2', 3)", "(2, (3,))", "(2**3, 3)", "(1e3, 3)",
     "(" + "2," * 65 + ")",
     f"({1 << 63},)",
     f"(1, {1 << 64})",
@@ -316,9 +328,12 @@ def test_shapes_larger_than_the_file(tmp_path: Path, shape: str) -> None:
 
 DESCRIPTIONS = [
     "()", "('<f4',)", "[]", "''", "None", "5", "True", "1.5", "b'<f4'", "...", "{}",
-    "'a'", "'a5'", "'4f4'", "'(2, 3)f4'", "'f4,f4'", "'T'", "'|O'", "'<f4\\x00'", "'é'", "'" + "f" * 50_000 + "'",
-    "('<f4', (2,))", "('<f4', (1000000000000,))", "('<f4', -1)", f"('<f4', ({1 << 70},))", "(('<f4', 2), 2)",
-    "[('a',)]", "[('a', 'b', 'c', 'd')]", "['x']", "[5]", "[(5, '<f4')]", "[('', '<f4')]", "[('a', '<f4'), ('a', '<f4')]", "{'names': []}",
+    "'a'", "'a5'", "'4f4'", "'(2, 3)f4'", "'f4,f4'", "'T'", "'|O'", "'<f4\\x00'", "'é'",
+    "'" + "f" * 50_000 + "'",
+    "('<f4', (2,))", "('<f4', (1000000000000,))", "('<f4', -1)", f"('<f4', ({1 << 70},))",
+    "(('<f4', 2), 2)",
+    "[('a',)]", "[('a', 'b', 'c', 'd')]", "['x']", "[5]", "[(5, '<f4')]", "[('', '<f4')]",
+    "[('a', '<f4'), ('a', '<f4')]", "{'names': []}",
     "'<f4' if 1 else 2", "__import__('os').abort()", "open('/etc/passwd')",
 ]  # fmt: skip
 
@@ -330,11 +345,15 @@ def test_descriptions_that_are_no_numbers(tmp_path: Path, descr: str) -> None:
 
 
 HEADERS: list[str | bytes] = [
-    "", " ", "\n", "#", "{", "{}", "[]", "()", "1", "None", "'descr'", "['descr']", "{'descr'}", "{'descr': '<f4'}", "\x00", "\t{}",
-    "{'descr': '<f4', 'shape': (2,)}", "{'fortran_order': False, 'shape': (2,)}", "{'descr': '<f4', 'fortran_order': False}",
+    "", " ", "\n", "#", "{", "{}", "[]", "()", "1", "None", "'descr'", "['descr']", "{'descr'}",
+    "{'descr': '<f4'}", "\x00", "\t{}",
+    "{'descr': '<f4', 'shape': (2,)}", "{'fortran_order': False, 'shape': (2,)}",
+    "{'descr': '<f4', 'fortran_order': False}",
     "{**{}}", "{[]: 1}", "{1, []}", "1j+1", "f'{1}'", "'\\d'", "1is 2", "b'a''b'",
-    header_of() + header_of(), header_of()[:-3], header_of().replace("'", ""), f"dict({header_of()})", f"lambda: {header_of()}",
-    "(" * 60_000, "[" * 60_000, "{" * 60_000, "'" * 60_000, "9" * 60_000, "1_" * 30_000, "[1" * 3000, "(((" * 30 + "1" + ",)))" * 30,
+    header_of() + header_of(), header_of()[:-3], header_of().replace("'", ""),
+    f"dict({header_of()})", f"lambda: {header_of()}",
+    "(" * 60_000, "[" * 60_000, "{" * 60_000, "'" * 60_000, "9" * 60_000, "1_" * 30_000,
+    "[1" * 3000, "(((" * 30 + "1" + ",)))" * 30,
     "-" * 60_000 + "1", "~" * 60_000 + "1", "1+" * 30_000 + "1", "not " * 15_000 + "1",
     "a." * 30_000 + "b", "a(" * 30_000, "lambda:" * 8000 + "1",
     b"\xff\xfe", b"\x80" * 1000, header_of().encode("utf-16"), header_of().encode() + b"\xe9",

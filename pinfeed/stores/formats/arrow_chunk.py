@@ -1,0 +1,139 @@
+"""Rows of one chunk of an Arrow column, on Arrow's memory."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.errors import StoreError
+from pinfeed.rows.orders import Rows
+
+Array = npt.NDArray[Any]
+
+# Lengths of lists that are compared at a time.
+_N_LENGTHS = 1 << 20
+# Bits that are unpacked at a time; each takes 18 bytes while it is unpacked.
+N_BITS = 1 << 16
+BYTES_PER_BIT = 18
+
+# Advice for types of columns that a tensor cannot have, by the name of pyarrow's test for the type.
+_REFUSED = {
+    "is_temporal": 'cast it to "int64" (dataset.cast_column, or column.cast)',
+    "is_dictionary": "decode it to plain numbers (column.dictionary_decode())",
+    "is_struct": "flatten it into columns of its fields (dataset.flatten(), or table.flatten())",
+    "is_decimal": 'cast it to "float64" (dataset.cast_column, or column.cast)',
+}
+_LEAVE_OUT = "or leave the column out (dataset.select_columns, table.select)"
+
+
+class PackedBooleans:
+    """Booleans that Arrow has packed as bits, with the part of an array's interface needed here.
+
+    Args:
+        packed: The bytes; the first bit is the lowest one.
+        first: Number of the bit with which row 0 begins.
+        shape: Shape (n_rows, *row_shape).
+    """
+
+    dtype: np.dtype[Any] = np.dtype(bool)
+
+    def __init__(self, packed: npt.NDArray[np.uint8], first: int, shape: tuple[int, ...]) -> None:
+        self._packed = packed
+        self._first = first
+        self.shape = shape
+
+    def __getitem__(self, rows: slice) -> Array:
+        out = np.empty((rows.stop - rows.start, *self.shape[1:]), bool)
+        self.take(np.arange(rows.start, rows.stop), 0, out, "clip")
+        return out
+
+    def take(self, rows: Rows, axis: int, out: Array, mode: str) -> None:
+        """Copy rows into ``out``, like ``numpy.ndarray.take``."""
+        n_bits = math.prod(self.shape[1:])
+        flat = out.reshape(len(rows), n_bits)
+        step = max(1, N_BITS // max(1, n_bits))
+        for i in range(0, len(rows), step):
+            bits = self._first + rows[i : i + step, None] * n_bits + np.arange(n_bits)
+            flat[i : i + step] = self._packed[bits >> 3] >> (bits & 7) & 1
+
+
+def rows_of_chunk(array: Any, name: str) -> Array | PackedBooleans:
+    """Return the rows of a chunk, shape (n_rows, *row_shape), on Arrow's memory."""
+    import pyarrow
+
+    shape: tuple[int, ...] = (len(array),)
+    tail: tuple[int, ...] = ()
+    while True:
+        kind = array.type
+        if array.null_count:
+            raise StoreError(
+                f"{name}: has nulls, which a tensor cannot have; fill them "
+                f"(pyarrow.compute.fill_null, dataset.map), {_LEAVE_OUT}"
+            )
+        # Only of types with a shape is it known that their storage has the numbers of the rows.
+        if isinstance(kind, pyarrow.BaseExtensionType) and hasattr(kind, "shape"):
+            if isinstance(kind, pyarrow.FixedShapeTensorType):
+                tail = _tensor_shape(kind, name)
+            array = array.storage
+        elif pyarrow.types.is_fixed_size_list(kind):
+            shape = (*shape, kind.list_size)
+            array = array.values.slice(array.offset * kind.list_size, math.prod(shape))
+        elif pyarrow.types.is_list(kind) or pyarrow.types.is_large_list(kind):
+            offsets = array.offsets.to_numpy()
+            shape = (*shape, _length(offsets, name))
+            array = array.values.slice(int(offsets[0]), math.prod(shape))
+        else:
+            return _numbers(array, shape[:-1] + tail if tail else shape, name)
+
+
+def _tensor_shape(kind: Any, name: str) -> tuple[int, ...]:
+    axes = kind.permutation
+    if axes is not None and axes != sorted(axes):
+        raise StoreError(
+            f"{name}: tensors of permuted axes ({axes}), in which a row is scattered; write them "
+            "in the order of their axes"
+        )
+    return tuple(kind.shape)
+
+
+def _length(offsets: npt.NDArray[Any], name: str) -> int:
+    """Return the length of all lists, given their begins and the end of the last one."""
+    length = int(offsets[1] - offsets[0]) if len(offsets) > 1 else 0
+    for i in range(0, len(offsets) - 1, _N_LENGTHS):
+        lengths = np.diff(offsets[i : i + _N_LENGTHS + 1])
+        if (lengths != length).any():
+            raise ragged_error(name, (length,), (int(lengths[lengths != length][0]),))
+    return length
+
+
+def ragged_error(name: str, one: tuple[int, ...], other: tuple[int, ...]) -> StoreError:
+    """Return the error about rows of different shapes."""
+    return StoreError(
+        f"{name}: lists of different lengths (rows of shape {one} and {other}); pad them to one "
+        "length, or batch them with a collate_fn: pinfeed.wrap_loader(DataLoader(dataset, "
+        "collate_fn=...))"
+    )
+
+
+def _numbers(array: Any, shape: tuple[int, ...], name: str) -> Array | PackedBooleans:
+    import pyarrow
+
+    kind = array.type
+    if pyarrow.types.is_boolean(kind):
+        return PackedBooleans(
+            np.frombuffer(array.buffers()[1] or b"", np.uint8), array.offset, shape
+        )
+    if pyarrow.types.is_integer(kind) or pyarrow.types.is_floating(kind):
+        values: Array = array.to_numpy().reshape(shape)
+        return values
+    advice = next(
+        (advice for test, advice in _REFUSED.items() if getattr(pyarrow.types, test)(kind)),
+        "make numbers of it",
+    )
+    raise StoreError(
+        f"{name}: a column of {kind}; expected numbers or booleans, or lists of them; {advice}, "
+        f"{_LEAVE_OUT}"
+    )

@@ -1,0 +1,267 @@
+"""Rows of .npy files on disk."""
+
+import itertools
+import os
+import resource
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from support.stores import gathered, saved
+
+from pinfeed import MmapStore, errors
+from pinfeed.memory.host import resident_bytes
+from pinfeed.stores.disk import file_reader, linux_aio
+from pinfeed.testing.suites import StoreTests, sample
+
+
+class TestMmapStore(StoreTests):
+    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+        np.save(tmp_path / "x.npy", array)
+        return MmapStore(tmp_path / "x.npy", mode="r+", dtype=array.dtype)
+
+
+class TestMmapStoreWithoutTheSystemCall(TestMmapStore):
+    """Where native AIO is not allowed, rows are read and written one by one."""
+
+    @pytest.fixture(autouse=True)
+    def forbid(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
+
+
+class TestMmapStoreOfShards(StoreTests):
+    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+        # Shards of different sizes, one of them empty.
+        cuts = [0, 1, 1, 5, 6, len(array)]
+        for i, (start, stop) in enumerate(itertools.pairwise(cuts)):
+            np.save(tmp_path / f"x-{i}.npy", array[start:stop])
+        return MmapStore(tmp_path / "x-*.npy", mode="r+", dtype=array.dtype)
+
+
+class TestMmapStoreOfTheOtherByteOrder(StoreTests):
+    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+        if array.dtype.kind == "V":
+            pytest.skip("numpy writes no byte order for bfloat16")
+        np.save(tmp_path / "x.npy", array.astype(array.dtype.newbyteorder(">")))
+        return MmapStore(tmp_path / "x.npy", mode="r+")
+
+
+def test_mmap_store_is_read_only_unless_asked(tmp_path: Path) -> None:
+    with MmapStore(saved(tmp_path / "x.npy", np.zeros((3, 2)))) as store:
+        assert not store.writable
+        with pytest.raises(errors.WriteBackError, match="read-only"):
+            store.scatter(np.array([0]), np.ones((1, 2)))
+
+
+def test_mmap_store_writes_through(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npy", np.zeros((5, 2)))
+    with MmapStore(path, mode="r+") as store:
+        store.scatter(np.array([4, 1]), np.array([[1.0, 2], [3, 4]]))
+        store.flush()
+        np.testing.assert_array_equal(np.load(path), [[0, 0], [3, 4], [0, 0], [0, 0], [1, 2]])
+
+
+def test_mmap_store_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npy", sample(1 << 14, (1 << 12,), np.dtype(np.uint8)))  # 64 MiB
+    with MmapStore(path) as store:
+        before = resident_bytes()["file"]
+        rows = np.random.default_rng(0).permutation(store.n_rows)
+        for i in range(0, store.n_rows, 512):
+            out = gathered(store, rows[i : i + 512])
+            assert (out[:, 1] == (out[:, 0].astype(int) + 1) % 251).all()
+        assert resident_bytes()["file"] - before < 4 << 20
+
+
+@pytest.mark.parametrize("to", ["mid-page", "mid-file", "nothing"])
+@pytest.mark.parametrize("rows", [[70, 20, 99, 5], [96, 97, 98, 99]], ids=["scattered", "run"])
+@pytest.mark.parametrize("call", [True, False], ids=["one call", "row by row"])
+def test_a_file_that_shrinks_is_an_error(
+    tmp_path: Path, to: str, rows: list[int], call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not call:
+        monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
+    path = saved(tmp_path / "x.npy", np.ones((100, 1000)))
+    with MmapStore(path) as store:
+        gathered(store, rows)
+        os.truncate(
+            path, {"mid-page": path.stat().st_size - 10, "mid-file": 100_000, "nothing": 0}[to]
+        )
+        with pytest.raises(errors.ReadError, match="shrunk"):
+            gathered(store, rows)
+
+
+def test_a_file_that_goes_away_while_it_is_open_can_still_be_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npy", np.arange(10.0))
+    with MmapStore(path) as store:
+        gathered(store, [1])
+        path.unlink()
+        assert gathered(store, [3, 9, 4]).tolist() == [3, 9, 4]
+
+
+def test_a_file_that_goes_away_before_it_is_read(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npy", np.arange(10.0))
+    with MmapStore(path) as store:
+        path.unlink()
+        with pytest.raises(FileNotFoundError, match="not any more"):
+            gathered(store, [3])
+
+
+def test_an_error_of_the_disk_names_the_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "x.npy", np.arange(10.0))
+
+    def fails(*args: Any) -> int:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(file_reader.os, "preadv", fails)
+    with MmapStore(path) as store, pytest.raises(errors.ReadError, match=r"x\.npy") as caught:
+        gathered(store, [3])
+    assert caught.value.errno == 5
+
+
+@pytest.mark.parametrize("call", [True, False], ids=["one call", "row by row"])
+def test_a_write_that_fails_is_the_error_it_is(
+    tmp_path: Path, call: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses to write beyond a limit, as on a full disk; rows before it are written."""
+    if not call:
+        monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
+    path = saved(tmp_path / "x.npy", np.zeros(10_000))
+    with MmapStore(path, mode="r+") as store:
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large") as caught:
+                store.scatter(np.array([3, 9000]), np.array([1.0, 2.0]))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert caught.value.filename == str(path)
+        assert gathered(store, [3, 9000]).tolist() == [1, 0]
+
+
+def test_a_file_that_shrank_is_not_made_longer_by_a_write(tmp_path: Path) -> None:
+    path = saved(tmp_path / "x.npy", np.zeros(1000))
+    with MmapStore(path, mode="r+") as store:
+        os.truncate(path, 500)
+        with pytest.raises(errors.ReadError, match="shrunk"):
+            store.scatter(np.array([900]), np.array([1.0]))
+        assert path.stat().st_size == 500
+
+
+def test_every_shard_is_flushed_even_if_one_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And one that failed is tried again the next time."""
+    for i in range(3):
+        np.save(tmp_path / f"{i}.npy", np.zeros(10))
+    store = MmapStore(tmp_path / "*.npy", mode="r+")
+    store.scatter(np.array([5, 15, 25]), np.ones(3))
+    synced: list[str] = []
+
+    def fsync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        if len(synced) == 2:
+            raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(file_reader.os, "fsync", fsync)
+    with pytest.raises(OSError, match="Input/output"):
+        store.flush()
+    assert len(set(synced)) == 3
+    store.close()
+    assert synced[3:] == synced[1:2]
+
+
+def test_an_interrupted_call_does_not_answer_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "x.npy", np.arange(100.0))
+
+    def interrupted(self: Any, n: int) -> Any:
+        raise KeyboardInterrupt
+
+    with MmapStore(path) as store:
+        with monkeypatch.context() as patch:
+            patch.setattr(linux_aio.AioContext, "_reap", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                gathered(store, [3, 1])
+        assert gathered(store, [30, 10, 50]).tolist() == [30, 10, 50]
+        os.truncate(path, 300)
+        with pytest.raises(errors.ReadError, match="shrunk"):
+            gathered(store, [30, 10, 50])
+
+
+def test_native_aio_works_here() -> None:
+    """It is the fast path of every test machine; no other test would notice if it failed."""
+    requests = linux_aio.AioContext.create()
+    assert requests is not None
+    requests.close()
+    requests.close()
+
+
+def test_a_forked_process_makes_a_context_of_its_own(tmp_path: Path) -> None:
+    with MmapStore(saved(tmp_path / "x.npy", np.arange(10.0))) as store:
+        gathered(store, [3, 1])
+        pid = os.fork()
+        if pid == 0:
+            os._exit(0 if gathered(store, [9, 2]).tolist() == [9, 2] else 1)
+        assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_thousand_shards_do_not_exhaust_descriptors(tmp_path: Path) -> None:
+    for i in range(1000):
+        np.save(tmp_path / f"{i:04}.npy", np.array([i, i + 0.5]))
+    before = len(os.listdir("/proc/self/fd"))
+    with MmapStore(tmp_path / "*.npy", mode="r+") as store:
+        rows = np.random.default_rng(0).permutation(2000)
+        np.testing.assert_array_equal(gathered(store, rows), rows / 2)
+        store.scatter(rows, -rows / 2)
+        np.testing.assert_array_equal(gathered(store, np.arange(2000)), -np.arange(2000) / 2)
+        assert len(os.listdir("/proc/self/fd")) - before <= 2 * 64
+
+
+def test_shards_that_do_not_match(tmp_path: Path) -> None:
+    a, b = saved(tmp_path / "a.npy", np.zeros((2, 3))), saved(tmp_path / "b.npy", np.zeros((2, 4)))
+    with pytest.raises(errors.StoreError, match="shards do not match"):
+        MmapStore([a, b])
+    with pytest.raises(errors.ArgumentError, match="at least one"):
+        MmapStore([])
+    with pytest.raises(errors.FileMissing, match="no file matches"):
+        MmapStore(tmp_path / "c*.npy")
+
+
+def test_use_after_close(tmp_path: Path) -> None:
+    store = MmapStore(saved(tmp_path / "x.npy", np.arange(10.0)))
+    store.close()
+    with pytest.raises(errors.ClosedError, match="closed"):
+        gathered(store, [3])
+
+
+def test_a_mode_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(errors.ArgumentError, match="'w'"):
+        MmapStore(saved(tmp_path / "x.npy", np.arange(10.0)), mode="w")
+
+
+def test_rows_of_no_bytes(tmp_path: Path) -> None:
+    with MmapStore(saved(tmp_path / "x.npy", np.zeros((5, 0)))) as store:
+        assert gathered(store, [3, 1]).shape == (2, 0)
+
+
+def test_a_file_that_is_overwritten_is_replaced_when_the_new_one_is_whole(tmp_path: Path) -> None:
+    """An open file goes on as it was; a link stays one, and so do permissions.
+
+    What a killed process has left is in nobody's way.
+    """
+    np.save(tmp_path / "old.npy", np.ones((3, 2), np.float32))
+    (tmp_path / "old.npy").chmod(0o640)
+    (tmp_path / f"old.npy.{os.getpid()}.writing").write_bytes(b"left")
+    (tmp_path / "link.npy").symlink_to(tmp_path / "old.npy")
+    with MmapStore(tmp_path / "old.npy") as before:
+        before.gather(np.arange(1), np.empty((1, 2), np.float32))  # opens it
+        MmapStore.create(tmp_path / "link.npy", (4, 2), overwrite=True).close()
+        assert gathered(before, [2]).tolist() == [[1, 1]]
+    assert np.load(tmp_path / "old.npy").tolist() == [[0, 0]] * 4
+    assert (tmp_path / "link.npy").is_symlink()
+    assert sorted(os.listdir(tmp_path)) == ["link.npy", "old.npy"]
+    assert (tmp_path / "old.npy").stat().st_mode & 0o777 == 0o640

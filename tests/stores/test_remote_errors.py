@@ -1,0 +1,249 @@
+"""Remote files that fail, and requests that are repeated."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fsspec.core
+import numpy as np
+import pytest
+from fsspec.implementations.memory import MemoryFileSystem
+from support.remote_files import Shaky, fresh_file_systems, npy, put
+from support.stores import gathered
+
+from pinfeed import MmapStore, PinnedStore, RemoteStore, errors
+from pinfeed.stores.paths import has_protocol
+from pinfeed.testing.suites import sample
+
+
+@pytest.fixture(autouse=True)
+def fresh() -> Iterator[None]:
+    with fresh_file_systems():
+        yield
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        OSError(5, "I/O"),
+        TimeoutError(),
+        ConnectionResetError(),
+        RuntimeError("of a client library"),
+    ],
+    ids=repr,
+)
+@pytest.mark.parametrize("n", [1, 4])
+def test_what_may_pass_is_tried_again(fault: Exception, n: int) -> None:
+    array = sample(100, (64, 1024), np.dtype(np.uint8))
+    put(array, "shaky://x.npy")
+    Shaky.faults.extend([fault] * n)
+    store = RemoteStore("shaky://x.npy")
+    wanted = [90, 3, 40]
+    # One of three, n times.
+    Shaky.faults.extend([None, fault, None, *[fault] * (n - 1)])
+    np.testing.assert_array_equal(gathered(store, wanted), array[wanted])
+    assert len(Shaky.requests) == 3 + n
+    assert len(set(Shaky.requests[3:])) == 1, "only what failed is asked for again"
+
+
+def test_a_file_system_that_fails_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = RemoteStore(put(np.arange(100), "shaky://x.npy"))
+    faults = [ConnectionError("gone"), TimeoutError()]
+
+    def cat_ranges(self: Any, *args: Any, **options: Any) -> list[Any]:
+        if faults:
+            raise faults.pop()
+        return MemoryFileSystem.cat_ranges(self, *args, **options)
+
+    monkeypatch.setattr(Shaky, "cat_ranges", cat_ranges)
+    assert gathered(store, [5, 50]).tolist() == [5, 50]
+
+
+def test_what_does_not_pass_in_so_many_attempts() -> None:
+    store = RemoteStore(put(np.arange(100), "shaky://x.npy"), attempts=3)
+    Shaky.faults.extend([ConnectionError("no route")] * 3)
+    message = (
+        r"shaky://x\.npy, bytes 168 to 176: ConnectionError: no route "
+        r"\(attempt 3 of 3; RemoteStore\(\.\.\., attempts=6\)"
+    )
+    with pytest.raises(errors.ReadError, match=message) as caught:
+        gathered(store, [5])
+    assert isinstance(caught.value.__cause__, ConnectionError)
+    assert gathered(store, [5]).tolist() == [5], "the next gather is a new one"
+    Shaky.faults.extend([ConnectionError("no route")] * 5)
+    with pytest.raises(
+        errors.ReadError, match=r"shaky://x\.npy: ConnectionError: no route \(attempt 5 of 5"
+    ):
+        RemoteStore("shaky://x.npy")
+
+
+class HttpError(Exception):
+    def __init__(self, status: int) -> None:
+        super().__init__(f"status {status}")
+        self.status = status
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        (PermissionError("not yours"), errors.ReadError),
+        (ValueError("cannot be"), errors.ReadError),
+        (NotImplementedError("no ranges"), errors.ReadError),
+        (HttpError(403), errors.ReadError),
+        (FileNotFoundError("x.npy"), errors.FileMissing),
+    ],
+    ids=repr,
+)
+def test_what_does_not_pass_is_not_tried_again(fault: Exception, error: type[Exception]) -> None:
+    store = RemoteStore(put(np.arange(100), "shaky://x.npy"))
+    Shaky.faults.append(fault)
+    with pytest.raises(error, match=r"shaky://x\.npy"):
+        gathered(store, [5])
+    assert len(Shaky.requests) == 1
+    Shaky.faults.append(fault)
+    with pytest.raises(error, match=r"shaky://x\.npy"):
+        RemoteStore("shaky://x.npy")
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_busy_web_server_is_asked_again(status: int) -> None:
+    store = RemoteStore(put(np.arange(100), "shaky://x.npy"))
+    Shaky.faults.append(HttpError(status))
+    assert gathered(store, [5]).tolist() == [5]
+
+
+@pytest.mark.parametrize(("fault", "n"), [(0, 0), (7, 7), (HttpError(416), 0)], ids=str)
+def test_a_range_that_is_short_means_that_the_file_has_shrunk(fault: Any, n: int) -> None:
+    store = RemoteStore(put(np.arange(100), "shaky://x.npy"))
+    Shaky.faults.append(fault)
+    with pytest.raises(
+        errors.ReadError, match=rf"shaky://x\.npy, bytes 168 to 176: only {n} of them .* has shrunk"
+    ):
+        gathered(store, [5])
+    assert len(Shaky.requests) == 1
+
+
+def test_a_remote_file_that_is_replaced_by_a_shorter_one() -> None:
+    store = RemoteStore(put(np.arange(100)))
+    put(np.arange(50))
+    assert gathered(store, [49]).tolist() == [49]
+    with pytest.raises(errors.ReadError, match="has shrunk"):
+        gathered(store, [49, 50])
+    MemoryFileSystem.store.clear()
+    with pytest.raises(errors.FileMissing, match="not there any more"):
+        gathered(store, [49])
+
+
+def test_a_server_that_gives_more_than_a_range() -> None:
+    store = RemoteStore(put(np.arange(100), "shaky://x.npy"))
+    Shaky.faults.append(50)
+    with pytest.raises(
+        errors.ReadError, match="got 50 bytes; its server does not give parts of files"
+    ):
+        gathered(store, [5])
+
+
+def test_remote_files_that_cannot_be_served() -> None:
+    with pytest.raises(errors.FileMissing, match=r"memory://x\.npy: no such file"):
+        RemoteStore("memory://x.npy")
+    with pytest.raises(errors.FileMissing, match=r"memory://y\.npy: no such file"):
+        RemoteStore([put(np.arange(3)), "memory://y.npy"])
+    with pytest.raises(errors.StoreError, match=r"memory://x\.npy is in Fortran order"):
+        RemoteStore(put(np.asfortranarray(np.zeros((3, 2)))))
+    with pytest.raises(errors.StoreError, match=r"memory://x\.npy has no rows"):
+        RemoteStore(put(np.zeros((0, 2))))
+    with pytest.raises(errors.StoreError, match="shards do not match"):
+        RemoteStore([put(np.zeros(3)), put(np.zeros((3, 2)), "memory://y.npy")])
+    fsspec.filesystem("memory").pipe_file("/x.npy", npy(np.arange(100))[:-1])
+    with pytest.raises(errors.StoreError, match=r"memory://x\.npy is truncated"):
+        RemoteStore("memory://x.npy")
+    fsspec.filesystem("memory").pipe_file("/x.npy", b"text")
+    with pytest.raises(errors.StoreError, match=r"memory://x\.npy is not a \.npy file"):
+        RemoteStore("memory://x.npy")
+
+
+def test_a_remote_directory(tmp_path: Path) -> None:
+    with pytest.raises(errors.StoreError, match="is a directory"):
+        RemoteStore(f"file://{tmp_path}")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("x.npy", "'x.npy' is not a URL"),
+        ("C:/data/x.npy", "is not a URL"),
+        (Path("s3://bucket/x.npy"), "is not a URL; .*pathlib takes a slash away"),
+        (["memory://x.npy", "x.npy"], "'x.npy' is not a URL"),
+        ([3], "3 is not a URL"),
+        (3, "path=3"),
+        ([], "an empty list"),
+        ("nonsense://x.npy", "nonsense://x.npy: Protocol not known"),
+    ],
+    ids=str,
+)
+def test_what_is_no_url(path: Any, message: str) -> None:
+    put(np.arange(3))
+    with pytest.raises(errors.ArgumentError, match=message):
+        RemoteStore(path)
+
+
+def test_a_number_of_attempts_that_is_none() -> None:
+    with pytest.raises(errors.ArgumentError, match="attempts=0"):
+        RemoteStore("memory://x.npy", attempts=0)
+
+
+def test_a_file_system_that_is_not_installed() -> None:
+    fsspec.register_implementation(
+        "absent", "no_such_package.FileSystem", clobber=True, errtxt="Install no_such_package"
+    )
+    with pytest.raises(errors.MissingDependency, match=r"absent://x\.npy: Install no_such_package"):
+        RemoteStore("absent://x.npy")
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "s3://b/x.npy",
+        "https://h/x.npy?a=b",
+        "file:///x",
+        "simplecache::s3://b/x",
+        "zip://x.npy::s3://b/x.zip",
+    ],
+)
+def test_urls(path: str) -> None:
+    assert has_protocol(path)
+    for store in (MmapStore, PinnedStore):
+        with pytest.raises(errors.ArgumentError, match=r"is a URL; .* RemoteStore\('"):
+            store(path)
+    with pytest.raises(errors.ArgumentError, match=r"is a URL; .* RemoteStore\('"):
+        MmapStore(["x.npy", path])
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "x.npy",
+        "/data/x.npy",
+        r"C:\x.npy",
+        "C://x.npy",
+        "a:b",
+        "a::b.npy",
+        "/mnt/s3://x",
+        Path("s3://x"),
+        None,
+    ],
+)
+def test_local_paths(path: Any) -> None:
+    assert not has_protocol(path)
+
+
+def test_a_remote_store_is_read_only_and_can_be_closed_twice() -> None:
+    store = RemoteStore(put(np.arange(3)), storage_options={})
+    assert "memory://x.npy" in repr(store)
+    with pytest.raises(errors.StoreError, match="read-only"):
+        store.scatter(np.array([0]), np.array([1]))
+    store.flush()
+    store.close()
+    store.close()
+    with pytest.raises(errors.ClosedError, match="closed"):
+        gathered(store, [0])
