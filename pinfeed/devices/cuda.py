@@ -21,8 +21,10 @@ from pinfeed.devices.base import Array, HostArray
 from pinfeed.devices.kernels import Move, RowKernels
 from pinfeed.devices.route_benchmark import STAGED, Rates, Route, decide, measure, remembered
 from pinfeed.errors import DeviceError, described
-from pinfeed.memory.buffer_pool import REGISTER, BufferPool, Bytes, page_locked, unlock_freed
+from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.demand import OVERLAP_CHUNK_BYTES
+from pinfeed.memory.mapping import Bytes
+from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Store, row_nbytes
 from pinfeed.stores.pinned import PinnedStore

@@ -56,7 +56,7 @@ import numpy.typing as npt
 
 from pinfeed.devices.base import Buffer, Device, Event, HostArray, Stream, Tensor
 from pinfeed.errors import WriteBackError
-from pinfeed.memory.buffer_pool import unlock_freed
+from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.forwarding import Write, WriteLog, WrittenRows, newest
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup, part_nbytes
 from pinfeed.profiling.counters import Counters

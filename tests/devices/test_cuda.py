@@ -20,8 +20,8 @@ from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, PinnedStore, wra
 from pinfeed.devices.cuda import CudaDevice, unlock_on
 from pinfeed.devices.route_benchmark import Route
 from pinfeed.errors import DeviceError
-from pinfeed.memory.buffer_pool import unlock_freed
 from pinfeed.memory.host import resident_bytes
+from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.testing.suites import DeviceTests, StoreTests
 
 pytestmark = pytest.mark.gpu

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import ArrayStore, Feeder, MmapStore, PinnedStore, errors
-from pinfeed.memory.buffer_pool import anonymous, unlock_freed
 from pinfeed.memory.host import resident_bytes
+from pinfeed.memory.mapping import anonymous
+from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.stores.array import shares_itself
 from pinfeed.stores.disk import file_reader, linux_aio
 from pinfeed.testing.suites import StoreTests, sample
@@ -369,7 +370,7 @@ def test_memory_that_cannot_be_locked(
         "pinfeed.stores.pinned._cuda_runtime", lambda pin: Refusing() if pin else None
     )
     if by == "system":
-        monkeypatch.setattr("pinfeed.memory.buffer_pool.mmap.mmap", Unlockable)
+        monkeypatch.setattr("pinfeed.memory.page_locked.mmap.mmap", Unlockable)
     store = PinnedStore.zeros((1000, 3), pin="auto")
     assert not store.page_locked
     assert store.array.shape == (1000, 3)
