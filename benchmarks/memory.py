@@ -7,7 +7,7 @@ import sys
 
 import torch
 
-from pinfeed.memory.buffer_pool import unlock_freed
+from pinfeed.memory.page_locked import unlock_freed
 
 
 def free() -> None:

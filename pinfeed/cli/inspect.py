@@ -1,4 +1,4 @@
-"""``pinfeed inspect``: what is in files, from their headers, and what is wrong with them.
+"""``pinfeed inspect``: the contents of files by their headers, and what is wrong with them.
 
 Nothing is unpickled.
 """
@@ -28,21 +28,21 @@ _INSIDE = {
     "*.safetensors": "its files",
     "*-of-*": "the parts of its checkpoint, one for each rank",
 }
-"""What a directory may hold, and what that is."""
-# Tensors of a safetensors file.
+"""Patterns of files that a directory may hold, and what these files are."""
+# Tensors of a safetensors file that are listed for people.
 _SHOWN = 40
 
 
 @dataclass
 class Found:
-    """What one file is.
+    """A file, as ``inspect`` found it.
 
     Attributes:
-        path: The file, or directory.
+        path: Path of the file or directory.
         kind: ``npy``, ``safetensors``, ``checkpoint``, or ``unknown``.
-        nbytes: Its size.
-        details: What its header says.
-        damage: What is wrong, and what to do.
+        nbytes: Size in bytes.
+        details: Facts that the header states.
+        damage: Sentences that say what is wrong, and what to do.
     """
 
     path: str
@@ -53,7 +53,7 @@ class Found:
 
     @property
     def values(self) -> dict[str, Any]:
-        """For scripts."""
+        """The file for scripts."""
         return {
             "path": self.path,
             "kind": self.kind,
@@ -64,7 +64,7 @@ class Found:
 
 
 def inspect(files: Sequence[str]) -> Report:
-    """Look at each file, and at all .npy files as shards of one source."""
+    """Report on each file, and on all .npy files as shards of one source."""
     found = [look(path) for path in expanded(files)]
     source, mismatch = _together([one for one in found if one.kind == "npy"])
     findings = [sentence for one in found for sentence in one.damage] + mismatch
@@ -74,31 +74,18 @@ def inspect(files: Sequence[str]) -> Report:
 
 
 def look(path: str) -> Found:
-    """What a file is."""
+    """Find out what a file is, and what is wrong with it."""
     found = Found(path)
-    if has_protocol(path):
-        found.damage.append(
-            f"{path} is elsewhere; inspect looks at local files (RemoteStore checks the header when it is opened)"
-        )
-        return found
     try:
-        if os.path.isdir(path):
+        if has_protocol(path):
+            found.damage.append(
+                f"{path} is elsewhere; inspect looks at local files "
+                "(RemoteStore checks the header when it is opened)"
+            )
+        elif os.path.isdir(path):
             _look_at_directory(found)
-            return found
-        status = os.stat(path)
-        found.nbytes = status.st_size
-        if not stat.S_ISREG(status.st_mode):
-            # A pipe would be waited for.
-            found.damage.append(f"{path} is no regular file; expected a .npy file")
-            return found
-        with open(path, "rb") as file:
-            start = file.read(16)
-        if path.endswith(".safetensors") and start:
-            _look_at_safetensors(found)
-        elif start.startswith(b"\x93NUMPY"):
-            _look_at_npy(found)
         else:
-            found.damage.append(strange(path, start))
+            _look_at_file(found)
     except FileNotFoundError:
         found.damage.append(f"{path}: no such file (looked in {os.getcwd()})")
     except PinfeedError as error:
@@ -108,54 +95,72 @@ def look(path: str) -> Found:
     return found
 
 
+def _look_at_file(found: Found) -> None:
+    status = os.stat(found.path)
+    found.nbytes = status.st_size
+    if not stat.S_ISREG(status.st_mode):
+        # Reading a pipe would wait for its writer.
+        found.damage.append(f"{found.path} is no regular file; expected a .npy file")
+        return
+    with open(found.path, "rb") as file:
+        start = file.read(16)
+    if found.path.endswith(".safetensors") and start:
+        _look_at_safetensors(found)
+    elif start.startswith(b"\x93NUMPY"):
+        _look_at_npy(found)
+    else:
+        found.damage.append(strange(found.path, start))
+
+
 def _look_at_npy(found: Found) -> None:
     found.kind = "npy"
     with open(found.path, "rb") as file:
         header = parse_header(found.path, file)
     found.details = _header_values(header)
-    # Which raises what stands in the way of serving the rows.
-    extent = read_header(found.path)
-    found.details["row_alignment"] = math.gcd(extent.offset, extent.row_nbytes) or 1
-    if not extent.n_rows:
+    # This raises an error if pinfeed cannot serve the rows.
+    layout = read_header(found.path)
+    found.details["row_alignment"] = math.gcd(layout.offset, layout.row_nbytes) or 1
+    if not layout.n_rows:
         found.damage.append(
             f"{found.path} has no rows (shape {header.shape}); expected at least one"
         )
-    if found.nbytes > extent.end:
-        more = found.nbytes - extent.end
-        rows = f", {more / extent.row_nbytes:,.2f} rows" if extent.row_nbytes else ""
+    if found.nbytes > layout.end:
+        more = found.nbytes - layout.end
+        rows = f", {more / layout.row_nbytes:,.2f} rows" if layout.row_nbytes else ""
         found.damage.append(
-            f"{found.path} has {more:,} bytes more than its header tells{rows}: was it appended to? They would not be read; "
-            f"save the array again, or read the file with MmapStore.raw(path, shape=..., dtype=..., offset={extent.offset})"
+            f"{found.path} has {more:,} bytes more than its header tells{rows}: was it appended "
+            "to? They would not be read; save the array again, or read the file with "
+            f"MmapStore.raw(path, shape=..., dtype=..., offset={layout.offset})"
         )
 
 
 def _header_values(header: Header) -> dict[str, Any]:
-    """Of a .npy file, for scripts."""
-    n_items = math.prod(header.shape)
-    plain = not header.dtype.hasobject
+    """Describe the header of a .npy file for scripts; sizes of pickled objects are None."""
+    dtype = header.dtype
+    row_nbytes = None
+    expected = None
+    if not dtype.hasobject:
+        expected = header.nbytes + math.prod(header.shape) * dtype.itemsize
+        if header.shape:
+            row_nbytes = dtype.itemsize * math.prod(header.shape[1:])
     return {
         "version": header.version,
         "shape": list(header.shape),
-        "dtype": _spelled(header.dtype),
+        "dtype": _spelled(dtype),
         "order": "Fortran" if header.fortran and len(header.shape) > 1 else "C",
         "header_bytes": header.nbytes,
-        "row_bytes": header.dtype.itemsize * math.prod(header.shape[1:])
-        if plain and header.shape
-        else None,
-        "expected_bytes": header.nbytes + n_items * header.dtype.itemsize if plain else None,
+        "row_bytes": row_nbytes,
+        "expected_bytes": expected,
         "row_alignment": None,
     }
 
 
 def _spelled(dtype: np.dtype[Any]) -> str:
-    """As people write it, with the byte order where it is not this machine's."""
-    return (
-        str(dtype)
-        if dtype.isnative or dtype.names
-        else f"{dtype.name}, big-endian"
-        if dtype.str[0] == ">"
-        else f"{dtype.name}, little-endian"
-    )
+    """Return a dtype's name, with the byte order if it is not this machine's."""
+    if dtype.isnative or dtype.names:
+        return str(dtype)
+    order = "big-endian" if dtype.str[0] == ">" else "little-endian"
+    return f"{dtype.name}, {order}"
 
 
 def _look_at_safetensors(found: Found) -> None:
@@ -174,14 +179,13 @@ def _look_at_safetensors(found: Found) -> None:
 def _look_at_directory(found: Found) -> None:
     names = os.listdir(found.path)
     if not any(name.isdigit() and len(name) == 8 for name in names):
-        give = [
-            f"give {what}: {os.path.join(found.path, like)}"
-            for like, what in _INSIDE.items()
-            if fnmatch.filter(names, like)
+        hints = [
+            f"give {what}: {os.path.join(found.path, pattern)}"
+            for pattern, what in _INSIDE.items()
+            if fnmatch.filter(names, pattern)
         ]
-        found.damage.append(
-            f"{found.path} is a directory; {give[0] if give else 'it has no .npy files and no checkpoint'}"
-        )
+        hint = hints[0] if hints else "it has no .npy files and no checkpoint"
+        found.damage.append(f"{found.path} is a directory; {hint}")
         return
     from pinfeed.training import checkpoint
 
@@ -192,67 +196,82 @@ def _look_at_directory(found: Found) -> None:
 
 
 def _together(shards: Sequence[Found]) -> tuple[dict[str, Any] | None, list[str]]:
-    """All files as one source, for scripts; and why they cannot be one."""
-    good = [one for one in shards if not one.damage]
-    if not good or len(good) < len(shards):
+    """Describe all files as one source, for scripts; or say why they cannot be one.
+
+    Returns:
+        The values, or None without files or if one is damaged; and findings.
+    """
+    if not shards or any(shard.damage for shard in shards):
         return None, []
-    first = good[0]
-    for other in good[1:]:
-        if (other.details["shape"][1:], other.details["dtype"]) != (
-            first.details["shape"][1:],
-            first.details["dtype"],
-        ):
-            told = [
-                f"{one.path} has rows of shape {tuple(one.details['shape'][1:])}, {one.details['dtype']}"
-                for one in (first, other)
-            ]
-            return None, [f"the files are not shards of one source: {'; '.join(told)}"]
-    with MmapStore([one.path for one in good]) as store:
-        return {
-            "files": len(good),
+    first = shards[0]
+    for other in shards[1:]:
+        if _rows_of(other) != _rows_of(first):
+            mismatch = "; ".join(f"{one.path} has {_rows_of(one)}" for one in (first, other))
+            return None, [f"the files are not shards of one source: {mismatch}"]
+    with MmapStore([shard.path for shard in shards]) as store:
+        values = {
+            "files": len(shards),
             "rows": store.n_rows,
             "bytes": store.n_rows * store.row_nbytes,
-        }, []
+        }
+    return values, []
+
+
+def _rows_of(shard: Found) -> str:
+    return f"rows of shape {tuple(shard.details['shape'][1:])}, {shard.details['dtype']}"
 
 
 def _one(found: Found) -> str:
-    """One file, in full."""
-    if found.kind == "safetensors" and found.details:
-        tensors = found.details["tensors"]
-        rows = [
-            (tensor["name"], str(tuple(tensor["shape"])), tensor["dtype"])
-            for tensor in tensors[:_SHOWN]
-        ]
-        more = (
-            f"\n… and {len(tensors) - _SHOWN} more (--json lists all)"
-            if len(tensors) > _SHOWN
-            else ""
-        )
-        head = f"{found.path}: safetensors, {human(found.nbytes)}, {len(tensors)} tensors"
-        return f"{head}\n\n{table(rows, ('tensor', 'shape', 'dtype'))}{more}"
-    if found.kind == "checkpoint" and found.details:
-        head = f"{found.path}: a checkpoint, {human(found.nbytes)}; its last save is {found.details['directory']}"
-        return f"{wrapped(head)}\n\n{table(found.details['objects'].items(), ('object', 'kind'))}\n\nAll files agree with their checksums."
+    """Describe one file, in full."""
     if not found.details:
         return ""
-    said, shape = found.details, tuple(found.details["shape"])
-    alignment = said["row_alignment"]
+    if found.kind == "safetensors":
+        return _safetensors_text(found)
+    if found.kind == "checkpoint":
+        return _checkpoint_text(found)
+    return _npy_text(found)
+
+
+def _safetensors_text(found: Found) -> str:
+    tensors = found.details["tensors"]
+    rows = [
+        (tensor["name"], str(tuple(tensor["shape"])), tensor["dtype"])
+        for tensor in tensors[:_SHOWN]
+    ]
+    head = f"{found.path}: safetensors, {human(found.nbytes)}, {len(tensors)} tensors"
+    text = f"{head}\n\n{table(rows, ('tensor', 'shape', 'dtype'))}"
+    if len(tensors) > _SHOWN:
+        text += f"\n… and {len(tensors) - _SHOWN} more (--json lists all)"
+    return text
+
+
+def _checkpoint_text(found: Found) -> str:
+    last = found.details["directory"]
+    head = f"{found.path}: a checkpoint, {human(found.nbytes)}; its last save is {last}"
+    objects = table(found.details["objects"].items(), ("object", "kind"))
+    return f"{wrapped(head)}\n\n{objects}\n\nAll files agree with their checksums."
+
+
+def _npy_text(found: Found) -> str:
+    details = found.details
+    shape = tuple(details["shape"])
+    alignment = details["row_alignment"]
+    rows = "none: it is a single number"
+    if shape:
+        rows = f"{shape[0]:,} of shape {shape[1:]}"
+    order = "Fortran: rows are scattered over the file"
+    if details["order"] == "C":
+        order = "C: each row in one piece"
+    size = f"{human(found.nbytes)}: {found.nbytes:,} bytes, "
+    row_nbytes = details["row_bytes"]
     pairs = [
-        ("rows", f"{shape[0]:,} of shape {shape[1:]}" if shape else "none: it is a single number"),
-        ("dtype", said["dtype"]),
-        (
-            "order",
-            "C: each row in one piece"
-            if said["order"] == "C"
-            else "Fortran: rows are scattered over the file",
-        ),
-        ("a row", f"{said['row_bytes']:,} bytes" if said["row_bytes"] is not None else ""),
+        ("rows", rows),
+        ("dtype", details["dtype"]),
+        ("order", order),
+        ("a row", "" if row_nbytes is None else f"{row_nbytes:,} bytes"),
         ("alignment", f"rows begin at multiples of {alignment:,} bytes" if alignment else ""),
-        ("header", f".npy version {said['version']}.0, {said['header_bytes']:,} bytes"),
-        (
-            "size",
-            f"{human(found.nbytes)}: {found.nbytes:,} bytes, {_compared(found.nbytes, said['expected_bytes'])}",
-        ),
+        ("header", f".npy version {details['version']}.0, {details['header_bytes']:,} bytes"),
+        ("size", size + _compared(found.nbytes, details["expected_bytes"])),
     ]
     return sections({found.path: facts(pairs)})
 
@@ -264,7 +283,7 @@ def _compared(nbytes: int, expected: int | None) -> str:
 
 
 def _many(found: Sequence[Found], source: dict[str, Any] | None) -> str:
-    """A line for each file."""
+    """Describe several files, in a line each."""
     rows = [
         (one.path, *_columns(one), human(one.nbytes), "damaged" if one.damage else "")
         for one in found
@@ -272,7 +291,8 @@ def _many(found: Sequence[Found], source: dict[str, Any] | None) -> str:
     shown = table(rows, ("file", "rows", "row shape", "dtype", "size", ""), "lrllr")
     if source is None:
         return shown
-    return f"{shown}\n\nTogether: {source['rows']:,} rows, {human(source['bytes'])}, in {source['files']} shards"
+    size = f"{source['rows']:,} rows, {human(source['bytes'])}"
+    return f"{shown}\n\nTogether: {size}, in {source['files']} shards"
 
 
 def _columns(one: Found) -> tuple[str, str, str]:

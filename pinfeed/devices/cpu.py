@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.memory.buffer_pool import BufferPool, Bytes
+from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.host import free_host_bytes
+from pinfeed.memory.mapping import Bytes
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import put_rows
 from pinfeed.stores.base import Array, HostArray, Store

@@ -1,4 +1,4 @@
-"""What is free on the host: the least of what the machine, its control groups and the process's own limits leave."""
+"""Free host memory: the least that the machine, control groups and process limits leave."""
 
 from __future__ import annotations
 
@@ -11,37 +11,41 @@ from typing import NamedTuple
 
 import psutil
 
-PROC, ROOT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
+PROC = Path("/proc/self/cgroup")
+ROOT = Path("/sys/fs/cgroup")
 _STATUS = "/proc/self/status"
 _FILES = {
     1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
     2: ("memory.max", "memory.current", "inactive_file"),
 }
-"""Of a control group of each version: its limit, its usage, and what memory.stat calls page cache that can be dropped."""
+"""Files of a control group by version: the limit, the usage, and a key of memory.stat.
+
+The key names the page cache that can be dropped.
+"""
 
 
 class Limit(NamedTuple):
-    """Something that bounds the host memory of this process, in bytes."""
+    """A bound on the host memory of this process, in bytes."""
 
     name: str
     """``machine``, ``control group /its/path``, ``RLIMIT_AS`` or ``RLIMIT_DATA``."""
     total: int
     free: int
-    """What this process may still allocate, by this limit. The page cache counts as free."""
+    """Bytes that this limit still allows to allocate. The page cache counts as free."""
 
 
 def free_host_bytes(*, proc: Path = PROC, root: Path = ROOT) -> int:
-    """Bytes that this process may still allocate: the least that its limits leave."""
+    """Return the bytes that this process may still allocate: the least that its limits leave."""
     return max(0, min(limit.free for limit in host_limits(proc=proc, root=root)))
 
 
 def host_limits(*, proc: Path = PROC, root: Path = ROOT) -> list[Limit]:
-    """Every limit that there is, the machine's memory first; some are larger than that.
+    """List every limit, the machine's memory first; some limits are larger than that.
 
-    The page cache counts as free: in the machine's figure by psutil, in a control group's by its
-    ``inactive_file``. A group is bound by every group above it, so the process's own path is walked
-    up to the root; versions 1 and 2 are understood. Without ``/proc`` control groups are not found,
-    and the page cache of the machine does not count as free.
+    The page cache counts as free: psutil does so for the machine, and ``inactive_file`` tells it
+    for a control group. Every group above a group bounds it too, so the process's own path is
+    followed up to the root. Versions 1 and 2 are supported. Without ``/proc`` no control groups are
+    found, and the page cache of the machine does not count as free.
     """
     limits = [_machine(), *_group_limits(proc, root)]
     for name, which in (("RLIMIT_AS", resource.RLIMIT_AS), ("RLIMIT_DATA", resource.RLIMIT_DATA)):
@@ -55,17 +59,18 @@ def _machine() -> Limit:
     try:
         machine = psutil.virtual_memory()
     except (OSError, psutil.Error):
-        # Without /proc, sysinfo(2) still tells.
-        total, free = (
-            os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
-            for name in ("SC_PHYS_PAGES", "SC_AVPHYS_PAGES")
-        )
-        return Limit("machine", total, free)
+        # Without /proc, sysinfo(2) still knows.
+        page = os.sysconf("SC_PAGE_SIZE")
+        total = os.sysconf("SC_PHYS_PAGES") * page
+        return Limit("machine", total, os.sysconf("SC_AVPHYS_PAGES") * page)
     return Limit("machine", machine.total, machine.available)
 
 
 def _used(which: int) -> int:
-    """Bytes of this process that count against a limit of its address space or of its data; without ``/proc``, the least that it can be."""
+    """Return the bytes of this process that count against RLIMIT_AS or RLIMIT_DATA.
+
+    Without ``/proc`` it is a lower bound.
+    """
     try:
         used = psutil.Process().memory_info()
     except (OSError, psutil.Error):
@@ -74,31 +79,30 @@ def _used(which: int) -> int:
 
 
 def _peak_bytes() -> int:
-    """The most memory that this process has had resident, as getrusage(2) tells, which needs no ``/proc``."""
+    """Return the most resident memory of this process so far, by getrusage(2) without ``/proc``."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def lock_limit() -> int | None:
-    """Bytes that this process may lock by itself, ``ulimit -l``; None without a limit.
+    """Return the bytes that this process may lock, ``ulimit -l``; None without a limit.
 
-    A CUDA driver need not keep to it.
+    A CUDA driver need not obey the limit.
     """
     soft = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return None if soft == resource.RLIM_INFINITY else soft
 
 
 def core_quota(*, proc: Path = PROC, root: Path = ROOT) -> float | None:
-    """Cores' worth of time that control groups grant, the least of them; None without a limit."""
+    """Return the cores of CPU time that control groups grant; None without a limit."""
     found = []
     for directory, version in _groups("cpu", proc, root):
         with contextlib.suppress(OSError, ValueError):
-            # No controller here, or no limit.
+            # The group has no controller, or no limit.
             if version == 2:
                 quota, period = (directory / "cpu.max").read_text().split()
             else:
-                quota, period = (
-                    (directory / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
-                )
+                quota = (directory / "cpu.cfs_quota_us").read_text()
+                period = (directory / "cpu.cfs_period_us").read_text()
             if int(quota) > 0:
                 found.append(int(quota) / int(period))
     return min(found, default=None)
@@ -113,14 +117,14 @@ def _group_limits(proc: Path, root: Path) -> Iterator[Limit]:
                 continue
             free = int(text) - int((directory / usage_file).read_text())
         except (OSError, ValueError):
-            # No controller here, or not ours to read.
+            # The group has no controller, or this process may not read it.
             continue
         name = f"control group /{directory.relative_to(root)}"
         yield Limit(name, int(text), free + _droppable(directory / "memory.stat", file_key))
 
 
 def _droppable(stat: Path, key: str) -> int:
-    """Bytes of page cache that the kernel would give up; 0 where it does not say."""
+    """Return the bytes of page cache that the kernel can drop; 0 if it does not report them."""
     try:
         return sum(
             int(line.split()[1])
@@ -132,7 +136,7 @@ def _droppable(stat: Path, key: str) -> int:
 
 
 def _groups(controller: str, proc: Path, root: Path) -> Iterator[tuple[Path, int]]:
-    """The process's groups from its own up to the root: directory and version."""
+    """Yield directory and version of the process's groups, from its own up to the root."""
     try:
         lines = proc.read_text().splitlines()
     except OSError:
@@ -140,9 +144,11 @@ def _groups(controller: str, proc: Path, root: Path) -> Iterator[tuple[Path, int
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, version = root, 2
+            base = root
+            version = 2
         elif controller in controllers.split(","):
-            base, version = root / controller, 1
+            base = root / controller
+            version = 1
         else:
             continue
         directory = base / path.lstrip("/")
@@ -154,11 +160,12 @@ def _groups(controller: str, proc: Path, root: Path) -> Iterator[tuple[Path, int
 
 
 def resident_bytes() -> dict[str, int | None]:
-    """Resident memory of this process in bytes, by kind; None for a kind that the system does not tell.
+    """Return the resident memory of this process in bytes, by kind.
 
-    ``anonymous``, ``file`` (mapped from files), ``shared`` (shared with other processes, such as
-    the workers of a DataLoader; the kernel counts what CUDA allocates page-locked as shared, too),
-    and the ``peak`` of their sum. Without ``/proc`` only the peak is known.
+    The kinds are ``anonymous``, ``file`` (mapped from files), ``shared``, and the ``peak`` of their
+    sum. Memory is shared with other processes, such as the workers of a DataLoader; the kernel also
+    counts page-locked memory of CUDA as shared. Without ``/proc`` only the peak is known, and the
+    other kinds are None.
     """
     try:
         with open(_STATUS) as file:

@@ -68,7 +68,7 @@ import numpy.typing as npt
 
 from pinfeed.devices.base import Buffer, Device, Event, Stream, Tensor
 from pinfeed.errors import WriteBackError
-from pinfeed.memory.buffer_pool import unlock_freed
+from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.forwarding import Write, WriteLog, WrittenRows, newest
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite
 from pinfeed.pipeline.slot import Cancelled, Slot

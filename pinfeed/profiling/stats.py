@@ -8,8 +8,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
-from pinfeed.memory.buffer_pool import locked_bytes
 from pinfeed.memory.host import resident_bytes
+from pinfeed.memory.page_locked import locked_bytes
 from pinfeed.memory.units import human, human_rate
 
 Bottleneck = Literal[

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.memory.buffer_pool import block_nbytes, huge
+from pinfeed.memory.mapping import block_nbytes, huge
 from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.base import DISK_SPEED, IN_MEMORY_HINT, OpenBatch, StoreRows
 from pinfeed.rows.orders import Rows

@@ -1,4 +1,4 @@
-"""Random permutations of any size as functions of a position: no memory, any position at once."""
+"""Random permutations of any size, computed at any position without a table."""
 
 from __future__ import annotations
 
@@ -10,19 +10,23 @@ import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
-"""Shape (n,)."""
+"""Numbers, shape (n,)."""
 
-# Up to here a permutation is a table: a network needs some hundred rows to share the cost of its
-# steps.
+# Up to this size a permutation is a table, because a network needs some hundred rows to share the
+# cost of its steps.
 _TABLE_ROWS = 1 << 12
 
 
 def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
-    """A permutation of [0, n) as a function, drawn by ``salt``.
+    """Return a random permutation of [0, n) as a function of positions.
 
-    Small ones are tables. Large ones are a Feistel network on a rectangle that hardly exceeds n,
-    walked until it falls below n (Black and Rogaway, "Ciphers with Arbitrary Finite Domains",
-    2002): no memory, any position at once.
+    Small permutations are tables. Large ones are a Feistel network on a rectangle that is not much
+    larger than n, applied until the result is below n (Black and Rogaway, "Ciphers with Arbitrary
+    Finite Domains", 2002). They take no memory.
+
+    Args:
+        n: Size of the permutation.
+        salt: Text that the permutation is a function of.
     """
     if n <= _TABLE_ROWS:
         table = np.argsort(_mix(np.arange(n, dtype=np.uint64) ^ keys_of(salt, 1)[0]), kind="stable")
@@ -33,7 +37,8 @@ def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
 
     def network(x: Numbers) -> Numbers:
         quotient = x // width
-        left, right = quotient.astype(np.uint32), (x - quotient * width).astype(np.uint32)
+        left = quotient.astype(np.uint32)
+        right = (x - quotient * width).astype(np.uint32)
         for even, odd in zip(keys[::2], keys[1::2], strict=True):
             _add(left, _mix32(right, even), height)
             _add(right, _mix32(left, odd), width)
@@ -49,38 +54,43 @@ def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
 
 
 def _add(x: npt.NDArray[np.uint32], random: npt.NDArray[np.uint32], size: int) -> None:
-    """Add a number below ``size``, which is at most 2^31, to ``x``, modulo ``size``; it comes from the high bits of ``random``."""
+    """Add random numbers to ``x`` in place, modulo ``size``.
+
+    Args:
+        x: Numbers below ``size``.
+        random: Random bits, of which the high ones count; overwritten.
+        size: The modulus, at most 2^31.
+    """
     if size <= 1 << 16:
-        # All in 32 bits, which is three times as fast.
+        # 32 bits are enough, which is three times as fast as 64.
         random >>= np.uint32(16)
         random *= np.uint32(size)
         random >>= np.uint32(16)
         x += random
     else:
         x += ((random.astype(np.uint64) * np.uint64(size)) >> np.uint64(32)).astype(np.uint32)
-    # Where x is below size already, the difference wraps around and is large.
+    # The difference wraps around and is large for an x that is below size already.
     np.minimum(x, x - np.uint32(size), out=x)
 
 
 def keys_of(salt: str, n: int) -> npt.NDArray[np.uint64]:
-    """``n`` random numbers, drawn by ``salt``."""
-    return np.frombuffer(hashlib.blake2b(salt.encode(), digest_size=8 * n).digest(), "<u8").astype(
-        np.uint64
-    )
+    """Return ``n`` random numbers that are a function of ``salt``."""
+    digest = hashlib.blake2b(salt.encode(), digest_size=8 * n).digest()
+    return np.frombuffer(digest, "<u8").astype(np.uint64)
 
 
 def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Spread every bit over all others: the finaliser of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    """Spread every bit over all others by SplitMix64's finaliser (Steele, Lea and Flood, 2014)."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 def _mix32(x: npt.NDArray[np.uint32], key: np.uint32) -> npt.NDArray[np.uint32]:
-    """Numbers whose high bits depend on every bit of ``x`` and ``key``.
+    """Return numbers whose high bits depend on every bit of ``x`` and ``key``.
 
-    Two rounds of multiply and xor-shift in 32 bits, which processors do eight at a time, with the
-    multipliers of lowbias32 (Wellons, "Prospecting for Hash Functions", 2018).
+    They are two rounds of multiply and xor-shift in 32 bits, which processors do eight at a time,
+    with the multipliers of lowbias32 (Wellons, "Prospecting for Hash Functions", 2018).
     """
     x = x ^ key
     x ^= x >> np.uint32(16)

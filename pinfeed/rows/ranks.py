@@ -1,4 +1,4 @@
-"""Ranks: how the processes of a job share an epoch, and which of them this is."""
+"""Ranks: the way in which the processes of a job share an epoch, and the rank of this process."""
 
 from __future__ import annotations
 
@@ -14,34 +14,35 @@ from pinfeed.validation.arguments import check_flag, check_rank
 
 @dataclass(frozen=True)
 class Ranks:
-    """How the processes of a job share an epoch.
+    """The way in which the processes of a job share an epoch.
 
     ``Feeder(..., ranks="pad")`` is short for ``ranks=Ranks("pad")``.
 
     The order of an epoch is cut into global batches, and each of them into one batch for every
-    rank, in the order of ranks: put together, the batches of the ranks are those of one process. A
-    block-shuffled order is cut into one stretch for every rank instead, so that a block is read by
-    one of them, unless ``split_batches``.
+    rank, in the order of ranks. Together, the batches of the ranks are those of one process. A
+    block-shuffled order is cut into one interval for every rank instead, so that one rank reads a
+    block, unless ``split_batches`` is True.
 
-    Another number of ranks that loads a state goes on with the next global batch where batches are
-    split, and else shares what is left.
+    A job with another number of ranks may load a state. It continues with the next global batch if
+    batches are split, and shares the rows that are left otherwise.
 
     Args:
-        uneven: What becomes of rows that do not divide. ``"pad"``: the first rows of the order come
-            again, so that all ranks have equally many rows and batches. ``"drop"``: fewer rows than
-            there are ranks are left out, to the same end. ``"join"``: every row comes exactly once,
-            and some ranks have a row, and perhaps a batch, more than others, rank 0 among them (see
+        uneven: Treatment of rows that do not divide evenly. ``"pad"`` repeats the first rows of the
+            order, so that all ranks have equally many rows and batches. ``"drop"`` leaves out fewer
+            rows than there are ranks, to the same end. ``"join"`` uses every row exactly once, and
+            some ranks, rank 0 among them, have a row and perhaps a batch more than others (see
             ``torch.distributed.algorithms.Join``).
-        split_batches: ``batch_size`` (or ``preferred_batch_size``) is that of a global batch, which
-            has the same rows at any number of ranks that divides it; else it is that of each rank.
-        rank: Of this process, with ``world_size``: for a group that is not the whole job
-            (``group.rank()``, ``group.size()``), or another launcher. Without them they are those
-            of torch.distributed; before it is initialised those that torchrun gives; else there is
-            one process.
-        world_size: Processes that share an epoch.
+        split_batches: Whether ``batch_size`` (or ``preferred_batch_size``) is the size of a global
+            batch, which has the same rows at any number of ranks that divides it. False makes it
+            the size of each rank's batch.
+        rank: Rank of this process, given together with ``world_size`` for a group that is not the
+            whole job (``group.rank()``, ``group.size()``) or for another launcher. None takes both
+            from torch.distributed, before its initialisation from torchrun's environment, and
+            without either there is one process.
+        world_size: Number of processes that share an epoch.
 
     Raises:
-        ArgumentError: Values that cannot be.
+        ArgumentError: If a value is invalid, or only one of ``rank`` and ``world_size`` is given.
     """
 
     uneven: Uneven = "pad"
@@ -52,12 +53,14 @@ class Ranks:
     def __post_init__(self) -> None:
         if self.uneven not in get_args(Uneven):
             raise ArgumentError(
-                f"ranks={self.uneven!r}: expected 'pad', 'drop', 'join', 'all', a pinfeed.Ranks or None"
+                f"ranks={self.uneven!r}: expected 'pad', 'drop', 'join', 'all', "
+                "a pinfeed.Ranks or None"
             )
         check_flag(self.split_batches, "split_batches")
         if (self.rank is None) != (self.world_size is None):
             raise ArgumentError(
-                f"Ranks(rank={self.rank}, world_size={self.world_size}): give both, or neither for those of the job"
+                f"Ranks(rank={self.rank}, world_size={self.world_size}): "
+                "give both, or neither for those of the job"
             )
         if self.rank is not None and self.world_size is not None:
             check_rank(
@@ -68,25 +71,29 @@ class Ranks:
 
 
 def world() -> tuple[int, int]:
-    """This process's rank, and how many there are: as torch.distributed says, or else torchrun's environment; (0, 1) without either.
+    """Return this process's rank and the number of ranks.
+
+    They are those of torch.distributed, or else of torchrun's environment, or else (0, 1).
 
     Raises:
-        ArgumentError: The environment has half of it.
+        ArgumentError: If the environment has only one of the two, or no whole numbers.
     """
-    # Who has not loaded it has not initialised it.
+    # A program that has not imported torch.distributed has not initialised it.
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_available() and distributed.is_initialized():
         return distributed.get_rank(), distributed.get_world_size()
-    said = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)}
-    if not said:
+    given = {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if os.environ.get(name)}
+    if not given:
         return 0, 1
-    text = "the environment has " + ", ".join(f"{name}={value}" for name, value in said.items())
-    if len(said) == 1:
+    text = "the environment has " + ", ".join(f"{name}={value}" for name, value in given.items())
+    if len(given) == 1:
         raise ArgumentError(
-            f"{text}, and not the other one of RANK and WORLD_SIZE; start with torchrun, or give Ranks(rank=, world_size=)"
+            f"{text}, and not the other one of RANK and WORLD_SIZE; "
+            "start with torchrun, or give Ranks(rank=, world_size=)"
         )
     try:
-        rank, world_size = int(said["RANK"]), int(said["WORLD_SIZE"])
+        rank = int(given["RANK"])
+        world_size = int(given["WORLD_SIZE"])
     except ValueError:
         raise ArgumentError(f"{text}; expected whole numbers, as torchrun sets them") from None
     return check_rank(rank, world_size, text)

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, ClosedError, DeviceError, MissingDependency, StoreError
-from pinfeed.memory.buffer_pool import REGISTER, Bytes, anonymous, page_locked, unlock_freed
+from pinfeed.memory.mapping import Bytes, anonymous
+from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import Array, Store, in_words, shape_to_make

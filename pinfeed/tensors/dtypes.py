@@ -1,4 +1,4 @@
-"""The dtypes of rows: those that numpy (with ml_dtypes, for bfloat16) and torch both have."""
+"""The dtypes of rows: those that both numpy (with ml_dtypes for bfloat16) and torch have."""
 
 from __future__ import annotations
 
@@ -22,54 +22,64 @@ DTYPES: dict[str, np.dtype[Any]] = {"bfloat16": BFLOAT16} | {
     }.items()
     for name in (f"{kind}{width}" for width in widths)
 }
-"""By name, which is the same in both."""
+"""Dtypes by name, which numpy and torch share."""
 
 
 def dtype_of(value: Any, name: str) -> np.dtype[Any]:
-    """The dtype that ``value`` spells: anything that numpy takes but None, ``"bfloat16"``, or a dtype of torch.
+    """Return the dtype that ``value`` names.
+
+    Args:
+        value: A dtype of torch, ``"bfloat16"``, or anything but None that numpy takes for a dtype.
+        name: The source that the error names.
 
     Raises:
-        StoreError: numpy or torch has no such dtype.
+        StoreError: If numpy or torch has no such dtype.
     """
     return check_dtype(numpy_dtype_of(value, name), name)
 
 
 def numpy_dtype_of(value: Any, name: str) -> np.dtype[Any]:
-    """The dtype that ``value`` spells, as for ``dtype_of``, in the byte order that it says, whether torch has it or not.
+    """Return the dtype that ``value`` names, in its byte order, even if torch does not have it.
+
+    The arguments are those of ``dtype_of``.
 
     Raises:
-        StoreError: numpy has no such dtype.
+        StoreError: If numpy has no such dtype.
     """
-    # torch is not imported here: where there is a dtype of torch's, it is there already.
+    # torch is not imported here, because a value that is a dtype of torch has imported it.
     kind = type(value)
-    spelled = (
-        str(value).removeprefix("torch.")
-        if (kind.__module__, kind.__name__) == ("torch", "dtype")
-        else value
-    )
+    spelled: Any = value
+    if (kind.__module__, kind.__name__) == ("torch", "dtype"):
+        spelled = str(value).removeprefix("torch.")
     if isinstance(spelled, str) and spelled in DTYPES:
         return DTYPES[spelled]
     try:
         # numpy takes None for float64.
         if spelled is None:
             raise TypeError("None is no dtype")
-        return np.dtype(spelled)
+        dtype: np.dtype[Any] = np.dtype(spelled)
     except (TypeError, ValueError, SyntaxError) as error:
         raise StoreError(
-            f"{name}: dtype={value!r} is unknown ({described(error)}); expected one of {', '.join(sorted(DTYPES))}"
+            f"{name}: dtype={value!r} is unknown ({described(error)}); "
+            f"expected one of {', '.join(sorted(DTYPES))}"
         ) from None
+    return dtype
 
 
 def check_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
-    """``dtype``, in this machine's byte order, if torch has it too.
+    """Return ``dtype`` in this machine's byte order.
 
     Raises:
-        StoreError: It has not; the message names ``name`` and says what to do.
+        StoreError: If torch does not have the dtype; the message names ``name`` and says what to
+            do.
     """
     if dtype.names is None and dtype.name in DTYPES:
         return DTYPES[dtype.name]
     if dtype.hasobject:
-        todo = "Python objects are never unpickled; give plain numbers, np.stack(list(array)) where each object is a row"
+        todo = (
+            "Python objects are never unpickled; give plain numbers, "
+            "np.stack(list(array)) where each object is a row"
+        )
     elif dtype.names:
         todo = "a structured dtype: save each field as an array of its own and give a dict of them"
     elif dtype.kind in "mM":
@@ -79,5 +89,6 @@ def check_dtype(dtype: np.dtype[Any], name: str) -> np.dtype[Any]:
     else:
         todo = "convert with .astype()"
     raise StoreError(
-        f"{name}: dtype {dtype} has no torch counterpart ({todo}); expected one of {', '.join(sorted(DTYPES))}"
+        f"{name}: dtype {dtype} has no torch counterpart ({todo}); "
+        f"expected one of {', '.join(sorted(DTYPES))}"
     )

@@ -1,4 +1,4 @@
-"""numpy arrays and torch tensors as each other, without copies."""
+"""Conversions between numpy arrays and torch tensors, without copies."""
 
 from __future__ import annotations
 
@@ -15,49 +15,58 @@ from pinfeed.validation import suggestions
 TORCH: dict[np.dtype[Any], torch.dtype] = {
     dtype: getattr(torch, name) for name, dtype in DTYPES.items()
 }
-NUMPY: dict[torch.dtype, np.dtype[Any]] = {there: here for here, there in TORCH.items()}
+NUMPY: dict[torch.dtype, np.dtype[Any]] = {
+    of_torch: of_numpy for of_numpy, of_torch in TORCH.items()
+}
 
 
 def to_torch(array: npt.NDArray[Any]) -> torch.Tensor:
-    """A CPU tensor on the array's memory."""
+    """Return a CPU tensor on the array's memory."""
     if array.dtype == BFLOAT16:
-        # torch does not know the dtype as numpy's, but it knows its bits.
+        # torch does not take arrays of this dtype, but it takes their bits.
         return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
     return torch.from_numpy(array)
 
 
 def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
-    """An array on the memory of a dense CPU tensor.
+    """Return an array on the memory of a dense CPU tensor.
+
+    Args:
+        value: The tensor.
+        name: The source that the error names.
 
     Raises:
-        StoreError: It is not one.
+        StoreError: If ``value`` is not a dense CPU tensor of a dtype that numpy has.
     """
     if not isinstance(value, torch.Tensor):
         raise StoreError(
-            f"{name}: got {type(value).__name__}; expected a path, a numpy array, a CPU tensor, an Arrow table or a Store; "
-            f"{suggestions.of_object(value)}"
+            f"{name}: got {type(value).__name__}; expected a path, a numpy array, a CPU tensor, "
+            f"an Arrow table or a Store; {suggestions.of_object(value)}"
         )
     if value.is_meta:
         raise StoreError(
-            f"{name}: a meta tensor, which has a shape and no data; expected one on the CPU (materialise it first)"
+            f"{name}: a meta tensor, which has a shape and no data; "
+            "expected one on the CPU (materialise it first)"
         )
     if value.is_nested:
         raise StoreError(
-            f"{name}: a nested tensor, whose rows differ in length; pad them: tensor.to_padded_tensor(0)"
+            f"{name}: a nested tensor, whose rows differ in length; "
+            "pad them: tensor.to_padded_tensor(0)"
         )
     if value.device.type != "cpu":
         raise StoreError(
-            f"{name}: the tensor is on {value.device} already; expected one on the CPU (index it directly, or give .cpu())"
+            f"{name}: the tensor is on {value.device} already; "
+            "expected one on the CPU (index it directly, or give .cpu())"
         )
     if value.layout is not torch.strided or value.dtype not in NUMPY:
-        todo = (
-            ""
-            if value.layout is torch.strided
-            else "; give tensor.to_dense() where that fits into memory"
-        )
-        todo = "; give tensor.dequantize()" if value.is_quantized else todo
+        todo = ""
+        if value.is_quantized:
+            todo = "; give tensor.dequantize()"
+        elif value.layout is not torch.strided:
+            todo = "; give tensor.to_dense() where that fits into memory"
         raise StoreError(
-            f"{name}: got a {value.layout} tensor of {value.dtype}; expected a dense one of {', '.join(sorted(DTYPES))}{todo}"
+            f"{name}: got a {value.layout} tensor of {value.dtype}; "
+            f"expected a dense one of {', '.join(sorted(DTYPES))}{todo}"
         )
     if value.is_conj() or value.is_neg():
         raise StoreError(
@@ -67,7 +76,7 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
 
 
 def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
-    """An array on the memory of a dense CPU tensor that needs no gradient, unchecked."""
+    """Return an array on the memory of a dense CPU tensor without a gradient, unchecked."""
     if tensor.dtype is torch.bfloat16:
         bits: npt.NDArray[Any] = tensor.view(torch.uint16).numpy()
         return bits.view(BFLOAT16)
@@ -76,9 +85,10 @@ def memory_of(tensor: torch.Tensor) -> npt.NDArray[Any]:
 
 
 def bytes_by_row(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
-    """Return the bytes of each row of an array, shape (n_rows, bytes of a row): equal where rows are equal bit for bit."""
-    return (
-        np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
-        if array.size
-        else np.empty((len(array), 0), np.uint8)
-    )
+    """Return the bytes of each row of an array, shape (n_rows, bytes of a row).
+
+    They are equal if the rows are equal bit for bit.
+    """
+    if not array.size:
+        return np.empty((len(array), 0), np.uint8)
+    return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)

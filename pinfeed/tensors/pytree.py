@@ -1,4 +1,7 @@
-"""The structure of a batch: tuples, lists, dicts, named tuples and dataclasses, nested; everything else is a leaf."""
+"""The nested structure of a batch: tuples, lists, dicts, named tuples and dataclasses.
+
+Everything else is a leaf.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +16,25 @@ Rebuild = Callable[[Iterator[Any]], Any]
 def flatten(
     value: Any, path: str = "", *, is_leaf: Callable[[Any], bool] = lambda value: False
 ) -> tuple[list[tuple[str, Any]], Rebuild]:
-    """The leaves of ``value``, each with its path (``"[0]['x'].y"``), and a function that builds the structure from new leaves.
+    """Flatten a nested structure into its leaves.
 
-    An object with a ``to`` method of its own is a leaf: it knows better how it moves to a device.
-    So is a dataclass for which ``is_leaf`` is true.
+    An object with a ``to`` method of its own is a leaf, because it knows how to move itself to a
+    device.
+
+    Args:
+        value: The structure.
+        path: Prefix of the paths.
+        is_leaf: Returns whether a dataclass is a leaf.
+
+    Returns:
+        The leaves, each with its path (``"[0]['x'].y"``), and a function that builds the structure
+        from new leaves.
     """
     children = None if dataclasses.is_dataclass(value) and is_leaf(value) else _children(value)
     if children is None:
         return [(path, value)], next
-    leaves, parts = [], []
+    leaves = []
+    parts = []
     for name, child in children:
         found, rebuild = flatten(child, path + name, is_leaf=is_leaf)
         leaves += found
@@ -45,7 +58,7 @@ def _children(value: Any) -> list[tuple[str, Any]] | None:
 
 
 def _fields(value: Any) -> list[str]:
-    """Names of a dataclass's fields that are set."""
+    """Return the names of a dataclass's fields that are set."""
     return [field.name for field in dataclasses.fields(value) if hasattr(value, field.name)]
 
 
@@ -57,7 +70,6 @@ def _maker(value: Any) -> Callable[[list[Any]], Any]:
     if isinstance(value, list):
         return lambda new: _filled(copy.copy(value), [(slice(None), new)])
     if isinstance(value, tuple) and hasattr(value, "_make"):
-        # A named tuple
         return lambda new: value._make(new)
     if isinstance(value, tuple):
         return lambda new: _like(value, tuple(new))
@@ -66,14 +78,14 @@ def _maker(value: Any) -> Callable[[list[Any]], Any]:
 
 
 def _filled(target: Any, items: Iterable[tuple[Any, Any]]) -> Any:
-    """A copy keeps what a subclass adds (a default factory, an order); its values are replaced."""
+    """Replace the values of a copy, which keeps what a subclass adds, such as a default factory."""
     for key, value in items:
         target[key] = value
     return target
 
 
 def _like(value: Any, contents: Any) -> Any:
-    """``contents`` in the type of ``value``, where that can be made of them alone."""
+    """Return ``contents`` in the type of ``value``, if that can be made of them alone."""
     try:
         return type(value)(contents)
     except TypeError:
@@ -81,7 +93,10 @@ def _like(value: Any, contents: Any) -> Any:
 
 
 def _with_fields(target: Any, names: list[str], values: list[Any]) -> Any:
-    """A copy keeps fields that ``__init__`` does not take; ``object.__setattr__`` also reaches frozen dataclasses."""
+    """Replace fields of a copy, which keeps the fields that ``__init__`` does not take.
+
+    ``object.__setattr__`` also works for frozen dataclasses.
+    """
     for name, value in zip(names, values, strict=True):
         object.__setattr__(target, name, value)
     return target

@@ -1,4 +1,4 @@
-"""Hints for sources that are no source: what to give instead of an object of another library, or of a file of another format."""
+"""Suggestions for what to give instead of an object or file that pinfeed cannot read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ _BY_TYPE = {
     (
         "pandas",
         "DataFrame",
-    ): "give np.ascontiguousarray(df.to_numpy()) where all columns are numbers, or {name: df[name].to_numpy(), ...}",
+    ): "give np.ascontiguousarray(df.to_numpy()) where all columns are numbers, "
+    "or {name: df[name].to_numpy(), ...}",
     ("pandas", "Series"): "give series.to_numpy()",
     ("pandas", "Index"): "give index.to_numpy()",
     ("polars", "DataFrame"): "give df.to_arrow()",
@@ -41,19 +42,25 @@ _BY_TYPE = {
     ("pinfeed", "Restartable"): _FEEDER,
     ("torch", "Dataset"): _LOADER,
 }
-"""Advice, by the package and the name of a type; the first that fits."""
+"""Advice by the package and the name of a type; the first that fits counts."""
 
 _ZIP = "a zip archive"
 _KINDS = {
     b"PK\x03\x04": (
         _ZIP,
-        "of a .npz save each array alone, np.save(name, np.load(path)[name]); of torch.save, np.save(name, tensor.numpy())",
+        (
+            "of a .npz save each array alone, np.save(name, np.load(path)[name]); "
+            "of torch.save, np.save(name, tensor.numpy())"
+        ),
     ),
     b"\x80": ("a pickle", "load it where you trust it, and save plain arrays with np.save"),
     b"\x89HDF": ("an HDF5 file", f"for each of its datasets, {_COPY}"),
     b"PAR1": (
         "a Parquet file",
-        "give pyarrow.parquet.read_table(path), a table in memory, or save its columns with np.save",
+        (
+            "give pyarrow.parquet.read_table(path), a table in memory, "
+            "or save its columns with np.save"
+        ),
     ),
     b"ARROW1": (
         "an Arrow file",
@@ -70,7 +77,10 @@ _KINDS = {
 """Kinds of files by their first bytes, with advice."""
 _TORCH = (
     "a file of torch.save",
-    "load it with torch.load(path, weights_only=True), and give the tensor or save np.save(name, tensor.numpy())",
+    (
+        "load it with torch.load(path, weights_only=True), "
+        "and give the tensor or save np.save(name, tensor.numpy())"
+    ),
 )
 _TEXT = (
     "a table as text",
@@ -96,12 +106,12 @@ _SUFFIXES = {
 
 
 def is_array_like(value: Any) -> bool:
-    """Whether it has rows by index, as an array of a library that pinfeed does not know."""
+    """Return whether a value has rows by index, as arrays of unknown libraries have."""
     return all(hasattr(value, name) for name in ("shape", "dtype", "__getitem__"))
 
 
 def of_object(value: Any) -> str:
-    """Return advice on what to give in the place of an object that is no source."""
+    """Return advice on what to give instead of an object that is no source."""
     kinds = [(kind.__module__.split(".")[0], kind.__name__) for kind in type(value).__mro__]
     if isinstance(value, type):
         return f"{value.__name__} is a class: give an object of it"
@@ -114,7 +124,10 @@ def of_object(value: Any) -> str:
     if isinstance(value, (Number, range)):
         return "numbers in a list are given as np.asarray(list)"
     if isinstance(value, Iterator):
-        return "an iterator gives its rows once: give np.stack(list(rows)) of rows, or pinfeed.wrap_loader(list) of batches"
+        return (
+            "an iterator gives its rows once: "
+            "give np.stack(list(rows)) of rows, or pinfeed.wrap_loader(list) of batches"
+        )
     if isinstance(value, (bytes, bytearray, memoryview)):
         return "a path is a str; raw numbers are given as np.frombuffer(data, dtype)"
     if is_array_like(value):
@@ -135,14 +148,14 @@ def of_object(value: Any) -> str:
 
 
 def of_file(path: str, start: bytes = b"") -> tuple[str, str] | None:
-    """Return the kind of a file that is no .npy file, with advice; None if that is not known.
+    """Return the kind of a file that is no .npy file, with advice; None if it is unknown.
 
     Args:
-        path: The file.
-        start: The bytes with which it begins.
+        path: Path of the file.
+        start: First bytes of the file.
     """
     by_start = next((found for magic, found in _KINDS.items() if start.startswith(magic)), None)
     by_name = _SUFFIXES.get(os.path.splitext(path)[1].lower())
-    return (
-        by_name if by_start is None or (by_start[0] == _ZIP and by_name is not None) else by_start
-    )
+    if by_start is None or (by_start[0] == _ZIP and by_name is not None):
+        return by_name
+    return by_start

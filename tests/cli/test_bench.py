@@ -10,7 +10,8 @@ import torch
 from support.command import X, run, values
 
 from pinfeed import MmapStore, rows
-from pinfeed.cli.bench import command as bench
+from pinfeed.cli.bench import trial as trials
+from pinfeed.cli.bench.command import _report
 from pinfeed.cli.bench.dataloader import Rows
 from pinfeed.cli.measure import page_cache
 from pinfeed.cli.measure.page_cache import cached_share, drop, read_through
@@ -59,7 +60,7 @@ def test_bench_of_sources_side_by_side(quick: list[str]) -> None:
         assert later["row_nbytes"] == 3 * 8 * 4 + 8
         assert later["gb_per_s"] == pytest.approx(later["rows_per_s"] * 104 / 1e9)
     with MmapStore("x.npy") as x, MmapStore("y.npy") as y:
-        trial = bench.Trial([x, y], rows.shuffled(1), 32, "cpu", 0.01)
+        trial = trials.Trial([x, y], rows.shuffled(1), 32, "cpu", 0.01)
         np.save("z.npy", np.arange(500)[::-1])
         # What is compared with.
         trial.sources = [["x.npy"], ["z.npy"]]
@@ -84,10 +85,10 @@ def test_everybody_has_the_same_rows(block_rows: int | None) -> None:
     """The rows that others are given are those of the feeder, epoch by epoch; a difference is found."""
     order, _ = options.order_of(block_rows is None, block_rows, 5)
     with MmapStore(["s-0.npy", "s-1.npy"]) as store:
-        trial = bench.Trial([store], order, 32, "cpu", 0.01)
+        trial = trials.Trial([store], order, 32, "cpu", 0.01)
         with (
             trial._feeder() as epochs,
-            bench.loader_epochs(
+            trials.loader_epochs(
                 trial.sources, trial.batches, "cpu", n_workers=0, by_row=True
             ) as others,
         ):
@@ -97,7 +98,7 @@ def test_everybody_has_the_same_rows(block_rows: int | None) -> None:
         trial.sources = [["s-1.npy", "s-0.npy"]]
         timings = list(trial.timings([]))
     assert [timing.equal for timing in timings] == [False]
-    report = bench._report(trial, "shuffled", {"copy in memory": 1.0}, timings)
+    report = _report(trial, "shuffled", {"copy in memory": 1.0}, timings)
     assert report.findings == ("pinfeed: its batches are not the rows of the files",)
 
 
@@ -133,7 +134,7 @@ def test_rows_of_maps() -> None:
 
 
 def test_bench_of_what_cannot_be_warm(quick: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench, "free_host_bytes", lambda: 1000)
+    monkeypatch.setattr(trials, "free_host_bytes", lambda: 1000)
     result = run("bench", "x.npy", "--warm")
     assert result.exit_code == 3
     assert "--warm: the files have 46.9 KiB; 1000 B of memory are free" in result.stderr

@@ -21,8 +21,8 @@ from pinfeed.devices.cuda import CudaDevice
 from pinfeed.devices.cuda_memory import unlock_on
 from pinfeed.devices.route import Route
 from pinfeed.errors import DeviceError
-from pinfeed.memory.buffer_pool import unlock_freed
 from pinfeed.memory.host import resident_bytes
+from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.testing.suites import DeviceTests, StoreTests
 
 pytestmark = pytest.mark.gpu

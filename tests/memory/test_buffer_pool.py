@@ -14,14 +14,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from support.made_memory import System, address_of
 
-from pinfeed.memory.buffer_pool import (
-    PAGE,
-    BufferPool,
-    Bytes,
-    anonymous,
-    block_nbytes,
-)
+from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.host import resident_bytes
+from pinfeed.memory.mapping import PAGE, Bytes, anonymous, block_nbytes
 
 
 # -- sizes -----------------------------------------------------------------------------------------

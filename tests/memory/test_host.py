@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from pinfeed import Feeder, MiB
-from pinfeed.memory.buffer_pool import anonymous, locked_bytes
 from pinfeed.memory.host import core_quota, free_host_bytes, host_limits, lock_limit, resident_bytes
+from pinfeed.memory.mapping import anonymous
+from pinfeed.memory.page_locked import locked_bytes
 from pinfeed.profiling.stats import ProcessMemory
 
 V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")

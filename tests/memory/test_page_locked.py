@@ -15,16 +15,11 @@ from support.made_memory import address_of
 
 from pinfeed import Feeder
 from pinfeed.errors import DeviceError
-from pinfeed.memory import buffer_pool
-from pinfeed.memory.buffer_pool import (
-    PAGE,
-    BufferPool,
-    block_nbytes,
-    locked_bytes,
-    page_locked,
-    unlock_freed,
-)
+from pinfeed.memory import page_locked as page_locked_memory
+from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.host import resident_bytes
+from pinfeed.memory.mapping import PAGE, block_nbytes
+from pinfeed.memory.page_locked import locked_bytes, page_locked, unlock_freed
 
 
 def is_mapped(address: int) -> bool:
@@ -62,7 +57,7 @@ class Driver:
 @pytest.fixture
 def small_pieces(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A driver that locks two pages at a time: as with hundreds of gigabytes, without them."""
-    monkeypatch.setattr(buffer_pool, "_LOCK_BYTES", 2 * PAGE)
+    monkeypatch.setattr(page_locked_memory, "_LOCK_BYTES", 2 * PAGE)
     yield
     gc.collect()
 
@@ -122,7 +117,7 @@ def test_locked_memory_leaves_the_process_with_its_last_array() -> None:
 
 def test_pages_are_there_before_they_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
     """By several threads, each with pieces of its own."""
-    monkeypatch.setattr(buffer_pool, "_TOUCH_BYTES", 1 << 20)
+    monkeypatch.setattr(page_locked_memory, "_TOUCH_BYTES", 1 << 20)
     before, there = resident_bytes()["anonymous"], []
     memory = page_locked(
         (16 << 20) + 5,
@@ -168,7 +163,7 @@ def test_memory_that_the_system_does_not_have_cannot_be_locked(
         def madvise(self, *args: Any) -> None:
             raise OSError(22, "Invalid argument")
 
-    monkeypatch.setattr(buffer_pool.mmap, "mmap", Mapping)
+    monkeypatch.setattr(page_locked_memory.mmap, "mmap", Mapping)
     driver = Driver()
     with pytest.raises(
         DeviceError,
@@ -209,7 +204,7 @@ def test_memory_that_the_driver_does_not_unlock_stays(
 
     # Of earlier tests
     unlock_freed()
-    monkeypatch.setattr(buffer_pool, "_kept", [])
+    monkeypatch.setattr(page_locked_memory, "_kept", [])
     before = locked_bytes()
     memory = page_locked(PAGE, lambda address, nbytes: None, unlock)
     address = address_of(memory)
@@ -221,7 +216,7 @@ def test_memory_that_the_driver_does_not_unlock_stays(
     )
     assert is_mapped(address)
     assert locked_bytes() == before + PAGE
-    buffer_pool._locked.discard((address, PAGE))
+    page_locked_memory._locked.discard((address, PAGE))
 
 
 def test_an_interrupt_loses_no_memory() -> None:
@@ -260,7 +255,8 @@ def test_a_pool_of_locked_memory_locks_a_block_once() -> None:
 PROGRAM = """
 import os, sys
 import numpy as np
-from pinfeed.memory.buffer_pool import anonymous, page_locked, unlock_freed
+from pinfeed.memory.mapping import anonymous
+from pinfeed.memory.page_locked import page_locked, unlock_freed
 calls = []
 def unlock(address):
     os.write(1, b"unlocked ")

@@ -60,7 +60,7 @@ def test_memory_that_cannot_be_locked(
         "pinfeed.stores.pinned._cuda_runtime", lambda pin: Refusing() if pin else None
     )
     if by == "system":
-        monkeypatch.setattr("pinfeed.memory.buffer_pool.mmap.mmap", Unlockable)
+        monkeypatch.setattr("pinfeed.memory.page_locked.mmap.mmap", Unlockable)
     store = PinnedStore.zeros((1000, 3), pin="auto")
     assert not store.page_locked
     assert store.array.shape == (1000, 3)

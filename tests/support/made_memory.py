@@ -4,10 +4,7 @@ import weakref
 
 import numpy as np
 
-from pinfeed.memory.buffer_pool import (
-    Bytes,
-    anonymous,
-)
+from pinfeed.memory.mapping import Bytes, anonymous
 
 
 def address_of(array: np.ndarray) -> int:

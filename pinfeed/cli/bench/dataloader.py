@@ -1,4 +1,4 @@
-"""What people write without pinfeed: a torch DataLoader over memory maps."""
+"""The peer of ``pinfeed bench``: a torch DataLoader over memory maps, as programs use it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,9 @@ from pinfeed.stores.base import run_of
 
 
 class Rows(Dataset[torch.Tensor]):
-    """Rows of .npy files that are mapped: ``rows[number]`` is one of them, ``rows[numbers]`` are many, as an owning tensor.
+    """Rows of mapped .npy files, as tensors that own their memory.
+
+    ``rows[index]`` is one row, and ``rows[indices]`` with an array are many.
 
     Args:
         paths: The files, in the order of their rows.
@@ -34,13 +36,12 @@ class Rows(Dataset[torch.Tensor]):
         if isinstance(rows, np.ndarray):
             return torch.from_numpy(self.gather(rows))
         number = int(np.searchsorted(self._ends, rows, side="right"))
-        # Counted from the end.
-        return torch.from_numpy(
-            np.array(self._maps[number][rows - self._ends[number]], self._dtype)
-        )
+        # A negative index counts from the end of the file.
+        row = self._maps[number][rows - self._ends[number]]
+        return torch.from_numpy(np.array(row, self._dtype))
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
-        """Rows as an array: a slice of the map where they are consecutive, and numpy's fastest way where they are not."""
+        """Return rows as an array: a slice of a map if they are consecutive, else by ``np.take``."""
         if len(self._maps) == 1:
             if (run := run_of(rows)) is not None:
                 return np.array(self._maps[0][run], self._dtype)
@@ -48,14 +49,13 @@ class Rows(Dataset[torch.Tensor]):
         out = np.empty((len(rows), *self._maps[0].shape[1:]), self._dtype)
         shard_of = np.searchsorted(self._ends, rows, side="right")
         for number in np.unique(shard_of):
-            there = shard_of == number
-            out[there] = self._maps[number][
-                rows[there] - (self._ends[number] - len(self._maps[number]))
-            ]
+            in_shard = shard_of == number
+            shard = self._maps[number]
+            out[in_shard] = shard[rows[in_shard] - (self._ends[number] - len(shard))]
         return out
 
 
-class _Together(Dataset[tuple[torch.Tensor, ...]]):
+class _SeveralSources(Dataset[tuple[torch.Tensor, ...]]):
     """Rows of several sources, as a tuple."""
 
     def __init__(self, sources: Sequence[Rows]) -> None:
@@ -69,16 +69,20 @@ class _Together(Dataset[tuple[torch.Tensor, ...]]):
 
 
 def _dataset(sources: Sequence[Sequence[str]]) -> Dataset[Any]:
-    return Rows(sources[0]) if len(sources) == 1 else _Together([Rows(paths) for paths in sources])
+    return (
+        Rows(sources[0])
+        if len(sources) == 1
+        else _SeveralSources([Rows(paths) for paths in sources])
+    )
 
 
 def parts_of(batch: Any) -> Sequence[torch.Tensor]:
-    """The tensors of a batch: one, or one of each source."""
+    """Return the tensors of a batch: one, or one of each source."""
     return batch if isinstance(batch, (tuple, list)) else (batch,)
 
 
-class _Numbers:
-    """A sampler: the row numbers of each batch of an epoch, drawn when they are asked for."""
+class _IndexSampler:
+    """A sampler that yields the row indices of each batch of an epoch."""
 
     def __init__(self, batches: RowBatches, *, as_lists: bool) -> None:
         self._batches = batches
@@ -103,27 +107,29 @@ def loader_epochs(
     n_workers: int,
     by_row: bool,
 ) -> Iterator[Callable[[int], Iterable[Any]]]:
-    """A DataLoader's epochs on the device, by their number; its workers stay from epoch to epoch, and end with the context.
+    """Make a DataLoader; yield a function that returns its batches of an epoch, on the device.
+
+    The workers are kept from epoch to epoch, and end with the context.
 
     Args:
         sources: The files of each source.
-        batches: Which rows.
-        device: As torch writes it.
-        n_workers: Worker processes.
-        by_row: Whether an item is a row, and the loader stacks them, as most programs have it; or a
-            whole batch.
+        batches: The row indices of each batch.
+        device: Name of the torch device.
+        n_workers: Number of worker processes.
+        by_row: Whether an item is a row, and the loader stacks rows as in most programs; False
+            makes an item a whole batch.
     """
-    numbers = _Numbers(batches, as_lists=by_row)
-    how: dict[str, Any] = (
-        {"batch_sampler": numbers} if by_row else {"sampler": numbers, "batch_size": None}
-    )
+    indices = _IndexSampler(batches, as_lists=by_row)
+    options: dict[str, Any] = {"sampler": indices, "batch_size": None}
+    if by_row:
+        options = {"batch_sampler": indices}
     if n_workers:
-        how |= {"num_workers": n_workers, "persistent_workers": True, "prefetch_factor": 4}
+        options |= {"num_workers": n_workers, "persistent_workers": True, "prefetch_factor": 4}
     on_gpu = device != "cpu"
-    loaders = [DataLoader(_dataset(sources), pin_memory=on_gpu, **how)]
+    loaders = [DataLoader(_dataset(sources), pin_memory=on_gpu, **options)]
 
     def epoch(number: int) -> Iterator[Any]:
-        numbers.epoch = number
+        indices.epoch = number
         for batch in loaders[0]:
             if on_gpu:
                 moved = [part.to(device, non_blocking=True) for part in parts_of(batch)]
@@ -134,5 +140,5 @@ def loader_epochs(
     try:
         yield epoch
     finally:
-        # The last reference: the workers end, and nothing stays mapped.
+        # Dropping the last reference ends the workers and unmaps the files.
         loaders.clear()

@@ -1,6 +1,6 @@
-"""Whether pinfeed would help, from the size of the data and what the machine does at best.
+"""Advice on whether pinfeed would help, from the size of the data and the rates of the machine.
 
-Arithmetic only.
+This module is arithmetic only.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from pinfeed.memory.units import human
 
-# Of the free memory: what data may take where a model, or a feeder, needs the rest.
+# Share of the free memory that data may take; a model, or a feeder, needs the rest.
 _ENOUGH = 0.5
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a training loop goes through."""
+    """The data of a training loop."""
 
     n_rows: int
     row_nbytes: int
@@ -24,25 +24,27 @@ class Data:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of all rows."""
         return self.n_rows * self.row_nbytes
 
     @property
     def batch_nbytes(self) -> int:
+        """Bytes of a batch."""
         return min(self.batch_size, self.n_rows) * self.row_nbytes
 
 
 @dataclass(frozen=True)
 class Ceilings:
-    """What the machine does at best, in GB/s; None where it was not measured."""
+    """The best rates of the machine, in GB/s; None for one that was not measured."""
 
     memory: float
     sequential: float | None = None
     random: float | None = None
     link: float | None = None
-    """From page-locked memory to the GPU."""
+    """Rate of copies from page-locked memory to the GPU."""
 
     def batch_ms(self, nbytes: int) -> dict[str, float]:
-        """Milliseconds that a batch takes at best, by the way it goes."""
+        """Return the milliseconds that a batch takes at best, for each rate that was measured."""
         ways = {
             "memory": self.memory,
             "disk in sequence": self.sequential,
@@ -54,11 +56,11 @@ class Ceilings:
 
 @dataclass(frozen=True)
 class Advice:
-    """The answer.
+    """The answer to whether pinfeed would help.
 
     Attributes:
         helps: ``no``, ``perhaps`` or ``yes``.
-        why: Paragraphs.
+        why: The reasons, in paragraphs.
     """
 
     helps: str
@@ -66,40 +68,34 @@ class Advice:
 
 
 def advise(data: Data, ceilings: Ceilings, *, free_host: int, gpu: str, free_gpu: int) -> Advice:
-    """Whether pinfeed helps.
+    """Say whether pinfeed helps.
 
     Args:
-        data: What the loop goes through.
-        ceilings: What was measured.
+        data: The data of the loop.
+        ceilings: The rates of the machine.
         free_host: Host memory that may be taken, in bytes.
-        gpu: Its name; empty if there is none.
-        free_gpu: Its free memory, in bytes.
+        gpu: Name of the GPU; empty if there is none.
+        free_gpu: Free memory of the GPU, in bytes.
     """
-    times, size = ceilings.batch_ms(data.batch_nbytes), human(data.nbytes)
+    times = ceilings.batch_ms(data.batch_nbytes)
+    size = human(data.nbytes)
     if gpu and data.nbytes <= _ENOUGH * free_gpu:
-        return Advice(
-            "no",
-            (
-                _on_the_gpu(size, free_gpu),
-                "pinfeed is for data that does not fit, or where the model needs that memory.",
-            ),
-        )
+        limits = "pinfeed is for data that does not fit, or where the model needs that memory."
+        return Advice("no", (_on_the_gpu(size, free_gpu), limits))
     almost = ""
     if gpu and data.nbytes <= free_gpu:
-        almost = f"The data ({size}) would fit on the GPU ({human(free_gpu)} free) if the model took the rest only: then put it there once. "
-    if data.nbytes <= _ENOUGH * free_host:
-        return Advice(
-            "perhaps",
-            (
-                almost + _in_memory(size, free_host, gpu),
-                _worth(times["memory"] + times.get("link", 0.0)),
-            ),
+        almost = (
+            f"The data ({size}) would fit on the GPU ({human(free_gpu)} free) "
+            "if the model took the rest only: then put it there once. "
         )
+    if data.nbytes <= _ENOUGH * free_host:
+        worth = _worth(times["memory"] + times.get("link", 0.0))
+        return Advice("perhaps", (almost + _in_memory(size, free_host, gpu), worth))
     return Advice("yes", (almost + _larger(size, free_host, bool(gpu)), *_from_disk(times)))
 
 
 def spelled(ms: float) -> str:
-    """Milliseconds in words."""
+    """Return milliseconds as text."""
     if ms >= 9.95:
         return f"{ms:,.0f} ms"
     return f"{ms:.2g} ms" if ms >= 0.001 else "less than 0.001 ms"
@@ -108,26 +104,31 @@ def spelled(ms: float) -> str:
 def _on_the_gpu(size: str, free_gpu: int) -> str:
     return (
         f"The data ({size}) fits on the GPU, which has {human(free_gpu)} free: put it there once, "
-        "x = torch.from_numpy(numpy.load(path)).to('cuda'), and index it there. No copy is faster than none."
+        "x = torch.from_numpy(numpy.load(path)).to('cuda'), and index it there. "
+        "No copy is faster than none."
     )
 
 
 def _in_memory(size: str, free_host: int, gpu: str) -> str:
     fits = f"The data ({size}) fits in memory ({human(free_host)} free)"
     if gpu:
-        return f"{fits}, and not on the GPU. pinfeed gathers batches and copies them to the GPU while your step computes."
+        return (
+            f"{fits}, and not on the GPU. pinfeed gathers batches and copies them to the GPU "
+            "while your step computes."
+        )
     return (
-        f"{fits}, and there is no GPU to be fed. If numpy.load and indexing are fast enough, keep them. pinfeed gathers batches in "
-        "the background on the cores that your step computes on, too; it brings prefetching, orders that can be resumed, and memory "
-        "limits that hold."
+        f"{fits}, and there is no GPU to be fed. If numpy.load and indexing are fast enough, keep "
+        "them. pinfeed gathers batches in the background on the cores that your step computes on, "
+        "too; it brings prefetching, orders that can be resumed, and memory limits that hold."
     )
 
 
 def _worth(batch_ms: float) -> str:
-    """When it pays to hide what a batch takes."""
+    """Say when it is worth hiding the time that a batch takes."""
     return (
-        f"A batch takes {spelled(batch_ms)} at best, which is what can be hidden, and more where your loop reads row by row. Where a step "
-        f"takes more than {spelled(20 * batch_ms)}, less than 5% are to be gained; feeder.stats tells for how long your loop waits."
+        f"A batch takes {spelled(batch_ms)} at best, which is what can be hidden, and more where "
+        f"your loop reads row by row. Where a step takes more than {spelled(20 * batch_ms)}, less "
+        "than 5% are to be gained; feeder.stats tells for how long your loop waits."
     )
 
 
@@ -138,22 +139,24 @@ def _larger(size: str, free_host: int, gpu: bool) -> str:
         else "in the background, also without a GPU"
     )
     return (
-        f"The data ({size}) is more than memory can hold beside other things ({human(free_host)} free). pinfeed streams it from the disk "
-        f"{way}, within the limits that you give."
+        f"The data ({size}) is more than memory can hold beside other things ({human(free_host)} "
+        f"free). pinfeed streams it from the disk {way}, within the limits that you give."
     )
 
 
 def _from_disk(times: Mapping[str, float]) -> tuple[str, ...]:
     if "disk in sequence" not in times:
         return ("The disk was not measured: give a FILE, or --dir.",)
-    in_sequence, at_random = times["disk in sequence"], times.get("disk at random", 0.0)
-    said = (
-        f"A batch takes {spelled(in_sequence)} at best if the disk is read in sequence, as it is in order or with "
-        "pinfeed.rows.block_shuffled; a step that takes longer need not wait."
+    in_sequence = times["disk in sequence"]
+    at_random = times.get("disk at random", 0.0)
+    sequential = (
+        f"A batch takes {spelled(in_sequence)} at best if the disk is read in sequence, as it is "
+        "in order or with pinfeed.rows.block_shuffled; a step that takes longer need not wait."
     )
     if at_random < 1.5 * in_sequence:
-        return (said,)
-    return (
-        said,
-        f"Rows in fully random order (shuffle=True) take {spelled(at_random)} a batch: as long as the disk seeks.",
+        return (sequential,)
+    random = (
+        f"Rows in fully random order (shuffle=True) take {spelled(at_random)} a batch: "
+        "as long as the disk seeks."
     )
+    return sequential, random

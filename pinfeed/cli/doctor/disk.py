@@ -1,4 +1,4 @@
-"""What the disk does at best, measured in seconds on a file of the user's, or on a scratch file."""
+"""The best rates of the disk, measured on a file of the user or on a scratch file."""
 
 from __future__ import annotations
 
@@ -17,30 +17,31 @@ from pinfeed.cli.terminal.output import saying
 from pinfeed.errors import described
 from pinfeed.memory.units import human
 
-# Of a file, or of a scratch file.
+# Bytes of the file that are read.
 _SPAN_BYTES = 256 << 20
-# At most, for each measurement.
-_READ_S, _WRITE_S = 0.7, 1.5
+# Longest time of a measurement, and of writing a scratch file.
+_READ_S = 0.7
+_WRITE_S = 1.5
 # Rows that a feeder reads at a time.
 _N_RANDOM = 16
 
 
 @dataclass(frozen=True)
 class Disk:
-    """What reads of a file reached, in GB/s."""
+    """The rates that reads of a file reached, in GB/s."""
 
     what: str
     nbytes: int
     sequential: float
     random: float | None
-    """Rows of ``row_nbytes`` in random order, 16 at a time."""
+    """Rate of reading rows of ``row_nbytes`` in random order, 16 at a time."""
     row_nbytes: int
     cached: float | None
-    """Share that could not be dropped from the page cache before; None if the kernel does not tell."""
+    """Share that stayed in the page cache; None if the kernel does not report it."""
 
     @property
     def cold(self) -> bool:
-        """Whether it was the disk that was measured."""
+        """Whether the disk was measured and not the page cache."""
         return self.cached is not None and self.cached < 0.01
 
     def __str__(self) -> str:
@@ -51,20 +52,27 @@ class Disk:
                 "of which the kernel does not tell what is in the page cache: it may have been that"
             )
         else:
-            state = f"{self.cached:.0%} of which stayed in the page cache: it is not the disk alone that was measured"
+            state = (
+                f"{self.cached:.0%} of which stayed in the page cache: "
+                "it is not the disk alone that was measured"
+            )
         return f"The disk was measured on {self.what}, {human(self.nbytes)}, {state}."
 
 
 def look_at_disk(
     path: str | None, start: int, row_nbytes: int, directory: str | None
 ) -> tuple[Disk | None, str]:
-    """What the disk does, as seen on a file or on a scratch file; and why that could not be measured.
+    """Measure the disk on a file or on a scratch file.
 
     Args:
-        path: The file; None for a scratch file, which is taken for a very small file, too.
-        start: Where its rows begin.
+        path: The file; None, or a very small file, measures a scratch file.
+        start: Offset of its first row, in bytes.
         row_nbytes: Bytes of a row.
-        directory: Where the scratch file is to be, if there is to be one in any case.
+        directory: Folder of a scratch file, which is then measured in any case; None prefers
+            ``path``.
+
+    Returns:
+        The rates, or None and the reason why they could not be measured.
     """
     try:
         if directory is None and path is not None and os.stat(path).st_size >= PIECE_BYTES:
@@ -78,16 +86,16 @@ def look_at_disk(
             return _measured(scratch, f"a scratch file in {folder}", 0, row_nbytes), ""
     except OSError as error:
         why = error.strerror or described(error)
-        return (
-            None,
-            f"the disk could not be measured: no scratch file in {folder} ({why}); --dir names a folder that can be written",
+        return None, (
+            f"the disk could not be measured: no scratch file in {folder} ({why}); "
+            "--dir names a folder that can be written"
         )
 
 
 @contextlib.contextmanager
 def _scratch(folder: str) -> Iterator[str]:
-    """A file of as much as is written soon, on the disk; removed in the end."""
-    # No zeros: some file systems do not store them.
+    """Write a file for a short time; yield its name, and remove it in the end."""
+    # Some file systems do not store zeros.
     piece = np.random.default_rng(0).bytes(PIECE_BYTES)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".pinfeed-", buffering=0) as file:
         deadline = time.perf_counter() + _WRITE_S
@@ -98,13 +106,14 @@ def _scratch(folder: str) -> Iterator[str]:
 
 
 def _measured(path: str, what: str, start: int, row_nbytes: int) -> Disk:
-    """Read the beginning of a file, dropped from the page cache before.
+    """Measure reads of the beginning of a file, after dropping it from the page cache.
 
-    What was in the cache is there again in the end.
+    A file that was not in the cache is dropped again in the end.
     """
     span = min(os.stat(path).st_size, _SPAN_BYTES)
     before = cached_share([path], span)
-    sequential, left = 0.0, []
+    sequential = 0.0
+    left = []
     for n_threads in (1, 4):
         drop([path], span)
         left.append(cached_share([path], span))
@@ -118,11 +127,5 @@ def _measured(path: str, what: str, start: int, row_nbytes: int) -> Disk:
         at_random = random_rate(path, start, row_nbytes, batches, _N_RANDOM, seconds=_READ_S)
     if before is not None and before < 0.5:
         drop([path], span)
-    return Disk(
-        what,
-        span,
-        sequential,
-        at_random,
-        row_nbytes,
-        None if None in left else max(share or 0.0 for share in left),
-    )
+    cached = None if None in left else max(share or 0.0 for share in left)
+    return Disk(what, span, sequential, at_random, row_nbytes, cached)

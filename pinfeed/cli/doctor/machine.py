@@ -1,4 +1,4 @@
-"""What is here: memory and its limits, cores, a GPU that torch can use or the reason why not, optional packages."""
+"""The machine: memory and its limits, cores, the GPU or why there is none, optional packages."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from pinfeed.memory.host import Limit, core_quota, free_host_bytes, host_limits,
 
 @dataclass(frozen=True)
 class Host:
-    """Memory and cores. Bytes."""
+    """Memory in bytes, and cores."""
 
     memory: int
     free: int
-    """What a feeder may still take: the least that the machine and the limits leave."""
+    """Memory that a feeder may still take: the least that the machine and the limits leave."""
     limits: tuple[Limit, ...]
-    """Those that are less than the memory of the machine."""
+    """Limits that are less than the memory of the machine."""
     lock_limit: int | None
     cores: int
     usable_cores: int
-    """Those that this process may run on."""
+    """Cores that this process may run on."""
     core_quota: float | None
-    """Cores' worth of time that control groups grant."""
+    """Cores of CPU time that control groups grant; None without a limit."""
 
     @classmethod
     def now(cls) -> Host:
-        """As it is."""
+        """Look at the machine as it is now."""
         machine, *others = host_limits()
         limits = tuple(limit for limit in others if limit.total < machine.total)
         cores = os.cpu_count() or 1
@@ -53,15 +53,15 @@ class Gpu:
     """A GPU that torch can use, or the reason why there is none.
 
     Attributes:
-        name: Of torch's current GPU; empty if there is none.
-        count: GPUs that torch can use.
-        total: Its memory, in bytes.
-        free: Of that.
+        name: Name of torch's current GPU; empty if there is none.
+        count: Number of GPUs that torch can use.
+        total: Memory of the current GPU, in bytes.
+        free: Free memory of the current GPU, in bytes.
         torch: Version of torch.
         torch_cuda: The CUDA version that torch was built for; None for a build without.
         driver_cuda: The newest CUDA version that the driver knows; None without a driver.
-        problem: Why a GPU that seems to be there cannot be used, and what to do; empty if nothing
-            is wrong.
+        problem: The reason why a GPU that seems to exist cannot be used, and what to do; empty if
+            nothing is wrong.
     """
 
     name: str
@@ -75,12 +75,12 @@ class Gpu:
 
     @classmethod
     def now(cls) -> Gpu:
-        """As torch finds it."""
+        """Ask torch and the driver."""
         import torch
 
         driver = driver_cuda()
         with warnings.catch_warnings(record=True) as said:
-            # Of a driver that is too old, torch warns.
+            # torch warns of a driver that is too old.
             warnings.simplefilter("always")
             usable = torch.cuda.is_available()
         versions = str(torch.__version__), torch.version.cuda, driver
@@ -99,18 +99,34 @@ class Gpu:
 
 
 def gpu_problem(torch: str, torch_cuda: str | None, driver: str | None, said: str) -> str:
-    """Why torch cannot use a GPU whose driver is there; empty where there is no driver, and so no GPU to be missed."""
+    """Say why torch cannot use a GPU although there is a driver; empty without a driver.
+
+    Args:
+        torch: Version of torch.
+        torch_cuda: CUDA version that torch was built for; None for a build without.
+        driver: CUDA version of the driver; None without a driver.
+        said: The warnings of torch.
+    """
     if driver is None:
         return ""
     if torch_cuda is None:
-        return f"there is an NVIDIA driver, but torch {torch} is built without CUDA: pip install --force-reinstall torch"
+        return (
+            f"there is an NVIDIA driver, but torch {torch} is built without CUDA: "
+            "pip install --force-reinstall torch"
+        )
     if _version(driver) < (_version(torch_cuda)[0], 0):
-        return f"torch {torch} is built for CUDA {torch_cuda}, the driver knows CUDA {driver}: update the driver, or install an older torch"
-    return f"there is an NVIDIA driver (CUDA {driver}), but torch {torch} (CUDA {torch_cuda}) finds no usable GPU; {said or 'see nvidia-smi'}"
+        return (
+            f"torch {torch} is built for CUDA {torch_cuda}, the driver knows CUDA {driver}: "
+            "update the driver, or install an older torch"
+        )
+    return (
+        f"there is an NVIDIA driver (CUDA {driver}), but torch {torch} (CUDA {torch_cuda}) "
+        f"finds no usable GPU; {said or 'see nvidia-smi'}"
+    )
 
 
 def driver_cuda() -> str | None:
-    """The newest CUDA version that the NVIDIA driver knows, as ``12.4``; None where there is no driver."""
+    """Return the newest CUDA version that the driver knows, as ``12.4``; None without a driver."""
     version = ctypes.c_int()
     with contextlib.suppress(OSError):
         if ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)) == 0:
@@ -124,16 +140,16 @@ class Package:
 
     name: str
     extra: str
-    """Under which pinfeed asks for it."""
+    """The extra of pinfeed that installs it."""
     purpose: str
     here: bool
     problem: str = ""
 
 
 def packages(gpu: Gpu) -> list[Package]:
-    """The optional packages.
+    """List the optional packages.
 
-    CuPy has to match the CUDA version of torch, and counts as needed only where there is a GPU.
+    CuPy must match the CUDA version of torch, and is listed only if there is a GPU.
     """
     found = [
         Package("matplotlib", "plot", "timelines as pictures", _is_here("matplotlib")),
@@ -143,26 +159,18 @@ def packages(gpu: Gpu) -> list[Package]:
     if gpu.name:
         problem = _pinning_problem()
         extra = f"cuda{_version(gpu.torch_cuda or '13')[0]}"
-        found.insert(
-            0,
-            Package(
-                "CuPy",
-                extra,
-                "tables in page-locked memory that the GPU reads itself",
-                not problem,
-                problem,
-            ),
-        )
+        purpose = "tables in page-locked memory that the GPU reads itself"
+        found.insert(0, Package("CuPy", extra, purpose, not problem, problem))
     return found
 
 
 def install_line(missing: Sequence[Package]) -> str:
-    """What installs packages."""
+    """Return the command that installs packages."""
     return f'pip install "pinfeed[{",".join(package.extra for package in missing)}]"'
 
 
 def _pinning_problem() -> str:
-    """Why rows cannot be page-locked; empty if they can."""
+    """Say why rows cannot be page-locked; empty if they can."""
     from pinfeed.stores import PinnedStore
 
     try:
@@ -181,5 +189,5 @@ def _version(text: str) -> tuple[int, ...]:
 
 
 def limit_values(limit: Limit) -> dict[str, Any]:
-    """A limit for scripts."""
+    """Describe a limit for scripts."""
     return {"name": limit.name, "bytes": limit.total, "free_bytes": max(0, limit.free)}

@@ -1,4 +1,4 @@
-"""Diagnosis: what the doctor found, in words and for scripts."""
+"""Diagnosis: the findings of ``pinfeed doctor``, in words and for scripts."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ _WAYS = {
 
 @dataclass(frozen=True)
 class Subject:
-    """What data it is about.
+    """The data that the user asks about.
 
     Attributes:
-        data: Its size.
-        words: What it is.
-        path: A local file of it; None if there is none.
-        start: Where that one's rows begin.
+        data: The size of the data.
+        words: The data in words.
+        path: A local file of the data; None if there is none.
+        start: Offset of the first row in that file, in bytes.
     """
 
     data: Data
@@ -39,15 +39,15 @@ class Subject:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Everything."""
+    """All findings about a machine."""
 
     host: Host
     gpu: Gpu
     disk: Disk | None
     disk_problem: str
-    """Why there is none."""
+    """The reason why the disk was not measured; empty if it was."""
     link: Mapping[str, float]
-    """GB/s of each way to the GPU."""
+    """GB/s of copies to and from the GPU, by direction and kind of host memory."""
     ceilings: Ceilings
     packages: Sequence[Package]
     route: str
@@ -56,7 +56,7 @@ class Diagnosis:
 
     @property
     def values(self) -> dict[str, Any]:
-        """For scripts."""
+        """The findings for scripts."""
         return {
             "host": {
                 **asdict(self.host),
@@ -79,7 +79,7 @@ class Diagnosis:
 
     @property
     def text(self) -> str:
-        """For people."""
+        """The findings for people."""
         answer = f"  {self.advice.helps.capitalize()}" if self.advice else ""
         parts = {
             "This machine": self._machine(),
@@ -98,43 +98,24 @@ class Diagnosis:
         }
 
     def _machine(self) -> str:
-        host, gpu = self.host, self.gpu
-        cores = (
-            f"{host.usable_cores} of {host.cores} may be used"
-            if host.usable_cores < host.cores
-            else str(host.cores)
-        )
-        quota = (
-            f", for {host.core_quota:g} cores' worth of time (control group)"
-            if host.core_quota is not None
-            else ""
-        )
+        host = self.host
+        gpu = self.gpu
         limits = [
             (limit.name, f"{human(limit.total)}, {human(max(0, limit.free))} free")
             for limit in host.limits
         ]
-        locked = (
-            "unlimited"
-            if host.lock_limit is None
-            else f"{human(host.lock_limit)} (ulimit -l; CUDA need not keep to it)"
-        )
-        which = f"{gpu.name} (one of {gpu.count})" if gpu.count > 1 else gpu.name
+        locked = "unlimited"
+        if host.lock_limit is not None:
+            locked = f"{human(host.lock_limit)} (ulimit -l; CUDA need not keep to it)"
+        built = f"for CUDA {gpu.torch_cuda}" if gpu.torch_cuda else "without CUDA"
         driver = f"driver for CUDA {gpu.driver_cuda}" if gpu.driver_cuda else "no NVIDIA driver"
         pairs = [
             ("memory", f"{human(host.memory)}, a feeder may take {human(host.free)}"),
             *(limits or [("limits", "none but the memory itself")]),
             ("memlock", locked),
-            ("cores", cores + quota),
-            (
-                "GPU",
-                f"{which}, {human(gpu.total)}, {human(gpu.free)} free"
-                if gpu.name
-                else "none that torch can use",
-            ),
-            (
-                "",
-                f"torch {gpu.torch}, {f'for CUDA {gpu.torch_cuda}' if gpu.torch_cuda else 'without CUDA'}; {driver}",
-            ),
+            ("cores", _cores(host)),
+            ("GPU", _gpu(gpu)),
+            ("", f"torch {gpu.torch}, {built}; {driver}"),
         ]
         return facts(pairs)
 
@@ -146,7 +127,8 @@ class Diagnosis:
                 name = f"disk, rows of {human(self.disk.row_nbytes)} at random"
                 rows.append((name, human_rate(1e9 * self.disk.random)))
         rows += [(_WAYS[way], human_rate(1e9 * rate)) for way, rate in self.link.items()]
-        return f"{table(rows, ('', 'rate'), 'lr')}\n{wrapped(str(self.disk) if self.disk else self.disk_problem)}"
+        disk = str(self.disk) if self.disk else self.disk_problem
+        return f"{table(rows, ('', 'rate'), 'lr')}\n{wrapped(disk)}"
 
     def _packages(self) -> str:
         missing = [package for package in self.packages if not package.here]
@@ -157,13 +139,8 @@ class Diagnosis:
         problems = [
             wrapped(f"{package.name}: {package.problem}") for package in missing if package.problem
         ]
-        return "\n".join(
-            [
-                table(rows, ("package", "", "for")),
-                *problems,
-                *([f"\n  {install_line(missing)}"] if missing else []),
-            ]
-        )
+        install = [f"\n  {install_line(missing)}"] if missing else []
+        return "\n".join([table(rows, ("package", "", "for")), *problems, *install])
 
     def _advice(self) -> str:
         if self.subject is None or self.advice is None:
@@ -174,5 +151,22 @@ class Diagnosis:
         times = ", ".join(
             f"{way} {spelled(ms)}" for way, ms in self.ceilings.batch_ms(data.batch_nbytes).items()
         )
-        head = f"{self.subject.words}; batches of {data.batch_size:,} rows, {human(data.batch_nbytes)}. A batch takes at best: {times}."
+        batches = f"batches of {data.batch_size:,} rows, {human(data.batch_nbytes)}"
+        head = f"{self.subject.words}; {batches}. A batch takes at best: {times}."
         return "\n".join(wrapped(text, "  ", "  ") for text in (head, *self.advice.why))
+
+
+def _cores(host: Host) -> str:
+    text = str(host.cores)
+    if host.usable_cores < host.cores:
+        text = f"{host.usable_cores} of {host.cores} may be used"
+    if host.core_quota is not None:
+        text += f", for {host.core_quota:g} cores' worth of time (control group)"
+    return text
+
+
+def _gpu(gpu: Gpu) -> str:
+    if not gpu.name:
+        return "none that torch can use"
+    which = f"{gpu.name} (one of {gpu.count})" if gpu.count > 1 else gpu.name
+    return f"{which}, {human(gpu.total)}, {human(gpu.free)} free"

@@ -1,4 +1,7 @@
-"""What a machine does at best, with no loader around it: copies in memory, reads of a file, the way to a GPU. In GB/s, 1e9 bytes."""
+"""The best rates of a machine without a loader: copies in memory, file reads, copies to a GPU.
+
+All rates are in GB/s, 1e9 bytes per second.
+"""
 
 from __future__ import annotations
 
@@ -18,34 +21,32 @@ from pinfeed.cli.measure.page_cache import PIECE_BYTES, Path, opened
 if TYPE_CHECKING:
     import torch
 
-_COPIED_BYTES, _MEMORY_BYTES = 1 << 30, 512 << 20
+_COPIED_BYTES = 1 << 30
+_MEMORY_BYTES = 512 << 20
 _REPEATS = 3
 
 
 def copy_rates(ring: Sequence[torch.Tensor], nbytes: int = _COPIED_BYTES) -> dict[str, float]:
-    """Copies between the buffers of a ring, of ``nbytes`` in all."""
-    pairs = list(
-        itertools.islice(
-            itertools.pairwise(itertools.cycle(ring)), max(8, nbytes // ring[0].nbytes)
-        )
-    )
+    """Return the rates of copies between the buffers of a ring, by library.
+
+    Args:
+        ring: Buffers of equal size, each of which is copied to the next.
+        nbytes: Bytes to copy in all.
+    """
+    n_copies = max(8, nbytes // ring[0].nbytes)
+    pairs = list(itertools.islice(itertools.pairwise(itertools.cycle(ring)), n_copies))
     total = len(pairs) * ring[0].nbytes / 1e9
-    return {
-        "torch, all threads": total / seconds_of(lambda: [a.copy_(b) for a, b in pairs]),
-        "numpy": total
-        / seconds_of(lambda: [b.numpy().__setitem__(..., a.numpy()) for a, b in pairs]),
-    }
+    torch_s = seconds_of(lambda: [a.copy_(b) for a, b in pairs])
+    numpy_s = seconds_of(lambda: [b.numpy().__setitem__(..., a.numpy()) for a, b in pairs])
+    return {"torch, all threads": total / torch_s, "numpy": total / numpy_s}
 
 
 def memory_rate() -> float:
-    """GB/s of copies between buffers that together no cache holds."""
+    """Return the rate of copies between buffers that together exceed every cache."""
     import torch
 
-    return max(
-        copy_rates(
-            [torch.ones(8 << 20, dtype=torch.float32) for _ in range(4)], _MEMORY_BYTES
-        ).values()
-    )
+    ring = [torch.ones(8 << 20, dtype=torch.float32) for _ in range(4)]
+    return max(copy_rates(ring, _MEMORY_BYTES).values())
 
 
 def sequential_rate(
@@ -56,21 +57,23 @@ def sequential_rate(
     behind: bool = False,
     seconds: float = math.inf,
 ) -> float:
-    """A file, or its first ``stop`` bytes, read in sequence: in pieces, into a small ring of page-aligned buffers.
+    """Return the rate of reading a file in sequence, in pieces, into page-aligned buffers.
 
     Args:
         path: The file.
         n_threads: Pieces that are read at a time.
-        stop: Where to stop.
-        behind: Drop from the page cache what was read.
-        seconds: When to stop at the latest.
+        stop: Bytes to read from the beginning; None reads the whole file.
+        behind: Whether to drop from the page cache what was read.
+        seconds: Time after which to stop.
     """
     with opened(path) as descriptor, ThreadPoolExecutor(n_threads) as executor:
-        size, pieces = min(os.fstat(descriptor).st_size, stop or 1 << 63), itertools.count()
+        size = min(os.fstat(descriptor).st_size, stop or 1 << 63)
+        pieces = itertools.count()
         deadline = time.perf_counter() + seconds
 
         def read() -> int:
-            buffers, n_read = [mmap.mmap(-1, PIECE_BYTES) for _ in range(2)], 0
+            buffers = [mmap.mmap(-1, PIECE_BYTES) for _ in range(2)]
+            n_read = 0
             while (offset := next(pieces) * PIECE_BYTES) < size and time.perf_counter() < deadline:
                 n_read += os.preadv(descriptor, [buffers[offset // PIECE_BYTES % 2]], offset)
                 if behind:
@@ -78,9 +81,8 @@ def sequential_rate(
             return n_read
 
         begin = time.perf_counter()
-        n_read = sum(
-            future.result() for future in [executor.submit(read) for _ in range(n_threads)]
-        )
+        futures = [executor.submit(read) for _ in range(n_threads)]
+        n_read = sum(future.result() for future in futures)
         return n_read / (time.perf_counter() - begin) / 1e9
 
 
@@ -93,20 +95,21 @@ def random_rate(
     *,
     seconds: float,
 ) -> float:
-    """Rows of a file in random order, a pread each; the rows of a batch are sorted and dealt out to the threads in slices.
+    """Return the rate of reading rows of a file in random order, with one pread per row.
 
-    With native AIO in each thread in place of a pread per row, it was the same: the disk is what is
-    waited for.
+    The rows of a batch are sorted, and each thread reads a slice of them. Native AIO in each thread
+    was not faster than one pread per row, because the disk is the bottleneck.
 
     Args:
         path: The file.
-        start: Where its first row is.
+        start: Offset of its first row, in bytes.
         row_nbytes: Bytes of a row.
-        batches: Row numbers of each batch.
+        batches: Row indices of each batch.
         n_threads: Rows that are read at a time.
-        seconds: When to stop.
+        seconds: Time after which to stop.
     """
-    n_rows, deadline = 0, time.perf_counter() + seconds
+    n_rows = 0
+    deadline = time.perf_counter() + seconds
     with opened(path) as descriptor, ThreadPoolExecutor(n_threads) as executor:
 
         def read(rows: list[int]) -> int:
@@ -127,31 +130,37 @@ def random_rate(
 
 
 def link_rates(device: Any, nbytes: int) -> dict[str, float]:
-    """One block to a GPU and back, from page-locked memory and from ordinary memory, which the driver copies to such memory first."""
+    """Return the rates of copies to a GPU and back, by direction and kind of host memory.
+
+    The driver copies ordinary (pageable) memory to page-locked (pinned) memory first.
+
+    Args:
+        device: The GPU.
+        nbytes: Bytes of a copy.
+    """
     import torch
 
-    there = torch.empty(nbytes, dtype=torch.uint8, device=device)
+    on_gpu = torch.empty(nbytes, dtype=torch.uint8, device=device)
     rates = {}
     for kind, pinned in (("pinned", True), ("pageable", False)):
-        host = (
-            torch.ones(nbytes, dtype=torch.uint8).pin_memory()
-            if pinned
-            else torch.ones(nbytes, dtype=torch.uint8)
-        )
-        for way, (target, source) in {"to_device": (there, host), "to_host": (host, there)}.items():
+        host = torch.ones(nbytes, dtype=torch.uint8)
+        if pinned:
+            host = host.pin_memory()
+        ways = {"to_device": (on_gpu, host), "to_host": (host, on_gpu)}
+        for way, (target, source) in ways.items():
 
             def copy(target: torch.Tensor = target, source: torch.Tensor = source) -> None:
                 target.copy_(source, non_blocking=True)
                 torch.cuda.synchronize(device)
 
-            # What a first copy needs.
+            # The first copy takes time for setting up, which is not measured.
             copy()
             rates[f"{way}_{kind}"] = nbytes / min(seconds_of(copy) for _ in range(_REPEATS)) / 1e9
     return rates
 
 
 def seconds_of(work: Callable[[], object]) -> float:
-    """How long it takes."""
+    """Return how long a function takes, in seconds."""
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin

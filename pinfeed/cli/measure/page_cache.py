@@ -1,4 +1,4 @@
-"""Files in and out of the page cache, so that it is known what a measurement read."""
+"""Control of the page cache, so that a measurement knows whether it reads the disk or memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,22 @@ from pinfeed.stores.disk.page_cache import cached_pages, can_tell
 Path = str | os.PathLike[str]
 
 PIECE_BYTES = 4 << 20
-# Looked at in one call.
+# Bytes that one call looks at.
 _LOOK_BYTES = 1 << 30
 
 
 def cached_share(paths: Iterable[Path], stop: int | None = None) -> float | None:
-    """Share of files, or of the first ``stop`` bytes of each, that is in the page cache; None where the kernel does not tell."""
-    n_cached = n_pages = 0
+    """Return the share of files that is in the page cache.
+
+    Args:
+        paths: The files.
+        stop: Bytes to look at from the beginning of each; None looks at all.
+
+    Returns:
+        A number from 0 to 1, or None if the kernel does not report it.
+    """
+    n_cached = 0
+    n_pages = 0
     for path in paths:
         with opened(path) as descriptor:
             if not can_tell(descriptor):
@@ -27,31 +36,38 @@ def cached_share(paths: Iterable[Path], stop: int | None = None) -> float | None
             end = min(os.fstat(descriptor).st_size, stop or 1 << 63)
             for begin in range(0, end, _LOOK_BYTES):
                 pages = cached_pages(descriptor, begin, min(begin + _LOOK_BYTES, end))
-                n_cached, n_pages = n_cached + int(pages.sum()), n_pages + len(pages)
+                n_cached += int(pages.sum())
+                n_pages += len(pages)
     return n_cached / n_pages if n_pages else 1.0
 
 
 def drop(paths: Iterable[Path], stop: int = 0) -> None:
-    """Drop files, or the first ``stop`` bytes of each, from the page cache, as far as the kernel can: what is not on a disk stays."""
+    """Drop files from the page cache, as far as the kernel can; files in memory stay.
+
+    Args:
+        paths: The files.
+        stop: Bytes to drop from the beginning of each; 0 drops all.
+    """
     paths = list(paths)
     for path in paths:
         with opened(path) as descriptor:
-            # Dirty pages could not be dropped.
+            # The kernel does not drop dirty pages.
             os.fsync(descriptor)
     for _ in range(20):
         for path in paths:
             with opened(path) as descriptor:
                 os.posix_fadvise(descriptor, 0, stop, os.POSIX_FADV_DONTNEED)
         if cached_share(paths, stop or None) in (0, 1, None):
-            # All of it has gone, or nothing can be dropped: it is in memory itself.
+            # Everything was dropped, or nothing can be, because the files are in memory.
             return
-        # A page that somebody is just using is passed over.
+        # The kernel skips pages that are in use at the moment.
         time.sleep(0.05)
 
 
 def read_through(paths: Iterable[Path], seconds: float = math.inf) -> bool:
-    """Bring files into the page cache; whether that was done in time."""
-    buffer, deadline = bytearray(PIECE_BYTES), time.perf_counter() + seconds
+    """Read files into the page cache; return whether that took less than ``seconds``."""
+    buffer = bytearray(PIECE_BYTES)
+    deadline = time.perf_counter() + seconds
     for path in paths:
         with open(path, "rb", buffering=0) as file:
             while file.readinto(buffer):
@@ -62,7 +78,7 @@ def read_through(paths: Iterable[Path], seconds: float = math.inf) -> bool:
 
 @contextlib.contextmanager
 def opened(path: Path) -> Iterator[int]:
-    """A descriptor to read from."""
+    """Open a file for reading; yield its descriptor and close it in the end."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         yield descriptor

@@ -11,7 +11,8 @@ import numpy.typing as npt
 
 from pinfeed.devices.base import Device, Event
 from pinfeed.errors import DeviceError
-from pinfeed.memory.buffer_pool import block_nbytes, unlock_freed
+from pinfeed.memory.mapping import block_nbytes
+from pinfeed.memory.page_locked import unlock_freed
 
 logger = logging.getLogger("pinfeed")
 
