@@ -20,7 +20,7 @@ import torch
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import memory_of, to_torch
-from pinfeed.training.distributed.lockstep import Lockstep, Step
+from pinfeed.training.distributed.lockstep import Lockstep, RankStep
 from pinfeed.training.distributed.row_partition import RowPartition
 
 Array = npt.NDArray[Any]
@@ -110,7 +110,7 @@ class RowExchange:
         ]
         orders = [order for order, _ in sorted_ids]
         n_wanted = [counts for _, counts in sorted_ids]
-        numbers, _ = self._lockstep.agree(Step.BATCH, number, numbers=np.array(n_wanted).T)
+        numbers, _ = self._lockstep.agree(RankStep.BATCH, number, numbers=np.array(n_wanted).T)
         with self._lockstep.no_report():
             n_asked = numbers.T.tolist()
             requests = self._exchange_ids(wanted, orders, (n_wanted, n_asked))
@@ -123,7 +123,7 @@ class RowExchange:
         Raises:
             RankError: If another rank has one, failed or left.
         """
-        self._lockstep.agree(Step.NO_BATCH, number)
+        self._lockstep.agree(RankStep.NO_BATCH, number)
 
     def _exchange_ids(
         self,
@@ -157,7 +157,7 @@ class RowExchange:
                 for of_table in zip(self._tables, self._recent, requests, n_asked, strict=True)
             ]
         except BaseException as error:
-            self._lockstep.leave(Step.BAD_BATCH, repr(error), number)
+            self._lockstep.leave(RankStep.BAD_BATCH, repr(error), number)
             raise
 
     def _exchange_values(
@@ -171,7 +171,7 @@ class RowExchange:
         lockstep = self._lockstep
         n_wanted, n_asked = counts
         n_sent = [offer.n_sent for offer in offers]
-        numbers, _ = lockstep.agree(Step.ROWS, number, numbers=np.array(n_sent).T)
+        numbers, _ = lockstep.agree(RankStep.ROWS, number, numbers=np.array(n_sent).T)
         marks = lockstep.exchange_rows(
             "marks", [_column(offer.is_deferred) for offer in offers], n_asked, n_wanted
         )

@@ -201,7 +201,10 @@ class HostEmbedding(nn.Module):
 
     @property
     def store(self) -> Store:
-        """Store of the rows; a loop has written all its changes after ``flush_writes()``."""
+        """Store of the rows.
+
+        It has all changes of a loop after ``flush_writes()``, and when the loop has ended.
+        """
         return self._store
 
     @property
