@@ -42,7 +42,7 @@ from pinfeed.validation.arguments import (
 
 
 class RowLender(Protocol):
-    """A loop over ``train_rows``, as the tables see it whose rows it lends."""
+    """A loop over ``train_rows`` that lends rows to tables."""
 
     @property
     def is_running(self) -> bool:
