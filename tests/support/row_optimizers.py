@@ -11,7 +11,7 @@ import pinfeed
 from pinfeed import HostEmbedding, RowOptimizer
 
 N, DIM = 12, 8
-# Compared bit for bit with a loop on the CPU.
+# On the CPU, because results are compared bit for bit with those of a loop there.
 train_rows = functools.partial(pinfeed.train_rows, device="cpu")
 KEEPS: dict[str, tuple[set[str], set[str]]] = {
     "ASGD": ({"ax"}, {"eta", "mu", "step"}),
@@ -37,7 +37,7 @@ def itself(batch: Any) -> Any:
 
 
 def batches(n: int = 6, size: int = 9, seed: int = 0) -> list[torch.Tensor]:
-    """Some of the rows, some of them twice."""
+    """Return batches of some of the rows, some of them twice."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(N, (size,), generator=generator) for _ in range(n)]
 
@@ -48,7 +48,7 @@ def loss_of(module: nn.Module, ids: torch.Tensor) -> torch.Tensor:
 
 
 def state_of(optimizer: RowOptimizer, table: HostEmbedding) -> dict[str, np.ndarray]:
-    """Row-wise state of the whole table."""
+    """Return the row-wise state of the whole table."""
     kept = optimizer.tables[table]
     return {
         row.key: np.array(store.array)

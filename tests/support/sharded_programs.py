@@ -20,7 +20,7 @@ SGD = torch.optim.SGD
 ADAM = torch.optim.Adam
 Ids = list[int]
 Batch = list[tuple[Ids, Ids]]
-"""What each rank looks up in each table."""
+"""The ids that each rank looks up in each table."""
 
 
 def joined(batch: Batch) -> list[torch.Tensor]:
@@ -33,7 +33,7 @@ def joined(batch: Batch) -> list[torch.Tensor]:
 def trained(
     table: HostEmbedding, batches: Sequence[torch.Tensor], made: Any = ADAM, **options: Any
 ) -> list[float]:
-    """A mean over the batch; losses."""
+    """Train with mean losses, and return them."""
     optimizer, losses = RowOptimizer(made, [table], lr=0.1), []
     for ids in train_rows(
         batches, {table: lambda ids: ids}, optimizer=optimizer, device="cpu", **options
@@ -51,7 +51,7 @@ BATCHES = [[torch.tensor([rank, i, 7]) for rank in range(2)] for i in range(6)]
 
 
 class Failing(ArrayStore):
-    """Row 3 of rank 0, the table's row 6 on two ranks, cannot be read or written."""
+    """A store whose row 2 cannot be read or written: row 4 of the table, on two ranks."""
 
     def __init__(self, n_rows: int, what: str) -> None:
         super().__init__(np.zeros((n_rows, 2), "f4"))
@@ -85,7 +85,7 @@ class RankLoop:
         self.options: dict[str, Any] = {"depth": 2, "device": "cpu", **options}
 
     def run(self, loader: Any = None, ids_of: Any = lambda ids: ids) -> int:
-        """Batches done."""
+        """Run the loop, and return the number of batches that were stepped."""
         n = 0
         mine = [batch[self.rank] for batch in BATCHES]
         for i, ids in enumerate(

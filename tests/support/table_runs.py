@@ -17,7 +17,7 @@ USERS, ITEMS = (12, 3), (9, 2)
 
 
 class Pulled(torch.optim.Optimizer):
-    """Not torch's: pulls each row back to where it began, the more the longer the table is trained."""
+    """An optimizer that pulls rows back to their first values, more strongly at later steps."""
 
     def __init__(self, params: Any, lr: float = 0.1) -> None:
         super().__init__(params, {"lr": lr})
@@ -36,7 +36,7 @@ class Pulled(torch.optim.Optimizer):
                         p.detach().clone(),
                     )
                 state["n"] += 1
-                # A tensor, one for the table.
+                # State of the whole table that is a tensor.
                 state["norm"] += 0.25
                 p.sub_(p.grad, alpha=group["lr"]).lerp_(state["origin"], 1 - 0.9 ** state["n"])
 
@@ -44,7 +44,7 @@ class Pulled(torch.optim.Optimizer):
 SGD = torch.optim.SGD
 ADAM = torch.optim.Adam
 OPTIMIZERS: dict[str, tuple[Any, dict[str, Any], dict[str, float | None]]] = {
-    # What is kept for each row, and what it begins with: None for a copy of the weights.
+    # Class, options, and row-wise state with its initial value; None is a copy of the weights.
     "SGD": (SGD, {"lr": 0.1, "weight_decay": 0.01}, {}),
     "momentum": (SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}, {"momentum_buffer": 0}),
     "Nesterov": (SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True}, {"momentum_buffer": 0}),
@@ -84,12 +84,18 @@ FIXED: list[tuple[Ids, Ids, Ids]] = [
 ]
 PLAIN: tuple[str, ...] = ("step",)
 MIXED = ("step", "by hand", "twice", "nothing", "drop", "look")
-"""What the body does with a batch, over and over: by hand, changes the rows without a step; drop, has gradients that no step uses; look,
-reads a whole table between two steps, which lands all changes so far."""
+"""Actions of the training steps, over and over.
+
+"by hand" changes the rows without a step, "twice" steps twice, "drop" has gradients that no step
+uses, and "look" reads a whole table between two steps, which flushes all writes so far.
+"""
 
 
 class Run:
-    """The same program on train_rows and as the synchronous loop: two tables, one of them looked up twice in a batch."""
+    """One program as a loop over train_rows and as the synchronous loop.
+
+    It trains two tables, and looks one of them up twice in a batch.
+    """
 
     def __init__(
         self,
@@ -127,7 +133,11 @@ class Run:
         ).mean()
 
     def actions(self, i: int) -> tuple[bool, int, bool]:
-        """Whether batch ``i`` changes rows by hand, how often it has gradients, and whether they are used."""
+        """Return the action of batch ``i``.
+
+        Returns:
+            Whether it changes rows by hand, how often it has gradients, and whether they are used.
+        """
         what = self.does[i % len(self.does)]
         return (
             what == "by hand",
@@ -136,7 +146,7 @@ class Run:
         )
 
     def synchronous(self) -> "Run":
-        """Rows are taken from arrays and put back by hand, with nothing of pinfeed's."""
+        """Run the synchronous loop, which copies rows from arrays and back without pinfeed."""
         rows = [
             {k: np.full_like(t, v) if v is not None else t.copy() for k, v in self.initial.items()}
             for t in self.tables
@@ -168,7 +178,7 @@ class Run:
                 loss.backward()
                 if self.optimizer_class is torch.optim.SparseAdam:
                     for block in blocks:
-                        # All rows, in order: what they add up to is known already.
+                        # All rows in order, whose sum the synchronous loop has, too.
                         block.grad = torch.sparse_coo_tensor(
                             torch.arange(len(block))[None], block.grad, check_invariants=True
                         )
@@ -218,12 +228,10 @@ class Run:
                 if i + 1 == self.stop_after:
                     break
                 if self.switch_after is not None and i + 1 >= self.switch_after:
-                    switch(
-                        device, ("compute", "another")[(i - self.switch_after) % 2]
-                    )  # to and fro
-                # Not held while the next one is made: its memory can be given out again.
+                    switch(device, ("compute", "another")[(i - self.switch_after) % 2])
+                # The batch is dropped before the next one, so that its memory can be reused.
                 del batch
-        # What the user reads right after the loop.
+        # The rows as the user reads them right after the loop.
         self.tables = [table.store.array.copy() for table in (users, items)]
         if optimizer.tables[users].is_initialized:
             own = [found["state"] for found in optimizer.state_dict()["tables"]]
@@ -264,7 +272,7 @@ class Run:
         self.temporaries(batch["y"].device, -2.0)
 
     def temporaries(self, device: Any, value: float) -> list[torch.Tensor]:
-        """What a model needs in between, as large as the parts of the largest batch."""
+        """Allocate as a model does, as much as the parts of the largest batch."""
         if isinstance(device, SimTorchDevice):
             device = META
         most = [
@@ -284,7 +292,10 @@ def lookup(block: torch.Tensor, rows: torch.Tensor, ids: torch.Tensor) -> torch.
 
 
 def switch(device: SimTorchDevice, name: str) -> None:
-    """What comes next is in another stream, behind what the loop's body has queued in this one: its rows are written back from there."""
+    """Switch to another stream, in which later work waits for the work queued in this one.
+
+    The rows of the batch are then written back from the other stream.
+    """
     done = device.current_stream().record()
     device.switch(name)
     device.current_stream().wait(done)

@@ -24,7 +24,7 @@ from pinfeed.training.checkpoint.entries import (
 from pinfeed.training.checkpoint.saves import newest_save, save_numbers
 from pinfeed.training.checkpoint.writer import OBJECTS_BY_NAME
 from pinfeed.training.distributed.checkpoint import LocalSave, rank_directories
-from pinfeed.training.distributed.lockstep import Step
+from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_file import check_rows_file, open_plain, read_rows
@@ -82,7 +82,7 @@ def resume(path: Path, **objects: Any) -> dict[str, Any]:
             if saved["kind"] in RETURNED_KINDS
         }
         random = _load_random(found.directory / "random.pt")
-        location.wait(Step.RESUME)
+        location.wait(RankStep.RESUME)
     _restore(found, states)
     for value in objects.values():
         if isinstance(value, (HostEmbedding, RowOptimizer)):
@@ -102,10 +102,11 @@ def exists(path: Path) -> bool:
     root = pathlib.Path(check_path(path))
     if save_numbers(root):
         return True
-    return any(
-        set.intersection(*(set(save_numbers(directory)) for directory in directories))
-        for directories in rank_directories(root)
-    )
+    for directories in rank_directories(root):
+        numbers = [set(save_numbers(directory)) for directory in directories]
+        if set.intersection(*numbers):
+            return True
+    return False
 
 
 def check(path: Path) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from pinfeed.training.checkpoint.saves import (
     sync,
 )
 from pinfeed.training.distributed.checkpoint import LocalSave
-from pinfeed.training.distributed.lockstep import Step
+from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.table import HostEmbedding
 from pinfeed.training.row_file import write_rows
@@ -106,7 +106,7 @@ def _save(
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     # All ranks must have the new save before any of them removes an old one.
-    location.wait(Step.SAVE)
+    location.wait(RankStep.SAVE)
     kept = [*complete, number][-keep:]
     for old in sorted(set(numbers).difference(kept)):
         remove(root / save_name(old))

@@ -15,7 +15,7 @@ from torch import nn
 
 from pinfeed.errors import ArgumentError, VerificationError
 from pinfeed.rows.orders import Rows
-from pinfeed.training.distributed.lockstep import MAX_FLAGS, Lockstep, Step
+from pinfeed.training.distributed.lockstep import MAX_FLAGS, Lockstep, RankStep
 from pinfeed.training.distributed.row_exchange import Counts
 from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.embeddings.source import DeviceBatch, DeviceRows
@@ -67,7 +67,7 @@ class ShardedDeviceBatch(DeviceBatch):
         for tables in _in_flag_groups(self.tables):
             wishes = [any(table.counts.deferred_out) for table in tables]
             lockstep = tables[0].lockstep
-            deferred = _agree_on(lockstep, Step.NEXT, tables[0].numbers, tables, wishes)
+            deferred = _agree_on(lockstep, RankStep.NEXT, tables[0].numbers, tables, wishes)
             if deferred:
                 with lockstep.no_report():
                     exchange_deferred(deferred)
@@ -145,7 +145,7 @@ class ShardedBatchRows(BatchRows):
                 table._owned.grad = None
             first = tables[0]._device_rows
             wishes = [table.weight.grad is not None for table in tables]
-            stepped = _agree_on(first.lockstep, Step.STEP, first.numbers, tables, wishes)
+            stepped = _agree_on(first.lockstep, RankStep.STEP, first.numbers, tables, wishes)
             if stepped:
                 with first.lockstep.no_report():
                     _add_gradients(stepped)
@@ -185,7 +185,7 @@ def _add_gradients(tables: Sequence[ShardedBatchRows]) -> None:
 
 def _agree_on(
     lockstep: Lockstep,
-    step: Step,
+    step: RankStep,
     numbers: tuple[int, int],
     tables: Sequence[T],
     wishes: Sequence[bool],

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from pinfeed.errors import CheckpointError
-from pinfeed.training.distributed.lockstep import Step
+from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.distributed.process_groups import RankGroup
 
 _RANK_DIRECTORY = re.compile(r"(\d+)-of-(\d+)", re.ASCII)
@@ -41,7 +41,7 @@ class LocalSave:
         """
         return max(numbers, default=0) + 1, [*numbers]
 
-    def wait(self, step: Step) -> None:
+    def wait(self, step: RankStep) -> None:
         """Wait until all ranks have reached a step."""
 
     def newest(self, path: pathlib.Path, numbers: Sequence[int]) -> int:
@@ -82,16 +82,16 @@ class ShardedSave(LocalSave):
         return self._lockstep.report_failure()
 
     def next_save(self, numbers: Sequence[int]) -> tuple[int, list[int]]:
-        of_ranks = self._of_all_ranks(Step.SAVE, numbers)
+        of_ranks = self._of_all_ranks(RankStep.SAVE, numbers)
         complete = set(of_ranks[0]).intersection(*of_ranks)
         # A number that any rank has is not used again.
         return max(itertools.chain(*of_ranks), default=0) + 1, sorted(complete)
 
-    def wait(self, step: Step) -> None:
+    def wait(self, step: RankStep) -> None:
         self._lockstep.agree(step)
 
     def newest(self, path: pathlib.Path, numbers: Sequence[int]) -> int:
-        of_ranks = self._of_all_ranks(Step.RESUME, numbers)
+        of_ranks = self._of_all_ranks(RankStep.RESUME, numbers)
         if not any(of_ranks):
             self._check_size(path)
         complete = set(of_ranks[0]).intersection(*of_ranks)
@@ -116,7 +116,7 @@ class ShardedSave(LocalSave):
                 "ShardedEmbedding.from_pretrained the files)"
             )
 
-    def _of_all_ranks(self, step: Step, numbers: Sequence[int]) -> list[list[int]]:
+    def _of_all_ranks(self, step: RankStep, numbers: Sequence[int]) -> list[list[int]]:
         """Return the numbers of every rank's saves."""
         n_own = [len(numbers)] * self._size
         self._lockstep.agree(step)
@@ -132,7 +132,11 @@ def rank_directories(path: pathlib.Path) -> list[list[pathlib.Path]]:
     # Directories are counted, because a name may claim any number of ranks.
     n_ranks = Counter(size for rank, size in found if rank < size)
     sizes = [size for size in sorted(n_ranks) if n_ranks[size] == size]
-    return [[path / f"{rank}-of-{size}" for rank in range(size)] for size in sizes]
+    return [_all_directories(path, size) for size in sizes]
+
+
+def _all_directories(path: pathlib.Path, size: int) -> list[pathlib.Path]:
+    return [path / f"{rank}-of-{size}" for rank in range(size)]
 
 
 def _ranks_and_sizes(path: pathlib.Path) -> set[tuple[int, int]]:

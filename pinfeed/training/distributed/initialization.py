@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from pinfeed.errors import ArgumentError, described
 from pinfeed.training.embeddings.initializers import Fill
 
-Call = tuple[Any, tuple[Any, ...], dict[str, Any]]
+OperatorCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """A torch operator, its arguments by position and by name."""
 
 _CHUNK_BYTES = 16 << 20
@@ -31,7 +31,7 @@ class _OperatorRecorder(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Call] = []
+        self.calls: list[OperatorCall] = []
 
     def __torch_dispatch__(
         self,
@@ -75,7 +75,7 @@ def draw_chunks(
         yield start, chunk
 
 
-def _recorded_calls(fill: Fill, shape: tuple[int, int], dtype: torch.dtype) -> list[Call]:
+def _recorded_calls(fill: Fill, shape: tuple[int, int], dtype: torch.dtype) -> list[OperatorCall]:
     """Return the operators that an initializer calls on a table.
 
     Raises:
@@ -89,7 +89,7 @@ def _recorded_calls(fill: Fill, shape: tuple[int, int], dtype: torch.dtype) -> l
         raise ArgumentError(
             f"init failed on a tensor without data ({described(error)}); {_EXPECTED}"
         ) from error
-    calls: list[Call] = recorder.calls
+    calls: list[OperatorCall] = recorder.calls
     for call in calls:
         if not _is_elementwise(call, whole):
             raise ArgumentError(
@@ -106,7 +106,7 @@ def _recorded_calls(fill: Fill, shape: tuple[int, int], dtype: torch.dtype) -> l
     return calls
 
 
-def _is_elementwise(call: Call, whole: torch.Tensor) -> bool:
+def _is_elementwise(call: OperatorCall, whole: torch.Tensor) -> bool:
     """Return whether a call changes every number of the table in place, each independently."""
     func, args, kwargs = call
     is_pointwise = torch.Tag.pointwise in func.tags and func._schema.name.endswith("_")

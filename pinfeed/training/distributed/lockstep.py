@@ -7,6 +7,7 @@ about to take another step, all ranks learn it in the same exchange and raise.
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from enum import IntEnum
@@ -24,8 +25,8 @@ MAX_FLAGS = 62
 """Number of flags that a message has room for."""
 
 
-class Step(IntEnum):
-    """Step that a rank is about to take, or the reason why it takes none."""
+class RankStep(IntEnum):
+    """The step that a rank is about to take, or the reason why it takes none."""
 
     BEGIN = 0
     NEXT = 1
@@ -45,20 +46,20 @@ class Step(IntEnum):
 
 
 _DESCRIPTIONS = {
-    Step.BEGIN: "begins a loop over its sharded tables",
-    Step.NEXT: "takes batch {}",
-    Step.STEP: "calls step() in batch {}, of table {} and those with it",
-    Step.END: "ends its loop",
-    Step.READ: "reads rows",
-    Step.EXPORT: "exports a table",
-    Step.SAVE: "saves a checkpoint",
-    Step.RESUME: "resumes from a checkpoint",
-    Step.BATCH: "has a batch {}",
-    Step.ROWS: "sends the rows of batch {}",
-    Step.NO_BATCH: "has no batch {}",
-    Step.FAILED: "failed",
-    Step.BAD_BATCH: "failed at batch {}",
-    Step.LEFT: "left its loop at batch {}",
+    RankStep.BEGIN: "begins a loop over its sharded tables",
+    RankStep.NEXT: "takes batch {}",
+    RankStep.STEP: "calls step() in batch {}, of table {} and those with it",
+    RankStep.END: "ends its loop",
+    RankStep.READ: "reads rows",
+    RankStep.EXPORT: "exports a table",
+    RankStep.SAVE: "saves a checkpoint",
+    RankStep.RESUME: "resumes from a checkpoint",
+    RankStep.BATCH: "has a batch {}",
+    RankStep.ROWS: "sends the rows of batch {}",
+    RankStep.NO_BATCH: "has no batch {}",
+    RankStep.FAILED: "failed",
+    RankStep.BAD_BATCH: "failed at batch {}",
+    RankStep.LEFT: "left its loop at batch {}",
 }
 _MAX_REASON = 2000  # characters
 # A message is: step, batch, table; length of the reason in bytes, flags; further numbers. All ranks
@@ -128,7 +129,7 @@ class Lockstep:
 
     def agree(
         self,
-        step: Step,
+        step: RankStep,
         batch: int = 0,
         table: int = 0,
         *,
@@ -164,12 +165,12 @@ class Lockstep:
         n_bytes = found[:, _N_AGREED].tolist()
         reasons = self._exchange_texts(text, n_bytes) if any(n_bytes) else [""] * self.size
         agreed = found[:, :_N_AGREED]
-        if step >= Step.FAILED or (agreed != agreed[0]).any():
+        if step >= RankStep.FAILED or (agreed != agreed[0]).any():
             self.end()
             raise RankError(_difference(agreed.tolist(), reasons))
         return found[:, _N_HEADER:], int(np.bitwise_or.reduce(found[:, _N_AGREED + 1]))
 
-    def leave(self, step: Step, reason: str, batch: int | None = None) -> None:
+    def leave(self, step: RankStep, reason: str, batch: int | None = None) -> None:
         """Tell the other ranks that this one does not continue; their loop ends with an error.
 
         Nothing is sent if all ranks know that the loop is over.
@@ -190,7 +191,7 @@ class Lockstep:
             raise
         except Exception as error:
             with contextlib.suppress(RankError):
-                self.agree(Step.FAILED, reason=repr(error))
+                self.agree(RankStep.FAILED, reason=repr(error))
             raise
 
     @contextlib.contextmanager
@@ -246,15 +247,14 @@ class Lockstep:
         nbytes_sent = _nbytes_by_rank(n_sent, row_nbytes)
         nbytes_received = _nbytes_by_rank(n_received, row_nbytes)
         parts = [
-            of_table.reshape(-1).view(torch.uint8).split([n * nbytes for n in counts])
-            for of_table, counts, nbytes in zip(rows, n_sent, row_nbytes, strict=True)
+            of_table.reshape(-1).view(torch.uint8).split(list(lengths))
+            for of_table, lengths in zip(rows, zip(*nbytes_sent, strict=True), strict=True)
         ]
         sent = torch.cat([part for for_rank in zip(*parts, strict=True) for part in for_rank])
         received = self.exchange_tensor(
             kind, sent[:, None], [*map(sum, nbytes_sent)], [*map(sum, nbytes_received)]
         )
-        lengths = [nbytes for of_rank in nbytes_received for nbytes in of_rank]
-        received_parts = received[:, 0].split(lengths)
+        received_parts = received[:, 0].split([*itertools.chain(*nbytes_received)])
         return [
             torch.cat(received_parts[i :: len(rows)])
             .view(of_table.dtype)
@@ -302,23 +302,23 @@ def _difference(messages: Sequence[Sequence[int]], reasons: Sequence[str]) -> st
     """Return an error message: which rank takes which step, and what to do."""
     ranks_by_text: dict[str, list[int]] = {}
     for rank, ((step, *numbers), reason) in enumerate(zip(messages, reasons, strict=True)):
-        text = _DESCRIPTIONS[Step(step)].format(*numbers) + (f" ({reason})" if reason else "")
+        text = _DESCRIPTIONS[RankStep(step)].format(*numbers) + (f" ({reason})" if reason else "")
         ranks_by_text.setdefault(text, []).append(rank)
     who = "; ".join(
         f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}"
         for text, ranks in ranks_by_text.items()
     )
     steps = {step for step, *_ in messages}
-    if steps == {Step.BATCH, Step.NO_BATCH}:
+    if steps == {RankStep.BATCH, RankStep.NO_BATCH}:
         return (
             f"{who}; expected equally many batches on every rank: "
             "a DistributedSampler pads or drops, and so does drop_last"
         )
-    if steps & {Step.BAD_BATCH, Step.LEFT}:
+    if steps & {RankStep.BAD_BATCH, RankStep.LEFT}:
         return f"{who}; what was done up to there counts, on every rank"
-    if Step.FAILED in steps:
+    if RankStep.FAILED in steps:
         return who
-    if steps == {Step.BEGIN}:
+    if steps == {RankStep.BEGIN}:
         return f"{who}; expected the same tables, optimizers and depth on every rank"
     return (
         f"{who}; expected all ranks to do the same in the same order, whatever is in their batches"

@@ -20,7 +20,7 @@ import torch
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import memory_of, to_torch
-from pinfeed.training.distributed.lockstep import Lockstep, Step
+from pinfeed.training.distributed.lockstep import Lockstep, RankStep
 from pinfeed.training.distributed.row_partition import RowPartition
 
 Array = npt.NDArray[Any]
@@ -105,17 +105,17 @@ class RowExchange:
         Raises:
             RankError: If another rank failed, has left, or has no more batches.
         """
-        sorted_ids = [
-            table.partition.by_owner(ids) for table, ids in zip(self._tables, wanted, strict=True)
+        requests = [
+            _Request(ids, *table.partition.by_owner(ids))
+            for table, ids in zip(self._tables, wanted, strict=True)
         ]
-        orders = [order for order, _ in sorted_ids]
-        n_wanted = [counts for _, counts in sorted_ids]
-        numbers, _ = self._lockstep.agree(Step.BATCH, number, numbers=np.array(n_wanted).T)
+        n_wanted = [request.n_by_rank for request in requests]
+        numbers, _ = self._lockstep.agree(RankStep.BATCH, number, numbers=np.array(n_wanted).T)
         with self._lockstep.no_report():
             n_asked = numbers.T.tolist()
-            requests = self._exchange_ids(wanted, orders, (n_wanted, n_asked))
-            offers = self._make_offers(number, requests, n_asked)
-            return self._exchange_values(number, offers, orders, (n_wanted, n_asked))
+            asked = self._exchange_ids(requests, n_asked)
+            offers = self._make_offers(number, asked, n_asked)
+            return self._exchange_values(number, requests, offers)
 
     def end(self, number: int) -> None:
         """Agree that no rank has a batch ``number``.
@@ -123,67 +123,68 @@ class RowExchange:
         Raises:
             RankError: If another rank has one, failed or left.
         """
-        self._lockstep.agree(Step.NO_BATCH, number)
+        self._lockstep.agree(RankStep.NO_BATCH, number)
 
     def _exchange_ids(
-        self,
-        wanted: Sequence[Rows],
-        orders: Sequence[Positions],
-        counts: tuple[list[list[int]], list[list[int]]],
+        self, requests: Sequence[_Request], n_asked: Sequence[list[int]]
     ) -> list[Rows]:
         """Send the wanted ids to the ranks that have the rows.
 
         Args:
-            wanted: For each table the wanted ids.
-            orders: For each table the positions of the ids by rank.
-            counts: Numbers of wanted and of asked rows, by table and rank.
+            requests: Request of each table.
+            n_asked: For each table, the number of ids from each rank.
 
         Returns:
-            For each table the ids that ranks ask of this one, those of rank 0 first.
+            For each table, the rows that ranks ask of this one, those of rank 0 first.
         """
         ids = [
-            _column(table.partition.local(rows)[order])
-            for table, rows, order in zip(self._tables, wanted, orders, strict=True)
+            _column(table.partition.local(request.ids)[request.order])
+            for table, request in zip(self._tables, requests, strict=True)
         ]
-        return [_flat(column) for column in self._lockstep.exchange_rows("ids", ids, *counts)]
+        n_wanted = [request.n_by_rank for request in requests]
+        received = self._lockstep.exchange_rows("ids", ids, n_wanted, n_asked)
+        return [_flat(column) for column in received]
 
     def _make_offers(
-        self, number: int, requests: Sequence[Rows], n_asked: Sequence[list[int]]
+        self, number: int, asked: Sequence[Rows], n_asked: Sequence[list[int]]
     ) -> list[_Offer]:
-        """Gather the rows that other ranks ask for; tell the others if that fails."""
+        """Gather the rows that ranks ask for; tell the others if that fails."""
         try:
             return [
                 _Offer(*of_table)
-                for of_table in zip(self._tables, self._recent, requests, n_asked, strict=True)
+                for of_table in zip(self._tables, self._recent, asked, n_asked, strict=True)
             ]
         except BaseException as error:
-            self._lockstep.leave(Step.BAD_BATCH, repr(error), number)
+            self._lockstep.leave(RankStep.BAD_BATCH, repr(error), number)
             raise
 
     def _exchange_values(
-        self,
-        number: int,
-        offers: Sequence[_Offer],
-        orders: Sequence[Positions],
-        counts: tuple[list[list[int]], list[list[int]]],
+        self, number: int, requests: Sequence[_Request], offers: Sequence[_Offer]
     ) -> list[ExchangePlan]:
         """Send the offered rows, and marks that tell which rows are deferred."""
         lockstep = self._lockstep
-        n_wanted, n_asked = counts
+        n_wanted = [request.n_by_rank for request in requests]
+        n_given = [offer.n_given for offer in offers]
         n_sent = [offer.n_sent for offer in offers]
-        numbers, _ = lockstep.agree(Step.ROWS, number, numbers=np.array(n_sent).T)
-        marks = lockstep.exchange_rows(
-            "marks", [_column(offer.is_deferred) for offer in offers], n_asked, n_wanted
-        )
-        values = lockstep.exchange_rows(
-            "rows", [to_torch(offer.values) for offer in offers], n_sent, numbers.T.tolist()
-        )
+        numbers, _ = lockstep.agree(RankStep.ROWS, number, numbers=np.array(n_sent).T)
+        own_marks = [_column(offer.is_deferred) for offer in offers]
+        marks = lockstep.exchange_rows("marks", own_marks, n_given, n_wanted)
+        own_values = [to_torch(offer.values) for offer in offers]
+        values = lockstep.exchange_rows("rows", own_values, n_sent, numbers.T.tolist())
         return [
-            offer.plan(order, n, _flat(of_table), memory_of(rows))
-            for offer, order, n, of_table, rows in zip(
-                offers, orders, n_wanted, marks, values, strict=True
-            )
+            offer.plan(request, _flat(of_table), memory_of(rows))
+            for offer, request, of_table, rows in zip(offers, requests, marks, values, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class _Request:
+    """The rows of one table that this rank looks up in a batch."""
+
+    ids: Rows
+    order: Positions
+    """Positions in ``ids``: those that rank 0 has first, and so on."""
+    n_by_rank: list[int]
 
 
 class _Offer:
@@ -192,15 +193,15 @@ class _Offer:
     Args:
         table: The table.
         recent: This rank's rows of the preceding batches; those of this one are added.
-        requests: Rows that the ranks ask for, those of rank 0 first.
+        asked: Rows that the ranks ask for, those of rank 0 first.
         n_given: Number of rows that each rank asks for.
     """
 
     def __init__(
-        self, table: ExchangedTable, recent: deque[Rows], requests: Rows, n_given: list[int]
+        self, table: ExchangedTable, recent: deque[Rows], asked: Rows, n_given: list[int]
     ) -> None:
         self.n_given = n_given
-        own, given = np.unique(requests, return_inverse=True)
+        own, given = np.unique(asked, return_inverse=True)
         self.own = own
         self.given = given
         is_changing = np.isin(own, np.concatenate([np.empty(0, np.int64), *recent]))
@@ -219,20 +220,18 @@ class _Offer:
         """Number of rows that each rank gets now."""
         return [n - deferred for n, deferred in zip(self.n_given, self.n_deferred, strict=True)]
 
-    def plan(
-        self, order: Positions, n_wanted: list[int], is_deferred: Array, rows: Array
-    ) -> ExchangePlan:
+    def plan(self, request: _Request, is_deferred: Array, rows: Array) -> ExchangePlan:
         """Return the plan of the batch, with the marks and rows that other ranks have sent.
 
         Args:
-            order: Positions of the wanted rows by rank.
-            n_wanted: Number of wanted rows by rank.
-            is_deferred: For each position in ``order``, whether its row is deferred.
-            rows: Values of the other rows, in ``order``.
+            request: The rows that this rank wants.
+            is_deferred: For each position in the request's order, whether its row is deferred.
+            rows: Values of the other rows, in that order.
         """
+        order = request.order
         values = np.empty((len(order), *rows.shape[1:]), rows.dtype)
         values[order[~is_deferred]] = rows
-        n_deferred = _count_by_rank(is_deferred, n_wanted)
+        n_deferred = _count_by_rank(is_deferred, request.n_by_rank)
         return ExchangePlan(
             order=order,
             values=values,
@@ -242,7 +241,7 @@ class _Offer:
             n_by_row=np.bincount(self.given, minlength=len(self.own)),
             deferred_in=order[is_deferred],
             deferred_out=self.given[self.is_deferred],
-            counts=Counts(n_wanted, self.n_given, n_deferred, self.n_deferred),
+            counts=Counts(request.n_by_rank, self.n_given, n_deferred, self.n_deferred),
         )
 
 

@@ -25,7 +25,7 @@ from pinfeed.training.distributed.batch_rows import (
     ShardedDeviceBatch,
     ShardedDeviceRows,
 )
-from pinfeed.training.distributed.lockstep import Step
+from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.distributed.process_groups import RankGroup
 from pinfeed.training.distributed.row_exchange import (
     Counts,
@@ -151,7 +151,7 @@ class ShardedSource(TableRowSource):
         finally:
             try:
                 if threading.get_ident() == thread:
-                    self._lockstep.leave(Step.LEFT, "it was left")
+                    self._lockstep.leave(RankStep.LEFT, "it was left")
             finally:
                 group.is_looping = False
 
@@ -160,12 +160,12 @@ class ShardedSource(TableRowSource):
         lockstep = self._group.loop_lockstep
         thread = threading.get_ident()
         checksum = zlib.crc32(self._description.encode())
-        lockstep.agree(Step.BEGIN, checksum, reason=self._description)
+        lockstep.agree(RankStep.BEGIN, checksum, reason=self._description)
         lockstep.begin()
         self._lockstep.begin(len(self._tables))
         try:
             yield
-            lockstep.agree(Step.END)
+            lockstep.agree(RankStep.END)
             lockstep.end()
         except BaseException as error:
             # If the garbage collector ends the loop in another thread, the other ranks learn it by
@@ -173,7 +173,7 @@ class ShardedSource(TableRowSource):
             if threading.get_ident() == thread:
                 is_break = isinstance(error, GeneratorExit)
                 reason = "break, or an error in its body" if is_break else repr(error)
-                lockstep.leave(Step.LEFT, reason)
+                lockstep.leave(RankStep.LEFT, reason)
             raise
 
     def epoch(
@@ -196,7 +196,7 @@ class ShardedSource(TableRowSource):
                 ids = [table.ids_of(batch) for table in self._tables]
                 load, lookups = self._looked_up(batch, ids)
             except Exception as error:
-                self._lockstep.leave(Step.BAD_BATCH, repr(error), number)
+                self._lockstep.leave(RankStep.BAD_BATCH, repr(error), number)
                 # In a generator, a StopIteration of the user's is raised as a RuntimeError.
                 raise
             plans = exchange.exchange(number, [lookup.rows for lookup in lookups])

@@ -16,7 +16,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores import ArrayStore, MmapStore, Store
 from pinfeed.tensors.numpy_torch import TORCH, memory_of, to_numpy, to_torch
 from pinfeed.training.distributed.initialization import draw_chunks
-from pinfeed.training.distributed.lockstep import Step
+from pinfeed.training.distributed.lockstep import RankStep
 from pinfeed.training.distributed.process_groups import rank_group_of
 from pinfeed.training.distributed.row_partition import RowPartition
 from pinfeed.training.embeddings.bag import HostEmbeddingBag
@@ -170,7 +170,7 @@ class ShardedEmbedding(HostEmbedding):
             else:
                 for _ in row_chunks(self._whole):
                     self._gathered(np.empty(0, np.int64))
-            lockstep.agree(Step.EXPORT)
+            lockstep.agree(RankStep.EXPORT)
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, rank {self.rank_group.rank} of {self.rank_group.size}"
@@ -209,13 +209,13 @@ class ShardedEmbedding(HostEmbedding):
         lockstep = self.rank_group.loop_lockstep
         store = self._store
         order, n_wanted = self.owners.by_owner(rows)
-        lockstep.agree(Step.READ)
+        lockstep.agree(RankStep.READ)
         n_asked = lockstep.exchange_counts(n_wanted)
         ids = torch.from_numpy(self.owners.local(rows)[order].reshape(-1, 1))
         asked = lockstep.exchange_rows("reads", [ids], [n_wanted], [n_asked])[0].numpy()[:, 0]
         values = np.empty((len(asked), *store.row_shape), store.dtype)
         store.gather(asked, values)
-        lockstep.agree(Step.ROWS)
+        lockstep.agree(RankStep.ROWS)
         found = lockstep.exchange_rows("reads", [to_torch(values)], [n_asked], [n_wanted])[0]
         out = np.empty((len(rows), *store.row_shape), store.dtype)
         out[order] = memory_of(found)

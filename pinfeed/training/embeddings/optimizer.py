@@ -85,11 +85,9 @@ class RowOptimizer(torch.optim.Optimizer):
                 table: TableState(table, layout, stores.make(table, layout))
                 for table, layout in layouts.items()
             }
-            parameter_groups = [
-                {**group, "params": [self.tables[table].weight for table in group["params"]]}
-                for group in groups
-            ]
-            self.inner: torch.optim.Optimizer = optimizer_class(parameter_groups, **options)
+            for group in groups:
+                group["params"] = [self.tables[table].weight for table in group["params"]]
+            self.inner: torch.optim.Optimizer = optimizer_class(groups, **options)
             undo.pop_all()
         self._found = stores.found
         self.awaits_resume = bool(self._found)

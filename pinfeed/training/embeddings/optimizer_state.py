@@ -59,7 +59,7 @@ class _Recorded:
 
 
 @dataclass(frozen=True)
-class _Trial:
+class _OptimizerTrial:
     """An optimizer that can be run on small parameters."""
 
     optimizer_class: Any
@@ -166,7 +166,7 @@ def discover(
             nor independent of the number of rows.
         MemoryError: If the system does not have the memory for the trial.
     """
-    trial = _Trial(optimizer_class, options, group or {})
+    trial = _OptimizerTrial(optimizer_class, options, group or {})
     # A generator of its own, because making an optimizer must not change a run.
     values = torch.from_numpy(np.random.default_rng(0).uniform(1, 2, (_LENGTHS[0], dim))).to(dtype)
     zeros, more_zeros = (torch.zeros(n, dim, dtype=dtype, device="cpu") for n in _LENGTHS)

@@ -11,8 +11,6 @@ from torch import nn
 from pinfeed.errors import ArgumentError
 from pinfeed.training.embeddings.table import HostEmbedding
 
-Tables = Iterable[HostEmbedding | Mapping[str, Any]]
-
 
 def check_optimizer_class(optimizer_class: Any) -> None:
     """Check that an argument can be the class of an optimizer.
@@ -33,7 +31,7 @@ def check_optimizer_class(optimizer_class: Any) -> None:
         )
 
 
-def table_groups(tables: Tables) -> list[dict[str, Any]]:
+def table_groups(tables: Iterable[HostEmbedding | Mapping[str, Any]]) -> list[dict[str, Any]]:
     """Return parameter groups whose ``"params"`` are lists of tables that can be trained.
 
     Args:

@@ -42,7 +42,7 @@ from pinfeed.validation.arguments import (
 
 
 class RowLender(Protocol):
-    """A loop over ``train_rows``, as the tables see it whose rows it lends."""
+    """A loop over ``train_rows`` that lends rows to tables."""
 
     @property
     def is_running(self) -> bool:
@@ -201,7 +201,10 @@ class HostEmbedding(nn.Module):
 
     @property
     def store(self) -> Store:
-        """Store of the rows; a loop has written all its changes after ``flush_writes()``."""
+        """Store of the rows.
+
+        It has all changes of a loop after ``flush_writes()``, and when the loop has ended.
+        """
         return self._store
 
     @property

@@ -37,7 +37,7 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
     )
     assert saved.losses == whole.losses[:save_at]
     resumed = Training(depth=depth, generator=generator)
-    # Another process's generators
+    # A new process has other generators.
     torch.manual_seed(99)
     np.random.seed(99)  # noqa: NPY002
     assert checkpoint.resume(tmp_path, **resumed.parts) == {"step": save_at}
@@ -54,7 +54,10 @@ def test_a_resumed_run_equals_one_that_was_not_interrupted(
 def test_a_run_that_was_saved_in_the_last_batch_of_an_epoch(
     tmp_path: pathlib.Path, n: int, drop_last: bool, depth: int
 ) -> None:
-    """The loader's own generator is where the epoch leaves it: what the loader draws when it is asked for its end counts as well."""
+    """The loader's own generator ends up where the epoch leaves it.
+
+    Numbers that the loader draws when it is asked for the batch after the last count as well.
+    """
     options: dict[str, Any] = {"depth": depth, "generator": True, "n": n, "drop_last": drop_last}
     whole = Training(**options).run(3)
     Training(**options).run(3, save_at=3, path=tmp_path, stop=True)
@@ -82,9 +85,9 @@ def test_worker_processes(tmp_path: pathlib.Path) -> None:
 
 
 def test_a_table_in_a_file_goes_back_to_where_it_was_saved(tmp_path: pathlib.Path) -> None:
-    """The program that resumes is the one that began: it makes the same table, with the same path."""
+    """The program that began a run resumes it: it makes the same table with the same path."""
     whole = Training().run(2)
-    # Goes on training the file after the save.
+    # The file is trained further after the save.
     saved = Training(path=tmp_path).run(1, save_at=4, path=tmp_path / "checkpoint")
     resumed = Training(path=tmp_path)
     checkpoint.resume(tmp_path / "checkpoint", **resumed.parts)
@@ -104,7 +107,10 @@ def test_files_of_a_run_that_is_not_resumed_are_neither_used_nor_changed(
     contents = {path.name: path.read_bytes() for path in tmp_path.glob("*.npy")}
     assert len(contents) == 4
     again = Training(path=tmp_path)
-    told = r"words\.npy was there already when words was made, .*; expected checkpoint\.resume .* overwrite=True to begin anew"
+    told = (
+        r"words\.npy was there already when words was made, .*; "
+        r"expected checkpoint\.resume .* overwrite=True to begin anew"
+    )
     uses: list[Callable[[], object]] = [
         lambda: again.run(1),
         lambda: again.table.read([0]),
@@ -171,7 +177,7 @@ from pinfeed import checkpoint
 def run(path, killed_after):
     training = Training()
     done = checkpoint.resume(path, **training.parts)["done"] if checkpoint.exists(path) else 0
-    # The kernel ends the process, wherever it is; 0 is never.
+    # The kernel ends the process at any point; 0 means never.
     signal.setitimer(signal.ITIMER_REAL, killed_after)
     for _ in range(training.batches.epoch, 5):
         for ids, y in training.batches:
@@ -199,7 +205,7 @@ def test_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
     """A run that saves at every step is killed again and again, and ends as one that was not."""
     script = tmp_path / "runs.py"
     script.write_text(RUNS.format(tests=str(pathlib.Path(__file__).parents[2])))
-    # Whatever they hit, the end must be the same.
+    # The result must be the same, whatever the signals interrupt.
     moments = np.random.default_rng(5).uniform(0.02, 0.3, 3).astype(str)
     done = subprocess.run(
         [sys.executable, script, tmp_path / "checkpoint", *moments],

@@ -64,7 +64,7 @@ def test_the_cause_is_told_where_an_object_refuses_its_state(tmp_path: pathlib.P
 
 
 def sign(directory: pathlib.Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the manifest, with the checksum that it has then."""
+    """Change the manifest, and update its checksum."""
     body = json.loads(json.loads((directory / "manifest.json").read_text())["body"])
     change(body)
     text = json.dumps(body)

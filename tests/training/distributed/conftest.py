@@ -8,7 +8,7 @@ import torch
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Torch's own threads only wait for each other over tensors as small as these."""
+    """Use one torch thread, because more of them slow down work on small tensors."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

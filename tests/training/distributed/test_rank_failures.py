@@ -85,7 +85,8 @@ def wrong_id(batches: Any) -> Callable[[Any], Any]:
 SCENES: dict[
     str, tuple[Any, dict[str, Any], Callable[[int, Any], dict[str, Any]], Any, str, str]
 ] = {
-    # What rank 0 does; the error there, or batches done; what both are told; what rank 1 is told.
+    # The loop of rank 0 and its options; the arguments of each rank; the error on rank 0, or the
+    # number of its batches; the text of its error; the text of the error on rank 1.
     "a loader that ends": (
         RankLoop,
         {},
@@ -198,14 +199,15 @@ def test_loops_that_differ() -> None:
     ranks = RankThreads(2)
     for error in ranks.run(lambda rank: RankLoop(ranks, rank, depth=rank).run()):
         assert re.search(
-            "rank 0: begins a loop .*depth=0.*rank 1: begins a loop .*depth=1.*; expected the same tables",
+            "rank 0: begins a loop .*depth=0.*"
+            "rank 1: begins a loop .*depth=1.*; expected the same tables",
             str(error),
         )
     assert ranks.run(lambda rank: RankLoop(ranks, rank).run()) == [6, 6]
 
 
 class Misused(RankLoop):
-    """What a rank can find out alone."""
+    """A rank can find these mistakes alone."""
 
     def training_step(self, i: int) -> bool:
         other = ShardedEmbedding(N, 2, process_group=self.group)

@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def in_time(*command: str, seconds: float = 60) -> str:
-    """Run a program with its children; what it printed."""
+    """Run a program and its children with a time limit, and return its output."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(
         [sys.executable, *command],
@@ -45,7 +45,7 @@ def in_time(*command: str, seconds: float = 60) -> str:
 
 
 def test_groups_go_with_the_one_that_they_were_made_beside(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In one process, which is all ranks."""
+    """The process is the only rank."""
     monkeypatch.setattr(process_groups, "_rank_groups", {})
     n_open = []
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
@@ -87,7 +87,10 @@ def test_groups_wait_as_long_as_the_one_that_they_were_made_beside(
 
 
 def test_processes(tmp_path: Path) -> None:
-    """2 and 4 of them over gloo, with DistributedDataParallel for the dense part; the example; and a rank that hangs."""
+    """Ranks work as processes: 2 and 4 over gloo, the example, and a pair of which one hangs.
+
+    DistributedDataParallel trains the dense part.
+    """
     out = in_time(
         str(ROOT / "tests" / "support" / "sharded_ranks.py"),
         str(tmp_path),

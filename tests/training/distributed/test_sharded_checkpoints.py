@@ -37,7 +37,7 @@ def saved(
     keep: int = 1,
     store: Path | None = None,
 ) -> torch.Tensor:
-    """Train up to batch ``stop``, save in its body, and leave; the whole table."""
+    """Train up to batch ``stop``, save in its step, leave the loop, and return the whole table."""
     table = ShardedEmbedding(
         N, 2, process_group=ranks.groups[rank], init="ones", name="table", store=store
     )
@@ -105,12 +105,12 @@ def test_a_file_that_was_there_is_not_filled_from_a_whole_table(tmp_path: Path) 
 
 
 def test_a_save_that_one_rank_has_not(tmp_path: Path) -> None:
-    """It is not gone on with, though others have it, and its number is not used again."""
+    """The incomplete save is not resumed, and its number is not used again."""
     ranks = RankThreads(2)
     assert not checkpoint.exists(tmp_path)
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 2, keep=2))
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, going_on=True, keep=2))
-    # Killed before it was there.
+    # As if the rank had been killed before it renamed its save.
     shutil.rmtree(tmp_path / "1-of-2" / "00000002")
     want = ranks.run(lambda rank: saved(ranks, rank, tmp_path / "other", 4))
     got = ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, going_on=True))
@@ -125,7 +125,7 @@ def test_saves_that_stay_are_those_that_all_ranks_have(tmp_path: Path) -> None:
     ranks = RankThreads(2)
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 2, keep=2))
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, keep=2))
-    # Killed before it was there.
+    # As if the rank had been killed before it renamed its save.
     shutil.rmtree(tmp_path / "1-of-2" / "00000002")
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, keep=2))
     assert [sorted(os.listdir(tmp_path / f"{rank}-of-2")) for rank in (0, 1)] == [

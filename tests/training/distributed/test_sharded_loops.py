@@ -31,7 +31,10 @@ ADAGRAD = torch.optim.Adagrad
 
 
 def whole_tables() -> list[np.ndarray[Any, Any]]:
-    """Small whole numbers: with SGD and a loss whose gradient is linear in them, every sum below is exact."""
+    """Return tables of small whole numbers.
+
+    With SGD and a loss whose gradient is linear in them, every sum in these tests is exact.
+    """
     rng = np.random.default_rng(0)
     return [rng.integers(-3, 4, shape).astype("f8") for shape in SHAPES]
 
@@ -45,7 +48,7 @@ def loss_of(
 def dense(
     batches: Sequence[Batch], does: Sequence[str], made: Any, lr: float
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """One process, nothing of pinfeed's: the tables at the end, and what was looked at on the way."""
+    """Train in one process with torch alone; return the final tables and the rows it read."""
     tables = [
         nn.Embedding.from_pretrained(torch.from_numpy(array), freeze=False)
         for array in whole_tables()
@@ -72,7 +75,7 @@ def sharded(
     depth: int,
     **options: Any,
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
-    """The same on so many ranks: the whole tables as each of them reads them, and what was looked at on the way."""
+    """Train on ranks; return the whole tables as each rank reads them, and the rows it read."""
     ranks, options = RankThreads(size), {"device": "cpu", **options}
 
     def program(rank: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -149,7 +152,7 @@ def test_any_ids_at_any_depth_on_any_number_of_ranks(
 
 
 class Late(ArrayStore):
-    """The first write of row 0 waits until row 0 is gathered for a later batch, or for as long as nothing else goes on."""
+    """The first write of row 0 waits until a later batch gathers it, or nothing else runs."""
 
     def __init__(self, n_rows: int) -> None:
         super().__init__(np.zeros((n_rows, 1)))
@@ -161,7 +164,7 @@ class Late(ArrayStore):
         super().gather(rows, out)
         self.n_gathers += 0 in rows
         if self.n_gathers > 2:
-            # For the ranks, for this rank, and again.
+            # Rows are gathered for all ranks, for this rank, and for the next batch.
             self.gathered.set()
 
     def scatter(self, rows: Any, values: Any) -> None:
@@ -174,7 +177,7 @@ class Late(ArrayStore):
 @pytest.mark.parametrize("depth", [1, 2, 3])
 @pytest.mark.parametrize("later", ["step", "nothing"])
 def test_writes_that_are_as_late_as_can_be(depth: int, later: str) -> None:
-    """Row 0 is changed in batch 0, and looked up again when that may have landed at last."""
+    """Row 0 changes in batch 0, and is looked up again when that write may just have finished."""
     for again in (2 * depth, 2 * depth + 1):
         ranks = RankThreads(1)
         table = ShardedEmbedding(
@@ -195,7 +198,7 @@ def test_writes_that_are_as_late_as_can_be(depth: int, later: str) -> None:
                 table(batch).sum().backward()
                 optimizer.step()
                 optimizer.zero_grad()
-            # What is not trained, and not in training, is not written.
+            # Rows that are not trained are not written back.
             table.train(later == "step")
         assert seen[-1] == -1
 
@@ -225,7 +228,7 @@ def test_the_dense_loop_of_one_process(made: Any) -> None:
 
 @pytest.mark.parametrize("verify", [False, True])
 def test_every_row_crosses_once_in_each_direction(verify: bool) -> None:
-    """In the background or late; its gradient comes back. 8 bytes for each id."""
+    """Rows are sent in the background or late, gradients are sent back; an id has 8 bytes."""
     ranks, size = RankThreads(3), 3
     batches = [[torch.tensor([rank, i, 2 * i, 8]) for rank in range(size)] for i in range(4)]
 
@@ -275,7 +278,7 @@ def test_more_tables_than_there_are_flags(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_tables_of_different_dtypes_in_one_exchange() -> None:
-    """Where rows of two bytes stand before rows of eight."""
+    """Rows of two bytes precede rows of eight in an exchange."""
     ranks = RankThreads(3)
 
     def program(rank: int) -> Any:
@@ -303,7 +306,7 @@ def test_tables_of_different_dtypes_in_one_exchange() -> None:
     "made", [SGD, ADAM, ADAGRAD, torch.optim.SparseAdam], ids=lambda made: made.__name__
 )
 def test_every_depth_is_the_synchronous_loop(made: Any) -> None:
-    """Bit for bit, whatever the sums round to."""
+    """Results agree bit for bit, however sums are rounded."""
     does = ["step", "twice", "look", "step", "nothing", "step"]
     want, *others = sharded(FIXED, does, made, 0.1, size=2, depth=0)
     for got in (
@@ -318,7 +321,7 @@ def test_every_depth_is_the_synchronous_loop(made: Any) -> None:
 
 
 def test_means_are_averaged_and_the_padding_stays() -> None:
-    """Adam, lazily, is one process with a HostEmbedding; both begin as the seed says."""
+    """Ranks with Adam equal one process with a HostEmbedding, both with the same seed."""
     size, n = 4, 13
     rng = torch.Generator().manual_seed(1)
     batches = [torch.randint(0, n, (size, 3), generator=rng) for _ in range(8)]
@@ -364,7 +367,7 @@ def test_bags() -> None:
         with torch.no_grad():
             return out.tolist(), bag(torch.tensor([[0, 1, 2, 3]])).tolist()
 
-    # 12 and 16, less 1 for row 0 and a half for 1 and 2.
+    # Sums 12 and 16; a step subtracts 1 from row 0, and a half from rows 1 and 2.
     assert ranks.run(program) == [([[2, 4]], [[10, 14]]), ([[4, 6]], [[10, 14]])]
 
 
@@ -394,7 +397,7 @@ def test_many_programs(program: tuple[int, list[Batch], list[str]], depth: int) 
 @pytest.mark.gpu
 @pytest.mark.parametrize("depth", [0, 1, 2])
 def test_ranks_that_share_a_gpu(depth: int) -> None:
-    """As threads: what they exchange stays on the device."""
+    """The ranks are threads, and exchange tensors on the device."""
     want = dense(FIXED, STEPS, SGD, 0.5)
     for got in sharded(FIXED, STEPS, SGD, 0.5, size=2, depth=depth, device="cuda"):
         assert_equal(got, want)

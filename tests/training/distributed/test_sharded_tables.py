@@ -67,7 +67,7 @@ def test_pieces_are_those_of_the_whole(
 def test_what_cannot_be_made() -> None:
     group = RankThreads(4).groups[0]
     wrong: list[tuple[dict[str, Any], str]] = [
-        # Depends on torch's version.
+        # The error depends on the version of torch.
         (
             {"init": "orthogonal"},
             "init does nothing to a tensor without data|init calls aten.new_empty.default",
@@ -103,7 +103,7 @@ def test_what_cannot_be_made() -> None:
 
 
 def test_files_and_another_number_of_ranks(tmp_path: Path) -> None:
-    """A table in files of the ranks is exported as one, with which others begin."""
+    """A table in files of the ranks is exported as one file, from which other ranks begin."""
     ranks = RankThreads(3)
 
     def program(rank: int) -> Any:

@@ -49,7 +49,7 @@ def seeded() -> None:
 
 
 def all_rows(n: int = 6) -> list[torch.Tensor]:
-    """Every row in every batch, in another order, some of them twice: then lazy and dense are one."""
+    """Every row in every batch, in another order, some twice: lazy and dense rules then agree."""
     generator = torch.Generator().manual_seed(0)
     return [torch.cat([torch.randperm(N, generator=generator), ids]) for ids in batches(n)]
 
@@ -118,7 +118,7 @@ def test_tables_that_cannot_be_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_optimizer_is_the_dense_one_where_every_row_comes(name: str) -> None:
     options = dict(OPTIONS[name])
-    # It adds ids that repeat in an order of its own.
+    # It adds the gradients of repeated ids in an order of its own.
     loader = [ids[:N] for ids in all_rows(10)] if name == "SparseAdam" else all_rows(10)
     same_as_dense(options.pop("kind"), loader, **options)
 
@@ -134,7 +134,7 @@ def test_rows_that_are_absent_rest_as_with_a_gradient_of_zero(kind: Any, dim: in
 )
 @pytest.mark.parametrize("depth", [0, 1, 4])
 def test_lazy_is_the_rule_it_says(name: str, depth: int) -> None:
-    """w[R], s[R], t <- U(w[R], s[R], g, t), with tables and torch alone."""
+    """Updates are w[R], s[R], t = U(w[R], s[R], g, t), computed with torch alone."""
     options = dict(OPTIONS[name])
     kind, table = options.pop("kind"), HostEmbedding(N, DIM)
     optimizer = RowOptimizer(kind, [table], **options)
@@ -225,7 +225,7 @@ def scaled(_: Any) -> Body:
 
     def body(optimizer: Any, module: nn.Module, ids: torch.Tensor) -> None:
         optimizer.zero_grad()
-        # The step of the third batch is left out.
+        # The third batch has no step.
         factor = torch.inf if next(count) == 2 else 1.0
         scale = scaler.get_scale()
         scaler.scale(loss_of(module, ids) * factor).backward()
@@ -276,7 +276,7 @@ def test_loops_as_they_are_written_with_torch(prepare: Callable[[Any], Body], ki
 
 
 def test_groups_of_their_own() -> None:
-    """Other keys than the optimizer's own pass through, as they do in torch."""
+    """Keys of a group that the optimizer does not know are kept, as in torch."""
     tables = [HostEmbedding(N, DIM), HostEmbedding(N, DIM)]
     dense = [table.to_embedding() for table in tables]
     options: list[dict[str, Any]] = [
@@ -326,7 +326,7 @@ def test_gradients_that_were_left_behind() -> None:
                 optimizer.step()
     before = table.read(range(N))
     for number, ids in enumerate(train_rows(batches(4), {table: itself}, optimizer=optimizer)):
-        # As most loops begin: then nothing was lost in silence.
+        # Most loops begin with zero_grad(), which drops the stale gradients visibly.
         optimizer.zero_grad(set_to_none=number % 2 == 0)
         loss_of(table, ids).backward()
         if number == 3:
@@ -375,7 +375,7 @@ def test_mistakes_are_told_apart(tmp_path: Path) -> None:
     for wrong in ("adam", None, [table], table):
         with pytest.raises(
             errors.ArgumentError,
-            match=r"optimizer_class=.*: give the class of an optimizer, then the tables, then its opt",
+            match=r"optimizer_class=.*: give the class of an optimizer, then the tables, then its",
         ):
             RowOptimizer(wrong, [table])
     for wrong in (None, torch.optim.SGD):

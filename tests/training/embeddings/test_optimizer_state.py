@@ -69,7 +69,7 @@ def test_optimizers_that_cannot_train_rows() -> None:
 def test_the_cause_is_told_where_an_optimizer_fails(
     error: Exception, expected: type[Exception], message: str
 ) -> None:
-    """Some errors have no text: Python's own of memory has none."""
+    """Some errors have no text, for example Python's MemoryError."""
 
     class Failing(SGD):
         def step(self, closure: Any = None) -> Any:
@@ -81,7 +81,7 @@ def test_the_cause_is_told_where_an_optimizer_fails(
 
 
 class Anchored(torch.optim.Optimizer):
-    """Pulls every row back to where it began; counts in a number, and keeps one scalar for each row."""
+    """Pulls every row back to its first value; keeps a count, and one scalar for each row."""
 
     def __init__(self, params: Any, pull: float) -> None:
         super().__init__(params, {"pull": pull})
@@ -121,7 +121,7 @@ def test_an_optimizer_that_was_made_up() -> None:
 @pytest.mark.parametrize(
     ("kind", "options", "key", "value", "own"),
     [
-        # torch's Adagrad does not ask the group.
+        # torch's Adagrad ignores this option of a group.
         (Adagrad, {"initial_accumulator_value": 0.5}, "sum", 0.5, 0.5),
         (torch.optim.Rprop, {"lr": 0.25}, "step_size", 0.25, 0.5),
     ],
@@ -129,7 +129,7 @@ def test_an_optimizer_that_was_made_up() -> None:
 def test_what_rows_begin_with(
     kind: Any, options: dict[str, float], key: str, value: float, own: float
 ) -> None:
-    """In every row, also in a group of its own, and while another table has begun."""
+    """Every row has its initial state, in its own group, and after another table was trained."""
     first, second = HostEmbedding(N, DIM), HostEmbedding(N, 3)
     groups = [
         {"params": [first], **{option: 2 * number for option, number in options.items()}},
@@ -165,7 +165,7 @@ def test_state_dict_goes_on_where_it_was(tmp_path: Path) -> None:
     second.load_state_dict(torch.load(tmp_path / "state.pt", weights_only=True))
     assert second.param_groups[0]["lr"] == 0.1
     for key, store in kept.items():
-        # Making an optimizer begins its state.
+        # A new optimizer fills its state.
         store.array[...] = rows[key]
     for ids in train_rows(batches(6)[3:], {half: itself}, optimizer=second):
         simple(second, half, ids)

@@ -66,7 +66,8 @@ def test_bad_sizes_and_initialisers(tmp_path: Path) -> None:
     for store in (None, tmp_path / "t.npy"):
         with pytest.raises(
             errors.StoreError,
-            match=r"big: shape \(4611686018427387904, 8\) of float32 takes 147,573,952,589,676,412,928 bytes",
+            match=r"big: shape \(4611686018427387904, 8\) of float32 takes "
+            "147,573,952,589,676,412,928 bytes",
         ):
             HostEmbedding(2**62, 8, store=store, name="big")
     for init in ("no_such", "constant", 3):
@@ -98,13 +99,15 @@ def test_a_file_of_ones_own(tmp_path: Path) -> None:
     ):
         with pytest.raises(
             errors.StoreError,
-            match=r"users\.npy is there already, and is no \.npy file of shape .*; expected another path",
+            match=r"users\.npy is there already, and is no \.npy file of shape .*; "
+            "expected another path",
         ):
             other(N, 3 if other is HostEmbedding else DIM, store=path)
     found = HostEmbedding(N, DIM, store=path)
     with pytest.raises(
         errors.StoreError,
-        match=r"users\.npy was there already .* overwrite=True to begin anew, HostEmbedding.from_pre",
+        match=r"users\.npy was there already .* overwrite=True to begin anew, "
+        "HostEmbedding.from_pretrained",
     ):
         found.read([0])
     found.close()
@@ -162,7 +165,7 @@ def test_from_pretrained(kind: str, freeze: bool, tmp_path: Path) -> None:
             step_ones(optimizers, table(ids))
     table.close()
     if not freeze:
-        # And not the padding.
+        # The padding row is not trained.
         rows[0] -= np.float32(0.1)
     np.testing.assert_array_equal(np.load(path) if kind == "path" else array, rows)
 
@@ -199,7 +202,7 @@ def test_to_embedding_is_a_copy() -> None:
 def test_past_two_to_the_31(
     n: int, dim: int, dtype: torch.dtype, kind: Any, tmp_path: Path
 ) -> None:
-    """A file of holes: what was not trained takes no room."""
+    """Rows that were not trained are holes in the file and take no disk space."""
     assert n * dim > 2**31
     table = HostEmbedding(n, dim, store=tmp_path / "t.npy", init="zeros", dtype=dtype)
     optimizer = RowOptimizer(kind, [table], lr=0.5)

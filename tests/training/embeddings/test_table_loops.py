@@ -98,7 +98,11 @@ def test_options_are_those_of_nn_embedding(options: dict[str, Any], depth: int) 
     ids=str,
 )
 def test_every_dtype_trains(dtype: torch.dtype, dim: int) -> None:
-    """Short floats in whole vectors: torch rounds what is left over of a tensor in another way, and a block has other ends than a table."""
+    """Tables of every floating point dtype train as nn.Embedding does.
+
+    Short floats have whole vectors only. torch rounds the remainder of a tensor in another way, and
+    the rows of a batch end elsewhere than a table.
+    """
     table = HostEmbedding(N, dim, dtype=dtype)
     trained_as(table, table.to_embedding(), batches(shape=(50,)))
 
@@ -116,7 +120,7 @@ def test_ids_of_every_dtype_and_shape(dtype: torch.dtype, shape: tuple[int, ...]
 
 
 def test_ids_may_be_announced_in_any_form() -> None:
-    """Tensors of unequal dtypes, arrays, lists, numbers, nested; and by a key."""
+    """Ids are tensors of several dtypes, arrays, lists or numbers, nested or by a key."""
     table = HostEmbedding(N, DIM)
     batch = {
         "a": torch.tensor([1, 2]),
@@ -143,7 +147,7 @@ BAD = [
 @pytest.mark.parametrize(("ids", "word"), BAD, ids=["negative", "large", "huge", "float", "bool"])
 @pytest.mark.parametrize("depth", [0, 2])
 def test_bad_ids(ids: torch.Tensor, word: str, depth: int) -> None:
-    """Wherever they come from, the error names table and id; the batches before count, and nothing else has changed."""
+    """The error names table and id; earlier batches count, and nothing else has changed."""
     table = HostEmbedding(N, DIM, init="zeros", name="users")
     optimizer, match = SGD([table]), f"users.*{word}"
     with pytest.raises(errors.RowIndexError, match=match):
@@ -201,7 +205,7 @@ def test_read_sees_the_latest_rows() -> None:
         step_ones(optimizer, table(ids))
         assert table.read([1])[0, 0].item() == pytest.approx(-0.1 * (number + 1))
         assert table.read([[9]]).shape == (1, 1, DIM)
-        # Goes on after a read.
+        # The loop continues after a read.
         step_ones(optimizer, table(ids) * 0)
 
 
@@ -248,7 +252,7 @@ def test_one_loop_over_a_table_at_a_time() -> None:
 
 
 class Once:
-    """A generator for every epoch."""
+    """A loader that returns a new generator for every epoch."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from batches()
@@ -313,7 +317,7 @@ def test_what_was_stepped_is_in_the_store(how: str, depth: int) -> None:
     else:
         body()
     if how != "close":
-        # It can go on.
+        # The table can be used again.
         assert next(iter(loop)).tolist() == [0, 1]
     assert (table.read(range(N))[:, 0] * -10).round().tolist() == [1, 2, 2, 1] + [0] * (N - 4)
     with pytest.raises(errors.ClosedError):
@@ -366,7 +370,7 @@ def test_bags(mode: str, form: str, options: dict[str, Any]) -> None:
 
     loader = batches(shape=(5, 4) if offsets is None else (20,))
     for ids in loader:
-        # torch adds weighted rows in another way where there is a padding.
+        # torch adds weighted rows in another order if there is a padding row.
         ids.view(-1)[7] = 3
     trained_as(table, dense, loader, loss_of)
 

@@ -36,7 +36,7 @@ from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
 CORNERS = corners({"compute": (20, 150, 340), "read": (9, 30, 60)})
 LATE = ("pinfeed-read", "write", "pinfeed-write")
 CORNERS["compute stalls after 40, all else late but read"] = partial(stalling, "compute", 40, LATE)
-# Sparse tensors are not simulated.
+# The simulator has no sparse tensors.
 DENSE = [name for name in OPTIMIZERS if name != "SparseAdam"]
 GROWING: list[tuple[Ids, Ids, Ids]] = [
     ([0], [0], [0]),
@@ -52,7 +52,7 @@ GROWING: list[tuple[Ids, Ids, Ids]] = [
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Torch's own threads only wait for each other over tensors as small as these."""
+    """Use one torch thread, because more of them slow down work on small tensors."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -68,7 +68,7 @@ def test_every_optimizer_on_the_cpu(optimizer: str, depth: int, does: Sequence[s
 
 @pytest.mark.parametrize("sparse", [False, True], ids=["SGD", "Adagrad"])
 def test_an_embedding_of_torchs_is_trained_alike(sparse: bool) -> None:
-    """Where the optimizer leaves a row alone whose gradient is zero, the rows' rule is that of the whole table."""
+    """An optimizer that leaves rows without gradient alone has one rule for rows and tables."""
     made: Any = torch.optim.Adagrad if sparse else SGD
     start = np.random.default_rng(0).standard_normal((12, 8)).astype("f4")
     plain, ours = (
@@ -100,11 +100,12 @@ def test_torch_is_queued_until_a_value_is_needed() -> None:
         ids, step = torch.tensor([0, 2, 2], device=META), torch.tensor(3.0)
         loss = (functional.embedding(ids, weight) * step).sum()
         loss.backward()
-        # On the host, after work with it was queued.
+        # The host changes the tensor after work with it was queued.
         step += 1
         assert isinstance(weight.grad, SimTensor)
         expected = [[3, 3], [0, 0], [6, 6]]
-        assert weight.grad.raw.tolist() != expected  # not yet
+        # The device has not computed the gradient yet.
+        assert weight.grad.raw.tolist() != expected
         assert weight.grad.cpu().tolist() == expected
         assert loss.item() == 3 * (0 + 1 + 4 + 5 + 4 + 5)
         assert ids[ids > 0].cpu().tolist() == [2, 2]
@@ -217,7 +218,7 @@ VARIANTS: list[tuple[bool, dict[str, Any]]] = [
 
 
 def synchronisations() -> list[tuple[str, int]]:
-    """Every call site of wait and sync."""
+    """Return every call site of wait and sync."""
     sites: set[tuple[str, int]] = set()
     for direct, kwargs in VARIANTS:
         device = SimTorchDevice(lazy, direct=direct)
@@ -230,7 +231,7 @@ def synchronisations() -> list[tuple[str, int]]:
     "site", synchronisations(), ids=lambda s: linecache.getline(*s).split("#")[0].strip()
 )
 def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
-    """A device that is deaf to one of them computes something else, or uses freed memory, in some schedule."""
+    """Without one of them, some schedule computes something else, or uses freed memory."""
     assert site[0].endswith("transfer.py"), "a wait or sync outside of transfer.py"
     every = itertools.product(VARIANTS, WORST)
     assert any(
@@ -264,7 +265,7 @@ def test_what_was_stepped_before_an_error_counts(depth: int, simulated: bool) ->
     with pytest.raises(Stop), device.factories() if device else torch.enable_grad():
         got.fed(device or "cpu", depth)
     for table, expected in zip(got.tables, want.tables, strict=True):
-        # The arrays that the stores were given.
+        # The stores share these arrays.
         np.testing.assert_array_equal(table, expected)
 
 
@@ -273,7 +274,7 @@ def test_what_was_stepped_before_an_error_counts(depth: int, simulated: bool) ->
 @pytest.mark.parametrize("depth", [1, 2, 4])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_on_cuda(optimizer: str, depth: int, does: Sequence[str]) -> None:
-    """Against depth 0 there: a GPU adds up in an order of its own."""
+    """Compare with depth 0 on the GPU, because a GPU adds in an order of its own."""
     for stop_after in (None, 3):
         got, want = (
             Run(optimizer, does=does, stop_after=stop_after).fed("cuda", d) for d in (depth, 0)

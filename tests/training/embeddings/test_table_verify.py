@@ -15,7 +15,7 @@ from pinfeed.testing.simtorch import SimTorchDevice
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Torch's own threads only wait for each other over tensors as small as these."""
+    """Use one torch thread, because more of them slow down work on small tensors."""
     n_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -23,7 +23,7 @@ def one_thread() -> Iterator[None]:
 
 
 class Faulty(ArrayStore):
-    """Row 4 is read, or written, wrongly once."""
+    """A store that reads or writes row 4 wrongly once."""
 
     def __init__(self, array: Any, what: str) -> None:
         super().__init__(array)
