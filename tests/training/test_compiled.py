@@ -50,7 +50,10 @@ def test_rows_are_trained_by_a_compiled_model(device: str, options: dict[str, An
 # The compiler looks at what rows were computed from.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_table_is_trained_through_a_compiled_model() -> None:
-    """Compiled once, though every batch looks up another number of different ids; and the same as the synchronous loop, not compiled."""
+    """A compiled model trains a table as the synchronous loop without compilation does.
+
+    It is compiled once, although every batch looks up another number of distinct ids.
+    """
     ids = torch.randint(200, (10, 32), generator=torch.Generator().manual_seed(0))
     found = []
     for depth in (0, 2):

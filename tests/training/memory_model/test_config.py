@@ -363,7 +363,8 @@ def test_a_probe_returns_a_batch_that_ran() -> None:
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you "
+            "tried to allocate 9 bytes"
         ),
         np._core._exceptions._ArrayMemoryError((3,), np.dtype("f4")),  # type: ignore[attr-defined]
     ],

@@ -1,4 +1,7 @@
-"""Steps with Offload are the plain steps, whatever the device's schedule: each wait of offload_transfer.py is needed, none is missing."""
+"""Steps with Offload equal plain steps on any schedule of the device.
+
+Each wait of offload_transfer.py is needed, and none is missing.
+"""
 
 import itertools
 import linecache
@@ -28,7 +31,7 @@ CORNERS = corners({"compute": (20, 60, 150), "read": (2, 6, 20), "write": (2, 6,
 
 
 class SimStorages(Storages):
-    """The storages of a simulated device's tensors: a tensor says that it is on ``meta``, its memory is the device's."""
+    """Storages of a simulated device: its tensors report ``meta``, their memory is the device's."""
 
     def is_dense(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, SimTensor)
@@ -71,7 +74,10 @@ def one_thread() -> Iterator[None]:
 
 
 class Model(nn.Module):
-    """Storages of one size, so that freed memory is found again; views, a skip, a change in place, a tied weight."""
+    """A step with views, a skip connection, a change in place and a tied weight.
+
+    All storages have one size, so that freed memory is used again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -254,7 +260,7 @@ def test_the_device_holds_no_more_than_the_windows() -> None:
 
 # ---- every synchronisation is needed -------------------------------------------------------------
 def in_two_streams(device: SimTorchDevice) -> None:
-    """Steps in streams that have nothing to do with each other, but for the blocks on the host that they use one after the other."""
+    """Steps in independent streams use the same blocks on the host, one after the other."""
     torch.manual_seed(0)
     values = [torch.randn(64) for _ in range(4)]
     want = [
@@ -279,7 +285,7 @@ def in_two_streams(device: SimTorchDevice) -> None:
 
 
 def elsewhere(device: SimTorchDevice) -> None:
-    """What was saved in one stream is asked for in another, that is behind where the values were computed, and no more."""
+    """A stream may unpack what another one saved if it waited for the values, and no longer."""
     torch.manual_seed(0)
     x = torch.randn(64)
     with device.factories():
@@ -351,7 +357,7 @@ def ahead(device: SimTorchDevice) -> None:
 
 
 def foreign(device: SimTorchDevice) -> None:
-    """A saved tensor was allocated for another stream than the one that saves it, and that stream goes on."""
+    """A saved tensor may be allocated for another stream, which continues meanwhile."""
     torch.manual_seed(0)
     values = torch.randn(64)
     with (
@@ -379,7 +385,7 @@ def foreign(device: SimTorchDevice) -> None:
 
 
 def saved_twice(device: SimTorchDevice) -> None:
-    """Two streams save one tensor, each for a result of its own; the one that allocated it goes on first."""
+    """Two streams save one tensor; the stream that allocated it continues first."""
     torch.manual_seed(0)
     values = torch.randn(64)
     with (
@@ -463,7 +469,7 @@ def synchronisations() -> list[tuple[str, int]]:
     "site", synchronisations(), ids=lambda site: linecache.getline(*site).split("#")[0].strip()
 )
 def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
-    """A device that is deaf to one of them computes something else, or uses freed memory, in some schedule."""
+    """A device that ignores one wait gives wrong results or uses freed memory on some schedule."""
     assert site[0].endswith("offload_transfer.py"), "a wait or sync outside of offload_transfer.py"
     assert any(
         fails(scene, SimTorchDevice(choose, deaf_to=site)) for scene in SCENES for choose in worst()
@@ -472,7 +478,7 @@ def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("scene", [foreign, saved_twice], ids=lambda scene: scene.__name__)
 def test_memory_of_another_stream_must_be_shared(scene: Any) -> None:
-    """The allocator does not know of the copies to the host; it would give the memory away too early."""
+    """The allocator does not know of copies to the host, and would reuse memory too early."""
 
     class Forgetful(SimTorchDevice):
         def share(self, tensor: Any, stream: Any) -> None:
