@@ -23,7 +23,7 @@ def mlp(*middle: nn.Module) -> nn.Module:
 
 
 def contrastive(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of all pairs (Khosla et al., arXiv 2004.11362)."""
+    """Return the contrastive loss of all pairs (Khosla et al., arXiv 2004.11362)."""
     unit = functional.normalize(outputs, dim=1)
     same = (labels[:, None] == labels[None]).float()
     return -(functional.log_softmax(unit @ unit.T / 0.1, 1) * same).sum(1).div(same.sum(1)).mean()
@@ -36,7 +36,7 @@ def gradients(model: nn.Module) -> torch.Tensor:
 def gradients_of_both(
     model: nn.Module, loss: Any, strategy: str, x: Any = X, y: Any = Y, **options: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the plain step and of a strategy, of copies of a model."""
+    """Return the gradients of the plain step and of a strategy, on copies of a model."""
     plain, other = copy.deepcopy(model), copy.deepcopy(model)
     torch.manual_seed(2)
     loss(plain(x), y).backward()

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from pinfeed.training.offload.offload import Offload
 
-# Clock ticks: about 10 ms, a thousand times what a small copy takes.
+# Clock ticks of a delay: about 10 ms, a thousand times as long as a small copy.
 LATE = 20_000_000
 
 

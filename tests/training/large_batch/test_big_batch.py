@@ -66,7 +66,7 @@ def test_chunks_give_the_gradients_of_the_whole(case: str, strategy: str, chunk_
     plain, want, other, got, _ = both(
         case, strategy, chunk_size, reduction="mean" if case == "tokens" else None
     )
-    # Dropout draws for a chunk what it draws for these rows of a batch, on the CPU at least.
+    # On the CPU dropout draws the same numbers for a chunk as for these rows of a batch.
     torch.testing.assert_close(gradients(other), gradients(plain), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(got, want)
 
@@ -125,7 +125,7 @@ def test_what_would_be_wrong_is_refused() -> None:
         both("norm", "auto")
     model = mlp(nn.BatchNorm1d(50)).eval()
     with BigBatch(model, functional.cross_entropy, chunk_size=5) as big:
-        # Statistics that stay as they are.
+        # In eval mode the running statistics do not change.
         big.backward(X, Y)
         assert big.chosen is not None
         assert big.chosen.strategy == "accumulate"

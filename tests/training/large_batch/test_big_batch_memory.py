@@ -44,7 +44,7 @@ class Small(nn.Module):
         if self.where == "forward" and torch.is_grad_enabled() and len(x) > self.most:
             raise RuntimeError("CUDA error: out of memory")
         if self.where == "backward":
-            # The last layer has its gradients by then.
+            # The last layer has its gradients when this fails.
             y = Failing.apply(y, self.most)
         return self.last(y)
 
@@ -60,7 +60,7 @@ def test_a_chunk_that_does_not_fit_is_cut(
     for one in (plain, model):
         one.last.weight.grad = torch.ones(7, 50)
     functional.cross_entropy(plain(X), IGNORED).backward()
-    # The plain step of two samples, to compare with, does not fit where one sample is the most.
+    # If only one sample fits, the plain step of two samples for the comparison does not fit.
     with BigBatch(
         model, functional.cross_entropy, chunk_size=chunk_size, strategy=strategy, prove=most > 1
     ) as big:

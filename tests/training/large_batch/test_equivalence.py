@@ -198,7 +198,7 @@ def narrow() -> nn.Module:
 
 
 class Narrow(nn.Module):
-    """Computes in bfloat16."""
+    """A layer that computes in bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def twice(make: Callable[[], nn.Module]) -> list[nn.Module]:
-    """Two equal models."""
+    """Make two equal models from the same seed."""
     torch.manual_seed(0)
     model = make()
     torch.manual_seed(0)
@@ -382,7 +382,7 @@ def test_what_chunks_would_change_is_refused(case: str) -> None:
 @pytest.mark.parametrize("strategy", ["offload", "checkpoint"])
 @pytest.mark.parametrize("case", [case for case in WRONG if case != "a loss that reads the model"])
 def test_what_sees_the_whole_batch_is_right(case: str, strategy: str) -> None:
-    """It is warned of only where it computes something else."""
+    """A named strategy warns only if its gradients differ."""
     make, loss, targets = WRONG[case]
     plain, model = twice(make)
     torch.manual_seed(2)
@@ -411,7 +411,7 @@ def test_a_strategy_that_was_named_is_warned_of(case: str, strategy: str) -> Non
             match=f"strategy='{strategy}' does not give the gradients of the plain step: ",
         ):
             big.backward(X, targets)
-        # It is said once.
+        # The warning is given once.
         big.backward(X, targets)
     with BigBatch(make(), loss, chunk_size=CHUNK, strategy=strategy, prove=False) as big:
         big.backward(X, targets)
@@ -423,7 +423,7 @@ def test_what_chunks_do_not_change_is_computed_in_chunks(case: str) -> None:
     plain, model = twice(make)
     torch.manual_seed(1)
     with warnings.catch_warnings():
-        # torch deprecates size_average
+        # torch deprecates size_average.
         warnings.simplefilter("ignore")
         loss(plain(X), targets).backward()
         torch.manual_seed(1)

@@ -140,7 +140,7 @@ class Program:
         if not self.is_exact:
             layers.insert(rng.randint(0, len(layers)), rng.choice(TOGETHER)())
         if rng.random() < 0.3:
-            # It is there twice.
+            # The same layer occurs twice.
             layers.append(layers[0])
         shape = rng.choice(["tensor"] * 3 + ["dict", "tuple", "auxiliary", "transposed"])
         self.is_exact = self.is_exact and shape not in ("auxiliary", "transposed")
@@ -159,7 +159,7 @@ class Program:
         self.chunk_size = rng.randint(1, n - 1)
 
 
-# torch warns of what it deprecates.
+# torch warns of deprecated functions.
 @pytest.mark.filterwarnings("ignore")
 def outcome_of(seed: int) -> str:
     """``refused``, or the strategy that was chosen; checks that its gradients are right."""

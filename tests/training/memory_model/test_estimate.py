@@ -384,7 +384,7 @@ def test_tensors_that_are_plain_attributes() -> None:
             return self.last
 
     model = Masked()
-    # It keeps a tensor of a graph.
+    # After this call the model keeps a tensor of a graph.
     model(torch.zeros(2, 5))
     estimate = StepEstimator(model, samples_of((5,), "float32", "input"), None).at(4)
     assert estimate.allocated_bytes > 0

@@ -55,7 +55,7 @@ def test_a_storage_goes_once_and_comes_back_once() -> None:
             a, b, c = y.chunk(3, 1)
             loss = (y * y).sum() + (a * b.sin()).sum() + (c.t() * a.t()).sum()
         stats = offload.stats
-        # y, and the sine.
+        # The storages are those of y and of the sine.
         assert stats.n_storages == 2
         assert stats.n_tensors == 8
         loss.backward()
@@ -71,7 +71,7 @@ def test_a_storage_changed_in_between_goes_again() -> None:
         first = (y * torch.ones(50).add_(1)).sum()
         z = x.exp() + 0
         kept = z * 3
-        # z itself was not saved.
+        # The change in place is allowed, because z itself was not saved.
         z.mul_(2)
         return first + (z * kept).sum()
 
@@ -93,7 +93,7 @@ def test_what_stays() -> None:
             model[0](x).sum()
             (model[0].weight.t()[:2] * 2.0).exp_()
             x[1:].sum(0) * model[0].weight
-        # What exp_ gave, and the sum.
+        # The results of exp_ and of the sum are offloaded.
         assert offload.stats.offloaded_bytes == (2 + 1) * 64 * 4
     with Offload("cpu", host_limit=MiB(64)) as offload:
         with offload.step(model):
@@ -277,7 +277,7 @@ def test_gradients_of_gradients() -> None:
         assert offload.stats.host_bytes == 0
         with offload.step(model):
             y = model(x.clone().requires_grad_()).sum()
-        # After the step
+        # This backward pass runs outside of step().
         first = torch.autograd.grad(y, tuple(model.parameters())[:1], create_graph=True)
         first[0].square().sum().backward()
     assert all(
@@ -357,5 +357,5 @@ def test_a_copied_model_is_another_one() -> None:
     with Offload("cpu", **ALL) as offload:
         with offload.step(model):
             other(model(x)).sum()
-        # x, and what came between; the weights of both are leaves.
+        # The storages are those of x and of the intermediate result; all weights are leaves.
         assert offload.stats.n_storages == 2

@@ -118,7 +118,7 @@ def test_the_host_does_not_wait_on_cuda() -> None:
     x = torch.randn(1 << 20, device="cuda", requires_grad=True)
     with Offload("cuda", host_limit=MiB(128), window=MiB(8)) as offload:
         for _ in range(2):
-            # Blocks are page-locked in the first step.
+            # The first step allocates the pinned blocks.
             torch.cuda.synchronize()
             with torch.cuda.stream(offload._transfer._write.raw):
                 torch.cuda._sleep(100 * LATE)

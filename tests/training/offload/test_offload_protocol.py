@@ -93,7 +93,7 @@ class Model(nn.Module):
 
 
 def switch(device: SimTorchDevice, name: str) -> None:
-    """What comes next is in another stream, behind what was queued so far."""
+    """Switch to another stream, which waits for the work queued so far."""
     done = device.current_stream().record()
     device.switch(name)
     device.current_stream().wait(done)
@@ -171,7 +171,7 @@ class Run:
 
     @staticmethod
     def temporaries(value: float = -2.0) -> list[torch.Tensor]:
-        """What a model needs in between, in memory that is free."""
+        """Allocate temporary tensors, as a model does, in memory that is free."""
         if not isinstance(torch.empty(0, device=META), SimTensor):
             return []
         return [torch.full(shape, value, device=META) for shape in [(8, 8)] * 12] + [
@@ -258,7 +258,6 @@ def test_the_device_holds_no_more_than_the_windows() -> None:
     assert peak(4 * 4000) <= least + 2 * 4 * 4000
 
 
-# ---- every synchronisation is needed -------------------------------------------------------------
 def in_two_streams(device: SimTorchDevice) -> None:
     """Steps in independent streams use the same blocks on the host, one after the other."""
     torch.manual_seed(0)
@@ -295,11 +294,11 @@ def elsewhere(device: SimTorchDevice) -> None:
                 with offload.step():
                     y = moved.exp()
                     node, computed = y.grad_fn, device.current_stream().record()
-                    # And the first one is let go of.
+                    # The first result is dropped here.
                     y = y.tanh()
                 Run.temporaries()
                 if window == 1:
-                    # The first one is fetched ahead.
+                    # Asking for this result fetches the first one ahead.
                     assert y.grad_fn._saved_result is not None
                 del y
                 device.switch(f"of {window}")
@@ -311,7 +310,7 @@ def elsewhere(device: SimTorchDevice) -> None:
 
 
 def passed(device: SimTorchDevice) -> None:
-    """What was fetched ahead is not wanted any more, and its memory is taken again."""
+    """Memory of a piece that was fetched ahead is reused when the graph is dropped."""
     with (
         device.factories(),
         SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload,
@@ -322,7 +321,7 @@ def passed(device: SimTorchDevice) -> None:
         assert y.grad_fn._saved_result is not None
         del y
         with offload.step():
-            # Where it sees that the graph is gone.
+            # Offload notices here that the graph was dropped.
             pass
         later = [torch.full((64,), 3.0, device=META) for _ in range(4)]
         device.drain()
@@ -330,7 +329,7 @@ def passed(device: SimTorchDevice) -> None:
 
 
 def closed(device: SimTorchDevice) -> None:
-    """Graphs that are dropped, before and after the end, with copies under way, which then run."""
+    """Graphs may be dropped before and after close(), while their copies still run."""
     with device.factories():
         x = torch.randn(64).to(META).requires_grad_()
         for touched, kept, after in itertools.product((False, True), repeat=3):
@@ -338,7 +337,7 @@ def closed(device: SimTorchDevice) -> None:
                 with offload.step():
                     y = x.exp().tanh().exp().tanh()
                 if touched:
-                    # It is on its way back, and the one before.
+                    # This starts the copies back of this result and of the one before.
                     assert y.grad_fn._saved_result is not None
                 if not kept:
                     del y
@@ -357,7 +356,7 @@ def ahead(device: SimTorchDevice) -> None:
 
 
 def foreign(device: SimTorchDevice) -> None:
-    """A saved tensor may be allocated for another stream, which continues meanwhile."""
+    """A saved tensor may be allocated for another stream, which continues."""
     torch.manual_seed(0)
     values = torch.randn(64)
     with (
@@ -371,7 +370,7 @@ def foreign(device: SimTorchDevice) -> None:
         with offload.step():
             z = y.sin()  # saves y
             del y
-            # Saves another tensor, and lets go of y.
+            # This saves another tensor and frees y.
             w = z.exp()
         device.switch("other")
         later = [torch.full((64,), 3.0, device=META) for _ in range(4)]
@@ -397,11 +396,11 @@ def saved_twice(device: SimTorchDevice) -> None:
             y = x * 2
             a = y.sin()
             switch(device, "other")
-            # Saves the same piece.
+            # This saves the same piece.
             b = y.cos()
             device.switch("compute")
             del y
-            # Saves another tensor, and lets go of the piece.
+            # This saves another tensor and frees the piece.
             a = a.exp()
         later = [torch.full((64,), 3.0, device=META) for _ in range(4)]
         switch(device, "other")

@@ -48,7 +48,7 @@ def test_evaluate_leaves_everything_as_it_was() -> None:
 def test_evaluate_weighs_by_terms(chunk_size: int | None, reduction: str) -> None:
     x, y = dataset().tensors
     y = y.clone()
-    # The mean of the first batch is not a number.
+    # The mean loss of the first batch is NaN.
     y[:BATCH] = -100
     y[-5:] = -100
     loss, model = nn.CrossEntropyLoss(reduction=reduction), network()

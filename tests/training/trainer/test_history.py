@@ -116,7 +116,7 @@ def test_memory_monitor(tmp_path: Path) -> None:
     assert "anonymous" in str(monitor)
     monitor.snapshot("before")
     with mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
-        # A tensor might be where another one was.
+        # A tensor might reuse the memory of an earlier one, so a new mapping is used.
         held.write(b"x" * len(held))
         after = monitor.snapshot("12")
         assert after.anonymous - monitor.snapshots[0].anonymous > 0.9 * len(held)

@@ -38,13 +38,13 @@ def test_loops_that_forget_nothing_are_not_warned_of() -> None:
     optimizer = torch.optim.Adam(model.parameters())
     with Trainer(model, LOSS, optimizer, loader()) as trainer:
         for batch in trainer.batches():
-            # Accumulated, and cleared before instead of after.
+            # Gradients are accumulated, and cleared before the batch instead of after the step.
             trainer.zero_grad()
             trainer.backward(*batch)
             trainer.backward(*batch)
             trainer.step()
         for set_to_none in (True, False):
-            # Through the optimizer itself.
+            # Steps are taken through the optimizer itself.
             for batch in trainer.batches():
                 trainer.backward(*batch)
                 optimizer.step()
@@ -54,7 +54,7 @@ def test_loops_that_forget_nothing_are_not_warned_of() -> None:
             trainer.step()
             model.zero_grad()
         for i, batch in enumerate(trainer.batches()):
-            # A batch is left out.
+            # One batch has no step.
             trainer.backward(*batch)
             if i != 1:
                 trainer.step()
@@ -70,7 +70,7 @@ def test_loops_that_are_not_warned_of(case: str) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1e38) if case == "scaler" else None
     with Trainer(model, LOSS, both, loader(), scaler=scaler) as trainer:
         for i, (x, y) in enumerate(trainer.batches()):
-            # Warnings are errors here.
+            # Warnings are errors in these tests.
             trainer.backward(x * 1e3, y)
             for k, optimizer in enumerate(both):
                 if scaler is not None:

@@ -222,7 +222,7 @@ def test_an_optimizer_of_another_model_is_refused() -> None:
     with pytest.raises(ArgumentError, match="steps none of the 2 parameters of the model"):
         Trainer(model, LOSS, torch.optim.SGD(other.parameters(), lr=0.1), [])
     model.requires_grad_(requires_grad=False)
-    # A frozen one, where something else is trained.
+    # A frozen model is accepted, because something else is trained.
     Trainer(model, LOSS, torch.optim.SGD(other.parameters(), lr=0.1), []).close()
 
 
