@@ -1,4 +1,4 @@
-"""Beside a compiled model: the prefetching loop is the synchronous one."""
+"""Compiled models: a prefetching loop gives the results of the synchronous one."""
 
 from typing import Any
 
@@ -14,14 +14,14 @@ from pinfeed import Feeder, HostEmbedding, PinnedStore, RowOptimizer, train_rows
 @pytest.mark.parametrize(
     ("device", "options"),
     [
-        # Traced, and not built: that would take a C++ compiler and long.
+        # This backend traces without building, which would need a C++ compiler and time.
         ("cpu", {"backend": "aot_eager"}),
         pytest.param("cuda", {}, marks=pytest.mark.gpu),
-        # CUDA graphs, captured while batches are on their way.
+        # CUDA graphs are captured while batches are being copied.
         pytest.param("cuda", {"mode": "reduce-overhead"}, marks=pytest.mark.gpu),
     ],
 )
-# Of the compiler
+# The compiler warns.
 @pytest.mark.filterwarnings("default")
 def test_rows_are_trained_by_a_compiled_model(device: str, options: dict[str, Any]) -> None:
     weight = torch.linspace(-1, 1, 64 * 64).reshape(64, 64).to(device)
@@ -50,7 +50,10 @@ def test_rows_are_trained_by_a_compiled_model(device: str, options: dict[str, An
 # The compiler looks at what rows were computed from.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_table_is_trained_through_a_compiled_model() -> None:
-    """Compiled once, though every batch looks up another number of different ids; and the same as the synchronous loop, not compiled."""
+    """A compiled model trains a table as the synchronous loop without compilation does.
+
+    It is compiled once, although every batch looks up another number of distinct ids.
+    """
     ids = torch.randint(200, (10, 32), generator=torch.Generator().manual_seed(0))
     found = []
     for depth in (0, 2):

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,15 +13,10 @@ from torch import nn
 from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.feeders.dataloader import LoaderFeeder, wrap_loader
 from pinfeed.memory import limits
-from pinfeed.memory.host import free_host_bytes
-from pinfeed.training import rng_state
 from pinfeed.training.large_batch.batch_source import first_batches, joined_with_first
 from pinfeed.training.large_batch.check import Check, compare_with_plain_step
-from pinfeed.training.large_batch.chunk_stream import ChunkStream
-from pinfeed.training.large_batch.select import Strategy, StrategyChoice
-from pinfeed.training.large_batch.strategies.accumulation import GradientAccumulator
-from pinfeed.training.large_batch.strategies.batch_norms import batch_norms
-from pinfeed.training.large_batch.strategies.gradients import backward_whole, gradient_transaction
+from pinfeed.training.large_batch.select import StrategyChoice
+from pinfeed.training.large_batch.strategies.gradients import backward_whole
 from pinfeed.training.large_batch.strategies.loss_reduction import (
     Count,
     Reduction,
@@ -41,18 +34,12 @@ from pinfeed.training.large_batch.strategies.micro_batches import (
     n_samples,
     slice_samples,
 )
-from pinfeed.training.large_batch.strategies.recompute import recomputed
 from pinfeed.training.large_batch.strategies.step_spec import StepSpec
-from pinfeed.training.large_batch.strategies.two_pass import backward_two_pass
 from pinfeed.training.large_batch.strategy_options import StrategyOptions, check_step
-from pinfeed.training.large_batch.strategy_selector import SOURCE, StrategySelector
-from pinfeed.training.memory_model.out_of_memory import is_out_of_memory, release_cached_memory
+from pinfeed.training.large_batch.strategy_runner import StrategyRunner
+from pinfeed.training.large_batch.strategy_selector import StrategySelector
 from pinfeed.training.memory_model.tensor_specs import to_device
 from pinfeed.validation.arguments import explain_arguments
-
-if TYPE_CHECKING:
-    from pinfeed.training.offload.offload import Offload
-
 
 _HINTS = {
     "batch_size": "the batch is what backward() is given; samples that are computed at a time are "
@@ -113,10 +100,6 @@ class BigBatch:
             ``"auto"`` takes another strategy or raises, and a named strategy warns. False skips
             the comparison.
 
-    Attributes:
-        chosen: How the last batch was computed; None before the first.
-        n_halved: Number of chunks that did not fit and were computed in halves.
-
     Raises:
         ArgumentError: If an argument is invalid.
     """
@@ -157,11 +140,8 @@ class BigBatch:
         self._selector = StrategySelector(
             self._spec, self._device, options, has_known_reduction=known is not None
         )
-        self._stream = ChunkStream(self._spec, self._device)
-        self._offload: Offload | None = None
+        self._runner = StrategyRunner(self._spec, self._device, options, self._selector)
         self._is_closed = False
-        self.chosen: StrategyChoice | None = None
-        self.n_halved = 0
 
     def __enter__(self) -> BigBatch:
         return self
@@ -172,10 +152,17 @@ class BigBatch:
     def close(self) -> None:
         """End the reader thread and free page-locked memory. Further calls do nothing."""
         self._is_closed = True
-        with contextlib.ExitStack() as stack:
-            stack.callback(self._stream.close)
-            if self._offload is not None:
-                stack.callback(self._offload.close)
+        self._runner.close()
+
+    @property
+    def chosen(self) -> StrategyChoice | None:
+        """Strategy of the last batch; None before the first batch."""
+        return self._runner.chosen
+
+    @property
+    def n_halved(self) -> int:
+        """Number of chunks that did not fit and were computed in halves."""
+        return self._runner.n_halved
 
     def backward(self, inputs: Any, targets: Any = None) -> torch.Tensor:
         """Add the gradients of a whole batch to the gradients of the parameters.
@@ -186,7 +173,7 @@ class BigBatch:
                 Feeder, a DataLoader or an iterator of (inputs, targets), whose batches together
                 are one batch. Such a source allows only ``"accumulate"``, and its batches are cut
                 if they are larger than a chunk.
-            targets: Targets of the same samples, likewise.
+            targets: Targets of the same samples, in the same forms; None without targets.
 
         Returns:
             The loss of the whole batch, a tensor of shape ().
@@ -212,8 +199,9 @@ class BigBatch:
         if n == 0:
             raise ArgumentError("the batch is empty; expected at least one sample")
         check_no_sample_lists((inputs, targets), n, " (inputs, targets)")
-        self.chosen = self._selector.choose(inputs, targets)
-        return self._compute(self.chosen, inputs, targets)
+        chosen = self._selector.choose(inputs, targets)
+        self._runner.chosen = chosen
+        return self._runner.run(chosen, inputs, targets)
 
     def check(self, inputs: Any, targets: Any = None, *, chunk_size: int | None = None) -> Check:
         """Compare the gradients of a small batch with those of the plain step.
@@ -248,75 +236,8 @@ class BigBatch:
             self._spec,
             strategy,
             lambda: backward_whole(self._spec, *whole),
-            lambda: self._compute(chosen, inputs, targets),
+            lambda: self._runner.run(chosen, inputs, targets),
         )
-
-    def _compute(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
-        with gradient_transaction(self._spec):
-            if chosen.strategy == "accumulate":
-                return self._accumulate_batch(chosen.chunk_size, inputs, targets)
-            if chosen.strategy in ("plain", "two_pass"):
-                return self._compute_or_halve(chosen, inputs, targets)
-            is_checkpoint = chosen.strategy == "checkpoint"
-            with recomputed(self._spec.model) if is_checkpoint else self._offloaded():
-                return self._backward_whole(inputs, targets)
-
-    def _backward_whole(self, inputs: Any, targets: Any) -> torch.Tensor:
-        return backward_whole(self._spec, self._to_device(inputs), self._to_device(targets))
-
-    def _accumulate_batch(self, size: int, inputs: Any, targets: Any) -> torch.Tensor:
-        total = self._spec.count_terms(inputs, targets)
-        if self._spec.reduction == "mean" and not total:
-            # The mean of no terms is whatever the plain step makes of it.
-            return self._backward_whole(
-                slice_samples(inputs, 0, size), slice_samples(targets, 0, size)
-            )
-        chunks = self._stream.chunks(inputs, targets, size)
-        return self._accumulate(chunks, total, self._selector.key_of(inputs, targets))
-
-    def _accumulate(self, chunks: Chunks, total: float | None, key: Any) -> torch.Tensor:
-        accumulator = GradientAccumulator(self._spec)
-        try:
-            # An error that the user keeps would otherwise keep the loop over chunks running.
-            with contextlib.closing(chunks):
-                return accumulator.run(chunks, total)
-        finally:
-            if accumulator.n_halved:
-                # The next batch is cut into smaller chunks at once.
-                self.n_halved += accumulator.n_halved
-                self._selector.halve(key)
-
-    def _compute_or_halve(self, chosen: StrategyChoice, inputs: Any, targets: Any) -> torch.Tensor:
-        """Compute the whole batch or two passes, again in smaller chunks while memory runs out."""
-        state = rng_state.capture()
-        size = chosen.chunk_size
-        try:
-            with gradient_transaction(self._spec):
-                if chosen.strategy == "plain" or size >= n_samples(inputs):
-                    return self._backward_whole(inputs, targets)
-                chunks = functools.partial(self._stream.chunks, inputs, targets, size)
-                return backward_two_pass(self._spec, chunks, self._to_device(targets))
-        except (RuntimeError, MemoryError) as error:
-            if not is_out_of_memory(error) or not self._can_be_cut(chosen):
-                raise
-        # This is outside the except block, because the traceback keeps the tensors of the frames
-        # that failed until the block ends.
-        release_cached_memory()
-        rng_state.restore(state)
-        self.n_halved += 1
-        strategy: Strategy = "two_pass"
-        if chosen.strategy == "plain":
-            strategy = self._selector.strategy_in_chunks(inputs, targets)
-        smaller = dataclasses.replace(
-            chosen, strategy=strategy, chunk_size=-(-size // 2), why="more did not fit"
-        )
-        self.chosen = self._selector.keep(self._selector.key_of(inputs, targets), smaller)
-        return self._compute(smaller, inputs, targets)
-
-    def _can_be_cut(self, chosen: StrategyChoice) -> bool:
-        if chosen.chunk_size == 1 or self._options.strategy == "plain":
-            return False
-        return chosen.strategy != "plain" or not batch_norms(self._spec.model)
 
     def _backward_source(self, source: Any) -> torch.Tensor:
         """Add the gradients of all batches of an iterable, as those of one batch."""
@@ -335,12 +256,12 @@ class BigBatch:
                 raise ArgumentError("there is no batch; expected at least one")
             inputs, targets = joined_with_first(first)
             is_one_of_several = len(first) > 1 and n_samples(inputs) == 1
-            self.chosen = self._selector.choose_for_source(
+            chosen = self._selector.choose_for_source(
                 inputs, targets, is_one_of_several=is_one_of_several
             )
-            chunks = self._source_chunks(itertools.chain(first, pairs), self.chosen.chunk_size)
-            with gradient_transaction(self._spec):
-                return self._accumulate(chunks, None, SOURCE)
+            chunks = self._source_chunks(itertools.chain(first, pairs), chosen.chunk_size)
+            self._runner.chosen = chosen
+            return self._runner.run_source(chunks)
 
     def _source_chunks(self, batches: Iterable[tuple[Any, Any]], size: int) -> Chunks:
         for inputs, targets in batches:
@@ -362,15 +283,6 @@ class BigBatch:
 
     def _to_device(self, batch: Any) -> Any:
         return to_device(batch, self._device)
-
-    def _offloaded(self) -> contextlib.AbstractContextManager[Any]:
-        if self._offload is None:
-            from pinfeed.training.offload.offload import Offload
-
-            config = self._options.config
-            limit = None if config is None else config.host_limit(free_host_bytes())
-            self._offload = Offload(self._device, host_limit=limit)
-        return self._offload.step(*self._spec.modules)
 
 
 def _checked_modules(modules: Any) -> tuple[nn.Module, ...]:

@@ -34,7 +34,7 @@ class MemoryPredictor:
         estimator: Estimates steps of the model.
         limit: Limit of device memory, in bytes; of host memory if training is on the CPU.
         host_limit: Limit of host memory, in bytes.
-        n_ahead: Chunks on the device besides the one that is computed.
+        n_ahead: Chunks on the device in addition to the one that is computed.
     """
 
     def __init__(self, estimator: StepEstimator, limit: int, host_limit: int, n_ahead: int) -> None:
@@ -51,7 +51,7 @@ class MemoryPredictor:
         self._least = 2 if isinstance(model, nn.Module) and batch_norms(model) else 1
 
     def chunk_size(self, n: int | None, *, in_two_passes: bool = False) -> int:
-        """Return the largest chunk of a batch of ``n`` that fits, beside existing gradients.
+        """Return the largest chunk of a batch of ``n`` that fits while gradients exist already.
 
         Raises:
             NotEnoughGPUMemory: If not even one sample fits on the GPU.
@@ -77,7 +77,7 @@ class MemoryPredictor:
     def n_compared(self, n: int) -> int:
         """Return how many samples can be compared with the plain step.
 
-        They fit on the device as one batch, beside one more set of gradients.
+        They fit on the device as one batch together with one more set of gradients.
 
         Raises:
             NotEnoughGPUMemory: If not even two samples fit on the GPU.

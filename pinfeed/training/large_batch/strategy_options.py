@@ -33,6 +33,11 @@ class StrategyOptions:
     autocast: torch.dtype | None
     prove: bool
 
+    @property
+    def has_limit(self) -> bool:
+        """Whether there is a memory limit or a chunk size."""
+        return self.config is not None or self.chunk_size is not None
+
 
 def check_step(model: Any, loss: Any, options: StrategyOptions, scaler: Any) -> None:
     """Refuse arguments of a BigBatch or a Trainer with which no step can be computed.

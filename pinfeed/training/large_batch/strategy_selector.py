@@ -8,6 +8,7 @@ import warnings
 from typing import Any
 
 import torch
+from torch import nn
 
 from pinfeed.errors import ArgumentError
 from pinfeed.training.large_batch.equivalence.conditions import (
@@ -56,12 +57,11 @@ class StrategySelector:
         has_known_reduction: bool,
     ) -> None:
         self._spec = spec
-        self._device = device
         self._options = options
         self._has_known_reduction = has_known_reduction
         self._verifier = EquivalenceVerifier(options.prove, options.autocast)
         self._choices: dict[Any, StrategyChoice] = {}
-        self._predictors: dict[Any, MemoryPredictor] = {}
+        self._predictors = _Predictors(spec, device, options)
         self._is_source_reported = False
 
     def choose(self, inputs: Any, targets: Any) -> StrategyChoice:
@@ -82,14 +82,14 @@ class StrategySelector:
                 n,
                 self._options.chunk_size,
                 self._has_known_reduction,
-                None if self._options.config is None else self._predictor(inputs, targets),
+                None if self._options.config is None else self._predictors.get(inputs, targets),
                 functools.partial(self._problem_of, inputs=inputs, targets=targets),
             )
             return self.keep(key, chosen)
         strategy: Strategy = self._options.strategy  # type: ignore[assignment]
         size = self._chunk_size(strategy, n, inputs, targets)
         chosen = self.keep(key, self.choice_as_named(strategy, n, size))
-        if self._may_differ(chosen, n):
+        if _may_differ(chosen, n, self._spec.model):
             self._report(strategy, self._problem_of(strategy, inputs, targets))
         return chosen
 
@@ -200,18 +200,11 @@ class StrategySelector:
         """Return the key of a choice: shapes of the batch, and modes of the modules."""
         return shapes_and_dtypes(inputs, targets), self._spec.training_modes
 
-    def _may_differ(self, chosen: StrategyChoice, n: int) -> bool:
-        """Return whether a named strategy may differ without a warning so far."""
-        if chosen.strategy == "checkpoint":
-            return True
-        is_cut = chosen.strategy in ("accumulate", "two_pass") and chosen.chunk_size < n
-        return is_cut and not batch_norms(self._spec.model)
-
     def _problem_of(self, strategy: str, inputs: Any, targets: Any) -> str:
         def most_that_fit() -> int:
             if self._options.config is None or self._options.chunk_size is not None:
                 return MOST_COMPARED
-            return self._predictor(inputs, targets).n_compared(n_samples(inputs))
+            return self._predictors.get(inputs, targets).n_compared(n_samples(inputs))
 
         return self._verifier.problem_of(strategy, self._spec, inputs, targets, most_that_fit)
 
@@ -246,14 +239,25 @@ class StrategySelector:
                 "neither chunk_size nor a config with a limit was given; give one of them"
             )
         is_two_pass = strategy == "two_pass"
-        return self._predictor(inputs, targets).chunk_size(n, in_two_passes=is_two_pass)
+        return self._predictors.get(inputs, targets).chunk_size(n, in_two_passes=is_two_pass)
 
-    def _predictor(self, inputs: Any, targets: Any) -> MemoryPredictor:
+
+class _Predictors:
+    """Memory predictors of a model, one for each shape of samples."""
+
+    def __init__(self, spec: StepSpec, device: torch.device, options: StrategyOptions) -> None:
+        self._spec = spec
+        self._device = device
+        self._options = options
+        self._by_shape: dict[Any, MemoryPredictor] = {}
+
+    def get(self, inputs: Any, targets: Any) -> MemoryPredictor:
+        """Return the predictor for batches like this one; there must be a config."""
         target_key = targets is not None and sample_spec_of(targets).key
         key = sample_spec_of(inputs).key, target_key, *batch_norms(self._spec.model)
-        if key not in self._predictors:
+        if key not in self._by_shape:
             assert self._options.config is not None
-            self._predictors[key] = memory_predictor_for(
+            self._by_shape[key] = memory_predictor_for(
                 self._spec.model,
                 self._options.config,
                 self._device,
@@ -262,4 +266,12 @@ class StrategySelector:
                 loss=self._spec.loss,
                 autocast=self._options.autocast,
             )
-        return self._predictors[key]
+        return self._by_shape[key]
+
+
+def _may_differ(chosen: StrategyChoice, n: int, model: nn.Module) -> bool:
+    """Return whether a named strategy may differ from the plain step without a warning so far."""
+    if chosen.strategy == "checkpoint":
+        return True
+    is_cut = chosen.strategy in ("accumulate", "two_pass") and chosen.chunk_size < n
+    return is_cut and not batch_norms(model)

@@ -68,12 +68,12 @@ class Config(limits.MemoryLimits):
         total_sample_count: Reads of an epoch, of ``one_read_count`` samples each.
         input_shape: Shape of a sample, without the batch dimension; or a tuple (positional
             arguments of the model), list or dict (its keyword arguments) of shapes.
-        output_shape: Shape of a sample's target, likewise; None without targets.
+        output_shape: Shape of a sample's target, or a structure of shapes; None without targets.
         model: A torch module, which is not changed; or a function that makes one.
         model_class: The same as ``model``.
         input_dtype: One dtype for all inputs, or a structure like theirs: a dtype of torch or
             numpy, or its name.
-        output_dtype: Dtype of targets, likewise.
+        output_dtype: Dtype of targets, or a structure of dtypes.
         one_read_count: Samples of a read; a batch is a multiple of it.
         loss: Function of the model's outputs and targets; None for the sum of the outputs.
         optimizer: A torch optimizer of the model's parameters; or its class, or a function of

@@ -90,7 +90,7 @@ class Convolution:
         return [(x + w + y, 0), (copies * y, 1)]
 
     def input_stages(self, *, has_bias: bool = False) -> list[Stage]:
-        """Return the stages of computing x from y and w; a transposed convolution may have a bias."""
+        """Return the stages of computing x from y and w; transposed ones may have a bias."""
         is_strided = max(self.stride) > 1
         beyond = max(reach - p for reach, p in zip(self.reaches, self.padding, strict=True))
         far = beyond > (7 if len(self.w) == 3 else 16)
@@ -110,7 +110,7 @@ class Convolution:
         return [(x + w + y + (x if has_bias else 0), 0), (x, 1)]
 
     def weight_stages(self, n_before: int) -> list[Stage]:
-        """Return the stages of computing w from x and y, when ``n_before`` results exist already."""
+        """Return the stages of computing w from x and y, after ``n_before`` results."""
         few = self.groups == 1 and _FEW < self.x[1] < self.block
         most = [min(16, (reach + 1) // 2) for reach in self.reaches]
         wide = any(p > bound for p, bound in zip(self.padding, most, strict=True))

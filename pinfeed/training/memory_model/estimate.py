@@ -75,10 +75,10 @@ def estimate(
         batch_size: Samples of the batch.
         input_shape: Shape of a sample, without the batch dimension; or a tuple (positional
             arguments of the model), list or dict (its keyword arguments) of shapes.
-        output_shape: Shape of a sample's target, likewise; None without targets.
+        output_shape: Shape of a sample's target, or a structure of shapes; None without targets.
         input_dtype: One dtype for all inputs, or a structure like theirs: a dtype of torch or
             numpy, or its name.
-        output_dtype: Dtype of targets, likewise.
+        output_dtype: Dtype of targets, or a structure of dtypes.
         loss: Function of the model's outputs and targets; None for the sum of the outputs.
         optimizer: A torch optimizer of the model's parameters; or its class, or a function of
             parameters. None for AdamW.

@@ -98,7 +98,7 @@ def _each(value: Sequence[int], n: int) -> tuple[int, ...]:
 
 
 def _columns(backend: str, one: Convolution, mask: Sequence[bool] | None) -> list[Stage]:
-    """Return the stages of torch's kernels, which make columns of all samples or of each in turn."""
+    """Return the stages of torch's kernels: columns of all samples, or of each in turn."""
     if one.groups > 1:
         # Groups are computed one after another and their results are copied together.
         return [(one.plain[2], 1)] if mask is None else [(one.plain[0], int(mask[0]))]

@@ -84,7 +84,7 @@ class Offload:
 
     The first step allocates pinned memory, which takes time; later steps reuse it, and the host
     waits for nothing. Several graphs may exist at a time, be kept for several backward passes, be
-    differentiated again, or be dropped. A block is free when its last saved tensor is gone.
+    differentiated again, or be dropped. A block is free when its last saved tensor is freed.
 
     A saved tensor that is changed in place before the backward pass raises an error, as it does
     without Offload. Changes that torch does not count (``.data``, custom kernels) are not seen, and

@@ -69,7 +69,7 @@ class StoragePiece:
             while they are only on the host.
         stream: Stream in whose order ``memory`` may be used and freed.
         block: The bytes on the host; None if there was no room.
-        back: Event after the copy that filled ``memory``; None before the piece came back. Other
+        back: Event after the copy that filled ``memory``; None before that copy. Other
             streams must wait for it.
     """
 
@@ -227,7 +227,7 @@ class OffloadTransfer:
             self._last_examined = position
 
     def forget(self, piece: StoragePiece) -> None:
-        """Free the device memory of a piece that came back; a later use fetches it again."""
+        """Free the device memory of a restored piece; a later use fetches it again."""
         if piece.back is not None:
             piece.memory = None
             piece.back = None
@@ -307,7 +307,7 @@ class OffloadTransfer:
             piece.memory = None
 
     def _on_death(self, position: int, block: PinnedBlock) -> None:
-        """Return the block of a piece whose last saved tensor is gone.
+        """Give the block of a dead piece back to the pool.
 
         The finalizer runs this in any thread, at any time.
         """

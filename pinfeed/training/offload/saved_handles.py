@@ -51,7 +51,7 @@ class SavedPiece(StoragePiece):
 
     @property
     def is_served(self) -> bool:
-        """Whether every tensor on the piece was unpacked since the piece came back."""
+        """Whether every tensor on the piece was unpacked since the piece was restored."""
         handles = (ref() for ref in self.handles)
         return all(handle is None or handle.back is self.back for handle in handles)
 

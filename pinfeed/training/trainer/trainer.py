@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
@@ -81,6 +82,8 @@ class Trainer:
     The measurements of an epoch are in ``history`` when it has ended; no batch waits for the
     device. The model stays in its training or eval mode.
 
+    This is one class because its methods are the steps of one loop, which all three forms share.
+
     Args:
         model: The model.
         loss: Function of outputs and targets; targets are None if there are none.
@@ -134,37 +137,24 @@ class Trainer:
         self._callbacks = Callbacks(callbacks)
         check_flag(progress, "progress")
         check_loader(loader)
-        is_limited = config is not None or chunk_size is not None
-        if strategy == "auto" and not is_limited:
-            strategy = "plain"
         options = StrategyOptions(config, chunk_size, strategy, autocast, prove)
+        if strategy == "auto" and not options.has_limit:
+            options = dataclasses.replace(options, strategy="plain")
         check_step(model, loss, options, scaler)
         if device is not None:
             model.to(torch_device(device, exists=True))
-        self._big_batch = BigBatch(
-            model,
-            loss,
-            config=config,
-            chunk_size=chunk_size,
-            strategy=strategy,
-            autocast=autocast,
-            scaler=scaler,
-            prove=prove,
-        )
+        self._big_batch = BigBatch(model, loss, scaler=scaler, **vars(options))
         self.model = model
         self._loss = loss
         self.loader = loader
         self._optimizers.check_steps(model, loss)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._chunk_size = chunk_size
-        self._autocast = autocast
+        self._options = options
         self._progress = progress
-        self._feeder: LoaderFeeder | None = None
-        if not is_limited and not _is_feeder(loader):
-            self._feeder = wrap_loader(loader, device=self._device)
-        self._loop_check = MissingStepCheck(
-            self._optimizers.optimizers, parameters_of, has_scaler=scaler is not None
-        )
+        is_prefetched = not options.has_limit and not _is_feeder(loader)
+        self._feeder = wrap_loader(loader, device=self._device) if is_prefetched else None
+        steppers = self._optimizers.optimizers
+        self._loop_check = MissingStepCheck(steppers, parameters_of, has_scaler=scaler is not None)
         self._recorder = Recorder(self._device)
         self._is_training = False
         self._is_stopped = False
@@ -200,7 +190,7 @@ class Trainer:
 
     @property
     def chosen(self) -> StrategyChoice | None:
-        """How the gradients of the last batch were computed; None before the first."""
+        """Strategy of the last batch; None before the first batch."""
         return self._big_batch.chosen
 
     def train(self, n_epochs: int) -> History:
@@ -334,8 +324,8 @@ class Trainer:
 
     def _evaluation_size(self) -> int | None:
         """Return how many samples are evaluated at a time; None for whole batches."""
-        if self._chunk_size is not None:
-            return self._chunk_size
+        if self._options.chunk_size is not None:
+            return self._options.chunk_size
         if self.chosen is not None and self.chosen.strategy in ("accumulate", "two_pass"):
             return self.chosen.chunk_size
         return None
@@ -364,9 +354,9 @@ class Trainer:
             raise ClosedError("the trainer is closed; make a new one")
 
     def _context(self) -> contextlib.AbstractContextManager[Any]:
-        if self._autocast is None:
+        if self._options.autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast(self._device.type, self._autocast)
+        return torch.autocast(self._device.type, self._options.autocast)
 
 
 def _is_feeder(loader: Any) -> bool:

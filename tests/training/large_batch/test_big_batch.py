@@ -1,7 +1,6 @@
-"""Gradients of batches that do not fit: equal to those of the plain step, or refused."""
+"""BigBatch: gradients of whole batches, the choice of strategies, and refused arguments."""
 
 import copy
-import functools
 import itertools
 import warnings
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.big_batches import IGNORED, X, Y, contrastive, gradients, gradients_of_both, mlp
 from torch import nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
@@ -18,25 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from pinfeed import BigBatch, Config, Feeder, MiB, errors
 from pinfeed.training.large_batch.select import STRATEGIES
 
-X = torch.randn(23, 20, generator=torch.Generator().manual_seed(0))
-Y = torch.randint(7, (23,), generator=torch.Generator().manual_seed(0))
-IGNORED = Y.clone()
-IGNORED[::3] = IGNORED[:6] = -100
 WHOLE = [strategy for strategy in STRATEGIES if strategy not in ("accumulate", "two_pass")]
-
-
-def mlp(*middle: nn.Module) -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Linear(20, 50), *middle, nn.ReLU(), nn.Linear(50, 40), nn.ReLU(), nn.Linear(40, 7)
-    )
-
-
-def contrastive(outputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Of all pairs (Khosla et al., arXiv 2004.11362)."""
-    unit = functional.normalize(outputs, dim=1)
-    same = (labels[:, None] == labels[None]).float()
-    return -(functional.log_softmax(unit @ unit.T / 0.1, 1) * same).sum(1).div(same.sum(1)).mean()
 
 
 def tokens(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -55,10 +37,6 @@ CASES: dict[str, tuple[Any, Any, torch.Tensor]] = {
     "norm": (lambda: mlp(nn.BatchNorm1d(50)), functional.cross_entropy, Y),
     "contrastive": (mlp, contrastive, Y),
 }
-
-
-def gradients(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
 def both(
@@ -88,7 +66,7 @@ def test_chunks_give_the_gradients_of_the_whole(case: str, strategy: str, chunk_
     plain, want, other, got, _ = both(
         case, strategy, chunk_size, reduction="mean" if case == "tokens" else None
     )
-    # Dropout draws for a chunk what it draws for these rows of a batch, on the CPU at least.
+    # On the CPU dropout draws the same numbers for a chunk as for these rows of a batch.
     torch.testing.assert_close(gradients(other), gradients(plain), rtol=1e-4, atol=1e-6)
     torch.testing.assert_close(got, want)
 
@@ -141,12 +119,13 @@ def test_what_is_right_is_chosen(case: str, strategy: str) -> None:
 def test_what_would_be_wrong_is_refused() -> None:
     with pytest.raises(
         errors.ArgumentError,
-        match=r"chunks do not give the gradients of 23 samples \(accumulate, two_pass: 1 normalizes over the batch\)",
+        match=r"chunks do not give the gradients of 23 samples "
+        r"\(accumulate, two_pass: 1 normalizes over the batch\)",
     ):
         both("norm", "auto")
     model = mlp(nn.BatchNorm1d(50)).eval()
     with BigBatch(model, functional.cross_entropy, chunk_size=5) as big:
-        # Statistics that stay as they are.
+        # In eval mode the running statistics do not change.
         big.backward(X, Y)
         assert big.chosen is not None
         assert big.chosen.strategy == "accumulate"
@@ -210,109 +189,6 @@ def test_batches_that_come_one_after_the_other_are_one(source: str, case: str) -
         BigBatch(model, loss, chunk_size=4, strategy="two_pass") as big,
     ):
         big.backward(DataLoader(TensorDataset(X, targets), batch_size=7))
-
-
-class Failing(torch.autograd.Function):
-    """Has no memory for more than so many samples, on the way back."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, most: int) -> torch.Tensor:
-        ctx.most = most
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
-        if len(gradient) > ctx.most:
-            raise torch.OutOfMemoryError("CUDA out of memory.")
-        return gradient, None
-
-
-class Small(nn.Module):
-    """A model whose forward or backward pass has no memory for more than so many samples."""
-
-    def __init__(self, most: int, where: str, *, dropout: float = 0.0) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(20, 50)
-        self.drop = nn.Dropout(dropout)
-        self.last = nn.Linear(50, 7)
-        self.most = most
-        self.where = where
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.drop(torch.relu(self.first(x)))
-        if self.where == "forward" and torch.is_grad_enabled() and len(x) > self.most:
-            raise RuntimeError("CUDA error: out of memory")
-        if self.where == "backward":
-            # The last layer has its gradients by then.
-            y = Failing.apply(y, self.most)
-        return self.last(y)
-
-
-@pytest.mark.parametrize("where", ["forward", "backward"])
-@pytest.mark.parametrize("strategy", ["auto", "accumulate", "two_pass"])
-@pytest.mark.parametrize(("chunk_size", "most"), [(8, 3), (23, 1), (100, 5), (8, 8)])
-def test_a_chunk_that_does_not_fit_is_cut(
-    where: str, strategy: str, chunk_size: int, most: int
-) -> None:
-    """No sample is lost, none counts twice, and gradients that were there stay."""
-    plain, model = Small(100, where), Small(most, where)
-    for one in (plain, model):
-        one.last.weight.grad = torch.ones(7, 50)
-    functional.cross_entropy(plain(X), IGNORED).backward()
-    # The plain step of two samples, to compare with, does not fit where one sample is the most.
-    with BigBatch(
-        model, functional.cross_entropy, chunk_size=chunk_size, strategy=strategy, prove=most > 1
-    ) as big:
-        big.backward(X, IGNORED)
-        first = big.n_halved
-        assert (first > 0) == (min(chunk_size, 23) > most)
-        torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-6)
-        for one in (plain, model):
-            one.zero_grad()
-        functional.cross_entropy(plain(X), IGNORED).backward()
-        big.backward(X, IGNORED)
-        torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-6)
-
-
-def test_random_numbers_are_the_same_when_it_is_cut() -> None:
-    plain, model = Small(100, "backward", dropout=0.5), Small(3, "backward", dropout=0.5)
-    torch.manual_seed(5)
-    contrastive(plain(X), Y).backward()
-    torch.manual_seed(5)
-    with BigBatch(model, contrastive, chunk_size=12) as big:
-        big.backward(X, Y)
-        assert big.n_halved == 2
-    torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-6)
-
-
-def test_one_sample_that_does_not_fit() -> None:
-    for strategy in ("accumulate", "two_pass", "auto"):
-        model = Small(0, "backward")
-        model.first.weight.grad = before = torch.ones(50, 20)
-        with (
-            pytest.raises(torch.OutOfMemoryError),
-            BigBatch(
-                model,
-                contrastive if strategy == "two_pass" else functional.cross_entropy,
-                chunk_size=4,
-                strategy=strategy,
-            ) as big,
-        ):
-            big.backward(X, Y)
-        assert model.first.weight.grad is before
-        assert torch.equal(before, torch.ones(50, 20))
-
-
-def test_an_error_of_another_kind_surfaces() -> None:
-    for strategy in STRATEGIES:
-        with (
-            pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
-            BigBatch(
-                mlp(), functional.cross_entropy, chunk_size=4, strategy=strategy, reduction="mean"
-            ) as big,
-        ):
-            big.backward(torch.zeros(9, 19), torch.zeros(9, dtype=torch.int64))
 
 
 def test_structures_of_inputs_and_targets() -> None:
@@ -478,7 +354,8 @@ def test_batches_that_cannot_be() -> None:
             big.backward(iter([X]))
         with pytest.raises(
             errors.ArgumentError,
-            match=r"the batch has no targets, and cross_entropy compares outputs with targets; .*pairs$",
+            match=r"the batch has no targets, and cross_entropy compares outputs with targets; "
+            r".*pairs$",
         ):
             big.backward(X)
         with pytest.raises(
@@ -486,7 +363,10 @@ def test_batches_that_cannot_be() -> None:
             match=r"no targets, .*; the inputs are a pair: give backward\(\*batch\)$",
         ):
             big.check((X, Y))
-        said = r"^the plain step fails on 3 samples of the batch \(.*dtype.*\), so that no strategy can be compared with it; expected inputs"
+        said = (
+            r"^the plain step fails on 3 samples of the batch \(.*dtype.*\), so that no strategy "
+            r"can be compared with it; expected inputs"
+        )
         with pytest.raises(errors.ArgumentError, match=said):
             big.backward(X.double(), Y)
     with pytest.raises(errors.ClosedError, match="this BigBatch is closed"):
@@ -498,112 +378,9 @@ def test_batches_that_cannot_be() -> None:
         big.backward(X, Y)
 
 
-def of(
-    model: nn.Module, loss: Any, strategy: str, x: Any = X, y: Any = Y, **options: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of the plain step and of a strategy, of copies of a model."""
-    plain, other = copy.deepcopy(model), copy.deepcopy(model)
-    torch.manual_seed(2)
-    loss(plain(x), y).backward()
-    torch.manual_seed(2)
-    with BigBatch(other, loss, strategy=strategy, **({"chunk_size": 5} | options)) as big:
-        big.backward(x, y)
-    return gradients(plain), gradients(other)
-
-
-@pytest.mark.parametrize(
-    "loss",
-    [
-        lambda outputs, targets: functional.relu(outputs.sum(1)).sum(),
-        lambda outputs, targets: (
-            functional.cross_entropy(outputs, targets, reduction="sum")
-            / targets.gt(3).sum().clamp(min=1)
-        ),
-        lambda outputs, targets: functional.cross_entropy(outputs, targets) + 0.01 * outputs.var(),
-        lambda outputs, targets: (
-            functional.cross_entropy(outputs, targets, reduction="none").topk(8).values.mean()
-        ),
-        functools.partial(functional.cross_entropy, ignore_index=0),
-        functools.partial(
-            functional.cross_entropy, weight=torch.linspace(1, 2, 7), reduction="sum"
-        ),
-        nn.CrossEntropyLoss(label_smoothing=0.2, weight=torch.linspace(1, 2, 7)),
-    ],
-)
-def test_losses_that_look_like_others(loss: Any) -> None:
-    want, got = of(mlp(), loss, "auto")
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-
-
-def test_integers_that_are_no_classes() -> None:
-    targets = torch.where(Y[:, None] > 3, -100, Y[:, None])
-    want, got = of(nn.Linear(20, 1), nn.L1Loss(), "accumulate", y=targets)
-    torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-
-
-class Residual(nn.Sequential):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + super().forward(x)
-
-
-def test_parts_that_are_there_twice_or_do_more() -> None:
-    torch.manual_seed(0)
-    act = nn.Tanh()
-    shared = nn.Sequential(nn.Linear(20, 20), act, nn.Linear(20, 20), act, nn.Linear(20, 7))
-    residual = nn.Sequential(
-        Residual(nn.Linear(20, 20), nn.Tanh()),
-        Residual(nn.Linear(20, 20), nn.Tanh()),
-        nn.Linear(20, 7),
-    )
-    only = nn.ModuleDict({"a": Residual(nn.Linear(20, 20), nn.Tanh())})
-
-    class Uses(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.parts = only
-            self.head = nn.Linear(20, 7)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.head(self.parts["a"](x))
-
-    for model in (shared, residual, Uses()):
-        want, got = of(model, functional.cross_entropy, "checkpoint")
-        assert torch.equal(got, want)
-
-
-@pytest.mark.parametrize("strategy", ["checkpoint", "two_pass"])
-def test_what_is_computed_again_begins_as_before(strategy: str) -> None:
-    """A power iteration and a counter take one step for one batch, whatever is computed twice."""
-
-    class Counted(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(20, 20)
-            self.register_buffer("count", torch.zeros(()))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            self.count = self.count + 1
-            return self.inner(x) * self.count
-
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.utils.parametrizations.spectral_norm(nn.Linear(20, 20)),
-        nn.Tanh(),
-        Counted(),
-        nn.Linear(20, 7),
-    )
-    plain, other = copy.deepcopy(model), copy.deepcopy(model)
-    functional.cross_entropy(plain(X), Y).backward()
-    with BigBatch(other, functional.cross_entropy, chunk_size=23, strategy=strategy) as big:
-        big.backward(X, Y)
-    torch.testing.assert_close(gradients(other), gradients(plain), rtol=1e-4, atol=1e-6)
-    for a, b in zip(plain.buffers(), other.buffers(), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_norms_of_batches_in_eval_mode() -> None:
     with pytest.raises(errors.ArgumentError, match="1 normalizes over the batch"):
-        of(
+        gradients_of_both(
             mlp(nn.BatchNorm1d(50, track_running_stats=False)).eval(),
             functional.cross_entropy,
             "auto",
@@ -648,64 +425,8 @@ def test_outputs_that_want_no_gradient() -> None:
     def loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         return functional.cross_entropy(outputs[0], targets) + outputs[1].mean()
 
-    want, got = of(Passes(), loss, "two_pass")
+    want, got = gradients_of_both(Passes(), loss, "two_pass")
     torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.filterwarnings(
-    "ignore:strategy='accumulate' does not give the gradients of the plain step. the loss fails"
-)
-@pytest.mark.parametrize(
-    "where", ["source", "accumulate", "two_pass", "plain", "checkpoint", "offload"]
-)
-def test_after_an_error_gradients_are_as_before(where: str) -> None:
-    model = mlp()
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-
-    def failing(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        if where in ("plain", "checkpoint", "offload"):
-            return functional.cross_entropy(Failing.apply(outputs, 0), targets)
-        return functional.cross_entropy(outputs, targets)
-
-    def source() -> Any:
-        yield X[:6], Y[:6]
-        raise ValueError("nothing more can be read")
-
-    kind: Any = ValueError if where == "source" else (RuntimeError, IndexError)
-    targets = Y.clone()
-    targets[-1] = 99  # no class
-    with BigBatch(
-        model,
-        failing,
-        chunk_size=5,
-        strategy="auto" if where == "source" else where,
-        reduction="mean",
-    ) as big:
-        with pytest.raises(kind):
-            if where == "source":
-                big.backward(source())
-            else:
-                big.backward(X, targets)
-        assert all(
-            torch.equal(p.grad, torch.ones_like(p))
-            for p in model.parameters()
-            if p.grad is not None
-        )
-        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-
-
-def test_after_an_error_that_is_kept_it_goes_on() -> None:
-    model, kept = Small(0, "forward"), []
-    with BigBatch(model, functional.cross_entropy, chunk_size=3, strategy="accumulate") as big:
-        for most in (0, 100):
-            model.most = most
-            try:
-                big.backward(X, Y)
-            except RuntimeError as error:
-                kept.append(error)
-    assert len(kept) == 1
-    assert model.first.weight.grad is not None
 
 
 def test_it_is_decided_for_each_shape() -> None:
@@ -722,19 +443,6 @@ def test_it_is_decided_for_each_shape() -> None:
         assert big.chosen.chunk_size < 64
 
 
-def test_a_batch_is_not_kept() -> None:
-    import gc
-    import weakref
-
-    x = torch.zeros(23, 20)
-    seen = weakref.ref(x)
-    with BigBatch(mlp(), functional.cross_entropy, chunk_size=5) as big:
-        big.backward(x, Y)
-        del x
-        gc.collect()
-        assert seen() is None
-
-
 def test_it_is_decided_for_each_mode() -> None:
     model = mlp(nn.BatchNorm1d(50)).eval()
     with BigBatch(model, functional.cross_entropy, chunk_size=5) as big:
@@ -744,16 +452,6 @@ def test_it_is_decided_for_each_mode() -> None:
             big.backward(X, Y)
         with pytest.raises(errors.ArgumentError, match="can only be added"):
             big.backward(iter([(X, Y)]))
-
-
-def test_numbers_count_one_by_one() -> None:
-    batches = [(torch.ones(2, n, 1), torch.full((2, n, 1), float(n))) for n in (5, 50)]
-    plain, model = (nn.Linear(1, 1), nn.Linear(1, 1))
-    model.load_state_dict(plain.state_dict())
-    (sum(functional.mse_loss(plain(x), y, reduction="sum") for x, y in batches) / 110).backward()
-    with BigBatch(model, nn.MSELoss(), chunk_size=1) as big:
-        big.backward(iter(batches))
-    torch.testing.assert_close(gradients(model), gradients(plain))
 
 
 def test_nothing_to_learn_from() -> None:

@@ -1,4 +1,4 @@
-"""Config with a model: the largest batch that fits, and where each byte goes."""
+"""Config with a model: the largest batch that fits, and the budget of each byte."""
 
 import dataclasses
 import pickle
@@ -50,7 +50,7 @@ def test_the_largest_that_fits(
         return -(-max(base, slope * n) // step) * step
 
     if most is None and slope < 1:
-        # Else it would never end.
+        # Without this bound the search would not end.
         most = 10**6
     found = largest_that_fits(need, limit, most)
     assert 0 <= found <= (most if most is not None else found)
@@ -96,7 +96,7 @@ def test_one_more_would_not_fit_on_the_host() -> None:
         <= MiB(32)
         < config._search.at(config.batch_size + 1, None).cpu_bytes
     )
-    # Where only batches are on the host.
+    # On a GPU only batches are on the host.
     on_gpu = Config(cpu_memory_limit=MiB(6), gpu_memory_limit=GiB(1), **MODEL)
     assert (
         on_gpu.budget.cpu_bytes <= MiB(6) < on_gpu._search.at(on_gpu.batch_size + 1, None).cpu_bytes
@@ -277,7 +277,7 @@ def test_the_heap_gives_back_what_is_freed() -> None:
         "if sys.argv[1] == 'enforce': pinfeed.Config().enforce(malloc=True)\n"
         "kept = []\n"
         "for n in range(40):\n"
-        # 2 MiB each, under a block that is kept.
+        # Each takes 2 MiB, below a block that is kept.
         "    many = [torch.ones(2 << 18) for _ in range(20)]\n"
         "    kept.append(torch.ones(1 << 16))\n"
         "    del many\n"
@@ -309,7 +309,7 @@ def test_torch_gets_no_more_than_the_limit() -> None:
 
 
 class Recurrent(nn.Module):
-    """Beside its tensors it keeps other memory."""
+    """A model that keeps other memory in addition to its tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,7 +363,8 @@ def test_a_probe_returns_a_batch_that_ran() -> None:
         RuntimeError("CUDA error: out of memory"),
         RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
         RuntimeError(
-            "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"
+            "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory: you "
+            "tried to allocate 9 bytes"
         ),
         np._core._exceptions._ArrayMemoryError((3,), np.dtype("f4")),  # type: ignore[attr-defined]
     ],

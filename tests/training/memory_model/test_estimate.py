@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.allocations import peak_of_two_steps
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
 
 import pinfeed
@@ -14,28 +14,6 @@ from pinfeed import errors
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.storage_tracker import as_on_cuda
 from pinfeed.training.memory_model.tensor_specs import samples_of
-
-
-def measured(model: Any, x: Any, y: Any, loss: Any, optimizer: Any) -> int:
-    """Most bytes at a time of two steps."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as prof:
-        made = model()
-        stepper = optimizer(made.parameters())
-        for _ in range(2):
-            inputs, targets = x.clone(), y.clone()
-            outputs = made(inputs)
-            found = loss(outputs, targets)
-            found.backward()
-            stepper.step()
-            stepper.zero_grad()
-    now = most = 0
-    for event in sorted(
-        (e for e in prof.profiler.kineto_results.events() if e.name() == "[memory]"),
-        key=lambda e: e.start_ns(),
-    ):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
 
 class Checkpointed(nn.Module):
@@ -137,7 +115,7 @@ def test_it_is_what_the_allocator_is_asked_for(case: str, batch_size: int, optim
     estimate = StepEstimator(model, *parts, loss=loss, optimizer=optimizer, device="cpu").at(
         batch_size
     )
-    wanted = measured(model, x, y, loss, optimizer)
+    wanted = peak_of_two_steps(model, x, y, loss, optimizer)
     assert wanted * 0.99 <= estimate.allocated_bytes <= wanted * 1.01
     assert estimate.confidence == "exact"
     assert (
@@ -406,7 +384,7 @@ def test_tensors_that_are_plain_attributes() -> None:
             return self.last
 
     model = Masked()
-    # It keeps a tensor of a graph.
+    # After this call the model keeps a tensor of a graph.
     model(torch.zeros(2, 5))
     estimate = StepEstimator(model, samples_of((5,), "float32", "input"), None).at(4)
     assert estimate.allocated_bytes > 0

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.allocations import peak_of_two_steps
 from torch import nn
 
 from pinfeed.training.memory_model.confidence import _VARIABLES
@@ -13,7 +14,6 @@ from pinfeed.training.memory_model.convolutions import Convolution
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.report import Estimate
 from pinfeed.training.memory_model.tensor_specs import samples_of
-from tests.training.memory_model.test_estimate import measured
 
 
 def why_not_measured() -> str:
@@ -64,7 +64,7 @@ def estimated(model: Any, shape: tuple[int, ...], loss: Any) -> Estimate:
 def ratio(model: Any, shape: tuple[int, ...], loss: Any) -> tuple[float, str]:
     """Predicted by measured bytes, and the confidence."""
     estimate = estimated(model, shape, loss)
-    taken = measured(model, torch.zeros(shape), torch.zeros(0), loss, sgd)
+    taken = peak_of_two_steps(model, torch.zeros(shape), torch.zeros(0), loss, sgd)
     return estimate.allocated_bytes / taken, estimate.confidence
 
 

@@ -1,4 +1,7 @@
-"""Steps with Offload are the plain steps, whatever the device's schedule: each wait of offload_transfer.py is needed, none is missing."""
+"""Steps with Offload equal plain steps on any schedule of the device.
+
+Each wait of offload_transfer.py is needed, and none is missing.
+"""
 
 import itertools
 import linecache
@@ -28,7 +31,7 @@ CORNERS = corners({"compute": (20, 60, 150), "read": (2, 6, 20), "write": (2, 6,
 
 
 class SimStorages(Storages):
-    """The storages of a simulated device's tensors: a tensor says that it is on ``meta``, its memory is the device's."""
+    """Storages of a simulated device: its tensors report ``meta``, their memory is the device's."""
 
     def is_dense(self, tensor: torch.Tensor) -> bool:
         return isinstance(tensor, SimTensor)
@@ -71,7 +74,10 @@ def one_thread() -> Iterator[None]:
 
 
 class Model(nn.Module):
-    """Storages of one size, so that freed memory is found again; views, a skip, a change in place, a tied weight."""
+    """A step with views, a skip connection, a change in place and a tied weight.
+
+    All storages have one size, so that freed memory is used again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +93,7 @@ class Model(nn.Module):
 
 
 def switch(device: SimTorchDevice, name: str) -> None:
-    """What comes next is in another stream, behind what was queued so far."""
+    """Switch to another stream, which waits for the work queued so far."""
     done = device.current_stream().record()
     device.switch(name)
     device.current_stream().wait(done)
@@ -165,7 +171,7 @@ class Run:
 
     @staticmethod
     def temporaries(value: float = -2.0) -> list[torch.Tensor]:
-        """What a model needs in between, in memory that is free."""
+        """Allocate temporary tensors, as a model does, in memory that is free."""
         if not isinstance(torch.empty(0, device=META), SimTensor):
             return []
         return [torch.full(shape, value, device=META) for shape in [(8, 8)] * 12] + [
@@ -252,9 +258,8 @@ def test_the_device_holds_no_more_than_the_windows() -> None:
     assert peak(4 * 4000) <= least + 2 * 4 * 4000
 
 
-# ---- every synchronisation is needed -------------------------------------------------------------
 def in_two_streams(device: SimTorchDevice) -> None:
-    """Steps in streams that have nothing to do with each other, but for the blocks on the host that they use one after the other."""
+    """Steps in independent streams use the same blocks on the host, one after the other."""
     torch.manual_seed(0)
     values = [torch.randn(64) for _ in range(4)]
     want = [
@@ -279,7 +284,7 @@ def in_two_streams(device: SimTorchDevice) -> None:
 
 
 def elsewhere(device: SimTorchDevice) -> None:
-    """What was saved in one stream is asked for in another, that is behind where the values were computed, and no more."""
+    """A stream may unpack what another one saved if it waited for the values, and no longer."""
     torch.manual_seed(0)
     x = torch.randn(64)
     with device.factories():
@@ -289,11 +294,11 @@ def elsewhere(device: SimTorchDevice) -> None:
                 with offload.step():
                     y = moved.exp()
                     node, computed = y.grad_fn, device.current_stream().record()
-                    # And the first one is let go of.
+                    # The first result is dropped here.
                     y = y.tanh()
                 Run.temporaries()
                 if window == 1:
-                    # The first one is fetched ahead.
+                    # Asking for this result fetches the first one ahead.
                     assert y.grad_fn._saved_result is not None
                 del y
                 device.switch(f"of {window}")
@@ -305,7 +310,7 @@ def elsewhere(device: SimTorchDevice) -> None:
 
 
 def passed(device: SimTorchDevice) -> None:
-    """What was fetched ahead is not wanted any more, and its memory is taken again."""
+    """Memory of a piece that was fetched ahead is reused when the graph is dropped."""
     with (
         device.factories(),
         SimOffload(device, threshold=0, host_limit=KiB(64), window=1) as offload,
@@ -316,7 +321,7 @@ def passed(device: SimTorchDevice) -> None:
         assert y.grad_fn._saved_result is not None
         del y
         with offload.step():
-            # Where it sees that the graph is gone.
+            # Offload notices here that the graph was dropped.
             pass
         later = [torch.full((64,), 3.0, device=META) for _ in range(4)]
         device.drain()
@@ -324,7 +329,7 @@ def passed(device: SimTorchDevice) -> None:
 
 
 def closed(device: SimTorchDevice) -> None:
-    """Graphs that are dropped, before and after the end, with copies under way, which then run."""
+    """Graphs may be dropped before and after close(), while their copies still run."""
     with device.factories():
         x = torch.randn(64).to(META).requires_grad_()
         for touched, kept, after in itertools.product((False, True), repeat=3):
@@ -332,7 +337,7 @@ def closed(device: SimTorchDevice) -> None:
                 with offload.step():
                     y = x.exp().tanh().exp().tanh()
                 if touched:
-                    # It is on its way back, and the one before.
+                    # This starts the copies back of this result and of the one before.
                     assert y.grad_fn._saved_result is not None
                 if not kept:
                     del y
@@ -351,7 +356,7 @@ def ahead(device: SimTorchDevice) -> None:
 
 
 def foreign(device: SimTorchDevice) -> None:
-    """A saved tensor was allocated for another stream than the one that saves it, and that stream goes on."""
+    """A saved tensor may be allocated for another stream, which continues."""
     torch.manual_seed(0)
     values = torch.randn(64)
     with (
@@ -365,7 +370,7 @@ def foreign(device: SimTorchDevice) -> None:
         with offload.step():
             z = y.sin()  # saves y
             del y
-            # Saves another tensor, and lets go of y.
+            # This saves another tensor and frees y.
             w = z.exp()
         device.switch("other")
         later = [torch.full((64,), 3.0, device=META) for _ in range(4)]
@@ -379,7 +384,7 @@ def foreign(device: SimTorchDevice) -> None:
 
 
 def saved_twice(device: SimTorchDevice) -> None:
-    """Two streams save one tensor, each for a result of its own; the one that allocated it goes on first."""
+    """Two streams save one tensor; the stream that allocated it continues first."""
     torch.manual_seed(0)
     values = torch.randn(64)
     with (
@@ -391,11 +396,11 @@ def saved_twice(device: SimTorchDevice) -> None:
             y = x * 2
             a = y.sin()
             switch(device, "other")
-            # Saves the same piece.
+            # This saves the same piece.
             b = y.cos()
             device.switch("compute")
             del y
-            # Saves another tensor, and lets go of the piece.
+            # This saves another tensor and frees the piece.
             a = a.exp()
         later = [torch.full((64,), 3.0, device=META) for _ in range(4)]
         switch(device, "other")
@@ -463,7 +468,7 @@ def synchronisations() -> list[tuple[str, int]]:
     "site", synchronisations(), ids=lambda site: linecache.getline(*site).split("#")[0].strip()
 )
 def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
-    """A device that is deaf to one of them computes something else, or uses freed memory, in some schedule."""
+    """A device that ignores one wait gives wrong results or uses freed memory on some schedule."""
     assert site[0].endswith("offload_transfer.py"), "a wait or sync outside of offload_transfer.py"
     assert any(
         fails(scene, SimTorchDevice(choose, deaf_to=site)) for scene in SCENES for choose in worst()
@@ -472,7 +477,7 @@ def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
 
 @pytest.mark.parametrize("scene", [foreign, saved_twice], ids=lambda scene: scene.__name__)
 def test_memory_of_another_stream_must_be_shared(scene: Any) -> None:
-    """The allocator does not know of the copies to the host; it would give the memory away too early."""
+    """The allocator does not know of copies to the host, and would reuse memory too early."""
 
     class Forgetful(SimTorchDevice):
         def share(self, tensor: Any, stream: Any) -> None:

@@ -1,58 +1,29 @@
-"""The training manager: equal to the loop written by hand; what it measures, calls, and warns of."""
+"""Trainer: equal to the loop by hand, callbacks, errors and refused arguments."""
 
-import copy
 import itertools
-import json
-import math
-import mmap
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from support.trainers import (
+    BATCH,
+    IN,
+    LOSS,
+    OUT,
+    N,
+    dataset,
+    loader,
+    network,
+    trainer_of,
+)
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
 from pinfeed import Config, Feeder, MemoryMonitor, Trainer
-from pinfeed.errors import ArgumentError, ClosedError, DeviceError, MissingDependency
-from pinfeed.training.trainer.history import History
-from pinfeed.training.trainer.loop_checks import LoopWarning
+from pinfeed.errors import ArgumentError, ClosedError, DeviceError
 from pinfeed.training.trainer.record import Record
-from pinfeed.training.trainer.recorder import PendingRecords, memory_use
-
-N = 44
-IN = 6
-OUT = 3
-BATCH = 12
-LOSS = nn.CrossEntropyLoss()
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def dataset() -> TensorDataset:
-    generator = torch.Generator().manual_seed(5)
-    return TensorDataset(
-        torch.randn(N, IN, generator=generator), torch.randint(OUT, (N,), generator=generator)
-    )
-
-
-def loader(*, shuffle: bool = False) -> "DataLoader[Any]":
-    return DataLoader(
-        dataset(), batch_size=BATCH, shuffle=shuffle, generator=torch.Generator().manual_seed(3)
-    )
-
-
-def network() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(IN, 8), nn.ReLU(), nn.Linear(8, OUT))
 
 
 def by_hand(
@@ -71,17 +42,6 @@ def by_hand(
 
 def parameters(model: nn.Module) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
-
-
-def trainer_of(model: nn.Module | None = None, **options: Any) -> Trainer:
-    model = model or network()
-    return Trainer(
-        model,
-        LOSS,
-        torch.optim.Adam(model.parameters(), lr=0.01),
-        options.pop("loader", None) or loader(),
-        **options,
-    )
 
 
 LOOPS: dict[str, Callable[[Trainer], Any]] = {}
@@ -257,90 +217,13 @@ def test_with_a_config() -> None:
         assert trainer.chosen.device_bytes["plain"]
 
 
-def test_history_is_numbers(tmp_path: Path) -> None:
-    with trainer_of() as trainer:
-        history = trainer.train(2)
-        trainer.evaluate(loader(), {"accuracy": lambda out, y: (out.argmax(1) == y).float().mean()})
-    assert [(row.epoch, row.batch, row.samples) for row in history.batches] == [
-        (e, b, s) for e in range(2) for b, s in enumerate([12, 12, 12, 8])
-    ]
-    for epoch in history.epochs:
-        losses = [(row.loss, row.samples) for row in history.batches if row.epoch == epoch.epoch]
-        assert epoch.loss == pytest.approx(sum(loss * n for loss, n in losses) / N)
-        assert (
-            epoch.seconds
-            >= sum(row.seconds for row in history.batches if row.epoch == epoch.epoch)
-            > 0
-        )
-    assert all(
-        row.host_bytes > 1e6 and row.allocated_bytes is None and row.peak_bytes is None
-        for row in history.rows
-    )
-    assert history.evaluations[0].epoch == 2
-    assert not any(
-        isinstance(value, torch.Tensor) for row in history.rows for value in vars(row).values()
-    )
-    for name in ("h.csv", "h.json"):
-        history.save(tmp_path / name)
-        assert History.load(tmp_path / name).rows == history.rows
-    assert (
-        json.loads((tmp_path / "h.json").read_text())[-1]["accuracy"]
-        == history.evaluations[0].metrics["accuracy"]
-    )
-    history.draw(tmp_path / "h.png")
-    assert (tmp_path / "h.png").stat().st_size > 10_000
-
-
-def test_a_history_says_what_it_has() -> None:
-    history = History()
-    assert repr(history) == "<History: 0 epochs, 0 batches, 0 evaluations>"
-    history.rows += [
-        Record(kind, 0, batch, 0.5, 1, 0.0, **memory_use(torch.device("cpu")))
-        for kind, batch in (("batch", 0), ("epoch", None))
-    ]
-    assert (
-        repr(history) == "<History: 1 epochs, 1 batches, 0 evaluations, last epoch with loss 0.5>"
-    )
-
-
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model, other = nn.Linear(3, 3), nn.Linear(3, 3)
     with pytest.raises(ArgumentError, match="steps none of the 2 parameters of the model"):
         Trainer(model, LOSS, torch.optim.SGD(other.parameters(), lr=0.1), [])
     model.requires_grad_(requires_grad=False)
-    # A frozen one, where something else is trained.
+    # A frozen model is accepted, because something else is trained.
     Trainer(model, LOSS, torch.optim.SGD(other.parameters(), lr=0.1), []).close()
-
-
-def test_what_is_no_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    history = History()
-    with pytest.raises(ArgumentError, match=r"'\.txt'; expected \.csv or \.json"):
-        history.save(tmp_path / "h.txt")
-    with pytest.raises(ArgumentError, match="the history is empty"):
-        history.draw(tmp_path / "h.png")
-    (tmp_path / "other.csv").write_text("epoch,loss\n1,2\n")
-    with pytest.raises(ArgumentError, match="row 0 has no 'kind'"):
-        History.load(tmp_path / "other.csv")
-    history.rows.append(Record("batch", 0, 0, math.nan, 1, 0.0, **memory_use(torch.device("cpu"))))
-    history.save(tmp_path / "h.csv")
-    assert math.isnan(History.load(tmp_path / "h.csv").rows[0].loss)
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.backends.backend_agg", None)
-    with pytest.raises(MissingDependency, match="pinfeed\\[plot\\]"):
-        history.draw(tmp_path / "h.png")
-
-
-def test_losses_are_read_in_groups() -> None:
-    pending, row = (
-        PendingRecords(),
-        Record("batch", 0, 0, math.nan, 1, 0.0, **memory_use(torch.device("cpu"))),
-    )
-    for i in range(600):
-        pending.add(row, torch.tensor(float(i), dtype=torch.bfloat16 if i % 2 else torch.float32))
-    assert len(pending._losses) + len(pending._stacks) < 100
-    assert [found.loss for found in pending.read()] == [
-        float(torch.tensor(float(i), dtype=torch.bfloat16)) if i % 2 else i for i in range(600)
-    ]
-    assert pending.read() == []
 
 
 class Diary:
@@ -440,131 +323,12 @@ def test_training_goes_on_after_an_error_of_the_model() -> None:
     assert kept.tb is not None
 
 
-def test_evaluate_leaves_everything_as_it_was() -> None:
-    model = nn.Sequential(nn.Linear(IN, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, OUT))
-    model[1].eval()
-    with trainer_of(model, chunk_size=5, strategy="accumulate") as trainer:
-        state = copy.deepcopy(model.state_dict())
-        modes = [m.training for m in model.modules()]
-        rng = torch.get_rng_state()
-        found = trainer.evaluate(
-            [tuple(dataset().tensors)],
-            {
-                "n": lambda out, y: len(out),
-                "grad": lambda out, y: float(out.requires_grad),
-                "right": lambda out, y: (out.argmax(1) == y).double().mean(),
-            },
-        )
-        assert torch.equal(torch.get_rng_state(), rng)
-        assert [m.training for m in model.modules()] == modes
-        assert all(torch.equal(value, state[name]) for name, value in model.state_dict().items())
-        assert all(p.grad is None for p in model.parameters())
-        model.eval()
-        x, y = dataset().tensors
-        outputs = model(x)
-        assert found == pytest.approx(
-            {
-                "loss": LOSS(outputs, y).item(),
-                "n": N,
-                "grad": 0.0,
-                "right": (outputs.argmax(1) == y).double().mean().item(),
-            }
-        )
-
-
-@pytest.mark.parametrize("chunk_size", [None, 5])
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-def test_evaluate_weighs_by_terms(chunk_size: int | None, reduction: str) -> None:
-    x, y = dataset().tensors
-    y = y.clone()
-    # The mean of the first batch is not a number.
-    y[:BATCH] = -100
-    y[-5:] = -100
-    loss, model = nn.CrossEntropyLoss(reduction=reduction), network()
-    with Trainer(
-        model, loss, torch.optim.SGD(model.parameters(), lr=0.1), loader(), chunk_size=chunk_size
-    ) as trainer:
-        found = trainer.evaluate(DataLoader(TensorDataset(x, y), batch_size=BATCH))
-    assert found["loss"] == pytest.approx(loss(model(x), y).item())
-
-
-def test_evaluate_halves_what_does_not_fit() -> None:
-    class Small(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = nn.Linear(IN, OUT)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            if len(x) > 4:
-                raise torch.OutOfMemoryError("CUDA out of memory")
-            return self.inner(x)  # type: ignore[no-any-return]
-
-    model = Small()
-    with trainer_of(model) as trainer:
-        x, y = dataset().tensors
-        assert trainer.evaluate(loader())["loss"] == pytest.approx(LOSS(model.inner(x), y).item())
-
-
 def test_progress(capsys: pytest.CaptureFixture[str]) -> None:
     with trainer_of(progress=True) as trainer:
         trainer.train(1)
     shown = capsys.readouterr().err
     assert "4/4" in shown
     assert "loss=" in shown
-
-
-def test_a_forgotten_zero_grad() -> None:
-    def loop(trainer: Trainer) -> None:
-        for batch in trainer.batches():
-            trainer.backward(*batch)
-            trainer.step()
-
-    with trainer_of() as trainer, pytest.warns(LoopWarning, match="call zero_grad") as caught:
-        loop(trainer)
-    assert len(caught) == 1
-    assert caught[0].filename == __file__
-
-
-@pytest.mark.parametrize("clears", [False, True])
-def test_a_forgotten_step(clears: bool) -> None:
-    def loop(trainer: Trainer) -> None:
-        for batch in trainer.batches():
-            trainer.backward(*batch)
-            if clears:
-                trainer.zero_grad()
-
-    with trainer_of() as trainer, pytest.warns(LoopWarning, match=r"call step\(\)") as caught:
-        loop(trainer)
-    assert len(caught) == 1
-
-
-def test_loops_that_forget_nothing_are_not_warned_of() -> None:
-    model = network()
-    optimizer = torch.optim.Adam(model.parameters())
-    with Trainer(model, LOSS, optimizer, loader()) as trainer:
-        for batch in trainer.batches():
-            # Accumulated, and cleared before instead of after.
-            trainer.zero_grad()
-            trainer.backward(*batch)
-            trainer.backward(*batch)
-            trainer.step()
-        for set_to_none in (True, False):
-            # Through the optimizer itself.
-            for batch in trainer.batches():
-                trainer.backward(*batch)
-                optimizer.step()
-                optimizer.zero_grad(set_to_none=set_to_none)
-        for batch in trainer.batches():
-            trainer.backward(*batch)
-            trainer.step()
-            model.zero_grad()
-        for i, batch in enumerate(trainer.batches()):
-            # A batch is left out.
-            trainer.backward(*batch)
-            if i != 1:
-                trainer.step()
-            trainer.zero_grad()
-    assert not optimizer._optimizer_step_post_hooks
 
 
 def test_bad_arguments() -> None:
@@ -595,7 +359,7 @@ def test_bad_arguments() -> None:
         ({"clip_norm": True}, "clip_norm=True: expected a number above 0, or None"),
         (
             {"callbacks": print},
-            "callbacks=<built-in function print>: expected a list of objects with some of on_train_begin",
+            "callbacks=<built-in function print>: expected a list of objects with some of on_train",
         ),
         ({"prove": "no"}, "prove='no': expected True or False"),
         ({"progress": "no"}, "progress='no': expected True or False"),
@@ -662,110 +426,6 @@ def test_a_gpu_that_is_not_there() -> None:
         )
 
 
-@pytest.mark.parametrize("path", [3, None, "h.csv"])
-def test_paths_that_are_none(path: Any, tmp_path: Path) -> None:
-    with trainer_of() as trainer:
-        trainer.train(1)
-        with pytest.raises(
-            ArgumentError,
-            match=f"path={path!r}: expected the path of a picture, such as history.png",
-        ):
-            trainer.history.draw(path)
-        if path != "h.csv":
-            for save in (trainer.history.save, MemoryMonitor("cpu").save):
-                with pytest.raises(
-                    ArgumentError, match=f"path={path!r}: expected the path of a .csv or .json file"
-                ):
-                    save(path)
-
-
-def test_memory_monitor(tmp_path: Path) -> None:
-    monitor = MemoryMonitor("cpu")
-    assert "anonymous" in str(monitor)
-    monitor.snapshot("before")
-    with mmap.mmap(-1, 32 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as held:
-        # A tensor might be where another one was.
-        held.write(b"x" * len(held))
-        after = monitor.snapshot("12")
-        assert after.anonymous - monitor.snapshots[0].anonymous > 0.9 * len(held)
-    assert after.allocated is after.reserved is after.free is after.total is None
-    assert after.peak >= after.anonymous
-    assert "12 " in str(monitor)
-    for name in ("m.csv", "m.json"):
-        monitor.save(tmp_path / name)
-    assert [row["label"] for row in json.loads((tmp_path / "m.json").read_text())] == [
-        "before",
-        "12",
-    ]
-    assert (tmp_path / "m.csv").read_text().splitlines()[0].startswith("label,allocated,")
-    if not torch.cuda.is_available():
-        assert MemoryMonitor().snapshot().total is None
-        with pytest.raises(DeviceError, match="no GPU here"):
-            MemoryMonitor("cuda")
-
-
-@pytest.mark.parametrize("case", ["intervals", "scaler"])
-def test_loops_that_are_not_warned_of(case: str) -> None:
-    """Optimizers that step at intervals of their own; a scaler of the caller's that leaves steps out."""
-    model = network()
-    both = [torch.optim.SGD(model[i].parameters(), lr=0.01) for i in (0, 2)]
-    scaler = torch.amp.GradScaler("cpu", init_scale=1e38) if case == "scaler" else None
-    with Trainer(model, LOSS, both, loader(), scaler=scaler) as trainer:
-        for i, (x, y) in enumerate(trainer.batches()):
-            # Warnings are errors here.
-            trainer.backward(x * 1e3, y)
-            for k, optimizer in enumerate(both):
-                if scaler is not None:
-                    scaler.step(optimizer)
-                elif k or i % 2:
-                    optimizer.step()
-                    optimizer.zero_grad()
-            if scaler is not None:
-                scaler.update()
-                trainer.zero_grad()
-
-
-def test_losses_of_one_element() -> None:
-    model = network()
-    with Trainer(
-        model,
-        lambda outputs, targets: LOSS(outputs, targets).view(1),
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        loader(),
-    ) as trainer:
-        trainer.train(1)
-        assert isinstance(trainer.history.epochs[0].loss, float)
-
-
-def test_an_evaluation_after_a_small_last_batch() -> None:
-    sizes: list[int] = []
-    model = network()
-    model[0].register_forward_pre_hook(lambda _, inputs: sizes.append(len(inputs[0])))
-    with Trainer(model, LOSS, torch.optim.SGD(model.parameters(), lr=0.1), loader()) as trainer:
-        trainer.train(1)
-        sizes.clear()
-        trainer.evaluate(DataLoader(dataset(), batch_size=N))
-    assert sizes == [N]
-
-
-def test_metrics_are_weighed_by_samples_and_losses_by_terms() -> None:
-    batches = [(torch.ones(2, n, 1), torch.zeros(2, n, 1)) for n in (5, 50)]
-    model = nn.Linear(1, 1)
-    with Trainer(
-        model, nn.MSELoss(), torch.optim.SGD(model.parameters(), lr=0.1), batches
-    ) as trainer:
-        found = trainer.evaluate(
-            [*batches, (batches[1][0], batches[1][1] + 100)],
-            {"length": lambda outputs, _: outputs.shape[1]},
-        )
-    each = [
-        nn.functional.mse_loss(model(x), y).item()
-        for x, y in [*batches, (batches[1][0], batches[1][1] + 100)]
-    ]
-    assert found["length"] == pytest.approx((5 + 50 + 50) / 3)
-    assert found["loss"] == pytest.approx((5 * each[0] + 50 * each[1] + 50 * each[2]) / 105)
-
-
 def test_classes_in_place_of_what_they_make() -> None:
     for arguments in (
         {"optimizer": torch.optim.Adam},
@@ -779,7 +439,7 @@ def test_classes_in_place_of_what_they_make() -> None:
 
 
 def test_a_model_whose_samples_see_each_other_is_refused() -> None:
-    """Chunks would give other gradients of the model; without ``chunk_size`` the plain step is right."""
+    """Chunks give other gradients; without ``chunk_size`` the plain step is right."""
 
     class Centered(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -147,7 +147,8 @@ def problem_of(
                     f"strategy={strategy!r} cannot be compared with the plain step; free memory, "
                     "or give prove=False"
                 ) from error
-        # The traceback of the error, which keeps the tensors of the frames that failed, is gone.
+        # This is outside the except block, because the traceback keeps the tensors of the frames
+        # that failed until the block ends.
         release_cached_memory()
     return ""
 

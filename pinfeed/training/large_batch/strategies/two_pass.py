@@ -48,7 +48,7 @@ def backward_two_pass(spec: StepSpec, chunks: Callable[[], Chunks], targets: Any
     parts, states = _outputs_without_graph(spec, chunks)
     sizes = [n_samples(one) for one in parts]
     outputs = concatenate(parts)
-    # The outputs of the chunks are not needed beside the concatenated ones.
+    # The concatenated outputs are a copy, so the memory of the parts can be freed.
     parts.clear()
     leaves, rebuild = flatten(outputs)
     held = [leaf.detach().requires_grad_() if _has_gradient(leaf) else leaf for _, leaf in leaves]

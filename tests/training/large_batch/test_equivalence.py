@@ -1,4 +1,4 @@
-"""Chunks are used only where they give the gradients of the plain step on the user's own model."""
+"""Comparison of strategies with the plain step: models and losses that chunks change or do not."""
 
 import copy
 import functools
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.equivalence_models import Average, Calls, Counts, batch_norm, error_of
 from torch import nn
 from torch.nn import functional
 from torch.nn.utils import parametrizations
@@ -20,6 +21,8 @@ from pinfeed import BigBatch, errors
 from pinfeed.training.large_batch.equivalence.batch_axis import BatchAxisOperations
 
 N, CHUNK = 24, 8
+
+
 X = torch.randn(N, 6, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(5, (N,), generator=torch.Generator().manual_seed(1))
 IGNORED = Y.clone()
@@ -29,42 +32,6 @@ IGNORED[:9] = 0
 def net(*middle: nn.Module, last: int = 5) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(6, 8), *middle, nn.Tanh(), nn.Linear(8, last))
-
-
-class Calls(nn.Module):
-    """A layer that calls a function."""
-
-    def __init__(self, function: Callable[..., Any]) -> None:
-        super().__init__()
-        self._function = function
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self._function(x)
-
-
-class Average(nn.Module):
-    """Divides by a moving average of what it has seen."""
-
-    def __init__(self, as_buffer: bool) -> None:
-        super().__init__()
-        if as_buffer:
-            self.register_buffer("seen", torch.ones(8))
-        else:
-            self.seen = torch.ones(8)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen = 0.9 * self.seen + 0.1 * x.detach().abs().mean(0)
-        return x / self.seen
-
-
-class Counts(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.n = 0
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.n += 1
-        return x / self.n
 
 
 class TimeMajor(nn.Module):
@@ -103,10 +70,6 @@ def hooked() -> nn.Module:
     model = net()
     model[0].weight.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     return model
-
-
-def batch_norm(x: torch.Tensor) -> torch.Tensor:
-    return functional.batch_norm(x, None, None, training=True)
 
 
 def shuffled(x: torch.Tensor) -> torch.Tensor:
@@ -188,7 +151,7 @@ class Bank(nn.Module):
 
 
 class Encoder(nn.Module):
-    """In eval mode torch takes another way without gradients, which leaves zeros where there is padding."""
+    """A transformer: in eval mode without gradients, torch's fast path leaves zeros in padding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -235,7 +198,7 @@ def narrow() -> nn.Module:
 
 
 class Narrow(nn.Module):
-    """Computes in bfloat16."""
+    """A layer that computes in bfloat16."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +209,11 @@ class Narrow(nn.Module):
 
 
 tells, tells_loss = told(Tells)
+
+
 cross_entropy = functional.cross_entropy
+
+
 WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
     "an output of (n, n)": (Pairs, square, Y),
     "time-major outputs": (TimeMajor, square, Y),
@@ -370,10 +337,6 @@ RIGHT: dict[str, tuple[Callable[[], nn.Module], Any, Any, str]] = {
 }
 
 
-def gradients(model: nn.Module) -> torch.Tensor:
-    return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-
-
 def state_of(model: nn.Module) -> dict[str, Any]:
     found = copy.deepcopy(dict(model.state_dict()))
     for name, module in model.named_modules():
@@ -386,16 +349,11 @@ def state_of(model: nn.Module) -> dict[str, Any]:
 
 
 def twice(make: Callable[[], nn.Module]) -> list[nn.Module]:
-    """Two equal models."""
+    """Make two equal models from the same seed."""
     torch.manual_seed(0)
     model = make()
     torch.manual_seed(0)
     return [model, make()]
-
-
-def error_of(model: nn.Module, other: nn.Module) -> float:
-    want, got = gradients(model), gradients(other)
-    return float((want - got).norm() / want.norm())
 
 
 @pytest.mark.parametrize("case", WRONG)
@@ -424,7 +382,7 @@ def test_what_chunks_would_change_is_refused(case: str) -> None:
 @pytest.mark.parametrize("strategy", ["offload", "checkpoint"])
 @pytest.mark.parametrize("case", [case for case in WRONG if case != "a loss that reads the model"])
 def test_what_sees_the_whole_batch_is_right(case: str, strategy: str) -> None:
-    """It is warned of only where it computes something else."""
+    """A named strategy warns only if its gradients differ."""
     make, loss, targets = WRONG[case]
     plain, model = twice(make)
     torch.manual_seed(2)
@@ -453,7 +411,7 @@ def test_a_strategy_that_was_named_is_warned_of(case: str, strategy: str) -> Non
             match=f"strategy='{strategy}' does not give the gradients of the plain step: ",
         ):
             big.backward(X, targets)
-        # It is said once.
+        # The warning is given once.
         big.backward(X, targets)
     with BigBatch(make(), loss, chunk_size=CHUNK, strategy=strategy, prove=False) as big:
         big.backward(X, targets)
@@ -465,7 +423,7 @@ def test_what_chunks_do_not_change_is_computed_in_chunks(case: str) -> None:
     plain, model = twice(make)
     torch.manual_seed(1)
     with warnings.catch_warnings():
-        # torch deprecates size_average
+        # torch deprecates size_average.
         warnings.simplefilter("ignore")
         loss(plain(X), targets).backward()
         torch.manual_seed(1)
@@ -612,185 +570,6 @@ def test_batches_that_come_one_by_one_are_proved() -> None:
         big.backward(iter([(X, Y)]))
     with BigBatch(net(), cross_entropy, chunk_size=CHUNK) as big:
         big.backward(iter([(X.numpy(), Y.numpy())]))
-
-
-# ---- random models -------------------------------------------------------------------------------
-class Sum(nn.Module):
-    """Adds what a part of the model computes to its input."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.inner(x)
-
-
-def frozen() -> nn.Module:
-    return nn.Linear(8, 8).requires_grad_(False)
-
-
-def convolution() -> nn.Module:
-    return nn.Sequential(nn.Unflatten(1, (2, 4)), nn.Conv1d(2, 2, 3, padding=1), nn.Flatten())
-
-
-ALONE: list[Callable[[], nn.Module]] = [
-    nn.Tanh,
-    functools.partial(nn.Linear, 8, 8),
-    functools.partial(nn.LayerNorm, 8),
-    functools.partial(nn.GroupNorm, 2, 8),
-    lambda: Sum(nn.Linear(8, 8)),
-    lambda: parametrizations.weight_norm(nn.Linear(8, 8)),
-    lambda: nn.BatchNorm1d(8).eval(),
-    frozen,
-    convolution,
-]
-"""Layers that compute each sample by itself."""
-TOGETHER: list[Callable[[], nn.Module]] = [
-    lambda: Calls(lambda x: x - 0.5 * x.mean(0)),
-    lambda: Calls(lambda x: x + 0.01 * x.mean(0)),
-    lambda: Calls(batch_norm),
-    lambda: Calls(lambda x: x + x.roll(1, 0)),
-    lambda: Calls(lambda x: x.sort(0).values),
-    lambda: Calls(lambda x: x.cumsum(0)),
-    lambda: Calls(lambda x: x / x.norm()),
-    lambda: Calls(lambda x: x * len(x)),
-    lambda: Calls(lambda x: (x @ x.T).softmax(1) @ x),
-    lambda: nn.BatchNorm1d(8),
-    lambda: Average(True),
-    lambda: Average(False),
-    Counts,
-    lambda: parametrizations.spectral_norm(nn.Linear(8, 8)),
-    lambda: old_spectral_norm(nn.Linear(8, 8)),
-]
-"""Layers whose samples see each other, or whose state each forward pass changes."""
-
-
-class Shaped(nn.Module):
-    """A body, and outputs in some structure."""
-
-    def __init__(self, body: nn.Module, shape: str) -> None:
-        super().__init__()
-        self.body = body
-        self.shape = shape
-
-    def forward(self, x: torch.Tensor) -> Any:
-        y = self.body(x)
-        return {
-            "tensor": lambda: y,
-            "dict": lambda: {"logits": y, "hidden": y.tanh()},
-            "tuple": lambda: (y, y.argmax(1)),
-            "auxiliary": lambda: (y, y.square().mean().reshape(1)),
-            "transposed": lambda: y.T,
-        }[self.shape]()
-
-
-def logits(outputs: Any) -> torch.Tensor:
-    if isinstance(outputs, dict):
-        return outputs["logits"]
-    if isinstance(outputs, tuple):
-        return outputs[0]
-    return outputs if outputs.shape[1] == 5 else outputs.T
-
-
-def random_loss(rng: random.Random) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
-    """A loss on logits, and what makes targets of classes."""
-    classes: list[Any] = [
-        nn.CrossEntropyLoss(reduction=rng.choice(["mean", "sum"])),
-        nn.CrossEntropyLoss(ignore_index=rng.randrange(5)),
-        nn.CrossEntropyLoss(weight=torch.arange(1.0, 6), label_smoothing=rng.choice([0, 0.2])),
-        functools.partial(
-            functional.cross_entropy, ignore_index=-100, reduction=rng.choice(["mean", "sum"])
-        ),
-        functional.multi_margin_loss,
-    ]
-    numbers: list[Any] = [
-        nn.MSELoss(reduction=rng.choice(["mean", "sum"])),
-        functools.partial(functional.mse_loss, size_average=rng.choice([True, False])),
-        functools.partial(functional.smooth_l1_loss, beta=0.5),
-        nn.KLDivLoss(reduction=rng.choice(["batchmean", "sum", "mean"])),
-        lambda o, y: (
-            (functional.normalize(o, dim=1) @ functional.normalize(y, dim=1).T).logsumexp(1).mean()
-        ),
-        lambda o, y: (o - y).square().sum(1).topk(3).values.mean(),
-    ]
-    if rng.random() < 0.5:
-        loss = rng.choice(classes)
-        can_be_uint8 = isinstance(loss, nn.CrossEntropyLoss) and not loss.label_smoothing
-        dtype = torch.uint8 if can_be_uint8 and rng.random() < 0.5 else torch.int64
-        return loss, lambda y: y.to(dtype)
-    return rng.choice(numbers), lambda y: functional.one_hot(y, 5).float()
-
-
-class Program:
-    """A random model, loss and batch.
-
-    Attributes:
-        is_exact: Whether chunks give the gradients of the whole batch, by how it is made.
-    """
-
-    def __init__(self, seed: int) -> None:
-        rng = random.Random(seed)
-        torch.manual_seed(seed)
-        layers = [rng.choice(ALONE)() for _ in range(rng.randint(1, 3))]
-        self.is_exact = rng.random() < 0.5
-        if not self.is_exact:
-            layers.insert(rng.randint(0, len(layers)), rng.choice(TOGETHER)())
-        if rng.random() < 0.3:
-            # It is there twice.
-            layers.append(layers[0])
-        shape = rng.choice(["tensor"] * 3 + ["dict", "tuple", "auxiliary", "transposed"])
-        self.is_exact = self.is_exact and shape not in ("auxiliary", "transposed")
-        self.model = Shaped(nn.Sequential(nn.Linear(6, 8), *layers, nn.Linear(8, 5)), shape)
-        if rng.random() < 0.1:
-            self.is_exact = False
-            for p in self.model.parameters():
-                if p.requires_grad:
-                    p.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
-        loss, targets = random_loss(rng)
-        # Torch's own losses of plain outputs are accumulated, others computed in two passes.
-        self.loss = loss if shape == "tensor" else lambda outputs, y: loss(logits(outputs), y)
-        n = rng.randint(6, 24)
-        self.inputs = torch.randn(n, 6)
-        self.targets = targets(torch.randint(5, (n,)))
-        self.chunk_size = rng.randint(1, n - 1)
-
-
-# torch warns of what it deprecates.
-@pytest.mark.filterwarnings("ignore")
-def outcome_of(seed: int) -> str:
-    """``refused``, or the strategy that was chosen; checks that its gradients are right."""
-    program, plain = Program(seed), Program(seed)
-    torch.manual_seed(seed)
-    plain.loss(plain.model(plain.inputs), plain.targets).backward()
-    torch.manual_seed(seed)
-    with BigBatch(program.model, program.loss, chunk_size=program.chunk_size) as big:
-        try:
-            big.backward(program.inputs, program.targets)
-        except errors.ArgumentError:
-            return "refused"
-    assert error_of(plain.model, program.model) < 1e-4, f"seed {seed}: wrong in silence"
-    for one, other in zip(plain.model.buffers(), program.model.buffers(), strict=True):
-        torch.testing.assert_close(one, other, msg=f"seed {seed}: a buffer is wrong in silence")
-    assert big.chosen is not None
-    return big.chosen.strategy
-
-
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", range(0, 200, 20))
-def test_no_random_model_is_wrong_in_silence(first: int) -> None:
-    for seed in range(first, first + 20):
-        assert outcome_of(seed) != "refused" or not Program(seed).is_exact, (
-            f"seed {seed}: refused, and chunks would be exact"
-        )
-
-
-@pytest.mark.stress
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("first", range(1000, 5000, 200))
-def test_no_model_of_many_is_wrong_in_silence(first: int) -> None:
-    for seed in range(first, first + 200):
-        outcome_of(seed)
 
 
 @pytest.mark.parametrize(

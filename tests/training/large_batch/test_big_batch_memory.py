@@ -1,0 +1,184 @@
+"""BigBatch when memory runs out, and after errors."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.big_batches import IGNORED, X, Y, contrastive, gradients, mlp
+from torch import nn
+from torch.nn import functional
+
+from pinfeed import BigBatch
+from pinfeed.training.large_batch.select import STRATEGIES
+
+
+class Failing(torch.autograd.Function):
+    """Has no memory for more than so many samples, on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, most: int) -> torch.Tensor:
+        ctx.most = most
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if len(gradient) > ctx.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        return gradient, None
+
+
+class Small(nn.Module):
+    """A model whose forward or backward pass has no memory for more than so many samples."""
+
+    def __init__(self, most: int, where: str, *, dropout: float = 0.0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(20, 50)
+        self.drop = nn.Dropout(dropout)
+        self.last = nn.Linear(50, 7)
+        self.most = most
+        self.where = where
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.drop(torch.relu(self.first(x)))
+        if self.where == "forward" and torch.is_grad_enabled() and len(x) > self.most:
+            raise RuntimeError("CUDA error: out of memory")
+        if self.where == "backward":
+            # The last layer has its gradients when this fails.
+            y = Failing.apply(y, self.most)
+        return self.last(y)
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("strategy", ["auto", "accumulate", "two_pass"])
+@pytest.mark.parametrize(("chunk_size", "most"), [(8, 3), (23, 1), (100, 5), (8, 8)])
+def test_a_chunk_that_does_not_fit_is_cut(
+    where: str, strategy: str, chunk_size: int, most: int
+) -> None:
+    """No sample is lost, none counts twice, and gradients that were there stay."""
+    plain, model = Small(100, where), Small(most, where)
+    for one in (plain, model):
+        one.last.weight.grad = torch.ones(7, 50)
+    functional.cross_entropy(plain(X), IGNORED).backward()
+    # If only one sample fits, the plain step of two samples for the comparison does not fit.
+    with BigBatch(
+        model, functional.cross_entropy, chunk_size=chunk_size, strategy=strategy, prove=most > 1
+    ) as big:
+        big.backward(X, IGNORED)
+        first = big.n_halved
+        assert (first > 0) == (min(chunk_size, 23) > most)
+        torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-6)
+        for one in (plain, model):
+            one.zero_grad()
+        functional.cross_entropy(plain(X), IGNORED).backward()
+        big.backward(X, IGNORED)
+        torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-6)
+
+
+def test_random_numbers_are_the_same_when_it_is_cut() -> None:
+    plain, model = Small(100, "backward", dropout=0.5), Small(3, "backward", dropout=0.5)
+    torch.manual_seed(5)
+    contrastive(plain(X), Y).backward()
+    torch.manual_seed(5)
+    with BigBatch(model, contrastive, chunk_size=12) as big:
+        big.backward(X, Y)
+        assert big.n_halved == 2
+    torch.testing.assert_close(gradients(model), gradients(plain), rtol=1e-4, atol=1e-6)
+
+
+def test_one_sample_that_does_not_fit() -> None:
+    for strategy in ("accumulate", "two_pass", "auto"):
+        model = Small(0, "backward")
+        model.first.weight.grad = before = torch.ones(50, 20)
+        with (
+            pytest.raises(torch.OutOfMemoryError),
+            BigBatch(
+                model,
+                contrastive if strategy == "two_pass" else functional.cross_entropy,
+                chunk_size=4,
+                strategy=strategy,
+            ) as big,
+        ):
+            big.backward(X, Y)
+        assert model.first.weight.grad is before
+        assert torch.equal(before, torch.ones(50, 20))
+
+
+def test_an_error_of_another_kind_surfaces() -> None:
+    for strategy in STRATEGIES:
+        with (
+            pytest.raises(RuntimeError, match="shapes cannot be multiplied"),
+            BigBatch(
+                mlp(), functional.cross_entropy, chunk_size=4, strategy=strategy, reduction="mean"
+            ) as big,
+        ):
+            big.backward(torch.zeros(9, 19), torch.zeros(9, dtype=torch.int64))
+
+
+@pytest.mark.filterwarnings(
+    "ignore:strategy='accumulate' does not give the gradients of the plain step. the loss fails"
+)
+@pytest.mark.parametrize(
+    "where", ["source", "accumulate", "two_pass", "plain", "checkpoint", "offload"]
+)
+def test_after_an_error_gradients_are_as_before(where: str) -> None:
+    model = mlp()
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+
+    def failing(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if where in ("plain", "checkpoint", "offload"):
+            return functional.cross_entropy(Failing.apply(outputs, 0), targets)
+        return functional.cross_entropy(outputs, targets)
+
+    def source() -> Any:
+        yield X[:6], Y[:6]
+        raise ValueError("nothing more can be read")
+
+    kind: Any = ValueError if where == "source" else (RuntimeError, IndexError)
+    targets = Y.clone()
+    targets[-1] = 99  # no class
+    with BigBatch(
+        model,
+        failing,
+        chunk_size=5,
+        strategy="auto" if where == "source" else where,
+        reduction="mean",
+    ) as big:
+        with pytest.raises(kind):
+            if where == "source":
+                big.backward(source())
+            else:
+                big.backward(X, targets)
+        assert all(
+            torch.equal(p.grad, torch.ones_like(p))
+            for p in model.parameters()
+            if p.grad is not None
+        )
+        assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+
+
+def test_after_an_error_that_is_kept_it_goes_on() -> None:
+    model, kept = Small(0, "forward"), []
+    with BigBatch(model, functional.cross_entropy, chunk_size=3, strategy="accumulate") as big:
+        for most in (0, 100):
+            model.most = most
+            try:
+                big.backward(X, Y)
+            except RuntimeError as error:
+                kept.append(error)
+    assert len(kept) == 1
+    assert model.first.weight.grad is not None
+
+
+def test_a_batch_is_not_kept() -> None:
+    import gc
+    import weakref
+
+    x = torch.zeros(23, 20)
+    seen = weakref.ref(x)
+    with BigBatch(mlp(), functional.cross_entropy, chunk_size=5) as big:
+        big.backward(x, Y)
+        del x
+        gc.collect()
+        assert seen() is None
