@@ -109,22 +109,14 @@ def run(
     contestant = CONTESTANTS[name]
     task = Task.make(path, kind, order, 1 if cold else 3, cold=cold)
     step = Compute(n_products) if n_products else lambda: None
-    for epoch in contestant.epochs(
-        Task.make(tiny, Kind("tiny", (1,), 8, 0), "sequential", 1, cold=cold)
-    ):
-        for _ in epoch:
-            pass
+    warm_up(contestant, tiny, cold=cold)
     files = [path, *sorted(litdata_folder(path).glob("*.bin"))] if name == "litdata" else [path]
     read_through(files)
     if cold:
         # The file is dropped only now. On a virtual machine, the first use of memory that has been
         # free for some seconds is slow.
         drop(files)
-    gc.collect()
-    # This resets the peak of resident memory, see proc(5). Without the permission for it, the peak
-    # is that since the process began.
-    with contextlib.suppress(PermissionError):
-        Path("/proc/self/clear_refs").write_text("5")
+    reset_peak()
     before = memory()
     cached = _share(files[-1])
     samples: list[dict[str, int]] = []
@@ -145,6 +137,24 @@ def run(
         "page_cache_growth": round(grown),
         **task.notes,
     }
+
+
+def warm_up(contestant: Contestant, tiny: Path, *, cold: bool) -> None:
+    """Run a contestant on a tiny file, so that the cost of a first use is not measured."""
+    task = Task.make(tiny, Kind("tiny", (1,), 8, 0), "sequential", 1, cold=cold)
+    for epoch in contestant.epochs(task):
+        for _ in epoch:
+            pass
+
+
+def reset_peak() -> None:
+    """Free unused objects, and reset the peak of resident memory, see proc(5).
+
+    Without the permission for it, the peak is that since the process began.
+    """
+    gc.collect()
+    with contextlib.suppress(PermissionError):
+        Path("/proc/self/clear_refs").write_text("5")
 
 
 def timed(

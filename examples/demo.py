@@ -103,7 +103,7 @@ class Rows(Dataset[torch.Tensor]):
         return torch.from_numpy(np.array(self.rows[index], self.dtype))
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -113,7 +113,11 @@ def main() -> None:
     parser.add_argument(
         "--size", type=size, default=size("2GiB"), help="size of the file that is written (2GiB)"
     )
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
     OUT.mkdir(exist_ok=True)
     path = arguments.npy or written(OUT / "rows.npy", arguments.size)
 
@@ -140,7 +144,11 @@ def main() -> None:
         path,
         preferred,
     )
+    report(fed, plain)
 
+
+def report(fed: Result, plain: Result) -> None:
+    """Compare the loop over a feeder with that over a DataLoader."""
     print(f"\npinfeed     {fed}\nDataLoader  {plain}\n")
     print(f"pinfeed took {fed.seconds / plain.seconds:.2f} of the DataLoader's time")
     print(

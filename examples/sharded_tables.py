@@ -52,16 +52,44 @@ class Match(nn.Module):
         return self.layers(torch.cat([person, film, person * film], dim=1)).squeeze(1)
 
 
+def join_job() -> torch.device:
+    """Join the process group of the job, and return the device of this process."""
+    cuda = torch.cuda.is_available()
+    distributed.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo")
+    if not cuda:
+        return torch.device("cpu")
+    device = torch.device("cuda", distributed.get_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def train(
+    batches: Any, people: Any, films: Any, match: nn.Module, optimizers: list[Any], n_epochs: int
+) -> None:
+    """Train the tables and the dense part, and print the loss of each epoch."""
+    for epoch in range(n_epochs):
+        start = time.perf_counter()
+        losses = []
+        # This sets the epoch of the sampler, too.
+        batches.set_epoch(epoch)
+        for batch in batches:
+            score = match(people(batch["person"]), films(batch["film"]))
+            loss = nn.functional.binary_cross_entropy_with_logits(score, batch["liked"])
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(loss.detach())
+        mean = torch.stack(losses).mean()
+        distributed.all_reduce(mean)
+        if distributed.get_rank() == 0:
+            mean_loss = mean.item() / distributed.get_world_size()
+            rate = len(losses) / (time.perf_counter() - start)
+            print(f"epoch {epoch}: loss {mean_loss:.4f}, {rate:.0f} steps/s")
+
+
 def main(arguments: argparse.Namespace) -> None:
-    distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    rank, world_size = distributed.get_rank(), distributed.get_world_size()
-    device = (
-        torch.device("cuda", rank % torch.cuda.device_count())
-        if torch.cuda.is_available()
-        else torch.device("cpu")
-    )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    device = join_job()
 
     # With the same seed, the tables and the dense part begin with equal values on every rank.
     torch.manual_seed(0)
@@ -82,25 +110,8 @@ def main(arguments: argparse.Namespace) -> None:
         device=device,
     )
     with batches:
-        for epoch in range(arguments.epochs):
-            start = time.perf_counter()
-            losses = []
-            # This sets the epoch of the sampler, too.
-            batches.set_epoch(epoch)
-            for batch in batches:
-                score = match(people(batch["person"]), films(batch["film"]))
-                loss = nn.functional.binary_cross_entropy_with_logits(score, batch["liked"])
-                loss.backward()
-                for optimizer in (rows, dense):
-                    optimizer.step()
-                    optimizer.zero_grad()
-                losses.append(loss.detach())
-            mean = torch.stack(losses).mean()
-            distributed.all_reduce(mean)
-            if rank == 0:
-                rate = len(losses) / (time.perf_counter() - start)
-                print(f"epoch {epoch}: loss {mean.item() / world_size:.4f}, {rate:.0f} steps/s")
-    if rank == 0:
+        train(batches, people, films, match, [rows, dense], arguments.epochs)
+    if distributed.get_rank() == 0:
         n_steps = len(loader) * arguments.epochs
         sent = ", ".join(
             f"{name.replace('_', ' ')} {nbytes / n_steps:.0f}"

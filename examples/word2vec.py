@@ -84,7 +84,7 @@ class Pairs(Dataset[Batch]):
         return {"center": torch.from_numpy(center[in_one_file]), "others": torch.from_numpy(others)}
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -98,7 +98,11 @@ def main() -> None:
     parser.add_argument(
         "--quick", action="store_true", help="a few seconds: fewer files, fewer steps"
     )
-    arguments = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    arguments = parse()
     arguments.out.mkdir(parents=True, exist_ok=True)
     steps = arguments.steps or (150 if arguments.quick else 3000)
 
@@ -123,13 +127,32 @@ def main() -> None:
         f"loss {np.mean(losses[:5]):.3f} -> {np.mean(losses[-5:]):.3f}; {loop.stats}"
     )
 
-    first = Training(len(words), arguments.dim, steps)
+    compare(losses, loader, len(words), steps, arguments.dim, loop.device)
+
+    vectors = ahead.center.read(np.arange(len(words))).numpy()
+    for word in WORDS:
+        if word in words:
+            print(f"{word:>8}: {' '.join(nearest(vectors, words, word))}")
+    draw(vectors[:200], words[:200], arguments.out / "word2vec.png")
+    print(arguments.out / "word2vec.png")
+
+
+def compare(
+    losses: list[float],
+    loader: DataLoader[Batch],
+    n_words: int,
+    steps: int,
+    dim: int,
+    device: str,
+) -> None:
+    """Compare the first losses with those of loops without prefetching and without pinfeed."""
+    first = Training(n_words, dim, steps)
     with pinfeed.train_rows(
-        loader, first.lookups, optimizer=first.optimizer, device=arguments.device, depth=0
+        loader, first.lookups, optimizer=first.optimizer, device=device, depth=0
     ) as synchronous:
         first_losses = first.run(islice(synchronous, COMPARED))
     plain, ordered = (
-        run_full(len(words), arguments.dim, steps, islice(loader, COMPARED), loop.device, order)
+        run_full(n_words, dim, steps, islice(loader, COMPARED), device, order)
         for order in (False, True)
     )
     print(f"losses of the first {min(steps, COMPARED)} steps, beside those of")
@@ -139,13 +162,6 @@ def main() -> None:
         "  the same, where repeated words add their gradients in the order of the batch: "
         f"{same(losses, ordered)}"
     )
-
-    vectors = ahead.center.read(np.arange(len(words))).numpy()
-    for word in WORDS:
-        if word in words:
-            print(f"{word:>8}: {' '.join(nearest(vectors, words, word))}")
-    draw(vectors[:200], words[:200], arguments.out / "word2vec.png")
-    print(arguments.out / "word2vec.png")
 
 
 def same(losses: list[float], others: list[float]) -> str:

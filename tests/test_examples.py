@@ -1,4 +1,4 @@
-"""The examples beside other libraries run, to their own assertions."""
+"""The examples with other libraries run, and their own assertions hold."""
 
 import importlib.util
 from pathlib import Path
@@ -21,9 +21,9 @@ def example(name: str) -> ModuleType:
     return module
 
 
-# Lightning asks it of torch.
+# Lightning calls it.
 @pytest.mark.filterwarnings("ignore:`isinstance.treespec, LeafSpec.` is deprecated")
-# The resumed trainer is to save nothing.
+# The resumed trainer has no ModelCheckpoint, because it saves nothing.
 @pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 def test_lightning() -> None:
     example("lightning_module").main()
@@ -38,15 +38,15 @@ def test_datasets(capsys: pytest.CaptureFixture[str]) -> None:
     assert "source['name']: a column of string" in capsys.readouterr().out
 
 
-# StatefulDataLoader calls it
+# StatefulDataLoader calls it.
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
-# One process, as it says.
+# The distributed checkpoint is of one process.
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized")
 def test_stateful_loader() -> None:
     example("stateful_loader").main()
 
 
-# The compiler looks at what a table's rows were computed from.
+# The compiler reads .grad of the tensors that a table's rows were computed from.
 NOT_A_LEAF = "ignore:The .grad attribute of a Tensor that is not a leaf"
 
 
@@ -56,9 +56,9 @@ def test_compiled() -> None:
 
 
 @pytest.mark.stress
-# Of the compiler
+# The compiler warns of deprecations in its own code.
 @pytest.mark.filterwarnings("default")
 def test_compiled_to_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The compiler's processes would outlive the test.
+    # Without this, the compiler's processes would outlive the test.
     monkeypatch.setattr(torch._inductor.config, "compile_threads", 1)
     example("compiled").main("inductor")

@@ -1,4 +1,4 @@
-"""The benchmark command for GPUs keeps what was measured, whatever happens to a part."""
+"""The benchmark command for GPUs keeps its measurements, whatever happens to a part."""
 
 import json
 import os
@@ -43,7 +43,7 @@ def part(name: str, share: float = 1.0) -> Part:
 
 @pytest.fixture
 def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes of parts find the module above."""
+    """The processes of parts can import the module above."""
     (tmp_path / "parts_of_a_test.py").write_text(MODULE)
     folders = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, folders)))
@@ -147,7 +147,7 @@ def test_a_part_that_dies_is_recorded_and_leaves_its_time_to_others(tmp_path: Pa
     assert quick["status"] == "ended"
     assert quick["cells"][0]["found"] == 1
     assert quick["environment"].startswith("pinfeed")
-    # Without what the first part left over, 90 seconds would be its share.
+    # Its share alone is 90 seconds; the rest is time that the first part did not need.
     assert 90 < quick["limit_s"] <= 120
 
 

@@ -54,7 +54,7 @@ class Products:
 
 
 def overlaps(run: Run) -> list[Cell]:
-    """Return cells of loops whose step is products or a model, and of products alone."""
+    """Return cells of loops whose step is products or a model, and of products during transfers."""
     nbytes = (32 << 20) * _N_BATCHES if run.cuda else 64 << 20
     memory = functools.cache(lambda: words(nbytes, pin=run.cuda))
     products = functools.cache(lambda: Products(run.device, 4096))

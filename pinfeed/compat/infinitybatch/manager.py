@@ -90,7 +90,8 @@ class InfinityBatch(Settings):
             )
             self.targets[-1].append(to_device(as_tensors(targets), self.backward_device))
             self.batch_(inputs)
-            n_batches, n = n_batches + 1, n + size
+            n_batches += 1
+            n += size
             self.loss()
             self.backward()
             self.step()
