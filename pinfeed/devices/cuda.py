@@ -21,8 +21,7 @@ from pinfeed.devices.cuda_streams import CudaStream
 from pinfeed.errors import DeviceError
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.demand import OVERLAP_CHUNK_BYTES
-from pinfeed.memory.mapping import Bytes
-from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
+from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, HostArray
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch

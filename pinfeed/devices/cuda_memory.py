@@ -9,7 +9,8 @@ import functools
 import torch
 
 from pinfeed.errors import DeviceError
-from pinfeed.memory.buffer_pool import REGISTER, Bytes, page_locked
+from pinfeed.memory.buffer_pool import Bytes
+from pinfeed.memory.page_locked import REGISTER, page_locked
 
 
 def staging_memory(device: torch.device, nbytes: int) -> Bytes:

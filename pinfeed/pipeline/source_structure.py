@@ -11,7 +11,7 @@ import numpy as np
 
 from pinfeed.errors import StoreError
 from pinfeed.stores import Store
-from pinfeed.stores.arrow import columns_of
+from pinfeed.stores.arrow_tables import columns_of
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.tensors.pytree import flatten
 from pinfeed.validation.suggestions import is_array_like

@@ -22,7 +22,7 @@ from pinfeed.pipeline.source_structure import (
 from pinfeed.pipeline.write_check import WriteCheck
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import ArrayStore, ArrowStore, MmapStore, RemoteStore, Store
-from pinfeed.stores.arrow_tables import columns_of, is_column
+from pinfeed.stores.arrow_tables import is_column
 from pinfeed.stores.memory_map import store_of_memmap
 from pinfeed.stores.paths import has_protocol
 from pinfeed.tensors.dtypes import check_dtype
