@@ -9,7 +9,7 @@ import functools
 import torch
 
 from pinfeed.errors import DeviceError
-from pinfeed.memory.buffer_pool import Bytes
+from pinfeed.memory.mapping import Bytes
 from pinfeed.memory.page_locked import REGISTER, page_locked
 
 
