@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from pinfeed.devices import kernels
 from pinfeed.devices.kernels import MAX_TABLES, SOURCE, Move, launches
 
-# What CUDA gives a kernel. Alignment is checked at every access: a GPU stops at a word that is not
-# where it must be.
+# Definitions that CUDA provides for a kernel. Alignment is checked at every access, because a GPU
+# stops at a word that is not aligned.
 CUDA = r"""
 #include <cstdint>
 struct alignas(16) uint4 { unsigned x, y, z, w; };

@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
 from pinfeed.readahead import choose, in_memory
-from pinfeed.readahead import page_cache as advised
-from pinfeed.readahead import windows as readahead_windows
+from pinfeed.readahead import page_cache as page_cache_readahead
+from pinfeed.readahead import windows as window_readahead
 from pinfeed.readahead.base import DirectReads, ReadStrategy, StoreRows
 from pinfeed.readahead.in_memory import InMemoryCopy
 from pinfeed.readahead.page_cache import PageCacheReadahead
@@ -27,7 +27,7 @@ from pinfeed.rows import orders
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 from pinfeed.rows.windows import windows as windows_of
-from pinfeed.stores.disk import page_cache as pagecache
+from pinfeed.stores.disk import page_cache as disk_page_cache
 
 N, WIDTH = 5000, 64
 # Rows of a block of 64 KiB, which is worth a seek.
@@ -41,7 +41,7 @@ def array() -> np.ndarray:
 
 @pytest.fixture(scope="module")
 def path(array: np.ndarray, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    found: Path = tmp_path_factory.mktemp("access") / "x.npy"
+    found: Path = tmp_path_factory.mktemp("readahead") / "x.npy"
     np.save(found, array)
     return found
 
@@ -60,15 +60,15 @@ def read(part: Any) -> np.ndarray:
 
 
 def served(
-    access: ReadStrategy, order: Order, *, batch_size: int, epoch: int = 0, start: int = 0
+    strategy: ReadStrategy, order: Order, *, batch_size: int, epoch: int = 0, start: int = 0
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield row indices and rows of an epoch, each batch two batches late, as a feeder reads."""
     batches = OrderBatches(order, N, batch_size)
     windows, position, stop = batches.windows(epoch, start)
-    with access.open_epoch(windows, position, stop) as serve:
+    with strategy.open_epoch(windows, position, stop) as open_batch:
         waiting: list[tuple[np.ndarray, Any]] = []
         for draw in batches.epoch(epoch, start):
-            part = serve(position, draw.n_rows)
+            part = open_batch(position, draw.n_rows)
             position += draw.n_rows
             numbers = draw.rows()
             waiting.append((numbers, part(numbers)))
@@ -106,14 +106,14 @@ def test_every_way_gives_the_rows(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(in_memory, "_CHUNK_BYTES", KiB(20))
-    monkeypatch.setattr(advised, "_CHUNK_BYTES", KiB(20))
-    for access in strategies(store, order):
+    monkeypatch.setattr(page_cache_readahead, "_CHUNK_BYTES", KiB(20))
+    for strategy in strategies(store, order):
         for epoch, start in ((0, 0), (1, 0), (2, 1)):
             for numbers, values in served(
-                access, order, batch_size=batch_size, epoch=epoch, start=start
+                strategy, order, batch_size=batch_size, epoch=epoch, start=start
             ):
                 np.testing.assert_array_equal(values, array[numbers])
-        access.close()
+        strategy.close()
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
@@ -122,15 +122,15 @@ def test_nothing_runs_after_an_epoch_that_is_left(
 ) -> None:
     """The fixture nothing_left checks threads; rows that were loaded stay for the next epoch."""
     monkeypatch.setattr(in_memory, "_CHUNK_BYTES", KiB(4))
-    for access in strategies(store, order):
+    for strategy in strategies(store, order):
         for epoch in range(3):
             for numbers, values in itertools.islice(
-                served(access, order, batch_size=64, epoch=epoch), 3
+                served(strategy, order, batch_size=64, epoch=epoch), 3
             ):
                 np.testing.assert_array_equal(values, array[numbers])
-        for numbers, values in served(access, order, batch_size=64, epoch=3):
+        for numbers, values in served(strategy, order, batch_size=64, epoch=3):
             np.testing.assert_array_equal(values, array[numbers])
-        access.close()
+        strategy.close()
 
 
 class Slow(MmapStore):
@@ -157,19 +157,19 @@ def test_the_end_of_the_data_lets_the_last_batches_have_their_window(
     path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With several readers, one finds the end while others still wait for rows."""
-    monkeypatch.setattr(readahead_windows, "_N_THREADS", 1)
+    monkeypatch.setattr(window_readahead, "_N_THREADS", 1)
     windows, numbers = (
         windows_of(rows.block_shuffled(0, block_rows=BLOCK, window_blocks=20), N, 0),
         np.arange(N),
     )
     assert windows is not None
     with Slow(path) as store:
-        access = WindowReadahead(store, windows.window_rows, N)
-        with access.open_epoch(windows, 0, N) as serve:
-            part = serve(0, N)(numbers)
+        strategy = WindowReadahead(store, windows.window_rows, N)
+        with strategy.open_epoch(windows, 0, N) as open_batch:
+            part = open_batch(0, N)(numbers)
             store.may_read.set()
         np.testing.assert_array_equal(read(part), array)
-        access.close()
+        strategy.close()
 
 
 def test_rows_that_are_not_there_yet_are_read_one_by_one(
@@ -178,17 +178,17 @@ def test_rows_that_are_not_there_yet_are_read_one_by_one(
     monkeypatch.setattr(in_memory, "_MAX_WAIT_S", 0)
     monkeypatch.setattr(in_memory, "_CHUNK_BYTES", KiB(64))
     with Slow(path) as store:
-        access = InMemoryCopy(store)
+        strategy = InMemoryCopy(store)
         numbers = np.array([4999, 0, 17, 17])
-        with access.open_epoch(None, 0, N) as serve:
+        with strategy.open_epoch(None, 0, N) as open_batch:
             try:
-                np.testing.assert_array_equal(read(serve(0, 4)(numbers)), array[numbers])
+                np.testing.assert_array_equal(read(open_batch(0, 4)(numbers)), array[numbers])
                 assert store.read_directly == 4
             finally:
                 store.may_read.set()
-        for numbers, values in served(access, rows.shuffled(0), batch_size=500):
+        for numbers, values in served(strategy, rows.shuffled(0), batch_size=500):
             np.testing.assert_array_equal(values, array[numbers])
-        access.close()
+        strategy.close()
 
 
 def test_a_file_that_was_written_is_brought_in_again(tmp_path: Path, array: np.ndarray) -> None:
@@ -234,13 +234,13 @@ def test_an_error_in_a_window_comes_with_its_batch(path: Path, array: np.ndarray
         position += n
     assert bad > 0
     with Broken(path) as store:
-        access, given = WindowReadahead(store, windows.window_rows, 300), 0
+        strategy, given = WindowReadahead(store, windows.window_rows, 300), 0
         with pytest.raises(errors.ReadError, match="bad sector"):
-            for numbers, values in served(access, order, batch_size=64):
+            for numbers, values in served(strategy, order, batch_size=64):
                 np.testing.assert_array_equal(values, array[numbers])
                 given += 1
         assert given == bad
-        access.close()
+        strategy.close()
 
 
 @settings(
@@ -276,10 +276,10 @@ def test_a_feeder_gives_the_rows_by_whatever_way_its_limit_allows(
 
 def chosen(store: Any, order: Any, free: int, n_batch_rows: int = 300) -> tuple[type, str]:
     choice = choose([store], order, n_batch_rows, free)
-    [access], [note] = choice.strategies, choice.notes
-    access.close()
+    [strategy], [note] = choice.strategies, choice.notes
+    strategy.close()
     assert sum(item.total for item in choice.items) <= max(0, free)
-    return type(access), note
+    return type(strategy), note
 
 
 def test_the_way_is_chosen_from_size_order_limit_and_share(path: Path) -> None:
@@ -361,12 +361,12 @@ def test_a_part_of_rows_on_windows(store: MmapStore, array: np.ndarray) -> None:
     windows = windows_of(order, N, 0)
     assert windows is not None
     numbers = order.bind(N, 0)(np.arange(2000))
-    access = WindowReadahead(store, windows.window_rows, 3000)
-    with access.open_epoch(windows, 0, N) as serve:
-        part = serve(0, 2000)(numbers)
+    strategy = WindowReadahead(store, windows.window_rows, 3000)
+    with strategy.open_epoch(windows, 0, N) as open_batch:
+        part = open_batch(0, 2000)(numbers)
         for begin, end in ((0, 2000), (0, 1), (700, 800), (760, 1600), (1999, 2000)):
             np.testing.assert_array_equal(read(part.cut(begin, end)), array[numbers[begin:end]])
-    access.close()
+    strategy.close()
 
 
 def test_parts_of_a_store_are_gathered_in_steps(array: np.ndarray, store: MmapStore) -> None:
@@ -431,7 +431,7 @@ def test_the_page_cache_is_left_as_it_was_found(
         True
     )
     monkeypatch.setattr(
-        pagecache,
+        disk_page_cache,
         "cached_pages",
         lambda fd, begin, end: there[begin // mmap.PAGESIZE : -(-end // mmap.PAGESIZE)],
     )
@@ -449,8 +449,8 @@ def test_the_page_cache_is_left_as_it_was_found(
     assert steps[: len(there) // 2 - 256].all(), "all else goes, as far as it can be told apart"
     assert steps[len(there) // 2 + 256 :].all()
     if was_there == "nothing" and not isinstance(order, orders.Shuffled):
-        # Rows in random order are swept where they were not in the page cache, which is the
-        # kernel's affair.
+        # Random reads count for a sweep only if the rows were not in the page cache, which depends
+        # on the kernel.
         assert while_it_was_read > 0.3, "in sweeps, before the file is closed"
 
 
@@ -463,7 +463,7 @@ def test_what_is_in_the_page_cache_is_looked_up(large: Path) -> None:
     with large.open("rb") as file:
         file.seek(MiB(8))
         file.read(MiB(4))
-        pages = pagecache.cached_pages(file.fileno(), 0, large.stat().st_size)
+        pages = disk_page_cache.cached_pages(file.fileno(), 0, large.stat().st_size)
     assert len(pages) == -(-large.stat().st_size // mmap.PAGESIZE)
     assert pages[MiB(8) // mmap.PAGESIZE : MiB(12) // mmap.PAGESIZE].any()
 

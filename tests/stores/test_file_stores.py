@@ -63,7 +63,8 @@ def test_mmap_store_writes_through(tmp_path: Path) -> None:
 
 
 def test_mmap_store_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
-    path = saved(tmp_path / "x.npy", sample(1 << 14, (1 << 12,), np.dtype(np.uint8)))  # 64 MiB
+    # 64 MiB.
+    path = saved(tmp_path / "x.npy", sample(1 << 14, (1 << 12,), np.dtype(np.uint8)))
     with MmapStore(path) as store:
         before = resident_bytes()["file"]
         rows = np.random.default_rng(0).permutation(store.n_rows)
@@ -249,16 +250,17 @@ def test_rows_of_no_bytes(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_overwritten_is_replaced_when_the_new_one_is_whole(tmp_path: Path) -> None:
-    """An open file goes on as it was; a link stays one, and so do permissions.
+    """An open file stays as it was; a link and permissions are kept.
 
-    What a killed process has left is in nobody's way.
+    A temporary file that a killed process has left behind does not matter.
     """
     np.save(tmp_path / "old.npy", np.ones((3, 2), np.float32))
     (tmp_path / "old.npy").chmod(0o640)
     (tmp_path / f"old.npy.{os.getpid()}.writing").write_bytes(b"left")
     (tmp_path / "link.npy").symlink_to(tmp_path / "old.npy")
     with MmapStore(tmp_path / "old.npy") as before:
-        before.gather(np.arange(1), np.empty((1, 2), np.float32))  # opens it
+        # The file is opened by the first gather.
+        before.gather(np.arange(1), np.empty((1, 2), np.float32))
         MmapStore.create(tmp_path / "link.npy", (4, 2), overwrite=True).close()
         assert gathered(before, [2]).tolist() == [[1, 1]]
     assert np.load(tmp_path / "old.npy").tolist() == [[0, 0]] * 4

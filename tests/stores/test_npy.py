@@ -26,7 +26,7 @@ VERSIONS = [(1, 0), (2, 0), (3, 0)]
 
 def save(path: Path, array: np.ndarray, version: tuple[int, int] | None = None) -> str:
     with path.open("wb") as file, warnings.catch_warnings():
-        # numpy's, of versions that old numpys cannot read.
+        # numpy warns of versions that old releases of numpy cannot read.
         warnings.simplefilter("ignore", UserWarning)
         np.lib.format.write_array(file, array, version)
     return str(path)
