@@ -205,6 +205,8 @@ def test_read_sees_the_latest_rows() -> None:
         step_ones(optimizer, table(ids))
         assert table.read([1])[0, 0].item() == pytest.approx(-0.1 * (number + 1))
         assert table.read([[9]]).shape == (1, 1, DIM)
+        table.flush_writes()
+        assert table.store.array[1].tolist() == table.read(1).tolist()
         # The loop continues after a read.
         step_ones(optimizer, table(ids) * 0)
 
