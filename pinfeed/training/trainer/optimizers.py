@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from pinfeed.errors import ArgumentError
 from pinfeed.training.embeddings.optimizer import RowOptimizer
+from pinfeed.training.trainer.loop_checks import MissingStepCheck
 
 
 def parameters_of(optimizer: Any) -> list[torch.Tensor]:
@@ -76,6 +77,11 @@ class OptimizerGroup:
                 f"optimizer= steps none of the {len(trainable)} parameters of the model; make it "
                 "of model.parameters() of this very model"
             )
+
+    def missing_step_check(self) -> MissingStepCheck:
+        """Return a check that warns if the loop forgets to step or to clear gradients."""
+        has_scaler = self._scaler is not None
+        return MissingStepCheck(self.optimizers, parameters_of, has_scaler=has_scaler)
 
     def step(self) -> None:
         """Unscale and clip the gradients if asked for, and step all optimizers."""

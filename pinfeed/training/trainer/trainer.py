@@ -24,8 +24,7 @@ from pinfeed.training.large_batch.strategy_options import StrategyOptions, check
 from pinfeed.training.trainer.callbacks import Callbacks, progress_bar
 from pinfeed.training.trainer.evaluate import Evaluator, Metrics, check_metrics, pair_of
 from pinfeed.training.trainer.history import History
-from pinfeed.training.trainer.loop_checks import MissingStepCheck
-from pinfeed.training.trainer.optimizers import OptimizerGroup, parameters_of
+from pinfeed.training.trainer.optimizers import OptimizerGroup
 from pinfeed.training.trainer.record import Record
 from pinfeed.training.trainer.recorder import Recorder
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
@@ -151,10 +150,8 @@ class Trainer:
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self._options = options
         self._progress = progress
-        is_prefetched = not options.has_limit and not _is_feeder(loader)
-        self._feeder = wrap_loader(loader, device=self._device) if is_prefetched else None
-        steppers = self._optimizers.optimizers
-        self._loop_check = MissingStepCheck(steppers, parameters_of, has_scaler=scaler is not None)
+        self._feeder = _prefetched(loader, self._device, options)
+        self._loop_check = self._optimizers.missing_step_check()
         self._recorder = Recorder(self._device)
         self._is_training = False
         self._is_stopped = False
@@ -362,3 +359,13 @@ class Trainer:
 def _is_feeder(loader: Any) -> bool:
     """Return whether a loader yields batches on the device already."""
     return isinstance(loader, (Feeder, LoaderFeeder))
+
+
+def _prefetched(loader: Any, device: torch.device, options: StrategyOptions) -> LoaderFeeder | None:
+    """Return a feeder of the loader's batches; None if batches are prefetched in another way.
+
+    A limit has batches prefetched in chunks, and a feeder prefetches its own batches.
+    """
+    if options.has_limit or _is_feeder(loader):
+        return None
+    return wrap_loader(loader, device=device)
