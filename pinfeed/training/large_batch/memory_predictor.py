@@ -23,7 +23,7 @@ from pinfeed.training.large_batch.strategies.batch_norms import batch_norms
 from pinfeed.training.large_batch.strategies.micro_batches import sample_spec_of
 from pinfeed.training.memory_model.budget import largest_that_fits
 from pinfeed.training.memory_model.estimate import StepEstimator
-from pinfeed.training.memory_model.models import bytes_there
+from pinfeed.training.memory_model.models import bytes_on_device
 from pinfeed.training.memory_model.step_run import Step, plain_step
 
 
@@ -143,7 +143,7 @@ def memory_predictor_for(
     Without a loss or an optimizer, the defaults of ``estimate`` are used.
     """
     # The estimate counts the model, whose memory is not free, so that is added to what is free.
-    model_bytes = bytes_there(model, device)
+    model_bytes = bytes_on_device(model, device)
     is_gpu = device.type == "cuda"
     limit = config.gpu_memory_limit
     host_limit = config.host_limit(free_host_bytes() + (0 if is_gpu else model_bytes))

@@ -32,12 +32,12 @@ def confidence_in(
     kinds = {type(module) for module in model.modules()}
     convolutions = [kind for kind in kinds if issubclass(kind, nn.modules.conv._ConvNd)]
     measured = _were_measured(model, autocast)
-    found += _of_convolutions(convolutions, device, are_measured=measured)
+    found += _convolution_confidence(convolutions, device, are_measured=measured)
     if autocast is not None:
         note = "autocast: which operations run in which dtype was taken from the CPU's list"
         found.append(("close", note))
     recurrent = [kind for kind in kinds if issubclass(kind, nn.RNNBase)]
-    found += _of_recurrent(recurrent, device, are_measured=measured)
+    found += _recurrent_confidence(recurrent, device, are_measured=measured)
     halves = {p.dtype for p in model.parameters()} | {autocast}
     if device == "cpu" and not halves.isdisjoint({torch.float16, torch.bfloat16}):
         found.append(
@@ -63,7 +63,7 @@ def _were_measured(model: nn.Module, autocast: torch.dtype | None) -> bool:
     )
 
 
-def _of_convolutions(
+def _convolution_confidence(
     kinds: list[type],
     device: Kind,
     *,
@@ -79,7 +79,7 @@ def _of_convolutions(
     return [("close", f"{taken} follows oneDNN's layouts; measured within 5 %")]
 
 
-def _of_recurrent(
+def _recurrent_confidence(
     kinds: list[type],
     device: Kind,
     *,

@@ -20,7 +20,7 @@ from pinfeed.memory.units import GiB
 from pinfeed.training.memory_model.batch_search import BatchBounds, BatchSearch
 from pinfeed.training.memory_model.budget import Budget
 from pinfeed.training.memory_model.estimate import StepEstimator, check_autocast
-from pinfeed.training.memory_model.models import bytes_there
+from pinfeed.training.memory_model.models import bytes_on_device
 from pinfeed.training.memory_model.report import Kind
 from pinfeed.training.memory_model.tensor_specs import samples_of
 from pinfeed.validation.arguments import explain_arguments, whole_number
@@ -274,12 +274,12 @@ class Config(limits.MemoryLimits):
     def _limits(self) -> tuple[int, int | None]:
         """Return the limit of the host, and that of the GPU; None if training is on the CPU."""
         # The estimate counts the model, whose memory is not free, so that is added to what is free.
-        model_on_host = bytes_there(self._model, torch.device("cpu"))
+        model_on_host = bytes_on_device(self._model, torch.device("cpu"))
         if self._kind == "cpu":
             return self.host_limit(free_host_bytes() + model_on_host), None
         gpu = self.gpu_memory_limit
         if not gpu:
-            model_on_gpu = bytes_there(self._model, torch.device("cuda"))
+            model_on_gpu = bytes_on_device(self._model, torch.device("cuda"))
             gpu = self._limit(None, _free_on_gpu(self.device) + model_on_gpu)
         return self.host_limit(free_host_bytes()), gpu
 

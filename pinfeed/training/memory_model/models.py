@@ -29,7 +29,7 @@ def tensors_of(module: nn.Module) -> Iterator[torch.Tensor]:
         yield from (value for value in vars(one).values() if isinstance(value, torch.Tensor))
 
 
-def bytes_there(model: Any, device: torch.device) -> int:
+def bytes_on_device(model: Any, device: torch.device) -> int:
     """Return the bytes of a model's tensors and gradients that are on the device already."""
     if not isinstance(model, nn.Module):
         return 0

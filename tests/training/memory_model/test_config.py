@@ -15,7 +15,7 @@ from torch import nn
 import pinfeed
 from pinfeed import Config, GiB, KiB, MiB, errors
 from pinfeed.training.memory_model.budget import largest_that_fits
-from pinfeed.training.memory_model.models import bytes_there
+from pinfeed.training.memory_model.models import bytes_on_device
 from pinfeed.training.memory_model.out_of_memory import is_out_of_memory
 
 
@@ -432,5 +432,9 @@ def test_a_config_can_be_pickled_and_copied() -> None:
 def test_a_model_that_is_there_is_not_counted_twice() -> None:
     model = nn.Linear(1000, 1000)
     model.weight.grad = torch.zeros(1000, 1000)
-    assert bytes_there(model, torch.device("cpu")) == 4 * (2 * 1000 * 1000 + 1000)
-    assert bytes_there(model, torch.device("cuda")) == bytes_there(mlp, torch.device("cpu")) == 0
+    assert bytes_on_device(model, torch.device("cpu")) == 4 * (2 * 1000 * 1000 + 1000)
+    assert (
+        bytes_on_device(model, torch.device("cuda"))
+        == bytes_on_device(mlp, torch.device("cpu"))
+        == 0
+    )
