@@ -60,12 +60,7 @@ def plan(
         if cpu_limit is None and gpu_limit is None:
             arguments = _batch_arguments(batch_size, usual_batch(row_nbytes_of(stores)), remarks)
         else:
-            limits = MemoryLimits(
-                cpu_memory_limit=cpu_limit,
-                gpu_memory_limit=gpu_limit,
-                preferred_batch_size=batch_size,
-            )
-            arguments = {"config": limits}
+            arguments = {"config": MemoryLimits(cpu_limit, gpu_limit, batch_size)}
         source = source_of(stores)
         try:
             with Feeder(source, rows=order, depth=depth, device=target, **arguments) as feeder:

@@ -94,7 +94,7 @@ class LoaderFeeder(BaseFeeder):
     Args:
         source: Source that iterates the loader.
         device: Target device, as the user named it.
-        schedule: How far ahead batches are prefetched.
+        schedule: Number of batches to prefetch.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
         n_spare: Number of device buffers that may be kept for reuse; None is one per batch that is

@@ -72,7 +72,7 @@ class Feeder(ResumableFeeder):
             ``rows=pinfeed.rows.shuffled(seed)``.
         seed: Seed of the shuffle, a whole number; the order is a function of (seed, epoch).
         drop_last: Whether to leave out a last batch that is not full.
-        ranks: How the processes of a job (of torchrun, for example) share an epoch if the rows do
+        ranks: Rule by which the processes of a job (of torchrun, say) share an epoch if the rows do
             not divide evenly. ``"pad"`` repeats the first rows, ``"drop"`` leaves out the
             remainder, and ``"join"`` gives some ranks one row more. Use ``Ranks`` for more options.
             With ``"all"`` or None, every process iterates all rows.
@@ -80,7 +80,7 @@ class Feeder(ResumableFeeder):
             synchronous loop. It replaces ``config.depth``. None is 2, or more for small batches.
         device: ``"auto"`` (CUDA if available), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a
             ``torch.device`` or a Device.
-        route: How a GPU gets rows of page-locked stores. With ``"direct"``, a kernel reads them in
+        route: Route of rows of page-locked stores to a GPU. With ``"direct"``, a kernel reads them in
             host memory. With ``"staged"``, the CPU gathers them before they are copied. None is the
             faster one, as measured; ``plan`` names it.
         options: ``verify`` compares each batch with its rows in the stores before the loop gets it,

@@ -133,7 +133,7 @@ def wrap_readers(
 
 @dataclass(frozen=True)
 class ReaderSettings:
-    """How a ReaderFeeder prefetches batches: the arguments of ``wrap_readers`` of these names."""
+    """Arguments of ``wrap_readers`` that say how batches are prefetched."""
 
     depth: int
     device: Any
@@ -148,7 +148,7 @@ class ReaderFeeder(ResumableFeeder):
     Args:
         readers: Readers of the input samples and of the output samples.
         batches: Identities of each batch, in the order of the epoch.
-        settings: How the batches are prefetched.
+        settings: Settings of the prefetching.
         begin: Function that is called when a loop begins.
     """
 

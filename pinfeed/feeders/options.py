@@ -38,7 +38,7 @@ class ReaderOptions(TypedDict, total=False):
     drop_last: Annotated[bool, Default(False)]
     """Whether to leave out a last batch that is not full."""
     ranks: Annotated[Ranks | Literal["pad", "drop", "join", "all"] | None, Default(None)]
-    """How the processes of a job share an epoch."""
+    """Rule by which the processes of a job share an epoch."""
     progress: Annotated[bool, Default(False)]
     """Whether to show a progress bar."""
     timeline: Annotated[bool, Default(False)]

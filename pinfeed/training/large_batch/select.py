@@ -26,7 +26,7 @@ class StrategyChoice:
     """Strategy that was chosen for a batch; ``str(chosen)`` says why.
 
     Attributes:
-        strategy: How gradients are computed.
+        strategy: Name of the way in which gradients are computed.
         chunk_size: Samples that are computed at a time.
         why: Reason for the choice, as a sentence.
         device_bytes: Predicted device memory of the strategies that were considered, in bytes;

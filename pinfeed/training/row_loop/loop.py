@@ -75,7 +75,7 @@ def train_rows(
             the rows.
         depth: Number of batches to prefetch, at most 1,024; 0 is the synchronous loop.
         device: Target device, as for ``Feeder``.
-        route: How a GPU gets rows of page-locked stores, as for ``Feeder``.
+        route: Route of rows of page-locked stores to a GPU, as for ``Feeder``.
         verify: Whether to keep a copy of every row that was lent, run the synchronous loop on it,
             and raise VerificationError at the first difference. Every batch then waits for the
             device.
@@ -107,7 +107,7 @@ class RowLoop(LoaderFeeder):
         tables: The tables, with their optimizers.
         depth: Number of batches to prefetch.
         device: Target device, as the user named it.
-        route: How a GPU gets rows of page-locked stores; None is the faster one.
+        route: Route of rows of page-locked stores to a GPU; None is the faster one.
         options: Whether the loop is verified, and how it is observed.
     """
 
@@ -171,7 +171,7 @@ class RowLoop(LoaderFeeder):
 
     @property
     def route(self) -> str:
-        """How rows are copied to and from the GPU, and why; empty if there is no choice."""
+        """Route of the rows to and from the GPU, and its reason; empty if there is no choice."""
         return self._route
 
     @property

@@ -21,7 +21,7 @@ def row_source(
     Args:
         loader: Iterable of batches on the host.
         tables: The tables.
-        schedule: How far ahead batches are prefetched.
+        schedule: Number of batches to prefetch.
         verify: Whether the loop compares all rows with those of the synchronous loop.
 
     Raises:
