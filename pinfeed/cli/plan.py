@@ -57,22 +57,19 @@ def plan(
             "plan": None,
             "remarks": remarks,
         }
-        if cpu_limit is None and gpu_limit is None:
-            arguments = _batch_arguments(batch_size, usual_batch(row_nbytes_of(stores)), remarks)
-        else:
-            arguments = {"config": MemoryLimits(cpu_limit, gpu_limit, batch_size)}
         source = source_of(stores)
+        arguments: dict[str, Any]
+        if cpu_limit is None and gpu_limit is None:
+            arguments = {"batch_size": batch_size or usual_batch(row_nbytes_of(stores))}
+        else:
+            arguments = {"config": _limits(cpu_limit, gpu_limit, batch_size)}
         try:
             with Feeder(source, rows=order, depth=depth, device=target, **arguments) as feeder:
                 made = feeder.plan
                 name = feeder.device
         except BudgetError as error:
             return Report(values, head, (f"it does not fit: {error}",))
-    if gpu_limit is not None and not made.device_bytes:
-        remarks.append(
-            f"Batches live in host memory ({name}): --gpu-limit was not needed. "
-            "--device cuda plans for a GPU."
-        )
+    remarks += _remarks(made, name, arguments, is_default=batch_size is None, gpu_limit=gpu_limit)
     values |= {"device": name, "plan": plan_values(made)}
     parts = {
         head: _text(made, order_name, name),
@@ -81,13 +78,26 @@ def plan(
     return Report(values, sections(parts), _findings(made, batch_size, n_rows))
 
 
-def _batch_arguments(batch_size: int | None, usual: int, remarks: list[str]) -> dict[str, Any]:
-    """Return the feeder's arguments for a batch size without limits; remark a size by default."""
-    if batch_size is None:
+def _limits(cpu: int | None, gpu: int | None, batch_size: int | None) -> MemoryLimits:
+    return MemoryLimits(cpu_memory_limit=cpu, gpu_memory_limit=gpu, preferred_batch_size=batch_size)
+
+
+def _remarks(
+    made: Plan, device: str, arguments: dict[str, Any], *, is_default: bool, gpu_limit: int | None
+) -> list[str]:
+    """Say which batch size was taken by default, and whether a limit was not needed."""
+    remarks = []
+    if is_default and "batch_size" in arguments:
         remarks.append(
-            f"Neither --batch-size nor a limit was given: {usual:,} rows were taken for a batch."
+            "Neither --batch-size nor a limit was given: "
+            f"{arguments['batch_size']:,} rows were taken for a batch."
         )
-    return {"batch_size": batch_size or usual}
+    if gpu_limit is not None and not made.device_bytes:
+        remarks.append(
+            f"Batches live in host memory ({device}): --gpu-limit was not needed. "
+            "--device cuda plans for a GPU."
+        )
+    return remarks
 
 
 def _findings(made: Plan, batch_size: int | None, n_rows: int) -> tuple[str, ...]:

@@ -160,5 +160,5 @@ def _round_up(nbytes: int, block: int) -> int:
 
 
 def _power_of_two(nbytes: int) -> int:
-    """Return the smallest power of two that is not below ``nbytes``, as torch takes pinned memory."""
+    """Round up to a power of two, as torch's allocator of pinned memory does."""
     return 1 << (nbytes - 1).bit_length()

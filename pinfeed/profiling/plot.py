@@ -38,7 +38,7 @@ class _Stretch:
         spans: Its spans.
         start_s: Its start, in seconds.
         end_s: Its end, in seconds.
-        totals: Its totals.
+        totals: Its counts.
     """
 
     spans: list[Span]
@@ -70,7 +70,7 @@ def draw(
         spans: The spans of the whole run.
         start_s: Start of the drawn stretch, in seconds on the clock of the spans.
         end_s: End of the stretch.
-        totals: Totals of the stretch.
+        totals: Counts of the stretch.
         path: Path of the picture, whose ending decides the format; or an open file, for a PNG.
 
     Raises:

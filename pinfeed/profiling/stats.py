@@ -116,7 +116,7 @@ class Totals:
     For a DataLoader it is the time that the loader took for its batch.
     """
     held_s: float = 0.0
-    """Time in which reader threads waited for copies of earlier batches, summed over the threads."""
+    """Time in which reader threads waited for copies of earlier batches, summed over threads."""
     write_s: float = 0.0
     """Time in which the writer thread wrote rows back."""
     late: int = 0
@@ -255,7 +255,7 @@ class FeederStats(Totals):
         return f"{super().__str__()}; memory: {self.memory}"
 
     def _repr_html_(self) -> str:
-        """Return the HTML that a notebook shows: the verdict, and a table of the numbers behind it."""
+        """Return the HTML that a notebook shows: the verdict, and a table of the numbers."""
         from tabulate import tabulate
 
         threads = f"{self.n_readers} thread{'s' * (self.n_readers != 1)}"

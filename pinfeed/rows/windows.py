@@ -1,4 +1,4 @@
-"""Windows: the groups of neighbouring rows that a block-shuffled epoch reads one after the other."""
+"""Windows: the groups of blocks that a block-shuffled epoch reads one after the other."""
 
 from __future__ import annotations
 

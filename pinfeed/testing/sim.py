@@ -192,7 +192,7 @@ class SimDevice:
 
     # ---- for tests -------------------------------------------------------------------------------
     def switch(self, name: str) -> None:
-        """Queue the training step's work in another stream from now on, unordered with earlier work."""
+        """Queue the training step's later work in another stream, unordered with earlier work."""
         self._current = self.stream(name)
 
     def launch(self, kernel: Callable[..., object], *arrays: DeviceArray) -> None:
@@ -227,7 +227,7 @@ class SimDevice:
             self._turning = False
 
     def _force(self, event: SimEvent) -> None:
-        """Run the work that ``event`` depends on and nothing more, because the host waits for it."""
+        """Run the work that ``event`` depends on and no other, because the host waits for it."""
         self._turn()
         while not event.passed:
             after = event._stream._work[0][1]

@@ -121,7 +121,7 @@ class SimTorchDevice(SimDevice):
     # ---- for tests -------------------------------------------------------------------------------
     @contextlib.contextmanager
     def factories(self) -> Iterator[None]:
-        """Return a context in which tensors made on ``meta``, or moved there, are of this device."""
+        """Make tensors that are made on ``meta``, or moved there, tensors of this device."""
         with _Factories(self), _Literals():
             yield
 

@@ -82,7 +82,7 @@ def test_bench_cold_in_words(quick: list[str]) -> None:
 
 @pytest.mark.parametrize("block_rows", [None, 8])
 def test_everybody_has_the_same_rows(block_rows: int | None) -> None:
-    """The rows that others are given are those of the feeder, epoch by epoch; a difference is found."""
+    """The others stream the same rows as the feeder in each epoch; a difference is found."""
     order, _ = options.order_of(block_rows is None, block_rows, 5)
     with MmapStore(["s-0.npy", "s-1.npy"]) as store:
         trial = trials.Trial([store], order, 32, "cpu", 0.01)

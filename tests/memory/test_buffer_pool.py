@@ -230,7 +230,10 @@ def test_an_array_may_die_in_another_thread() -> None:
 
 
 class PoolModel(RuleBasedStateMachine):
-    """Takes, views and deaths in any order: every living array holds what was written to it, and few blocks are kept."""
+    """Takes, views and deaths in any order.
+
+    Every living array holds what was written to it, and few blocks are kept.
+    """
 
     arrays: Any = Bundle("arrays")
 

@@ -44,7 +44,7 @@ def free(tmp_path: Path, *lines: str) -> int:
 
 
 def is_unbound(nbytes: int) -> bool:
-    """Whether it is the machine that limits, and no group of these tests, whose limits are far below."""
+    """Whether the machine is the limit and not a group of these tests, which allow far less."""
     return nbytes > MiB(1)
 
 
@@ -216,7 +216,8 @@ unbound = free_host_bytes()
 resource.setrlimit(resource.{limit}, (1 << 32, resource.RLIM_INFINITY))
 before = free_host_bytes()
 held = mmap.mmap(-1, 1 << 26, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-used = next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith("{usage}:"))
+status = open("/proc/self/status").read().splitlines()
+used = next(int(line.split()[1]) * 1024 for line in status if line.startswith("{usage}:"))
 print(unbound, before, before - free_host_bytes(), (1 << 32) - used - free_host_bytes())
 resource.setrlimit(resource.{limit}, (1 << 20, resource.RLIM_INFINITY))
 print(free_host_bytes())
@@ -272,7 +273,8 @@ with Feeder(np.zeros((100, 4), "f4"), batch_size=10, device="cpu") as feeder:
     list(feeder)
     print(feeder.stats)
     found = feeder.stats.as_dict()
-print(feeder.stats.memory.anonymous, found["memory_anonymous_bytes"], found["memory_peak_bytes"] > 1e6)
+has_peak = found["memory_peak_bytes"] > 1e6
+print(feeder.stats.memory.anonymous, found["memory_anonymous_bytes"], has_peak)
 monitor = MemoryMonitor()
 monitor.snapshot("here")
 print(monitor)
@@ -308,7 +310,10 @@ def test_what_a_step_takes_cannot_be_measured_without_proc(tmp_path: Path) -> No
     said = without_proc(
         """
 import sys
-config = Config(cpu_memory_limit=MiB(100), device="cpu", model=torch.nn.Linear(3, 3), input_shape=(3,), preferred_batch_size=10)
+config = Config(
+    cpu_memory_limit=MiB(100), device="cpu", model=torch.nn.Linear(3, 3), input_shape=(3,),
+    preferred_batch_size=10,
+)
 try:
     config.probe()
 except EstimateError as error:
@@ -407,9 +412,11 @@ from pinfeed import Config, Feeder, MiB, MmapStore, rows
 from pinfeed.memory.host import resident_bytes
 
 def stream(path, order, limit, keep):
-    with Feeder(np.zeros((4, 1024), np.float32), batch_size=2) as small:  # what a first use costs whatever the file
+    # The first use of a feeder takes memory that does not depend on the file.
+    with Feeder(np.zeros((4, 1024), np.float32), batch_size=2) as small:
         list(small)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    # This resets the peak.
+    Path("/proc/self/clear_refs").write_text("5")
     now = resident_bytes()
     before = now["anonymous"] + now["file"] + now["shared"]
     with MmapStore(path, keep_cache=keep) as store:
@@ -418,10 +425,12 @@ def stream(path, order, limit, keep):
             for _ in range(2):
                 for x in feeder:
                     pass
-            print(feeder.stats.memory.peak - before, feeder.plan.host_bytes, feeder.stats.memory.file, feeder.plan.notes[0], flush=True)
+            memory, plan = feeder.stats.memory, feeder.plan
+            print(memory.peak - before, plan.host_bytes, memory.file, plan.notes[0], flush=True)
 
 for order, limit, keep in eval(sys.argv[2]):
-    child = os.fork()  # a process of its own for each, that need not import everything again
+    # Each has a process of its own, which need not import everything again.
+    child = os.fork()
     if not child:
         stream(sys.argv[1], eval(order), limit, keep)
         os._exit(0)
@@ -442,7 +451,7 @@ WAYS = {
 
 
 def test_resident_memory_stays_within_the_plan(tmp_path: Path) -> None:
-    """In every way in which a file is read, over two epochs: the growth of the peak is that of the plan, and 32 MiB."""
+    """The peak grows by at most the plan and 32 MiB, in every way in which a file is read."""
     # A hole: it costs no disk.
     np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (MiB(256) // 4096, 1024))
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "x.npy"), repr(list(WAYS))]

@@ -240,7 +240,10 @@ def test_without_a_preferred_size_a_batch_is_bounded(
     plan = plan_of(load, GiB(900), GiB(900))
     assert plan.batch_size == batch_size
     assert plan.notes == (
-        f"{batch_size:,} rows a batch, as larger ones move no more rows per second; preferred_batch_size takes more",
+        (
+            f"{batch_size:,} rows a batch, as larger ones move no more rows per second; "
+            "preferred_batch_size takes more"
+        ),
     )
     more = plan_of(load, GiB(900), GiB(900), preferred=100_000)
     assert (more.batch_size, more.notes) == (

@@ -132,7 +132,10 @@ def test_pages_are_there_before_they_are_locked(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.usefixtures("small_pieces")
 def test_a_refused_lock_leaves_nothing_locked(refuse: int) -> None:
     driver = Driver(refuse)
-    message = rf"{6 * PAGE} bytes cannot be page-locked \(RuntimeError: the driver refuses {2 * PAGE} bytes; `ulimit -l` is .* bytes are locked\)"
+    message = (
+        rf"{6 * PAGE} bytes cannot be page-locked \(RuntimeError: the driver refuses "
+        rf"{2 * PAGE} bytes; `ulimit -l` is .* bytes are locked\)"
+    )
     with pytest.raises(DeviceError, match=message):
         page_locked(6 * PAGE, driver.lock, driver.unlock)
     assert driver.locked == {}
@@ -165,10 +168,9 @@ def test_memory_that_the_system_does_not_have_cannot_be_locked(
 
     monkeypatch.setattr(page_locked_memory.mmap, "mmap", Mapping)
     driver = Driver()
-    with pytest.raises(
-        DeviceError,
-        match=rf"{6 * PAGE} bytes cannot be page-locked \(.*(Cannot allocate memory|Invalid argument)",
-    ):
+    reason = "(Cannot allocate memory|Invalid argument)"
+    message = rf"{6 * PAGE} bytes cannot be page-locked \(.*{reason}"
+    with pytest.raises(DeviceError, match=message):
         page_locked(6 * PAGE, driver.lock, driver.unlock)
     assert driver.calls == []
 
@@ -211,9 +213,9 @@ def test_memory_that_the_driver_does_not_unlock_stays(
     del memory
     unlock_freed()
     assert (
-        f"{PAGE} bytes of page-locked memory could not be unlocked, and stay as they are (cudaHostUnregister failed"
-        in caplog.text
-    )
+        f"{PAGE} bytes of page-locked memory could not be unlocked, and stay as they are "
+        "(cudaHostUnregister failed"
+    ) in caplog.text
     assert is_mapped(address)
     assert locked_bytes() == before + PAGE
     page_locked_memory._locked.discard((address, PAGE))
@@ -285,7 +287,9 @@ if child == 0:
     blocks = [anonymous(1 << 16) for _ in range(200)]
     del memory
     unlock_freed()
-    os._exit(0 if all((array == 3).all() for array in arrays) and not any(block.any() for block in blocks) else 1)
+    is_kept = all((array == 3).all() for array in arrays)
+    is_kept = is_kept and not any(block.any() for block in blocks)
+    os._exit(0 if is_kept else 1)
 os.write(1, f"{os.waitpid(child, 0)[1]} ".encode())
 """
     assert run(rest).split() == ["True", "False", "0", "unlocked", "unlocked"]

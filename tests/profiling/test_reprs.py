@@ -30,7 +30,10 @@ def test_what_feeders_show_in_one_line(tmp_path: Path) -> None:
     np.save(tmp_path / "x.npy", np.zeros((5000, 3, 8), np.float32))
     source = {"x": str(tmp_path / "x.npy"), "y": np.arange(5000)}
     with Feeder(source, batch_size=256, depth=2, device="cpu") as feeder:
-        shown = "5,000 rows of source['x'] (3, 8) float32, source['y'] () int64; batches of 256 rows on cpu, 2 ahead"
+        shown = (
+            "5,000 rows of source['x'] (3, 8) float32, source['y'] () int64; "
+            "batches of 256 rows on cpu, 2 ahead"
+        )
         assert repr(feeder) == f"<Feeder: {shown}>"
         assert repr(pinfeed.restartable(feeder)) == f"restartable(<Feeder: {shown}>)"
         assert repr(next(feeder.batches())) == "<Batch of 256 rows>"

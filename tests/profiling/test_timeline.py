@@ -24,7 +24,10 @@ ALL = ("compute", "read", "write", "pinfeed-read", "pinfeed-write")
 
 
 def check_spans(spans: list[Span], n: int, lanes: set[str]) -> None:
-    """Every batch has each lane once, in order; a thread does one thing at a time; a batch goes through the lanes one after the other."""
+    """Check that every batch has each lane once, and passes the lanes one after the other.
+
+    A thread does one thing at a time.
+    """
     assert {span.lane for span in spans} - {"land"} == lanes
     by_lane = {lane: [span for span in spans if span.lane == lane] for lane in lanes}
     for lane, of_one in by_lane.items():

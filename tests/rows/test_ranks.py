@@ -1,4 +1,4 @@
-"""Real processes: a job of 1, of 2 and of 4 over gloo, whose reports are compared here; one that torchrun starts; and one with a GPU."""
+"""Jobs of 1, 2 and 4 real processes over gloo, a job that torchrun starts, and one with a GPU."""
 
 import itertools
 import json
@@ -181,9 +181,9 @@ def test_two_processes_of_torchrun_go_on_with_the_example_of_one(folder: Path) -
     )
     for rank in (0, 1):
         assert (
-            f"rank {rank} of 2: 1000 of 2000 rows (drop), its part of global batches of 100 rows, on"
-            in output
-        )
+            f"rank {rank} of 2: 1000 of 2000 rows (drop), "
+            "its part of global batches of 100 rows, on"
+        ) in output
     assert output.count("goes on after 23 batches") == 2
     first, second = (
         line for line in (folder / "whole.txt").read_text().splitlines() if "mean loss" in line

@@ -41,7 +41,7 @@ class Rows(Dataset[torch.Tensor]):
         return torch.from_numpy(np.array(row, self._dtype))
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
-        """Return rows as an array: a slice of a map if they are consecutive, else by ``np.take``."""
+        """Return rows as an array: by a slice if they are consecutive, else by ``np.take``."""
         if len(self._maps) == 1:
             if (run := run_of(rows)) is not None:
                 return np.array(self._maps[0][run], self._dtype)
