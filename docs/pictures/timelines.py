@@ -1,7 +1,7 @@
 """Draw the timelines of docs/profiling.md: a starved, a balanced and a computing loop.
 
-A store that sleeps stands for a slow disk, and a step that sleeps for a slow one. The reader threads
-and their schedule are those of the feeder.
+A store that sleeps stands for a slow disk, and a step that sleeps for a slow one. The reader
+threads and their schedule are those of the feeder.
 """
 
 from __future__ import annotations

@@ -50,13 +50,8 @@ def plan(
     with open_sources(files, others) as stores:
         n_rows = stores[0].n_rows
         head = all_described(stores)
-        values = {
-            **sources_values(stores),
-            "order": order_name,
-            "device": None,
-            "plan": None,
-            "remarks": remarks,
-        }
+        values = sources_values(stores) | {"order": order_name, "device": None, "plan": None}
+        values["remarks"] = remarks
         source = source_of(stores)
         arguments: dict[str, Any]
         if cpu_limit is None and gpu_limit is None:

@@ -80,8 +80,8 @@ class Feeder(ResumableFeeder):
             synchronous loop. It replaces ``config.depth``. None is 2, or more for small batches.
         device: ``"auto"`` (CUDA if available), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a
             ``torch.device`` or a Device.
-        route: Route of rows of page-locked stores to a GPU. With ``"direct"``, a kernel reads them in
-            host memory. With ``"staged"``, the CPU gathers them before they are copied. None is the
+        route: Route of rows of page-locked stores to a GPU. With ``"direct"``, a kernel reads them
+            in host memory. With ``"staged"``, the CPU gathers them before they are copied. None is the
             faster one, as measured; ``plan`` names it.
         options: ``verify`` compares each batch with its rows in the stores before the loop gets it,
             and raises VerificationError if anything but ``write_back`` has changed them. It reads
