@@ -81,8 +81,8 @@ class Feeder(ResumableFeeder):
         device: ``"auto"`` (CUDA if available), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a
             ``torch.device`` or a Device.
         route: Route of rows of page-locked stores to a GPU. With ``"direct"``, a kernel reads them
-            in host memory. With ``"staged"``, the CPU gathers them before they are copied. None is the
-            faster one, as measured; ``plan`` names it.
+            in host memory. With ``"staged"``, the CPU gathers them before they are copied. None is
+            the faster one, as measured; ``plan`` names it.
         options: ``verify`` compares each batch with its rows in the stores before the loop gets it,
             and raises VerificationError if anything but ``write_back`` has changed them. It reads
             every row twice and waits for write-backs. ``progress`` shows a progress bar.

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Generator, Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -27,7 +27,11 @@ from pinfeed.training.trainer.history import History
 from pinfeed.training.trainer.optimizers import OptimizerGroup
 from pinfeed.training.trainer.record import Record
 from pinfeed.training.trainer.recorder import Recorder
+from pinfeed.training.trainer.step_options import StepOptions
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _HINTS = {
     **dict.fromkeys(
@@ -93,15 +97,15 @@ class Trainer:
         chunk_size: Samples of a chunk, instead of a limit.
         strategy: Strategy, as for BigBatch.
         prove: Whether strategies are compared with the plain step, as for BigBatch.
-        scheduler: One scheduler, or several. They are stepped after every epoch,
-            ReduceLROnPlateau with its mean loss. Step schedulers of batches in a callback.
-        clip_norm: Largest norm of all gradients together; larger ones are scaled down before a
-            step. None for no clipping.
-        scaler: A ``torch.amp.GradScaler``.
-        autocast: The dtype of autocast for forward passes and losses; None for no autocast.
         device: Device to which the model is moved; None for its current device.
         callbacks: Objects with some of the methods that ``Callbacks`` names.
         progress: Whether to show a progress bar.
+        options: ``scheduler``, one scheduler or several: they are stepped after every epoch,
+            ReduceLROnPlateau with its mean loss; step schedulers of batches in a callback.
+            ``clip_norm`` is the largest norm of all gradients together: larger ones are scaled down
+            before a step; None does not clip. ``scaler`` is a ``torch.amp.GradScaler``.
+            ``autocast`` is the dtype of autocast for forward passes and losses; None uses no
+            autocast.
 
     Attributes:
         model: The model.
@@ -112,7 +116,7 @@ class Trainer:
         DeviceError: If the device does not exist.
     """
 
-    @explain_arguments(_HINTS)
+    @explain_arguments(_HINTS, options=StepOptions)
     def __init__(
         self,
         model: nn.Module,
@@ -124,33 +128,33 @@ class Trainer:
         chunk_size: int | None = None,
         strategy: str = "auto",
         prove: bool = True,
-        scheduler: Any = None,
-        clip_norm: float | None = None,
-        scaler: Any = None,
-        autocast: torch.dtype | None = None,
         device: Any = None,
         callbacks: Iterable[Any] = (),
         progress: bool = False,
+        **options: Unpack[StepOptions],
     ) -> None:
-        self._optimizers = OptimizerGroup(optimizer, scheduler, clip_norm, scaler)
+        scaler = options["scaler"]
+        self._optimizers = OptimizerGroup(
+            optimizer, options["scheduler"], options["clip_norm"], scaler
+        )
         self._callbacks = Callbacks(callbacks)
         check_flag(progress, "progress")
         check_loader(loader)
-        options = StrategyOptions(config, chunk_size, strategy, autocast, prove)
-        if strategy == "auto" and not options.has_limit:
-            options = dataclasses.replace(options, strategy="plain")
-        check_step(model, loss, options, scaler)
+        strategy_options = StrategyOptions(config, chunk_size, strategy, options["autocast"], prove)
+        if strategy == "auto" and not strategy_options.has_limit:
+            strategy_options = dataclasses.replace(strategy_options, strategy="plain")
+        check_step(model, loss, strategy_options, scaler)
         if device is not None:
             model.to(torch_device(device, exists=True))
-        self._big_batch = BigBatch(model, loss, scaler=scaler, **vars(options))
+        self._big_batch = BigBatch(model, loss, scaler=scaler, **vars(strategy_options))
         self.model = model
         self._loss = loss
         self.loader = loader
         self._optimizers.check_steps(model, loss)
         self._device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        self._options = options
+        self._strategy_options = strategy_options
         self._progress = progress
-        self._feeder = _prefetched(loader, self._device, options)
+        self._feeder = _prefetched(loader, self._device, strategy_options)
         self._loop_check = self._optimizers.missing_step_check()
         self._recorder = Recorder(self._device)
         self._is_training = False
@@ -321,8 +325,8 @@ class Trainer:
 
     def _evaluation_size(self) -> int | None:
         """Return how many samples are evaluated at a time; None for whole batches."""
-        if self._options.chunk_size is not None:
-            return self._options.chunk_size
+        if self._strategy_options.chunk_size is not None:
+            return self._strategy_options.chunk_size
         if self.chosen is not None and self.chosen.strategy in ("accumulate", "two_pass"):
             return self.chosen.chunk_size
         return None
@@ -351,9 +355,9 @@ class Trainer:
             raise ClosedError("the trainer is closed; make a new one")
 
     def _context(self) -> contextlib.AbstractContextManager[Any]:
-        if self._options.autocast is None:
+        if self._strategy_options.autocast is None:
             return contextlib.nullcontext()
-        return torch.autocast(self._device.type, self._options.autocast)
+        return torch.autocast(self._device.type, self._strategy_options.autocast)
 
 
 def _is_feeder(loader: Any) -> bool:
