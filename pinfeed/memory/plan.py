@@ -50,7 +50,7 @@ class Allocation:
 
 @dataclass(frozen=True, repr=False)
 class Plan:
-    """Batch size and memory of a feeder, by purpose. ``str(plan)`` says them in words."""
+    """The memory that a feeder takes, by use. ``str(plan)`` says it in words."""
 
     batch_size: int
     """Rows per batch; 0 if the batches differ and their sizes are not known in advance."""
@@ -60,7 +60,7 @@ class Plan:
     cpu_memory_limit: int | None = None
     gpu_memory_limit: int | None = None
     notes: tuple[str, ...] = ()
-    """Sentences that say how the rows of each file are read, and why."""
+    """Sentences on the way in which the rows of each file are read, and why."""
 
     @property
     def n_slots(self) -> int:

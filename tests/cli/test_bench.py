@@ -149,7 +149,7 @@ def test_bench_of_rows_without_bytes() -> None:
 def test_files_are_brought_into_the_page_cache(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What the kernel then keeps there is its own affair, so that it is told here."""
+    """The kernel decides what it keeps in the page cache, so the test simulates its answer."""
     assert read_through(["x.npy", "s-0.npy"])
     assert not read_through(["x.npy"], seconds=-1), "it ends when the time is up"
     n_there = 3

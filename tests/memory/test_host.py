@@ -1,4 +1,4 @@
-"""What is free on the host: machine, control groups of both versions, limits of the process."""
+"""Free host memory: machine, control groups of both versions, limits of the process."""
 
 import re
 import resource
@@ -252,11 +252,11 @@ from pinfeed.errors import EstimateError
 from pinfeed.memory.host import free_host_bytes, resident_bytes
 from pinfeed.training.trainer.recorder import Recorder
 """
-"""What a program in a container sees that hides ``/proc``."""
+"""A program in a container that hides ``/proc``."""
 
 
 def without_proc(program: str, *arguments: str) -> str:
-    """What a program prints where there is no ``/proc``."""
+    """Return what a program prints without ``/proc``."""
     done = subprocess.run(
         [sys.executable, "-c", HIDDEN + program, *arguments],
         capture_output=True,

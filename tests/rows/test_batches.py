@@ -151,7 +151,7 @@ def test_a_sampler_gives_another_order_in_every_epoch() -> None:
 
 
 def test_set_epoch_is_called_once_an_epoch() -> None:
-    """Of a sampler that tells its epoch: of another one, nobody knows what its owner has set."""
+    """Only a sampler that tells its epoch gets one; the owner of another may have set its epoch."""
     for tells in (False, True):
         sampler: Any = Sampler([0, 1, 2])
         if tells:

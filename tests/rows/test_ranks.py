@@ -52,7 +52,7 @@ def launch(*arguments: str, status: int = 0) -> str:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Where the processes have left their reports."""
+    """The folder in which the processes have left their reports."""
     folder = tmp_path_factory.mktemp("ranks")
     launch("-W", "error", str(ROOT / "tests" / "support" / "rank_job.py"), str(folder))
     return folder

@@ -29,7 +29,7 @@ def run(*arguments: str) -> Result:
 
 
 def values(*arguments: str, status: int = 0) -> dict[str, Any]:
-    """What ``--json`` prints: one object, and nothing else."""
+    """Run a command with ``--json``; return the one object that it prints."""
     result = run(*arguments, "--json")
     assert result.exit_code == status, result.output
     found = json.loads(result.stdout)

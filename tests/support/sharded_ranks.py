@@ -1,4 +1,4 @@
-"""Ranks as processes, for test_rank_processes.py: ``python sharded_ranks.py DIRECTORY JOB...``.
+"""Ranks as processes, for test_sharded_processes.py: ``python sharded_ranks.py DIRECTORY JOB...``.
 
 Each rank saves its results in the directory. A job is one of these:
 
