@@ -53,7 +53,7 @@ RENAMED = {
     "pinfeed.config.Item": "pinfeed.memory.plan.Allocation",
     "pinfeed.stores.extent.Extent": "pinfeed.stores.formats.row_layout.RowLayout",
     "pinfeed.training.big.choice.Chosen": "pinfeed.training.large_batch.select.StrategyChoice",
-    "pinfeed.training.manage.history.Row": "pinfeed.training.trainer.history.Record",
+    "pinfeed.training.manage.history.Row": "pinfeed.training.trainer.record.Record",
 }
 """Old name -> new name, for names that changed too or that are not in the new module."""
 
