@@ -2,7 +2,7 @@
 
 ``import pinfeed`` installs a finder for these paths, behind Python's own finders. A name that is
 asked for under an old path is looked up in its new module, and a ``DeprecationWarning`` says the
-new path. Imports and pickles that name an old path therefore work for one more release.
+new path. Imports and pickles that name an old path therefore work until pinfeed 0.2.0.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def _look_up(old_module: str, name: str) -> Any:
         found = getattr(importlib.import_module(new_module), new_name)
     # The frames between here and the importing line: this one and ``look_up``.
     warnings.warn(
-        f"{old} is {new} now; the old path ends with the next release; import the new one",
+        f"{old} is {new} now; import it from there; the old path ends with pinfeed 0.2.0",
         DeprecationWarning,
         stacklevel=3,
     )
