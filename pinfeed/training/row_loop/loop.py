@@ -9,6 +9,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
 from typing import Any, cast
 
+from pinfeed.devices.base import Device
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.feeders.options import FeederOptions
@@ -121,12 +122,12 @@ class RowLoop(LoaderFeeder):
         route: str | None,
         options: FeederOptions,
     ) -> None:
-        route = check_route(route)
+        self._wanted_route = check_route(route)
+        self._stores = [store for lent in tables for store in lent.stores]
         schedule = PrefetchSchedule(depth, n_readers=_n_readers(depth))
-        stores = [store for lent in tables for store in lent.stores]
         self._row_source = row_source(loader, tables, schedule, options["verify"])
         # For each batch: rows of every store, ids of every table, and leaves of the loader's batch.
-        n_spare = (len(stores) + len(tables) + 4) * (2 * depth + 2)
+        n_spare = (len(self._stores) + len(tables) + 4) * (2 * depth + 2)
         super().__init__(
             self._row_source,
             device=device,
@@ -135,7 +136,6 @@ class RowLoop(LoaderFeeder):
             timeline=options["timeline"],
             n_spare=n_spare,
         )
-        self._route = self._device.choose_route(stores, 0, route)
         self._replay = LoaderReplay(self._row_source)
         self._lending = RowLending(
             tables, verify=options["verify"], writes_always=self._row_source.writes_always
@@ -276,6 +276,12 @@ class RowLoop(LoaderFeeder):
             # A loop that is not suspended here raises ClosedError when it asks for a batch.
             if is_suspended(generator):
                 generator.close()
+
+    def _open_device(self, device: Any, n_spare: int) -> Device:
+        found = super()._open_device(device, n_spare)
+        # Chosen before the loop takes its streams, because the route decides how many there are.
+        self._route = found.choose_route(self._stores, 0, self._wanted_route)
+        return found
 
     def _generator(self) -> GeneratorType[Any, None, None] | None:
         """Return the iterator of the last loop, if the caller has not dropped it."""

@@ -51,6 +51,29 @@ def same(batch: Any) -> Any:
     return batch
 
 
+class CallOrder(HostDevice):
+    """Device that records the calls of ``choose_route`` and ``stream``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+
+    def choose_route(self, stores: Any, n_rows: int, wanted: str | None) -> str:
+        self.calls.append(f"route of {len(stores)} stores")
+        return super().choose_route(stores, n_rows, wanted)
+
+    def stream(self, name: str) -> Any:
+        self.calls.append(name)
+        return super().stream(name)
+
+
+def test_the_route_is_chosen_before_the_streams() -> None:
+    device = CallOrder()
+    table = table_of_zeros()
+    with train_rows(ids_of([0, 1]), {table: same}, optimizer=sgd(table), device=device):
+        assert device.calls == ["route of 1 stores", "read", "write"]
+
+
 def test_two_loops_made_before_either_begins() -> None:
     table = table_of_zeros()
     optimizer = sgd(table)
