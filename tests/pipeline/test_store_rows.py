@@ -1,0 +1,61 @@
+"""RowSource: batches of rows of stores, and the memory that it keeps."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from pinfeed import ArrayStore
+from pinfeed.memory.plan import Allocation
+from pinfeed.pipeline.sources.store_rows import RowSource
+from pinfeed.readahead.base import OpenBatch, StoreRows
+from pinfeed.rows.batches import OrderBatches
+from pinfeed.rows.orders import Rows, Sequential
+from pinfeed.rows.windows import Windows
+from pinfeed.tensors.pytree import flatten
+
+
+class _ReadAhead:
+    """Memory that a batch is read from."""
+
+
+class _Strategy:
+    """Strategy whose batches hold memory of their own."""
+
+    items: tuple[Allocation, ...] = ()
+    hint = ""
+
+    def __init__(self, store: ArrayStore) -> None:
+        self._store = store
+        self.memory: list[weakref.ref[_ReadAhead]] = []
+
+    @contextlib.contextmanager
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
+        yield self._open_batch
+
+    def close(self) -> None:
+        pass
+
+    def _open_batch(self, position: int, n: int) -> Callable[[Rows], StoreRows]:
+        memory = _ReadAhead()
+        self.memory.append(weakref.ref(memory))
+
+        def rows_of_batch(rows: Rows, _: _ReadAhead = memory) -> StoreRows:
+            return StoreRows(self._store, rows)
+
+        return rows_of_batch
+
+
+def test_a_source_does_not_keep_the_memory_of_a_batch_that_was_read() -> None:
+    store = ArrayStore(np.arange(12.0))
+    strategy = _Strategy(store)
+    source = RowSource([store], [strategy], flatten(None)[1], OrderBatches(Sequential(), 12, 4))
+    thunks = source.epoch(0, 0, 0, 1)
+    for number in range(3):
+        thunk = next(thunks)
+        assert strategy.memory[number]() is not None
+        thunk()
+        del thunk
+        assert strategy.memory[number]() is None
+    assert next(thunks, None) is None
