@@ -91,7 +91,7 @@ def _choose_for_file(store: AnyShardedStore, order: Any, n_batch_rows: int, free
     share = _share(store, order)
     if not store.writable and share > 0.5 and copy_allocation(store).total <= free:
         # The system may refuse memory that it reports as free.
-        with contextlib.suppress(OSError):
+        with contextlib.suppress(MemoryError):
             return InMemoryCopy(store), (
                 "brought into memory while its rows are served: it fits, and an epoch has "
                 f"{share:.0%} of its rows"

@@ -132,13 +132,14 @@ class SampleReader:
                     taken += 1
                     yield sample
 
-        shown = _SHORT.repr(identities.tolist())
         try:
             batch = guarded(apply, stream())
         except Exception as error:
+            shown = _SHORT.repr(identities.tolist())
             _add_note(error, f"in {self.apply_name} of identities {shown}")
             raise
         if taken < wanted:
+            shown = _SHORT.repr(identities.tolist())
             raise ArgumentError(
                 f"{self.apply_name} took {taken} samples of identities {shown}; expected it to "
                 f"take all {wanted} before it returns, else inputs and outputs would not belong "
