@@ -1,19 +1,49 @@
-"""BaseFeeder and ResumableFeeder: the members that all feeders share."""
+"""BaseFeeder and ResumableFeeder: the members that all feeders share, and what they refuse."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from pinfeed.devices import resolve
 from pinfeed.devices.base import Device
-from pinfeed.pipeline.epochs import EpochRunner, no_copy, no_items
+from pinfeed.errors import CopyError
+from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.profiling.timeline import Timeline
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+
+def no_copy(feeder: object) -> NoReturn:
+    """Refuse to pickle or copy a feeder: its threads and buffers belong to one process.
+
+    Raises:
+        CopyError: Always.
+    """
+    raise CopyError(
+        f"a {type(feeder).__name__} cannot be pickled or copied: its threads and memory are this "
+        "process's; hand over paths, arrays or a function, and make it where it is used (its "
+        "state_dict() can be sent)"
+    )
+
+
+def no_items(feeder: object, rows: object) -> NoReturn:
+    """Refuse to give samples to a DataLoader. Every feeder has this as ``__getitems__``.
+
+    No feeder has ``__getitem__``: numpy would take the feeder for a sequence, and would iterate an
+    epoch if the feeder is an element of a list.
+
+    Raises:
+        TypeError: Always.
+    """
+    raise TypeError(
+        f"a DataLoader asked a {type(feeder).__name__} for samples; expected a loop over the "
+        "feeder itself, `for batch in feeder`, which is batched and prefetched as it is; where a "
+        "DataLoader is wanted, give it pinfeed.RowDataset(source)"
+    )
 
 
 class BaseFeeder:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pinfeed.errors import ArgumentError
-from pinfeed.pipeline.epochs import no_items
+from pinfeed.feeders.base import no_items
 from pinfeed.validation.safe_repr import safe_repr
 
 

@@ -6,10 +6,10 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from pinfeed.devices.base import Device
-from pinfeed.errors import ArgumentError, ClosedError, CopyError
+from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.pipeline.active_run import ActiveRun, is_suspended
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.position import EpochPosition
@@ -26,35 +26,6 @@ from pinfeed.validation.arguments import whole_number
 T = TypeVar("T")
 
 logger = logging.getLogger("pinfeed")
-
-
-def no_copy(feeder: object) -> NoReturn:
-    """Refuse to pickle or copy a feeder: its threads and buffers belong to one process.
-
-    Raises:
-        CopyError: If it is called.
-    """
-    raise CopyError(
-        f"a {type(feeder).__name__} cannot be pickled or copied: its threads and memory are this "
-        "process's; hand over paths, arrays or a function, and make it where it is used (its "
-        "state_dict() can be sent)"
-    )
-
-
-def no_items(feeder: object, rows: object) -> NoReturn:
-    """Refuse to give samples to a DataLoader. Every feeder has this as ``__getitems__``.
-
-    No feeder has ``__getitem__``. numpy would take it for a sequence, and iterate an epoch if it
-    is an element of a list.
-
-    Raises:
-        TypeError: If it is called.
-    """
-    raise TypeError(
-        f"a DataLoader asked a {type(feeder).__name__} for samples; expected a loop over the "
-        "feeder itself, `for batch in feeder`, which is batched and prefetched as it is; where a "
-        "DataLoader is wanted, give it pinfeed.RowDataset(source)"
-    )
 
 
 class EpochRunner:

@@ -55,8 +55,12 @@ class RowSource:
                 for strategy in self.strategies
             ]
             for indices in self.batches.epoch(number, start, checksum, batches_per_slot):
-                parts = [serve(position, indices.n_rows) for serve in serving]
-                yield functools.partial(self._host_batch, indices, parts)
+                # Only the thunk keeps the parts: they may hold memory that is read ahead.
+                yield functools.partial(
+                    self._host_batch,
+                    indices,
+                    [serve(position, indices.n_rows) for serve in serving],
+                )
                 position += indices.n_rows
 
     def hint(self, draw_share: float) -> str:
