@@ -50,6 +50,7 @@ MOVED = {
 """Old module -> new module."""
 
 RENAMED = {
+    "pinfeed.batches.SamplerBatches": "pinfeed.rows.sampler_batches.SamplerBatches",
     "pinfeed.config.Item": "pinfeed.memory.plan.Allocation",
     "pinfeed.stores.extent.Extent": "pinfeed.stores.formats.row_layout.RowLayout",
     "pinfeed.training.big.choice.Chosen": "pinfeed.training.large_batch.select.StrategyChoice",
