@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.reader_functions import (
     DEPTHS,
+    DEPTHS_AND_READERS,
     DEVICES,
-    PACES,
     StagingDevice,
     several,
     stack,
@@ -36,12 +36,12 @@ def labels(batches: Any) -> list[list[int]]:
 
 
 def synchronous(
-    n: int, count: int, batches_per_slot: int, order: Any, epoch: int, drop_last: bool
+    n: int, count: int, n_identities: int, order: Any, epoch: int, drop_last: bool
 ) -> list[list[int]]:
     """The samples of each batch, as a plain loop would read them."""
     identities = order.bind(n, epoch)(np.arange(n)).tolist()
-    cut = [identities[i : i + batches_per_slot] for i in range(0, n, batches_per_slot)]
-    if drop_last and cut and len(cut[-1]) < batches_per_slot:
+    cut = [identities[i : i + n_identities] for i in range(0, n, n_identities)]
+    if drop_last and cut and len(cut[-1]) < n_identities:
         cut.pop()
     return [[100 * i + k for i in batch for k in range(count)] for batch in cut]
 
@@ -53,11 +53,11 @@ def synchronous(
 @given(
     n=st.integers(0, 11),
     count=st.integers(1, 3),
-    batches_per_slot=st.integers(1, 5),
+    n_identities=st.integers(1, 5),
     shuffle=st.booleans(),
     seed=st.integers(0, 3),
     drop_last=st.booleans(),
-    schedule=st.sampled_from(PACES),
+    depth_and_readers=st.sampled_from(DEPTHS_AND_READERS),
     staged=st.booleans(),
     applied=st.booleans(),
     resume=st.integers(0, 4),
@@ -65,11 +65,11 @@ def synchronous(
 def test_the_batches_of_the_synchronous_loop(
     n: int,
     count: int,
-    batches_per_slot: int,
+    n_identities: int,
     shuffle: bool,
     seed: int,
     drop_last: bool,
-    schedule: tuple[int, int],
+    depth_and_readers: tuple[int, int],
     staged: bool,
     applied: bool,
     resume: int,
@@ -77,12 +77,12 @@ def test_the_batches_of_the_synchronous_loop(
     order = rows.shuffled(seed) if shuffle else rows.sequential()
     arguments: dict[str, Any] = {
         **several(count),
-        "batch_size": batches_per_slot * count,
+        "batch_size": n_identities * count,
         "shuffle": shuffle,
         "seed": seed,
         "drop_last": drop_last,
-        "depth": schedule[0],
-        "n_readers": schedule[1],
+        "depth": depth_and_readers[0],
+        "n_readers": depth_and_readers[1],
         "device": StagingDevice() if staged else "cpu",
     }
     if applied:
@@ -90,7 +90,7 @@ def test_the_batches_of_the_synchronous_loop(
     with wrapped(n, **arguments) as feeder:
         state = None
         for epoch in range(2):
-            wanted = synchronous(n, count, batches_per_slot, order, epoch, drop_last)
+            wanted = synchronous(n, count, n_identities, order, epoch, drop_last)
             assert len(feeder) == len(wanted)
             got = []
             for x, y in feeder:
@@ -104,7 +104,7 @@ def test_the_batches_of_the_synchronous_loop(
     if state is not None:
         with wrapped(n, **arguments) as feeder:
             feeder.load_state_dict(state)
-            wanted = wanted[resume:] or synchronous(n, count, batches_per_slot, order, 2, drop_last)
+            wanted = wanted[resume:] or synchronous(n, count, n_identities, order, 2, drop_last)
             assert labels(feeder) == wanted
 
 
@@ -119,7 +119,7 @@ SCHEDULES = [
 
 
 @pytest.mark.parametrize("applied", [False, True])
-@pytest.mark.parametrize(("depth", "n_readers"), [*PACES, (4, 2)])
+@pytest.mark.parametrize(("depth", "n_readers"), [*DEPTHS_AND_READERS, (4, 2)])
 @pytest.mark.parametrize("choose", SCHEDULES, ids=range(len(SCHEDULES)))
 def test_any_schedule_of_a_device(choose: Any, depth: int, n_readers: int, applied: bool) -> None:
     device = SimDevice(choose)
@@ -243,7 +243,7 @@ def test_samples_are_converted(dtype: Any, device: Any) -> None:
         assert x.tolist() == torch.tensor([[1, 2.5], [1, 2]]).to(wanted).tolist()
 
 
-@pytest.mark.parametrize(("depth", "n_readers"), PACES)
+@pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
 def test_a_function_may_fill_one_array_again(depth: int, n_readers: int) -> None:
     def reading(i: int) -> Iterator[np.ndarray]:
         buffer = np.empty(2)
@@ -266,7 +266,7 @@ def test_a_function_may_fill_one_array_again(depth: int, n_readers: int) -> None
     ]
 
 
-@pytest.mark.parametrize(("depth", "n_readers"), PACES)
+@pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
 def test_apply_may_fill_one_array_again(device: Any, depth: int, n_readers: int) -> None:
     buffer = np.empty((2, 2, 3), np.float32)
 
@@ -289,7 +289,7 @@ class Bag:
         return self
 
 
-@pytest.mark.parametrize(("depth", "n_readers"), PACES)
+@pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
 def test_apply_gives_any_structure(depth: int, n_readers: int) -> None:
     def apply(samples: Iterator[np.ndarray]) -> Any:
         given = list(samples)
@@ -340,7 +340,7 @@ def test_kept_batches_stay_valid(device: Any) -> None:
 # ---- resuming, numbers ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("depth", "n_readers"), PACES)
+@pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
 def test_a_resumed_epoch_reads_what_is_left(depth: int, n_readers: int) -> None:
     arguments: dict[str, Any] = {"shuffle": True, "seed": 1, "depth": depth, "n_readers": n_readers}
     with wrapped(20, **arguments) as feeder:

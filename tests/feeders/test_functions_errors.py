@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.reader_functions import PACES, several, stack, wrapped
+from support.reader_functions import DEPTHS_AND_READERS, several, stack, wrapped
 
 from pinfeed import errors
 
@@ -48,7 +48,7 @@ PATHS = [f"images/{i}.png" for i in range(8)]
 
 
 @pytest.mark.parametrize("applied", [False, True])
-@pytest.mark.parametrize(("depth", "n_readers"), PACES)
+@pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
 @pytest.mark.parametrize("function", [broken, broken_at_once])
 @pytest.mark.parametrize("kind", ["input", "output"])
 def test_errors_come_after_the_good_batches_with_traceback_and_identity(
@@ -71,7 +71,7 @@ def test_errors_come_after_the_good_batches_with_traceback_and_identity(
 
 
 @pytest.mark.parametrize("applied", [False, True])
-@pytest.mark.parametrize(("depth", "n_readers"), PACES)
+@pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
 @pytest.mark.parametrize(
     ("count", "wanted"),
     [(0, "got 0 samples"), (1, "got 1 samples"), (3, "got more than 2 samples")],
@@ -168,7 +168,7 @@ def stopped(i: int) -> Iterator[int]:
     yield i if i != 5 else next(iter([]))
 
 
-@pytest.mark.parametrize(("depth", "n_readers"), PACES)
+@pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
 @pytest.mark.parametrize("function", [stopping, exiting, stopped])
 def test_what_would_end_the_loop_in_silence_is_an_error(
     function: Any, depth: int, n_readers: int
@@ -186,7 +186,7 @@ def test_what_would_end_the_loop_in_silence_is_an_error(
         assert "outputs[5] = 5" in notes(error)
 
 
-@pytest.mark.parametrize(("depth", "n_readers"), PACES)
+@pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
 def test_an_interrupt_is_one(depth: int, n_readers: int) -> None:
     def interrupted(i: int) -> Iterator[int]:
         if i == 5:

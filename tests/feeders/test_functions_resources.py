@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.reader_functions import DEPTHS, DEVICES, PACES, stack, wrapped
+from support.reader_functions import DEPTHS, DEPTHS_AND_READERS, DEVICES, stack, wrapped
 from support.schedules import SLOTS, STREAMS
 
 from pinfeed import errors
@@ -89,7 +89,7 @@ def test_samples_do_not_pile_up(depth: int, n_readers: int, limit: int) -> None:
         gc.enable()
 
 
-@pytest.mark.parametrize(("depth", "n_readers"), PACES)
+@pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
 def test_samples_that_apply_collects_do_not_pile_up(depth: int, n_readers: int) -> None:
     watch, arguments = (
         Watch(200),
@@ -218,7 +218,7 @@ class Opened:
 
 
 @pytest.mark.parametrize("applied", [False, True])
-@pytest.mark.parametrize(("depth", "n_readers"), PACES)
+@pytest.mark.parametrize(("depth", "n_readers"), DEPTHS_AND_READERS)
 @pytest.mark.parametrize("ending", ["break", "raise", "error", "count"])
 def test_nothing_stays_open(ending: str, depth: int, n_readers: int, applied: bool) -> None:
     inputs, outputs = Opened(6 if ending == "error" else -1), Opened()

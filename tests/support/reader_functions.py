@@ -9,7 +9,7 @@ from pinfeed import wrap_readers
 from pinfeed.devices.cpu import HostDevice
 
 DEPTHS = [0, 1, 2, 5]
-PACES = [(0, 1), (1, 1), (2, 1), (2, 3)]
+DEPTHS_AND_READERS = [(0, 1), (1, 1), (2, 1), (2, 3)]
 """Depth, and number of readers."""
 
 
