@@ -49,9 +49,9 @@ class WrittenRows:
         twice = np.flatnonzero(self._sorted[1:] == self._sorted[:-1])
         if len(twice):
             raise WriteBackError(
-                f"write_back of {len(rows)} rows in which row {self._sorted[twice[0]]} stands more "
-                "than once; expected every row once: give unique rows to the feeder, or sum the "
-                "changes of a row first"
+                f"write_back of {len(rows)} rows in which row {self._sorted[twice[0]]} occurs "
+                "more than once; expected every row once: give unique rows to the feeder, or sum "
+                "the changes of a row first"
             )
 
     def overlap(self, rows: Rows) -> tuple[Positions, Positions]:

@@ -105,8 +105,8 @@ class LoopThreads:
         """
         if self.is_forked:
             raise ClosedError(
-                "this process was forked while the loop ran, and has not its threads; make a "
-                "feeder of its own here"
+                "this process was forked while the loop ran, and does not have its threads; make "
+                "another feeder in this process"
             )
 
     def require_running(self) -> None:

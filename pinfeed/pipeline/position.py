@@ -103,7 +103,7 @@ class EpochPosition:
         return {**state, **self._hooks.state(epoch, batch)}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Let the next run go on where ``state`` was taken.
+        """Let the next run continue where ``state`` was taken.
 
         Raises:
             ArgumentError: If it is no state, or the state of another source. The position has not
@@ -161,14 +161,14 @@ class EpochPosition:
         """Warn if a loaded position is lost, because the next run is another epoch."""
         if epoch == self._completed:
             logger.warning(
-                "epoch %d runs again: all of its batches had been lent when the state was taken "
-                "that was loaded",
+                "epoch %d runs again: the loaded state was taken after all of its batches had been "
+                "lent",
                 epoch,
             )
         elif self.batch:
             logger.warning(
-                "epoch %d begins at its first batch: the position that was loaded, batch %d of "
-                "epoch %d, is dropped",
+                "epoch %d begins at its first batch: the loaded position, batch %d of epoch %d, is "
+                "dropped",
                 epoch,
                 self.batch,
                 self.epoch,

@@ -167,7 +167,7 @@ def test_write_back_of_repeated_rows(x: np.ndarray) -> None:
     with Feeder(x, rows=[[3, 5, 3]]) as feeder:
         loop = feeder.batches()
         batch = next(loop)
-        with pytest.raises(errors.WriteBackError, match="row 3 stands more than once"):
+        with pytest.raises(errors.WriteBackError, match="row 3 occurs more than once"):
             batch.write_back(batch.data + 1)
         del loop
     np.testing.assert_array_equal(x, kept)

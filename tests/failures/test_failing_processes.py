@@ -339,7 +339,7 @@ def test_fork_in_a_loop(tmp_path: Path) -> None:
             for use in (lambda: next(loop), lambda: iter(feeder), feeder.land):
                 with pytest.raises(
                     errors.ClosedError,
-                    match="this process was forked while the loop ran, and has not its threads",
+                    match="process was forked while the loop ran, and does not have its threads",
                 ):
                     use()
             feeder.close()

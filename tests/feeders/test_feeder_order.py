@@ -231,7 +231,7 @@ def test_a_sampler_that_is_resumed_as_its_owner_does(
         feeder.load_state_dict(state)
         sampler.set_epoch(5)
         assert numbers(feeder) == want[0]
-        assert "the position that was loaded, batch 2 of epoch 6, is dropped" in caplog.text
+        assert "the loaded position, batch 2 of epoch 6, is dropped" in caplog.text
 
 
 def test_a_batch_sampler_passes_the_epoch_on(x: np.ndarray) -> None:

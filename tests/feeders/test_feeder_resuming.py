@@ -98,7 +98,7 @@ def test_set_epoch_keeps_a_position_in_that_epoch(
         assert not caplog.records
         feeder.load_state_dict(state)
         feeder.set_epoch(2)
-        assert "the position that was loaded, batch 4 of epoch 1, is dropped" in caplog.text
+        assert "the loaded position, batch 4 of epoch 1, is dropped" in caplog.text
         assert numbers(feeder) == want[2]
         feeder.set_epoch(2)
         assert numbers(feeder) == want[2], "of an epoch that was run, from its beginning"

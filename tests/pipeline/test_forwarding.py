@@ -78,7 +78,7 @@ def test_a_row_that_is_there_twice_is_refused_by_name(rows: list[int]) -> None:
     with pytest.raises(WriteBackError) as refusal:
         WrittenRows(rows_of(rows))
     found = re.match(
-        rf"write_back of {len(rows)} rows in which row (\d+) stands more than once; "
+        rf"write_back of {len(rows)} rows in which row (\d+) occurs more than once; "
         "expected every row once",
         str(refusal.value),
     )
@@ -111,7 +111,7 @@ def test_what_is_forgotten_is_gone_and_the_rest_stays() -> None:
     assert log.since(0) == writes[2:]
     log.forget(100)
     assert (log.since(0), len(log)) == ([], 0)
-    assert log.append([WrittenRows(rows_of([0]))], []).number == 4, "numbers go on"
+    assert log.append([WrittenRows(rows_of([0]))], []).number == 4, "numbers continue"
     log.forget(4)
     assert len(log) == 1
 
@@ -119,7 +119,7 @@ def test_what_is_forgotten_is_gone_and_the_rest_stays() -> None:
 def test_a_refused_write_takes_no_number() -> None:
     log = WriteLog()
     log.append([WrittenRows(rows_of([0]))], [])
-    with pytest.raises(WriteBackError, match="row 3 stands more than once"):
+    with pytest.raises(WriteBackError, match="row 3 occurs more than once"):
         log.append([WrittenRows(rows_of([3, 3]))], [])
     assert len(log) == 1
     assert log.append([WrittenRows(rows_of([3]))], []).number == 1
@@ -131,7 +131,7 @@ EVENTS = st.lists(
             st.sampled_from(["write", "write the first store", "write the second store"]), UNIQUE
         ),
         st.tuples(st.just("gather"), REPEATED),
-        st.tuples(st.just("land"), st.none()),
+        st.tuples(st.just("complete"), st.none()),
         st.tuples(st.just("lend"), st.none()),
     ),
     max_size=40,
@@ -147,7 +147,7 @@ def test_a_batch_with_later_writes_copied_over_is_as_if_gathered_now(
     log = WriteLog()
     stores = np.zeros((2, N))
     truth = np.zeros((2, N))
-    under_way: list[Write] = []
+    pending: list[Write] = []
     gathered: list[tuple[np.ndarray, np.ndarray, int]] = []
     for value, (event, rows) in enumerate(events, 1):
         if event.startswith("write"):
@@ -156,10 +156,10 @@ def test_a_batch_with_later_writes_copied_over_is_as_if_gathered_now(
                 None if event == f"write the {other} store" else values
                 for other in ("second", "first")
             ]
-            under_way.append(log.append([WrittenRows(rows_of(rows), whole=event == "write")], held))
+            pending.append(log.append([WrittenRows(rows_of(rows), whole=event == "write")], held))
             put(truth, rows_of(rows), np.arange(len(rows)), held)
-        elif event == "land" and under_way:
-            write = under_way.pop(0)
+        elif event == "complete" and pending:
+            write = pending.pop(0)
             put(stores, write.groups[0].rows, np.arange(len(write.groups[0].rows)), write.values)
             log.completed = write.number + 1
         elif event == "gather":

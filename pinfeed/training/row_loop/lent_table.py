@@ -97,17 +97,17 @@ class LentTable:
         if self.optimizer is None and rows.weight.grad is not None:
             self._has_warned = True
             logger.warning(
-                "%s has gradients, and train_rows no optimizer of it: its rows stay as they are, "
-                "unless the loop changes them by hand; give optimizer=pinfeed.RowOptimizer(...)",
+                "%s has gradients, and train_rows has no optimizer for it: its rows stay "
+                "unchanged, unless the loop changes them by hand; give "
+                "optimizer=pinfeed.RowOptimizer(...)",
                 self.table.name,
             )
         if self.optimizer is not None and self.optimizer.tables[self.table].has_unused_gradients:
             self._has_warned = True
             logger.warning(
-                "%s has gradients, and the body of the loop ended without a step of its "
-                "optimizer: its rows stay as they are, and the gradients go with the batch; call "
-                "step() of the RowOptimizer in each batch (a GradScaler that leaves out a step is "
-                "right)",
+                "%s has gradients, and the training step ended without a step of its optimizer: "
+                "its rows stay unchanged, and the gradients are dropped with the batch; call "
+                "step() of the RowOptimizer in each batch (a GradScaler may leave out a step)",
                 self.table.name,
             )
 
