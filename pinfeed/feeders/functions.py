@@ -239,8 +239,8 @@ def _identity_batches(
     drop_last = options["drop_last"]
     shard = share_of(options["ranks"], order, drop_last, batch_size, None)
     if shard is None:
-        n_together = _identities_per_batch(batch_size, one_read_count)
-        batches = OrderBatches(order, n_identities, n_together, drop_last)
+        size = _identities_per_batch(batch_size, one_read_count)
+        batches = OrderBatches(order, n_identities, size, drop_last)
         warn_if_empty(batches, "identities")
         return batches
     _identities_per_batch(shard.batch_size, one_read_count)

@@ -1,4 +1,4 @@
-"""is_abandoned: detects loops that cannot go on, because only an error's traceback keeps them.
+"""is_abandoned: detects loops that cannot continue, because only an error's traceback keeps them.
 
 A notebook keeps the traceback of the last error, with every frame that the error went through.
 These frames keep the iterators of their loops. Such a frame has ended, so it never asks for the

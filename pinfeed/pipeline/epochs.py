@@ -148,7 +148,7 @@ class EpochRunner:
         return self._position.state()
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Let the next run go on where ``state`` was taken.
+        """Let the next run continue where ``state`` was taken.
 
         Raises:
             ArgumentError: If it is no state, or the state of another source.

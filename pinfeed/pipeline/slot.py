@@ -51,6 +51,6 @@ class Slot:
     read_s: float = 0.0
     """Seconds in which the source made the batch and its parts were gathered."""
     held_s: float = 0.0
-    """Seconds between the two, in which the last copies of the slot were waited for."""
+    """Seconds between ``drawn_s`` and the gather, mostly a wait for the slot's last copies."""
     ready_s: float = 0.0
     """Time at which the host had filled the slot."""

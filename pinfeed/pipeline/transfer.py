@@ -191,7 +191,8 @@ class Transfer:
         assert slot.released is not None
         self._read.wait(slot.released)  # kernels may still use what the memory was before
         if is_late:
-            self._read.wait(slot.compute.record())  # so they may use memory allocated since then
+            # Memory was allocated since, or parts were adopted, which moves them in this stream.
+            self._read.wait(slot.compute.record())  # kernels may still use that memory
         begun = self._read.record(timed=True) if self._timed else None
         try:
             for source, tensor in staged:
@@ -355,7 +356,7 @@ class Transfer:
 
         Returns:
             Parts that the device reads itself, staged parts, each with its tensor, and whether
-            memory was allocated after the slot was reserved.
+            memory was allocated, or a part adopted, after the slot was reserved.
         """
         assert slot.compute is not None
         slot.tensors = []

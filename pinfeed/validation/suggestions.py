@@ -15,12 +15,13 @@ _COPY = (
 _LOADER = "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"
 _FEEDER = "it is a feeder already: iterate it"
 
+_PANDAS = (
+    "give np.ascontiguousarray(df.to_numpy()) where all columns are numbers, "
+    "or {name: df[name].to_numpy(), ...}"
+)
+
 _BY_TYPE = {
-    (
-        "pandas",
-        "DataFrame",
-    ): "give np.ascontiguousarray(df.to_numpy()) where all columns are numbers, "
-    "or {name: df[name].to_numpy(), ...}",
+    ("pandas", "DataFrame"): _PANDAS,
     ("pandas", "Series"): "give series.to_numpy()",
     ("pandas", "Index"): "give index.to_numpy()",
     ("polars", "DataFrame"): "give df.to_arrow()",

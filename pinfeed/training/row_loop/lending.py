@@ -1,4 +1,4 @@
-"""RowLending: which rows are lent to the tables of a loop, and what is written back of them."""
+"""RowLending: lends each batch's rows to the tables of a loop, and writes the changes back."""
 
 from __future__ import annotations
 
@@ -104,13 +104,14 @@ class RowLending:
         """
         batch: DeviceBatch = lent.take()
         if self._reference is not None:
-            rows = [(rows_of.rows, rows_of.tensors) for rows_of in batch.tables]
-            self._reference.check(lent.number, rows)
-        blocks = batch.batch_rows([table.trainable for table in self._tables])
+            found = [(device_rows.rows, device_rows.tensors) for device_rows in batch.tables]
+            self._reference.check(lent.number, found)
+        batch_rows = batch.batch_rows([table.trainable for table in self._tables])
         if self._reference is not None:
             batch.check(lent.number)
-        for table, rows_of, block in zip(self._tables, batch.tables, blocks, strict=True):
-            table.bind(block, rows_of.tensors[1:])
+        for table, rows, device_rows in zip(self._tables, batch_rows, batch.tables, strict=True):
+            # The first tensor is the weights; the others are the optimizer's state.
+            table.bind(rows, device_rows.tensors[1:])
         self._lent = lent
         return batch.data
 
@@ -136,7 +137,7 @@ class RowLending:
         if self.is_in_other_thread:
             raise ClosedError(
                 "rows were asked for in a thread that is not the one of the loop over train_rows "
-                "which lends them; ask in the loop's body (the functions that give the ids of a "
+                "which lends them; ask in the training step (the functions that give the ids of a "
                 "batch run in a background thread)"
             )
         if self._lent is not None:

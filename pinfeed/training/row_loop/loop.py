@@ -245,9 +245,9 @@ class RowLoop(LoaderFeeder):
         self.flush_writes()
 
     def release_tables(self) -> None:
-        """Release the tables if the loop has ended without doing so, or cannot go on.
+        """Release the tables if the loop has ended without doing so, or cannot continue.
 
-        Interrupts can keep a loop from releasing its tables. A loop cannot go on if only
+        Interrupts can keep a loop from releasing its tables. A loop cannot continue if only
         tracebacks keep its iterator.
 
         Raises:

@@ -1,4 +1,4 @@
-"""LoaderReplay: begin an epoch of a loader a second time, with the same batches."""
+"""LoaderReplay: begins an epoch of a loader a second time, with the same batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SynchronousRows: the rows as the synchronous loop has them, to compare with."""
+"""SynchronousRows: the rows as the synchronous loop has them, for verification."""
 
 from __future__ import annotations
 
