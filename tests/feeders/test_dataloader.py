@@ -201,7 +201,7 @@ def test_other_leaves_pass_through(leaf: Any, device: Any) -> None:
 
 
 class Graph:
-    """An object that moves itself."""
+    """An object with a method ``to``."""
 
     def __init__(self) -> None:
         self.moved_to: list[Any] = []
@@ -260,7 +260,7 @@ def test_attributes_are_the_loaders() -> None:
         _ = loader.no_such_thing
 
 
-def test_a_length_that_nobody_knows() -> None:
+def test_an_unknown_length() -> None:
     loader = wrap_loader(DataLoader(Stream(), batch_size=SIZE), device="cpu")
     with pytest.raises(TypeError):
         len(loader)
@@ -284,7 +284,7 @@ def test_what_the_loader_must_not_answer_for_it() -> None:
 
 
 class Epochs(Numbers):
-    """Notes the epochs that it is told."""
+    """Data set that records the epochs that it is set to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -329,15 +329,15 @@ def test_set_epoch_shuffles_anew() -> None:
     assert epochs[0] != epochs[1] != epochs[2]
 
 
-def test_set_epoch_of_a_loader_in_which_nobody_has_it_changes_nothing() -> None:
-    """Loops for any sampler call it in every epoch."""
+def test_set_epoch_of_a_loader_without_set_epoch_changes_nothing() -> None:
+    """Loops that work with any sampler call it in every epoch."""
     batches = [torch.ones(2), torch.zeros(2)]
     with wrap_loader(batches, device="cpu") as loader:
         loader.set_epoch(3)
         assert all_same(loader, batches)
 
 
-def test_set_epoch_in_the_loop_is_refused_and_reaches_nobody() -> None:
+def test_set_epoch_in_the_loop_is_refused_and_not_passed_on() -> None:
     dataset = Epochs()
     with wrap_loader(DataLoader(dataset), device="cpu") as loader:
         for _ in loader:

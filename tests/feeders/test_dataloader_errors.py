@@ -48,9 +48,9 @@ def stopping_collate(samples: list[Any]) -> torch.Tensor:
 
 
 def until_error(loader: Any, kind: type[BaseException]) -> tuple[list[int], BaseException]:
-    """First samples of the batches that came, and then the error.
+    """Return the first sample of each batch, and the error that ended the loop.
 
-    (pytest.raises would make a cycle of it and the loop's frames.)
+    ``pytest.raises`` would make a reference cycle of the error and the frames of the loop.
     """
     got: list[int] = []
     try:
@@ -60,11 +60,11 @@ def until_error(loader: Any, kind: type[BaseException]) -> tuple[list[int], Base
     pytest.fail(f"a silent end after {got}")
 
 
-def let_go(error: BaseException | None) -> None:
-    """Empty the error's frames.
+def clear_frames(error: BaseException | None) -> None:
+    """Clear the frames of the error's traceback.
 
-    torch raises a worker's error from a variable: a cycle that holds the workers until it is
-    collected.
+    torch raises a worker's error from a variable. This is a reference cycle, which keeps the worker
+    processes until it is collected.
     """
     while error is not None:
         traceback.clear_frames(error.__traceback__)
@@ -72,7 +72,7 @@ def let_go(error: BaseException | None) -> None:
 
 
 def frames(error: BaseException | None) -> list[str]:
-    """Names of the functions that it came through."""
+    """Return the names of the functions in the error's traceback."""
     assert error is not None
     return [frame.name for frame in traceback.extract_tb(error.__traceback__)]
 
@@ -96,7 +96,7 @@ def test_errors_of_workers_come_after_the_good_batches_with_their_traceback() ->
     )
     assert got == [0, 4]
     assert "in broken" in str(error)
-    let_go(error)
+    clear_frames(error)
     assert not multiprocessing.active_children()
 
 
@@ -148,14 +148,14 @@ def test_stop_iteration_in_a_worker_is_an_error(depth: int) -> None:
     got, error = until_error(wrap_loader(bare, device="cpu", depth=depth), errors.WorkerError)
     assert got == [0, 4]
     assert "in stopping" in str(error)
-    let_go(error)
+    clear_frames(error)
     assert not multiprocessing.active_children()
 
 
 def test_system_exit_in_a_worker_is_an_error() -> None:
-    """It runs in a process of its own.
+    """The test runs in a process of its own.
 
-    torch's handler for the death of a worker raises wherever the main thread is.
+    torch's handler for the death of a worker process raises wherever the main thread is.
     """
     program = """
         import sys

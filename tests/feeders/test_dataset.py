@@ -67,7 +67,7 @@ def test_rows_are_the_callers() -> None:
 
 
 class Counting(ArrayStore):
-    """Notes how many rows each gather has."""
+    """Store that records the number of rows of each gather."""
 
     def __init__(self, array: Any) -> None:
         super().__init__(array)
@@ -99,7 +99,7 @@ def tracker() -> None:
 @pytest.mark.usefixtures("tracker")
 @pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.stress)])
 def test_worker_processes(start: str, tmp_path: Path) -> None:
-    """Each opens the files for itself."""
+    """Every worker process opens the files itself."""
     rng = np.random.default_rng(0)
     np.save(tmp_path / "x.npy", rng.normal(size=(N, 3)))
     source = (tmp_path / "x.npy", np.arange(N))
@@ -119,7 +119,7 @@ def test_worker_processes(start: str, tmp_path: Path) -> None:
 
 
 def test_pickled(source: dict[str, Any]) -> None:
-    """Paths as paths; stores as they can be pickled, which those of files cannot."""
+    """Paths are pickled as paths. Stores are pickled if they can be; stores of files cannot."""
     source = {"x": source["x"], "y": source["y"]}
     with RowDataset(source) as dataset:
         data = pickle.dumps(dataset)

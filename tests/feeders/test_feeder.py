@@ -56,7 +56,7 @@ def test_structure_is_that_of_the_source(x: np.ndarray, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", NUMPY, ids=str)
 @pytest.mark.parametrize("row_shape", [(), (3,), (2, 3, 4, 5)], ids=str)
 def test_every_dtype_and_rank(dtype: torch.dtype, row_shape: tuple[int, ...]) -> None:
-    """There and back, with rows that are forwarded."""
+    """Rows are read and written back, and some of them are forwarded."""
     # torch itself cannot index every dtype.
     want = torch.arange(20 * int(np.prod(row_shape))).reshape(20, *row_shape).remainder(120)
     table = want.to(dtype)
@@ -71,7 +71,7 @@ def test_every_dtype_and_rank(dtype: torch.dtype, row_shape: tuple[int, ...]) ->
 
 
 def test_a_batch_is_the_users_own(x: np.ndarray) -> None:
-    """An ordinary tensor: a leaf, writable, no view of something larger."""
+    """A batch is an ordinary tensor: a leaf, writable, not a view of a larger one."""
     kept = x.copy()
     with Feeder(x, batch_size=10) as feeder:
         for batch in feeder:
@@ -279,7 +279,7 @@ def test_each_loop_in_a_thread_of_its_own(x: np.ndarray) -> None:
 
 
 class Broken(ArrayStore):
-    """Rows, one of which cannot be read, as often as it says."""
+    """Rows, one of which cannot be read the first ``times`` times."""
 
     def __init__(self, array: np.ndarray, row: int, times: float) -> None:
         super().__init__(array)
@@ -377,7 +377,7 @@ def test_the_plan_says_why_rows_go_as_they_do() -> None:
 @pytest.mark.parametrize("depth", [0, 1, 4])
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_rows_that_the_user_writes_over(kind: str, depth: int) -> None:
-    """A sampler that gives the same memory each time, as one does that saves allocations."""
+    """The sampler fills one array again for every batch, to save allocations."""
     x = np.arange(100.0)
     batches = [np.arange(i, i + 5) for i in range(0, 90, 7)]
 
@@ -402,8 +402,8 @@ def test_rows_that_the_user_writes_over(kind: str, depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
 @pytest.mark.parametrize("change", [0.5, np.nan])
-def test_rows_that_the_body_changes_by_itself_are_noticed(depth: int, change: float) -> None:
-    """Batches that were prefetched do not see it, which without verify= nobody is told."""
+def test_rows_that_the_training_step_changes_itself_are_noticed(depth: int, change: float) -> None:
+    """Prefetched batches do not see the change, and only ``verify`` reports that."""
     prefetched = threading.Event()
 
     class Told(ArrayStore):

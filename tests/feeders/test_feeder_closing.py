@@ -201,7 +201,7 @@ def test_a_loop_that_begins_after_its_feeder_was_closed(x: np.ndarray, depth: in
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_a_feeder_that_another_thread_closes(x: np.ndarray, depth: int) -> None:
-    """Its loop must not look as if it had come to its end."""
+    """Its loop must not seem to have reached its end."""
     feeder = Feeder(x, batch_size=10, depth=depth)
     loop = feeder.batches()
     batch = next(loop)

@@ -86,9 +86,9 @@ def test_samplers_of_torch(x: np.ndarray) -> None:
 def test_the_epoch_that_a_samplers_owner_has_set(
     x: np.ndarray, in_batches: bool, depth: int
 ) -> None:
-    """It is the loop's, as it is with a DataLoader; the epochs after it follow.
+    """The loop takes that epoch, as a DataLoader does, and continues with the epochs after it.
 
-    Setting it to the same one again counts as well.
+    Setting the same epoch again counts as well.
     """
     shared, same = (DistributedSampler(x, num_replicas=2, rank=0, seed=5) for _ in range(2))  # type: ignore[arg-type]
     rows: dict[str, Any] = (
@@ -243,7 +243,7 @@ def test_a_batch_sampler_passes_the_epoch_on(x: np.ndarray) -> None:
         assert got == list(shared)
 
 
-def test_batches_whose_size_nobody_knows(x: np.ndarray) -> None:
+def test_batches_of_unknown_size(x: np.ndarray) -> None:
     with Feeder(x, rows=([i] * (i + 1) for i in range(50))) as feeder:
         assert feeder.plan.batch_size == 0
         assert "as each turns out to have" in str(feeder.plan)

@@ -283,7 +283,7 @@ def test_apply_may_fill_one_array_again(device: Any, depth: int, n_readers: int)
 
 
 class Bag:
-    """An object that moves itself."""
+    """An object with a method ``to``."""
 
     def to(self, device: Any) -> "Bag":
         return self

@@ -15,9 +15,9 @@ from pinfeed import errors
 
 
 def until_error(batches: Any, kind: type[BaseException]) -> tuple[list[list[int]], BaseException]:
-    """The labels that came, and then the error.
+    """Return the labels of each batch, and the error that ended the loop.
 
-    (pytest.raises would make a cycle of it and the loop's frames.)
+    ``pytest.raises`` would make a reference cycle of the error and the frames of the loop.
     """
     got: list[list[int]] = []
     try:

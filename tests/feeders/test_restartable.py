@@ -48,7 +48,7 @@ def test_a_new_loop_ends_the_one_before_and_is_the_next_epoch(depth: int) -> Non
 
 
 def test_it_keeps_no_loop_alive() -> None:
-    """``break`` ends it, as a feeder's own."""
+    """``break`` ends the loop, as it ends a loop over the feeder itself."""
     with feeder() as plain:
         loop = restartable(plain)
         for _ in loop:
@@ -148,7 +148,7 @@ def test_of_a_loader() -> None:
     assert not hasattr(loop, "state_dict")
 
 
-def test_of_rows_whose_number_nobody_knows() -> None:
+def test_rows_of_unknown_number() -> None:
     class Rows:
         def __iter__(self) -> Iterator[int]:
             return iter(range(N))

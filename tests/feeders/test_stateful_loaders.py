@@ -49,7 +49,7 @@ class Counting(IterableDataset[int]):
 
 
 class Plain(IterableDataset[int]):
-    """The same, and does not know."""
+    """The same numbers, without a state."""
 
     def __iter__(self) -> Iterator[int]:
         info = torch.utils.data.get_worker_info()
@@ -177,7 +177,7 @@ def test_a_loop_that_was_left_is_where_it_was_left() -> None:
 
 
 def test_a_state_that_the_loader_goes_on_changing() -> None:
-    """It is that of the lent batch, when others have certainly been fetched meanwhile."""
+    """The state is that of the lent batch, although later batches were fetched."""
 
     class Live:
         def __init__(self) -> None:
@@ -238,7 +238,7 @@ def test_a_state_is_not_loaded_while_a_loop_runs() -> None:
 
 
 def test_an_error_of_the_loaders_state_is_for_whoever_asks() -> None:
-    """A loop that nobody wants to resume runs on."""
+    """A loop whose state is never asked for continues."""
 
     class Unready(DataLoader[int]):
         def state_dict(self) -> dict[str, Any]:

@@ -115,7 +115,7 @@ def test_a_loop_that_a_traceback_keeps_gives_way(
 
 
 def test_a_table_whose_loop_a_traceback_keeps() -> None:
-    """The loop itself has no name: it was made in the ``for``, as it is anew after the error."""
+    """Only the frame of the ``for`` statement, which the traceback keeps, holds the loop."""
     table = HostEmbedding(N, 2, init="zeros")
     optimizer = RowOptimizer(torch.optim.SGD, [table], lr=1.0)
     ids = [torch.tensor([i]) for i in range(N)]
@@ -161,9 +161,7 @@ def keep_in_a_generator(feeder: Any) -> Iterable[Any]:
 
 @pytest.mark.parametrize("keep", [keep_in_a_list, keep_in_an_object, keep_in_a_generator])
 @pytest.mark.parametrize("kind", FEEDERS)
-def test_a_loop_that_somebody_can_go_on_with_is_refused(
-    kind: str, keep: Callable[[Any], Any]
-) -> None:
+def test_a_loop_that_can_continue_is_refused(kind: str, keep: Callable[[Any], Any]) -> None:
     with FEEDERS[kind]() as feeder:
         try:
             batches = keep(feeder)
@@ -177,7 +175,7 @@ def test_a_loop_that_somebody_can_go_on_with_is_refused(
 
 @pytest.mark.parametrize("kind", FEEDERS)
 def test_a_loop_that_runs_is_refused(kind: str) -> None:
-    """In this thread, and in another one, whose iterator is on its stack alone."""
+    """The loop runs in this thread, or in another one, whose stack alone holds the iterator."""
     with FEEDERS[kind]() as feeder:
         for _ in feeder:
             with pytest.raises(ClosedError, match="is running"):

@@ -57,7 +57,7 @@ def test_a_block_shuffle_has_every_row_once_from_few_blocks_at_a_time(
     assert np.array_equal(np.sort(rows), np.arange(n))
     window = block_rows * window_blocks
     for begin in range(0, n, window):
-        # On the ring of rows: at most so many stretches.
+        # The rows of a window are at most so many runs on the ring of rows.
         here = np.sort(rows[begin : begin + window])
         gaps = int((np.diff(np.append(here, here[0] + n)) != 1).sum())
         assert gaps <= min(window_blocks, -(-len(here) // block_rows))
@@ -129,7 +129,8 @@ def test_sequential_is_sequential() -> None:
     assert whole(sequential(), 5, 7).tolist() == [0, 1, 2, 3, 4]
 
 
-# A run that is resumed under a later version must go on in the same order: these may not change.
+# A run that is resumed under a later version must continue in the same order. So these orders must
+# not change.
 GOLDEN: list[tuple[Order, int, int, list[int]]] = [
     (shuffled(0), 10, 0, [1, 4, 7, 2, 0, 5]),
     (shuffled(0), 10, 1, [2, 4, 3, 1, 0, 8]),

@@ -243,7 +243,7 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("split", [False, True])
-def test_a_file_goes_on_with_more_ranks_and_then_with_fewer(path: Path, split: bool) -> None:
+def test_a_file_is_resumed_with_more_ranks_and_then_with_fewer(path: Path, split: bool) -> None:
     """A rank reads windows of its own blocks, or of all blocks if global batches are split."""
     order = rows.block_shuffled(1, block_rows=128, window_blocks=2)
     seen: list[list[int]] = []
@@ -393,7 +393,7 @@ def test_a_config_must_hold_the_batches_of_all_ranks() -> None:
 
 
 def test_a_share_of_a_sequence_is_read_in_sequence(path: Path) -> None:
-    """Not through a page cache that is filled with what other ranks read."""
+    """The rows of other ranks are not read into the page cache."""
     store = MmapStore(str(path))
     share = RankShard(rows.sequential(), Ranks(), 1, 3, False, 8)
     row_by_row = rows.per_rank(rows.sequential(), rank=1, world_size=3)

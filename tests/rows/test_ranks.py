@@ -19,14 +19,14 @@ from torch.nn.functional import mse_loss
 from pinfeed import rows
 
 ROOT = Path(__file__).parents[2]
-# Of jobs that take some seconds: a hang fails loudly.
+# Jobs take some seconds. A job that hangs fails after this time.
 TIMEOUT_S = 100
 
 Reports = dict[int, list[dict[str, Any]]]
 
 
 def launch(*arguments: str, status: int = 0) -> str:
-    """The output of ``python ARGUMENTS``; all that it has started is gone afterwards."""
+    """Return the output of ``python ARGUMENTS``, and end all processes that it has started."""
     environment = {
         name: value
         for name, value in os.environ.items()
@@ -119,7 +119,7 @@ def test_a_feeder_that_was_told_nothing_of_ranks_warns_once(reports: Reports, wo
 
 
 def test_training_is_the_same_at_any_world_size(reports: Reports) -> None:
-    """Bit for bit where sums are exact; in other numbers they round in other places."""
+    """Results are equal bit for bit if sums are exact; other sums round differently."""
     one = reports[1][0]
     for report in flat([reports[world] for world in WORLDS]):  # type: ignore[arg-type]
         assert report["dyadic"] == one["dyadic"]  # type: ignore[index]
@@ -161,7 +161,7 @@ def test_four_ranks_go_on_where_two_left(reports: Reports, name: str) -> None:
 
 
 @pytest.mark.parametrize("world", WORLDS[1:])
-def test_a_rank_that_fails_leaves_nobody_waiting(
+def test_a_rank_that_fails_leaves_no_rank_waiting(
     reports: Reports, folder: Path, world: int
 ) -> None:
     for rank, report in enumerate(reports[world]):
@@ -173,8 +173,8 @@ def test_a_rank_that_fails_leaves_nobody_waiting(
     assert json.loads((folder / f"{world}.json").read_text()) == [CRASH] * world
 
 
-def test_two_processes_of_torchrun_go_on_with_the_example_of_one(folder: Path) -> None:
-    """And end with the losses of one that did it all."""
+def test_two_processes_of_torchrun_resume_the_example_of_one(folder: Path) -> None:
+    """They end with the losses of one process that ran the whole example."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     output = launch(
         *torchrun, str(ROOT / "examples" / "ddp.py"), "--folder", str(folder / "left"), *EXAMPLE
