@@ -18,7 +18,7 @@ from pinfeed.feeders.row_selection import warn_if_empty
 from pinfeed.memory.depth import check_depth
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.rank_plan import share_of
+from pinfeed.pipeline.rank_plan import shard_of_feeder
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.functions import ReaderSource
 from pinfeed.pipeline.sources.samples import SampleReader
@@ -237,7 +237,7 @@ def _identity_batches(
             shared in the way that ``ranks`` asks for.
     """
     drop_last = options["drop_last"]
-    shard = share_of(options["ranks"], order, drop_last, batch_size, None)
+    shard = shard_of_feeder(options["ranks"], order, drop_last, batch_size, None)
     if shard is None:
         size = _identities_per_batch(batch_size, one_read_count)
         batches = OrderBatches(order, n_identities, size, drop_last)

@@ -12,7 +12,7 @@ import numpy as np
 from pinfeed.errors import ArgumentError, RowIndexError
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
-from pinfeed.pipeline.rank_plan import limits_of_rank, share_of
+from pinfeed.pipeline.rank_plan import limits_of_rank, shard_of_feeder
 from pinfeed.rows.batches import OrderBatches, RowBatches
 from pinfeed.rows.orders import Order, PerRank, sequential, shuffled
 from pinfeed.rows.rank_batches import RankBatches
@@ -122,7 +122,7 @@ class RowSelection:
         batch_size = arguments.batch_size
         config = arguments.config
         drop_last = arguments.drop_last
-        shard = share_of(ranks, order, drop_last, batch_size, config)
+        shard = shard_of_feeder(ranks, order, drop_last, batch_size, config)
         if config is not None:
             config = config.for_feeder()
         if shard is None:

@@ -1,4 +1,4 @@
-"""Plans of feeders whose epochs several ranks share."""
+"""The part of a feeder's epochs that this rank has, and its limits and plan."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pinfeed.rows.rank_shard import RankShard, shard_of_rank
 from pinfeed.rows.ranks import Ranks
 
 
-def share_of(
+def shard_of_feeder(
     ranks: Ranks | str | None,
     order: Any,
     drop_last: bool,
@@ -38,42 +38,42 @@ def share_of(
     return shard_of_rank(ranks, order, drop_last, size, "preferred_batch_size")
 
 
-def limits_of_rank(share: RankShard, config: MemoryLimits | None) -> MemoryLimits | None:
+def limits_of_rank(shard: RankShard, config: MemoryLimits | None) -> MemoryLimits | None:
     """Return limits for the batches of one rank.
 
     ``config`` may already prefer smaller batches, because only these fit.
     """
     if config is None:
         return None
-    size = min(share.batch_size, config.preferred_batch_size or share.batch_size)
+    size = min(shard.batch_size, config.preferred_batch_size or shard.batch_size)
     return dataclasses.replace(config, preferred_batch_size=size)
 
 
-def plan_of_rank(share: RankShard, plan: Plan, n_rows: int) -> Plan:
+def plan_of_rank(shard: RankShard, plan: Plan, n_rows: int) -> Plan:
     """Add a note about the rank to its plan.
 
     Args:
-        share: Part of the epochs that the rank has.
+        shard: Part of the epochs that the rank has.
         plan: Plan of the rank.
         n_rows: Number of rows in the stores.
 
     Raises:
         BudgetError: If the batches of the plan are smaller than those of other ranks.
     """
-    mine = share.rows().length(n_rows)
-    of_all = share.order.length(n_rows)
-    if plan.batch_size < min(share.batch_size, mine):
+    mine = shard.rows().length(n_rows)
+    of_all = shard.order.length(n_rows)
+    if plan.batch_size < min(shard.batch_size, mine):
         raise BudgetError(
-            f"the limits of config hold batches of {plan.batch_size} rows on rank {share.rank}, "
-            f"and all ranks need batches of {share.batch_size}; raise the limits or lower "
+            f"the limits of config hold batches of {plan.batch_size} rows on rank {shard.rank}, "
+            f"and all ranks need batches of {shard.batch_size}; raise the limits or lower "
             "preferred_batch_size"
         )
     note = (
-        f"rank {share.rank} of {share.world_size}: {mine} of {of_all} rows ({share.ranks.uneven})"
+        f"rank {shard.rank} of {shard.world_size}: {mine} of {of_all} rows ({shard.ranks.uneven})"
     )
-    if share.ranks.split_batches:
-        note += f", its part of global batches of {share.size} rows"
-        if isinstance(share.order, BlockShuffled) and share.world_size > 1:
+    if shard.ranks.split_batches:
+        note += f", its part of global batches of {shard.size} rows"
+        if isinstance(shard.order, BlockShuffled) and shard.world_size > 1:
             note += (
                 "; every rank reads every block (without split_batches, each reads blocks of its "
                 "own)"

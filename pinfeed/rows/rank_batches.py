@@ -19,35 +19,35 @@ class RankBatches(RowBatches):
     rank is a state of all of them, and of any other number of ranks.
 
     Args:
-        share: Part of the epochs that this rank has.
+        shard: Part of the epochs that this rank has.
         n_rows: Number of rows in the stores.
     """
 
     kind = "a feeder with ranks="
     state_keys = ("ranks",)
 
-    def __init__(self, share: RankShard, n_rows: int) -> None:
-        self._share = share
+    def __init__(self, shard: RankShard, n_rows: int) -> None:
+        self._shard = shard
         self._n_rows = n_rows
         # An epoch, and the positions of it that other ranks have done.
         self._begun: tuple[int, Progress] = (0, ())
-        self.batch_size = share.batch_size
+        self.batch_size = shard.batch_size
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """Plain values that fix the order of the rows; rank and world size are not among them."""
-        share = self._share
+        shard = self._shard
         return {
-            "order": repr(share.order),
+            "order": repr(shard.order),
             "n_rows": self._n_rows,
-            "batch_size": share.size,
-            "drop_last": share.drop_last,
-            "ranks": share.ranks.uneven,
-            "split_batches": share.ranks.split_batches,
+            "batch_size": shard.size,
+            "drop_last": shard.drop_last,
+            "ranks": shard.ranks.uneven,
+            "split_batches": shard.ranks.split_batches,
         }
 
     def __len__(self) -> int:
-        return len(self._share.batches(self._n_rows))
+        return len(self._shard.batches(self._n_rows))
 
     def epoch(
         self, number: int, start: int = 0, checksum: int = 0, batches_per_slot: int = 1
@@ -69,7 +69,7 @@ class RankBatches(RowBatches):
 
         An epoch that is over has the state of one that no other ranks had begun.
         """
-        world_size = self._share.world_size
+        world_size = self._shard.world_size
         done = self._done(epoch)
         if done and batch == self._most(world_size, done):
             batch = self._most(world_size)
@@ -104,7 +104,7 @@ class RankBatches(RowBatches):
         world_size, done, n = self._read(batch, theirs)
         if batch == n:
             return len(self), ()
-        if world_size == self._share.world_size or self._share.ranks.split_batches or batch == 0:
+        if world_size == self._shard.world_size or self._shard.ranks.split_batches or batch == 0:
             return batch, done
         return 0, (*done, (world_size, batch * self.batch_size))
 
@@ -138,7 +138,7 @@ class RankBatches(RowBatches):
         if (
             world_size < 1
             or any(a < 1 or n < 0 for a, n in done)
-            or (self._share.ranks.split_batches and self._share.size % world_size)
+            or (self._shard.ranks.split_batches and self._shard.size % world_size)
         ):
             raise ArgumentError(
                 f"not a state of a feeder with ranks=: {dict(theirs)!r}; expected what "
@@ -155,10 +155,10 @@ class RankBatches(RowBatches):
     def _most(self, world_size: int, done: Progress = ()) -> int:
         """Return the most batches that a rank has."""
         # No rank has more than the first one.
-        return len(self._share.of(0, world_size).batches(self._n_rows, done))
+        return len(self._shard.of(0, world_size).batches(self._n_rows, done))
 
     def _batches(self, epoch: int) -> OrderBatches:
-        return self._share.batches(self._n_rows, self._done(epoch))
+        return self._shard.batches(self._n_rows, self._done(epoch))
 
     def _done(self, epoch: int) -> Progress:
         return self._begun[1] if epoch == self._begun[0] else ()
