@@ -48,7 +48,7 @@ class InMemoryCopy:
     for them. A file that was written since it was loaded is loaded again before an epoch begins.
 
     Raises:
-        OSError: If the system does not have so much memory.
+        MemoryError: If the system does not have so much memory.
     """
 
     def __init__(self, store: AnyShardedStore) -> None:

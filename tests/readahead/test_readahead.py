@@ -3,6 +3,7 @@
 import itertools
 import mmap
 import os
+import resource
 import sys
 import threading
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -272,6 +274,21 @@ def test_a_feeder_gives_the_rows_by_whatever_way_its_limit_allows(
 
 
 # ---- the choice ----------------------------------------------------------------------------------
+
+
+def test_a_file_is_read_in_another_way_if_the_system_refuses_memory(tmp_path: Path) -> None:
+    """The memory is free as far as pinfeed knows, and a limit of the process refuses it."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    taken = psutil.Process().memory_info().vms
+    with MmapStore.create(tmp_path / "x.npy", (1 << 20, 64)) as made:
+        nbytes = made.n_rows * made.row_nbytes
+    with MmapStore(tmp_path / "x.npy", keep_cache=True) as store:
+        resource.setrlimit(resource.RLIMIT_AS, (taken + nbytes // 2, limits[1]))
+        try:
+            choice = choose([store], rows.shuffled(0), 300, 4 * nbytes)
+        finally:
+            resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert [type(strategy) for strategy in choice.strategies] == [PageCacheReadahead]
 
 
 def chosen(store: Any, order: Any, free: int, n_batch_rows: int = 300) -> tuple[type, str]:
