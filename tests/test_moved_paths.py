@@ -8,6 +8,7 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import pinfeed
@@ -46,6 +47,7 @@ PICKLED = [
     "pinfeed.seeing.stats.FeederStats",
     "pinfeed.stores.extent.Extent",
     "pinfeed.stores.mmap.MmapStore",
+    "pinfeed.stores.ranges.RemoteFile",
     "pinfeed.training.embedding.HostEmbedding",
     "pinfeed.training.memory.config.Config",
 ]
@@ -95,6 +97,23 @@ def test_a_pickle_finds_its_class_under_the_old_path(old: str) -> None:
     with pytest.warns(DeprecationWarning, match=f"{old} is "):
         found = pickle.loads(f"c{module}\n{name}\n.".encode())
     assert isinstance(found, type)
+
+
+def test_a_store_of_an_old_pickle_opens_its_file(tmp_path: Path) -> None:
+    """The layouts of the files had another name in the state of the store."""
+    array = np.arange(12.0).reshape(4, 3)
+    np.save(tmp_path / "x.npy", array)
+    with pinfeed.MmapStore(tmp_path / "x.npy") as store:
+        state = store.__getstate__()
+    state["_extents"] = state.pop("_layouts")
+    state["_closed"] = False
+    opened = pinfeed.MmapStore.__new__(pinfeed.MmapStore)
+    opened.__setstate__(state)
+    with opened:
+        out = np.empty((2, 3))
+        opened.gather(np.array([3, 1]), out)
+    np.testing.assert_array_equal(out, array[[3, 1]])
+    assert "_extents" not in vars(opened)
 
 
 @pytest.mark.parametrize("name", ["BlockShuffled", "PerRank", "Sequential", "Shuffled"])

@@ -1,4 +1,4 @@
-"""Old module paths that documentation named, and where their contents are now.
+"""Old module paths that documentation or pickles name, and where their contents are now.
 
 ``import pinfeed`` installs a finder for these paths, behind Python's own finders. A name that is
 asked for under an old path is looked up in its new module, and a ``DeprecationWarning`` says the
@@ -30,6 +30,7 @@ MOVED = {
     "pinfeed.seeing.timeline": "pinfeed.profiling.timeline",
     "pinfeed.stores.extent": "pinfeed.stores.formats.row_layout",
     "pinfeed.stores.mmap": "pinfeed.stores.file",
+    "pinfeed.stores.ranges": "pinfeed.stores.byte_ranges",
     "pinfeed.training.big.bigbatch": "pinfeed.training.large_batch.big_batch",
     "pinfeed.training.big.check": "pinfeed.training.large_batch.check",
     "pinfeed.training.big.choice": "pinfeed.training.large_batch.select",
@@ -53,6 +54,7 @@ RENAMED = {
     "pinfeed.batches.SamplerBatches": "pinfeed.rows.sampler_batches.SamplerBatches",
     "pinfeed.config.Item": "pinfeed.memory.plan.Allocation",
     "pinfeed.stores.extent.Extent": "pinfeed.stores.formats.row_layout.RowLayout",
+    "pinfeed.stores.ranges.Piece": "pinfeed.stores.byte_ranges.ByteRange",
     "pinfeed.training.big.choice.Chosen": "pinfeed.training.large_batch.select.StrategyChoice",
     "pinfeed.training.manage.history.Row": "pinfeed.training.trainer.record.Record",
 }
