@@ -16,8 +16,7 @@ from pinfeed import PinnedStore
 from pinfeed.devices import resolve
 from pinfeed.devices.route import Route
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.pipeline.sources.base import part_nbytes
-from pinfeed.readahead.base import StoreRows
+from pinfeed.stores.base import StoreRows, part_nbytes
 
 WORD = 8
 _SPARE_HOST_BYTES = 8 << 30

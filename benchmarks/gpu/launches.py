@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from benchmarks.gpu.bench import Bench, as_rows
-from pinfeed.pipeline.sources.base import part_nbytes
-from pinfeed.readahead.base import StoreRows
+from pinfeed.stores.base import StoreRows, part_nbytes
 
 KERNELS = ("gather", "scatter")
 _ROW_BYTES = 512

@@ -16,7 +16,7 @@ from benchmarks.gpu.bench import Bench, as_rows, expected_rows, rate, wait, word
 from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
 from pinfeed import Feeder, PinnedStore
 from pinfeed.devices.kernels import External
-from pinfeed.readahead.base import StoreRows
+from pinfeed.stores.base import StoreRows
 
 BLOCKS = (1, 2, 4, 8, 16, 32, 64)
 DIRECTIONS = ("to the device", "to the host", "both")

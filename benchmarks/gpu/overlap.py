@@ -19,8 +19,7 @@ from benchmarks.gpu.link import BLOCKS
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.zoo import resnet
 from pinfeed import Feeder, PinnedStore
-from pinfeed.pipeline.sources.base import part_nbytes
-from pinfeed.readahead.base import StoreRows
+from pinfeed.stores.base import StoreRows, part_nbytes
 
 _FACTORS = (1, 2, 0.5, 4, 0.25)
 _ROW_BYTES = 4096

@@ -14,8 +14,7 @@ from benchmarks.gpu.link import Ceilings
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.memory import free
 from pinfeed import PinnedStore
-from pinfeed.pipeline.sources.base import part_nbytes
-from pinfeed.readahead.base import StoreRows
+from pinfeed.stores.base import StoreRows, part_nbytes
 
 _TABLE_GB = (8, 32, 1)
 _SIZES = (512, 4096, 64, 128, 256, 1024, 16_384, 65_536)

@@ -7,7 +7,7 @@ import itertools
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy.typing as npt
 from pinfeed.devices.route import Rates, Route, fewest_blocks
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import row_nbytes
+from pinfeed.stores.base import Gatherable, StoreRows, part_nbytes, row_nbytes
 from pinfeed.stores.pinned import PinnedStore
 from pinfeed.threads.pool import ThreadPool
 
@@ -27,26 +27,6 @@ _CHUNK_BYTES = 256 << 10
 _REPEATS = 3
 # Reader threads of a loop with the default depth.
 _N_READERS = min(3, len(os.sched_getaffinity(0)))
-
-
-class Sample:
-    """Rows of a store that are moved only to time them."""
-
-    def __init__(self, store: ArrayStore, rows: Rows) -> None:
-        self.store = store
-        self.rows = rows
-        self.dtype = store.dtype
-        self.shape = (len(rows), *store.row_shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the rows."""
-        return len(self.rows) * row_nbytes(self.store)
-
-    def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
-        """Gather the rows into ``out``, in one step."""
-        self.store.gather(self.rows, out)
-        yield
 
 
 def measure(device: Any, stores: Sequence[ArrayStore], n_rows: int) -> Rates:
@@ -84,12 +64,12 @@ class _Trial:
             chosen = {
                 n_all: rng.integers(n_all, size=n) for n_all in {store.n_rows for store in stores}
             }
-            self._batches.append([Sample(store, chosen[store.n_rows]) for store in stores])
+            self._batches.append([StoreRows(store, chosen[store.n_rows]) for store in stores])
         first = self._batches[0]
         current = device.current_stream()
-        self._gb = sum(sample.nbytes for sample in first) / 1e9
+        self._gb = sum(map(part_nbytes, first)) / 1e9
         self._tensors = [
-            device.tensor(device.empty(sample.nbytes, current), sample.shape, sample.dtype)
+            device.tensor(device.empty(part_nbytes(sample), current), sample.shape, sample.dtype)
             for sample in first
         ]
         self._host = [PinnedStore.empty(sample.shape, sample.dtype) for sample in first]
@@ -99,7 +79,7 @@ class _Trial:
         self.read_stream.wait(current.record())
         self.write_stream.wait(current.record())
 
-    def rate(self, move: Callable[[Sequence[Sample]], object]) -> float:
+    def rate(self, move: Callable[[Sequence[StoreRows]], object]) -> float:
         """Return GB/s of the fastest batch.
 
         The first batch is not timed, because code is loaded in it.
@@ -113,10 +93,10 @@ class _Trial:
             times.append(time.perf_counter() - begin)
         return self._gb / min(times[1:])
 
-    def stage(self, readers: ThreadPool, batch: Sequence[Sample]) -> None:
+    def stage(self, readers: ThreadPool, batch: Sequence[StoreRows]) -> None:
         """Move the rows as a loop does: several threads gather while gathered rows are copied."""
         for sample, host, tensor in zip(batch, self._host, self._tensors, strict=True):
-            n = max(1, min(4 * _N_READERS, sample.nbytes // _CHUNK_BYTES))
+            n = max(1, min(4 * _N_READERS, part_nbytes(sample) // _CHUNK_BYTES))
             edges = [len(sample.rows) * i // n for i in range(n + 1)]
             chunks = [
                 (sample.rows[a:b], host.array[a:b], self._device.cut(tensor, a, b))
@@ -126,12 +106,12 @@ class _Trial:
             for source, target in (readers.map if n > 1 else map)(gather, chunks):
                 self._device.copy(source, target, self.read_stream)
 
-    def gather(self, batch: Sequence[Sample]) -> None:
+    def gather(self, batch: Sequence[StoreRows]) -> None:
         """Let kernels read the rows."""
         pairs = list(zip(batch, self._tensors, strict=True))
         deque(self._device.read(pairs, self.read_stream), maxlen=0)
 
-    def gather_and_scatter(self, stream: Any, batch: Sequence[Sample]) -> None:
+    def gather_and_scatter(self, stream: Any, batch: Sequence[StoreRows]) -> None:
         """Let kernels read the rows, and write as many other rows in ``stream``."""
         self.gather(batch)
         for host, tensor in zip(self._host, self._tensors, strict=True):
@@ -139,7 +119,7 @@ class _Trial:
 
 
 def _gather(
-    store: ArrayStore, chunk: tuple[Rows, npt.NDArray[Any], Any]
+    store: Gatherable, chunk: tuple[Rows, npt.NDArray[Any], Any]
 ) -> tuple[npt.NDArray[Any], Any]:
     rows, out, target = chunk
     store.gather(rows, out)

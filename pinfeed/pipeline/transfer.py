@@ -72,10 +72,10 @@ from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.forwarding import Write, WriteLog, WrittenRows, newest
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite
 from pinfeed.pipeline.slot import Cancelled, Slot
-from pinfeed.pipeline.sources.base import HostBatch, RowGroup, part_nbytes
+from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.profiling.counters import Counters
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import HostArray, Store
+from pinfeed.stores.base import HostArray, Store, part_nbytes
 
 
 class _TimedWork(NamedTuple):

@@ -6,22 +6,14 @@ import contextlib
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
-
-import numpy as np
-import numpy.typing as npt
+from typing import Protocol
 
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import HostArray
+from pinfeed.stores.base import Gatherable, HostArray, StoreRows
 from pinfeed.stores.sharded_file import AnyShardedStore
-
-# Rows are gathered in steps, because a loop that ends waits for the current step. A step takes
-# some milliseconds from memory, and less than a second from a disk with 20,000 seeks per second.
-_STEP_BYTES = 16 << 20
-_STEP_ROWS = 1 << 13
 
 
 class HostRows(HostArray, Protocol):
@@ -37,39 +29,6 @@ OpenBatch = Callable[[int, int], Callable[[Rows], HostRows]]
 
 It returns a function that takes the row indices of the batch, possibly later and in another thread.
 """
-
-
-class Gatherable(Protocol):
-    """Rows that can be gathered: the part of a Store that reading needs."""
-
-    @property
-    def row_shape(self) -> tuple[int, ...]: ...
-    @property
-    def dtype(self) -> np.dtype[Any]: ...
-    def gather(self, rows: Rows, out: npt.NDArray[Any]) -> None: ...
-
-
-class StoreRows:
-    """Rows of one store that a batch needs."""
-
-    __slots__ = ("dtype", "rows", "shape", "store")
-
-    def __init__(self, store: Gatherable, rows: Rows) -> None:
-        self.store = store
-        self.rows = rows
-        self.shape = (len(rows), *store.row_shape)
-        self.dtype = store.dtype
-
-    def cut(self, begin: int, end: int) -> StoreRows:
-        """Return rows [begin, end) of these."""
-        return StoreRows(self.store, self.rows[begin:end])
-
-    def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
-        """Gather the rows into ``out``, step by step."""
-        step = max(1, min(_STEP_ROWS, _STEP_BYTES * len(out) // max(1, out.nbytes)))
-        for i in range(0, len(out), step):
-            self.store.gather(self.rows[i : i + step], out[i : i + step])
-            yield
 
 
 class ReadStrategy(Protocol):

@@ -15,10 +15,11 @@ import numpy.typing as npt
 
 from pinfeed.memory.mapping import block_nbytes, huge
 from pinfeed.memory.plan import Allocation
-from pinfeed.readahead.base import DISK_SPEED, IN_MEMORY_HINT, OpenBatch, StoreRows
+from pinfeed.readahead.base import DISK_SPEED, IN_MEMORY_HINT, OpenBatch
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.base import StoreRows
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.pool import ThreadPool
 

@@ -7,10 +7,11 @@ import functools
 from collections.abc import Callable, Iterator
 
 from pinfeed.memory.plan import Allocation
-from pinfeed.readahead.base import OpenBatch, StoreRows, whole_file_hint
+from pinfeed.readahead.base import OpenBatch, whole_file_hint
 from pinfeed.readahead.windows import RowRuns, WindowCursor
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
+from pinfeed.stores.base import StoreRows
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.pool import ThreadPool
 

@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.demand import window_allocation
-from pinfeed.readahead.base import DISK_SPEED, OpenBatch, StoreRows, whole_file_hint
+from pinfeed.readahead.base import DISK_SPEED, OpenBatch, whole_file_hint
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.base import StoreRows
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.call import Pending
 from pinfeed.threads.pool import ThreadPool

@@ -11,10 +11,8 @@ import numpy as np
 import pytest
 
 from pinfeed.devices.base import Device, Stream, Tensor
-from pinfeed.pipeline.sources.base import part_nbytes
-from pinfeed.readahead.base import StoreRows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import HostArray
+from pinfeed.stores.base import HostArray, StoreRows, part_nbytes
 from pinfeed.tensors.dtypes import DTYPES
 from pinfeed.testing.sample_rows import Array, sample
 

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import CheckpointError, StoreError
-from pinfeed.readahead.base import Gatherable
 from pinfeed.stores import Store
+from pinfeed.stores.base import Gatherable
 from pinfeed.stores.formats.npy import read_header
 from pinfeed.stores.formats.row_layout import RowLayout
 

@@ -21,7 +21,7 @@ from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
 from pinfeed.readahead import choose, in_memory
 from pinfeed.readahead import page_cache as page_cache_readahead
 from pinfeed.readahead import windows as window_readahead
-from pinfeed.readahead.base import DirectReads, ReadStrategy, StoreRows
+from pinfeed.readahead.base import DirectReads, ReadStrategy
 from pinfeed.readahead.in_memory import InMemoryCopy
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.readahead.windows import WindowReadahead
@@ -29,6 +29,7 @@ from pinfeed.rows import orders
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Order
 from pinfeed.rows.windows import windows as windows_of
+from pinfeed.stores.base import StoreRows
 from pinfeed.stores.disk import page_cache as disk_page_cache
 
 N, WIDTH = 5000, 64

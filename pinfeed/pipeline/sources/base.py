@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
@@ -111,8 +110,3 @@ class Source(Protocol):
                 is the time that reading their parts takes.
         """
         ...
-
-
-def part_nbytes(part: HostArray) -> int:
-    """Return the bytes of a part."""
-    return math.prod(part.shape) * part.dtype.itemsize

@@ -18,7 +18,7 @@ from pinfeed.errors import ClosedError
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import HostLeaf, is_end
-from pinfeed.readahead.base import StoreRows
+from pinfeed.stores.base import StoreRows
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.training.distributed.batch_rows import (
     RowPositions,

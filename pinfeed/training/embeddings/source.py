@@ -16,10 +16,10 @@ from pinfeed.devices.base import Tensor
 from pinfeed.errors import RowIndexError, StoreError, described
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import HostLeaf, LoaderSource, load_of
-from pinfeed.readahead.base import StoreRows
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
+from pinfeed.stores.base import StoreRows
 from pinfeed.tensors.numpy_torch import to_numpy
 from pinfeed.training.embeddings.batch_rows import BatchRows
 
