@@ -48,7 +48,7 @@ def order_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Add the options that say how rows become batches, named as ``Feeder`` names them."""
     for option in (
         click.option(
-            "--seed", type=int, default=None, show_default="0", help="Of the random order."
+            "--seed", type=int, default=None, show_default="0", help="Seed of the random order."
         ),
         click.option(
             "--block-rows",
