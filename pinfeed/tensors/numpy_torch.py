@@ -1,4 +1,4 @@
-"""Conversions between numpy arrays and torch tensors, without copies."""
+"""Conversions between numpy arrays and torch tensors, without copies; versions of tensors."""
 
 from __future__ import annotations
 
@@ -92,3 +92,11 @@ def bytes_by_row(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
     if not array.size:
         return np.empty((len(array), 0), np.uint8)
     return np.ascontiguousarray(array).reshape(len(array), -1).view(np.uint8)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how often a tensor was changed in place.
+
+    It is 0 for an inference tensor, whose changes torch does not count.
+    """
+    return 0 if tensor.is_inference() else tensor._version

@@ -11,6 +11,7 @@ from torch import nn
 
 from pinfeed.errors import RowIndexError
 from pinfeed.rows.orders import Rows
+from pinfeed.tensors.numpy_torch import version_of
 
 
 class BatchRows:
@@ -91,11 +92,6 @@ def position_in(rows: Rows, row: int) -> int | None:
     """Return the position of a row index in ascending row indices; None if it is not among them."""
     position = int(np.searchsorted(rows, row))
     return position if position < len(rows) and rows[position] == row else None
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Return how often a tensor was changed in place; torch does not count in inference mode."""
-    return 0 if tensor.is_inference() else tensor._version
 
 
 def _not_announced(name: str, row: int) -> RowIndexError:

@@ -19,6 +19,7 @@ from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.units import KiB, MiB
+from pinfeed.tensors.numpy_torch import version_of
 from pinfeed.training.offload.offload_transfer import OffloadTransfer
 from pinfeed.training.offload.pinned_pool import PinnedPool
 from pinfeed.training.offload.saved_handles import (
@@ -33,7 +34,6 @@ from pinfeed.training.offload.saved_tensors import (
     Storages,
     geometry_of,
     tensors_in,
-    version_of,
 )
 
 

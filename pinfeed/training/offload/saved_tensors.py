@@ -152,11 +152,6 @@ def geometry_of(tensor: torch.Tensor, cut: StorageRange) -> Geometry:
     )
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return the number of changes in place; 0 for an inference tensor, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version
-
-
 def tensors_in(models: Iterable[nn.Module | torch.Tensor]) -> Iterable[torch.Tensor]:
     """Yield the parameters and buffers of modules, and tensors as they are."""
     for model in models:
