@@ -1,4 +1,4 @@
-"""What only a GPU can show.
+"""Transfers, streams, kernels and page-locked memory of a GPU.
 
 Run with ``pytest -m gpu``; ``python -m benchmarks.gpu`` does, and writes down what it saw.
 """
@@ -46,7 +46,7 @@ def no_synchronization() -> Iterator[None]:
 
 
 def late(stream: Any) -> None:
-    """Queue a kernel that does nothing for long."""
+    """Queue a kernel that does nothing for about 10 ms."""
     with torch.cuda.stream(stream.raw):
         torch.cuda._sleep(LATE)
 
@@ -127,7 +127,7 @@ def test_equal_to_the_synchronous_loop(
         transfer = feeder._loop._transfer
         for batch in feeder.batches():
             for name, stream in (
-                ("compute", feeder._stores.device.current_stream()),
+                ("compute", feeder._device.current_stream()),
                 ("read", transfer._read),
                 ("write", transfer._write),
             ):
@@ -151,7 +151,7 @@ def test_equal_to_the_synchronous_loop(
 def test_kept_batches_stay(depth: int) -> None:
     x = np.arange(1000 * 64, dtype=np.float32).reshape(1000, 64)
     with Feeder(x, batch_size=100, depth=depth, device="cuda") as feeder:
-        late(feeder._stores.device.current_stream())
+        late(feeder._device.current_stream())
         kept = list(feeder) + list(feeder)
     late(CudaDevice().current_stream())
     np.testing.assert_array_equal(torch.cat(kept).cpu().numpy(), np.concatenate([x, x]))
@@ -177,7 +177,7 @@ def test_the_consumer_may_change_its_stream() -> None:
 
 @pytest.mark.parametrize("write", [False, True])
 def test_memory_is_within_the_plan(write: bool, tmp_path: Path) -> None:
-    # Not zeros, whose pages would only be there once they are written.
+    # Pages of zeros would take memory only once they are written.
     x = np.ones((4096, 4096), np.float32)
     x.flags.writeable = write
     config = Config(cpu_memory_limit=MiB(64), gpu_memory_limit=MiB(32))
@@ -196,7 +196,7 @@ def test_memory_is_within_the_plan(write: bool, tmp_path: Path) -> None:
 
 
 def test_the_loop_makes_no_call_that_blocks() -> None:
-    """torch reports implicit synchronisations, of any thread."""
+    """No thread synchronizes implicitly; torch reports it if one does."""
     store = PinnedStore.zeros((4096, 64), pin="auto")
     rng = np.random.default_rng(0)
     with (
@@ -230,7 +230,7 @@ def test_pinned_store_takes_exactly_what_it_needs_and_gives_it_back() -> None:
     gc.collect()
     unlock_freed()
     with pytest.raises(RuntimeError, match="cudaHostUnregister failed"):
-        # It was unlocked already.
+        # The memory was unlocked already.
         unlock_on(torch.device("cuda"), address)
     # The failed call left no code behind that the next launch reports.
     assert float(torch.zeros(1, device="cuda").add_(1)) == 1
@@ -240,7 +240,7 @@ def test_pinned_store_takes_exactly_what_it_needs_and_gives_it_back() -> None:
     "row_nbytes", [1, 2, 3, 4, 6, 8, 12, 16, 20, 48, 100, 512, 600, 4096, 614_400, 3_000_001]
 )
 def test_rows_of_every_size(row_nbytes: int) -> None:
-    """By kernels, as numpy gives them; several stores at once, of different sizes."""
+    """Kernels gather what numpy gathers, from several stores of different sizes at once."""
     pytest.importorskip("cupy")
     n = max(3, min(5000, (64 << 20) // row_nbytes))
     rng = np.random.default_rng(row_nbytes)
@@ -271,7 +271,7 @@ def test_the_route_that_is_chosen_is_said() -> None:
 
 
 def test_a_big_table_by_kernels() -> None:
-    """Offsets past 2^32 bytes."""
+    """Kernels reach rows at offsets of more than 2^32 bytes."""
     pytest.importorskip("cupy")
     store = PinnedStore.zeros((9_000_000, 128))
     rows = np.array([0, 1, 4_194_303, 4_194_304, 8_388_607, 8_388_608, 8_999_999])
@@ -292,7 +292,7 @@ def test_no_memory_is_allocated_once_it_runs(route: str) -> None:
         store, rows=[rng.permutation(100_000)[:4096] for _ in range(60)], device="cuda", route=route
     ) as feeder:
         streams = [
-            feeder._stores.device.current_stream(),
+            feeder._device.current_stream(),
             feeder._loop._transfer._read,
             feeder._loop._transfer._write,
         ]
@@ -314,7 +314,7 @@ def test_no_memory_is_allocated_once_it_runs(route: str) -> None:
                 - before
             )
 
-        # As much is under way as there can be.
+        # With late streams, as many batches are in memory as there can be.
         assert allocated(streams) > 0
         assert allocated([]) <= 2
 
@@ -327,7 +327,7 @@ def test_beside_a_graph_and_autocast(route: str) -> None:
     weight = torch.randn(64, 64, device="cuda")
     static = torch.zeros(256, 64, device="cuda")
     graph, out = torch.cuda.CUDAGraph(), torch.empty(256, 64, device="cuda")
-    # Loads what a capture must not load.
+    # A capture must not load code, so the product loads it here.
     torch.mm(static, weight)
     torch.cuda.synchronize()
     rng = np.random.default_rng(0)
@@ -335,7 +335,7 @@ def test_beside_a_graph_and_autocast(route: str) -> None:
     with Feeder(store, rows=batches, device="cuda", route=route) as feeder:
         for i, batch in enumerate(feeder.batches()):
             if i == 3:
-                # While batches are on their way.
+                # The capture runs while batches are transferred.
                 with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                     torch.mm(static, weight, out=out)
             np.testing.assert_array_equal(batch.data.cpu().numpy(), want[batches[i]])
@@ -352,12 +352,12 @@ def test_beside_a_graph_and_autocast(route: str) -> None:
 
 @pytest.mark.parametrize("route", ["direct", "staged"])
 def test_a_timeline_of_the_gpu(route: str, tmp_path: Path) -> None:
-    """Copies and computations as the GPU saw them; nothing blocks for it."""
+    """The spans are those of the GPU, and no call blocks to record them."""
     pytest.importorskip("cupy")
     store = PinnedStore.zeros((100_000, 64))
     batches = [np.random.default_rng(i).permutation(100_000)[:4096] for i in range(20)]
     with Feeder(store, rows=batches, device="cuda", route=route, timeline=True) as feeder:
-        # The clock is set, and what is loaded lazily is there.
+        # The first loop sets the clock, and loads what is loaded lazily.
         list(feeder)
         n_before = len(feeder.timeline.spans)
         with no_synchronization():
@@ -372,16 +372,16 @@ def test_a_timeline_of_the_gpu(route: str, tmp_path: Path) -> None:
     device = {span.batch: span for span in spans if span.lane == "device"}
     for copy in (span for span in spans if span.lane == "copy"):
         assert copy.start_s <= copy.end_s <= device[copy.batch].start_s + 1e-3
-    # What the GPU took, not what it took to queue it.
+    # A span has the time of the GPU's work, not the time of queuing it.
     assert all(span.end_s - span.start_s > 1e-3 for span in device.values())
     assert all(device[i].end_s <= device[i + 1].start_s + 1e-6 for i in range(19))
     lent = {span.batch: span for span in spans if span.lane == "lend"}
-    # The two clocks are one.
+    # The times of the GPU are on the host's clock.
     assert all(lent[i].start_s <= device[i].start_s + 1e-3 for i in range(20))
 
 
 def test_a_loop_that_runs_ahead_of_the_gpu_is_not_starved() -> None:
-    """It waits for batches whose slots the GPU still needs; the GPU does not."""
+    """The loop waits for slots that the GPU still needs, and the GPU never waits."""
     store = PinnedStore.zeros((4096, 64), pin="auto")
     with Feeder(store, rows=[np.arange(512)] * 30, device="cuda") as feeder:
         for _ in feeder:
