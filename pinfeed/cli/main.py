@@ -20,7 +20,7 @@ from pinfeed.errors import PinfeedError
 FINDING = 1
 FAILED = 3
 INTERRUPTED = 130
-"""Exit statuses beside 0, and 2, with which click reports wrong usage."""
+"""Exit statuses other than 0, and other than 2, with which click reports wrong usage."""
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 80})

@@ -54,7 +54,10 @@ def decide(rates: Rates, wanted: str | None) -> Route:
         return Route(0, True, f"page-locked rows are staged: {measured}")
     duplex = rates.both >= rates.in_turn
     order = "at the same time" if duplex else "in turn"
-    reason = f"the GPU reads page-locked rows itself: {measured}; rows come and go {order}"
+    reason = (
+        f"the GPU reads page-locked rows itself: {measured}; "
+        f"rows are gathered and scattered {order}"
+    )
     return Route(n_blocks, duplex, reason)
 
 

@@ -30,7 +30,7 @@ class Demand:
     writable: tuple[bool, ...]
     """Whether rows can be written back, for each store."""
     resident_bytes: int
-    """Host memory that the stores hold beside their rows, in bytes."""
+    """Host memory that the stores take besides their rows, in bytes."""
     n_rows: int
     """Rows of one epoch, the most that a batch can have."""
     unified: bool
@@ -69,7 +69,7 @@ def plan_allocations(demand: Demand, batch_size: int, depth: int) -> tuple[Alloc
     ]
     if demand.resident_bytes:
         allocations.append(
-            Allocation("what the stores hold beside their rows", "host", 1, demand.resident_bytes)
+            Allocation("memory of the stores besides their rows", "host", 1, demand.resident_bytes)
         )
     n_batch_rows = n_batches(depth, demand.batches_per_slot) * batch_size
     allocations += [
@@ -105,7 +105,7 @@ def _batch_buffers(demand: Demand, batch_size: int, depth: int, n_written: int) 
     buffers = [Allocation("batches", place, n_batches(depth, demand.batches_per_slot), everything)]
     if n_written:
         nbytes = batch_nbytes(demand.writable, block)
-        what = "write-backs until they have landed and been seen"
+        what = "values that are written back"
         buffers.append(Allocation(what, place, n_written, nbytes))
     if not demand.unified and any(demand.staged):
         nbytes = batch_nbytes(demand.staged, _PAGE)
@@ -125,7 +125,7 @@ def _row_index_buffers(
     nbytes = batch_size * _INDEX_NBYTES
     # A write-back keeps its row indices, the same sorted, and the order that sorts them.
     n_arrays = depth + 3 + 3 * n_written
-    buffers = [Allocation("row numbers", "host", n_arrays, nbytes)]
+    buffers = [Allocation("row indices", "host", n_arrays, nbytes)]
     if demand.unified:
         return buffers
     if not all(demand.staged):
@@ -133,8 +133,8 @@ def _row_index_buffers(
         n_uploads = depth + 2
         pinned = _power_of_two(nbytes)
         uploaded = _round_up(nbytes, _DEVICE_BLOCK)
-        buffers.append(Allocation("page-locked row numbers", "pinned", n_uploads, pinned))
-        buffers.append(Allocation("uploaded row numbers", "device", n_uploads, uploaded))
+        buffers.append(Allocation("page-locked row indices", "pinned", n_uploads, pinned))
+        buffers.append(Allocation("uploaded row indices", "device", n_uploads, uploaded))
     if n_written:
         buffers += _overlap_buffers(demand, batch_size)
     return buffers

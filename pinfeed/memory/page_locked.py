@@ -56,7 +56,7 @@ _freed: deque[_Freed] = deque()
 A deque needs no lock for that.
 """
 _kept: list[_Freed] = []
-"""Pieces that stay mapped for ever.
+"""Pieces that stay mapped until the process ends.
 
 Either the driver did not unlock the piece, or this is a forked process, which has no memory at its
 address. Other arrays may have been mapped there since.

@@ -210,7 +210,7 @@ def number_bars(axes: Any, bars: Sequence[Bar]) -> None:
 
 
 def _has_batch(span: Span, followed: Span) -> bool:
-    """Return whether a span is of the batch of another one, perhaps beside other batches."""
+    """Return whether a span is of the batch of another one, perhaps among other batches."""
     offset = followed.batch - span.batch
     return span.loop == followed.loop and 0 <= offset < span.n_batches
 

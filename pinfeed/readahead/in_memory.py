@@ -136,7 +136,7 @@ class InMemoryCopy:
         return functools.partial(StoreRows, self)
 
     def _is_starved(self) -> bool:
-        """Return whether readers had hardly a pause between gathers, by estimate.
+        """Return whether readers pause too little between gathers, by estimate.
 
         Readers race to update the counters; the error does not matter for an estimate.
         """

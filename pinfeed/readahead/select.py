@@ -100,7 +100,7 @@ def _choose_for_file(store: AnyShardedStore, order: Any, n_batch_rows: int, free
     if found is not None:
         return _read_windows(store, found, n_batch_rows, free)
     if _fills_page_cache(store, share):
-        reason = "rows come from the page cache, which is filled in sequence meanwhile"
+        reason = "rows come from the page cache, which is filled in sequence in the background"
         return PageCacheReadahead(store), reason
     return _read_one_by_one(store)
 

@@ -23,7 +23,7 @@ def test_the_fewest_blocks_that_are_nearly_the_fastest() -> None:
     assert (route.n_blocks, route.duplex) == (8, True)
     assert route.why == (
         "the GPU reads page-locked rows itself: 33.0 GB/s by 8 blocks of a kernel, 12.0 GB/s "
-        "gathered by the CPU and copied; rows come and go at the same time"
+        "gathered by the CPU and copied; rows are gathered and scattered at the same time"
     )
 
 

@@ -15,7 +15,7 @@ from pinfeed.memory.depth import check_depth
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import human, human_rate
 
-# More than any limit here.
+# More free memory than any limit in these tests.
 FREE = GiB(1000)
 
 
@@ -160,7 +160,7 @@ def test_every_batch_that_is_there_at_a_time_is_planned(
     batches = items["batches"]
     assert (batches.count, batches.place) == (depth + 2, "host" if load.unified else "device")
     assert batches.nbytes >= batch_nbytes
-    held = items.get("write-backs until they have landed and been seen")
+    held = items.get("values that are written back")
     assert (held is not None) == any(load.writable)
     assert held is None or (held.place == batches.place and held.nbytes >= written_nbytes)
     assert held is None or held.count == max(depth, 1) + depth + 1
@@ -176,9 +176,9 @@ def test_every_batch_that_is_there_at_a_time_is_planned(
         assert ("staging of a write-back" in items) == any(
             map(all, zip(load.writable, load.staged, strict=True))
         )
-    assert items["row numbers"].nbytes == batch_size * 8
-    for what, place in (("page-locked row numbers", "pinned"), ("uploaded row numbers", "device")):
-        # For kernels
+    assert items["row indices"].nbytes == batch_size * 8
+    for what, place in (("page-locked row indices", "pinned"), ("uploaded row indices", "device")):
+        # Only kernels need these.
         assert (what in items) == (not load.unified and not all(load.staged))
         assert what not in items or (items[what].place, items[what].nbytes >= batch_size * 8) == (
             place,
@@ -187,7 +187,7 @@ def test_every_batch_that_is_there_at_a_time_is_planned(
     shared = items.get("rows that two batches share")
     assert (shared is not None) == (any(load.writable) and not load.unified)
     assert shared is None or shared.nbytes >= batch_size * 16
-    mapped = items.get("what the stores hold beside their rows")
+    mapped = items.get("memory of the stores besides their rows")
     assert (mapped.total if mapped else 0) == load.resident_bytes
 
 
@@ -210,7 +210,7 @@ def test_a_plan_in_numbers() -> None:
     assert plan.batch_size == 1000
     assert by_name["batches"] == ("device", 4, 1_024_000 + 8192)
     assert by_name["staging"] == ("pinned", 3, 1_024_000 + 8192)
-    assert by_name["row numbers"] == ("host", 5, 8000)
+    assert by_name["row indices"] == ("host", 5, 8000)
     assert plan.device_bytes == 4 * 1_032_192
     assert plan.pinned_bytes == 3 * 1_032_192
     assert plan.host_bytes == plan.pinned_bytes + 40_000 + MiB(3)
@@ -459,7 +459,7 @@ def test_a_plan_in_words() -> None:
     assert device == "device: 13.0 MiB of 64.0 MiB"
     assert "  device: 5 x 1.0 MiB batches" in items
     assert "  pinned: 4 x 1.0 MiB staging" in items
-    assert "  host: 1 x 16.0 MiB what the stores hold beside their rows" in items
+    assert "  host: 1 x 16.0 MiB memory of the stores besides their rows" in items
     assert "  device: 1 x 1.0 MiB rows that two batches share" in items
     assert len(items) == 9
 

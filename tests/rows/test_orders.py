@@ -228,7 +228,7 @@ def test_an_order_takes_no_more_memory_than_is_planned_for_it(
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert held is not None
-    assert peak < planned["the order of the rows"] + planned["row numbers"]
+    assert peak < planned["the order of the rows"] + planned["row indices"]
 
 
 # -- ranks -----------------------------------------------------------------------------------------

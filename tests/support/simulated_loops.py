@@ -24,7 +24,7 @@ class Clock:
 
 
 class Slow(ArrayStore):
-    """Rows that take time to come and go."""
+    """Rows that take time to read and to write."""
 
     def __init__(
         self, array: np.ndarray, clock: Clock, gather_s: float = 0.0, scatter_s: float = 0.0

@@ -132,5 +132,5 @@ def _verdict(timings: Sequence[Timing]) -> str:
         comparison = f"is {ratio:.1f} times as fast as"
     return (
         f"pinfeed {comparison} the fastest other ({name}). "
-        "How much of that a training step beside it hides, feeder.stats tells."
+        "feeder.stats tells how much of that a training step hides."
     )

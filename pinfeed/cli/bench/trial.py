@@ -221,7 +221,7 @@ class Trial:
             yield epochs
 
     def _timed(self, name: str, make: Callable[[], AbstractContextManager[Epochs]]) -> Timing:
-        """Compare a contestant's first batches; then make it anew and time its epochs."""
+        """Compare a contestant's first batches; then make it again and time its epochs."""
         if not self._gives_the_rows(make):
             return Timing(name, problem="its batches are not the rows of the files", equal=False)
         if not self.warm:

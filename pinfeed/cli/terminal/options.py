@@ -87,7 +87,7 @@ def order_of(shuffle: bool, block_rows: int | None, seed: int | None) -> tuple[A
 
 
 def with_option(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Add the option for sources beside FILE, which ``Feeder`` takes in a tuple."""
+    """Add the option for further sources, which ``Feeder`` takes in a tuple with FILE."""
     words = (
         "Another source, whose rows go with those of FILE, as labels with images: "
         "a file or a quoted pattern. May be repeated."

@@ -56,7 +56,7 @@ def open_rows(files: Sequence[str]) -> AnyShardedStore:
 
 @contextlib.contextmanager
 def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[AnyShardedStore]]:
-    """Open files, and each other source beside them, until the context ends.
+    """Open the files of each source, until the context ends.
 
     Raises:
         PinfeedError: If ``open_rows`` refuses files.
@@ -114,7 +114,7 @@ def _files_of(store: AnyShardedStore) -> str:
 
 
 def sources_values(stores: Sequence[AnyShardedStore]) -> dict[str, Any]:
-    """Describe the first source, and those beside it, for scripts."""
+    """Describe the first source, and the others, for scripts."""
     return {"source": _values(stores[0]), "with": [_values(store) for store in stores[1:]]}
 
 
