@@ -62,7 +62,7 @@ def test_bench_of_sources_side_by_side(quick: list[str]) -> None:
     with MmapStore("x.npy") as x, MmapStore("y.npy") as y:
         trial = trials.Trial([x, y], rows.shuffled(1), 32, "cpu", 0.01)
         np.save("z.npy", np.arange(500)[::-1])
-        # What is compared with.
+        # The batches are compared with the rows of these files.
         trial.sources = [["x.npy"], ["z.npy"]]
         assert [timing.equal for timing in trial.timings([])] == [False]
 
@@ -106,7 +106,7 @@ def test_a_loader_that_fails_says_why(quick: list[str], monkeypatch: pytest.Monk
     def collate(_: Any) -> Any:
         raise RuntimeError("no room\nat all")
 
-    # Of rows; batches are not collated.
+    # The loader of rows collates; the loader of batches does not.
     monkeypatch.setattr(torch.utils.data._utils.collate, "default_collate", collate)
     found = values("bench", "x.npy", "--workers", "0", *quick)
     assert [timing["problem"] for timing in found["contestants"]] == [
@@ -123,7 +123,7 @@ def test_a_loader_that_fails_says_why(quick: list[str], monkeypatch: pytest.Monk
 
 
 def test_rows_of_maps() -> None:
-    """One, some in order, some in disorder: owning tensors, in this machine's byte order."""
+    """One row, rows in order and rows in disorder are tensors that own their memory."""
     np.save("s-0.npy", X[:300].astype(">f4"))
     np.save("s-1.npy", X[300:].astype(">f4"))
     for found in (Rows(["x.npy"]), Rows(["s-0.npy", "s-1.npy"])):

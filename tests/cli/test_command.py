@@ -18,7 +18,7 @@ from pinfeed.cli.terminal.output import Report, json_of, wrapped
 
 
 def test_as_a_program() -> None:
-    """In a process of its own, and without torch."""
+    """The command runs in a process of its own, and does not load torch."""
     good = python("-X", "importtime", "-m", "pinfeed", "inspect", "x.npy")
     assert good.returncode == 0
     assert good.stdout.startswith("x.npy\n  rows       500 of shape (3, 8)\n")

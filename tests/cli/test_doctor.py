@@ -105,7 +105,7 @@ def test_doctor_of_a_file() -> None:
 
 
 def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As where it is not installed.
+    # The module is hidden, as if it was not installed.
     monkeypatch.setitem(sys.modules, "fsspec", None)
     found = {package.name: package for package in packages(Gpu("", 0, 0, 0, "2.9", None, None, ""))}
     assert not found["fsspec"].here

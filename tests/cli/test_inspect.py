@@ -72,7 +72,7 @@ def test_inspect_shards_that_are_none_of_one_source() -> None:
 
 
 class Bomb:
-    """Leaves a trace where it is unpickled."""
+    """An object that creates a file when it is unpickled."""
 
     def __reduce__(self) -> Any:
         return Path.touch, (Path("unpickled"),)
@@ -83,7 +83,7 @@ def raw(change: Callable[[bytes], bytes]) -> Callable[[str], None]:
 
 
 def void(_: object) -> None:
-    """Nothing."""
+    """Return None."""
 
 
 def saved(array: Any) -> Callable[[str], None]:

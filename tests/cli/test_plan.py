@@ -41,7 +41,7 @@ from pinfeed.testing import SimDevice
 )
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=no_gpu)])
 def test_plan_is_the_feeders(arguments: list[str], feeder: dict[str, Any], device: str) -> None:
-    """For a GPU that is not here, that of a feeder on a device with memory of its own."""
+    """Without a GPU, the plan is that of a feeder on a device with memory of its own."""
     if device == "cuda" and "config" in feeder:
         limits = {
             "cpu_memory_limit": feeder["config"].cpu_memory_limit,

@@ -41,7 +41,7 @@ class TestSimDeviceWithOneEagerStream(DeviceTests):
 
 
 class TestForgetfulDevice(DeviceTests):
-    """A device that does not keep the contract is found out."""
+    """The suite fails for a device that does not keep the contract."""
 
     def make(self) -> Any:
         class Forgetful(SimDevice):
@@ -119,7 +119,7 @@ def test_the_clock_of_a_gpu_follows_that_of_the_host(drift: float, gap_s: float)
     def mark() -> Any:
         nonlocal n_marks
         n_marks += 1
-        # A GPU that is busy.
+        # Every fifth time, the GPU is busy.
         return None if n_marks % 5 == 0 else (gpu.event(), gpu.now_s)
 
     clock, last_s = CudaClock(mark, (gpu.event(), gpu.now_s)), 0.0

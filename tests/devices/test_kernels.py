@@ -224,7 +224,7 @@ def spilled(architecture: int, source: str = SOURCE) -> dict[str, int]:
     options = [b"-std=c++17", b"--gpu-architecture=sm_%d" % architecture, b"--ptxas-options=-v"]
     result = nvrtc.nvrtcCompileProgram(program, len(options), options)
     log = bytes(checked(nvrtc.nvrtcGetProgramLogSize(program)))
-    # The binding writes into it.
+    # The binding writes into ``log``.
     checked(nvrtc.nvrtcGetProgramLog(program, log))
     text = log.decode()
     assert result[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS, text
@@ -244,12 +244,12 @@ def test_they_compile_for_gpus_and_spill_no_register(architecture: int) -> None:
 def test_spilled_registers_are_noticed() -> None:
     bounds = "__launch_bounds__(512)"
     assert bounds in SOURCE
-    # 32 registers for a thread.
+    # These bounds leave 32 registers for a thread.
     assert min(spilled(90, SOURCE.replace(bounds, "__launch_bounds__(1024, 2)")).values()) > 0
 
 
 def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With arguments as the kernels take them: as many, and of the sizes, that C has."""
+    """The arguments of a launch are as many, and as wide, as those of the kernels in C."""
     current: list[Any] = []
 
     class Device:

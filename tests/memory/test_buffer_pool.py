@@ -60,7 +60,7 @@ def test_a_block_is_used_again_when_its_array_dies() -> None:
     array = pool.take(100)
     address, array[:] = address_of(array), 7
     del array
-    # As many pages
+    # This block has as many pages.
     again = pool.take(PAGE)
     assert address_of(again) == address
     assert (again[:100] == 7).all(), "old contents"
@@ -273,7 +273,7 @@ class PoolModel(RuleBasedStateMachine):
 
 
 class Held:
-    """An array with what was written to it."""
+    """An array, and the value that was written to it."""
 
     def __init__(self, model: PoolModel, array: Any, mark: int) -> None:
         self.array = array

@@ -28,7 +28,7 @@ def group(
     cache: int | None,
     names: tuple[str, str, str] = V2,
 ) -> None:
-    """Files of one control group; ``cache=None``: it has no memory.stat."""
+    """Write the files of a control group, without memory.stat if ``cache`` is None."""
     directory.mkdir(parents=True, exist_ok=True)
     (directory / names[0]).write_text(f"{limit}\n")
     (directory / names[1]).write_text(f"{usage}\n")
@@ -44,7 +44,7 @@ def free(tmp_path: Path, *lines: str) -> int:
 
 
 def is_unbound(nbytes: int) -> bool:
-    """Whether the machine is the limit and not a group of these tests, which allow far less."""
+    """Return whether the machine is the limit, and not a group of these tests, which allow less."""
     return nbytes > MiB(1)
 
 
@@ -231,7 +231,7 @@ print(free_host_bytes())
     assert before < 1 << 32
     assert none == 0
     if unbound > 1 << 33:
-        # So that it is this limit that counts.
+        # Otherwise another limit would count.
         assert abs(taken - (1 << 26)) < 1 << 22
         assert abs(wrong) < 1 << 22
 
@@ -359,7 +359,7 @@ def test_other_systems_are_refused_at_import(platform: str) -> None:
 
 def test_memory_of_worker_processes_is_not_called_page_locked() -> None:
     before = ProcessMemory.now()
-    # As a worker process hands a batch over.
+    # A worker process hands a batch over in shared memory.
     held = torch.zeros(MiB(32), dtype=torch.uint8).share_memory_()
     held.fill_(1)
     now = ProcessMemory.now()
@@ -452,7 +452,7 @@ WAYS = {
 
 def test_resident_memory_stays_within_the_plan(tmp_path: Path) -> None:
     """The peak grows by at most the plan and 32 MiB, in every way in which a file is read."""
-    # A hole: it costs no disk.
+    # The file is a hole, which takes no room on the disk.
     np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (MiB(256) // 4096, 1024))
     command = [sys.executable, "-c", PROGRAM, str(tmp_path / "x.npy"), repr(list(WAYS))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)

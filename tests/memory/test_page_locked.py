@@ -31,7 +31,7 @@ def is_mapped(address: int) -> bool:
 
 
 class Driver:
-    """Locks pages, as far as it says."""
+    """A driver that records which pages it would lock."""
 
     def __init__(self, refuse: int | None = None) -> None:
         self.locked: dict[int, int] = {}
@@ -116,7 +116,7 @@ def test_locked_memory_leaves_the_process_with_its_last_array() -> None:
 
 
 def test_pages_are_there_before_they_are_locked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By several threads, each with pieces of its own."""
+    """Several threads touch the pages, each in pieces of its own."""
     monkeypatch.setattr(page_locked_memory, "_TOUCH_BYTES", 1 << 20)
     before, there = resident_bytes()["anonymous"], []
     memory = page_locked(
@@ -204,7 +204,7 @@ def test_memory_that_the_driver_does_not_unlock_stays(
     def unlock(address: int) -> None:
         raise RuntimeError("cudaHostUnregister failed with CUDA error 900")
 
-    # Of earlier tests
+    # Memory of earlier tests is unlocked first.
     unlock_freed()
     monkeypatch.setattr(page_locked_memory, "_kept", [])
     before = locked_bytes()

@@ -64,7 +64,7 @@ def short_spans(n: int) -> list[Span]:
 
 
 def lines_of(path: Path, lane: str) -> int:
-    """Vertical lines, at least 20 pixels high, in one of the two shades of a lane."""
+    """Count vertical lines of at least 20 pixels in one of the two shades of a lane."""
     image = 255 * matplotlib.image.imread(path)[:, :, :3]
     found = np.zeros(image.shape[1], bool)
     for batch in (0, 1):
@@ -129,7 +129,7 @@ def test_starvation_is_that_of_whoever_computes() -> None:
     assert (stretch.watched, stretch.starved) == ("device", 0.0)
     short = [span for span in host if span.batch < 3]
     assert totals(short, 0.0, 1.0, depth=2, n_readers=2).bottleneck == "start"
-    # But for the first batch.
+    # The device waits only for the first batch.
     assert starved(device)[0][0] == 0.0
 
 

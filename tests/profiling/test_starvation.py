@@ -44,7 +44,7 @@ class OfMyOwn:
 def run(
     watch: StarvationMonitor, counters: Counters, clock: Clock, waits: list[float], works_s: float
 ) -> None:
-    """A loop, as far as a counters sees it."""
+    """A loop as the counters see it."""
     asked = counters.enter(2, 1, asynchronous=False)
     watch.begin()
     for wait_s in waits:
@@ -64,15 +64,15 @@ def run(
     [
         ([0.3] * 60, 0.2, 1),
         ([0.3] * 600, 0.2, 1),
-        # Hides well enough
+        # A loop that waits for 13% of the time does not starve.
         ([0.03] * 600, 0.2, 0),
-        # No evidence
+        # Ten batches are too few.
         ([0.3] * 10, 0.2, 0),
-        # Two times 2.4 seconds.
+        # Two loops of 2.4 seconds are too short.
         ([0.001] * 800, 0.002, 0),
-        # The first batches only.
+        # Only the first batches are late.
         ([9.0] * WARM_UP_BATCHES + [0.0] * 100, 0.2, 0),
-        # Starves later on
+        # The loop starves later on.
         ([0.0] * 100 + [0.3] * 100, 0.2, 1),
         ([], 0.2, 0),
     ],
@@ -112,7 +112,7 @@ def test_short_loops_are_judged_together(caplog: pytest.LogCaptureFixture) -> No
         run(watch, counters, clock, [0.05] * (WARM_UP_BATCHES + STRETCH_BATCHES), 0.02)
     assert len(caplog.records) == 1
     for _ in range(20):
-        # The first batches of a loop, which nobody can have ready, are no evidence.
+        # The first batches of a loop are no evidence, because nothing was read ahead of them.
         run(
             watch := StarvationMonitor(counters, str),
             counters,
@@ -145,7 +145,7 @@ def test_a_feeder_that_keeps_up_does_not_warn(caplog: pytest.LogCaptureFixture) 
     feeder, clock, _ = simulated(favour("read", "compute"), gather_s=0.03, n=60)
     for _ in feeder:
         clock.pass_s(0.2)
-    # 13%: to be seen in the statistics.
+    # The statistics show 13%, which is no reason for a warning.
     assert feeder.stats.bottleneck != "computing"
     feeder.close()
     assert not caplog.records

@@ -111,7 +111,7 @@ def test_without_depth_a_loop_waits_for_each_write_back(
 
 
 def test_readers_that_the_device_holds_up() -> None:
-    """A copy takes a second of the read stream's; only the second round of slots meets it."""
+    """A copy takes the read stream a second; only the second round of slots waits for it."""
 
     class Copying(SimDevice):
         def copy(self, src: Any, dst: Any, stream: Any) -> None:
@@ -212,7 +212,7 @@ def test_a_bar_shows_rates_of_late() -> None:
     counted = Totals(
         batches=9, rows=42_000, bytes=3 * 10**9, seconds=6.5, wait_s=2.0, starved_s=2.0
     )
-    # So little time tells nothing.
+    # A rate over half a second is not shown.
     assert bar.format_dict["postfix"] == "1,000 rows/s, waited 0%"
     bar.close()
 

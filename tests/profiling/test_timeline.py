@@ -124,14 +124,14 @@ def test_times_of_the_device_are_its_own() -> None:
     device.launch(lambda _: clock.pass_s(5.0), batch)
     clock.pass_s(1.0)
     recorded = feeder._loop._counters.timeline
-    # The device has done nothing yet, and nobody waits for it.
+    # The device has done nothing yet, and no thread waits for it.
     assert {span.lane for span in recorded.spans} == {"read", "wait", "lend"}
     next(loop)
     device.drain()
     found = {span.lane: span for span in recorded.spans if span.batch == 0}
     assert found["compute"].end_s - found["compute"].start_s == 1.0
     assert found["device"].end_s - found["device"].start_s == 5.0
-    # So late was it.
+    # The copy ran only when the device was drained.
     assert found["copy"].start_s >= found["compute"].end_s
     del loop
     feeder.close()

@@ -137,7 +137,7 @@ def test_nothing_runs_after_an_epoch_that_is_left(
 
 
 class Slow(MmapStore):
-    """Rows that are read only when they may be."""
+    """Rows whose reads wait until the test allows them."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
@@ -367,7 +367,7 @@ def test_processes_on_one_machine_share_what_is_free(
 
 
 def test_windows_are_kept_room_for(path: Path) -> None:
-    """A config without a batch size takes the largest batch that fits beside them."""
+    """A config without a batch size takes the largest batch that fits with the windows."""
     order = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=1)
     with Feeder(path, config=Config(cpu_memory_limit=MiB(4.5)), rows=order, device="cpu") as feeder:
         assert feeder.plan.host_bytes <= MiB(4.5)
@@ -410,12 +410,12 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass
 class Dropped:
-    """What the kernel was asked to drop from the page cache, as [begin, end) in bytes."""
+    """Ranges [begin, end) in bytes that the kernel was asked to drop from the page cache."""
 
     ranges: list[tuple[int, int]]
 
     def pages(self, size: int) -> np.ndarray:
-        """Which pages of a file of ``size`` bytes."""
+        """Return which pages of a file of ``size`` bytes were dropped."""
         found = np.zeros(-(-size // mmap.PAGESIZE), bool)
         for begin, end in self.ranges:
             found[begin // mmap.PAGESIZE : -(-min(end, size) // mmap.PAGESIZE)] = True

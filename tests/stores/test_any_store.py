@@ -33,7 +33,7 @@ WRONG_SHAPES = {
 
 @pytest.mark.parametrize("shape", WRONG_SHAPES, ids=str)
 def test_shapes_of_which_no_store_can_be_made(shape: Any, tmp_path: Path) -> None:
-    """Nothing is made, and a file that is there stays."""
+    """Nothing is made, and an existing file stays."""
     np.save(tmp_path / "old.npy", np.ones((3, 2), np.float32))
     makers: dict[str, Callable[[], object]] = {
         "PinnedStore": lambda: PinnedStore.empty(shape, pin=False),
@@ -55,7 +55,7 @@ def test_rows_of_no_bytes_are_made_in_memory_only(tmp_path: Path) -> None:
 
 
 def test_a_store_of_ones_own(tmp_path: Path) -> None:
-    """Whatever keeps the contract can be fed."""
+    """A feeder takes every store that keeps the contract."""
 
     class Squares:
         n_rows = 1000

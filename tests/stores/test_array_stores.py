@@ -20,7 +20,7 @@ class TestArrayStore(StoreTests):
 
 
 class TestArrayStoreOfARowStride(StoreTests):
-    """Rows that are contiguous, in an array that is not."""
+    """Rows that are contiguous lie in an array that is not."""
 
     def make(self, array: np.ndarray, tmp_path: Path) -> ArrayStore:
         return ArrayStore(np.repeat(array, 2, axis=0)[::2])

@@ -22,7 +22,7 @@ ARROW_DTYPES = sorted(
 
 
 def fixed(array: np.ndarray) -> pa.Array:
-    """A column of ``array``'s rows whose type tells their length."""
+    """Return a column of the rows of ``array``, whose type has their length."""
     column = pa.array(array.reshape(-1))
     for length in array.shape[:0:-1]:
         column = pa.FixedSizeListArray.from_arrays(column, length)
@@ -30,7 +30,7 @@ def fixed(array: np.ndarray) -> pa.Array:
 
 
 def lists(array: np.ndarray) -> pa.Array:
-    """The same, of lists that happen to be equally long."""
+    """Return a column of the rows of ``array``, as lists that are equally long."""
     column = pa.array(array.reshape(-1))
     for axis in range(array.ndim - 1, 0, -1):
         n = int(np.prod(array.shape[:axis]))
@@ -41,7 +41,7 @@ def lists(array: np.ndarray) -> pa.Array:
 
 
 def cut(column: pa.Array) -> pa.ChunkedArray:
-    """Uneven chunks, one of them empty, that begin in the middle of their buffers."""
+    """Return uneven chunks, one of them empty, that begin in the middle of their buffers."""
     ends = [0, 1, 1, 5, 6, len(column)]
     return pa.chunked_array([column.slice(a, b - a) for a, b in itertools.pairwise(ends)])
 
@@ -75,7 +75,7 @@ class TestChunksOfAMemoryMappedFile(ArrowTests):
 
 
 class TestIndices(ArrowTests):
-    """Rows that are elsewhere in the column, as after a shuffle."""
+    """Rows are found by indices, as after a shuffle of a dataset."""
 
     def make(self, array: np.ndarray, tmp_path: Path) -> ArrowStore:
         where = np.random.default_rng(0).permutation(len(array)).astype(np.uint64)
@@ -116,7 +116,7 @@ def test_tensor_columns() -> None:
 
 
 def test_many_booleans_in_a_row() -> None:
-    """More than are unpacked at a time, beginning at any bit."""
+    """There are more bits than are unpacked at a time, and they begin at any bit."""
     array = np.random.default_rng(0).integers(0, 2, (5, 300_001)).astype(bool)
     store = ArrowStore(fixed(array).slice(1))
     out = np.empty((3, 300_001), bool)
@@ -259,7 +259,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("column", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_is_no_column_of_numbers_is_refused(column: Any, message: str) -> None:
-    """By its name, and with what to do."""
+    """The error names the column, and says what to do."""
     with pytest.raises(errors.StoreError, match=rf"source\['bad'\]: .*{message}"):
         Feeder(pa.table({"bad": column}), batch_size=1, device="cpu")
 

@@ -63,7 +63,7 @@ def test_mmap_store_writes_through(tmp_path: Path) -> None:
 
 
 def test_mmap_store_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
-    # 64 MiB.
+    # The file has 64 MiB.
     path = saved(tmp_path / "x.npy", sample(1 << 14, (1 << 12,), np.dtype(np.uint8)))
     with MmapStore(path) as store:
         before = resident_bytes()["file"]
@@ -154,7 +154,7 @@ def test_a_file_that_shrank_is_not_made_longer_by_a_write(tmp_path: Path) -> Non
 def test_every_shard_is_flushed_even_if_one_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And one that failed is tried again the next time."""
+    """A shard whose flush failed is flushed again the next time."""
     for i in range(3):
         np.save(tmp_path / f"{i}.npy", np.zeros(10))
     store = MmapStore(tmp_path / "*.npy", mode="r+")

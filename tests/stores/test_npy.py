@@ -35,7 +35,7 @@ def save(path: Path, array: np.ndarray, version: tuple[int, int] | None = None) 
 def file_of(
     header: str | bytes, version: int = 1, data: bytes = bytes(64), length: int | None = None
 ) -> bytes:
-    """A .npy file with any text as its header."""
+    """Return a .npy file with any text as its header."""
     text = header if isinstance(header, bytes) else header.encode()
     length = len(text) if length is None else length
     return (

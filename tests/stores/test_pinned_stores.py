@@ -30,7 +30,7 @@ def test_pinned_store_without_cuda() -> None:
 
 
 class Refusing:
-    """CuPy's runtime, where the driver locks nothing."""
+    """CuPy's runtime with a driver that locks nothing."""
 
     class CUDARuntimeError(RuntimeError):
         pass
@@ -43,7 +43,7 @@ class Refusing:
 
 
 class Unlockable(mmap.mmap):
-    """Memory that the system does not let the driver lock."""
+    """The system does not let the driver lock memory."""
 
     def madvise(self, *args: int) -> None:
         if args[0] == mmap.MADV_DONTFORK:
@@ -77,7 +77,7 @@ def test_memory_that_cannot_be_locked(
 
 
 class Locking:
-    """CuPy's runtime, where the driver locks what it is asked for."""
+    """CuPy's runtime with a driver that locks all memory that it is asked for."""
 
     def __init__(self) -> None:
         self.locked: dict[int, int] = {}

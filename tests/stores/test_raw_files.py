@@ -47,7 +47,7 @@ def test_raw_finds_out_how_many_rows_there_are(tmp_path: Path) -> None:
     with raw(tmp_path, 26, shape=[-1, np.int64(3)], dtype="i2", offset=np.int64(2)) as store:
         assert (store.n_rows, store.row_shape) == (4, (3,))
     with raw(tmp_path, 24, shape=(2, 3), dtype="<i2") as store:
-        # What is left over is somebody else's.
+        # The bytes that follow the rows are not read.
         assert store.n_rows == 2
 
 

@@ -39,7 +39,7 @@ def test_what_may_pass_is_tried_again(fault: Exception, n: int) -> None:
     Shaky.faults.extend([fault] * n)
     store = RemoteStore("shaky://x.npy")
     wanted = [90, 3, 40]
-    # One of three, n times.
+    # One of three requests fails n times.
     Shaky.faults.extend([None, fault, None, *[fault] * (n - 1)])
     np.testing.assert_array_equal(gathered(store, wanted), array[wanted])
     assert len(Shaky.requests) == 3 + n

@@ -181,7 +181,7 @@ def test_threads_gather_at_the_same_time() -> None:
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
 def test_a_feeder_of_urls(depth: int) -> None:
-    """By their names, opened and closed by the feeder; equal to the array at any depth."""
+    """The feeder opens and closes the files; its rows equal the array at any depth."""
     array, labels = sample(500, (7,), np.dtype(np.float32)), np.arange(500)
     urls_of("memory", array, Path(), [100, 333])
     with Feeder(

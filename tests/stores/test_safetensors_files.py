@@ -28,7 +28,7 @@ def torch_of(array: np.ndarray) -> torch.Tensor:
 
 
 class TestSafetensors(FileTests):
-    """Between tensors of other dtypes, and at addresses that are no multiple of anything."""
+    """The tensor lies between those of other dtypes, at an address that is not aligned."""
 
     def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
         if array.dtype == np.complex128:
@@ -61,7 +61,7 @@ def test_a_tensor_in_shards(tmp_path: Path) -> None:
 
 
 def odd_file(path: Path, tensors: dict[str, np.ndarray]) -> Path:
-    """As the format allows and no library writes: tensors one after another at any address."""
+    """Tensors may lie at any address, which the format allows, though no library writes it."""
     names = {np.dtype(np.uint8): "U8", np.dtype("<i8"): "I64", np.dtype("<f4"): "F32"}
     header, end = {}, 0
     for name, array in tensors.items():

@@ -46,7 +46,7 @@ class Slotted:
 
 
 class Annotated(dict[Any, Any]):
-    """Wants more than its contents to be made, and has an attribute."""
+    """A dict with an attribute, which cannot be made from its contents alone."""
 
     def __init__(self, contents: Any, note: str) -> None:
         super().__init__(contents)
@@ -90,7 +90,7 @@ class Checked(Pair):
 
 
 class Movable:
-    """Moves itself, whatever it contains."""
+    """An object with a ``to`` method of its own, which makes it a leaf."""
 
     def to(self, device: Any) -> "Movable":
         return self
@@ -105,7 +105,7 @@ class MovablePair(Pair):
 
 
 def negated(value: Any) -> Any:
-    """``value`` with its leaves, which are numbers, negated."""
+    """Return ``value`` with its leaves, which are numbers, negated."""
     leaves, rebuild = flatten(value)
     return rebuild(iter([-leaf for _, leaf in leaves]))
 
@@ -190,7 +190,7 @@ def test_a_dataclass_is_copied_and_not_made_again() -> None:
     sample.derived = 5
     got = negated(sample)
     assert (got.image, got.label, got.derived, got.kind) == (-1, [-2], -5, "sample")
-    # Nor had the sample.
+    # The sample had no such attribute either.
     assert not hasattr(got, "late")
     sample.late = 6
     assert negated(sample).late == -6
