@@ -144,8 +144,9 @@ class MemoryLimits:
             if (item.place == "device") == (kind == "device")
         )
         origin = ", what is free less the headroom" if getattr(self, name) is None else ""
+        lower_depth = f"lower depth (now {plan.depth}) or " if plan.depth else ""
         raise error(
             f"one row per slot needs {human(need)} ({need} bytes) of {kind} memory: {uses}; "
             f"{name} is {human(limit)} ({limit} bytes){origin}; "
-            f"lower depth (now {plan.depth}) or raise {name}"
+            f"{lower_depth}raise {name}"
         )

@@ -103,10 +103,11 @@ def refusal(least: Budget, n_samples: int) -> BudgetError:
         limit = least.gpu_memory_limit
     items = [item for item in least.items if (item.place == "device") == on_device]
     uses = ", ".join(f"{human(item.total)} {item.what}" for item in items)
+    depth = least.feeder.depth
+    lower_depth = f"lower depth (now {depth}), " if depth else ""
     return error(
         f"a batch of {n_samples} needs {human(need)} ({need} bytes): {uses}; {name} is "
-        f"{human(limit or 0)} ({limit} bytes); raise {name}, lower depth (now "
-        f"{least.feeder.depth}), or train in chunks"
+        f"{human(limit or 0)} ({limit} bytes); raise {name}, {lower_depth}or train in chunks"
     )
 
 
