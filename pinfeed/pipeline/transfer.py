@@ -19,6 +19,7 @@ from the moment it is lent.
     fill:   filled.sync()       (1)
             gather -> staging
             read.wait(released) (2)
+            read.wait(compute)  (2)                          if memory is newer than released
             read: staging -> memory                          staged route
             read: store -> memory                            direct route: the device reads rows
             filled = read.record()
@@ -39,12 +40,15 @@ Each wait prevents a hazard:
 
     (1) the last copies may still read staging; after a failed fill, they may still write memory
         that is about to be freed
-    (2) kernels may still use what the memory was before
+    (2) kernels may still use what the memory was before; memory that ``fill`` itself allocates
+        may have been in use until now, so that ``released`` is too early for it
     (3) the rows may not be there yet
     (4) newer values may not be computed yet, in another stream
     (5) the values may not be computed yet
     (6) the values may not have arrived yet
     (7) copies may still write memory that was not lent
+
+``settle`` syncs too. It prevents no hazard: timestamps are read after it, outside of any loop.
 
 A direct gather may run at the same time as the scatter of the same rows and read them half
 written. That is allowed: such a write is not completed when the slot is filled, so ``lend`` copies
@@ -192,7 +196,7 @@ class Transfer:
         self._read.wait(slot.released)  # kernels may still use what the memory was before
         if is_late:
             # Memory was allocated since, or parts were adopted, which moves them in this stream.
-            self._read.wait(slot.compute.record())  # kernels may still use that memory
+            self._read.wait(slot.compute.record())  # kernels may still use what it was before
         begun = self._read.record(timed=True) if self._timed else None
         try:
             for source, tensor in staged:
