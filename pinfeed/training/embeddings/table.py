@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import IO, Any, Protocol
@@ -174,8 +175,12 @@ class HostEmbedding(nn.Module):
         check_flag(freeze, "freeze")
         opened = open_pretrained(embeddings, freeze=freeze)
         store = opened.store
-        check_is_table(store)
-        table = cls(store.n_rows, store.row_shape[0], store=store, name=name, **options)
+        with contextlib.ExitStack() as undo:
+            if opened.is_owned:
+                undo.callback(store.close)
+            check_is_table(store)
+            table = cls(store.n_rows, store.row_shape[0], store=store, name=name, **options)
+            undo.pop_all()
         table._owned = opened.is_owned
         return table.requires_grad_(not freeze)
 

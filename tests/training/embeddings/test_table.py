@@ -183,6 +183,23 @@ def test_from_pretrained_of_what_is_no_table(tmp_path: Path) -> None:
         HostEmbedding.from_pretrained(tmp_path / "none.npy")
 
 
+def test_from_pretrained_closes_its_file_if_the_table_cannot_be_made(tmp_path: Path) -> None:
+    class Refusing(HostEmbedding):
+        def __init__(self, *shape: int, **options: Any) -> None:
+            super().__init__(*shape, **options)
+            # The first read opens the file.
+            self.read([0])
+            raise ZeroDivisionError
+
+    path = tmp_path / "rows.npy"
+    np.save(path, np.zeros((2, 2), np.float32))
+    # The error keeps the frames that raised it, and with them the store.
+    with pytest.raises(ZeroDivisionError) as raised:
+        Refusing.from_pretrained(path)
+    open_paths = [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+    assert os.path.realpath(path) not in open_paths, raised
+
+
 def test_to_embedding_is_a_copy() -> None:
     table = HostEmbedding(N, DIM, padding_idx=1, max_norm=2.0)
     dense = table.to_embedding()
