@@ -1,35 +1,12 @@
-"""Files that tables are saved in: their names, and writing them atomically."""
+"""Names of the files that tables are saved in."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Iterator
-from typing import IO
 
 from pinfeed.errors import FileMissing
 
 FileName = str | os.PathLike[str]
-
-
-@contextlib.contextmanager
-def replacing(path: str) -> Iterator[IO[bytes]]:
-    """Open a file that takes the name ``path`` once its contents are on the disk.
-
-    If writing fails, a file that had this name stays as it was.
-    """
-    # The target of a symbolic link is replaced, and the link stays.
-    path = os.path.realpath(path)
-    temporary = f"{path}.{os.getpid()}.writing"
-    try:
-        with open(temporary, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(temporary)
 
 
 def with_suffix(name: FileName, suffix: str) -> str:
