@@ -115,17 +115,20 @@ def _save(
 
 def _write_files(directory: pathlib.Path, entries: Mapping[str, Entry]) -> None:
     """Write the files of all objects and of the random generators, then the manifest."""
-    random = functools.partial(torch.save, rng_state.capture())
-    files = {"random.pt": manifest.write_file(directory / "random.pt", random)}
+    files = {"random.pt": _write_state(directory / "random.pt", rng_state.capture())}
     for entry in entries.values():
         for name, store in entry.stores.items():
             rows = functools.partial(write_rows, store)
             files[name] = manifest.write_file(directory / name, rows)
         if entry.state is not None:
-            state = functools.partial(torch.save, entry.state())
-            files[entry.file] = manifest.write_file(directory / entry.file, state)
+            # Passed on without a name, because the next state is made while names here live.
+            files[entry.file] = _write_state(directory / entry.file, entry.state())
             _check_loadable(directory / entry.file)
     manifest.write(directory, files, {name: entry.saved for name, entry in entries.items()})
+
+
+def _write_state(path: pathlib.Path, state: Any) -> dict[str, Any]:
+    return manifest.write_file(path, functools.partial(torch.save, state))
 
 
 def _check_loadable(path: pathlib.Path) -> None:

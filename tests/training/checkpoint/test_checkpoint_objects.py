@@ -1,6 +1,8 @@
 """The objects that a checkpoint saves, returns or refuses."""
 
 import pathlib
+import weakref
+from collections import OrderedDict
 from typing import Any
 
 import numpy as np
@@ -36,6 +38,23 @@ def test_numbers_of_numpy_are_saved_as_pythons(tmp_path: pathlib.Path) -> None:
         "more": [1, {"a": 0.5}],
     }
     assert [type(found[name]) for name in ("step", "loss", "done")] == [int, float, bool]
+
+
+def test_one_state_is_in_memory_at_a_time(tmp_path: pathlib.Path) -> None:
+    states: list[weakref.ref[Any]] = []
+
+    class Stateful:
+        def state_dict(self) -> Any:
+            assert all(state() is None for state in states)
+            state = OrderedDict(numbers=torch.ones(3))
+            states.append(weakref.ref(state))
+            return state
+
+        def load_state_dict(self, state: Any) -> None:
+            raise AssertionError
+
+    checkpoint.save(tmp_path / "c", first=Stateful(), second=Stateful(), third=Stateful())
+    assert len(states) == 3
 
 
 @pytest.mark.parametrize(
