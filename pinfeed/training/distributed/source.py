@@ -81,7 +81,7 @@ class ShardedSource(TableRowSource):
         loader: A loader, as for ``wrap_loader``.
         tables: The tables.
         group: The ranks.
-        schedule: Schedule of the loop.
+        schedule: Prefetch schedule of the loop.
         verify: Whether the loop is verified.
     """
 
@@ -199,8 +199,11 @@ class ShardedSource(TableRowSource):
                 self._lockstep.leave(RankStep.BAD_BATCH, repr(error), number)
                 # In a generator, a StopIteration of the user's is raised as a RuntimeError.
                 raise
-            plans = exchange.exchange(number, [lookup.rows for lookup in lookups])
-            yield functools.partial(self._host_batch, load, lookups, plans, number)
+            wanted = [lookup.rows for lookup in lookups]
+            # A name for the plans would keep their rows in memory until the next batch is drawn.
+            yield functools.partial(
+                self._host_batch, load, lookups, exchange.exchange(number, wanted), number
+            )
 
     def _end(self, exchange: RowExchange, number: int) -> None:
         """Agree that the loaders of all ranks have ended before batch ``number``."""
