@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +59,7 @@ class ForwardTrace:
             if isinstance(module, nn.modules.batchnorm._BatchNorm):
                 module.eval()
         inputs, _ = run.batch(batch_size)
-        for tensor in tensors_of(inputs):
+        for tensor in tensor_leaves(inputs):
             self._is_new(tensor)
         hooks = [
             module.register_forward_hook(self._record, with_kwargs=True)
@@ -81,12 +80,12 @@ class ForwardTrace:
         outputs = self.outputs
         if isinstance(outputs, Mapping):
             outputs = dict(outputs)
-        first = next(tensors_of(outputs), None)
+        first = next(tensor_leaves(outputs), None)
         return first.shape[0] if first is not None and first.ndim else None
 
     def _record(self, layer: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
-        input_tensors = list(tensors_of((args, kwargs)))
-        output_tensors = list(tensors_of(outputs))
+        input_tensors = list(tensor_leaves((args, kwargs)))
+        output_tensors = list(tensor_leaves(outputs))
         input_shape = tuple(input_tensors[0].shape) if input_tensors else ()
         shapes = tuple(tuple(tensor.shape) for tensor in output_tensors)
         output_shape = shapes[0] if isinstance(outputs, torch.Tensor) else shapes
@@ -105,8 +104,8 @@ class ForwardTrace:
         return True
 
 
-def tensors_of(value: Any) -> Iterator[torch.Tensor]:
-    """Iterate over the tensors of a nested structure."""
+def tensor_leaves(value: Any) -> Iterator[torch.Tensor]:
+    """Return an iterator over the tensors of a nested structure."""
     return (leaf for _, leaf in flatten(value)[0] if isinstance(leaf, torch.Tensor))
 
 
@@ -117,15 +116,7 @@ def trace_forward(model: Any, samples: SampleSpec, n: int) -> ForwardTrace:
         EstimateError: If the network does not accept such a batch.
     """
     trace = ForwardTrace()
-    # This logger prints tracebacks, but a failure only rules out one of several attempts.
-    log = logging.getLogger("torch._subclasses.fake_tensor")
-    was_disabled = log.disabled
-    log.disabled = True
-    try:
-        estimator = StepEstimator(model, samples, None, optimizer=_optimizer, device="cpu")
-        estimator.at(n, trace)
-    finally:
-        log.disabled = was_disabled
+    StepEstimator(model, samples, None, optimizer=_optimizer, device="cpu").at(n, trace)
     return trace
 
 

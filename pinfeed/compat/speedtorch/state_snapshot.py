@@ -1,4 +1,4 @@
-"""Snapshot of an optimizer's state for one table: the format in which it is saved.
+"""StateSnapshot: an optimizer's state for one table, and the format in which it is saved.
 
 The keys of a snapshot are ``optimizer`` (the name of the class), ``rows.<key>`` (row-wise state),
 ``table.<key>`` and ``number.<key>`` (tensors and numbers for the table as a whole) and
@@ -24,7 +24,7 @@ from pinfeed.training.embeddings.optimizer_state import StateLayout
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class StateSnapshot:
     """A snapshot that has been checked.
 
     Attributes:
@@ -60,7 +60,7 @@ def make_snapshot(
 
 def check_snapshot(
     saved: Mapping[str, Any], optimizer_name: str, layout: StateLayout, n_rows: int
-) -> Snapshot:
+) -> StateSnapshot:
     """Check that a saved snapshot fits an optimizer and a table of ``n_rows`` rows.
 
     Raises:
@@ -79,7 +79,7 @@ def check_snapshot(
             f"state {shapes}, {sorted(shared | created)} was saved; "
             f"{optimizer_name} has {expected}, {sorted(layout.tables)}"
         )
-    return Snapshot(
+    return StateSnapshot(
         rows,
         dict(_part(saved, "table", "number")),
         {key for key, _ in _part(saved, "begun")},

@@ -35,11 +35,12 @@ class RowOptimizer(torch.optim.Optimizer):
 
     All other rows stay as they are: weights, state and weight decay alike (*lazy*). There is one
     ``t`` for the table. For optimizers that do not change a row whose gradient is zero (SGD without
-    momentum and weight decay, Adagrad), the result is that of the dense optimizer. For others it is
-    the rule of ``torch.optim.SparseAdam``: dense Adam, for example, moves an absent row on by its
-    momentum. Some optimizers treat their first step specially (SGD takes the first gradient as the
-    momentum, undamped). That happens in the table's first step alone: a row that is first looked up
-    later begins with state of zeros.
+    momentum and weight decay, Adagrad), the result is that of the dense optimizer. Other optimizers
+    give another result than the dense one, by the rule of ``torch.optim.SparseAdam``. Dense Adam,
+    for example, also moves rows that a batch does not look up, by their momentum. Some optimizers
+    treat their first step specially (SGD takes the first gradient as the momentum, undamped). That
+    happens in the table's first step alone: a row that is first looked up later begins with state
+    of zeros.
 
     Row-wise state and its initial values are found by running the optimizer on a small table.
     Gradients live as long as their batch: call ``step()`` before taking the next batch.

@@ -53,7 +53,9 @@ class Check:
 
 
 @dataclass(frozen=True)
-class _StepResult:
+class _CheckedStep:
+    """Loss, gradients in float64, and buffers of the model after a step."""
+
     loss: float
     gradients: list[Any]
     buffers: list[torch.Tensor]
@@ -93,7 +95,7 @@ def compare_with_plain_step(
 
 def _run(
     parameters: Sequence[torch.Tensor], before: Buffers, compute: Callable[[], torch.Tensor]
-) -> _StepResult:
+) -> _CheckedStep:
     for p in parameters:
         p.grad = None
     with replayed_buffers(before):
@@ -101,10 +103,10 @@ def _run(
         buffers = [value for module, _ in before for value in module._buffers.values()]
         copies = [value.clone() for value in buffers if value is not None]
         gradients = [None if p.grad is None else p.grad.double() for p in parameters]
-        return _StepResult(loss, gradients, copies)
+        return _CheckedStep(loss, gradients, copies)
 
 
-def _check(spec: StepSpec, strategy: str, want: _StepResult, got: _StepResult) -> Check:
+def _check(spec: StepSpec, strategy: str, want: _CheckedStep, got: _CheckedStep) -> Check:
     differences = [_difference(a, b) for a, b in zip(want.gradients, got.gradients, strict=True)]
     gradient_error = _norm(differences) / (_norm(want.gradients) or 1)
     loss_error = 0.0
