@@ -47,7 +47,7 @@ def test_rows_are_trained_by_a_compiled_model(device: str, options: dict[str, An
     assert losses[0] != losses[-1]
 
 
-# The compiler looks at what rows were computed from.
+# The compiler reads the gradients of tensors that are not leaves.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_a_table_is_trained_through_a_compiled_model() -> None:
     """A compiled model trains a table as the synchronous loop without compilation does.

@@ -110,7 +110,7 @@ def test_a_save_that_one_rank_has_not(tmp_path: Path) -> None:
     assert not checkpoint.exists(tmp_path)
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 2, keep=2))
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, going_on=True, keep=2))
-    # As if the rank had been killed before it renamed its save.
+    # This simulates a rank that was killed before it renamed its save.
     shutil.rmtree(tmp_path / "1-of-2" / "00000002")
     want = ranks.run(lambda rank: saved(ranks, rank, tmp_path / "other", 4))
     got = ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, going_on=True))
@@ -125,7 +125,7 @@ def test_saves_that_stay_are_those_that_all_ranks_have(tmp_path: Path) -> None:
     ranks = RankThreads(2)
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 2, keep=2))
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, keep=2))
-    # As if the rank had been killed before it renamed its save.
+    # This simulates a rank that was killed before it renamed its save.
     shutil.rmtree(tmp_path / "1-of-2" / "00000002")
     ranks.run(lambda rank: saved(ranks, rank, tmp_path, 4, keep=2))
     assert [sorted(os.listdir(tmp_path / f"{rank}-of-2")) for rank in (0, 1)] == [

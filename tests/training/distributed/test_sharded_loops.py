@@ -216,9 +216,9 @@ STEPS = ["step"] * len(FIXED)
 
 @pytest.mark.parametrize("made", [SGD, ADAGRAD], ids=["SGD", "Adagrad"])
 def test_the_dense_loop_of_one_process(made: Any) -> None:
-    """Where the optimizer leaves a row alone whose gradient is zero.
+    """Optimizers that do not change a row without a gradient give the tables of the dense loop.
 
-    The sums are the same, but for the order of additions.
+    The sums differ by the order of additions only.
     """
     tables, _ = dense(FIXED, STEPS, made, 0.1)
     for got, _ in sharded(FIXED, STEPS, made, 0.1, size=2, depth=2):

@@ -118,7 +118,7 @@ def test_tables_that_cannot_be_trained(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_optimizer_is_the_dense_one_where_every_row_comes(name: str) -> None:
     options = dict(OPTIONS[name])
-    # It adds the gradients of repeated ids in an order of its own.
+    # SparseAdam adds the gradients of repeated ids in another order, so it gets distinct ids.
     loader = [ids[:N] for ids in all_rows(10)] if name == "SparseAdam" else all_rows(10)
     same_as_dense(options.pop("kind"), loader, **options)
 

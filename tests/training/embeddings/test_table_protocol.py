@@ -231,7 +231,7 @@ def synchronisations() -> list[tuple[str, int]]:
     "site", synchronisations(), ids=lambda s: linecache.getline(*s).split("#")[0].strip()
 )
 def test_every_synchronisation_is_needed(site: tuple[str, int]) -> None:
-    """Without one of them, some schedule computes something else, or uses freed memory."""
+    """A loop without one wait computes other results, or uses freed memory, on some schedule."""
     assert site[0].endswith("transfer.py"), "a wait or sync outside of transfer.py"
     every = itertools.product(VARIANTS, WORST)
     assert any(

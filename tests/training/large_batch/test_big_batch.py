@@ -22,7 +22,7 @@ WHOLE = [strategy for strategy in STRATEGIES if strategy not in ("accumulate", "
 
 
 def tokens(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """As language models write it."""
+    """Return the mean loss of all tokens, as language models compute it."""
     return functional.cross_entropy(outputs.view(-1, 7), targets.view(-1))
 
 
@@ -42,7 +42,7 @@ CASES: dict[str, tuple[Any, Any, torch.Tensor]] = {
 def both(
     case: str, strategy: str, chunk_size: int = 5, **options: Any
 ) -> tuple[nn.Module, torch.Tensor, nn.Module, torch.Tensor, BigBatch]:
-    """The plain step and the other, from the same state."""
+    """Run the plain step and a strategy from the same state; return models and losses of both."""
     make, loss, targets = CASES[case]
     plain, other = make(), make()
     torch.manual_seed(1)

@@ -13,7 +13,7 @@ from pinfeed.training.large_batch.select import STRATEGIES
 
 
 class Failing(torch.autograd.Function):
-    """Has no memory for more than so many samples, on the way back."""
+    """Copy of the input, whose backward pass runs out of memory above ``most`` samples."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, most: int) -> torch.Tensor:
@@ -28,7 +28,7 @@ class Failing(torch.autograd.Function):
 
 
 class Small(nn.Module):
-    """A model whose forward or backward pass has no memory for more than so many samples."""
+    """A model whose forward or backward pass runs out of memory above ``most`` samples."""
 
     def __init__(self, most: int, where: str, *, dropout: float = 0.0) -> None:
         super().__init__()

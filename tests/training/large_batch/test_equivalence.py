@@ -85,7 +85,7 @@ def square(outputs: torch.Tensor, _: Any) -> torch.Tensor:
 
 
 class Tells(nn.Module):
-    """A model that tells the loss more than its outputs."""
+    """A model that passes a term to the loss by an attribute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class Generated(nn.Module):
 
 
 class Bank(nn.Module):
-    """Begins to average with the first batch."""
+    """Keeps a running mean of its inputs, which begins as the mean of the first batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -257,7 +257,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Any]] = {
 
 
 class Packed(nn.Module):
-    """Needs samples in the order of their length."""
+    """A GRU that needs samples sorted by their length."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -462,7 +462,7 @@ def test_it_is_proved_again_in_another_mode() -> None:
 
 
 def test_a_model_that_changes_its_inputs() -> None:
-    """Two passes change them twice."""
+    """The two passes of ``two_pass`` change the inputs twice."""
 
     class Shifts(nn.Module):
         def __init__(self) -> None:
@@ -507,7 +507,7 @@ def test_inputs_that_cannot_be_cut(inputs: Any, said: str) -> None:
 
 
 def test_the_weights_of_rare_classes_are_seen() -> None:
-    """The caller takes a mean weighed by class for a mean."""
+    """The loss is a mean weighted by class, and the caller says that it is a plain mean."""
     targets = torch.arange(N) % 10
     weight = torch.ones(10)
     weight[5] = 30.0

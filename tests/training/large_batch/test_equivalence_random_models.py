@@ -66,11 +66,11 @@ TOGETHER: list[Callable[[], nn.Module]] = [
     lambda: parametrizations.spectral_norm(nn.Linear(8, 8)),
     lambda: old_spectral_norm(nn.Linear(8, 8)),
 ]
-"""Layers whose samples see each other, or whose state each forward pass changes."""
+"""Layers whose samples depend on each other, or whose state each forward pass changes."""
 
 
 class Shaped(nn.Module):
-    """A body, and outputs in some structure."""
+    """A module whose outputs are those of another one, in some structure."""
 
     def __init__(self, body: nn.Module, shape: str) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ def logits(outputs: Any) -> torch.Tensor:
 
 
 def random_loss(rng: random.Random) -> tuple[Any, Callable[[torch.Tensor], torch.Tensor]]:
-    """A loss on logits, and what makes targets of classes."""
+    """Return a loss of logits, and a function that makes its targets from classes."""
     classes: list[Any] = [
         nn.CrossEntropyLoss(reduction=rng.choice(["mean", "sum"])),
         nn.CrossEntropyLoss(ignore_index=rng.randrange(5)),

@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def program(seed: int, sizes: list[int]) -> list[Event]:
-    """Tensors come in order, and go some time later, all of them."""
+    """Return events that allocate tensors in order, and free all of them in a random order."""
     rng = random.Random(seed)
     events = []
     live = []

@@ -270,7 +270,7 @@ def test_without_a_gpu() -> None:
 
 
 def test_the_heap_gives_back_what_is_freed() -> None:
-    """In a process of its own: the setting is for good."""
+    """This runs in a process of its own, because the setting cannot be undone."""
     script = (
         "import torch, pinfeed, sys\n"
         "from pinfeed.memory.host import resident_bytes\n"

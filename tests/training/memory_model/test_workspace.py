@@ -17,7 +17,7 @@ from pinfeed.training.memory_model.tensor_specs import samples_of
 
 
 def why_not_measured() -> str:
-    """Why oneDNN need not lay out memory here as it did where it was measured; or nothing."""
+    """Return why oneDNN may use other layouts here than where they were measured, or ""."""
     capability, version = torch.backends.cpu.get_cpu_capability(), torch.__version__
     if capability != "AVX512" or "GenuineIntel" not in Path("/proc/cpuinfo").read_text():
         return "not an Intel CPU with AVX-512"
@@ -39,7 +39,7 @@ with_avx = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Any:
-    """Each thread takes memory of its own, which would hide what is looked for."""
+    """Compute with one thread, because the memory of each thread would hide the workspace."""
     n = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -62,14 +62,14 @@ def estimated(model: Any, shape: tuple[int, ...], loss: Any) -> Estimate:
 
 
 def ratio(model: Any, shape: tuple[int, ...], loss: Any) -> tuple[float, str]:
-    """Predicted by measured bytes, and the confidence."""
+    """Return predicted bytes divided by measured bytes, and the confidence."""
     estimate = estimated(model, shape, loss)
     taken = peak_of_two_steps(model, torch.zeros(shape), torch.zeros(0), loss, sgd)
     return estimate.allocated_bytes / taken, estimate.confidence
 
 
 def of_few(outputs: torch.Tensor, _: Any) -> torch.Tensor:
-    """A loss that takes hardly any memory for itself."""
+    """Return a loss that takes almost no memory for itself."""
     return outputs[..., :1].sum()
 
 
@@ -201,7 +201,7 @@ def test_every_thread_makes_columns_of_its_own() -> None:
 
 
 def convolution(block: int, padding: tuple[int, int] = (1, 1), n_threads: int = 1) -> Convolution:
-    """One sample of 20 channels of 8 × 8."""
+    """Return a convolution of one sample with 20 channels of 8 × 8."""
     return Convolution(
         x=(1, 20, 8, 8),
         w=(20, 20, 3, 3),

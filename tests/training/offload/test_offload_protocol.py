@@ -103,11 +103,11 @@ class Run:
     """Steps with all that a loop may do in between, on a simulated device or plainly on the CPU.
 
     Args:
-        n_steps: How many.
+        n_steps: Number of steps.
         does: What the steps do in turn: ``plain``, ``drop`` the graph without a backward pass,
             ``retain`` it for a second one, ``part`` for one through the beginning only, ``two``
             graphs at a time.
-        streams: Where the steps run in turn, one behind the other.
+        streams: Streams in which the steps run in turn; each step waits for the one before.
     """
 
     def __init__(
@@ -455,7 +455,7 @@ def test_every_scene(scene: Any) -> None:
 
 
 def synchronisations() -> list[tuple[str, int]]:
-    """Every call site of wait and sync."""
+    """Return every call site of wait and sync."""
     sites: set[tuple[str, int]] = set()
     for scene in SCENES:
         device = SimTorchDevice(lazy)
