@@ -98,6 +98,8 @@ class Config:
     def budget(self) -> Budget:
         """The memory of each part; ``print(config.budget)`` shows a table."""
         limit = int(self.cpu_memory_limit)
+        # A network that refuses the samples is reported before a limit that is too low.
+        sample_format = self._format
         found = config.Config(
             cpu_memory_limit=limit,
             gpu_memory_limit=int(self.gpu_memory_limit),
@@ -105,11 +107,11 @@ class Config:
             depth=self.depth,
             total_sample_count=self.total_sample_count,
             one_read_count=self.one_read_count,
-            input_shape=self._format.sample_shape,
+            input_shape=sample_format.sample_shape,
             output_shape=self._output_sample_shape,
             input_dtype=self.input_dtype,
             output_dtype=self.output_dtype,
-            model=self._format.model,
+            model=sample_format.model,
             loss=self.loss,
             optimizer=self.optimizer,
         ).budget
