@@ -16,11 +16,7 @@ from pinfeed.memory import limits
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.training.large_batch.equivalence.verifier import EquivalenceVerifier
 from pinfeed.training.large_batch.memory_predictor import memory_predictor_for
-from pinfeed.training.large_batch.select import (
-    STRATEGIES,
-    StrategyChoice,
-    choose_strategy,
-)
+from pinfeed.training.large_batch.select import STRATEGIES, StrategyChoice, choose_strategy
 from pinfeed.training.large_batch.strategies.batch_norms import batch_norms
 from pinfeed.training.large_batch.strategies.micro_batches import (
     as_tensors,
@@ -28,9 +24,7 @@ from pinfeed.training.large_batch.strategies.micro_batches import (
     sample_spec_of,
     shapes_and_dtypes,
 )
-from pinfeed.training.large_batch.strategies.recompute import (
-    recomputed,
-)
+from pinfeed.training.large_batch.strategies.recompute import recomputed
 from pinfeed.training.large_batch.strategies.step_spec import StepSpec
 from pinfeed.training.memory_model.models import call_model
 from pinfeed.training.memory_model.tensor_specs import to_device
@@ -69,7 +63,7 @@ class BatchForward:
         self._config = config or limits.MemoryLimits()
         self._chunk_size = chunk_size
         self._strategy = strategy
-        self._proofs = EquivalenceVerifier(prove)
+        self._verifier = EquivalenceVerifier(prove)
         self._choice_by_shape: dict[Any, StrategyChoice] = {}
         # Plain choices by the shape of a sample.
         self._plain_choices: dict[Any, StrategyChoice] = {}
@@ -81,7 +75,7 @@ class BatchForward:
         """Drop all choices and the memory for the previous device, because the model was moved."""
         self._choice_by_shape.clear()
         self._plain_choices.clear()
-        self._proofs.forget()
+        self._verifier.forget()
         if self._offload is not None:
             self._offload.close()
         self._offload = None
@@ -197,4 +191,4 @@ class BatchForward:
             contextlib.nullcontext,
             lambda loss: loss,
         )
-        return self._proofs.problem_of(strategy, outputs_only, inputs)
+        return self._verifier.problem_of(strategy, outputs_only, inputs)

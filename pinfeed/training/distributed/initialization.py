@@ -10,11 +10,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from pinfeed.errors import ArgumentError, described
 from pinfeed.training.embeddings.initializers import Fill
+from pinfeed.training.row_file import CHUNK_BYTES
 
 OperatorCall = tuple[Any, tuple[Any, ...], dict[str, Any]]
 """A torch operator, its arguments by position and by name."""
 
-_CHUNK_BYTES = 16 << 20
 # torch draws normal numbers on the CPU sixteen at a time. If fewer are left at the end, it draws
 # them together with the ones before.
 _DRAWN_TOGETHER = 16
@@ -63,7 +63,7 @@ def draw_chunks(
         ArgumentError: If the initializer needs the whole table at once.
     """
     calls = _recorded_calls(fill, shape, dtype)
-    length = max(1, _CHUNK_BYTES // (_DRAWN_TOGETHER * shape[1] * dtype.itemsize)) * _DRAWN_TOGETHER
+    length = max(1, CHUNK_BYTES // (_DRAWN_TOGETHER * shape[1] * dtype.itemsize)) * _DRAWN_TOGETHER
     # The last chunk is at least as long as the others.
     starts = range(0, shape[0], length)[: max(1, shape[0] // length)]
     for start in starts:

@@ -246,7 +246,10 @@ class _Offer:
 
 
 def _count_by_rank(marks: Array, counts: Sequence[int]) -> list[int]:
-    """Return the number of set marks of each rank, which has so many marks in a row."""
+    """Return the number of set marks of each rank.
+
+    The marks of rank 0 are first, and rank i has ``counts[i]`` marks.
+    """
     return [int(of_rank.sum()) for of_rank in np.split(marks, np.cumsum(counts)[:-1])]
 
 

@@ -23,7 +23,7 @@ _HEAP_MARGIN = 0.08
 """Share of the step that malloc keeps of freed memory, with ``enforce(malloc=True)``."""
 _MAX_PROBES = 8
 _CLOSE_ENOUGH = 1.03
-"""A batch that ran is kept if the next one to try is at most so many times as large."""
+"""Largest ratio of the next batch to one that ran, at which the search ends."""
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,8 @@ class BatchSearch:
         Args:
             first: Samples of the batch that is tried first.
             device: Device of the steps.
-            make_batch: Makes inputs and targets of so many samples; None for random numbers.
+            make_batch: Makes inputs and targets, given a number of samples; None for random
+                numbers.
 
         Raises:
             BudgetError: If not even the samples of one read fit.
@@ -111,7 +112,7 @@ class BatchSearch:
         return ran
 
     def at(self, batch_size: int, seen: float | None) -> Budget:
-        """Return the budget of a batch of so many samples, whether it fits or not."""
+        """Return the budget of a batch of ``batch_size`` samples, whether it fits or not."""
         bounds = self._bounds
         is_on_gpu = bounds.gpu_limit is not None
         step = self._estimator.at(batch_size)

@@ -90,7 +90,7 @@ class Budget:
 
 
 def refusal(least: Budget, n_samples: int) -> BudgetError:
-    """Return the error that says why not even so many samples fit."""
+    """Return the error that says why not even ``n_samples`` samples fit."""
     on_device = least.gpu_memory_limit is not None and least.gpu_bytes > least.gpu_memory_limit
     error: type[BudgetError] = NotEnoughCPUMemory
     name = "cpu_memory_limit"

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 _ROUND = 512
 """Bytes to which the size of a block is rounded up."""
 _SMALL = 1 << 20
-"""Tensors of at most so many bytes are in segments of their own kind."""
+"""Largest size of a small tensor, in bytes; small tensors are in segments of their own kind."""
 _SMALL_SEGMENT = 2 << 20
 _MEDIUM = 10 << 20
-"""Tensors of fewer bytes, if they are not small, are in segments of ``_MEDIUM_SEGMENT`` bytes."""
+"""Larger tensors of fewer bytes than this are in segments of ``_MEDIUM_SEGMENT`` bytes."""
 _MEDIUM_SEGMENT = 20 << 20
 _ROUND_SEGMENT = 2 << 20
 """Bytes to which the size of a larger segment is rounded up."""
@@ -175,7 +175,7 @@ class CachingAllocator:
 
 
 def rounded(nbytes: int) -> int:
-    """Return the size of the block for a tensor of so many bytes."""
+    """Return the size of the block for a tensor of ``nbytes`` bytes."""
     return max(1, -(-nbytes // _ROUND)) * _ROUND
 
 

@@ -164,8 +164,8 @@ class Config(limits.MemoryLimits):
         The first batch is the one that was estimated. Smaller ones follow if it does not fit.
 
         Args:
-            make_batch: Function that returns inputs and targets of so many samples; None for
-                random numbers, and zeros for integers.
+            make_batch: Function that returns inputs and targets, given a number of samples; None
+                for random numbers, and zeros for integers.
 
         Returns:
             The same limits, with the batch that ran as ``preferred_batch_size``. ``budget`` says

@@ -167,7 +167,7 @@ class StepEstimator:
         return optimizer_for(model, self._optimizer, stand_ins)
 
     def at(self, batch_size: int, step: Step = plain_step) -> Estimate:
-        """Return the estimate for a batch of so many samples.
+        """Return the estimate for a batch of ``batch_size`` samples.
 
         Raises:
             ArgumentError: If ``batch_size`` is not a whole number from 1 to 2**40.

@@ -39,7 +39,7 @@ def measure_steps(
         estimator: The model, the loss and the optimizer.
         batch_size: Samples of a batch.
         device: Device of the steps.
-        make_batch: Makes inputs and targets of so many samples; None for random numbers.
+        make_batch: Makes inputs and targets, given a number of samples; None for random numbers.
 
     Returns:
         On a GPU the growth of what torch's allocator reserves, on the CPU that of the process;

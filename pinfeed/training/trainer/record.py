@@ -18,8 +18,9 @@ class Record:
         batch: Number of the backward pass in its epoch, from 0; None for the others.
         loss: Loss of the batch; for an epoch, the mean over its batches, weighted by samples.
         samples: Number of samples.
-        seconds: Time from the previous record of the kind, or the beginning of the epoch, to the
-            end on the host. Work that the device has not finished is not included.
+        seconds: Time on the host: of a backward pass since the one before it or the beginning of
+            the epoch; of an epoch or an evaluation since its beginning. Work that the device has
+            not finished is not included.
         allocated_bytes: Memory of torch's tensors on the device at the end; None on the CPU.
         peak_bytes: Largest such memory since torch's peak was last reset; None on the CPU.
         host_bytes: Resident memory of the process at the end; None if the system does not tell it.

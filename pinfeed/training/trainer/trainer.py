@@ -195,7 +195,7 @@ class Trainer:
         return self._big_batch.chosen
 
     def train(self, n_epochs: int) -> History:
-        """Train for so many epochs, or until ``stop``, and return the history.
+        """Train for ``n_epochs`` epochs, or until ``stop``, and return the history.
 
         Raises:
             ArgumentError: If ``n_epochs`` is no whole number, or the loader yields no batch.

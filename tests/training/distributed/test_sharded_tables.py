@@ -47,7 +47,7 @@ def test_every_row_has_one_owner(n_rows: int, size: int, data: Any) -> None:
 def test_pieces_are_those_of_the_whole(
     init: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(initialization, "_CHUNK_BYTES", 400)
+    monkeypatch.setattr(initialization, "CHUNK_BYTES", 400)
     fill = getattr(nn.init, f"{init}_")
     for shape in ((1, 1), (37, 1), (100, 3), (64, 5)):
         torch.manual_seed(0)

@@ -53,7 +53,8 @@ class Comparison:
     Args:
         spec: The model and the loss.
         samples: The samples.
-        more: Returns at most so many samples for the comparison of losses.
+        more: Function that returns samples for the comparison of losses, given their largest
+            number.
         autocast: The dtype of autocast, or None. It is used only if the model does not run
             without it, because its rounding hides differences.
     """

@@ -34,7 +34,8 @@ def compare_losses(
     Args:
         conditions: The loss and the samples.
         plain: Outputs of the model for the samples.
-        more: Returns at most so many samples of the batch, with their targets.
+        more: Function that returns samples of the batch with their targets, given their largest
+            number.
 
     Raises:
         DifferenceFound: If the losses of the chunks do not make the loss of the batch.
