@@ -67,9 +67,9 @@ def save(path: Path, *, keep: int = 1, **objects: Any) -> pathlib.Path:
     whole_number(keep, "keep")
     for value in objects.values():
         for changing in tables_of(value) if isinstance(value, RowOptimizer) else [value]:
-            if hasattr(changing, "land"):
+            if hasattr(changing, "flush_writes"):
                 # Writes of a running loop may be pending.
-                changing.land()
+                changing.flush_writes()
     if pathlib.Path(path).exists() and not pathlib.Path(path).is_dir():
         raise ArgumentError(
             f"{os.fspath(path)!r} is a file; "

@@ -50,14 +50,14 @@ class RowLender(Protocol):
         """Whether the loop has not ended."""
         ...
 
-    def land(self) -> None:
+    def flush_writes(self) -> None:
         """Write every change so far to the stores. Called by the training thread."""
 
     def release_tables(self) -> None:
         """Release the tables if the loop has ended without doing so, or cannot go on.
 
-        Interrupts can keep a loop from releasing its tables. A loop cannot go on if its iterator
-        is unreachable.
+        Interrupts can keep a loop from releasing its tables. A loop cannot go on if only
+        tracebacks keep its iterator.
         """
 
 
@@ -276,10 +276,10 @@ class HostEmbedding(nn.Module):
             ClosedError: If the loop runs in another thread.
         """
         if (lender := self._running_lender()) is not None:
-            lender.land()
+            lender.flush_writes()
 
     def land(self) -> None:
-        """Call ``flush_writes()``; this is its earlier name."""
+        """Call ``flush_writes``, which was named ``land`` before."""
         self.flush_writes()
 
     def require_idle(self) -> None:
