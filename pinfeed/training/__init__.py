@@ -1,1 +1,1 @@
-"""Training on top of feeders: tables in host memory, checkpoints, memory, large batches."""
+"""Embedding tables, checkpoints, large batches, memory estimates and the trainer."""

@@ -1,4 +1,4 @@
-"""The weight of an embedding, and what an optimizer keeps for it."""
+"""The weight of an embedding, its parameter group, and the layout of its optimizer state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def group_of(
 def discover_layout(
     optimizer: torch.optim.Optimizer, weight: nn.Parameter, variable_name: str, dim: int
 ) -> StateLayout:
-    """Find out what the optimizer keeps for the weight, with its present dtype and options.
+    """Find the state that the optimizer keeps for the weight, with its present dtype and options.
 
     Raises:
         ArgumentError: If the optimizer does not have the weight, cannot train rows, or keeps state

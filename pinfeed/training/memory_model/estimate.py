@@ -268,7 +268,7 @@ def _silent_fake_tensors() -> Iterator[None]:
 
 
 def check_autocast(dtype: Any) -> None:
-    """Refuse what autocast cannot compute in.
+    """Check that a dtype can be that of autocast.
 
     Raises:
         ArgumentError: If ``dtype`` is neither a floating-point dtype of torch nor None.
