@@ -83,11 +83,11 @@ class Feeder(ResumableFeeder):
         route: Route of rows of page-locked stores to a GPU. With ``"direct"``, a kernel reads them
             in host memory. With ``"staged"``, the CPU gathers them before they are copied. None is
             the faster one, as measured; ``plan`` names it.
-        options: ``verify`` compares each batch with its rows in the stores before the loop gets it,
-            and raises VerificationError if anything but ``write_back`` has changed them. It reads
-            every row twice and waits for write-backs. ``progress`` shows a progress bar.
-            ``timeline`` records what takes time in every batch, and names it for GPU profilers.
-            All are False by default.
+        verify: Compare each batch with its rows in the stores before the loop gets it, and raise
+            VerificationError if anything but ``write_back`` has changed them. This reads every row
+            twice and waits for write-backs.
+        progress: Show a progress bar.
+        timeline: Record what takes time in every batch, and name it for GPU profilers.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given

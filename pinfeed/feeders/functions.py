@@ -85,14 +85,18 @@ def wrap_readers(
             loop, ``depth=0``, has no threads.
         depth: Number of batches to prefetch, at most 1,024; 0 is the synchronous loop.
         device: Target device, as for ``Feeder``.
-        options: ``apply_on_input_batch`` and ``apply_on_output_batch`` make a batch of its samples;
-            without them, samples of one shape are stacked. ``input_dtype`` and ``output_dtype``
-            convert stacked samples: a dtype of numpy or torch, or ``"bfloat16"``; without them,
-            samples keep the one dtype that they have. ``shuffle`` gives every epoch another order
-            of the identities, ``pinfeed.rows.shuffled(seed)``; ``seed`` is a whole number, 0 by
-            default. ``drop_last`` leaves out a last batch that is not full. ``ranks`` shares the
-            identities among the processes of a job, as for ``Feeder``. ``progress`` shows a
-            progress bar. ``timeline`` records what takes time in every batch.
+        apply_on_input_batch: Function that makes a batch of its input samples; None stacks samples
+            of one shape.
+        apply_on_output_batch: The same for output samples.
+        input_dtype: Dtype of stacked input samples, of numpy or torch, or ``"bfloat16"``; None
+            keeps the one dtype that they have.
+        output_dtype: The same for output samples.
+        shuffle: Give every epoch another order of the identities, ``pinfeed.rows.shuffled(seed)``.
+        seed: Seed of the shuffle, a whole number.
+        drop_last: Leave out a last batch that is not full.
+        ranks: Rule by which the processes of a job share the identities, as for ``Feeder``.
+        progress: Show a progress bar.
+        timeline: Record what takes time in every batch.
 
     Raises:
         ArgumentError: If an argument is invalid, two arguments conflict, or ``seed`` is given

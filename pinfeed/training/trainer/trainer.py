@@ -100,12 +100,12 @@ class Trainer:
         device: Device to which the model is moved; None for its current device.
         callbacks: Objects with some of the methods that ``Callbacks`` names.
         progress: Whether to show a progress bar.
-        options: ``scheduler``, one scheduler or several: they are stepped after every epoch,
-            ReduceLROnPlateau with its mean loss; step schedulers of batches in a callback.
-            ``clip_norm`` is the largest norm of all gradients together: larger ones are scaled down
-            before a step; None does not clip. ``scaler`` is a ``torch.amp.GradScaler``.
-            ``autocast`` is the dtype of autocast for forward passes and losses; None uses no
-            autocast.
+        scheduler: One scheduler, or several. They are stepped after every epoch,
+            ReduceLROnPlateau with its mean loss. Step schedulers of batches in a callback.
+        clip_norm: Largest norm of all gradients together; larger ones are scaled down before a
+            step. None does not clip.
+        scaler: A ``torch.amp.GradScaler``.
+        autocast: Dtype of autocast for forward passes and losses; None uses no autocast.
 
     Attributes:
         model: The model.
