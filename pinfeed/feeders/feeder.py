@@ -255,7 +255,7 @@ class Feeder(ResumableFeeder):
         """Return the data of a batch after a comparison with the stores."""
         data = lent.take()
         self._loop.drain()
-        self._stores.require_equal(data, lent.groups[0].rows, lent.number, self._device)
+        self._stores.require_equal(data, lent.groups[0].rows, lent.number, lent.copy_to_host)
         return data
 
 

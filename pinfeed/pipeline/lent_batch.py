@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
+
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.sources.base import HostBatch
@@ -57,6 +60,12 @@ class LentBatch:
         # rebuild may hold the batch as it was on the host.
         del self._tensors, self._rebuild
         return rebuild(iter(tensors))
+
+    def copy_to_host(
+        self, tensor: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> npt.NDArray[Any]:
+        """Return the values of one of the batch's tensors. It waits for the device."""
+        return self._transfer.copy_to_host(tensor, shape, dtype)
 
     def end(self) -> None:
         """Note that the loop has asked for the next batch, or has ended."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +30,9 @@ from pinfeed.tensors.pytree import flatten
 
 # Number of stores that the representation shows.
 _N_SHOWN = 4
+
+CopyToHost = Callable[[Tensor, tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]]
+"""Returns the values of a tensor on the device, given its shape and dtype."""
 
 
 class StoreTree:
@@ -95,29 +98,24 @@ class StoreTree:
         """
         return self._write_check.check(values, n_rows, device)
 
-    def require_equal(self, data: Any, rows: Rows, batch: int, device: Device) -> None:
+    def require_equal(self, data: Any, rows: Rows, batch: int, copy_to_host: CopyToHost) -> None:
         """Compare a batch that is lent with its rows in the stores.
 
         Args:
             data: Tensors in the structure of the source.
             rows: Row indices of the batch.
             batch: Number of the batch in its epoch.
-            device: Device that the tensors are on.
+            copy_to_host: Returns the values of a tensor, given its shape and dtype.
 
         Raises:
             VerificationError: If a row differs.
         """
         from pinfeed.tensors.numpy_torch import bytes_by_row
 
-        stream = device.current_stream()
         for (_, tensor), name, store in zip(flatten(data)[0], self.names, self.stores, strict=True):
             expected = np.empty((len(rows), *store.row_shape), store.dtype)
             store.gather(rows, expected)
-            lent: npt.NDArray[Any] = np.ndarray(
-                expected.shape, expected.dtype, device.staging(max(1, expected.nbytes))
-            )
-            device.copy(tensor, lent, stream)
-            stream.record().sync()
+            lent = copy_to_host(tensor, expected.shape, expected.dtype)
             differs = (bytes_by_row(lent) != bytes_by_row(expected)).any(axis=1)
             wrong = np.flatnonzero(differs)
             if len(wrong):

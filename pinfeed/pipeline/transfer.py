@@ -48,7 +48,8 @@ Each wait prevents a hazard:
     (6) the values may not have arrived yet
     (7) copies may still write memory that was not lent
 
-``settle`` syncs too. It prevents no hazard: timestamps are read after it, outside of any loop.
+Two more syncs are in no loop but one that verifies its batches: in ``copy_to_host``, the values may
+not have arrived yet; ``settle`` prevents no hazard, and timestamps are read after it.
 
 A direct gather may run at the same time as the scatter of the same rows and read them half
 written. That is allowed: such a write is not completed when the slot is filled, so ``lend`` copies
@@ -314,6 +315,17 @@ class Transfer:
         if self._timeline is not None:
             began_s = start if begun is None else begun.at_s()
             self._timeline.add("write", pending.batch, began_s, now)
+
+    def copy_to_host(
+        self, tensor: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> npt.NDArray[Any]:
+        """Return the values of a tensor that was lent (consumer). It waits for the device."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        out: npt.NDArray[Any] = np.ndarray(shape, dtype, self.device.staging(max(1, nbytes)))
+        compute = self.device.current_stream()
+        self.device.copy(tensor, out, compute)
+        compute.record().sync()  # the values may not have arrived yet
+        return out
 
     def forget(self) -> None:
         """Drop the writes that every prefetched batch has seen (consumer)."""
