@@ -65,7 +65,7 @@ class Run:
                     device.switch(("compute", "another")[(i - self.switch_after) % 2])  # to and fro
                 # Not held while the next one is made: its memory can be given out again.
                 del batch
-        # What the user reads right after the loop.
+        # The user reads this right after the loop.
         self.x, self.y = self.x.copy(), self.y.copy()
         del feeder, stores
         later = [
@@ -74,7 +74,7 @@ class Run:
             for _ in range(8)
         ]
         for array in later:
-            # What the user computes next, in whatever memory the loop has left.
+            # The user computes this next, in memory that the loop has freed.
             device.launch(lambda a: a.fill(7), array)
         device.drain()
         assert all((array._array == 7).all() for array in later), (
@@ -100,7 +100,7 @@ class Run:
                 # Values were copied: the user may change them at once.
                 device.launch(lambda a: a.fill(-1), array)
         for shape, dtype in (((5, D), "f8"), ((5,), "i4")):
-            # What a model needs in between, as large as the largest batch.
+            # A model needs this memory in between, as much as the largest batch.
             device.launch(lambda a: a.fill(-2), device.array(shape, dtype))
 
 

@@ -179,7 +179,7 @@ def test_single_rows_come_in_order_or_are_refused(
     rows: list[int], batch_size: int, drop_last: bool, kind: Any
 ) -> None:
     n_full = len(rows) // batch_size * batch_size
-    # What is given at once is checked at once.
+    # A whole array is checked at once.
     used = rows[:n_full] if drop_last and kind in (Sampler, Unsized) else rows
     if not all(0 <= row < 10 for row in used):
         with pytest.raises(RowIndexError):

@@ -156,7 +156,7 @@ def peak_of(tracker: StorageTracker, round_to: int) -> Peak:
     """Return the peak of a tracked program, with each storage rounded up to ``round_to`` bytes."""
     now: dict[str, int] = {}
     phases: dict[str, int] = {}
-    # Of several marks at one position the last one counts.
+    # The last one counts if several marks have one position.
     marks = dict(tracker.marks)
     phase = ""
     total = 0
