@@ -11,7 +11,7 @@ from typing import Any, TypeGuard
 import torch
 
 from pinfeed.devices.cuda_streams import CudaStream
-from pinfeed.devices.kernels import Move, RowKernels
+from pinfeed.devices.kernels import Move, RowIndices, RowKernels
 from pinfeed.devices.route import STAGED, Rates, Route, decide
 from pinfeed.devices.route_benchmark import measure
 from pinfeed.devices.route_cache import cached_rates
@@ -155,7 +155,8 @@ class KernelAccess:
         ]
         # Another feeder on this device may have chosen the staged route since.
         n_blocks = self.route.n_blocks or _N_BLOCKS
-        yield from launch(stream.raw.cuda_stream, numbers.data_ptr(), len(rows), moves, n_blocks)
+        on_device = RowIndices(numbers.data_ptr(), len(rows), numbers.element_size())
+        yield from launch(stream.raw.cuda_stream, on_device, moves, n_blocks)
 
     def _rates(self, stores: Sequence[PinnedStore], n_rows: int) -> Rates:
         # Sizes are rounded to powers of two, so that few are measured.
