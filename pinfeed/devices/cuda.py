@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 
 from pinfeed.devices.cuda_clock import CudaClock, take_mark
-from pinfeed.devices.cuda_kernel_access import KernelAccess
+from pinfeed.devices.cuda_direct_access import DirectAccess
 from pinfeed.devices.cuda_memory import staging_memory
 from pinfeed.devices.cuda_streams import CudaStream
 from pinfeed.errors import DeviceError
@@ -54,7 +54,7 @@ def check_gpu(index: int | None) -> int:
     return index
 
 
-class CudaDevice(KernelAccess):
+class CudaDevice(DirectAccess):
     """One CUDA GPU.
 
     Args:
@@ -96,12 +96,12 @@ class CudaDevice(KernelAccess):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def tensor(
-        self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
+        self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
     ) -> torch.Tensor:
         # set_ and not view: the user's tensor must not be a view, so that autograd and in-place
         # operations treat it as a tensor of its own.
         return torch.empty(0, dtype=TORCH[dtype], device=self._device).set_(
-            buffer.untyped_storage(), 0, shape, _strides(shape)
+            buffer.untyped_storage(), offset // dtype.itemsize, shape, _strides(shape)
         )
 
     def cut(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -127,7 +127,7 @@ class CudaDevice(KernelAccess):
         if dst.numel() == 0:
             return
         with torch.cuda.stream(stream.raw):
-            positions = self._upload(np.stack((src_pos, dst_pos)))
+            positions = self._upload(np.stack((src_pos, dst_pos)), np.dtype(np.int64))
             words, target = _words(src), _words(dst)
             # index_select allocates memory for the selected rows, so they are copied in steps.
             step = max(1, OVERLAP_CHUNK_BYTES * len(dst) // dst.nbytes)
