@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,7 +22,6 @@ from pinfeed.errors import DeviceError
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.demand import OVERLAP_CHUNK_BYTES
 from pinfeed.memory.page_locked import unlock_freed
-from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, HostArray
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch
 from pinfeed.threads.pool import ThreadPool
@@ -122,18 +121,20 @@ class CudaDevice(DirectAccess):
             target.copy_(source, non_blocking=True)
 
     def copy_rows(
-        self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: CudaStream
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        src_pos: torch.Tensor,
+        dst_pos: torch.Tensor,
+        stream: CudaStream,
     ) -> None:
-        if dst.numel() == 0:
+        if not len(src_pos):
             return
         with torch.cuda.stream(stream.raw):
-            positions = self._upload(np.stack((src_pos, dst_pos)), np.dtype(np.int64))
-            words, target = _words(src), _words(dst)
-            # index_select allocates memory for the selected rows, so they are copied in steps.
-            step = max(1, OVERLAP_CHUNK_BYTES * len(dst) // dst.nbytes)
-            for start in range(0, len(src_pos), step):
-                source, into = positions[:, start : start + step]
-                target.index_copy_(0, into, words.index_select(0, source))
+            # index_select takes int32, and index_copy_ does not.
+            target_pos = dst_pos.long()
+            for src, dst in pairs:
+                if dst.numel():
+                    _copy_rows(_words(src), src_pos, _words(dst), target_pos)
 
     def adopt(self, part: HostArray, stream: CudaStream) -> Any:
         value = getattr(part, "host_value", None)
@@ -198,6 +199,15 @@ def _is_plain(value: Any) -> bool:
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1] if shape else ()
+
+
+def _copy_rows(
+    source: torch.Tensor, source_pos: torch.Tensor, target: torch.Tensor, target_pos: torch.Tensor
+) -> None:
+    # index_select allocates memory for the selected rows, so they are copied in steps.
+    step = max(1, OVERLAP_CHUNK_BYTES * len(target) // target.nbytes)
+    for chosen, into in zip(source_pos.split(step), target_pos.split(step), strict=True):
+        target.index_copy_(0, into, source.index_select(0, chosen))
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
