@@ -80,9 +80,13 @@ class CudaDevice(DirectAccess):
         return CudaDevice(self._index, priority=self._priority)
 
     def stream(self, name: str) -> CudaStream:
-        if self.route.duplex or self._side is None:
-            self._side = torch.cuda.Stream(self._device, self._priority)
-        return CudaStream(self._side, self)
+        # If rows are read and written in turn, both are in one stream; row indices never are.
+        if name != "index" and not self.route.duplex and self._side is not None:
+            return CudaStream(self._side, self)
+        stream = torch.cuda.Stream(self._device, self._priority)
+        if name != "index":
+            self._side = stream
+        return CudaStream(stream, self)
 
     def current_stream(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self._device), self)

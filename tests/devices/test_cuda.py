@@ -130,6 +130,16 @@ def test_consecutive_rows_are_one_copy(rows: np.ndarray) -> None:
     assert "kernels" not in vars(device), "a kernel was compiled"
 
 
+def test_rows_that_are_moved_in_turn_share_a_stream() -> None:
+    device = CudaDevice()
+    device.route = Route(4, False, "")
+    read, write, index = (device.stream(name) for name in ("read", "write", "index"))
+    assert read == write
+    assert index != read
+    device.route = Route(4, True, "")
+    assert len({device.stream(name) for name in ("read", "write", "index")}) == 3
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 def test_row_indices_that_are_on_the_device(dtype: torch.dtype) -> None:
     pytest.importorskip("cupy")
