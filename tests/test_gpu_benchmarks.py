@@ -6,8 +6,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.ceilings import Ceilings
+from benchmarks.gpu.conditions import gpu_state, host_state, memory_state
 from benchmarks.gpu.correctness import summary
 from benchmarks.gpu.processes import Part, new_file, run_part, run_parts
 from benchmarks.gpu.recorder import Cell, Recorder, Skipped
@@ -172,3 +176,80 @@ def test_the_summary_of_tests_names_failures() -> None:
     assert found["unfinished"] == ["d"]
     assert found["skipped"] == [{"test": "c", "message": "why"}]
     assert [row["test"] for row in found["slowest"]] == ["b", "a", "c"]
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the only one with programs, besides those that a shell script needs."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def install(program: Path, text: str) -> None:
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+
+
+@pytest.mark.usefixtures("programs")
+def test_conditions_without_nvidia_smi_are_unknown() -> None:
+    called = []
+    found = gpu_state(lambda: called.append(1))
+    assert set(found.values()) == {None}
+    assert not called
+
+
+def test_conditions_of_the_gpu_are_taken_while_the_load_runs(programs: Path) -> None:
+    begun, loaded = programs / "begun", programs / "loaded"
+    # The program ends when the load has run.
+    values = "4, 5, 16, 16, 1.5, 2, 3, [N/A], 40"
+    install(
+        programs / "nvidia-smi",
+        f": > {begun}; until [ -e {loaded} ]; do :; done; echo '{values}'",
+    )
+    found = gpu_state(lambda: loaded.touch())
+    assert begun.exists()
+    assert found["pcie_gen"] == 4
+    assert found["pcie_gen_max"] == 5
+    assert found["sm_mhz"] == 1.5
+    assert found["power_w"] is None
+    assert found["temperature_c"] == 40
+
+
+def test_a_condition_that_nvidia_smi_does_not_know_leaves_the_others(programs: Path) -> None:
+    install(
+        programs / "nvidia-smi",
+        """case "$1" in
+        *power.draw*) echo 'Field "power.draw" is not a valid field to query.'; exit 2;;
+        *) echo '1, 2, 3, 4, 5, 6, 7, 8';;
+        esac""",
+    )
+    found = gpu_state()
+    assert found["power_w"] is None
+    assert found["memory_mhz"] == 7
+    assert found["temperature_c"] == 8
+
+
+def test_nvidia_smi_that_fails_leaves_conditions_unknown(programs: Path) -> None:
+    install(programs / "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
+    assert set(gpu_state().values()) == {None}
+    install(programs / "nvidia-smi", "echo 'No devices were found'")
+    assert set(gpu_state().values()) == {None}
+
+
+def test_conditions_of_the_host_name_the_mapping_of_an_array() -> None:
+    array = np.ones(1 << 20)
+    assert memory_state(array)["mapped_bytes"] >= array.nbytes
+    assert set(host_state()) >= {"transparent_huge_pages", "gpu_numa_node", "process_numa_nodes"}
+
+
+def test_ceilings_leave_the_table_as_it_is() -> None:
+    bench = Bench("cpu")
+    memory = bench.words(8 << 20)
+    limits = Ceilings(bench, memory)
+    assert limits.few()["gather_copy_engine"] > 0
+    for direction in ("to the host", "both"):
+        assert limits.engine(direction) > 0
+        assert limits.kernel(8, direction, random=True) > 0
+    assert np.array_equal(memory.array, np.arange(memory.n_rows))

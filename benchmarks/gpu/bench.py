@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,6 +105,39 @@ class Bench:
         self.device.write([(sample.store, values)], sample.rows, self.write)
 
 
+class Samples:
+    """Samples of rows, each with memory of its own on the device; calls take them in turn.
+
+    Rows that were just copied are in the caches of the host, so that one sample alone would measure
+    these. The memory on the device has the rows of its sample from the beginning, so that a scatter
+    leaves the tables as they are.
+
+    Args:
+        bench: The bench.
+        samples: Samples of equally many rows of equal size.
+    """
+
+    def __init__(self, bench: Bench, samples: Sequence[StoreRows]) -> None:
+        self._bench = bench
+        self.pairs = [(sample, bench.room(sample)) for sample in samples]
+        self.nbytes = part_nbytes(samples[0])
+        for pair in self.pairs:
+            bench.gather(*pair)
+        bench.read.record().sync()
+        self._gathered = itertools.cycle(self.pairs)
+        # If both are queued at the same time, they work on different samples.
+        half = len(self.pairs) // 2
+        self._scattered = itertools.cycle(self.pairs[half:] + self.pairs[:half])
+
+    def gather(self) -> None:
+        """Queue the copy of the next sample's rows to the device."""
+        self._bench.gather(*next(self._gathered))
+
+    def scatter(self) -> None:
+        """Queue the copy of the next sample's rows back to the table."""
+        self._bench.scatter(*next(self._scattered))
+
+
 def words(nbytes: int, *, pin: bool) -> PinnedStore:
     """Create a store of words, each of which is its own index.
 
@@ -127,6 +161,13 @@ def as_rows(memory: PinnedStore, row_nbytes: int) -> PinnedStore:
     n_words = row_nbytes // WORD
     whole = memory.n_rows // n_words * n_words
     store._array = memory.array[:whole].reshape(-1, n_words)
+    return store
+
+
+def first_part(memory: PinnedStore, nbytes: int) -> PinnedStore:
+    """Return a store of the first ``nbytes`` of words."""
+    store = copy.copy(memory)
+    store._array = memory.array[: nbytes // WORD]
     return store
 
 
