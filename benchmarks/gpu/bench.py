@@ -91,10 +91,10 @@ class Bench:
         memory = self.device.empty(part_nbytes(sample), self.device.current_stream())
         return self.device.tensor(memory, sample.shape, sample.dtype)
 
-    def use_blocks(self, n_blocks: int) -> None:
-        """Set the number of blocks of the kernels that copy rows."""
+    def use_route(self, n_blocks: int, **options: Any) -> None:
+        """Set the number of blocks of the kernels that copy rows, and other options of a Route."""
         if self.cuda:
-            self.device.route = Route(n_blocks, True, "")
+            self.device.route = Route(n_blocks, True, "", **options)
 
     def gather(self, sample: StoreRows, into: Any) -> None:
         """Queue the copy of a sample's rows to the device."""

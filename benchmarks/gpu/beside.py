@@ -62,7 +62,7 @@ class Beside:
     def rows(self, n_blocks: int | None) -> Fields:
         """Measure with a kernel of ``n_blocks``, or with the copy engine for None."""
         if n_blocks is not None:
-            self._bench.use_blocks(n_blocks)
+            self._bench.use_route(n_blocks)
             return self.measure(self._samples.gather, self._samples.nbytes)
         _, into = self._samples.pairs[0]
         move = functools.partial(self._bench.device.copy, self._staged, into, self._bench.read)

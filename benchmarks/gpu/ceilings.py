@@ -106,7 +106,7 @@ class Ceilings:
 
     def kernel(self, n_blocks: int, direction: str, *, random: bool = False) -> float:
         """Return GB/s of the kernels that copy rows, of random rows or of whole blocks."""
-        self.bench.use_blocks(n_blocks)
+        self.bench.use_route(n_blocks)
         samples = self._random if random else self._blocks
         return self._rate(direction, samples.gather, samples.scatter)
 

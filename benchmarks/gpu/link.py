@@ -17,7 +17,8 @@ from pinfeed import Feeder, PinnedStore
 
 _BATCH_BYTES = 16 << 20
 _N_WARM = 8
-_ROUTE_SIZES = (512, 4096, 128, 65_536, 64, 256, 1024, 16_384)
+_ROUTE_SIZES = (512, 4096, 65_536, 64, 32_768, 128, 1024, 16_384, 256, 1 << 20)
+_N_CONSECUTIVE = 3
 _TABLE_GB = 8
 _SMALL_GB = 1
 
@@ -66,7 +67,7 @@ def _gb_per_s(way: Callable[[str], float], direction: str) -> Fields:
 def routes(run: Run) -> list[Cell]:
     """Return cells of a feeder's loops without a step, with and without write-back."""
     memory = functools.cache(lambda: words((2 << 30) if run.cuda else (256 << 20), pin=run.cuda))
-    seconds = 0.7 if run.cuda else 0.1
+    seconds = 0.5 if run.cuda else 0.1
 
     def measured(row_nbytes: int, write: bool, route: str, order: str) -> Fields:
         return loop_rate(
@@ -79,8 +80,9 @@ def routes(run: Run) -> list[Cell]:
         )
 
     sizes = _ROUTE_SIZES if run.cuda else (512, 4096)
-    consecutive = itertools.product(sizes[:2], (False, True), ("direct",), ("consecutive",))
-    random = itertools.product(sizes, (False, True), ("direct", "staged"), ("shuffled",))
+    both = (False, True)
+    consecutive = itertools.product(sizes[:_N_CONSECUTIVE], both, ("direct",), ("consecutive",))
+    random = itertools.product(sizes, both, ("direct", "staged"), ("shuffled",))
     cells = []
     for row_nbytes, write, route, order in (*consecutive, *random):
         key = {"row_nbytes": row_nbytes, "write": write, "route": route, "order": order}

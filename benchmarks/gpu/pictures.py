@@ -25,6 +25,7 @@ def draw(results: Sequence[Path], out: Path, prefix: str) -> list[Path]:
     pictures: dict[str, tuple[str, Callable[[Cells, Any], object]]] = {
         "rows": ("rows", draw_rows),
         "overlap": ("overlap", draw_overlap),
+        "movers": ("movers", draw_movers),
         "tables": ("tables", draw_tables),
     }
     written = []
@@ -219,6 +220,30 @@ def draw_tables(cells: Cells, figure: Any) -> None:
         axes.margins(y=0.15)
         axes.set_ylabel("ms of a step")
         title = f"rows of a host table, trained with Adam; {model} model"
+        axes.set_title(title, loc="left", fontsize=10)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize=8, frameon=False)
+
+
+def draw_movers(cells: Cells, figure: Any) -> None:
+    """Draw the throughput of every way to move long rows, and its time beside products."""
+    ways = list(dict.fromkeys((cell["by"], cell["n_blocks"]) for cell in cells))
+    sizes = sorted({cell["row_nbytes"] for cell in cells})
+    width = 0.8 / len(ways)
+    titles = {
+        "gather_gb_per_s": "GB/s to the device",
+        "joint_to_longer": f"rows and products at once, to the longer one; goal {_GOAL}",
+    }
+    for axes, (name, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        for number, (by, n_blocks) in enumerate(ways):
+            of_way = [cell for cell in cells if (cell["by"], cell["n_blocks"]) == (by, n_blocks)]
+            places = [sizes.index(cell["row_nbytes"]) + (number + 0.5) * width for cell in of_way]
+            label = by if n_blocks is None else f"{by}, {n_blocks} blocks"
+            bars = axes.bar(places, [cell[name] for cell in of_way], width, label=label)
+            axes.bar_label(bars, fmt="%.2f", fontsize=6, rotation=90, padding=2)
+        labels = [f"{size:,} B" for size in sizes]
+        axes.set_xticks([place + 0.4 for place in range(len(sizes))], labels, fontsize=8)
+        axes.margins(y=0.15)
         axes.set_title(title, loc="left", fontsize=10)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize=8, frameon=False)

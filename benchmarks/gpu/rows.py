@@ -77,7 +77,7 @@ class Sweep:
         samples = [StoreRows(store, np.sort(c) if order == "sorted" else c) for c in chosen]
         nbytes = part_nbytes(samples[0])
         limits = self.limits.get(gb, {})
-        self.bench.use_blocks(int(limits.get("n_blocks", _N_BLOCKS)))
+        self.bench.use_route(int(limits.get("n_blocks", _N_BLOCKS)))
         check(self.bench, samples[0], self.bench.room(samples[0]))
         several = Samples(self.bench, samples[: max(1, _QUEUED_BYTES // nbytes)])
         n_queued = max(1, min(8, _QUEUED_BYTES // nbytes))
