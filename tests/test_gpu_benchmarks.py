@@ -1,20 +1,26 @@
 """The benchmark command for GPUs keeps its measurements, whatever happens to a part."""
 
+import importlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.gpu.bench import Bench
+from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.bench import Bench, Samples, as_rows
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.conditions import gpu_state, host_state, memory_state
 from benchmarks.gpu.correctness import summary
+from benchmarks.gpu.movers import Staging
 from benchmarks.gpu.processes import Part, new_file, run_part, run_parts
-from benchmarks.gpu.recorder import Cell, Recorder, Skipped
+from benchmarks.gpu.recorder import Cell, Recorder, Run, Skipped
+from benchmarks.gpu.steady import N_WARM, Loop, rounds, timed
+from pinfeed.stores.base import StoreRows
 
 MODULE = """
 import os
@@ -246,10 +252,62 @@ def test_conditions_of_the_host_name_the_mapping_of_an_array() -> None:
 
 def test_ceilings_leave_the_table_as_it_is() -> None:
     bench = Bench("cpu")
-    memory = bench.words(8 << 20)
+    memory = bench.words(2 << 20)
     limits = Ceilings(bench, memory)
-    assert limits.few()["gather_copy_engine"] > 0
     for direction in ("to the host", "both"):
         assert limits.engine(direction) > 0
         assert limits.kernel(8, direction, random=True) > 0
     assert np.array_equal(memory.array, np.arange(memory.n_rows))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_cells_of_every_part_have_keys_of_their_own(tmp_path: Path, device: str) -> None:
+    for one in PARTS:
+        module, name = one.target.split(":")
+        run = Run(device, recorder(tmp_path / "part.json"))
+        keys = [str(cell.key) for cell in getattr(importlib.import_module(module), name)(run)]
+        assert keys, one.name
+        assert len(set(keys)) == len(keys), one.name
+
+
+def test_rows_gathered_by_the_cpu_are_compared() -> None:
+    bench = Bench("cpu")
+    table = as_rows(bench.words(1 << 20), 4096)
+    samples = Samples(bench, [StoreRows(table, np.arange(i, 256, 2)[::-1].copy()) for i in (0, 1)])
+    with Staging(bench, samples) as staging:
+        staging.compare()
+        table.array[7] += 1
+        with pytest.raises(AssertionError, match="gathered by the CPU are wrong"):
+            staging.compare()
+
+
+def test_a_loop_is_timed_after_its_first_batches() -> None:
+    steps: list[int] = []
+    written: list[int] = []
+    closed = []
+
+    def batches() -> Iterator[int]:
+        try:
+            yield from range(100)
+        finally:
+            closed.append(True)
+
+    found = timed(Loop(batches, steps.append, written.append, "cpu"), 5)
+    assert steps == written == list(range(N_WARM + 5))
+    assert closed == [True]
+    assert len(found.host_s) == 5
+    assert found.batch_s > 0
+
+
+def test_both_at_once_are_compared_with_the_longer_one() -> None:
+    moves = Loop(lambda: iter_of(100), lambda _: None, None, "cpu")
+    both = Loop(lambda: iter_of(100), lambda _: time.sleep(0.002), None, "cpu")
+    found = rounds(moves, both, lambda: time.sleep(0.002), 3)
+    assert found["both_to_longer"] == pytest.approx(
+        found["both_ms"] / max(found["transfer_ms"], found["compute_ms"]), rel=0.01
+    )
+    assert len(found["both_rounds_ms"]) == 3
+
+
+def iter_of(n: int) -> Iterator[int]:
+    yield from range(n)

@@ -73,7 +73,7 @@ class Beside:
         bench = self._bench
         move_s = bench.latency_s(move)
         n_moves = int(3 * self._alone_s / move_s) + 1
-        # The first round is not timed, because it allocates page-locked memory for row indices.
+        # The first round is not timed, because it loads code.
         for _ in range(n_moves):
             move()
         bench.read.record().sync()

@@ -14,9 +14,11 @@ from benchmarks.gpu.bench import (
     Bench,
     Samples,
     as_rows,
+    compare,
     expected_rows,
     first_part,
     rate,
+    some_of,
     wait,
 )
 from benchmarks.gpu.ceilings import Ceilings
@@ -34,7 +36,6 @@ _COUNTS = (65_536, 8192, 1 << 20, 1000)
 _MOST_BYTES = 512 << 20
 _QUEUED_BYTES = 1 << 30
 _N_SAMPLES = 4
-_N_CHECKED = 200
 # The blocks of the kernels if the ceilings could not be measured.
 _N_BLOCKS = 8
 
@@ -72,7 +73,7 @@ class Sweep:
         rng = np.random.default_rng(0)
         drawn = [np.unique(rng.integers(store.n_rows, size=count)) for _ in range(_N_SAMPLES)]
         n = min(map(len, drawn))
-        # Without its last ones, not only the rows of the end of the table would be missing.
+        # Equally many of each sample, and not only those with the smallest row indices.
         chosen = [rng.permutation(rows)[:n] for rows in drawn]
         samples = [StoreRows(store, np.sort(c) if order == "sorted" else c) for c in chosen]
         nbytes = part_nbytes(samples[0])
@@ -137,13 +138,12 @@ def check(bench: Bench, sample: StoreRows, into: torch.Tensor) -> None:
     Raises:
         AssertionError: If rows are wrong on the device or in the table.
     """
-    row_nbytes = part_nbytes(sample) // len(sample.rows)
-    some = np.unique(np.linspace(0, len(sample.rows) - 1, _N_CHECKED).astype(np.int64))
-    expected = expected_rows(sample.rows[some], row_nbytes)
     bench.gather(sample, into)
     bench.read.record().sync()
-    if not np.array_equal(into[torch.from_numpy(some)].cpu().numpy(), expected):
-        raise AssertionError(f"{len(sample.rows)} gathered rows of {row_nbytes} bytes are wrong")
+    compare(sample, into)
+    row_nbytes = part_nbytes(sample) // len(sample.rows)
+    some = some_of(sample.rows)
+    expected = expected_rows(sample.rows[some], row_nbytes)
     for change in (1, -1):
         into += change
         wait(bench.device.name)
