@@ -79,15 +79,18 @@ class Overlap:
             store, step_of, route, write=write, batch_size=batch_size, shuffle=True
         )
 
-    def shared(self, n_rows: int) -> Fields:
-        """Measure batches that have half of their rows in common with the batch before."""
+    def shared(self, n_rows: int, depth: int) -> Fields:
+        """Measure batches that have half of their rows in common with the batch before.
+
+        The time of the training thread should not grow with the rows, nor with the depth.
+        """
         store = as_rows(self.memory, _SHARED_ROW_BYTES)
         # Rows of float32 as long as those of the store.
         dim = _SHARED_ROW_BYTES // 4
         cell = RowCell(dim, n_rows, 0.0, 0.5, table_bytes=store.array.nbytes)
         rows = [ids.numpy() for ids in cell.batches(N_WARM + self.sizes.n + 1)]
         step_of = functools.partial(self._step, _PRODUCTS[0], 1)
-        return self._measure(store, step_of, "chosen", write=True, rows=rows)
+        return self._measure(store, step_of, "chosen", write=True, rows=rows, depth=depth)
 
     def resnet(self, route: str) -> Fields:
         """Measure ResNet-18, which reads images."""
@@ -148,8 +151,10 @@ class Overlap:
             write: Whether the rows are written back.
             **options: Further options of the feeder.
         """
-        wanted = None if route == "chosen" or self.device == "cpu" else route
-        with Feeder(store, depth=_DEPTH, device=self.device, route=wanted, **options) as feeder:
+        options = {"depth": _DEPTH, **options}
+        if route != "chosen" and self.device != "cpu":
+            options["route"] = route
+        with Feeder(store, device=self.device, **options) as feeder:
             return self._rounds(feeder, store, step_of, write)
 
     def _rounds(
@@ -199,21 +204,27 @@ def overlaps(run: Run) -> list[Cell]:
 
     shared = [
         Cell(
-            {"what": "half of the rows in the batch before", "n_rows": n_rows, "write": True},
-            functools.partial(overlap.shared, n_rows),
+            {
+                "what": "half of the rows in the batch before",
+                "n_rows": n_rows,
+                "depth": depth,
+                "write": True,
+            },
+            functools.partial(overlap.shared, n_rows, depth),
         )
         for n_rows in overlap.sizes.shared
+        for depth in (_DEPTH, 2 * _DEPTH)
     ]
     largest, *smaller = _PRODUCTS if run.cuda else _PRODUCTS[:1]
     sizes = overlap.sizes.rows
     factors = _FACTORS if run.cuda else ()
     return [
         *products([largest], sizes[:2], 1, "chosen"),
-        *shared[:1],
+        *shared[:2],
         *_models(run, overlap, "chosen"),
         *products([largest], sizes[2:], 1, "chosen"),
         *products(smaller, sizes, 1, "chosen"),
-        *shared[1:],
+        *shared[2:],
         *beside_products(run),
         *(cell for factor in factors for cell in products(smaller, [4096], factor, "direct")),
         *products(smaller, sizes[:2], 1, "staged"),

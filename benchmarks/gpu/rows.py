@@ -22,6 +22,7 @@ from benchmarks.gpu.bench import (
     wait,
 )
 from benchmarks.gpu.ceilings import Ceilings
+from benchmarks.gpu.conditions import gpu_state
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.memory import free
 from pinfeed import PinnedStore
@@ -68,7 +69,10 @@ class Sweep:
         return {**self.limits[gb], "conditions": limits.conditions()}
 
     def moved(self, gb: float, row_nbytes: int, count: int, order: str) -> Fields:
-        """Check a gather and a scatter of one batch, then time them, each time on other rows."""
+        """Check a gather and a scatter of one batch, then time them, each time on other rows.
+
+        The conditions of large batches of random rows are recorded, too.
+        """
         store = as_rows(self.table(gb), row_nbytes)
         rng = np.random.default_rng(0)
         drawn = [np.unique(rng.integers(store.n_rows, size=count)) for _ in range(_N_SAMPLES)]
@@ -90,6 +94,8 @@ class Sweep:
             for ceiling in ("kernel", "copy_engine"):
                 if limit := limits.get(f"{way}_{ceiling}"):
                     found[f"{way}_to_{ceiling}"] = round(reached / limit, 3)
+        if order == "random" and count == min(_FIRST_COUNT, _MOST_BYTES // row_nbytes):
+            found["conditions"] = gpu_state(lambda: self.bench.latency_s(several.gather))
         return found
 
 
