@@ -120,6 +120,7 @@ def loop_rate(
             "epochs": len(rates),
             "batch_size": batch_size,
             "plan": feeder.plan.route,
+            "notes": list(feeder.plan.notes),
         }
 
 

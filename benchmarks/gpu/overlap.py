@@ -171,6 +171,7 @@ class Overlap:
         gb_per_s = (1 + write) * nbytes / found["transfer_ms"] / 1e6
         return {
             "plan": feeder.plan.route,
+            "notes": list(feeder.plan.notes),
             "batch_nbytes": nbytes,
             "transfer_gb_per_s": round(gb_per_s, 2),
             **found,
