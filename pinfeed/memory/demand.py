@@ -12,10 +12,16 @@ from pinfeed.memory.plan import Allocation, Place, Route
 _PAGE = 4096
 # torch's caching allocator rounds to this.
 _DEVICE_BLOCK = 512
-# Row indices and positions are int64.
+# Row indices are int64, positions of shared rows int32.
 _INDEX_NBYTES = 8
+_POSITION_NBYTES = 4
+# For each row of a recent batch: its index among the sorted ones, its position before, and two
+# numbers of the batch that held it last.
+_RECENT_NBYTES = 8 + 3 * 4
+# The table of marks has 32 marks of two bytes for each row of a batch.
+_MARKS_NBYTES = 64
 OVERLAP_CHUNK_BYTES = 8 << 20
-"""Most bytes that the device copies at once of the rows that two batches share."""
+"""Most bytes that the device copies at once of the rows that batches share."""
 # Most bytes that an order of pinfeed.rows takes: three tables of 512 KiB, and arrays for a run of
 # 16384 rows.
 _ORDER_BYTES = 3 << 20
@@ -41,6 +47,8 @@ class Demand:
     """Rows of a window and bytes of a row, for each store whose windows are read ahead."""
     batches_per_slot: int = 1
     """Small batches that are gathered together."""
+    repeats: bool = True
+    """Whether a row may occur twice in an epoch."""
 
     @property
     def route(self) -> Route:
@@ -58,10 +66,7 @@ def plan_allocations(demand: Demand, batch_size: int, depth: int) -> tuple[Alloc
     """
     if batch_size == 0:
         return ()
-    # A loop that writes prefetches no deeper than the default where small batches are gathered
-    # together: see Feeder.batches.
-    written_ahead = min(depth, DEFAULT_DEPTH) if demand.batches_per_slot > 1 else depth
-    n_written = n_held(written_ahead) if any(demand.writable) else 0
+    n_written = n_held(_written_ahead(demand, depth)) if any(demand.writable) else 0
     allocations = [
         *_batch_buffers(demand, batch_size, depth, n_written),
         *_row_index_buffers(demand, batch_size, depth, n_written),
@@ -114,7 +119,8 @@ def _batch_buffers(demand: Demand, batch_size: int, depth: int, n_written: int) 
         written = [writable and staged for writable, staged in pairs]
         if any(written):
             nbytes = batch_nbytes(written, _PAGE)
-            buffers.append(Allocation("staging of a write-back", "pinned", 1, nbytes))
+            # Two write-backs are under way at a time.
+            buffers.append(Allocation("staging of a write-back", "pinned", 2, nbytes))
     return buffers
 
 
@@ -123,36 +129,53 @@ def _row_index_buffers(
 ) -> list[Allocation]:
     """List the buffers of row indices, on the host and for the device's kernels."""
     nbytes = batch_size * _INDEX_NBYTES
-    # A write-back keeps its row indices, the same sorted, and the order that sorts them.
-    n_arrays = depth + 3 + 3 * n_written
-    buffers = [Allocation("row indices", "host", n_arrays, nbytes)]
-    if demand.unified:
-        return buffers
-    if not all(demand.staged):
-        # Kernels take the row indices of each slot and of a write-back.
-        n_uploads = depth + 2
-        pinned = _power_of_two(nbytes)
+    buffers = [Allocation("row indices", "host", depth + 3 + n_written, nbytes)]
+    if not demand.unified and not all(demand.staged):
+        # Kernels take the row indices of each batch, also to write it back.
+        pinned = _round_up(nbytes, _PAGE)
         uploaded = _round_up(nbytes, _DEVICE_BLOCK)
-        buffers.append(Allocation("page-locked row indices", "pinned", n_uploads, pinned))
+        buffers.append(Allocation("page-locked row indices", "pinned", depth + 1, pinned))
+        n_uploads = depth + 2 + n_written
         buffers.append(Allocation("uploaded row indices", "device", n_uploads, uploaded))
-    if n_written:
-        buffers += _overlap_buffers(demand, batch_size)
+    if n_written and depth and demand.repeats:
+        ahead = _written_ahead(demand, depth)
+        buffers += _shared_row_buffers(demand, batch_size, ahead, n_written)
     return buffers
 
 
-def _overlap_buffers(demand: Demand, batch_size: int) -> list[Allocation]:
-    """List the buffers for rows that a write-back and a prefetched batch have in common."""
-    positions = 2 * batch_size * _INDEX_NBYTES
+def _shared_row_buffers(
+    demand: Demand, batch_size: int, depth: int, n_written: int
+) -> list[Allocation]:
+    """List the buffers that find and copy rows that a batch shares with earlier ones."""
+    # At most, every row is in every batch with which it is compared.
+    positions = 2 * batch_size * _POSITION_NBYTES * n_written
+    n_batches = depth + 2
+    buffers = [
+        Allocation("sorted rows of recent batches", "host", n_written, batch_size * _RECENT_NBYTES),
+        Allocation("marks of recent rows", "host", 1, _power_of_two(batch_size * _MARKS_NBYTES)),
+        Allocation("positions of shared rows", "host", n_batches, positions),
+    ]
+    if demand.unified:
+        return buffers
     pairs = zip(demand.row_nbytes, demand.writable, strict=True)
     row_nbytes = max(nbytes for nbytes, writable in pairs if writable)
     values = max(row_nbytes, min(OVERLAP_CHUNK_BYTES, batch_size * row_nbytes))
-    on_device = _round_up(values + positions, _DEVICE_BLOCK)
+    copied = _round_up(values + 2 * batch_size * _INDEX_NBYTES, _DEVICE_BLOCK)
+    staged = _round_up(positions, _PAGE)
     return [
-        Allocation(
-            "positions of rows that two batches share", "pinned", 2, _power_of_two(positions)
-        ),
-        Allocation("rows that two batches share", "device", 1, on_device),
+        *buffers,
+        Allocation("staged positions of shared rows", "pinned", depth + 1, staged),
+        Allocation("uploaded positions of shared rows", "device", n_batches, staged),
+        Allocation("shared rows that are copied", "device", 1, copied),
     ]
+
+
+def _written_ahead(demand: Demand, depth: int) -> int:
+    """Return the number of batches that a loop which writes prefetches.
+
+    It is at most the default where small batches are gathered together: see ``Feeder.batches``.
+    """
+    return min(depth, DEFAULT_DEPTH) if demand.batches_per_slot > 1 else depth
 
 
 def _round_up(nbytes: int, block: int) -> int:

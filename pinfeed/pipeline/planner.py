@@ -16,7 +16,7 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.readahead import ReadPlan, choose, window_sizes
-from pinfeed.rows.orders import Order
+from pinfeed.rows.orders import Order, is_distinct
 from pinfeed.rows.sampler_batches import largest_batch
 from pinfeed.stores.base import Store, row_nbytes
 from pinfeed.stores.sharded_file import ShardedStore
@@ -102,6 +102,7 @@ def _demand(
         unified=device.unified,
         staged=tuple(not device.reaches(store) for store in stores),
         batches_per_slot=schedule.batches_per_slot,
+        repeats=not is_distinct(request.rows),
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.indices import check_rows
-from pinfeed.rows.orders import At, BlockShuffled, Order, Rows, Sequential, Shuffled
+from pinfeed.rows.orders import At, Order, Rows, is_distinct
 from pinfeed.rows.windows import Windows, windows
 
 # An order is asked for this many rows at once. Small batches then share numpy's cost per call, and
@@ -157,7 +157,7 @@ class OrderBatches(RowBatches):
 
     @property
     def is_distinct(self) -> bool:
-        return isinstance(self.order, (Sequential, Shuffled, BlockShuffled))
+        return is_distinct(self.order)
 
     def __len__(self) -> int:
         n = self.order.length(self.n_rows)

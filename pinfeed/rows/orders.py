@@ -264,3 +264,8 @@ class PerRank:
         for world_size, n in self.done:
             left = RankPartition(world_size, self.uneven, self.hand).rest(left, n)
         return RankPartition(self.world_size, self.uneven, self.hand).pieces(left, whole, self.rank)
+
+
+def is_distinct(order: object) -> bool:
+    """Return whether it is known that no row occurs twice in an epoch of an order."""
+    return isinstance(order, (Sequential, Shuffled, BlockShuffled))

@@ -45,6 +45,7 @@ def loads() -> st.SearchStrategy[Demand]:
         resident_bytes=st.sampled_from([0, 1, MiB(16)]),
         n_rows=st.one_of(st.integers(1, 50), st.integers(1, 10**9)),
         unified=st.booleans(),
+        repeats=st.booleans(),
     )
 
 
@@ -163,7 +164,7 @@ def test_every_batch_that_is_there_at_a_time_is_planned(
     held = items.get("values that are written back")
     assert (held is not None) == any(load.writable)
     assert held is None or (held.place == batches.place and held.nbytes >= written_nbytes)
-    assert held is None or held.count == max(depth, 1) + depth + 1
+    assert held is None or held.count == (max(depth, 2) if depth else 1) + depth + 1
     assert ("staging" in items) == (not load.unified and any(load.staged))
     if "staging" in items:
         assert (items["staging"].count, items["staging"].place) == (depth + 1, "pinned")
@@ -184,9 +185,18 @@ def test_every_batch_that_is_there_at_a_time_is_planned(
             place,
             True,
         )
-    shared = items.get("rows that two batches share")
-    assert (shared is not None) == (any(load.writable) and not load.unified)
-    assert shared is None or shared.nbytes >= batch_size * 16
+    # Only rows that occur twice in an epoch are shared.
+    is_shared = any(load.writable) and depth > 0 and load.repeats
+    for what, place in (
+        ("sorted rows of recent batches", "host"),
+        ("marks of recent rows", "host"),
+        ("positions of shared rows", "host"),
+        ("staged positions of shared rows", "pinned"),
+        ("uploaded positions of shared rows", "device"),
+        ("shared rows that are copied", "device"),
+    ):
+        assert (what in items) == (is_shared and (place == "host" or not load.unified))
+        assert what not in items or items[what].place == place
     mapped = items.get("memory of the stores besides their rows")
     assert (mapped.total if mapped else 0) == load.resident_bytes
 
