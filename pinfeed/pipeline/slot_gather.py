@@ -25,7 +25,7 @@ Copy = tuple[npt.NDArray[Any], Tensor]
 
 @dataclass
 class Gathered:
-    """What is to be queued for a batch whose staged parts have been read."""
+    """Work to be queued for a batch whose staged parts have been read."""
 
     staged: list[Copy] = field(default_factory=list)
     """Copies of staged parts."""

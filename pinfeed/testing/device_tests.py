@@ -20,7 +20,8 @@ from pinfeed.testing.sample_rows import Array, sample
 class DeviceTests:
     """Tests that every device must pass: the behaviour that the transfer of batches relies on.
 
-    ``delay`` makes a stream late, so that missing waits show.
+    ``delay`` makes a stream late, so that missing waits show. It is one class because a device
+    passes by inheriting from it.
     """
 
     def make(self) -> Device:
@@ -116,10 +117,44 @@ class DeviceTests:
             array[back] = array[wanted]
             np.testing.assert_array_equal(store.array, array)
 
+    @pytest.mark.parametrize("rows", [[4, 0, 2], [1]], ids=str)
+    def test_rows_whose_indices_are_on_the_device(self, device: Device, rows: list[int]) -> None:
+        wanted, stream = np.array(rows, np.int64), device.current_stream()
+        array = sample(6, (3,), np.dtype("f4"))
+        store = self.store(array.copy())
+        dtype = device.index_dtype([store], wanted) if device.reaches(store) else None
+        if dtype is None:
+            pytest.skip("it needs no indices")
+        part = StoreRows(store, wanted)
+        into = device.tensor(device.empty(part_nbytes(part), stream), part.shape, part.dtype)
+        indices, _x = self.upload(device, wanted.astype(dtype), stream)
+        for _ in device.read([(part, into)], stream, indices):
+            pass
+        found = self.download(device, into, part.shape, part.dtype, stream)
+        np.testing.assert_array_equal(found, array[wanted])
+        back = 5 - wanted
+        indices, _y = self.upload(device, back.astype(dtype), stream)
+        device.write([(store, into)], back, stream, indices)
+        stream.record().sync()
+        array[back] = array[wanted]
+        np.testing.assert_array_equal(store.array, array)
+
     def test_tensor_of_a_larger_buffer(self, device: Device) -> None:
         stream = device.current_stream()
         tensor = device.tensor(device.empty(1000, stream), (2, 3), np.dtype(np.int16))
         assert device.describe(tensor) == ((2, 3), np.dtype(np.int16), True)
+
+    def test_tensors_that_share_a_buffer(self, device: Device) -> None:
+        stream, values = device.current_stream(), np.arange(1536, dtype=np.int64) % 251
+        whole, _staged = self.upload(device, values.astype(np.uint8), stream)
+        buffer = device.empty(1536, stream)
+        device.copy(whole, device.tensor(buffer, (1536,), np.dtype(np.uint8)), stream)
+        for offset in (0, 512, 1024):
+            tensor = device.tensor(buffer, (3, 2), np.dtype(np.int16), offset)
+            assert device.describe(tensor) == ((3, 2), np.dtype(np.int16), True)
+            expected = values[offset : offset + 12].astype(np.uint8).view(np.int16).reshape(3, 2)
+            found = self.download(device, tensor, (3, 2), np.int16, stream)
+            np.testing.assert_array_equal(found, expected)
 
     def test_a_stream_waits_for_an_event_of_another(self, device: Device) -> None:
         one, other = device.stream("one"), device.stream("other")

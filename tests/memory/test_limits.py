@@ -466,13 +466,13 @@ def test_a_plan_in_words() -> None:
     )
     first, host, device, *items = text.splitlines()
     assert first == "batches of 1024 rows, 3 ahead, staged route"
-    assert re.fullmatch(r"host: \d+\.\d MiB of 1\.0 GiB, of it page-locked: 5\.0 MiB", host)
-    assert device == "device: 13.0 MiB of 64.0 MiB"
+    assert re.fullmatch(r"host: \d+\.\d MiB of 1\.0 GiB, of it page-locked: 6\.2 MiB", host)
+    assert device == "device: 13.3 MiB of 64.0 MiB"
     assert "  device: 5 x 1.0 MiB batches" in items
     assert "  pinned: 4 x 1.0 MiB staging" in items
     assert "  host: 1 x 16.0 MiB memory of the stores besides their rows" in items
-    assert "  device: 1 x 1.0 MiB rows that two batches share" in items
-    assert len(items) == 9
+    assert "  device: 1 x 1.0 MiB shared rows that are copied" in items
+    assert len(items) == 13
 
 
 def test_a_plan_without_limits_in_words() -> None:
