@@ -19,8 +19,8 @@ class WriteQueue:
     Args:
         transfer: Transfer that writes values to their stores.
         threads: Threads of the loop.
-        depth: Number of batches ahead of the loop. The queue holds as many write-backs; at depth 0
-            each one completes before ``add`` returns.
+        depth: Number of batches ahead of the loop. The queue holds as many write-backs. While the
+            threads make calls in the caller's thread, each one completes before ``add`` returns.
     """
 
     def __init__(self, transfer: Transfer, threads: LoopThreads, depth: int) -> None:
@@ -28,7 +28,6 @@ class WriteQueue:
         self._counters = transfer.counters
         self._threads = threads
         self._limit = max(depth, 1)
-        self._is_synchronous = depth == 0
         self._calls: deque[Pending[None]] = deque()
         self._has_failed = False
         self.failure: BaseException | None = None
@@ -74,7 +73,7 @@ class WriteQueue:
     def _submit(self, write: PendingWrite) -> Pending[None]:
         """Let the writer thread complete a write-back."""
         self._threads.require_running()
-        if not self._is_synchronous:
+        if not self._threads.is_inline:
             return self._call(write)
         start = self._counters.now()
         is_idle = write.is_computed()
