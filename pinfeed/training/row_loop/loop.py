@@ -75,10 +75,10 @@ def train_rows(
             function is called by a background thread, one batch at a time, in order.
         optimizer: The RowOptimizer, or several, that step in the loop; their state is moved with
             the rows.
-        depth: Number of batches to prefetch, at most 1,024; 0 is the synchronous loop. With None,
-            the loop times its first batches with 2 batches ahead and synchronously, and continues
-            in the faster way; ``depth_reason`` names it. With ``verify`` or sharded tables, None
-            is 2.
+        depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
+            training thread asks for batches and ids. With None, the loop times some batches with 2
+            of them ahead and some in the synchronous loop, and keeps the faster way, which
+            ``depth_reason`` names. With ``verify`` or sharded tables, None is 2.
         device: Target device, as for ``Feeder``.
         route: Route of rows of page-locked stores to a GPU, as for ``Feeder``.
         verify: Whether to keep a copy of every row that was lent, run the synchronous loop on it,
