@@ -55,7 +55,7 @@ class EpochRunner:
     ) -> None:
         self.source = source
         self._schedule = schedule
-        self._choice = DepthChoice(schedule)
+        self._choices = {schedule: DepthChoice(schedule)}
         self._progress = progress
         self._position = EpochPosition(source)
         self._counters = Counters(timeline=Timeline() if timeline else None)
@@ -85,12 +85,12 @@ class EpochRunner:
 
     def __str__(self) -> str:
         """Describe the depth and whether it is closed, for the ``repr`` of a feeder."""
-        return f"{self._choice}{', closed' if self._closed else ''}"
+        return f"{self._choices[self._schedule]}{', closed' if self._closed else ''}"
 
     @property
     def depth_reason(self) -> str:
         """The depth and the times that it was chosen by; empty if the choice is not measured."""
-        return self._choice.reason
+        return self._choices[self._schedule].reason
 
     @property
     def stats(self) -> FeederStats:
@@ -138,9 +138,8 @@ class EpochRunner:
                 self._prefetcher.end()
             self._raise_failure()
             begin()
-            choice = self._choice
-            if schedule not in (None, self._schedule):
-                choice = DepthChoice(schedule)
+            schedule = schedule or self._schedule
+            choice = self._choices.setdefault(schedule, DepthChoice(schedule))
             generator = self._run(lend, choice, begin)
             self._active.set(generator)
             return generator

@@ -66,7 +66,7 @@ class Prefetcher:
         self._ending = threading.RLock()
         is_named = self._timeline is not None and not device.unified
         self._threads = LoopThreads(device, schedule, is_named=is_named)
-        self.write_queue = WriteQueue(transfer, self._threads, schedule.depth)
+        self.write_queue = WriteQueue(transfer, self._threads, schedule.max_pending_writes)
         # This is the last step. An interrupt after it would leave threads to the garbage collector.
         self._threads.start_readers()
 
@@ -94,7 +94,7 @@ class Prefetcher:
                 late = slot.ready_s > asked
                 host_batch, tensors, idle, received = self._receive(slot, number)
                 n_batches = len(host_batch.batches)
-                nbytes = sum(slot.needed) // n_batches
+                nbytes = sum(slot.needed[: len(tensors)]) // n_batches
                 for i in range(n_batches):
                     lent_batch = LentBatch(transfer, write_queue, host_batch, tensors, i, number)
                     if i == n_batches - 1:
@@ -133,7 +133,7 @@ class Prefetcher:
             # The steps are made in reverse order.
             with contextlib.ExitStack() as stack:
                 stack.callback(self._transfer.quiesce)
-                stack.callback(self._threads.join_writer)
+                stack.callback(self._threads.join_writers)
                 stack.callback(self.write_queue.finish)
                 if self._filler is not None:
                     stack.callback(self._filler.close)
@@ -160,7 +160,7 @@ class Prefetcher:
         """Begin the loop in this thread; return its slots and the time."""
         schedule = self._schedule
         self.consumer = threading.get_ident()
-        self._filler = SlotFiller(self._transfer, thunks, self._first, schedule.batches_per_slot)
+        self._filler = SlotFiller(self._transfer, thunks, self._first, schedule)
         slots = self._transfer.begin(schedule.n_slots, schedule.batches_per_slot)
         self._choice.begin()
         now = self._counters.enter(
@@ -182,18 +182,21 @@ class Prefetcher:
         for all write-backs. From then on this thread fills one slot at a time, and completes each
         write-back at once. A later change to prefetching therefore finds nothing to wait for.
         """
-        if not self._choice.is_synchronous:
-            self._threads.is_inline = False
-            n_slots = len(slots.free)
-        elif slots.filling:
-            n_slots = 0
-        else:
-            if not self._threads.is_inline:
-                self.write_queue.drain()
-                self._threads.is_inline = True
-            n_slots = 1
+        is_synchronous = self._choice.is_synchronous
+        if is_synchronous and slots.filling:
+            return
+        if self._threads.is_inline != is_synchronous:
+            self._change(is_synchronous=is_synchronous)
+        n_slots = 1 if is_synchronous else len(slots.free)
         for _ in range(n_slots):
             slots.filling.append(self._submit(slots.free.popleft()))
+
+    def _change(self, *, is_synchronous: bool) -> None:
+        """Change to the synchronous loop or back, when no slot is being filled."""
+        assert self._filler is not None
+        self.write_queue.drain()
+        self._threads.is_inline = is_synchronous
+        self._filler.compare(0 if is_synchronous else self._schedule.depth)
 
     def _submit(self, slot: Slot) -> Pending[Slot | None]:
         """Reserve a slot, and let a reader thread fill it."""

@@ -28,5 +28,5 @@ class ScriptedChoice(DepthChoice):
 
 def script(feeder: Any, ways: Iterable[bool]) -> None:
     """Let the loops over a feeder change as ``ways`` says."""
-    runner = feeder._loop
-    runner._choice = ScriptedChoice(runner._schedule, ways)
+    schedule = getattr(feeder, "_write_schedule", feeder._loop._schedule)
+    feeder._loop._choices[schedule] = ScriptedChoice(schedule, ways)

@@ -330,11 +330,12 @@ def _schedule(depth: int | None, tables: Sequence[LentTable], *, verify: bool) -
     The ranks of sharded tables must do the same, and a loop that is verified is slow either way.
     """
     if depth is not None:
-        return PrefetchSchedule(depth, n_readers=_n_readers(depth))
+        return PrefetchSchedule(depth, n_readers=_n_readers(depth), writes=True)
     is_sharded = any(isinstance(lent.table, ShardedEmbedding) for lent in tables)
     return PrefetchSchedule(
         DEFAULT_DEPTH,
         n_readers=_n_readers(DEFAULT_DEPTH),
+        writes=True,
         is_measured=not verify and not is_sharded,
     )
 

@@ -110,7 +110,7 @@ def test_a_loop_keeps_the_faster_way(
     training = Training(60)
     loop = training.loop
     loop._loop._counters.now = clock = Clock()
-    choice = loop._loop._choice
+    choice = loop._loop._choices[loop._loop._schedule]
     assert loop.depth_reason == "2 ahead, not measured yet"
     for batch in loop:
         clock.pass_s(synchronous_s if choice.is_synchronous else ahead_s)
@@ -371,7 +371,7 @@ def test_a_loop_that_is_synchronous_by_choice_is_not_called_starved(
             gather(rows, out)
 
         store.gather = slow
-        choice = loop._loop._choice
+        choice = loop._loop._choices[loop._loop._schedule]
         for batch in loop:
             clock.pass_s(0.5 if choice.is_synchronous else 2.0)
             training.step(batch)
