@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.pipeline.active_run import ActiveRun, is_suspended
+from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetcher import Prefetcher
@@ -54,6 +55,7 @@ class EpochRunner:
     ) -> None:
         self.source = source
         self._schedule = schedule
+        self._choices = {schedule: DepthChoice(schedule)}
         self._progress = progress
         self._position = EpochPosition(source)
         self._counters = Counters(timeline=Timeline() if timeline else None)
@@ -83,7 +85,12 @@ class EpochRunner:
 
     def __str__(self) -> str:
         """Describe the depth and whether it is closed, for the ``repr`` of a feeder."""
-        return f"{self._schedule.depth} ahead{', closed' if self._closed else ''}"
+        return f"{self._choices[self._schedule]}{', closed' if self._closed else ''}"
+
+    @property
+    def depth_reason(self) -> str:
+        """The depth and the times that it was chosen by; empty if the choice is not measured."""
+        return self._choices[self._schedule].reason
 
     @property
     def stats(self) -> FeederStats:
@@ -131,7 +138,9 @@ class EpochRunner:
                 self._prefetcher.end()
             self._raise_failure()
             begin()
-            generator = self._run(lend, schedule or self._schedule, begin)
+            schedule = schedule or self._schedule
+            choice = self._choices.setdefault(schedule, DepthChoice(schedule))
+            generator = self._run(lend, choice, begin)
             self._active.set(generator)
             return generator
 
@@ -197,7 +206,7 @@ class EpochRunner:
     def _run(
         self,
         lend: Callable[[LentBatch], T],
-        schedule: PrefetchSchedule,
+        choice: DepthChoice,
         begin: Callable[[], object],
     ) -> Iterator[T]:
         self._require_open()
@@ -210,10 +219,10 @@ class EpochRunner:
         starvation.begin()
         try:
             # No name holds the inner generator, so it has ended when an except clause runs.
-            for lent_batch in self._lend(schedule):
+            for lent_batch in self._lend(choice):
                 position.batch = lent_batch.number + 1
                 position.checksum = lent_batch.checksum
-                if counters.batches >= starvation.look_at:
+                if counters.batches >= starvation.look_at and not choice.excuses_waiting:
                     starvation.look()
                 if bar is not None:
                     bar.update()
@@ -231,14 +240,17 @@ class EpochRunner:
         if start and is_empty and math.isinf(position.n_batches):
             # The epoch was complete when the state was taken, which only its end shows.
             begin()
-            yield from self._run(lend, schedule, begin)
+            yield from self._run(lend, choice, begin)
 
-    def _lend(self, schedule: PrefetchSchedule) -> Iterator[LentBatch]:
+    def _lend(self, choice: DepthChoice) -> Iterator[LentBatch]:
         """Start the threads of a run; return its batches."""
         position = self._position
-        self._prefetcher = Prefetcher(self._transfer, position.batch, schedule)
+        self._prefetcher = Prefetcher(self._transfer, position.batch, choice)
         thunks = self.source.epoch(
-            position.epoch, position.batch, position.checksum, schedule.batches_per_slot
+            position.epoch,
+            position.batch,
+            position.checksum,
+            choice.schedule.batches_per_slot,
         )
         return self._prefetcher.lend(thunks)
 

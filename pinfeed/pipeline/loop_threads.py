@@ -41,7 +41,8 @@ class LoopThreads:
 
     ``start_readers`` starts the readers. The writers start with the first write-back: one queues
     the copies to the host, the other scatters the rows that have arrived, and may have helpers. At
-    depth 0 there are no threads, and every call runs in the caller's thread.
+    depth 0 there are no threads, and every call runs in the caller's thread. A loop with threads
+    can let its calls run there, too, while no call of its threads is left.
 
     Args:
         device: Device that makes the threads.
@@ -59,26 +60,30 @@ class LoopThreads:
         """Makes a call ``(lane, batch, fn, *args)`` in this thread, named for a profiler."""
         # Identifiers of the threads that have made a call.
         self._idents: set[int] = set()
+        self.is_inline = schedule.depth == 0
+        """Whether every call is made at once, in the caller's thread."""
+        self._inline = InlineWorkers()
         self._reader: Workers | None = None
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
         self._scatter_helpers: Workers | None = None
-        if schedule.depth == 0:
-            self._reader = InlineWorkers()
-            self._writer = InlineWorkers()
 
     def start_readers(self) -> None:
         """Start the reader threads."""
-        if self._reader is None:
+        if self._schedule.depth and self._reader is None:
             self._reader = self._device.worker("pinfeed-read", self._schedule.n_readers)
 
     def submit_read(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let a reader thread call ``fn(*args)`` for a batch."""
+        if self.is_inline:
+            return self._inline.submit(guarded, self.call, "read", batch, fn, *args)
         assert self._reader is not None
         return self._reader.submit(self._run, self.call, "read", batch, fn, *args)
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let the writer thread call ``fn(*args)`` for a batch."""
+        if self.is_inline:
+            return self._inline.submit(guarded, self.call, "write", batch, fn, *args)
         if self._writer is None:
             self._writer = self._device.worker("pinfeed-write")
         return self._writer.submit(self._run, self.call, "write", batch, fn, *args)

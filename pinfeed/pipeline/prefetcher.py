@@ -11,13 +11,14 @@ import contextlib
 import itertools
 import threading
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
+from dataclasses import dataclass, field
 
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import ClosedError
+from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_threads import LoopThreads
-from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.slot_filler import SlotFiller
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
@@ -28,21 +29,34 @@ from pinfeed.threads.call import Pending
 _CLOSED_WHILE_WAITING = "the feeder was closed while its loop was waiting for a batch"
 
 
+@dataclass
+class _Slots:
+    """Slots of a loop, which only its generator keeps."""
+
+    free: deque[Slot]
+    """Slots that are not being filled, the one that was lent last at the end."""
+    filling: deque[Pending[Slot | None]] = field(default_factory=deque)
+    """Slots that are being filled, or are filled, in the order of their batches."""
+
+
 class Prefetcher:
     """One loop over a source.
 
     Args:
         transfer: Transfer whose slots the loop uses. No other loop may use them.
         first: Number of the first batch.
-        schedule: Number of batches to prefetch, and of reader threads.
+        choice: Number of batches to prefetch, and of reader threads. It may change between
+            prefetching and the synchronous loop while the loop runs.
     """
 
-    def __init__(self, transfer: Transfer, first: int, schedule: PrefetchSchedule) -> None:
+    def __init__(self, transfer: Transfer, first: int, choice: DepthChoice) -> None:
+        schedule = choice.schedule
         device = transfer.device
         self._transfer = transfer
         self._counters = transfer.counters
         self._timeline = transfer.counters.timeline
         self._first = first
+        self._choice = choice
         self._schedule = schedule
         self._filler: SlotFiller | None = None
         self._turns = itertools.count()
@@ -75,8 +89,8 @@ class Prefetcher:
         slots, asked = self._begin(thunks)
         lent = asked
         try:
-            filling = deque(self._submit(slot) for slot in slots)
-            while (slot := call("wait", number, filling.popleft().result)) is not None:
+            self._refill(slots)
+            while (slot := call("wait", number, slots.filling.popleft().result)) is not None:
                 late = slot.ready_s > asked
                 host_batch, tensors, idle, received = self._receive(slot, number)
                 n_batches = len(host_batch.batches)
@@ -99,7 +113,7 @@ class Prefetcher:
                     number += 1
                     write_queue.check()
                 _raise_error(slot)
-                filling.append(self._submit(slot))
+                self._reuse(slots, slot, n_batches, asked)
                 transfer.forget()
         except Cancelled:
             raise ClosedError(_CLOSED_WHILE_WAITING) from None
@@ -142,16 +156,47 @@ class Prefetcher:
         """
         self._threads.require_not_forked()
 
-    def _begin(self, thunks: Generator[BatchThunk, None, None]) -> tuple[Sequence[Slot], float]:
+    def _begin(self, thunks: Generator[BatchThunk, None, None]) -> tuple[_Slots, float]:
         """Begin the loop in this thread; return its slots and the time."""
         schedule = self._schedule
         self.consumer = threading.get_ident()
         self._filler = SlotFiller(self._transfer, thunks, self._first, schedule)
         slots = self._transfer.begin(schedule.n_slots, schedule.batches_per_slot)
+        self._choice.begin()
         now = self._counters.enter(
             schedule.depth, schedule.n_readers, asynchronous=not self._transfer.device.unified
         )
-        return slots, now
+        return _Slots(deque(slots)), now
+
+    def _reuse(self, slots: _Slots, slot: Slot, n_batches: int, asked: float) -> None:
+        """Free a slot, whose batches the loop has done when it asks for the next one."""
+        slots.free.append(slot)
+        if self._choice.count(n_batches, asked):
+            self._counters.change_depth(self._choice.schedule.depth)
+        self._refill(slots)
+
+    def _refill(self, slots: _Slots) -> None:
+        """Let slots be filled: all free ones, or only the next one if the loop is synchronous.
+
+        A loop that becomes synchronous lends the batches that were gathered ahead, and then waits
+        for all write-backs. From then on this thread fills one slot at a time, and completes each
+        write-back at once. A later change to prefetching therefore finds nothing to wait for.
+        """
+        is_synchronous = self._choice.is_synchronous
+        if is_synchronous and slots.filling:
+            return
+        if self._threads.is_inline != is_synchronous:
+            self._change(is_synchronous=is_synchronous)
+        n_slots = 1 if is_synchronous else len(slots.free)
+        for _ in range(n_slots):
+            slots.filling.append(self._submit(slots.free.popleft()))
+
+    def _change(self, *, is_synchronous: bool) -> None:
+        """Change to the synchronous loop or back, when no slot is being filled."""
+        assert self._filler is not None
+        self.write_queue.drain()
+        self._threads.is_inline = is_synchronous
+        self._filler.compare(0 if is_synchronous else self._schedule.depth)
 
     def _submit(self, slot: Slot) -> Pending[Slot | None]:
         """Reserve a slot, and let a reader thread fill it."""

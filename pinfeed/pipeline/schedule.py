@@ -33,7 +33,8 @@ class PrefetchSchedule:
     If a training step takes longer than a gather, the loop asks for one slot at a time, so at most
     one thread is busy. A loop that stalls keeps all threads busy.
     """
-
+    is_measured: bool = False
+    """Whether the loop is timed with prefetching and without, to keep the faster of the two."""
     writes: bool = False
     """Whether the loop may write rows back."""
     repeats: bool = True

@@ -41,14 +41,23 @@ class SlotFiller:
         self._batches_per_slot = schedule.batches_per_slot
         self._drawing = _Turns()
         self._comparing = _Turns()
+        self._schedule = schedule
         # Rows of the batches whose writes a gather may not see.
         self._recent: RecentRows | None = None
-        if schedule.writes:
-            self._recent = RecentRows(schedule.depth, repeats=schedule.repeats)
+        self.compare(schedule.depth)
 
     def number(self, turn: int) -> int:
         """Return the number of the first batch of a turn."""
         return self._first + turn * self._batches_per_slot
+
+    def compare(self, n_ahead: int) -> None:
+        """Compare the rows of each batch with those of the ``n_ahead`` batches before it.
+
+        The training thread calls this when no slot is being filled and all write-backs are
+        completed. So no batch from then on has to know the rows of those before.
+        """
+        if self._schedule.writes:
+            self._recent = RecentRows(n_ahead, repeats=self._schedule.repeats)
 
     def fill(self, slot: Slot, turn: int) -> Slot | None:
         """Fill a slot with the next batches; return None after the last one.

@@ -19,8 +19,8 @@ class WriteQueue:
     Args:
         transfer: Transfer that writes values to their stores.
         threads: Threads of the loop.
-        limit: Maximum number of write-backs in the queue; with 0, each one completes before ``add``
-            returns.
+        limit: Maximum number of write-backs in the queue. While the threads make calls in the
+            caller's thread, each one completes before ``add`` returns.
     """
 
     def __init__(self, transfer: Transfer, threads: LoopThreads, limit: int) -> None:
@@ -28,7 +28,6 @@ class WriteQueue:
         self._counters = transfer.counters
         self._threads = threads
         self._limit = max(limit, 1)
-        self._is_synchronous = limit == 0
         self._calls: deque[Pending[None]] = deque()
         self._has_failed = False
         self.failure: BaseException | None = None
@@ -74,7 +73,7 @@ class WriteQueue:
     def _submit(self, write: PendingWrite) -> Pending[None]:
         """Let the writer thread complete a write-back."""
         self._threads.require_running()
-        if not self._is_synchronous:
+        if not self._threads.is_inline:
             return self._call(write)
         start = self._counters.now()
         is_idle = write.is_computed()
@@ -87,7 +86,7 @@ class WriteQueue:
         """Submit a write-back; return the call at whose end it is completed."""
         transfer = self._transfer
         threads = self._threads
-        if self._is_synchronous or transfer.device.unified:
+        if threads.is_inline or transfer.device.unified:
             # There are no copies that a second thread could wait for.
             return threads.submit_write(write.batch, transfer.write_to_stores, write)
         earlier = tuple(self._calls)[-2:]

@@ -62,6 +62,10 @@ class Counters:
             self.timeline.begin(now, depth, n_readers)
         return now
 
+    def change_depth(self, depth: int) -> None:
+        """Note that the running loop keeps another number of batches ahead from now on."""
+        self._depth = depth
+
     def lent(self, rows: int, nbytes: int, asked: float, *, late: bool, idle: bool) -> float:
         """Count a batch that the loop gets now; return the time.
 

@@ -118,17 +118,18 @@ def _numbers(totals: Totals, cause: Bottleneck) -> str:
     threads = f"{totals.n_readers} reading thread{'s' * (totals.n_readers > 1)}"
     numbers = (
         f"A batch of {totals.rows / n:,.0f} rows ({human(totals.bytes / n)}) takes "
-        f"{_ms(totals.read_s / n)} to read, and the loop {works} for {_ms(totals.compute_s / n)} "
-        f"on it; with {threads}, {totals.readers_busy:.0%} busy, and depth={totals.depth}, "
-        f"{totals.late} of {totals.batches} batches were late."
+        f"{milliseconds(totals.read_s / n)} to read, and the loop {works} for "
+        f"{milliseconds(totals.compute_s / n)} on it; with {threads}, {totals.readers_busy:.0%} "
+        f"busy, and depth={totals.depth}, {totals.late} of {totals.batches} batches were late."
     )
     if cause == "writing":
-        numbers += f" Rows took {_ms(totals.write_s / n)} a batch to write back."
+        numbers += f" Rows took {milliseconds(totals.write_s / n)} a batch to write back."
     if cause == "copying":
-        numbers += f" Readers were held up by copies for {_ms(totals.held_s / n)} a batch."
+        numbers += f" Readers were held up by copies for {milliseconds(totals.held_s / n)} a batch."
     return numbers
 
 
-def _ms(seconds: float) -> str:
+def milliseconds(seconds: float) -> str:
+    """Return a time as text for people: ``1.32 ms``."""
     ms = seconds * 1e3
     return f"{ms:.3g} ms" if ms < 999.5 else f"{ms:,.0f} ms"

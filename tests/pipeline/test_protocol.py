@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.depth_choices import script
 from support.schedules import SLOTS, STREAMS, corners, randomly
 
 from pinfeed import ArrayStore, Feeder
@@ -34,11 +35,13 @@ class Run:
         stop_after: int | None = None,
         switch_after: int | None = None,
         timeline: bool = False,
+        ways: list[bool] | None = None,
     ) -> None:
         self.batches = batches
         self.stop_after = stop_after
         self.switch_after = switch_after
         self.timeline = timeline
+        self.ways = ways
         self.x = np.arange(N * D, dtype=np.float64).reshape(N, D)
         self.y = np.arange(N, dtype=np.int32)
         self.seen: dict[int, tuple[np.ndarray, np.ndarray]] = {}
@@ -59,6 +62,8 @@ class Run:
         with Feeder(
             stores, rows=rows, depth=depth, device=device, timeline=self.timeline
         ) as feeder:
+            if self.ways is not None and depth:
+                script(feeder, self.ways)
             for i, batch in enumerate(feeder.batches()):
                 self.step(device, i, batch)
                 if i + 1 == self.stop_after:
@@ -188,6 +193,42 @@ def test_any_schedule(
         return next(iter([None, *ready][next(coming, 0) :]), None)
 
     check(SimDevice(choose, direct=direct), depth, batches, known=known)
+
+
+@given(
+    st.lists(st.integers(0, 5), max_size=300),
+    row_batches,
+    st.lists(st.booleans(), max_size=8),
+    st.integers(1, 4),
+    st.booleans(),
+    st.sampled_from([{}, {"stop_after": 5}, {"switch_after": 2}]),
+)
+@settings(max_examples=100, deadline=None)
+def test_any_schedule_of_a_loop_that_changes_to_the_synchronous_loop_and_back(
+    moves: list[int],
+    batches: list[np.ndarray],
+    ways: list[bool],
+    depth: int,
+    direct: bool,
+    kwargs: dict[str, Any],
+) -> None:
+    coming = iter(moves)
+
+    def choose(ready: Any) -> str | None:
+        return next(iter([None, *ready][next(coming, 0) :]), None)
+
+    check(SimDevice(choose, direct=direct), depth, batches, ways=ways, **kwargs)
+
+
+@pytest.mark.parametrize("ways", [[True], [False, False, True], [True, True, True, False]], ids=str)
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("corner", CORNERS)
+def test_corner_schedules_of_a_loop_that_changes(
+    corner: str, direct: bool, ways: list[bool]
+) -> None:
+    for depth in (1, 2, 4):
+        check(SimDevice(CORNERS[corner](), direct=direct), depth, ways=ways)
+    check(SimDevice(CORNERS[corner](), direct=direct), 2, ways=3 * [not ways[0], ways[0]])
 
 
 VARIANTS: list[tuple[bool, dict[str, Any]]] = [

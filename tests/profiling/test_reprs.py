@@ -53,7 +53,8 @@ def test_what_feeders_show_in_one_line(tmp_path: Path) -> None:
     )
     table = pinfeed.HostEmbedding(10_000, 8, name="users")
     assert repr(pinfeed.train_rows(loader, {table: lambda batch: batch[0]}, device="cpu")) == (
-        "<RowLoop: a DataLoader, with rows of users (10,000, 8); batches on cpu, 2 ahead>"
+        "<RowLoop: a DataLoader, with rows of users (10,000, 8); batches on cpu, 2 ahead, not "
+        "measured yet>"
     )
     reading = {"read_input": lambda i: [i], "get_output": lambda i: [i], "device": "cpu"}
     assert repr(wrap_readers(range(100), range(100), batch_size=4, **reading)) == (

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
+from support.depth_choices import script
 from torch import nn
 from torch.nn import functional
 
@@ -105,11 +106,13 @@ class Run:
         does: Sequence[str] = PLAIN,
         stop_after: int | None = None,
         switch_after: int | None = None,
+        ways: Sequence[bool] | None = None,
     ) -> None:
         self.optimizer_class, self.options, self.initial = OPTIMIZERS[optimizer]
         self.does = does
         self.stop_after = stop_after
         self.switch_after = switch_after
+        self.ways = ways
         rng = np.random.default_rng(len(batches))
         self.tables = [rng.standard_normal(shape).astype("f4") for shape in (USERS, ITEMS)]
         self.batches = [
@@ -221,6 +224,8 @@ class Run:
         loop = train_rows(
             self.batches, looked_up, optimizer=optimizer, device=device, depth=depth, verify=verify
         )
+        if self.ways is not None:
+            script(loop, self.ways)
         losses: list[torch.Tensor] = []
         with loop:
             for i, batch in enumerate(loop):

@@ -13,12 +13,13 @@ from pinfeed.devices.base import Device
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.feeders.options import FeederOptions
-from pinfeed.memory.depth import check_depth
+from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth
 from pinfeed.memory.plan import check_route
 from pinfeed.pipeline.abandoned import is_abandoned
 from pinfeed.pipeline.active_run import is_suspended
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.training.distributed.table import ShardedEmbedding
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.source import Exchanged
 from pinfeed.training.embeddings.table import HostEmbedding
@@ -38,7 +39,7 @@ def train_rows(
     tables: Mapping[HostEmbedding, Any],
     *,
     optimizer: RowOptimizer | Iterable[RowOptimizer] = (),
-    depth: int = 2,
+    depth: int | None = None,
     device: Any = "auto",
     route: str | None = None,
     verify: bool = False,
@@ -74,7 +75,10 @@ def train_rows(
             function is called by a background thread, one batch at a time, in order.
         optimizer: The RowOptimizer, or several, that step in the loop; their state is moved with
             the rows.
-        depth: Number of batches to prefetch, at most 1,024; 0 is the synchronous loop.
+        depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
+            training thread asks for batches and ids. With None, the loop times some batches with 2
+            of them ahead and some in the synchronous loop, and keeps the faster way, which
+            ``depth_reason`` names. With ``verify`` or sharded tables, None is 2.
         device: Target device, as for ``Feeder``.
         route: Route of rows of page-locked stores to a GPU, as for ``Feeder``.
         verify: Whether to keep a copy of every row that was lent, run the synchronous loop on it,
@@ -89,7 +93,7 @@ def train_rows(
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.
     """
-    depth = check_depth(depth)
+    depth = None if depth is None else check_depth(depth)
     check_flag(verify, "verify")
     check_flag(progress, "progress")
     check_flag(timeline, "timeline")
@@ -106,7 +110,7 @@ class RowLoop(LoaderFeeder):
     Args:
         loader: Iterable of batches on the host.
         tables: The tables, with their optimizers.
-        depth: Number of batches to prefetch.
+        depth: Number of batches to prefetch; None is chosen by measurement.
         device: Target device, as the user named it.
         route: Route of rows of page-locked stores to a GPU; None is the faster one.
         options: Whether the loop is verified, and how it is observed.
@@ -117,17 +121,17 @@ class RowLoop(LoaderFeeder):
         loader: Any,
         tables: Sequence[LentTable],
         *,
-        depth: int,
+        depth: int | None,
         device: Any,
         route: str | None,
         options: FeederOptions,
     ) -> None:
         self._wanted_route = check_route(route)
         self._stores = [store for lent in tables for store in lent.stores]
-        schedule = PrefetchSchedule(depth, n_readers=_n_readers(depth), writes=True)
+        schedule = _schedule(depth, tables, verify=options["verify"])
         self._row_source = row_source(loader, tables, schedule, options["verify"])
         # For each batch: rows of every store, ids of every table, and leaves of the loader's batch.
-        n_spare = (len(self._stores) + len(tables) + 4) * (2 * depth + 2)
+        n_spare = (len(self._stores) + len(tables) + 4) * (2 * schedule.depth + 2)
         super().__init__(
             self._row_source,
             device=device,
@@ -173,6 +177,11 @@ class RowLoop(LoaderFeeder):
     def route(self) -> str:
         """Route of the rows to and from the GPU, and its reason; empty if there is no choice."""
         return self._route
+
+    @property
+    def depth_reason(self) -> str:
+        """Number of batches ahead, and the times that it was chosen by; empty without a choice."""
+        return self._loop.depth_reason
 
     @property
     def exchanged(self) -> Exchanged:
@@ -313,6 +322,22 @@ class RowLoop(LoaderFeeder):
                     del data
                     self._lending.finish_batch(check=has_finished)
             self._lending.check_stores()
+
+
+def _schedule(depth: int | None, tables: Sequence[LentTable], *, verify: bool) -> PrefetchSchedule:
+    """Return the schedule of a loop, which measures its depth if none was given.
+
+    The ranks of sharded tables must do the same, and a loop that is verified is slow either way.
+    """
+    if depth is not None:
+        return PrefetchSchedule(depth, n_readers=_n_readers(depth), writes=True)
+    is_sharded = any(isinstance(lent.table, ShardedEmbedding) for lent in tables)
+    return PrefetchSchedule(
+        DEFAULT_DEPTH,
+        n_readers=_n_readers(DEFAULT_DEPTH),
+        writes=True,
+        is_measured=not verify and not is_sharded,
+    )
 
 
 def _n_readers(depth: int) -> int:

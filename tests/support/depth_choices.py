@@ -1,0 +1,32 @@
+"""Loops that change between prefetching and the synchronous loop where a test says so."""
+
+import dataclasses
+from collections.abc import Iterable
+from typing import Any
+
+from pinfeed.pipeline.depth_choice import DepthChoice
+
+
+class ScriptedChoice(DepthChoice):
+    """Choice that is never made: each slot of the loop is filled in the way that is given for it.
+
+    Args:
+        schedule: Schedule of the loop, of which the depth is at least 1.
+        ways: For each slot that is lent whether the loop is synchronous from then on; the last one
+            holds for all slots after it.
+    """
+
+    def __init__(self, schedule: Any, ways: Iterable[bool]) -> None:
+        super().__init__(dataclasses.replace(schedule, is_measured=True))
+        self._ways = iter(ways)
+        self.count(1, 0.0)
+
+    def count(self, n_batches: int, now: float) -> bool:
+        self.is_synchronous = next(self._ways, self.is_synchronous)
+        return False
+
+
+def script(feeder: Any, ways: Iterable[bool]) -> None:
+    """Let the loops over a feeder change as ``ways`` says."""
+    schedule = getattr(feeder, "_write_schedule", feeder._loop._schedule)
+    feeder._loop._choices[schedule] = ScriptedChoice(schedule, ways)
