@@ -156,15 +156,16 @@ class _GroupHistory:
         for batch in reversed(self._batches.values()):
             hidden = _joined(passed_on.pop(batch.number, []))
             newest = latest.get(batch.number, _joined([]))
-            if not len(newest[0]) and not len(hidden[0]):
+            later_pos, places = _joined([newest, hidden])
+            if not len(later_pos):
                 continue
             found.append((batch, (newest, hidden)))
-            for later_pos, places in (newest, hidden):
-                ages = batch.ages[places]
-                for age in np.flatnonzero(np.bincount(ages)):
+            ages = batch.ages[places]
+            for age in np.flatnonzero(np.bincount(ages)).tolist():
+                if age:
                     chosen = np.flatnonzero(ages == age)
                     pair = (later_pos[chosen], batch.sources[places[chosen]])
-                    passed_on.setdefault(batch.number - int(age), []).append(pair)
+                    passed_on.setdefault(batch.number - age, []).append(pair)
         return found
 
     def add(self, rows: _SortedRows) -> None:

@@ -355,8 +355,8 @@ class Transfer:
             WriteBackError: If an earlier write failed.
         """
         log = pending.log
-        begun.exception()
         try:
+            begun.exception()
             if pending.arrived is not None:
                 pending.arrived.sync()  # the values may not have arrived yet
             begun.result()
@@ -365,6 +365,9 @@ class Transfer:
             run_all([call for staged in pending.staged for call in staged.scatters()])
         except BaseException:
             log.has_failed = True
+            # The error's traceback keeps this frame. The frame must not keep the call, which keeps
+            # the error.
+            del begun
             raise
         log.completed = pending.write.number + 1
         now = self.counters.now()
@@ -380,7 +383,11 @@ class Transfer:
         """Begin and finish a write-back (a writer, or the consumer at depth 0)."""
         begun = Call(self.begin_write, pending, ())
         begun.run()
-        self.finish_write(pending, begun, _run_in_turn)
+        try:
+            self.finish_write(pending, begun, _run_in_turn)
+        finally:
+            # For the same reason as in finish_write.
+            del begun
 
     def copy_to_host(
         self, tensor: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
