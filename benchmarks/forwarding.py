@@ -118,16 +118,14 @@ def times(cell: ForwardingCell) -> dict[str, Any]:
 
     Returns:
         Percentiles of the training thread's CPU time and wall time while the caches hold its code,
-        percentiles of its CPU time after a pause, the mean CPU time of all other threads, and the
-        number of batches.
+        those of its CPU time after a pause and of the CPU time of all other threads, and the number
+        of batches.
     """
     small = dataclasses.replace(cell, n_rows=_SMALL_ROWS)
     with _running(cell) as loop:
         for _ in range(_N_WARM):
             loop.step()
-        background_s = _background_s()
         paused = _measured(loop)
-        background_s = _background_s() - background_s
         with _running(small) as small_loop:
             for _ in range(_N_WARM):
                 small_loop.step()
@@ -138,7 +136,7 @@ def times(cell: ForwardingCell) -> dict[str, Any]:
         "next_us": _percentiles([step.next_s for step in warm]),
         "write_back_us": _percentiles([step.write_s for step in warm]),
         "paused_us": _percentiles([step.next_s + step.write_s for step in paused]),
-        "background_us": round(background_s / len(paused) * 1e6, 1),
+        "background_us": _percentiles([step.background_s for step in paused]),
         "batches": [len(warm), len(paused)],
     }
 
@@ -169,14 +167,16 @@ def memory(cell: ForwardingCell) -> dict[str, Any]:
 
 
 class StepTimes(NamedTuple):
-    """Seconds of the training thread in one batch."""
+    """Seconds of one batch."""
 
     next_s: float
-    """CPU time in which the loop takes the batch."""
+    """CPU time in which the training thread takes the batch."""
     write_s: float
-    """CPU time in which it writes the batch back."""
+    """CPU time in which the training thread writes it back."""
     wall_s: float
     """Wall time of both."""
+    background_s: float
+    """CPU time of all other threads, until they have done their work for the batch."""
 
 
 class VirtualTable:
@@ -278,8 +278,9 @@ def _measured(loop: WriteLoop, small_loop: WriteLoop | None = None) -> list[Step
     """
     found: list[StepTimes] = []
     end_s = time.perf_counter() + CAP_S
+    loop.prepare_take()
     while len(found) < 3 or (len(found) < _MAX_BATCHES and time.perf_counter() < end_s):
-        loop.prepare_take()
+        background_s = _background_s()
         if small_loop is not None:
             small_loop.step()
         next_s, next_wall_s = _timed(loop.take)
@@ -287,7 +288,10 @@ def _measured(loop: WriteLoop, small_loop: WriteLoop | None = None) -> list[Step
         if small_loop is not None:
             small_loop.step()
         write_s, write_wall_s = _timed(loop.write)
-        found.append(StepTimes(next_s, write_s, next_wall_s + write_wall_s))
+        # All other threads are idle after this.
+        loop.prepare_take()
+        background_s = _background_s() - background_s
+        found.append(StepTimes(next_s, write_s, next_wall_s + write_wall_s, background_s))
     return found
 
 
@@ -334,7 +338,7 @@ def _report(results: list[dict[str, Any]], version: str) -> list[str]:
         "training_us": "CPU time of the training thread, us per batch: median (90 %)",
         "training_wall_us": "wall time of the training thread, us per batch: median (90 %)",
         "paused_us": "CPU time of the training thread after a pause, us per batch: median (90 %)",
-        "background_us": "CPU time of all other threads, us per batch",
+        "background_us": "CPU time of all other threads, us per batch: median (90 %)",
     }
     tables = [f"{version}: {titles[key]}\n{_table(results, version, key)}" for key in titles]
     lines = [_memory_line(result, version) for result in results if "peak_bytes" in result[version]]
@@ -345,17 +349,12 @@ def _report(results: list[dict[str, Any]], version: str) -> list[str]:
 def _table(results: list[dict[str, Any]], version: str, key: str) -> str:
     rows: dict[str, list[str]] = {}
     for result in results:
-        rows.setdefault(_name(result), []).append(_text(result[version][key]))
+        us = result[version][key]
+        rows.setdefault(_name(result), []).append(f"{us['p50']:,.0f} ({us['p90']:,.0f})")
     headers = ["", "no write", *(f"{n} pending" for n in range(DEPTH + 1))]
     body = [[name, *values] for name, values in rows.items()]
     align = ("left", *["right"] * (DEPTH + 2))
     return tabulate(body, headers, disable_numparse=True, colalign=align)
-
-
-def _text(value: float | dict[str, float]) -> str:
-    if isinstance(value, dict):
-        return f"{value['p50']:,.0f} ({value['p90']:,.0f})"
-    return f"{value:,.0f}"
 
 
 def _name(result: dict[str, Any]) -> str:
@@ -381,7 +380,7 @@ def _goals(results: list[dict[str, Any]], version: str) -> str:
         return f"{GOAL_ROWS:,} rows, which the goals are for, were not measured"
     training_us = max(times["training_us"]["p50"] for times in found)
     paused_us = max(times["paused_us"]["p50"] for times in found)
-    background_us = max(times["background_us"] for times in found)
+    background_us = max(times["background_us"]["p50"] for times in found)
     return (
         f"at {GOAL_ROWS:,} rows the training thread takes up to {training_us:,.0f} us per batch "
         f"(goal: {GOAL_TRAINING_US}; {paused_us:,.0f} after a pause), and all other threads up to "
