@@ -58,8 +58,10 @@ class Earlier:
         """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        self._process.stdin.write(json.dumps([function, arguments]) + "\n")
-        self._process.stdin.flush()
+        # The pipe is broken if the process has ended.
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps([function, arguments]) + "\n")
+            self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"the process of the earlier pinfeed ended during {function}")

@@ -106,6 +106,14 @@ def test_an_error_of_an_earlier_pinfeed_is_raised_here(earlier: Earlier) -> None
     assert earlier.call("os:getpid")
 
 
+def test_a_process_that_has_ended_is_an_error() -> None:
+    with opened(ROOT) as process:
+        assert process is not None
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match="ended during os:_exit"):
+                process.call("os:_exit", 3)
+
+
 def test_a_folder_without_pinfeed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match="expected a checkout"), opened(tmp_path):
         pass
