@@ -1,16 +1,26 @@
 """The benchmark command for GPUs keeps its measurements, whatever happens to a part."""
 
+import importlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+from benchmarks.gpu.__main__ import PARTS
+from benchmarks.gpu.bench import Bench, Samples, as_rows
+from benchmarks.gpu.ceilings import Ceilings
+from benchmarks.gpu.conditions import gpu_state, host_state, memory_state
 from benchmarks.gpu.correctness import summary
+from benchmarks.gpu.movers import Staging
 from benchmarks.gpu.processes import Part, new_file, run_part, run_parts
-from benchmarks.gpu.recorder import Cell, Recorder, Skipped
+from benchmarks.gpu.recorder import Cell, Recorder, Run, Skipped
+from benchmarks.gpu.steady import N_WARM, Loop, rounds, timed
+from pinfeed.stores.base import StoreRows
 
 MODULE = """
 import os
@@ -172,3 +182,132 @@ def test_the_summary_of_tests_names_failures() -> None:
     assert found["unfinished"] == ["d"]
     assert found["skipped"] == [{"test": "c", "message": "why"}]
     assert [row["test"] for row in found["slowest"]] == ["b", "a", "c"]
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that is the only one with programs, besides those that a shell script needs."""
+    folder = tmp_path / "programs"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+    return folder
+
+
+def install(program: Path, text: str) -> None:
+    program.write_text(f"#!/bin/sh\n{text}\n")
+    program.chmod(0o755)
+
+
+@pytest.mark.usefixtures("programs")
+def test_conditions_without_nvidia_smi_are_unknown() -> None:
+    called = []
+    found = gpu_state(lambda: called.append(1))
+    assert set(found.values()) == {None}
+    assert not called
+
+
+def test_conditions_of_the_gpu_are_taken_while_the_load_runs(programs: Path) -> None:
+    begun, loaded = programs / "begun", programs / "loaded"
+    # The program ends when the load has run.
+    values = "4, 5, 16, 16, 1.5, 2, 3, [N/A], 40"
+    install(
+        programs / "nvidia-smi",
+        f": > {begun}; until [ -e {loaded} ]; do :; done; echo '{values}'",
+    )
+    found = gpu_state(lambda: loaded.touch())
+    assert begun.exists()
+    assert found["pcie_gen"] == 4
+    assert found["pcie_gen_max"] == 5
+    assert found["sm_mhz"] == 1.5
+    assert found["power_w"] is None
+    assert found["temperature_c"] == 40
+
+
+def test_a_condition_that_nvidia_smi_does_not_know_leaves_the_others(programs: Path) -> None:
+    install(
+        programs / "nvidia-smi",
+        """case "$1" in
+        *power.draw*) echo 'Field "power.draw" is not a valid field to query.'; exit 2;;
+        *) echo '1, 2, 3, 4, 5, 6, 7, 8';;
+        esac""",
+    )
+    found = gpu_state()
+    assert found["power_w"] is None
+    assert found["memory_mhz"] == 7
+    assert found["temperature_c"] == 8
+
+
+def test_nvidia_smi_that_fails_leaves_conditions_unknown(programs: Path) -> None:
+    install(programs / "nvidia-smi", "echo 'NVIDIA-SMI has failed'; exit 9")
+    assert set(gpu_state().values()) == {None}
+    install(programs / "nvidia-smi", "echo 'No devices were found'")
+    assert set(gpu_state().values()) == {None}
+
+
+def test_conditions_of_the_host_name_the_mapping_of_an_array() -> None:
+    array = np.ones(1 << 20)
+    assert memory_state(array)["mapped_bytes"] >= array.nbytes
+    assert set(host_state()) >= {"transparent_huge_pages", "gpu_numa_node", "process_numa_nodes"}
+
+
+def test_ceilings_leave_the_table_as_it_is() -> None:
+    bench = Bench("cpu")
+    memory = bench.words(2 << 20)
+    limits = Ceilings(bench, memory)
+    for direction in ("to the host", "both"):
+        assert limits.engine(direction) > 0
+        assert limits.kernel(8, direction, random=True) > 0
+    assert np.array_equal(memory.array, np.arange(memory.n_rows))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_cells_of_every_part_have_keys_of_their_own(tmp_path: Path, device: str) -> None:
+    for one in PARTS:
+        module, name = one.target.split(":")
+        run = Run(device, recorder(tmp_path / "part.json"))
+        keys = [str(cell.key) for cell in getattr(importlib.import_module(module), name)(run)]
+        assert keys, one.name
+        assert len(set(keys)) == len(keys), one.name
+
+
+def test_rows_gathered_by_the_cpu_are_compared() -> None:
+    bench = Bench("cpu")
+    table = as_rows(bench.words(1 << 20), 4096)
+    samples = Samples(bench, [StoreRows(table, np.arange(i, 256, 2)[::-1].copy()) for i in (0, 1)])
+    with Staging(bench, samples) as staging:
+        staging.compare()
+        table.array[7] += 1
+        with pytest.raises(AssertionError, match="gathered by the CPU are wrong"):
+            staging.compare()
+
+
+def test_a_loop_is_timed_after_its_first_batches() -> None:
+    steps: list[int] = []
+    written: list[int] = []
+    closed = []
+
+    def batches() -> Iterator[int]:
+        try:
+            yield from range(100)
+        finally:
+            closed.append(True)
+
+    found = timed(Loop(batches, steps.append, written.append, "cpu"), 5)
+    assert steps == written == list(range(N_WARM + 5))
+    assert closed == [True]
+    assert len(found.host_s) == 5
+    assert found.batch_s > 0
+
+
+def test_both_at_once_are_compared_with_the_longer_one() -> None:
+    moves = Loop(lambda: iter_of(100), lambda _: None, None, "cpu")
+    both = Loop(lambda: iter_of(100), lambda _: time.sleep(0.002), None, "cpu")
+    found = rounds(moves, both, lambda: time.sleep(0.002), 3)
+    assert found["both_to_longer"] == pytest.approx(
+        found["both_ms"] / max(found["transfer_ms"], found["compute_ms"]), rel=0.01
+    )
+    assert len(found["both_rounds_ms"]) == 3
+
+
+def iter_of(n: int) -> Iterator[int]:
+    yield from range(n)

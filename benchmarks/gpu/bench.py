@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from pinfeed.stores.base import StoreRows, part_nbytes
 
 WORD = 8
 _SPARE_HOST_BYTES = 8 << 30
+_N_CHECKED = 200
 # A GPU has about two cycles in a nanosecond.
 _CYCLES_PER_S = 2.5e9
 
@@ -90,18 +92,70 @@ class Bench:
         memory = self.device.empty(part_nbytes(sample), self.device.current_stream())
         return self.device.tensor(memory, sample.shape, sample.dtype)
 
-    def use_blocks(self, n_blocks: int) -> None:
-        """Set the number of blocks of the kernels that copy rows."""
+    def use_route(self, n_blocks: int, **options: Any) -> None:
+        """Set the number of blocks of the kernels that copy rows, and other options of a Route."""
         if self.cuda:
-            self.device.route = Route(n_blocks, True, "")
+            self.device.route = Route(n_blocks, True, "", **options)
 
-    def gather(self, sample: StoreRows, into: Any) -> None:
-        """Queue the copy of a sample's rows to the device."""
-        deque(self.device.read([(sample, into)], self.read), maxlen=0)
+    def indices(self, sample: StoreRows) -> Any:
+        """Return the row indices of a sample on the device, or None if the device needs none."""
+        dtype = self.device.index_dtype([sample.store], sample.rows) if self.cuda else None
+        if dtype is None:
+            return None
+        copied = torch.from_numpy(sample.rows.astype(dtype)).to(self.device.name)
+        # Other streams use them.
+        wait(self.device.name)
+        return copied
 
-    def scatter(self, sample: StoreRows, values: Any) -> None:
-        """Queue the copy of values to the rows of a sample."""
-        self.device.write([(sample.store, values)], sample.rows, self.write)
+    def gather(self, sample: StoreRows, into: Any, indices: Any = None) -> None:
+        """Queue the copy of a sample's rows to the device, and that of row indices if not given."""
+        on_device = () if indices is None else (indices,)
+        deque(self.device.read([(sample, into)], self.read, *on_device), maxlen=0)
+
+    def scatter(self, sample: StoreRows, values: Any, indices: Any = None) -> None:
+        """Queue the copy of values to the rows of a sample, and of row indices if not given."""
+        on_device = () if indices is None else (indices,)
+        self.device.write([(sample.store, values)], sample.rows, self.write, *on_device)
+
+
+class Samples:
+    """Samples of rows, each with memory of its own on the device; calls take them in turn.
+
+    Rows that were just copied are in the caches of the host, so that one sample alone would measure
+    these. The memory on the device has the rows of its sample from the beginning, so that a scatter
+    leaves the tables as they are. Row indices are on the device, because a loop copies them ahead,
+    in a stream of their own.
+
+    Args:
+        bench: The bench.
+        samples: Samples of equally many rows of equal size, of a table of words.
+
+    Raises:
+        AssertionError: If rows are wrong on the device.
+    """
+
+    def __init__(self, bench: Bench, samples: Sequence[StoreRows]) -> None:
+        self._bench = bench
+        self.pairs = [(sample, bench.room(sample)) for sample in samples]
+        self.nbytes = part_nbytes(samples[0])
+        calls = [(*pair, bench.indices(pair[0])) for pair in self.pairs]
+        for call in calls:
+            bench.gather(*call)
+        bench.read.record().sync()
+        for pair in self.pairs:
+            compare(*pair)
+        self._gathered = itertools.cycle(calls)
+        # If both are queued at the same time, they work on different samples.
+        half = len(calls) // 2
+        self._scattered = itertools.cycle(calls[half:] + calls[:half])
+
+    def gather(self) -> None:
+        """Queue the copy of the next sample's rows to the device."""
+        self._bench.gather(*next(self._gathered))
+
+    def scatter(self) -> None:
+        """Queue the copy of the next sample's rows back to the table."""
+        self._bench.scatter(*next(self._scattered))
 
 
 def words(nbytes: int, *, pin: bool) -> PinnedStore:
@@ -130,10 +184,35 @@ def as_rows(memory: PinnedStore, row_nbytes: int) -> PinnedStore:
     return store
 
 
+def first_part(memory: PinnedStore, nbytes: int) -> PinnedStore:
+    """Return a store of the first ``nbytes`` of words."""
+    store = copy.copy(memory)
+    store._array = memory.array[: nbytes // WORD]
+    return store
+
+
 def expected_rows(numbers: np.ndarray, row_nbytes: int) -> np.ndarray:
     """Return the rows of such a table at these row indices."""
     n_words = row_nbytes // WORD
     return numbers[:, None] * n_words + np.arange(n_words)
+
+
+def some_of(rows: np.ndarray) -> np.ndarray:
+    """Return the positions of some rows of a sample, the first and the last among them."""
+    return np.unique(np.linspace(0, len(rows) - 1, _N_CHECKED).astype(np.int64))
+
+
+def compare(sample: StoreRows, into: torch.Tensor) -> None:
+    """Compare some rows on the device with those of a table of words.
+
+    Raises:
+        AssertionError: If they differ.
+    """
+    row_nbytes = part_nbytes(sample) // len(sample.rows)
+    some = some_of(sample.rows)
+    found = into[torch.from_numpy(some)].cpu().numpy()
+    if not np.array_equal(found, expected_rows(sample.rows[some], row_nbytes)):
+        raise AssertionError(f"{len(sample.rows)} gathered rows of {row_nbytes} bytes are wrong")
 
 
 def rate(nbytes: int, seconds: float) -> float:

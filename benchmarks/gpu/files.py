@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from benchmarks.gpu.bench import Bench, rate, wait
-from benchmarks.gpu.link import Ceilings
+from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.recorder import Cell, Fields, Run
 from benchmarks.rowfile import KINDS, create
 from pinfeed import Feeder, rows
@@ -53,9 +53,9 @@ class Files:
 
     @functools.cached_property
     def link_gb_per_s(self) -> float:
-        return Ceilings(Bench(self.run.device), (256 << 20) if self.run.cuda else (8 << 20)).engine(
-            "to the device"
-        )
+        bench = Bench(self.run.device)
+        memory = bench.words((512 << 20) if self.run.cuda else (8 << 20))
+        return Ceilings(bench, memory).engine("to the device")
 
     def measure(self, kind: str, name: str) -> Fields:
         """Compare the first batches of all loops, and time their epochs."""

@@ -7,7 +7,6 @@ import numpy as np
 from benchmarks.gpu.bench import Bench, as_rows
 from pinfeed.stores.base import StoreRows, part_nbytes
 
-KERNELS = ("gather", "scatter")
 _ROW_BYTES = 512
 
 
@@ -29,7 +28,7 @@ class Launches:
 
     def launch(self, n_blocks: int, n_times: int = 3) -> None:
         """Gather and scatter, one after the other."""
-        self.bench.use_blocks(n_blocks)
+        self.bench.use_route(n_blocks)
         for _ in range(n_times):
             self.bench.gather(self._sample, self._into)
             self.bench.read.record().sync()

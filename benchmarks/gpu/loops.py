@@ -19,6 +19,7 @@ from benchmarks import budget, overhead
 from benchmarks.gpu.bench import wait
 from benchmarks.gpu.processes import last_lines, run_program
 from benchmarks.gpu.recorder import Cell, Fields, Run
+from benchmarks.gpu.small_tensors import small_tensors
 from benchmarks.zoo import ZOO
 from pinfeed import Feeder, PinnedStore, wrap_loader
 
@@ -55,6 +56,7 @@ def loops(run: Run) -> list[Cell]:
         )
         for name, way in small.items()
     ]
+    cells += small_tensors(run)
     loaders = functools.cache(lambda: Loaders(run, n_loader))
     for name in ("DataLoader, .to(non_blocking)", "a side stream by hand", "wrap_loader"):
         measure = functools.partial(lambda name: loaders().measure(name), name)

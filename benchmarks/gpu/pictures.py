@@ -11,7 +11,10 @@ from typing import Any
 from benchmarks.gpu.processes import new_file
 
 Cells = list[dict[str, Any]]
-_COLORS = {"direct": "#2b6ca3", "staged": "#d1495b"}
+_COLORS = {"chosen": "#3a7d44", "direct": "#2b6ca3", "staged": "#d1495b"}
+_CEILINGS = {"kernel": "--", "copy_engine": "-"}
+_MODELS = {"ResNet-18 as the step": "*", "train_rows with a network": "P"}
+_GOAL = 1.03
 
 
 def draw(results: Sequence[Path], out: Path, prefix: str) -> list[Path]:
@@ -22,6 +25,7 @@ def draw(results: Sequence[Path], out: Path, prefix: str) -> list[Path]:
     pictures: dict[str, tuple[str, Callable[[Cells, Any], object]]] = {
         "rows": ("rows", draw_rows),
         "overlap": ("overlap", draw_overlap),
+        "movers": ("movers", draw_movers),
         "tables": ("tables", draw_tables),
     }
     written = []
@@ -61,7 +65,7 @@ def _draw(
 
 def draw_rows(cells: Cells, figure: Any) -> None:
     """Draw the throughput of the largest batches by row size, with the ceilings."""
-    limits: dict[str, Any] = next((cell for cell in cells if cell["what"] == "ceilings"), {})
+    limits = {cell["table_gb"]: cell for cell in cells if cell["what"] == "ceilings"}
     rows = [cell for cell in cells if cell["what"] == "rows"]
     lines = sorted({(cell["table_gb"], cell["order"]) for cell in rows})
     colors = {table_gb: f"C{i}" for i, table_gb in enumerate(sorted({line[0] for line in lines}))}
@@ -76,23 +80,21 @@ def draw_rows(cells: Cells, figure: Any) -> None:
             axes.plot(
                 *zip(*points, strict=True), style, color=colors[table_gb], marker=".", label=label
             )
-        for name, x, side in (("kernel", 0.01, "left"), ("copy engine", 0.99, "right")):
-            ceiling = limits.get(f"{way}_{name.replace(' ', '_')}")
-            if ceiling is None:
-                continue
-            axes.axhline(ceiling, color="black", linewidth=0.8)
-            place = {"xycoords": ("axes fraction", "data"), "va": "bottom", "ha": side}
-            axes.annotate(f"{name}, in sequence: {ceiling:.1f}", (x, ceiling), fontsize=8, **place)
+        for table_gb, of_table in limits.items():
+            for name, style in _CEILINGS.items():
+                ceiling = of_table[f"{way}_{name}"]
+                color = colors.get(table_gb, "black")
+                axes.axhline(ceiling, color=color, linestyle=style, linewidth=0.6)
         axes.set_xscale("log", base=2)
         axes.set_xlabel("bytes of a row")
         axes.set_ylabel("GB/s")
         # Horizontal lines do not extend the axis, so the ceilings are included here.
         most = [
-            *(rate for name, rate in limits.items() if name.startswith(way)),
+            *(of_table[f"{way}_{name}"] for of_table in limits.values() for name in _CEILINGS),
             axes.get_ylim()[1],
         ]
         axes.set_ylim(0, 1.06 * max(most))
-        title = f"{way}: rows of a page-locked table, in large batches"
+        title = f"{way}: rows in large batches; lines: blocks by copy engine, by a kernel (dashed)"
         axes.set_title(title, loc="left", fontsize=10)
         axes.legend(frameon=False, fontsize=8)
 
@@ -107,43 +109,67 @@ def _largest(cells: Cells, field: str) -> list[tuple[int, float]]:
 
 def draw_overlap(cells: Cells, figure: Any) -> None:
     """Draw the share of transfers that is hidden, and the slowdown of matrix products."""
-    left, right = figure.subplots(1, 2)
-    _draw_hidden(cells, left)
+    left, middle, right = figure.subplots(1, 3)
+    _draw_row_sizes(cells, left)
+    _draw_hidden(cells, middle)
     _draw_slowdown(cells, right)
+
+
+def _draw_row_sizes(cells: Cells, axes: Any) -> None:
+    """Draw the time of a loop by row size, relative to the longer of its step and its transfer."""
+    loops = [
+        cell
+        for cell in cells
+        if cell["what"] == "products as the step"
+        and (cell["factor"], cell["route"]) == (1, "chosen")
+    ]
+    for number, (size, write) in enumerate(sorted({(c["size"], c["write"]) for c in loops})):
+        points = sorted(
+            (cell["row_nbytes"], cell["both_to_longer"])
+            for cell in loops
+            if (cell["size"], cell["write"]) == (size, write)
+        )
+        label = f"products of {size}, {'read and write' if write else 'read'}"
+        style = "--" if write else "-"
+        axes.plot(*zip(*points, strict=True), style, color=f"C{number}", marker="o", label=label)
+    axes.axhline(_GOAL, color="black", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("bytes of a row")
+    axes.set_title(f"both at once, to the longer one; goal {_GOAL}", loc="left", fontsize=10)
+    if loops:
+        axes.legend(frameon=False, fontsize=8)
 
 
 def _draw_hidden(cells: Cells, axes: Any) -> None:
     """Draw the time of a loop, relative to the longer one of its step and its transfer."""
-    loops = [cell for cell in cells if cell["what"] == "products as the step"]
+    loops = [
+        cell
+        for cell in cells
+        if cell["what"] == "products as the step" and cell["row_nbytes"] == 4096
+    ]
     for route, write in sorted({(cell["route"], cell["write"]) for cell in loops}):
         points = sorted(
             (cell["compute_to_transfer"], cell["both_to_longer"])
             for cell in loops
             if (cell["route"], cell["write"]) == (route, write)
         )
-        label = f"{route}, {'rows come and go' if write else 'rows come'}"
-        axes.plot(
-            *zip(*points, strict=True),
-            "--" if write else "-",
-            color=_COLORS[route],
-            marker="o",
-            label=label,
-        )
+        label = f"{route}, {'read and write' if write else 'read'}"
+        style = "--" if write else "-"
+        axes.plot(*zip(*points, strict=True), style, color=_COLORS[route], marker="o", label=label)
     for cell in cells:
-        if cell["what"] == "ResNet-18 as the step":
+        if marker := _MODELS.get(cell["what"]):
             point = cell["compute_to_transfer"], cell["both_to_longer"]
-            axes.plot(
-                *point,
-                "*",
-                color=_COLORS[cell["route"]],
-                markersize=12,
-                label=f"{cell['route']}, ResNet-18",
-            )
-    axes.axhline(1, color="black", linewidth=0.8)
+            name = cell["what"].removesuffix(" as the step")
+            if "n_ids" in cell:
+                name += f", {cell['n_ids']} ids, {cell['shared']:.0%} shared"
+            label = f"{cell['route']}, {name}"
+            axes.plot(*point, marker, color=_COLORS[cell["route"]], markersize=10, label=label)
+    axes.axhline(_GOAL, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.set_xlabel("time of the step, in transfers")
-    axes.set_title("time of both at once, to the longer of the two", loc="left", fontsize=10)
-    axes.legend(frameon=False, fontsize=8)
+    axes.set_title("both at once, to the longer one, by the step", loc="left", fontsize=10)
+    if axes.lines[1:]:
+        axes.legend(frameon=False, fontsize=8)
 
 
 def _draw_slowdown(cells: Cells, axes: Any) -> None:
@@ -168,9 +194,7 @@ def _draw_slowdown(cells: Cells, axes: Any) -> None:
             )
     axes.set_xscale("log", base=2)
     axes.set_xlabel("blocks of the kernel")
-    axes.set_title(
-        "time of large products beside a transfer, to their time alone", loc="left", fontsize=10
-    )
+    axes.set_title("large products beside a transfer, to their time alone", loc="left", fontsize=10)
     if beside:
         axes.legend(frameon=False, fontsize=8)
 
@@ -196,6 +220,30 @@ def draw_tables(cells: Cells, figure: Any) -> None:
         axes.margins(y=0.15)
         axes.set_ylabel("ms of a step")
         title = f"rows of a host table, trained with Adam; {model} model"
+        axes.set_title(title, loc="left", fontsize=10)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize=8, frameon=False)
+
+
+def draw_movers(cells: Cells, figure: Any) -> None:
+    """Draw the throughput of every way to move long rows, and its time beside products."""
+    ways = list(dict.fromkeys((cell["by"], cell["n_blocks"]) for cell in cells))
+    sizes = sorted({cell["row_nbytes"] for cell in cells})
+    width = 0.8 / len(ways)
+    titles = {
+        "gather_gb_per_s": "GB/s to the device",
+        "joint_to_longer": f"rows and products at once, to the longer one; goal {_GOAL}",
+    }
+    for axes, (name, title) in zip(figure.subplots(1, 2), titles.items(), strict=True):
+        for number, (by, n_blocks) in enumerate(ways):
+            of_way = [cell for cell in cells if (cell["by"], cell["n_blocks"]) == (by, n_blocks)]
+            places = [sizes.index(cell["row_nbytes"]) + (number + 0.5) * width for cell in of_way]
+            label = by if n_blocks is None else f"{by}, {n_blocks} blocks"
+            bars = axes.bar(places, [cell[name] for cell in of_way], width, label=label)
+            axes.bar_label(bars, fmt="%.2f", fontsize=6, rotation=90, padding=2)
+        labels = [f"{size:,} B" for size in sizes]
+        axes.set_xticks([place + 0.4 for place in range(len(sizes))], labels, fontsize=8)
+        axes.margins(y=0.15)
         axes.set_title(title, loc="left", fontsize=10)
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=8, fontsize=8, frameon=False)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.launches import KERNELS, Launches
+from benchmarks.gpu.launches import Launches
 from benchmarks.gpu.processes import last_lines, run_program
 from benchmarks.gpu.recorder import Cell, Fields, Run, Skipped
 
@@ -66,7 +66,9 @@ def _attributes(run: Run) -> Fields:
     """Return the resources of each compiled kernel; local memory holds spilled registers."""
     run.require_cuda("a compiled kernel")
     kernels: Any = Launches(run.device, nbytes=1 << 20, n_rows=16).bench.device.kernels
-    return {name: dict(getattr(kernels, f"_{name}").attributes) for name in KERNELS}
+    return {
+        "_".join(map(str, key)): dict(kernel.attributes) for key, kernel in kernels._kernels.items()
+    }
 
 
 def _traced(run: Run, n_blocks: int) -> Fields:

@@ -95,8 +95,17 @@ class Device(Protocol):
         """Return memory for work in ``stream``; once freed, only work in that stream reuses it."""
         ...
 
-    def tensor(self, buffer: Buffer, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Tensor:
-        """Return the beginning of a buffer as a tensor, which keeps the buffer alive."""
+    def tensor(
+        self, buffer: Buffer, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
+    ) -> Tensor:
+        """Return a part of a buffer as a tensor, which keeps the buffer alive.
+
+        Args:
+            buffer: Memory of the device.
+            shape: Shape of the tensor.
+            dtype: Its dtype.
+            offset: First byte in the buffer, a multiple of 512.
+        """
         ...
 
     def cut(self, tensor: Tensor, start: int, stop: int) -> Tensor:
@@ -111,9 +120,20 @@ class Device(Protocol):
         """Queue a copy between staging memory and a tensor, or between tensors."""
 
     def copy_rows(
-        self, src: Tensor, src_pos: Rows, dst: Tensor, dst_pos: Rows, stream: Any
+        self,
+        pairs: Sequence[tuple[Tensor, Tensor]],
+        src_pos: Tensor,
+        dst_pos: Tensor,
+        stream: Any,
     ) -> None:
-        """Queue ``dst[dst_pos] = src[src_pos]``."""
+        """Queue ``dst[dst_pos] = src[src_pos]`` for every pair ``(src, dst)``.
+
+        Args:
+            pairs: Tensors with equal rows; different pairs may have different ones.
+            src_pos: Positions, int32, shape (n,), on the device.
+            dst_pos: Positions, int32, shape (n,), on the device.
+            stream: Stream of the copies.
+        """
 
     def adopt(self, part: HostArray, stream: Any) -> Tensor | None:
         """Return the ``host_value`` of a part itself as the batch, or None if it must be copied.
@@ -145,15 +165,51 @@ class Device(Protocol):
         """Return whether the device reads the part, or writes the store, without staging memory."""
         ...
 
-    def read(self, parts: Sequence[tuple[HostArray, Tensor]], stream: Any) -> Iterator[None]:
-        """Queue reads of parts that it reaches into their tensors.
+    def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
+        """Return the dtype in which the device needs row indices in its own memory.
 
-        The iterator has steps, like that of ``HostArray.read``.
+        Args:
+            stores: Stores that it reaches, of which it reads or writes these rows.
+            rows: The row indices.
+
+        Returns:
+            The dtype; None if it needs none, as where it copies a run of consecutive rows at once.
         """
         ...
 
-    def write(self, values: Sequence[tuple[Store, Tensor]], rows: Rows, stream: Any) -> None:
-        """Queue writes of distinct rows of stores that it reaches."""
+    def read(
+        self,
+        parts: Sequence[tuple[HostArray, Tensor]],
+        stream: Any,
+        indices: Tensor | None = None,
+    ) -> Iterator[None]:
+        """Queue reads of parts that it reaches into their tensors.
+
+        The iterator has steps, like that of ``HostArray.read``.
+
+        Args:
+            parts: The parts, each with its tensor.
+            stream: Stream of the reads.
+            indices: Row indices of the parts, on the device, in the dtype of ``index_dtype``. All
+                parts are then these rows of stores.
+        """
+        ...
+
+    def write(
+        self,
+        values: Sequence[tuple[Store, Tensor]],
+        rows: Rows,
+        stream: Any,
+        indices: Tensor | None = None,
+    ) -> None:
+        """Queue writes of distinct rows of stores that it reaches.
+
+        Args:
+            values: Stores, each with the values of the rows.
+            rows: Row indices, shape (n,).
+            stream: Stream of the writes.
+            indices: The row indices on the device, in the dtype of ``index_dtype``.
+        """
 
     def share(self, tensor: Tensor, stream: Any) -> None:
         """Keep the memory of a freed tensor until ``stream`` has done its work so far.

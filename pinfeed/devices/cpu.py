@@ -83,8 +83,10 @@ class HostDevice:
     def empty(self, nbytes: int, stream: Any) -> Bytes:
         return self._pool.take(nbytes)
 
-    def tensor(self, buffer: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any]) -> torch.Tensor:
-        return to_torch(np.ndarray(shape, dtype, buffer))
+    def tensor(
+        self, buffer: Bytes, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
+    ) -> torch.Tensor:
+        return to_torch(np.ndarray(shape, dtype, buffer, offset))
 
     def cut(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         # Not a view: in-place operations of the user on one batch must not concern autograd in
@@ -101,14 +103,18 @@ class HostDevice:
         target.copy_(source)
 
     def copy_rows(
-        self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: Any
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        src_pos: torch.Tensor,
+        dst_pos: torch.Tensor,
+        stream: Any,
     ) -> None:
         # By numpy, which supports every dtype; torch does not index uint16.
-        put_rows(
-            to_numpy(dst, "batch"),
-            dst_pos,
-            np.take(to_numpy(src, "values"), src_pos, axis=0, mode="clip"),
-        )
+        taken = memory_of(src_pos)
+        replaced = memory_of(dst_pos)
+        for src, dst in pairs:
+            values = np.take(to_numpy(src, "values"), taken, axis=0, mode="clip")
+            put_rows(to_numpy(dst, "batch"), replaced, values)
 
     def adopt(self, part: HostArray, stream: Any) -> Any:
         value = getattr(part, "host_value", None)
@@ -122,11 +128,25 @@ class HostDevice:
     def reaches(self, source: HostArray | Store) -> bool:
         return True
 
-    def read(self, parts: Sequence[tuple[HostArray, torch.Tensor]], stream: Any) -> Iterator[None]:
+    def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
+        return None
+
+    def read(
+        self,
+        parts: Sequence[tuple[HostArray, torch.Tensor]],
+        stream: Any,
+        indices: torch.Tensor | None = None,
+    ) -> Iterator[None]:
         for part, dst in parts:
             yield from part.read(memory_of(dst))
 
-    def write(self, values: Sequence[tuple[Store, torch.Tensor]], rows: Rows, stream: Any) -> None:
+    def write(
+        self,
+        values: Sequence[tuple[Store, torch.Tensor]],
+        rows: Rows,
+        stream: Any,
+        indices: torch.Tensor | None = None,
+    ) -> None:
         for store, tensor in values:
             store.scatter(rows, to_numpy(tensor, "values"))
 

@@ -7,7 +7,7 @@ import functools
 import itertools
 import operator
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,14 +15,13 @@ import numpy.typing as npt
 import torch
 
 from pinfeed.devices.cuda_clock import CudaClock, take_mark
-from pinfeed.devices.cuda_kernel_access import KernelAccess
+from pinfeed.devices.cuda_direct_access import DirectAccess
 from pinfeed.devices.cuda_memory import staging_memory
 from pinfeed.devices.cuda_streams import CudaStream
 from pinfeed.errors import DeviceError
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.demand import OVERLAP_CHUNK_BYTES
 from pinfeed.memory.page_locked import unlock_freed
-from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, HostArray
 from pinfeed.tensors.numpy_torch import NUMPY, TORCH, to_torch
 from pinfeed.threads.pool import ThreadPool
@@ -54,7 +53,7 @@ def check_gpu(index: int | None) -> int:
     return index
 
 
-class CudaDevice(KernelAccess):
+class CudaDevice(DirectAccess):
     """One CUDA GPU.
 
     Args:
@@ -81,9 +80,13 @@ class CudaDevice(KernelAccess):
         return CudaDevice(self._index, priority=self._priority)
 
     def stream(self, name: str) -> CudaStream:
-        if self.route.duplex or self._side is None:
-            self._side = torch.cuda.Stream(self._device, self._priority)
-        return CudaStream(self._side, self)
+        # If rows are read and written in turn, both are in one stream; row indices never are.
+        if name != "index" and not self.route.duplex and self._side is not None:
+            return CudaStream(self._side, self)
+        stream = torch.cuda.Stream(self._device, self._priority)
+        if name != "index":
+            self._side = stream
+        return CudaStream(stream, self)
 
     def current_stream(self) -> CudaStream:
         return CudaStream(torch.cuda.current_stream(self._device), self)
@@ -96,12 +99,12 @@ class CudaDevice(KernelAccess):
             return torch.empty(nbytes, dtype=torch.uint8, device=self._device)
 
     def tensor(
-        self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
+        self, buffer: torch.Tensor, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
     ) -> torch.Tensor:
         # set_ and not view: the user's tensor must not be a view, so that autograd and in-place
         # operations treat it as a tensor of its own.
         return torch.empty(0, dtype=TORCH[dtype], device=self._device).set_(
-            buffer.untyped_storage(), 0, shape, _strides(shape)
+            buffer.untyped_storage(), offset // dtype.itemsize, shape, _strides(shape)
         )
 
     def cut(self, tensor: torch.Tensor, start: int, stop: int) -> torch.Tensor:
@@ -122,18 +125,20 @@ class CudaDevice(KernelAccess):
             target.copy_(source, non_blocking=True)
 
     def copy_rows(
-        self, src: torch.Tensor, src_pos: Rows, dst: torch.Tensor, dst_pos: Rows, stream: CudaStream
+        self,
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
+        src_pos: torch.Tensor,
+        dst_pos: torch.Tensor,
+        stream: CudaStream,
     ) -> None:
-        if dst.numel() == 0:
+        if not len(src_pos):
             return
         with torch.cuda.stream(stream.raw):
-            positions = self._upload(np.stack((src_pos, dst_pos)))
-            words, target = _words(src), _words(dst)
-            # index_select allocates memory for the selected rows, so they are copied in steps.
-            step = max(1, OVERLAP_CHUNK_BYTES * len(dst) // dst.nbytes)
-            for start in range(0, len(src_pos), step):
-                source, into = positions[:, start : start + step]
-                target.index_copy_(0, into, words.index_select(0, source))
+            # index_select takes int32, and index_copy_ does not.
+            target_pos = dst_pos.long()
+            for src, dst in pairs:
+                if dst.numel():
+                    _copy_rows(_words(src), src_pos, _words(dst), target_pos)
 
     def adopt(self, part: HostArray, stream: CudaStream) -> Any:
         value = getattr(part, "host_value", None)
@@ -198,6 +203,15 @@ def _is_plain(value: Any) -> bool:
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(itertools.accumulate(shape[:0:-1], operator.mul, initial=1))[::-1] if shape else ()
+
+
+def _copy_rows(
+    source: torch.Tensor, source_pos: torch.Tensor, target: torch.Tensor, target_pos: torch.Tensor
+) -> None:
+    # index_select allocates memory for the selected rows, so they are copied in steps.
+    step = max(1, OVERLAP_CHUNK_BYTES * len(target) // target.nbytes)
+    for chosen, into in zip(source_pos.split(step), target_pos.split(step), strict=True):
+        target.index_copy_(0, into, source.index_select(0, chosen))
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:

@@ -28,8 +28,8 @@ SOURCE = r"""
 
 // Row indices are known to be in range. Another stream may change rows during a gather; pinfeed
 // then does not use the gathered values.
-template <bool GATHER, typename Word>
-__device__ void move(const long long* __restrict__ rows, unsigned n_rows, char* table, char* packed,
+template <bool GATHER, typename Word, typename Index>
+__device__ void move(const Index* __restrict__ rows, unsigned n_rows, char* table, char* packed,
                      long long row_nbytes)
 {
     const unsigned n_words = row_nbytes / sizeof(Word), n_threads = gridDim.x * blockDim.x;
@@ -61,8 +61,8 @@ __device__ void move(const long long* __restrict__ rows, unsigned n_rows, char* 
     }
 }
 
-template <bool GATHER>
-__device__ void move_table(const long long* rows, unsigned n_rows, char* table, char* packed,
+template <bool GATHER, typename Index>
+__device__ void move_table(const Index* rows, unsigned n_rows, char* table, char* packed,
                            long long row_nbytes, int width)
 {
     switch (width) {
@@ -77,9 +77,9 @@ __device__ void move_table(const long long* rows, unsigned n_rows, char* table, 
 #define TABLE(k) char *table##k, char *packed##k, long long row_nbytes##k, int width##k
 #define MOVE(GATHER, k) \
     move_table<GATHER>(rows, n_rows, table##k, packed##k, row_nbytes##k, width##k)
-#define KERNEL(name, GATHER) \
+#define KERNEL(name, GATHER, Index) \
     extern "C" __global__ void __launch_bounds__(512) name( \
-        const long long* rows, unsigned n_rows, TABLE(0), TABLE(1), TABLE(2), TABLE(3)) \
+        const Index* rows, unsigned n_rows, TABLE(0), TABLE(1), TABLE(2), TABLE(3)) \
     { \
         MOVE(GATHER, 0); \
         MOVE(GATHER, 1); \
@@ -87,8 +87,10 @@ __device__ void move_table(const long long* rows, unsigned n_rows, char* table, 
         MOVE(GATHER, 3); \
     }
 
-KERNEL(gather_rows, true)
-KERNEL(scatter_rows, false)
+KERNEL(gather_rows_int32, true, int)
+KERNEL(gather_rows_int64, true, long long)
+KERNEL(scatter_rows_int32, false, int)
+KERNEL(scatter_rows_int64, false, long long)
 """
 
 
@@ -113,14 +115,28 @@ class Move:
         return next(width for width in _WIDTHS if not common % width)
 
 
+@dataclass(frozen=True)
+class RowIndices:
+    """Row indices in the memory of the device.
+
+    Attributes:
+        address: Address of the first row index.
+        n: Number of row indices.
+        nbytes: Bytes of one row index: 4 for int32, 8 for int64.
+    """
+
+    address: int
+    n: int
+    nbytes: int
+
+
 def launches(
-    rows: int, n_rows: int, moves: Sequence[Move], n_blocks: int
+    rows: RowIndices, moves: Sequence[Move], n_blocks: int
 ) -> Iterator[tuple[int, tuple[int, ...]]]:
     """Yield the number of blocks and the arguments of each launch.
 
     Args:
-        rows: Address of the row indices on the device, int64.
-        n_rows: Number of row indices.
+        rows: Row indices on the device.
         moves: Moves of these rows, one for each table.
         n_blocks: Largest number of blocks; a small batch does not need as many.
     """
@@ -128,9 +144,9 @@ def launches(
         group = moves[i : i + MAX_TABLES]
         # The number of a word must fit in 32 bits.
         step = max(1, _STEP_BYTES // sum(move.row_nbytes for move in group))
-        for first in range(0, n_rows, step):
-            n = min(step, n_rows - first)
-            arguments = [rows + 8 * first, n]
+        for first in range(0, rows.n, step):
+            n = min(step, rows.n - first)
+            arguments = [rows.address + first * rows.nbytes, n]
             n_words = 0
             for move in group:
                 arguments += [
@@ -164,29 +180,33 @@ class RowKernels:
         self._stream = cupy.cuda.Stream.from_external
         with self._gpu:
             module = cupy.RawModule(code=SOURCE, options=("-std=c++17",))
-            self._gather = module.get_function("gather_rows")
-            self._scatter = module.get_function("scatter_rows")
+            self._kernels = {
+                (name, nbytes): module.get_function(f"{name}_rows_int{8 * nbytes}")
+                for name in ("gather", "scatter")
+                for nbytes in (4, 8)
+            }
 
     def gather(
-        self, stream: int, rows: int, n_rows: int, moves: Sequence[Move], n_blocks: int
+        self, stream: int, rows: RowIndices, moves: Sequence[Move], n_blocks: int
     ) -> Iterator[None]:
         """Queue a gather of rows to the device, launch by launch.
 
         Args:
             stream: Handle of the stream.
-            rows: Address of the row indices on the device, int64.
-            n_rows: Number of row indices.
+            rows: Row indices on the device.
             moves: Moves of these rows, one for each table.
             n_blocks: Largest number of blocks per launch; each takes a part of a multiprocessor
                 from the model.
         """
-        return self._launch(self._gather, stream, launches(rows, n_rows, moves, n_blocks))
+        kernel = self._kernels["gather", rows.nbytes]
+        return self._launch(kernel, stream, launches(rows, moves, n_blocks))
 
     def scatter(
-        self, stream: int, rows: int, n_rows: int, moves: Sequence[Move], n_blocks: int
+        self, stream: int, rows: RowIndices, moves: Sequence[Move], n_blocks: int
     ) -> Iterator[None]:
         """Queue a scatter of distinct rows from the device; takes the arguments of ``gather``."""
-        return self._launch(self._scatter, stream, launches(rows, n_rows, moves, n_blocks))
+        kernel = self._kernels["scatter", rows.nbytes]
+        return self._launch(kernel, stream, launches(rows, moves, n_blocks))
 
     def _launch(
         self, kernel: Any, stream: int, every_launch: Iterator[tuple[int, tuple[int, ...]]]

@@ -1,28 +1,56 @@
-"""Route: the way of rows between page-locked stores and a GPU, decided from measured rates."""
+"""Route: the way of rows between page-locked stores and a GPU, decided from measured times."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 from pinfeed.memory.units import human_rate
 
-# Fewer blocks that reach this share of the best rate leave more of the GPU to the model.
-_ENOUGH = 0.97
+# Times that differ by less are taken as equal. The route that takes less of the machine is then
+# used: fewer blocks leave more of the GPU to the model, and a direct route leaves it the CPU.
+_TOLERANCE = 1.03
+
+Mover = Literal["kernel", "batch"]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Speed of one way to move a batch.
+
+    Attributes:
+        rate: Throughput while the GPU does nothing else, in GB/s.
+        joint_s: Seconds until a batch is moved and matrix products are computed, if both begin at
+            the same time.
+    """
+
+    rate: float
+    joint_s: float
 
 
 @dataclass(frozen=True)
 class Rates:
-    """Measured throughput of each route, in GB/s."""
+    """Measured speed of each route.
 
-    direct: Mapping[int, float]
-    """Rates by number of blocks, if a kernel reads the rows from page-locked memory."""
-    staged: float
-    """Rate if the CPU gathers the rows, and they are copied."""
+    Attributes:
+        kernel: Speed by number of blocks, if kernels read the rows from page-locked memory.
+        batch: Speed if the copy engine reads long rows in batches, and kernels the others; None if
+            the driver cannot do it, or did not do it exactly.
+        staged: Speed if the CPU gathers the rows, and they are copied.
+        products_s: Seconds of the matrix products of ``joint_s`` alone.
+        both: Sum of both directions in GB/s, if rows are gathered and scattered directly at the
+            same time, in two streams.
+        in_turn: Sum of both directions in GB/s, if rows are gathered and scattered directly in
+            turn, in one stream.
+    """
+
+    kernel: Mapping[int, Timing]
+    batch: Timing | None
+    staged: Timing
+    products_s: float
     both: float
-    """Sum of both directions, if kernels gather and scatter at the same time, in two streams."""
     in_turn: float
-    """Sum of both directions, if kernels gather and scatter in turn, in one stream."""
 
 
 @dataclass(frozen=True)
@@ -33,11 +61,14 @@ class Route:
         n_blocks: Blocks of the kernels; 0 if rows are staged.
         duplex: Whether rows are gathered and scattered at the same time.
         why: Reason for the route, as a sentence for the plan.
+        mover: Mover of long rows: ``"kernel"``, or ``"batch"`` for the copy engine. Kernels move
+            the other rows.
     """
 
     n_blocks: int
     duplex: bool
     why: str
+    mover: Mover = "kernel"
 
 
 STAGED = Route(0, True, "")
@@ -45,12 +76,20 @@ STAGED = Route(0, True, "")
 
 
 def decide(rates: Rates, wanted: str | None) -> Route:
-    """Return the fastest route, or the fastest direct route if ``wanted`` is given."""
-    n_blocks = fewest_blocks(rates.direct)
-    direct = human_rate(1e9 * rates.direct[n_blocks])
-    staged = human_rate(1e9 * rates.staged)
-    measured = f"{direct} by {n_blocks} blocks of a kernel, {staged} gathered by the CPU and copied"
-    if wanted is None and rates.direct[n_blocks] < rates.staged:
+    """Return the fastest route, or the fastest direct route if ``wanted`` is given.
+
+    The fastest route is the one with which the model's work and the transfer end first.
+    """
+    route = fastest_direct(rates.kernel, rates.batch)
+    direct, how = rates.kernel[route.n_blocks], f"{route.n_blocks} blocks of a kernel"
+    if route.mover == "batch" and rates.batch is not None:
+        direct, how = rates.batch, "batches of the copy engine"
+    measured = (
+        f"{human_rate(1e9 * direct.rate)} by {how}, {human_rate(1e9 * rates.staged.rate)} gathered "
+        f"by the CPU and copied ({_ms(direct.joint_s)} and {_ms(rates.staged.joint_s)} together "
+        f"with matrix products of {_ms(rates.products_s)})"
+    )
+    if wanted is None and rates.staged.joint_s * _TOLERANCE < direct.joint_s:
         return Route(0, True, f"page-locked rows are staged: {measured}")
     duplex = rates.both >= rates.in_turn
     order = "at the same time" if duplex else "in turn"
@@ -58,10 +97,16 @@ def decide(rates: Rates, wanted: str | None) -> Route:
         f"the GPU reads page-locked rows itself: {measured}; "
         f"rows are gathered and scattered {order}"
     )
-    return Route(n_blocks, duplex, reason)
+    return Route(route.n_blocks, duplex, reason, route.mover)
 
 
-def fewest_blocks(rates: Mapping[int, float]) -> int:
-    """Return the smallest number of blocks that is nearly as fast as the fastest."""
-    enough = _ENOUGH * max(rates.values())
-    return min(n_blocks for n_blocks, rate in rates.items() if rate >= enough)
+def fastest_direct(kernel: Mapping[int, Timing], batch: Timing | None) -> Route:
+    """Return the fastest direct route: as few blocks as are fast, or batches where they win."""
+    enough_s = _TOLERANCE * min(timing.joint_s for timing in kernel.values())
+    n_blocks = min(n for n, timing in kernel.items() if timing.joint_s <= enough_s)
+    wins = batch is not None and batch.joint_s <= kernel[n_blocks].joint_s
+    return Route(n_blocks, True, "", "batch" if wins else "kernel")
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.2f} ms"

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.route import Rates, Route, fewest_blocks
+from pinfeed.devices.route import STAGED, Rates, Route, Timing, fastest_direct
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import Gatherable, StoreRows, part_nbytes, row_nbytes
@@ -25,12 +27,25 @@ BLOCKS = (4, 8, 16, 32)
 _SAMPLE_BYTES = 16 << 20
 _CHUNK_BYTES = 256 << 10
 _REPEATS = 3
+# Products that are timed at once, and most of them that are timed together with a route.
+_N_PRODUCTS = 4
+_MOST_PRODUCTS = 64
+_MoveBatch = Callable[[Sequence[StoreRows]], object]
 # Reader threads of a loop with the default depth.
 _N_READERS = min(3, len(os.sched_getaffinity(0)))
 
 
-def measure(device: Any, stores: Sequence[ArrayStore], n_rows: int) -> Rates:
-    """Time each route, in some tens of milliseconds in all.
+def measure(
+    device: Any,
+    stores: Sequence[ArrayStore],
+    n_rows: int,
+    queue_products: Callable[[int], None],
+) -> Rates:
+    """Time each route alone and together with matrix products, in about 100 ms in all.
+
+    Blocks of a kernel that moves rows take registers and bandwidth from the model's kernels, so the
+    fastest route on an idle GPU is not always the fastest for a training loop. The products take
+    about as long as the fastest route: a route that slows either of them down shows.
 
     The stores are only read: what is written goes to memory that is allocated here.
 
@@ -38,27 +53,52 @@ def measure(device: Any, stores: Sequence[ArrayStore], n_rows: int) -> Rates:
         device: A CudaDevice that is not used for anything else.
         stores: Page-locked stores.
         n_rows: Rows of a batch.
+        queue_products: Queues a number of matrix products in the current stream.
     """
     with ThreadPool(_N_READERS, "pinfeed-tuning") as readers:
-        trial = _Trial(device, stores, n_rows)
-        staged = trial.rate(functools.partial(trial.stage, readers))
-        direct = {}
-        for n_blocks in BLOCKS:
-            device.route = Route(n_blocks, True, "")
-            direct[n_blocks] = trial.rate(trial.gather)
-        device.route = Route(fewest_blocks(direct), True, "")
-        both = 2 * trial.rate(functools.partial(trial.gather_and_scatter, trial.write_stream))
-        in_turn = 2 * trial.rate(functools.partial(trial.gather_and_scatter, trial.read_stream))
-    return Rates(direct, staged, both, in_turn)
+        trial = _Trial(device, stores, n_rows, queue_products)
+        stage = functools.partial(trial.stage, readers)
+        ways: list[tuple[Route, _MoveBatch]] = [(STAGED, stage)]
+        ways += [(Route(n_blocks, True, ""), trial.gather) for n_blocks in BLOCKS]
+        alone = [trial.seconds(*way) for way in ways]
+        trial.set_products(min(alone))
+        staged, *timings = [
+            trial.timing(*way, alone_s) for way, alone_s in zip(ways, alone, strict=True)
+        ]
+        kernel = dict(zip(BLOCKS, timings, strict=True))
+        batch = None
+        if device.has_batch_copy(stores):
+            batches = replace(fastest_direct(kernel, None), mover="batch")
+            if trial.is_exact(batches):
+                alone_s = trial.seconds(batches, trial.gather)
+                batch = trial.timing(batches, trial.gather, alone_s)
+        route = fastest_direct(kernel, batch)
+        both, in_turn = (
+            2 * trial.gb / trial.seconds(route, functools.partial(trial.gather_and_scatter, stream))
+            for stream in (trial.write_stream, trial.read_stream)
+        )
+    return Rates(kernel, batch, staged, trial.products_s, both, in_turn)
 
 
 class _Trial:
     """Batches that are moved to be timed; each has other rows, which no cache holds yet."""
 
-    def __init__(self, device: Any, stores: Sequence[ArrayStore], n_rows: int) -> None:
+    def __init__(
+        self,
+        device: Any,
+        stores: Sequence[ArrayStore],
+        n_rows: int,
+        queue_products: Callable[[int], None],
+    ) -> None:
         self._device = device
+        self._stores = stores
+        self._queue_products = queue_products
+        self._n_products = 0
+        self.products_s = 0.0
+        """Seconds of the products alone."""
         rng = np.random.default_rng(0)
-        n = max(1, min(n_rows, _SAMPLE_BYTES // sum(map(row_nbytes, stores))))
+        # A single row would always be one copy.
+        n = min(n_rows, max(2, _SAMPLE_BYTES // sum(map(row_nbytes, stores))))
         self._batches = []
         for _ in range(1 + _REPEATS):
             chosen = {
@@ -66,32 +106,73 @@ class _Trial:
             }
             self._batches.append([StoreRows(store, chosen[store.n_rows]) for store in stores])
         first = self._batches[0]
-        current = device.current_stream()
-        self._gb = sum(map(part_nbytes, first)) / 1e9
+        self._current = device.current_stream()
+        self.gb = sum(map(part_nbytes, first)) / 1e9
+        """Size of a batch in GB."""
         self._tensors = [
-            device.tensor(device.empty(part_nbytes(sample), current), sample.shape, sample.dtype)
+            device.tensor(
+                device.empty(part_nbytes(sample), self._current), sample.shape, sample.dtype
+            )
             for sample in first
         ]
         self._host = [PinnedStore.empty(sample.shape, sample.dtype) for sample in first]
+        # Consecutive rows would be one copy.
+        self._order = rng.permutation(n)
         self.read_stream = device.stream("read")
         self.write_stream = device.stream("write")
         # Work of the current stream may still use the memory.
-        self.read_stream.wait(current.record())
-        self.write_stream.wait(current.record())
+        self.read_stream.wait(self._current.record())
+        self.write_stream.wait(self._current.record())
 
-    def rate(self, move: Callable[[Sequence[StoreRows]], object]) -> float:
-        """Return GB/s of the fastest batch.
+    def seconds(self, route: Route, move: _MoveBatch, n_products: int = 0) -> float:
+        """Return the seconds of the fastest batch, and of products that begin with it.
 
         The first batch is not timed, because code is loaded in it.
         """
+        self._device.route = route
         times = []
         for batch in self._batches:
             begin = time.perf_counter()
+            self._queue_products(n_products)
             move(batch)
             self.read_stream.record().sync()  # the rows may not have arrived yet: they are timed
             self.write_stream.record().sync()  # as above, for rows that are written
+            self._current.record().sync()  # the products may not be computed yet: they are timed
             times.append(time.perf_counter() - begin)
-        return self._gb / min(times[1:])
+        return min(times[1:])
+
+    def set_products(self, seconds: float) -> None:
+        """Choose as many products as take about so long."""
+        one_s = self.seconds(STAGED, lambda batch: None, _N_PRODUCTS) / _N_PRODUCTS
+        self._n_products = min(_MOST_PRODUCTS, math.ceil(seconds / one_s))
+        self.products_s = self._n_products * one_s
+
+    def timing(self, route: Route, move: _MoveBatch, alone_s: float) -> Timing:
+        """Return the speed of a route alone, and time it together with the products."""
+        return Timing(self.gb / alone_s, self.seconds(route, move, self._n_products))
+
+    def is_exact(self, route: Route) -> bool:
+        """Return whether a route gathers and scatters rows as they are in their stores."""
+        self._device.route = route
+        batch = self._batches[0]
+        wanted = [
+            _bytes(store.array)[sample.rows]
+            for store, sample in zip(self._stores, batch, strict=True)
+        ]
+        for rows, host, tensor in zip(wanted, self._host, self._tensors, strict=True):
+            # A row that is not moved has other bytes.
+            _bytes(host.array)[...] = ~rows
+            self._device.copy(host.array, tensor, self.read_stream)
+        try:
+            self.gather_and_scatter(self.read_stream, batch)
+        except RuntimeError:
+            return False
+        finally:
+            self.read_stream.record().sync()  # the rows may not have arrived yet: they are compared
+        return all(
+            np.array_equal(_bytes(host.array)[self._order], rows)
+            for host, rows in zip(self._host, wanted, strict=True)
+        )
 
     def stage(self, readers: ThreadPool, batch: Sequence[StoreRows]) -> None:
         """Move the rows as a loop does: several threads gather while gathered rows are copied."""
@@ -114,8 +195,12 @@ class _Trial:
     def gather_and_scatter(self, stream: Any, batch: Sequence[StoreRows]) -> None:
         """Let kernels read the rows, and write as many other rows in ``stream``."""
         self.gather(batch)
-        for host, tensor in zip(self._host, self._tensors, strict=True):
-            self._device.write([(host, tensor)], np.arange(host.n_rows), stream)
+        self._device.write(list(zip(self._host, self._tensors, strict=True)), self._order, stream)
+
+
+def _bytes(array: npt.NDArray[Any]) -> npt.NDArray[np.uint8]:
+    """Return rows as bytes, shape (n, row_nbytes)."""
+    return array.reshape(len(array), -1).view(np.uint8)
 
 
 def _gather(

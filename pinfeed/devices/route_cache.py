@@ -11,9 +11,9 @@ from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
-from pinfeed.devices.route import Rates
+from pinfeed.devices.route import Rates, Timing
 
-_FORMAT = 1
+_FORMAT = 2
 
 
 def cached_rates(
@@ -38,13 +38,28 @@ def cached_rates(
 def _parsed(entry: Any) -> Rates | None:
     """Return the rates of an entry of the file, or None if it is damaged or missing."""
     try:
-        fields = dict(entry)
-        direct = {int(n_blocks): float(rate) for n_blocks, rate in fields.pop("direct").items()}
-        rates = Rates(direct, **{name: float(rate) for name, rate in fields.items()})
+        rates = Rates(
+            kernel={int(n_blocks): _timing(one) for n_blocks, one in entry["kernel"].items()},
+            batch=None if entry["batch"] is None else _timing(entry["batch"]),
+            staged=_timing(entry["staged"]),
+            products_s=_finite(entry["products_s"]),
+            both=_finite(entry["both"]),
+            in_turn=_finite(entry["in_turn"]),
+        )
     except (KeyError, TypeError, ValueError, AttributeError):
         return None
-    values = (*direct.values(), rates.staged, rates.both, rates.in_turn)
-    return rates if direct and all(map(math.isfinite, values)) else None
+    return rates if rates.kernel else None
+
+
+def _timing(entry: Any) -> Timing:
+    return Timing(_finite(entry["rate"]), _finite(entry["joint_s"]))
+
+
+def _finite(value: Any) -> float:
+    number = float(value)
+    if not math.isfinite(number):
+        raise ValueError(f"{value!r} is no measured number")
+    return number
 
 
 def _read(path: pathlib.Path) -> dict[str, Any]:

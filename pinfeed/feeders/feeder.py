@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable, Iterable, Iterator
@@ -134,6 +135,9 @@ class Feeder(ResumableFeeder):
             self._write_schedule = _schedule_with_writes(schedule)
             self._open_device(device, self._n_buffers(schedule))
             batches = self._plan_batches(selection, schedule, route)
+            self._write_schedule = dataclasses.replace(
+                self._write_schedule, repeats=not batches.is_distinct
+            )
             self._start_runner(batches, schedule, options)
         except BaseException:
             self._stores.close()
@@ -266,5 +270,5 @@ def _schedule_with_writes(schedule: PrefetchSchedule) -> PrefetchSchedule:
     look-up would cost more than prefetching saves, so such a loop prefetches less.
     """
     if schedule.batches_per_slot > 1:
-        return PrefetchSchedule(DEFAULT_DEPTH, n_readers=schedule.n_readers)
-    return schedule
+        return PrefetchSchedule(DEFAULT_DEPTH, n_readers=schedule.n_readers, writes=True)
+    return dataclasses.replace(schedule, writes=True)

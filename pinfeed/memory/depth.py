@@ -40,7 +40,7 @@ def n_batches(depth: int, batches_per_slot: int = 1) -> int:
 def n_held(depth: int) -> int:
     """Return how many write-backs are kept at a time.
 
-    ``max(depth, 1)`` of them are not written yet, and a prefetched batch may not have seen
-    ``depth + 1`` others.
+    At most ``max(depth, 2)`` of them are not written yet (one without prefetching), and a
+    prefetched batch may not have seen ``depth + 1`` others.
     """
-    return max(depth, 1) + depth + 1
+    return (max(depth, 2) if depth else 1) + depth + 1

@@ -1,70 +1,63 @@
-"""Store-to-load forwarding: finds the rows of a batch that were written after it was gathered.
+"""Store-to-load forwarding: which values a batch takes from writes that its gather did not see.
 
 With prefetch depth d, batches k+1 … k+d are gathered before batch k is written back. A batch has
 seen the writes that were completed when its gather began. Before it is lent, later writes are
 copied over the rows that both hold, the newest value of each row last. Then the batch is what a
-gather at that moment would have given. This file needs numpy only.
+gather at that moment would have given.
+
+Reader threads find the rows that batches have in common (``recent_rows.py``), ahead of the loop.
+What is left for the training thread does not depend on the number of rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.errors import WriteBackError
-from pinfeed.rows.orders import Rows
-
 T = TypeVar("T")
 
-Positions = npt.NDArray[np.intp]
+Positions = npt.NDArray[np.int32]
+"""Positions of rows in a batch."""
 
 
-class WrittenRows:
-    """Rows that are written.
+class Span(NamedTuple):
+    """Rows that two batches have in common: a part of ``SharedRows.positions``."""
 
-    Args:
-        rows: Row indices, shape (n,), each once.
-        whole: Whether every store of the group is written; otherwise some stay unchanged.
+    begin: int
+    n_rows: int
 
-    Raises:
-        WriteBackError: If a row occurs twice, because chance would decide which value wins.
-    """
+    @property
+    def later(self) -> tuple[int, int]:
+        """Range [begin, end) of the positions in the later batch."""
+        return self.begin, self.begin + self.n_rows
 
-    __slots__ = ("_order", "_sorted", "rows", "whole")
+    @property
+    def earlier(self) -> tuple[int, int]:
+        """Range [begin, end) of the positions in the earlier batch, in the same order."""
+        return self.begin + self.n_rows, self.begin + 2 * self.n_rows
 
-    def __init__(self, rows: Rows, whole: bool = True) -> None:
-        self.rows = rows
-        self.whole = whole
-        self._sorted = rows
-        # Positions of the sorted rows; None if the rows are sorted already.
-        self._order: Positions | None = None
-        if bool((rows[1:] > rows[:-1]).all()):
-            return
-        self._order = np.argsort(rows, kind="stable")
-        self._sorted = rows[self._order]
-        twice = np.flatnonzero(self._sorted[1:] == self._sorted[:-1])
-        if len(twice):
-            raise WriteBackError(
-                f"write_back of {len(rows)} rows in which row {self._sorted[twice[0]]} occurs "
-                "more than once; expected every row once: give unique rows to the feeder, or sum "
-                "the changes of a row first"
-            )
 
-    def overlap(self, rows: Rows) -> tuple[Positions, Positions]:
-        """Return the positions, in ``rows`` and in this write, of the rows that both hold.
+class Overlap(NamedTuple):
+    """Rows that a batch has in common with an earlier one."""
 
-        Args:
-            rows: Row indices, shape (n,); they may repeat.
-        """
-        if not len(self._sorted):
-            return np.empty(0, np.intp), np.empty(0, np.intp)
-        at = np.minimum(np.searchsorted(self._sorted, rows), len(self._sorted) - 1)
-        hit = np.flatnonzero(self._sorted[at] == rows)
-        return hit, at[hit] if self._order is None else self._order[at[hit]]
+    latest: Span
+    """Rows that no batch between the two holds."""
+    hidden: Span
+    """Rows that a batch between the two holds as well. Its values are newer, if it writes them."""
+
+
+@dataclass(frozen=True, eq=False)
+class SharedRows:
+    """Rows that a batch has in common with the batches before it."""
+
+    positions: Positions
+    """Positions of the rows in the batches. The spans divide this array."""
+    overlaps: Sequence[Mapping[int, Overlap]]
+    """For each group of rows, the overlap with each earlier batch, by its number."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,8 +66,10 @@ class Write(Generic[T]):
 
     number: int
     """Position of the write among all writes of the loop."""
-    groups: Sequence[WrittenRows | None]
-    """For each group of stores the rows that are written; None for a group that stays unchanged."""
+    batch: int
+    """Number of the batch that the values belong to; a batch may be written more than once."""
+    is_whole: Sequence[bool | None]
+    """For each group of stores, whether all of them are written; None if none of them is."""
     values: T
     """The values, in the form that their owner keeps them in."""
 
@@ -82,8 +77,8 @@ class Write(Generic[T]):
 class WriteLog(Generic[T]):
     """Writes that some gathered batch may not have seen, oldest first.
 
-    The training thread appends, reads and forgets writes. The writer thread advances ``completed``,
-    and the reader threads read it.
+    The training thread appends, reads and forgets writes. The writer advances ``completed``, and
+    the reader threads read it.
     """
 
     def __init__(self) -> None:
@@ -91,13 +86,15 @@ class WriteLog(Generic[T]):
         self._next = 0
         self.completed = 0
         """Writes numbered below this are in their stores."""
+        self.has_failed = False
+        """Whether a write has failed. Those after it are refused."""
 
     def __len__(self) -> int:
         return len(self._writes)
 
-    def append(self, groups: Sequence[WrittenRows | None], values: T) -> Write[T]:
+    def append(self, batch: int, is_whole: Sequence[bool | None], values: T) -> Write[T]:
         """Add a write and return it, with its number."""
-        write = Write(self._next, groups, values)
+        write = Write(self._next, batch, is_whole, values)
         self._next += 1
         self._writes.append(write)
         return write
@@ -106,35 +103,38 @@ class WriteLog(Generic[T]):
         """Return the writes numbered ``number`` or above."""
         return [write for write in self._writes if write.number >= number]
 
+    def pending_batches(self) -> set[int]:
+        """Return the numbers of the batches whose writes are not completed."""
+        return {write.batch for write in self.since(self.completed)}
+
     def forget(self, before: int) -> None:
         """Drop the writes numbered below ``before``, which every batch not yet lent has seen."""
         if self._writes and self._writes[0].number < before:
             self._writes = self.since(before)
 
 
-def newest(
-    writes: Sequence[Write[T]], group: int, rows: Rows
-) -> list[tuple[Write[T], Positions, Positions]]:
-    """Find the writes that update rows of a group.
+def forwards(
+    writes: Sequence[Write[T]], group: int, batch: int, overlaps: Mapping[int, Overlap]
+) -> list[tuple[Write[T], Span]]:
+    """Return the copies that bring the rows of a group up to date, in their order.
 
     Args:
-        writes: Writes, oldest first.
-        group: Position of the group in the writes.
-        rows: Row indices, shape (n,); they may repeat.
-
-    Returns:
-        Writes, oldest first, each with positions in ``rows`` and in the write. A row that a write
-        holds as a whole is left out of the writes before it.
+        writes: Writes that the gather of the batch did not see, oldest first.
+        group: Position of the group in the batch.
+        batch: Number of the batch.
+        overlaps: Rows that it has in common with each earlier batch.
     """
-    found = []
-    left = np.arange(len(rows))
+    found: list[tuple[Write[T], Span]] = []
+    # Whether all batches from ``oldest`` to the one before this have written all stores. If so,
+    # rows that one of them holds are not needed from a batch before them.
+    is_complete = True
+    oldest = batch
     for write in reversed(writes):
-        written = write.groups[group]
-        if written is None or not len(left):
-            continue
-        at, src_pos = written.overlap(rows[left])
-        if len(at):
-            found.append((write, left[at], src_pos))
-            if written.whole:
-                left = np.delete(left, at)
+        is_complete &= write.batch >= oldest - 1
+        oldest = write.batch
+        is_whole = write.is_whole[group]
+        if is_whole is not None and (overlap := overlaps.get(write.batch)) is not None:
+            spans = overlap[:1] if is_complete else overlap
+            found += [(write, span) for span in spans if span.n_rows]
+        is_complete &= bool(is_whole)
     return found[::-1]

@@ -1,10 +1,10 @@
-"""LoopThreads: the reader threads and the writer thread of one loop."""
+"""LoopThreads: the reader threads and the writer threads of one loop."""
 
 from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import NoneType
 from typing import Any
 
@@ -13,6 +13,9 @@ from pinfeed.errors import ClosedError
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.threads.call import Call, Pending, Workers
+
+# Threads that scatter rows of one write-back beside the writer, on at most half of the cores.
+_N_SCATTER_HELPERS = max(0, min(len(os.sched_getaffinity(0)) // 2, 4) - 1)
 
 
 class InlineWorkers:
@@ -34,10 +37,11 @@ class InlineWorkers:
 
 
 class LoopThreads:
-    """Reader threads and the writer thread of one loop.
+    """Reader threads and writer threads of one loop.
 
-    ``start_readers`` starts the readers. The writer starts with the first write-back. At depth 0
-    there are no threads, and every call runs in the caller's thread.
+    ``start_readers`` starts the readers. The writers start with the first write-back: one queues
+    the copies to the host, the other scatters the rows that have arrived, and may have helpers. At
+    depth 0 there are no threads, and every call runs in the caller's thread.
 
     Args:
         device: Device that makes the threads.
@@ -57,6 +61,8 @@ class LoopThreads:
         self._idents: set[int] = set()
         self._reader: Workers | None = None
         self._writer: Workers | None = None
+        self._scatterer: Workers | None = None
+        self._scatter_helpers: Workers | None = None
         if schedule.depth == 0:
             self._reader = InlineWorkers()
             self._writer = InlineWorkers()
@@ -77,15 +83,38 @@ class LoopThreads:
             self._writer = self._device.worker("pinfeed-write")
         return self._writer.submit(self._run, self.call, "write", batch, fn, *args)
 
+    def submit_scatter(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
+        """Let the second writer thread call ``fn(*args)`` for a batch."""
+        if self._scatterer is None:
+            self._scatterer = self._device.worker("pinfeed-scatter")
+        return self._scatterer.submit(self._run, self.call, "scatter", batch, fn, *args)
+
+    def run_all(self, calls: Sequence[Callable[[], object]]) -> None:
+        """Make several calls, in several threads if there are cores; called by the second writer.
+
+        It returns, or raises the first error, when all have ended.
+        """
+        if len(calls) > 1 and self._scatter_helpers is None and _N_SCATTER_HELPERS:
+            name = "pinfeed-scatter-helper"
+            self._scatter_helpers = self._device.worker(name, _N_SCATTER_HELPERS)
+        helpers = self._scatter_helpers
+        shared = [] if helpers is None else [helpers.submit(self._run, call) for call in calls[1:]]
+        own = InlineWorkers()
+        pending = [own.submit(call) for call in (calls[:1] if shared else calls)] + shared
+        errors = [call.exception() for call in pending]
+        for error in filter(None, errors):
+            raise error
+
     def join_readers(self) -> None:
         """Wait until the readers have made all calls that were submitted."""
         if self._reader is not None:
             self._reader.shutdown(wait=True)
 
-    def join_writer(self) -> None:
-        """Wait until the writer has made all calls that were submitted."""
-        if self._writer is not None:
-            self._writer.shutdown(wait=True)
+    def join_writers(self) -> None:
+        """Wait until the writers have made all calls that were submitted."""
+        for worker in (self._writer, self._scatterer, self._scatter_helpers):
+            if worker is not None:
+                worker.shutdown(wait=True)
 
     @property
     def is_inside(self) -> bool:

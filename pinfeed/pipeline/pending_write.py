@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy.typing as npt
 
 from pinfeed.devices.base import Event, Stream, Tensor
 from pinfeed.pipeline.forwarding import Write, WriteLog
 from pinfeed.pipeline.sources.base import RowGroup
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.base import Store
+from pinfeed.stores.pinned import PinnedStore
+
+# Rows in memory are scattered in pieces, so that several threads can share the work.
+_PIECE_NBYTES = 4 << 20
+
+
+class StagedRows(NamedTuple):
+    """Values of distinct rows in staging memory, and the store that they are written to."""
+
+    store: Store
+    rows: Rows
+    values: npt.NDArray[Any]
+
+    def scatters(self) -> Iterator[Callable[[], object]]:
+        """Yield calls that scatter the rows together; they may be made at the same time."""
+        n_pieces = 1
+        # Other stores may not support two calls of ``scatter`` at a time.
+        if type(self.store) in (ArrayStore, PinnedStore):
+            n_pieces = max(1, min(self.values.nbytes // _PIECE_NBYTES, len(self.rows)))
+        step = -(-len(self.rows) // n_pieces) or 1
+        for begin in range(0, len(self.rows), step):
+            piece = slice(begin, begin + step)
+            yield functools.partial(self.store.scatter, self.rows[piece], self.values[piece])
 
 
 @dataclass
@@ -33,8 +63,19 @@ class PendingWrite:
     """Rows that are written, and their stores."""
     log: WriteLog[HeldValues]
     """Log of the loop that the write belongs to."""
-    batch: int
-    """Number of the batch that the values belong to."""
+    staged: list[StagedRows] = field(default_factory=list)
+    """Values that are copied to staging memory, to be scattered from there."""
+    arrived: Event | None = None
+    """Event behind the copies."""
+    begun: Event | None = None
+    """Timed event before the copies; None if they are not timed."""
+    started_s: float = 0.0
+    """Time at which the copies were queued."""
+
+    @property
+    def batch(self) -> int:
+        """Number of the batch that the values belong to."""
+        return self.write.batch
 
     def is_computed(self) -> bool:
         """Tell whether the device has computed the values."""

@@ -52,7 +52,7 @@ class Prefetcher:
         self._ending = threading.RLock()
         is_named = self._timeline is not None and not device.unified
         self._threads = LoopThreads(device, schedule, is_named=is_named)
-        self.write_queue = WriteQueue(transfer, self._threads, schedule.depth)
+        self.write_queue = WriteQueue(transfer, self._threads, schedule.max_pending_writes)
         # This is the last step. An interrupt after it would leave threads to the garbage collector.
         self._threads.start_readers()
 
@@ -80,7 +80,7 @@ class Prefetcher:
                 late = slot.ready_s > asked
                 host_batch, tensors, idle, received = self._receive(slot, number)
                 n_batches = len(host_batch.batches)
-                nbytes = sum(slot.needed) // n_batches
+                nbytes = sum(slot.needed[: len(tensors)]) // n_batches
                 for i in range(n_batches):
                     lent_batch = LentBatch(transfer, write_queue, host_batch, tensors, i, number)
                     if i == n_batches - 1:
@@ -119,7 +119,7 @@ class Prefetcher:
             # The steps are made in reverse order.
             with contextlib.ExitStack() as stack:
                 stack.callback(self._transfer.quiesce)
-                stack.callback(self._threads.join_writer)
+                stack.callback(self._threads.join_writers)
                 stack.callback(self.write_queue.finish)
                 if self._filler is not None:
                     stack.callback(self._filler.close)
@@ -146,7 +146,7 @@ class Prefetcher:
         """Begin the loop in this thread; return its slots and the time."""
         schedule = self._schedule
         self.consumer = threading.get_ident()
-        self._filler = SlotFiller(self._transfer, thunks, self._first, schedule.batches_per_slot)
+        self._filler = SlotFiller(self._transfer, thunks, self._first, schedule)
         slots = self._transfer.begin(schedule.n_slots, schedule.batches_per_slot)
         now = self._counters.enter(
             schedule.depth, schedule.n_readers, asynchronous=not self._transfer.device.unified

@@ -34,13 +34,26 @@ class PrefetchSchedule:
     one thread is busy. A loop that stalls keeps all threads busy.
     """
 
+    writes: bool = False
+    """Whether the loop may write rows back."""
+    repeats: bool = True
+    """Whether a row may occur twice in an epoch."""
+
+    @property
+    def max_pending_writes(self) -> int:
+        """Maximum number of write-backs that are not completed when the loop goes on.
+
+        Two are under way at a time: one is copied while the rows of the other are scattered.
+        """
+        return max(self.depth, 2) if self.depth else 0
+
     @property
     def max_unseen_writes(self) -> int:
         """Maximum number of earlier batches whose writes a gather may not have seen.
 
-        These are the batches that wait to be lent, and as many write-backs that are not completed.
+        These are the batches that wait to be lent, and the write-backs that are not completed.
         """
-        return 2 * self.depth
+        return self.depth + self.max_pending_writes
 
     @property
     def n_slots(self) -> int:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import numpy as np
-import numpy.typing as npt
-
-from pinfeed.devices.base import Buffer, Event, Stream, Tensor
+from pinfeed.devices.base import Event, Stream, Tensor
+from pinfeed.pipeline.part_memory import Place, Staging
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.stores.base import HostArray
 
@@ -20,12 +18,16 @@ class Cancelled(Exception):
 class Slot:
     """Buffers of one batch, or of several small ones, and the events that guard them."""
 
-    staging: dict[int, npt.NDArray[np.uint8]] = field(default_factory=dict)
+    staging: Staging = field(default_factory=dict)
     """Page-locked memory of each part that is staged; kept from batch to batch."""
+    index_staging: Staging = field(default_factory=dict)
+    """Page-locked memory of the row indices of each group; kept from batch to batch."""
     sources: list[HostArray] = field(default_factory=list)
     """Parts that the device reads itself; kept until it has read them."""
-    memory: list[tuple[int, Buffer]] = field(default_factory=list)
-    """Device memory for the next fill: size in bytes and buffer of each part."""
+    memory: list[Place | None] = field(default_factory=list)
+    """Device memory for each part of the next fill."""
+    index_memory: list[Place | None] = field(default_factory=list)
+    """Device memory for the row indices of each group of the next fill."""
     compute: Stream | None = None
     """Stream of the training thread when the memory was allocated."""
     released: Event | None = None
@@ -40,6 +42,8 @@ class Slot:
     """Tensors on the device, one per part."""
     needed: list[int] = field(default_factory=list)
     """Bytes of device memory that each part of this fill took; 0 for a part that was adopted."""
+    index_needed: list[int] = field(default_factory=list)
+    """Bytes of device memory that the row indices of each group took."""
     seen: int = 0
     """The gather saw every write-back numbered below this."""
     number: int = 0

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
+from pinfeed.pipeline.recent_rows import RecentRows
+from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
 from pinfeed.pipeline.transfer import Transfer
@@ -21,7 +24,7 @@ class SlotFiller:
         transfer: Transfer that fills the slots.
         thunks: Batches of the epoch; closed by ``close``.
         first: Number of the first batch.
-        batches_per_slot: Number of batches in a slot.
+        schedule: Number of batches in a slot, and whether the loop may write rows back.
     """
 
     def __init__(
@@ -29,15 +32,19 @@ class SlotFiller:
         transfer: Transfer,
         thunks: Generator[BatchThunk, None, None],
         first: int,
-        batches_per_slot: int,
+        schedule: PrefetchSchedule,
     ) -> None:
         self._transfer = transfer
         self._counters = transfer.counters
         self._thunks: Generator[BatchThunk, None, None] | None = thunks
         self._first = first
-        self._batches_per_slot = batches_per_slot
-        self._n_taken = 0
-        self._turn_has_changed = threading.Condition()
+        self._batches_per_slot = schedule.batches_per_slot
+        self._drawing = _Turns()
+        self._comparing = _Turns()
+        # Rows of the batches whose writes a gather may not see.
+        self._recent: RecentRows | None = None
+        if schedule.writes:
+            self._recent = RecentRows(schedule.depth, repeats=schedule.repeats)
 
     def number(self, turn: int) -> int:
         """Return the number of the first batch of a turn."""
@@ -51,18 +58,21 @@ class SlotFiller:
             turn: Number of this call. Calls begin in the order of turns, but may reach this
                 function in any order.
         """
-        with self._turn_has_changed:
-            self._turn_has_changed.wait_for(lambda: self._n_taken == turn)
-            start = self._counters.now()
-            try:
+        batch: HostBatch | None = None
+        try:
+            with self._drawing.take(turn):
+                start = self._counters.now()
                 self._transfer.check_stop()
                 thunk = next(self._thunks, None) if self._thunks is not None else None
-            finally:
-                self._n_taken += 1
-                self._turn_has_changed.notify_all()
-        if thunk is None:
+            if thunk is not None:
+                batch = thunk()
+        finally:
+            # The turn is taken after an error, too, because the next batch waits for its end.
+            with self._comparing.take(turn):
+                if batch is not None:
+                    self._compare(batch, self.number(turn))
+        if batch is None:
             return None
-        batch = thunk()
         slot.drawn_s = drawn = self._counters.now()
         slot.draw_s = drawn - start
         return self._gather(slot, batch, self.number(turn))
@@ -74,6 +84,17 @@ class SlotFiller:
         if thunks is not None and inspect.getgeneratorstate(thunks) != inspect.GEN_RUNNING:
             thunks.close()
             self._thunks = None
+
+    def _compare(self, batch: HostBatch, number: int) -> None:
+        """Find the rows that a batch has in common with the batches before it."""
+        if self._recent is None or not batch.groups:
+            return
+        rows = [group.rows for group in batch.groups]
+        pending = self._transfer.log.pending_batches()
+        batch.shared, repeated = self._recent.add(number, rows, pending)
+        batch.groups = [
+            group._replace(repeated=row) for group, row in zip(batch.groups, repeated, strict=True)
+        ]
 
     def _gather(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
         """Gather the batches of a slot.
@@ -102,3 +123,23 @@ class SlotFiller:
             except Exception:
                 return i
         return len(batch.batches)
+
+
+class _Turns:
+    """Lets threads do something in the order of their turns, one at a time."""
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._has_changed = threading.Condition()
+
+    @contextlib.contextmanager
+    def take(self, turn: int) -> Iterator[None]:
+        """Wait for a turn, and end it when the context ends."""
+        with self._has_changed:
+            self._has_changed.wait_for(lambda: self._next == turn)
+        try:
+            yield
+        finally:
+            with self._has_changed:
+                self._next += 1
+                self._has_changed.notify_all()

@@ -4,7 +4,7 @@ Rule 1: every wait, record and sync of batches and rows is in this file, and eac
         hazard that it prevents. Those of activations are in
         training/offload/offload_transfer.py.
 Rule 2: this file knows neither threads nor CUDA. It is given a Device, and its methods say which
-        thread calls them: the consumer (the training thread), a reader or the writer.
+        thread calls them: the consumer (the training thread), a reader or one of two writers.
 Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
         time.
 
@@ -12,29 +12,36 @@ A slot is reserved by the consumer, filled by a reader, lent to the consumer, an
 Its staging memory stays. Its device memory is new each time, because a batch belongs to the user
 from the moment it is lent.
 
-    readers                          consumer                            writer
+    readers                          consumer                            writers
 
                                      reserve: memory <- allocator (compute)
                                               released = compute.record()
-    fill:   filled.sync()       (1)
+    fill:   filled.sync()        (1)
             gather -> staging
-            read.wait(released) (2)
-            read.wait(compute)  (2)                          if memory is newer than released
+            read.wait(released)  (2)
+            index.wait(released) (2)
+            read.wait(compute)   (2)                         if memory is newer than released
+            index.wait(compute)  (2)
+            index: row indices -> memory                     direct route only
             read: staging -> memory                          staged route
+            read.wait(index)     (3)
             read: store -> memory                            direct route: the device reads rows
             filled = read.record()
-                                     lend: compute.wait(filled)     (3)
-                                           compute.wait(ready)      (4)
+                                     lend: compute.wait(filled)     (4)
+                                           compute.wait(ready)      (5)
                                            compute: newer writes -> memory
                                      hold: compute: values -> held
                                            ready = compute.record()
-                                                             write_to_stores:
-                                                                 write.wait(ready)           (5)
+                                                             begin_write:
+                                                                 earlier.exception()         (6)
+                                                                 write.wait(ready)           (7)
                                                                  write: held -> staging  (staged)
                                                                  write: held -> store    (direct)
-                                                                 write.record().sync()       (6)
+                                                                 arrived = write.record()
+                                                             finish_write:
+                                                                 arrived.sync()              (8)
                                                                  staging -> store        (staged)
-    quiesce:                         read.record().sync()           (7)
+    quiesce:                         read.record().sync()           (9)
 
 Each wait prevents a hazard:
 
@@ -42,11 +49,19 @@ Each wait prevents a hazard:
         that is about to be freed
     (2) kernels may still use what the memory was before; memory that ``fill`` itself allocates
         may have been in use until now, so that ``released`` is too early for it
-    (3) the rows may not be there yet
-    (4) newer values may not be computed yet, in another stream
-    (5) the values may not be computed yet
-    (6) the values may not have arrived yet
-    (7) copies may still write memory that was not lent
+    (3) the row indices may not be there yet; they have a stream of their own, so that they are
+        copied while kernels read the rows of the batch before
+    (4) the rows may not be there yet
+    (5) newer values may not be computed yet, in another stream
+    (6) the scatter of the write before the last one may still read this staging memory; if some
+        stores are staged and some are not, the last write may still fail, and rows that the device
+        writes itself must not overtake it
+    (7) the values may not be computed yet
+    (8) the values may not have arrived yet
+    (9) copies may still write memory that was not lent
+
+Two write-backs are under way at a time: the copies of one are queued before the rows of the other
+are scattered. Scatters are in the order of the writes.
 
 Two more syncs are in no loop but one that verifies its batches: in ``copy_to_host``, the values may
 not have arrived yet; ``settle`` prevents no hazard, and timestamps are read after it.
@@ -63,24 +78,25 @@ at the end of ``lend`` (lane "device", until the next ``released``), and before 
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Buffer, Device, Event, Stream, Tensor
+from pinfeed.devices.base import Device, Event, Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
-from pinfeed.pipeline.forwarding import Write, WriteLog, WrittenRows, newest
-from pinfeed.pipeline.pending_write import HeldValues, PendingWrite
+from pinfeed.pipeline.forwarding import Write, WriteLog, forwards
+from pinfeed.pipeline.part_memory import PartMemory, Staging
+from pinfeed.pipeline.pending_write import HeldValues, PendingWrite, StagedRows
 from pinfeed.pipeline.slot import Cancelled, Slot
+from pinfeed.pipeline.slot_gather import Gathered, SlotGather
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.profiling.counters import Counters
-from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import HostArray, Store, part_nbytes
+from pinfeed.stores.base import Store
+from pinfeed.threads.call import Call, Pending
 
 
 class _TimedWork(NamedTuple):
@@ -118,11 +134,17 @@ class Transfer:
         # The streams are kept from loop to loop: a new stream strands the allocator's blocks.
         self._read = device.stream("read")
         self._write = device.stream("write")
-        self._capacity = list(capacity)
+        self._index = device.stream("index")
+        self._parts = PartMemory(device, capacity, shares=not device.unified)
+        self._indices = PartMemory(device, shares=False)
+        self._gather = SlotGather(device, self._parts, self._indices, self.check_stop)
         self.slots = [Slot() for _ in range(n_slots)]
         self._active_slots = self.slots
         self._batches_per_slot = 1
-        self._write_staging: dict[int, npt.NDArray[np.uint8]] = {}
+        # Two write-backs are under way at a time, each with staging memory of its own.
+        self._write_staging: tuple[Staging, Staging] = ({}, {})
+        # Time at which the last write-back was completed.
+        self._written_s = 0.0
         self.log: WriteLog[HeldValues] = WriteLog()
         self._is_stopping = False
         # Event behind the work that the loop had queued when it last asked for a batch.
@@ -161,10 +183,8 @@ class Transfer:
         compute = self.device.current_stream()
         slot.batch = None
         slot.seen = self.log.completed
-        sizes = [nbytes * self._batches_per_slot for nbytes in self._capacity]
-        slot.memory = [
-            (nbytes, self.device.empty(nbytes, compute) if nbytes else None) for nbytes in sizes
-        ]
+        slot.memory = self._parts.reserve(self._batches_per_slot, compute)
+        slot.index_memory = self._indices.reserve(self._batches_per_slot, compute)
         slot.compute = compute
         slot.released = compute.record(timed=self._timed)
         self._asked = slot.released
@@ -189,21 +209,14 @@ class Transfer:
         slot.seen = self.log.completed
         start = self.counters.now()
         slot.held_s = start - slot.drawn_s
-        direct, staged, is_late = self._gather(slot, batch)
+        gathered = self._gather.gather(slot, batch)
         # From here on only the tensors keep the memory.
         slot.memory = []
-        assert slot.compute is not None
-        assert slot.released is not None
-        self._read.wait(slot.released)  # kernels may still use what the memory was before
-        if is_late:
-            # Memory was allocated since, or parts were adopted, which moves them in this stream.
-            self._read.wait(slot.compute.record())  # kernels may still use what it was before
+        slot.index_memory = []
+        self._wait_for_memory(slot, gathered)
         begun = self._read.record(timed=True) if self._timed else None
         try:
-            for source, tensor in staged:
-                self.device.copy(source, tensor, self._read)
-            for _ in self.device.read(direct, self._read):
-                self.check_stop()
+            self._copy_gathered(gathered)
         finally:
             # The next fill of this slot waits for the queued copies, after an error too.
             slot.filled = self._read.record(timed=self._timed)
@@ -231,18 +244,19 @@ class Transfer:
         compute.wait(slot.filled)  # the rows may not be there yet
         tensors = slot.tensors
         if compute != slot.compute:
-            for tensor in tensors:
+            on_device = [group.indices for group in slot.batch.groups if group.indices is not None]
+            for tensor in (*tensors, *on_device):
                 self.device.share(tensor, compute)
         if writes := self.log.since(slot.seen):
-            self._forward(writes, slot.batch.groups, tensors, compute)
+            self._forward(writes, slot, compute)
+        # The positions of shared rows are not a part of the batch.
+        del tensors[len(slot.batch.parts) :]
         if self._timed and self._timeline is not None:
             begun = compute.record(timed=True)
             self._lent = _TimedWork(slot.number, len(slot.batch.batches), begun)
             self._timeline.settle()
-        needed = [-(-nbytes // self._batches_per_slot) for nbytes in slot.needed]
-        self._capacity = [
-            _grown(*sizes) for sizes in itertools.zip_longest(self._capacity, needed, fillvalue=0)
-        ]
+        self._parts.learn(slot.needed, self._batches_per_slot)
+        self._indices.learn(slot.index_needed, self._batches_per_slot)
         slot.tensors = []
         slot.batch = None
         self.counters.read_s += slot.read_s
@@ -271,11 +285,16 @@ class Transfer:
             WriteBackError: If a row occurs twice.
         """
         compute = self.device.current_stream()
-        written = [
-            None
-            if tensors is None
-            else WrittenRows(group.rows, whole=all(tensor is not None for tensor in tensors))
-            for group, tensors in zip(groups, values, strict=True)
+        for group, tensors in zip(groups, values, strict=True):
+            if tensors is not None and group.repeated is not None:
+                raise WriteBackError(
+                    f"write_back of {len(group.rows)} rows in which row {group.repeated} occurs "
+                    "more than once; expected every row once: give unique rows to the feeder, or "
+                    "sum the changes of a row first"
+                )
+        is_whole = [
+            None if tensors is None else all(tensor is not None for tensor in tensors)
+            for tensors in values
         ]
         held: list[list[Tensor | None]] = []
         for group, tensors in zip(groups, values, strict=True):
@@ -286,35 +305,82 @@ class Transfer:
                     for i, tensor in enumerate(kept)
                 ]
             held.append(kept)
-        write = self.log.append(written, HeldValues(held, compute, compute.record()))
-        return PendingWrite(write, groups, self.log, batch)
+        write = self.log.append(batch, is_whole, HeldValues(held, compute, compute.record()))
+        return PendingWrite(write, groups, self.log)
 
-    def write_to_stores(self, pending: PendingWrite) -> None:
-        """Write held values to their stores (writer).
+    def begin_write(self, pending: PendingWrite, earlier: Sequence[Pending[None]]) -> None:
+        """Queue copies of held values to staging memory, or to their stores (first writer).
+
+        Args:
+            pending: The write-back.
+            earlier: Calls of ``finish_write`` for the two writes before, as far as not completed.
 
         Raises:
             WriteBackError: If an earlier write failed, because a later one must not overtake it.
         """
         write = pending.write
-        start = self.counters.now()
-        if pending.log.completed != write.number:
+        stores = [store for group in pending.groups for store in group.stores]
+        is_mixed = len({self.device.reaches(store) for store in stores}) > 1
+        for call in earlier[-1:] if is_mixed else earlier[:-1]:
+            call.exception()  # a scatter may still read this staging memory, or may still fail
+        if pending.log.has_failed:
             raise WriteBackError("not written: an earlier write_back of this loop failed")
+        pending.started_s = self.counters.now()
         self._write.wait(write.values.ready)  # the values may not be computed yet
-        begun = self._write.record(timed=True) if self._timed else None
-        staged: list[tuple[Store, Rows, npt.NDArray[Any]]] = []
+        pending.begun = self._write.record(timed=True) if self._timed else None
         try:
             for group, tensors in zip(pending.groups, write.values.tensors, strict=True):
-                staged += self._copy_to_host(group, tensors)
+                pending.staged += self._copy_to_host(group, tensors, write.number)
+        except BaseException:
+            pending.log.has_failed = True
+            raise
         finally:
-            self._write.record().sync()  # the values may not have arrived yet
-        for store, rows, values in staged:
-            store.scatter(rows, values)
-        pending.log.completed = write.number + 1
+            pending.arrived = self._write.record()
+
+    def finish_write(
+        self,
+        pending: PendingWrite,
+        begun: Pending[None],
+        run_all: Callable[[Sequence[Callable[[], object]]], None],
+    ) -> None:
+        """Scatter the values of a write-back that have arrived in staging memory (second writer).
+
+        Args:
+            pending: The write-back.
+            begun: Call of ``begin_write``.
+            run_all: Makes several calls, maybe in several threads, and returns when all have ended.
+
+        Raises:
+            Exception: If ``begin_write`` raised it.
+            WriteBackError: If an earlier write failed.
+        """
+        log = pending.log
+        begun.exception()
+        try:
+            if pending.arrived is not None:
+                pending.arrived.sync()  # the values may not have arrived yet
+            begun.result()
+            if log.completed != pending.write.number:
+                raise WriteBackError("not written: an earlier write_back of this loop failed")
+            run_all([call for staged in pending.staged for call in staged.scatters()])
+        except BaseException:
+            log.has_failed = True
+            raise
+        log.completed = pending.write.number + 1
         now = self.counters.now()
-        self.counters.write_s += now - start
+        # Two writes are under way at a time, and the time of both counts once.
+        last_s = self._written_s
+        self._written_s = now
+        self.counters.write_s += now - max(pending.started_s, last_s)
         if self._timeline is not None:
-            began_s = start if begun is None else begun.at_s()
-            self._timeline.add("write", pending.batch, began_s, now)
+            began_s = pending.started_s if pending.begun is None else pending.begun.at_s()
+            self._timeline.add("write", pending.batch, max(began_s, last_s), now)
+
+    def write_to_stores(self, pending: PendingWrite) -> None:
+        """Begin and finish a write-back (a writer, or the consumer at depth 0)."""
+        begun = Call(self.begin_write, pending, ())
+        begun.run()
+        self.finish_write(pending, begun, _run_in_turn)
 
     def copy_to_host(
         self, tensor: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
@@ -355,6 +421,7 @@ class Transfer:
             slot.error = None
             slot.tensors = []
             slot.memory = []
+            slot.index_memory = []
             slot.sources = []
         self.log = WriteLog()
 
@@ -362,88 +429,49 @@ class Transfer:
         """Free the staging memory."""
         self.slots = []
         self._active_slots = []
-        self._write_staging = {}
+        self._write_staging = ({}, {})
         unlock_freed()
 
-    def _gather(
-        self, slot: Slot, batch: HostBatch
-    ) -> tuple[list[tuple[HostArray, Tensor]], list[tuple[npt.NDArray[Any], Tensor]], bool]:
-        """Give each part of a batch a tensor, and gather the parts that are staged.
-
-        Returns:
-            Parts that the device reads itself, staged parts, each with its tensor, and whether
-            memory was allocated, or a part adopted, after the slot was reserved.
-        """
+    def _wait_for_memory(self, slot: Slot, gathered: Gathered) -> None:
+        """Let the copies of a fill wait until nothing else uses the slot's memory (reader)."""
         assert slot.compute is not None
-        slot.tensors = []
-        slot.needed = []
-        slot.sources = []
-        direct: list[tuple[HostArray, Tensor]] = []
-        staged: list[tuple[npt.NDArray[Any], Tensor]] = []
-        is_late = False
-        for i, part in enumerate(batch.parts):
-            tensor = self.device.adopt(part, slot.compute)
-            if tensor is not None:
-                is_late = True
-                slot.needed.append(0)
-            else:
-                slot.needed.append(part_nbytes(part))
-                memory, is_reserved = self._memory(slot, i)
-                is_late |= not is_reserved
-                tensor = self.device.tensor(memory, part.shape, part.dtype)
-                if self.device.reaches(part):
-                    direct.append((part, tensor))
-                    slot.sources.append(part)
-                else:
-                    staged.append((self._read_part(slot, i, part), tensor))
-            slot.tensors.append(tensor)
-        return direct, staged, is_late
+        assert slot.released is not None
+        self._read.wait(slot.released)  # kernels may still use what the memory was before
+        if gathered.indices:
+            self._index.wait(slot.released)  # as above, for the memory of row indices
+        if gathered.is_late:
+            # Memory was allocated since, or parts were adopted, which moves them in this stream.
+            late = slot.compute.record()
+            self._read.wait(late)  # kernels may still use what it was before
+            if gathered.indices:
+                self._index.wait(late)  # as above, for the memory of row indices
 
-    def _memory(self, slot: Slot, i: int) -> tuple[Buffer, bool]:
-        """Return memory for part ``i``, and whether it was reserved.
-
-        A part that is larger than any before gets memory of its own now.
-        """
-        nbytes, memory = slot.memory[i] if i < len(slot.memory) else (0, None)
-        if memory is not None and nbytes >= slot.needed[i]:
-            return memory, True
-        assert slot.compute is not None
-        return self.device.empty(_grown(nbytes, slot.needed[i]), slot.compute), False
-
-    def _read_part(self, slot: Slot, i: int, part: HostArray) -> npt.NDArray[Any]:
-        """Read a part into staging memory."""
-        out = self._staging(slot.staging, i, part.shape, part.dtype)
-        for _ in part.read(out):
-            self.check_stop()
-        return out
-
-    def _staging(
-        self,
-        staging: dict[int, npt.NDArray[np.uint8]],
-        i: int,
-        shape: tuple[int, ...],
-        dtype: np.dtype[Any],
-    ) -> npt.NDArray[Any]:
-        """Return staging memory of part ``i`` in a shape, and grow it if needed.
-
-        It grows to a full batch at once, because locking pages is slow.
-        """
-        nbytes = math.prod(shape) * dtype.itemsize
-        if i not in staging or len(staging[i]) < nbytes:
-            expected = self._capacity[i] if i < len(self._capacity) else 0
-            staging[i] = self.device.staging(max(nbytes, expected))
-        return staging[i][:nbytes].view(dtype).reshape(shape)
+    def _copy_gathered(self, gathered: Gathered) -> None:
+        """Queue the copies of staged parts, and the reads of direct ones (reader)."""
+        try:
+            for source, tensor in gathered.indices:
+                self.device.copy(source, tensor, self._index)
+        finally:
+            if gathered.indices:
+                self._read.wait(self._index.record())  # the row indices may not be there yet
+        if gathered.shared is not None:
+            self.device.copy(*gathered.shared, self._read)
+        for source, tensor in gathered.staged:
+            self.device.copy(source, tensor, self._read)
+        for parts, indices in gathered.direct:
+            for _ in self.device.read(parts, self._read, indices):
+                self.check_stop()
 
     def _copy_to_host(
-        self, group: RowGroup, tensors: Sequence[Tensor | None]
-    ) -> list[tuple[Store, Rows, npt.NDArray[Any]]]:
+        self, group: RowGroup, tensors: Sequence[Tensor | None], number: int
+    ) -> list[StagedRows]:
         """Queue copies of a group's values to staging, or to stores that the device writes itself.
 
         Returns:
-            Stores that are to be written from staging, with rows and values.
+            Rows that are to be scattered from staging.
         """
         direct: list[tuple[Store, Tensor]] = []
-        staged: list[tuple[Store, Rows, npt.NDArray[Any]]] = []
+        staged: list[StagedRows] = []
         # A group that stays unchanged has no tensors.
         for i, (store, held) in enumerate(zip(group.stores, tensors, strict=False)):
             if held is None:
@@ -452,41 +480,46 @@ class Transfer:
                 direct.append((store, held))
                 continue
             shape = (len(group.rows), *store.row_shape)
-            out = self._staging(self._write_staging, group.first + i, shape, store.dtype)
+            staging = self._write_staging[number % 2]
+            out = self._parts.staging(staging, group.first + i, shape, store.dtype)
             self.device.copy(held, out, self._write)
-            staged.append((store, group.rows, out))
-        self.device.write(direct, group.rows, self._write)
+            staged.append(StagedRows(store, group.rows, out))
+        if direct:
+            self.device.write(direct, group.rows, self._write, group.indices)
         return staged
 
     def _copy(self, value: Tensor, group: RowGroup, i: int, compute: Stream) -> Tensor:
         """Copy values of a group's store ``i`` on the device."""
         store = group.stores[i]
         # The allocator finds memory of one size again, so it always is that of a full batch.
-        memory = self.device.empty(self._capacity[group.first + i], compute)
+        memory = self.device.empty(self._parts.capacity[group.first + i], compute)
         tensor = self.device.tensor(memory, (len(group.rows), *store.row_shape), store.dtype)
         self.device.copy(value, tensor, compute)
         return tensor
 
-    def _forward(
-        self,
-        writes: Sequence[Write[HeldValues]],
-        groups: Sequence[RowGroup],
-        tensors: Sequence[Tensor],
-        compute: Stream,
-    ) -> None:
+    def _forward(self, writes: Sequence[Write[HeldValues]], slot: Slot, compute: Stream) -> None:
         """Queue copies of newer values over the rows that a batch and later writes share."""
-        for g, group in enumerate(groups):
-            for write, dst_pos, src_pos in newest(writes, g, group.rows):
-                is_elsewhere = compute != write.values.compute
+        batch = slot.batch
+        assert batch is not None
+        assert batch.shared is not None
+        positions = slot.tensors[-1]
+        for g, group in enumerate(batch.groups):
+            overlaps = batch.shared.overlaps[g]
+            for write, span in forwards(writes, g, slot.number, overlaps):
+                values = write.values
+                is_elsewhere = compute != values.compute
                 if is_elsewhere:
-                    compute.wait(write.values.ready)  # not computed yet, in the stream of then
-                for i, held in enumerate(write.values.tensors[g]):
-                    if held is None:
-                        continue
-                    if is_elsewhere:
-                        self.device.share(held, compute)
-                    tensor = tensors[group.first + i]
-                    self.device.copy_rows(held, src_pos, tensor, dst_pos, compute)
+                    compute.wait(values.ready)  # not computed yet, in the stream of then
+                pairs = []
+                for i, held in enumerate(values.tensors[g]):
+                    if held is not None:
+                        pairs.append((held, slot.tensors[group.first + i]))
+                        if is_elsewhere:
+                            self.device.share(held, compute)
+                earlier, later = (
+                    self.device.cut(positions, *ends) for ends in (span.earlier, span.later)
+                )
+                self.device.copy_rows(pairs, earlier, later, compute)
 
     def _record_device_span(self, end: Event) -> None:
         """Record the loop's work on the batches that it was lent; it has queued all of it."""
@@ -497,13 +530,7 @@ class Transfer:
         self._timeline.add_timed("device", work.number, work.begun, end, work.n_batches)
 
 
-def _grown(capacity: int, needed: int) -> int:
-    """Return the bytes to allocate for a part that took ``capacity`` bytes so far.
-
-    A larger part is rounded up to a sixteenth of its size, so that few sizes occur and the
-    allocator finds memory again.
-    """
-    if needed <= capacity or not capacity:
-        return max(capacity, needed)
-    step = 1 << max(0, needed.bit_length() - 5)
-    return -(-needed // step) * step
+def _run_in_turn(calls: Sequence[Callable[[], object]]) -> None:
+    """Make calls one after the other."""
+    for call in calls:
+        call()

@@ -19,16 +19,16 @@ class WriteQueue:
     Args:
         transfer: Transfer that writes values to their stores.
         threads: Threads of the loop.
-        depth: Number of batches ahead of the loop. The queue holds as many write-backs; at depth 0
-            each one completes before ``add`` returns.
+        limit: Maximum number of write-backs in the queue; with 0, each one completes before ``add``
+            returns.
     """
 
-    def __init__(self, transfer: Transfer, threads: LoopThreads, depth: int) -> None:
+    def __init__(self, transfer: Transfer, threads: LoopThreads, limit: int) -> None:
         self._transfer = transfer
         self._counters = transfer.counters
         self._threads = threads
-        self._limit = max(depth, 1)
-        self._is_synchronous = depth == 0
+        self._limit = max(limit, 1)
+        self._is_synchronous = limit == 0
         self._calls: deque[Pending[None]] = deque()
         self._has_failed = False
         self.failure: BaseException | None = None
@@ -84,7 +84,16 @@ class WriteQueue:
         return call
 
     def _call(self, write: PendingWrite) -> Pending[None]:
-        return self._threads.submit_write(write.batch, self._transfer.write_to_stores, write)
+        """Submit a write-back; return the call at whose end it is completed."""
+        transfer = self._transfer
+        threads = self._threads
+        if self._is_synchronous or transfer.device.unified:
+            # There are no copies that a second thread could wait for.
+            return threads.submit_write(write.batch, transfer.write_to_stores, write)
+        earlier = tuple(self._calls)[-2:]
+        begun = threads.submit_write(write.batch, transfer.begin_write, write, earlier)
+        finish = transfer.finish_write
+        return threads.submit_scatter(write.batch, finish, write, begun, threads.run_all)
 
     def _may_wait(self) -> bool:
         """Tell whether this thread may wait for a write-back.

@@ -13,7 +13,7 @@ import numpy as np
 
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.indices import check_rows
-from pinfeed.rows.orders import At, Order, Rows
+from pinfeed.rows.orders import At, BlockShuffled, Order, Rows, Sequential, Shuffled
 from pinfeed.rows.windows import Windows, windows
 
 # An order is asked for this many rows at once. Small batches then share numpy's cost per call, and
@@ -37,6 +37,11 @@ class RowIndices(NamedTuple):
 
 class RowBatches(EpochHooks, ABC):
     """The batches of every epoch, as row indices."""
+
+    @property
+    def is_distinct(self) -> bool:
+        """Whether it is known that no row occurs twice in an epoch."""
+        return False
 
     @property
     @abstractmethod
@@ -149,6 +154,10 @@ class OrderBatches(RowBatches):
             "batch_size": self.batch_size,
             "drop_last": self.drop_last,
         }
+
+    @property
+    def is_distinct(self) -> bool:
+        return isinstance(self.order, (Sequential, Shuffled, BlockShuffled))
 
     def __len__(self) -> int:
         n = self.order.length(self.n_rows)

@@ -70,7 +70,9 @@ class DeviceTests:
         src, dst = sample(6, (3,), dtype), sample(20, (3,), dtype)[-5:]
         a, _x = self.upload(device, src, stream)
         b, _y = self.upload(device, dst, stream)
-        device.copy_rows(a, np.array([5, 0]), b, np.array([1, 4]), stream)
+        src_pos, _p = self.upload(device, np.array([5, 0], np.int32), stream)
+        dst_pos, _q = self.upload(device, np.array([1, 4], np.int32), stream)
+        device.copy_rows([(a, b)], src_pos, dst_pos, stream)
         dst = dst.copy()
         dst[[1, 4]] = src[[5, 0]]
         np.testing.assert_array_equal(self.download(device, b, (5, 3), dtype, stream), dst)

@@ -7,9 +7,9 @@ the adversary, and a failing one can be replayed.
 
 As on a GPU, work in a stream reads and writes memory when it runs, and holds no reference to it.
 Freed device memory returns to the stream that it was allocated for and is reused at once, even
-before queued work has run, as torch's caching allocator does. A program that orders its streams
-wrongly finds its data overwritten. Host memory that is freed while queued work needs it is an
-error.
+before queued work has run and for less than it held, as torch's caching allocator does. A program
+that orders its streams wrongly finds its data overwritten. Host memory that is freed while queued
+work needs it is an error.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class SimDevice:
         self._deaf_to = deaf_to
         self._actors: dict[str, SimStream | SimWorker] = {}
         self._turning = False
-        self._free: dict[tuple[str, int], list[npt.NDArray[np.uint8]]] = {}
+        self._free: dict[str, list[npt.NDArray[np.uint8]]] = {}
         self._pinned: weakref.WeakValueDictionary[int, Array] = weakref.WeakValueDictionary()
         self._compute = self.stream("compute")
         self._current = self._compute
@@ -116,16 +116,19 @@ class SimDevice:
         return worker
 
     def empty(self, nbytes: int, stream: SimStream) -> SimMemory:
-        spare = self._free.get((stream.name, nbytes))
-        contents = spare.pop() if spare else np.full(nbytes, _POISON, np.uint8)
+        spare = self._free.setdefault(stream.name, [])
+        # The smallest block that is large enough, and of these the one that was freed last.
+        fitting = [i for i, block in enumerate(spare) if len(block) >= nbytes]
+        best = min(fitting, key=lambda i: (len(spare[i]), -i), default=None)
+        block = np.full(nbytes, _POISON, np.uint8) if best is None else spare.pop(best)
         self.allocated_bytes += nbytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
-        return SimMemory(contents, stream)
+        return SimMemory(block, nbytes, stream)
 
     def tensor(
-        self, buffer: SimMemory, shape: tuple[int, ...], dtype: np.dtype[Any]
+        self, buffer: SimMemory, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
     ) -> DeviceArray:
-        return DeviceArray(buffer, np.ndarray(shape, dtype, buffer.contents))
+        return DeviceArray(buffer, np.ndarray(shape, dtype, buffer.contents, offset))
 
     def cut(self, tensor: DeviceArray, start: int, stop: int) -> DeviceArray:
         return DeviceArray(tensor.memory, tensor._array[start:stop])
@@ -145,11 +148,16 @@ class SimDevice:
         stream._enqueue(lambda: np.copyto(target(), source()))
 
     def copy_rows(
-        self, src: DeviceArray, src_pos: Rows, dst: DeviceArray, dst_pos: Rows, stream: SimStream
+        self,
+        pairs: Sequence[tuple[DeviceArray, DeviceArray]],
+        src_pos: DeviceArray,
+        dst_pos: DeviceArray,
+        stream: SimStream,
     ) -> None:
-        source = stream._reach(src)
-        target = stream._reach(dst)
-        stream._enqueue(lambda: target().__setitem__(dst_pos, source()[src_pos]))
+        taken = stream._reach(src_pos)
+        replaced = stream._reach(dst_pos)
+        for src, dst in pairs:
+            stream._enqueue(_copying(stream._reach(src), taken, stream._reach(dst), replaced))
 
     def adopt(self, part: HostArray, stream: Any) -> Any:
         return None
@@ -160,18 +168,30 @@ class SimDevice:
     def reaches(self, source: HostArray | Store) -> bool:
         return self._direct
 
+    def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
+        return np.dtype(np.int32)
+
     def read(
-        self, parts: Sequence[tuple[HostArray, DeviceArray]], stream: SimStream
+        self,
+        parts: Sequence[tuple[HostArray, DeviceArray]],
+        stream: SimStream,
+        indices: DeviceArray | None = None,
     ) -> Iterator[None]:
+        numbers = None if indices is None else stream._reach(indices)
         for part, dst in parts:
-            stream._enqueue(_reading(part, stream._reach(dst)))
+            stream._enqueue(_reading(part, stream._reach(dst), numbers))
             yield
 
     def write(
-        self, values: Sequence[tuple[Store, DeviceArray]], rows: Rows, stream: SimStream
+        self,
+        values: Sequence[tuple[Store, DeviceArray]],
+        rows: Rows,
+        stream: SimStream,
+        indices: DeviceArray | None = None,
     ) -> None:
+        numbers = (lambda: rows) if indices is None else stream._reach(indices)
         for store, array in values:
-            stream._enqueue(_writing(store, rows, stream._reach(array)))
+            stream._enqueue(_writing(store, numbers, stream._reach(array)))
 
     def share(self, tensor: DeviceArray, stream: SimStream) -> None:
         if stream is not tensor.memory.stream:
@@ -245,21 +265,52 @@ class SimDevice:
         return site == self._deaf_to
 
     def _free_memory(
-        self, contents: npt.NDArray[np.uint8], stream: SimStream, shared: set[SimStream]
+        self,
+        block: npt.NDArray[np.uint8],
+        nbytes: int,
+        stream: SimStream,
+        shared: set[SimStream],
     ) -> None:
         """Reuse memory once the other streams that use it have done their work queued so far."""
-        self.allocated_bytes -= len(contents)
-        if not shared:
-            self._free.setdefault((stream.name, len(contents)), []).append(contents)
-        else:
+        if shared:
             other = shared.pop()
-            other._work.append((lambda: self._free_memory(contents, stream, shared), None))
-            self.allocated_bytes += len(contents)
+            other._work.append((lambda: self._free_memory(block, nbytes, stream, shared), None))
+            return
+        self.allocated_bytes -= nbytes
+        self._free[stream.name].append(block)
 
 
-def _reading(part: HostArray, target: Callable[[], Array]) -> Callable[[], object]:
-    return lambda: [None for _ in part.read(target())]
+def _reading(
+    part: Any, target: Callable[[], Array], numbers: Callable[[], Array] | None
+) -> Callable[[], object]:
+    """Return work that reads a part, or rows of its store whose numbers are on the device."""
+    if numbers is None:
+        return lambda: [None for _ in part.read(target())]
+    return lambda: part.store.gather(_in_range(numbers(), part.store), target())
 
 
-def _writing(store: Store, rows: Rows, source: Callable[[], Array]) -> Callable[[], object]:
-    return lambda: store.scatter(rows, source())
+def _writing(
+    store: Store, numbers: Callable[[], Array], source: Callable[[], Array]
+) -> Callable[[], object]:
+    return lambda: store.scatter(_in_range(numbers(), store), source())
+
+
+def _in_range(numbers: Array, store: Any) -> Rows:
+    """Return row indices; those that were overwritten become others, as a GPU would not check."""
+    found: Rows = numbers.astype(np.int64) % store.n_rows
+    return found
+
+
+def _copying(
+    source: Callable[[], Array],
+    taken: Callable[[], Array],
+    target: Callable[[], Array],
+    replaced: Callable[[], Array],
+) -> Callable[[], object]:
+    """Return work that copies rows; positions that were overwritten become others."""
+
+    def copy() -> None:
+        values = source()[taken() % len(source())]
+        target()[replaced() % len(target())] = values
+
+    return copy

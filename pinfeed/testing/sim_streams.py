@@ -22,12 +22,12 @@ Array = npt.NDArray[Any]
 class SimMemory:
     """A piece of device memory, which is freed when nothing refers to it any more."""
 
-    def __init__(self, contents: npt.NDArray[np.uint8], stream: SimStream) -> None:
-        self.contents = contents
+    def __init__(self, block: npt.NDArray[np.uint8], nbytes: int, stream: SimStream) -> None:
+        self.contents = block[:nbytes]
         self.stream = stream
         self.shared: set[SimStream] = set()
         weakref.finalize(
-            self, stream.device._free_memory, contents, stream, self.shared
+            self, stream.device._free_memory, block, nbytes, stream, self.shared
         ).atexit = False
 
 

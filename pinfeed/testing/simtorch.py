@@ -107,8 +107,10 @@ class SimTorchDevice(SimDevice):
 
     name = "meta"
 
-    def tensor(self, buffer: SimMemory, shape: tuple[int, ...], dtype: np.dtype[Any]) -> SimTensor:
-        return SimTensor(self, buffer, to_torch(np.ndarray(shape, dtype, buffer.contents)))
+    def tensor(
+        self, buffer: SimMemory, shape: tuple[int, ...], dtype: np.dtype[Any], offset: int = 0
+    ) -> SimTensor:
+        return SimTensor(self, buffer, to_torch(np.ndarray(shape, dtype, buffer.contents, offset)))
 
     def cut(self, tensor: DeviceArray, start: int, stop: int) -> SimTensor:
         return SimTensor(self, tensor.memory, to_torch(tensor._array[start:stop]))

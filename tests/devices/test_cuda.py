@@ -17,12 +17,16 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, PinnedStore, wrap_loader
+from pinfeed.devices import batch_copy
 from pinfeed.devices.cuda import CudaDevice
 from pinfeed.devices.cuda_memory import unlock_on
+from pinfeed.devices.matrix_products import MatrixProducts
 from pinfeed.devices.route import Route
+from pinfeed.devices.route_benchmark import measure
 from pinfeed.errors import DeviceError
 from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.page_locked import unlock_freed
+from pinfeed.stores.base import StoreRows, part_nbytes
 from pinfeed.testing.suites import DeviceTests, StoreTests
 
 pytestmark = pytest.mark.gpu
@@ -73,6 +77,99 @@ class TestDirectCudaDevice(DeviceTests):
 
     def delay(self, device: Any, stream: Any) -> None:
         late(stream)
+
+
+def moved(device: Any, store: Any, rows: np.ndarray, **options: Any) -> np.ndarray:
+    """Read rows in a side stream, write them back plus one, and return what was read."""
+    stream, part = device.stream("read"), StoreRows(store, rows)
+    tensor = device.tensor(device.empty(part_nbytes(part), stream), part.shape, part.dtype)
+    for _ in device.read([(part, tensor)], stream, **options):
+        pass
+    with torch.cuda.stream(stream.raw):
+        read = tensor.cpu().numpy()
+        tensor += 1
+    device.write([(store, tensor)], rows, stream, **options)
+    stream.record().sync()
+    return read
+
+
+@pytest.mark.parametrize("row_nbytes", [32 << 10, 100_000, 1 << 20])
+def test_long_rows_by_the_copy_engine(row_nbytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("cupy")
+    if batch_copy.batch_copy() is None:
+        pytest.skip("this driver copies no batches")
+    # Several calls for one batch of rows.
+    monkeypatch.setattr(batch_copy, "_MOST_COPIES", 7)
+    values = np.random.default_rng(0).integers(1 << 40, size=(50, row_nbytes // 8))
+    store, rows = PinnedStore(values), np.random.default_rng(1).permutation(50)[:30]
+    device = CudaDevice()
+    device.route = Route(4, True, "", "batch")
+    assert device.index_dtype([store], rows) is None
+    np.testing.assert_array_equal(moved(device, store, rows), values[rows])
+    values[rows] += 1
+    np.testing.assert_array_equal(store.array, values)
+    assert "kernels" not in vars(device), "a kernel was compiled"
+    # The driver refuses batches in this stream, so kernels move the rows.
+    current, tensor = device.current_stream(), torch.empty((30, row_nbytes // 8), dtype=torch.int64)
+    on_device = tensor.to("cuda")
+    for _ in device.read([(StoreRows(store, rows), on_device)], current):
+        pass
+    np.testing.assert_array_equal(on_device.cpu().numpy(), values[rows])
+
+
+@pytest.mark.parametrize("rows", [np.arange(3, 40), np.array([7])], ids=["run", "row"])
+def test_consecutive_rows_are_one_copy(rows: np.ndarray) -> None:
+    pytest.importorskip("cupy")
+    values = np.random.default_rng(0).integers(1 << 40, size=(50, 5))
+    store, device = PinnedStore(values), CudaDevice()
+    device.route = Route(4, True, "")
+    assert device.index_dtype([store], rows) is None
+    np.testing.assert_array_equal(moved(device, store, rows), values[rows])
+    values[rows] += 1
+    np.testing.assert_array_equal(store.array, values)
+    assert "kernels" not in vars(device), "a kernel was compiled"
+
+
+def test_rows_that_are_moved_in_turn_share_a_stream() -> None:
+    device = CudaDevice()
+    device.route = Route(4, False, "")
+    read, write, index = (device.stream(name) for name in ("read", "write", "index"))
+    assert read == write
+    assert index != read
+    device.route = Route(4, True, "")
+    assert len({device.stream(name) for name in ("read", "write", "index")}) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_row_indices_that_are_on_the_device(dtype: torch.dtype) -> None:
+    pytest.importorskip("cupy")
+    values = np.random.default_rng(0).integers(1 << 40, size=(50, 5))
+    store, rows = PinnedStore(values), np.random.default_rng(1).permutation(50)[:30]
+    device = CudaDevice()
+    device.route = Route(4, True, "")
+    assert device.index_dtype([store], rows) == np.int32
+    indices = torch.from_numpy(rows).to("cuda", dtype)
+    torch.cuda.synchronize()
+    np.testing.assert_array_equal(moved(device, store, rows, indices=indices), values[rows])
+    values[rows] += 1
+    np.testing.assert_array_equal(store.array, values)
+
+
+@pytest.mark.parametrize("row_nbytes", [512, 64 << 10])
+def test_routes_are_measured(row_nbytes: int) -> None:
+    """Tables stay as they are, and batches of copies are exact where the driver has them."""
+    pytest.importorskip("cupy")
+    values = np.random.default_rng(0).integers(
+        1 << 40, size=((32 << 20) // row_nbytes, row_nbytes // 8)
+    )
+    store, device = PinnedStore(values), CudaDevice()
+    rates = measure(device, [store], 4096, MatrixProducts(torch.device("cuda", 0)))
+    timings = [*rates.kernel.values(), rates.staged, *filter(None, [rates.batch])]
+    assert min(min(timing.rate, timing.joint_s) for timing in timings) > 0
+    assert min(rates.products_s, rates.both, rates.in_turn) > 0
+    is_long = row_nbytes >= batch_copy.LONG_ROW_BYTES
+    assert (rates.batch is not None) == (is_long and batch_copy.batch_copy() is not None)
+    np.testing.assert_array_equal(store.array, values)
 
 
 class TestPinnedStore(StoreTests):

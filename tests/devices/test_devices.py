@@ -7,10 +7,13 @@ import pytest
 import torch
 
 from pinfeed import Feeder, errors
-from pinfeed.devices import resolve
+from pinfeed.devices import cuda, resolve
 from pinfeed.devices.cpu import HostDevice
 from pinfeed.devices.cuda_clock import CudaClock
+from pinfeed.tensors.dtypes import DTYPES
+from pinfeed.tensors.numpy_torch import to_numpy, to_torch
 from pinfeed.testing import SimDevice, favour, lazy
+from pinfeed.testing.sample_rows import sample
 from pinfeed.testing.suites import DeviceTests
 
 
@@ -86,6 +89,23 @@ def test_a_device_that_was_given_stays_open() -> None:
     for _ in range(2):
         with Feeder(np.zeros((3, 2)), batch_size=1, device=device) as feeder:
             assert len(list(feeder)) == 3
+
+
+@pytest.mark.parametrize("name", sorted(DTYPES))
+def test_rows_of_every_dtype_are_copied_as_words(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The steps of a CUDA device, with tensors of the CPU."""
+    monkeypatch.setattr(cuda, "OVERLAP_CHUNK_BYTES", 16)
+    for row_shape in ((), (3,), (2, 2)):
+        src, dst = sample(6, row_shape, DTYPES[name]), sample(20, row_shape, DTYPES[name])[-5:]
+        tensor, out = to_torch(src), to_torch(dst.copy())
+        src_pos = torch.tensor([5, 0, 5, 2], dtype=torch.int32)
+        dst_pos = torch.tensor([1, 4, 0, 2])
+        cuda._copy_rows(cuda._words(tensor), src_pos, cuda._words(out), dst_pos)
+        wanted = dst.copy()
+        wanted[dst_pos.numpy()] = src[src_pos.numpy()]
+        np.testing.assert_array_equal(to_numpy(out, "out"), wanted)
 
 
 class DriftingGpu:

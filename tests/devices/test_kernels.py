@@ -18,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed.devices import kernels
-from pinfeed.devices.kernels import MAX_TABLES, SOURCE, Move, launches
+from pinfeed.devices.kernels import MAX_TABLES, SOURCE, Move, RowIndices, launches
 
 # Definitions that CUDA provides for a kernel. Alignment is checked at every access, because a GPU
 # stops at a word that is not aligned.
@@ -39,15 +39,21 @@ template <class T> static void __stcs(T* p, T v) { check(p); *p = v; }
 RUN = r"""
 #define PARAMETERS(k) char *table##k, char *packed##k, long long row_nbytes##k, int width##k
 #define ARGUMENTS(k) table##k, packed##k, row_nbytes##k, width##k
-extern "C" long long run(unsigned n_blocks, unsigned n_threads, int gather,
-                         const long long* rows, unsigned n_rows,
+extern "C" long long run(unsigned n_blocks, unsigned n_threads, int gather, int index_nbytes,
+                         const void* rows, unsigned n_rows,
                          PARAMETERS(0), PARAMETERS(1), PARAMETERS(2), PARAMETERS(3))
 {
     gridDim.x = n_blocks, blockDim.x = n_threads, n_wrong = 0;
     for (blockIdx.x = 0; blockIdx.x < n_blocks; blockIdx.x++)
         for (threadIdx.x = 0; threadIdx.x < n_threads; threadIdx.x++)
-            (gather ? gather_rows : scatter_rows)(
-                rows, n_rows, ARGUMENTS(0), ARGUMENTS(1), ARGUMENTS(2), ARGUMENTS(3));
+            if (index_nbytes == 4)
+                (gather ? gather_rows_int32 : scatter_rows_int32)(
+                    (const int*)rows, n_rows,
+                    ARGUMENTS(0), ARGUMENTS(1), ARGUMENTS(2), ARGUMENTS(3));
+            else
+                (gather ? gather_rows_int64 : scatter_rows_int64)(
+                    (const long long*)rows, n_rows,
+                    ARGUMENTS(0), ARGUMENTS(1), ARGUMENTS(2), ARGUMENTS(3));
     return n_wrong;
 }
 """
@@ -71,6 +77,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
     function.argtypes = [
         ctypes.c_uint,
         ctypes.c_uint,
+        ctypes.c_int,
         ctypes.c_int,
         ctypes.c_void_p,
         ctypes.c_uint,
@@ -104,6 +111,7 @@ SIZES = st.lists(
     share=st.floats(0, 1),
     shape=st.sampled_from([(1, 1), (1, 32), (3, 32), (2, 512)]),
     step=st.sampled_from([1, 1 << 10, 64 << 20]),
+    index=st.sampled_from([np.int32, np.int64]),
     seed=st.integers(0, 99),
 )
 def test_rows_come_and_go(
@@ -114,10 +122,11 @@ def test_rows_come_and_go(
     share: float,
     shape: tuple[int, int],
     step: int,
+    index: type[np.integer[Any]],
     seed: int,
 ) -> None:
     rng = np.random.default_rng(seed)
-    rows = np.flatnonzero(rng.random(n_table) < share).astype(np.int64)
+    rows = np.flatnonzero(rng.random(n_table) < share).astype(index)
     tables, memory = zip(
         *(
             bytes_at(offset, (n_table, size), rng)
@@ -141,9 +150,11 @@ def test_rows_come_and_go(
     def move(gather: bool) -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(kernels, "_STEP_BYTES", step)
-            for n_blocks, arguments in launches(rows.ctypes.data, len(rows), moves, shape[0]):
+            indices = RowIndices(rows.ctypes.data, len(rows), rows.itemsize)
+            for n_blocks, arguments in launches(indices, moves, shape[0]):
                 assert 0 < n_blocks <= shape[0]
-                assert run(n_blocks, shape[1], gather, *arguments) == 0, "a word is not aligned"
+                n_wrong = run(n_blocks, shape[1], gather, rows.itemsize, *arguments)
+                assert n_wrong == 0, "a word is not aligned"
 
     move(gather=True)
     for table, there, whole, old in zip(tables, packed, memory, before, strict=True):
@@ -163,16 +174,18 @@ def test_rows_come_and_go(
         np.testing.assert_array_equal(whole[begin + table.size :], was[begin + table.size :])
 
 
+@pytest.mark.parametrize("index_nbytes", [4, 8])
 @pytest.mark.parametrize(
     ("sizes", "n_rows"), [([512] * 3, 10**7), ([1], 10**9), ([1 << 29], 5), ([600 << 10, 4], 10**5)]
 )
-def test_a_launch_counts_words_in_32_bits(sizes: list[int], n_rows: int) -> None:
+def test_a_launch_counts_words_in_32_bits(sizes: list[int], n_rows: int, index_nbytes: int) -> None:
     done = 0
+    moves = [Move(0, 0, size) for size in sizes]
     for n_blocks, (_rows, n, *rest) in launches(
-        1 << 40, n_rows, [Move(0, 0, size) for size in sizes], 32
+        RowIndices(1 << 40, n_rows, index_nbytes), moves, 32
     ):
         assert n_blocks == 32
-        assert _rows == (1 << 40) + 8 * done
+        assert _rows == (1 << 40) + index_nbytes * done
         assert rest[1] == done * sizes[0]
         assert max(size * n for size in sizes) < 1 << 31
         done += n
@@ -184,9 +197,8 @@ def test_a_launch_counts_words_in_32_bits(sizes: list[int], n_rows: int) -> None
     [([24], 6, 1), ([512], 1000, 63), ([64, 1, 512], 32, 2), ([512], 8192, 64)],
 )
 def test_a_small_batch_takes_few_blocks(sizes: list[int], n_rows: int, n_blocks: int) -> None:
-    assert [
-        blocks for blocks, _ in launches(0, n_rows, [Move(0, 0, size) for size in sizes], 64)
-    ] == [n_blocks]
+    moves = [Move(0, 0, size) for size in sizes]
+    assert [blocks for blocks, _ in launches(RowIndices(0, n_rows, 4), moves, 64)] == [n_blocks]
 
 
 @pytest.mark.parametrize(
@@ -206,8 +218,14 @@ def test_the_widest_word_that_fits(table: int, packed: int, row_nbytes: int, wid
     assert Move(table, packed, row_nbytes).width == width
 
 
-def spilled(architecture: int, source: str = SOURCE) -> dict[str, int]:
-    """Return the bytes that each kernel spills from registers; NVRTC compiles without a GPU."""
+KERNELS = [f"{name}_rows_int{bits}" for name in ("gather", "scatter") for bits in (32, 64)]
+
+
+def compiled(architecture: int, source: str = SOURCE) -> dict[str, tuple[int, int]]:
+    """Return the registers of each kernel per thread, and the bytes that it spills from them.
+
+    NVRTC compiles without a GPU.
+    """
     nvrtc: Any = pytest.importorskip("cuda.bindings.nvrtc")
 
     def checked(result: tuple[Any, ...]) -> Any:
@@ -230,22 +248,28 @@ def spilled(architecture: int, source: str = SOURCE) -> dict[str, int]:
     assert result[0] == nvrtc.nvrtcResult.NVRTC_SUCCESS, text
     assert checked(nvrtc.nvrtcGetCUBINSize(program)) > 0
     checked(nvrtc.nvrtcDestroyProgram(program))
-    return {
-        name: int(nbytes)
-        for name, nbytes in re.findall(r"properties for (\w+)\n.*?(\d+) bytes spill stores", text)
-    }
+    found = re.findall(
+        r"properties for (\w+)\n.*?(\d+) bytes spill stores.*?Used (\d+) registers", text, re.DOTALL
+    )
+    return {name: (int(n_registers), int(nbytes)) for name, nbytes, n_registers in found}
 
 
 @pytest.mark.parametrize("architecture", [75, 80, 90, 100])
 def test_they_compile_for_gpus_and_spill_no_register(architecture: int) -> None:
-    assert spilled(architecture) == {"gather_rows": 0, "scatter_rows": 0}
+    found = compiled(architecture)
+    assert sorted(found) == sorted(KERNELS)
+    for n_registers, spilled in found.values():
+        # With 512 threads, a block leaves half of a multiprocessor's registers to the model.
+        assert n_registers <= 64
+        assert spilled == 0
 
 
 def test_spilled_registers_are_noticed() -> None:
     bounds = "__launch_bounds__(512)"
     assert bounds in SOURCE
     # These bounds leave 32 registers for a thread.
-    assert min(spilled(90, SOURCE.replace(bounds, "__launch_bounds__(1024, 2)")).values()) > 0
+    found = compiled(90, SOURCE.replace(bounds, "__launch_bounds__(1024, 2)"))
+    assert min(spilled for _, spilled in found.values()) > 0
 
 
 def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +297,8 @@ def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatc
             assert (code, options, current) == (SOURCE, ("-std=c++17",), [3])
 
         def get_function(self, name: str) -> Callable[..., None]:
+            assert name in KERNELS
+
             def launch(grid: tuple[int], block: tuple[int], arguments: tuple[Any, ...]) -> None:
                 assert current == [3, (0, 77)]
                 assert [argument.nbytes for argument in arguments] == [
@@ -284,7 +310,8 @@ def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatc
                     run(
                         *grid,
                         *block,
-                        name == "gather_rows",
+                        name.startswith("gather"),
+                        4 if name.endswith("int32") else 8,
                         *(int(argument) for argument in arguments),
                     )
                     == 0
@@ -295,12 +322,14 @@ def test_launches_in_a_stream_of_torchs(run: Run, monkeypatch: pytest.MonkeyPatc
     cuda = types.SimpleNamespace(Device=Device, Stream=Stream)
     monkeypatch.setitem(sys.modules, "cupy", types.SimpleNamespace(cuda=cuda, RawModule=Module))
     found = kernels.RowKernels(3)
-    table, rows = np.arange(40, dtype=np.int64).reshape(10, 4), np.array([7, 1, 2])
-    packed = np.zeros((3, 4), np.int64)
-    moves = [Move(table.ctypes.data, packed.ctypes.data, 32)]
-    assert len(list(found.gather(77, rows.ctypes.data, 3, moves, n_blocks=2))) == 1
-    np.testing.assert_array_equal(packed, table[rows])
-    packed += 100
-    for _ in found.scatter(77, rows.ctypes.data, 3, moves, n_blocks=2):
-        assert current == [], "another GPU or stream stays current between launches"
-    np.testing.assert_array_equal(table[rows], packed)
+    for index in (np.int32, np.int64):
+        table, rows = np.arange(40, dtype=np.int64).reshape(10, 4), np.array([7, 1, 2], index)
+        indices = RowIndices(rows.ctypes.data, 3, rows.itemsize)
+        packed = np.zeros((3, 4), np.int64)
+        moves = [Move(table.ctypes.data, packed.ctypes.data, 32)]
+        assert len(list(found.gather(77, indices, moves, n_blocks=2))) == 1
+        np.testing.assert_array_equal(packed, table[rows])
+        packed += 100
+        for _ in found.scatter(77, indices, moves, n_blocks=2):
+            assert current == [], "another GPU or stream stays current between launches"
+        np.testing.assert_array_equal(table[rows], packed)

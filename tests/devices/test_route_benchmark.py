@@ -1,6 +1,7 @@
 """Routes of page-locked rows: decided from measured rates, which a file keeps."""
 
 import json
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -8,23 +9,58 @@ import numpy as np
 import pytest
 
 from pinfeed.devices import route_benchmark
-from pinfeed.devices.route import STAGED, Rates, decide
+from pinfeed.devices.route import STAGED, Rates, Timing, decide
 from pinfeed.devices.route_benchmark import BLOCKS, measure
 from pinfeed.devices.route_cache import _cache_folder, cached_rates
 from pinfeed.stores.array import ArrayStore
 from pinfeed.testing.sim import SimDevice
 
-RATES = Rates({4: 20.0, 8: 33.0, 16: 33.5, 32: 30.0}, staged=12.0, both=50.0, in_turn=45.0)
-SLOW = Rates({4: 2.0, 8: 3.0}, staged=12.0, both=3.0, in_turn=4.0)
+# The more blocks there are, the faster rows are moved, and the slower products are computed.
+RATES = Rates(
+    {4: Timing(20.0, 0.8e-3), 8: Timing(33.0, 0.51e-3), 16: Timing(33.5, 0.5e-3)},
+    batch=None,
+    staged=Timing(12.0, 1.6e-3),
+    products_s=0.5e-3,
+    both=50.0,
+    in_turn=45.0,
+)
+SLOW = Rates(
+    {4: Timing(2.0, 8e-3), 8: Timing(3.0, 6e-3)},
+    batch=None,
+    staged=Timing(12.0, 1.6e-3),
+    products_s=1.5e-3,
+    both=3.0,
+    in_turn=4.0,
+)
 
 
 def test_the_fewest_blocks_that_are_nearly_the_fastest() -> None:
     route = decide(RATES, None)
-    assert (route.n_blocks, route.duplex) == (8, True)
+    assert (route.n_blocks, route.duplex, route.mover) == (8, True, "kernel")
     assert route.why == (
         "the GPU reads page-locked rows itself: 33.0 GB/s by 8 blocks of a kernel, 12.0 GB/s "
-        "gathered by the CPU and copied; rows are gathered and scattered at the same time"
+        "gathered by the CPU and copied (0.51 ms and 1.60 ms together with matrix products of "
+        "0.50 ms); rows are gathered and scattered at the same time"
     )
+
+
+def test_the_joint_time_decides() -> None:
+    """The blocks that are fastest on an idle GPU may slow the products down."""
+    kernel = {8: Timing(20.0, 0.6e-3), 32: Timing(40.0, 0.9e-3)}
+    assert decide(replace(RATES, kernel=kernel), None).n_blocks == 8
+    staged = Timing(12.0, 0.5e-3)
+    assert decide(replace(RATES, kernel=kernel, staged=staged), None).n_blocks == 0
+    # A direct route leaves the CPU to the loop, so the staged route must be clearly faster.
+    staged = Timing(12.0, 0.59e-3)
+    assert decide(replace(RATES, kernel=kernel, staged=staged), None).n_blocks == 8
+
+
+@pytest.mark.parametrize(("joint_s", "mover"), [(0.51e-3, "batch"), (0.52e-3, "kernel")])
+def test_batches_of_the_copy_engine_where_they_win(joint_s: float, mover: str) -> None:
+    route = decide(replace(RATES, batch=Timing(40.0, joint_s)), None)
+    # Kernels still move the rows of other stores.
+    assert (route.n_blocks, route.mover) == (8, mover)
+    assert ("40.0 GB/s by batches of the copy engine, " in route.why) == (mover == "batch")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +86,9 @@ def test_measured_once(tmp_path: Path) -> None:
 
     for _ in range(3):
         assert cached_rates("a GPU", measure, tmp_path) == RATES
-    assert cached_rates("another", lambda: SLOW, tmp_path) == SLOW
+    other = replace(SLOW, batch=Timing(40.0, 0.5e-3))
+    for _ in range(2):
+        assert cached_rates("another", lambda: other, tmp_path) == other
     assert cached_rates("a GPU", measure, tmp_path) == RATES
     assert len(measured) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["routes.json"]
@@ -64,15 +102,25 @@ def test_measured_once(tmp_path: Path) -> None:
         "[]",
         "3",
         '{"format": 0, "a GPU": {}}',
-        '{"format": 1, "a GPU": {"direct": 3}}',
-        '{"format": 1, "a GPU": 7}',
-        '{"format": 1, "a GPU": {"direct": {}, "staged": 1, "both": 1, "in_turn": 1}}',
-        '{"format": 1, "a GPU": {"direct": {"4": NaN}, "staged": 1, "both": 1, "in_turn": 1}}',
+        '{"format": 1, "a GPU": {"direct": {"4": 1}, "staged": 1, "both": 1, "in_turn": 1}}',
+        '{"format": 2, "a GPU": 7}',
+        '{"format": 2, "a GPU": {"kernel": 3}}',
+        *(
+            json.dumps({"format": 2, "a GPU": {**asdict(RATES), **damage}})
+            for damage in (
+                {"kernel": {}},
+                {"kernel": {"4": 1.0}},
+                {"staged": {"rate": 1.0}},
+                {"staged": {"rate": 1.0, "joint_s": float("nan")}},
+                {"batch": 1.0},
+                {"both": float("inf")},
+            )
+        ),
     ],
 )
 def test_a_file_that_says_nothing(text: str, tmp_path: Path) -> None:
     (tmp_path / "routes.json").write_text(text)
-    assert cached_rates("a GPU", lambda: RATES, tmp_path) == RATES
+    assert cached_rates("a GPU", lambda: SLOW, tmp_path) == SLOW
     assert "a GPU" in json.loads((tmp_path / "routes.json").read_text())
 
 
@@ -93,26 +141,42 @@ def homeless() -> Path:
 
 
 class Moving(SimDevice):
-    """Device that keeps the number of blocks and of groups of each read."""
+    """Device that keeps the route and the number of groups of each read.
+
+    Args:
+        batches: How it copies long rows in batches: ``"exact"``, ``"wrong"``, ``"refused"``, or
+            None if it cannot.
+    """
 
     route = STAGED
 
-    def __init__(self) -> None:
+    def __init__(self, batches: str | None) -> None:
         super().__init__(direct=True)
-        self.moved: list[tuple[int, int]] = []
+        self.moved: list[tuple[int, str, int]] = []
+        self._batches = batches
+
+    def has_batch_copy(self, stores: Any) -> bool:
+        return self._batches is not None
 
     def read(self, parts: Any, stream: Any) -> Any:
-        self.moved.append((self.route.n_blocks, len({id(part.rows) for part, _ in parts})))
-        return super().read(parts, stream)
+        n_groups = len({id(part.rows) for part, _ in parts})
+        self.moved.append((self.route.n_blocks, self.route.mover, n_groups))
+        if self.route.mover == "kernel" or self._batches == "exact":
+            return super().read(parts, stream)
+        if self._batches == "refused":
+            raise RuntimeError("the driver refuses the copies")
+        # Nothing is read.
+        return iter(())
 
 
-def test_every_way_is_timed_and_the_tables_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    arrays = [
-        np.arange(300.0).reshape(100, 3),
-        np.arange(100, dtype=np.int16),
-        np.ones((7, 2), np.uint8),
-    ]
-    stores, device = [ArrayStore(array.copy()) for array in arrays], Moving()
+@pytest.mark.parametrize("batches", ["exact", "wrong", "refused", None])
+def test_every_way_is_timed_and_the_tables_stay(
+    batches: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Rows of zeros: a read that does nothing must not pass for one that is exact.
+    arrays = [np.zeros((100, 3)), np.arange(100, dtype=np.int16), np.ones((7, 2), np.uint8)]
+    stores, device = [ArrayStore(array.copy()) for array in arrays], Moving(batches)
+    n_products: list[int] = []
 
     def locked(shape: tuple[int, ...], dtype: np.dtype[Any]) -> ArrayStore:
         return ArrayStore(
@@ -122,12 +186,18 @@ def test_every_way_is_timed_and_the_tables_stay(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(route_benchmark.PinnedStore, "empty", locked)
     # Small chunks, so that several threads gather.
     monkeypatch.setattr(route_benchmark, "_CHUNK_BYTES", 256)
-    rates = measure(device, stores, 50)
-    assert list(rates.direct) == list(BLOCKS)
-    assert min(*rates.direct.values(), rates.staged, rates.both, rates.in_turn) > 0
-    assert {n_blocks for n_blocks, _ in device.moved} == set(BLOCKS)
-    assert {n_groups for _, n_groups in device.moved} == {2}, (
+    rates = measure(device, stores, 50, n_products.append)
+    assert list(rates.kernel) == list(BLOCKS)
+    timings = [*rates.kernel.values(), rates.staged, *filter(None, [rates.batch])]
+    assert min(min(timing.rate, timing.joint_s) for timing in timings) > 0
+    assert min(rates.products_s, rates.both, rates.in_turn) > 0
+    assert (rates.batch is not None) == (batches == "exact")
+    assert {n_blocks for n_blocks, _, _ in device.moved} == set(BLOCKS)
+    assert {mover for _, mover, _ in device.moved} == {"kernel"} | ({"batch"} if batches else set())
+    assert {n_groups for _, _, n_groups in device.moved} == {2}, (
         "stores of as many rows are read in one launch"
     )
+    assert 0 < max(n_products) <= 64
+    assert n_products.count(0) > 4 * len(BLOCKS), "each way is timed alone, too"
     for store, array in zip(stores, arrays, strict=True):
         np.testing.assert_array_equal(store.array, array)

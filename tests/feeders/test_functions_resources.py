@@ -122,7 +122,7 @@ def test_batches_on_the_device_do_not_pile_up(depth: int) -> None:
             for x, y in feeder:
                 del x, y
             peaks.append(device.peak_bytes)
-    assert peaks[0] == peaks[2] <= (depth + 2) * 2 * (24 + 8)
+    assert peaks[0] == peaks[2] <= (depth + 2) * 2 * 512
 
 
 def test_what_is_done_is_forgotten() -> None:

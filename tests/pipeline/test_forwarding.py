@@ -1,6 +1,7 @@
-"""Forwarding finds the rows written after a gather, as a model that compares every pair does."""
+"""A batch with later writes copied over its rows equals one that is gathered now."""
 
-import re
+from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,82 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pinfeed.errors import WriteBackError
-from pinfeed.pipeline.forwarding import Write, WriteLog, WrittenRows, newest
+from pinfeed.pipeline.forwarding import Overlap, SharedRows, Span, Write, WriteLog, forwards
+from pinfeed.pipeline.recent_rows import RecentRows
 
 # Rows of the store: few, so that batches overlap.
 N = 12
-UNIQUE = st.lists(st.integers(0, N - 1), unique=True)
-REPEATED = st.lists(st.integers(0, N - 1), max_size=20)
 
 
-def rows_of(numbers: list[int]) -> np.ndarray:
+def rows_of(numbers: Sequence[int]) -> np.ndarray:
     return np.array(numbers, np.int64)
-
-
-@settings(deadline=None)
-@given(written=UNIQUE, batch=REPEATED)
-def test_overlap_is_every_pair_of_equal_rows(written: list[int], batch: list[int]) -> None:
-    dst_pos, src_pos = WrittenRows(rows_of(written)).overlap(rows_of(batch))
-    assert dst_pos.dtype == src_pos.dtype == np.intp
-    pairs = [
-        (i, j) for i, wanted in enumerate(batch) for j, row in enumerate(written) if wanted == row
-    ]
-    assert list(zip(dst_pos.tolist(), src_pos.tolist(), strict=True)) == pairs
-
-
-@settings(deadline=None)
-@given(
-    written=st.lists(st.integers(0, 2**63 - 1), unique=True),
-    batch=st.lists(st.integers(0, 2**63 - 1)),
-    both=st.data(),
-)
-def test_overlap_of_large_row_numbers(
-    written: list[int], batch: list[int], both: st.DataObject
-) -> None:
-    if written:
-        batch += both.draw(st.lists(st.sampled_from(written)))
-    dst_pos, src_pos = WrittenRows(rows_of(written)).overlap(rows_of(batch))
-    assert (
-        [batch[i] for i in dst_pos]
-        == [written[j] for j in src_pos]
-        == [row for row in batch if row in written]
-    )
-
-
-@pytest.mark.parametrize(
-    ("written", "batch"), [([], []), ([], [1, 2]), ([1, 2], []), ([1, 2], [0, 3]), ([0], [N - 1])]
-)
-def test_no_overlap(written: list[int], batch: list[int]) -> None:
-    dst_pos, src_pos = WrittenRows(rows_of(written)).overlap(rows_of(batch))
-    assert len(dst_pos) == len(src_pos) == 0
-
-
-def test_overlap_leaves_the_rows_as_they_are() -> None:
-    written, batch = rows_of([5, 1, 3]), rows_of([3, 3, 0, 5])
-    write = WrittenRows(written)
-    dst_pos, src_pos = write.overlap(batch)
-    assert (dst_pos.tolist(), src_pos.tolist()) == ([0, 1, 3], [2, 2, 0])
-    assert (written.tolist(), batch.tolist()) == ([5, 1, 3], [3, 3, 0, 5])
-    assert write.rows is written
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(0, N - 1), min_size=2))
-def test_a_row_that_is_there_twice_is_refused_by_name(rows: list[int]) -> None:
-    twice = {row for row in rows if rows.count(row) > 1}
-    if not twice:
-        WrittenRows(rows_of(rows))
-        return
-    with pytest.raises(WriteBackError) as refusal:
-        WrittenRows(rows_of(rows))
-    found = re.match(
-        rf"write_back of {len(rows)} rows in which row (\d+) occurs more than once; "
-        "expected every row once",
-        str(refusal.value),
-    )
-    assert found is not None
-    assert int(found[1]) in twice
 
 
 # -- the log ---------------------------------------------------------------------------------------
@@ -92,17 +26,19 @@ def test_a_row_that_is_there_twice_is_refused_by_name(rows: list[int]) -> None:
 def test_writes_are_numbered_from_zero_and_kept_in_order() -> None:
     log = WriteLog()
     assert (len(log), log.completed, log.since(0)) == (0, 0, [])
-    writes = [log.append([WrittenRows(rows_of([i]))], [i]) for i in range(4)]
-    assert [write.number for write in writes] == [0, 1, 2, 3]
+    writes = [log.append(10 + i, [True], [i]) for i in range(4)]
+    assert [(write.number, write.batch) for write in writes] == [(i, 10 + i) for i in range(4)]
     assert [write.values for write in writes] == [[0], [1], [2], [3]]
     assert len(log) == 4
     for number in range(6):
         assert log.since(number) == writes[number:]
+    log.completed = 3
+    assert log.pending_batches() == {13}
 
 
 def test_what_is_forgotten_is_gone_and_the_rest_stays() -> None:
     log = WriteLog()
-    writes = [log.append([WrittenRows(rows_of([i]))], []) for i in range(4)]
+    writes = [log.append(i, [True], []) for i in range(4)]
     log.forget(0)
     assert log.since(0) == writes
     log.forget(2)
@@ -111,81 +47,194 @@ def test_what_is_forgotten_is_gone_and_the_rest_stays() -> None:
     assert log.since(0) == writes[2:]
     log.forget(100)
     assert (log.since(0), len(log)) == ([], 0)
-    assert log.append([WrittenRows(rows_of([0]))], []).number == 4, "numbers continue"
+    assert log.append(4, [True], []).number == 4, "numbers continue"
     log.forget(4)
     assert len(log) == 1
 
 
-def test_a_refused_write_takes_no_number() -> None:
+# -- the copies ------------------------------------------------------------------------------------
+
+
+def test_a_row_is_copied_once_where_every_batch_writes_everything() -> None:
+    overlaps = {7: Overlap(Span(0, 2), Span(4, 3)), 9: Overlap(Span(10, 1), Span(12, 0))}
     log = WriteLog()
-    log.append([WrittenRows(rows_of([0]))], [])
-    with pytest.raises(WriteBackError, match="row 3 occurs more than once"):
-        log.append([WrittenRows(rows_of([3, 3]))], [])
-    assert len(log) == 1
-    assert log.append([WrittenRows(rows_of([3]))], []).number == 1
+    first, _, last = (log.append(i, [True], []) for i in (7, 8, 9))
+    assert forwards(log.since(0), 0, 10, overlaps) == [(first, Span(0, 2)), (last, Span(10, 1))]
+    assert forwards(log.since(1), 0, 10, overlaps) == [(last, Span(10, 1))]
 
 
-EVENTS = st.lists(
-    st.one_of(
-        st.tuples(
-            st.sampled_from(["write", "write the first store", "write the second store"]), UNIQUE
-        ),
-        st.tuples(st.just("gather"), REPEATED),
-        st.tuples(st.just("complete"), st.none()),
-        st.tuples(st.just("lend"), st.none()),
+@pytest.mark.parametrize("middle", [(False,), (None,), ()], ids=["a part", "nothing", "no write"])
+def test_rows_that_a_batch_between_did_not_write_are_copied_from_before(middle: Any) -> None:
+    overlaps = {7: Overlap(Span(0, 2), Span(4, 3))}
+    log = WriteLog()
+    first = log.append(7, [True], [])
+    for is_whole in middle:
+        log.append(8, [is_whole], [])
+    log.append(9, [True], [])
+    found = forwards(log.since(0), 0, 10, overlaps)
+    assert sorted(found, key=lambda copy: copy[1]) == [(first, Span(0, 2)), (first, Span(4, 3))]
+
+
+def test_a_batch_that_is_written_twice_counts_as_one() -> None:
+    overlaps = {7: Overlap(Span(0, 2), Span(4, 3))}
+    log = WriteLog()
+    writes = [log.append(batch, [True], []) for batch in (7, 8, 8, 9)]
+    assert forwards(writes, 0, 10, overlaps) == [(writes[0], Span(0, 2))]
+
+
+# -- both together ---------------------------------------------------------------------------------
+
+STORES = ("both stores", "the first store", "the second store", "nothing")
+BATCHES = st.lists(
+    st.tuples(
+        st.lists(st.integers(0, N - 1), max_size=8),
+        # Each write of the batch; the loop writes a batch twice where it flushes in between.
+        st.lists(st.sampled_from(STORES), max_size=2),
+        # Writes that are completed before the batch is gathered, and before it is lent.
+        st.tuples(st.integers(0, 3), st.integers(0, 3)),
     ),
-    max_size=40,
+    max_size=25,
 )
 
 
-@settings(deadline=None, max_examples=300)
-@given(EVENTS)
-def test_a_batch_with_later_writes_copied_over_is_as_if_gathered_now(
-    events: list[tuple[str, Any]],
-) -> None:
-    """Every batch equals the final store, for writes that are completed late but in order."""
-    log = WriteLog()
-    stores = np.zeros((2, N))
-    truth = np.zeros((2, N))
-    pending: list[Write] = []
-    gathered: list[tuple[np.ndarray, np.ndarray, int]] = []
-    for value, (event, rows) in enumerate(events, 1):
-        if event.startswith("write"):
-            values = value + np.arange(len(rows)) / 100
-            held = [
-                None if event == f"write the {other} store" else values
-                for other in ("second", "first")
-            ]
-            pending.append(log.append([WrittenRows(rows_of(rows), whole=event == "write")], held))
-            put(truth, rows_of(rows), np.arange(len(rows)), held)
-        elif event == "complete" and pending:
-            write = pending.pop(0)
-            put(stores, write.groups[0].rows, np.arange(len(write.groups[0].rows)), write.values)
-            log.completed = write.number + 1
-        elif event == "gather":
-            gathered.append((rows_of(rows), stores[:, rows_of(rows)], log.completed))
-        elif event == "lend" and gathered:
-            wanted, batch, seen = gathered.pop(0)
-            for write, dst_pos, src_pos in newest(log.since(seen), 0, wanted):
-                put(batch, dst_pos, src_pos, write.values)
-            assert np.array_equal(batch, truth[:, wanted])
-            log.forget(min([log.completed, *(seen for *_, seen in gathered)]))
+class Loop:
+    """A loop that gathers ahead, and writes late but in order, on two stores."""
+
+    def __init__(self, ahead: int, scale: int, first: int) -> None:
+        self.ahead = ahead
+        self.scale = scale
+        self.first = first
+        self.log: WriteLog[list[np.ndarray | None]] = WriteLog()
+        self.recent = RecentRows(ahead)
+        self.stores = np.zeros((2, N))
+        self.truth = np.zeros((2, N))
+        self.gathered: deque[tuple[int, np.ndarray, np.ndarray, int, SharedRows]] = deque()
+        self.rows: dict[int, np.ndarray] = {}
+
+    def complete(self, n: int) -> None:
+        for write in self.log.since(self.log.completed)[:n]:
+            put(self.stores, self.rows[write.batch], write.values)
+            self.log.completed = write.number + 1
+
+    def gather(self, number: int, rows: np.ndarray) -> None:
+        # Large row indices look like small ones to the table of marks.
+        shared, (repeated,) = self.recent.add(
+            number, [rows * self.scale], self.log.pending_batches()
+        )
+        assert (repeated is not None) == (len(set(rows.tolist())) < len(rows))
+        if repeated is not None:
+            assert rows.tolist().count(repeated // self.scale) > 1
+        self.rows[number] = rows
+        self.gathered.append((number, rows, self.stores[:, rows], self.log.completed, shared))
+
+    def lend(self) -> int:
+        number, rows, batch, seen, shared = self.gathered.popleft()
+        for write, span in forwards(self.log.since(seen), 0, number, shared.overlaps[0]):
+            later, earlier = (shared.positions[slice(*ends)] for ends in (span.later, span.earlier))
+            taken = [None if new is None else new[earlier] for new in write.values]
+            put(batch, later, taken)
+        assert np.array_equal(batch, self.truth[:, rows])
+        self.log.forget(min([self.log.completed, *(seen for *_, seen, _ in self.gathered)]))
+        return number
+
+    def write(self, number: int, what: str, value: float) -> None:
+        rows = self.rows[number]
+        if len(set(rows.tolist())) < len(rows):
+            return
+        values = value + np.arange(len(rows)) / 100
+        held = [values if what in (store, STORES[0]) else None for store in STORES[1:3]]
+        written = [new is not None for new in held]
+        self.log.append(number, [all(written) if any(written) else None], held)
+        put(self.truth, rows, held)
 
 
-def put(
-    stores: np.ndarray, at: np.ndarray, src_pos: np.ndarray, values: list[np.ndarray | None]
-) -> None:
+def put(stores: np.ndarray, at: np.ndarray, values: Sequence[np.ndarray | None]) -> None:
     for store, new in zip(stores, values, strict=True):
         if new is not None:
-            store[at] = new[src_pos]
+            store[at] = new
 
 
-def test_a_row_is_copied_once_where_every_write_is_whole() -> None:
+@settings(deadline=None, max_examples=500)
+@given(BATCHES, st.integers(1, 4), st.sampled_from([1, 1 << 40]), st.sampled_from([0, 65_530]))
+def test_a_batch_equals_one_that_is_gathered_now(
+    batches: list[Any], ahead: int, scale: int, first: int
+) -> None:
+    """Writes may be older than any batch that was gathered ahead, and batches are not all written.
+
+    Numbers of batches pass 65,536, where the marks begin anew.
+    """
+    loop = Loop(ahead, scale, first)
+    for i in range(len(batches) + ahead):
+        if i < len(batches):
+            rows, _, (n, _) = batches[i]
+            loop.complete(n)
+            loop.gather(first + i, rows_of(rows))
+        if i >= ahead:
+            _, writes, (_, n) = batches[i - ahead]
+            loop.complete(n)
+            number = loop.lend()
+            for j, what in enumerate(writes):
+                loop.write(number, what, i + j / 10)
+    loop.complete(100)
+    assert np.array_equal(loop.stores, loop.truth)
+
+
+def test_spans_have_every_pair_of_equal_rows() -> None:
+    """Batches so large that most rows are told to be new by their marks alone."""
+    rng = np.random.default_rng(0)
+    recent = RecentRows(2)
+    batches = [rng.integers(20_000, size=2_000) for _ in range(8)]
+    batches[3] = np.unique(batches[3])
+    for number, rows in enumerate(batches):
+        # Every other batch is written, and its write is completed some batches later.
+        pending = {j for j in range(max(0, number - 5), number - 2) if j % 2 == 0}
+        shared, _ = recent.add(number, [rows, rows[:100]], pending)
+        wanted = pending | set(range(max(0, number - 2), number))
+        for group, of_group in enumerate((rows, rows[:100])):
+            overlaps = shared.overlaps[group]
+            assert overlaps.keys() <= wanted
+            newer: set[int] = set()
+            for j in sorted(wanted, reverse=True):
+                earlier = batches[j] if not group else batches[j][:100]
+                latest, hidden = overlaps.get(j, Overlap(Span(0, 0), Span(0, 0)))
+                held = np.isin(of_group, earlier)
+                is_new = ~np.isin(of_group, list(newer))
+                for span, expected in ((latest, held & is_new), (hidden, held & ~is_new)):
+                    at = shared.positions[slice(*span.later)]
+                    source = shared.positions[slice(*span.earlier)]
+                    assert sorted(at.tolist()) == np.flatnonzero(expected).tolist()
+                    assert np.array_equal(of_group[at], earlier[source])
+                newer |= set(earlier.tolist())
+
+
+def test_nothing_is_kept_where_no_row_occurs_twice() -> None:
+    recent = RecentRows(2, repeats=False)
+    for number in range(3):
+        shared, repeated = recent.add(number, [rows_of([1, 2])], ())
+        assert (len(shared.positions), shared.overlaps, repeated) == (0, [{}], [None])
+
+
+def test_rows_stay_as_they_are() -> None:
+    recent = RecentRows(2)
+    one = rows_of([5, 1, 3])
+    other = rows_of([3, 3, 0, 5])
+    recent.add(0, [one], ())
+    shared, _ = recent.add(1, [other], ())
+    span = shared.overlaps[0][0].latest
+    pairs = zip(
+        shared.positions[slice(*span.later)].tolist(),
+        shared.positions[slice(*span.earlier)].tolist(),
+        strict=True,
+    )
+    assert sorted(pairs) == [(0, 2), (1, 2), (3, 0)]
+    assert (one.tolist(), other.tolist()) == ([5, 1, 3], [3, 3, 0, 5])
+    assert isinstance(shared, SharedRows)
+    assert shared.positions.dtype == np.int32
+
+
+def test_a_write_is_no_value() -> None:
+    """Writes are told apart by identity, because their values may be tensors."""
     log = WriteLog()
-    for i in range(3):
-        log.append([WrittenRows(rows_of([0, 10 + i, [4, 3, 3][i]]))], [])
-    found = newest(log.since(0), 0, rows_of([4, 0, 3, 0]))
-    assert [(write.number, dst.tolist(), src.tolist()) for write, dst, src in found] == [
-        (0, [0], [2]),
-        (2, [1, 2, 3], [0, 2, 0]),
-    ]
+    write = log.append(0, [True], np.zeros(2))
+    assert write in [write]
+    assert write != Write(0, 0, [True], np.zeros(2))

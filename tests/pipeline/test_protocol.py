@@ -20,6 +20,8 @@ FIXED = [
     for r in ([0, 1, 2], [3, 4, 5, 6, 7], [2, 1], [8, 9], [9, 2, 0], [1], [10, 11], [9, 8, 1])
 ]
 GROWING = [np.array(r) for r in ([0], [1], [0], [1], [3], [3, 4, 5, 6, 7], [2, 1], [8, 9, 5, 4, 0])]
+# The parts of the largest batch, and the buffer that they share.
+BUFFERS: list[tuple[tuple[int, ...], str]] = [((5, D), "f8"), ((5,), "i4"), ((1024,), "u1")]
 CORNERS = corners(dict.fromkeys(("compute", "read"), (5, 9, 14, 20, 27, 35)))
 
 
@@ -68,11 +70,7 @@ class Run:
         # The user reads this right after the loop.
         self.x, self.y = self.x.copy(), self.y.copy()
         del feeder, stores
-        later = [
-            device.array((max(map(len, self.batches)), *shape), dtype)
-            for shape, dtype in (((D,), "f8"), ((), "i4"))
-            for _ in range(8)
-        ]
+        later = [device.array(shape, dtype) for shape, dtype in BUFFERS for _ in range(8)]
         for array in later:
             # The user computes this next, in memory that the loop has freed.
             device.launch(lambda a: a.fill(7), array)
@@ -99,9 +97,9 @@ class Run:
             if array is not None:
                 # Values were copied: the user may change them at once.
                 device.launch(lambda a: a.fill(-1), array)
-        for shape, dtype in (((5, D), "f8"), ((5,), "i4")):
+        for array in (device.array(shape, dtype) for shape, dtype in BUFFERS):
             # A model needs this memory in between, as much as the largest batch.
-            device.launch(lambda a: a.fill(-2), device.array(shape, dtype))
+            device.launch(lambda a: a.fill(2), array)
 
 
 class Unsized:
@@ -306,7 +304,7 @@ def test_copies_of_a_fill_that_failed_are_over_before_it_is_tried_again(corner: 
 
     class Refusing(SimDevice):
         def copy(self, src: Any, dst: Any, stream: Any) -> None:
-            if isinstance(src, np.ndarray) and -1 in src:
+            if isinstance(src, np.ndarray) and 0xFF in src.view(np.uint8):
                 raise RuntimeError("the copy is refused")
             super().copy(src, dst, stream)
 

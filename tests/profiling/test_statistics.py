@@ -68,18 +68,21 @@ def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float
     stream = device.current_stream()
     log: WriteLog[HeldValues] = WriteLog()
     transfer: Any = SimpleNamespace(
-        counters=counters, write_to_stores=lambda pending: clock.pass_s(1.0)
+        counters=counters,
+        device=device,
+        begin_write=lambda pending, earlier: None,
+        finish_write=lambda pending, begun, run_all: clock.pass_s(1.0),
     )
     threads = OtherThreads(device, PrefetchSchedule(1), is_named=False)
-    write_queue = WriteQueue(transfer, threads, depth=1)
+    write_queue = WriteQueue(transfer, threads, limit=1)
     counters.enter(1, 1, asynchronous=True)
     for batch in range(5):
         write_queue.add(
-            PendingWrite(log.append([], HeldValues([], stream, stream.record())), [], log, batch),
+            PendingWrite(log.append(batch, [], HeldValues([], stream, stream.record())), [], log),
             check=True,
         )
     write_queue.drain()
-    threads.join_writer()
+    threads.join_writers()
     assert counters.stats().land_s == counted_s
     assert counters.timeline is not None
     spans = [(span.lane, span.batch, span.end_s - span.start_s) for span in counters.timeline.spans]

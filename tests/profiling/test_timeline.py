@@ -153,7 +153,7 @@ def test_a_profiler_is_told_names() -> None:
         wanted = (
             {
                 f"pinfeed {lane} {batch}"
-                for lane in ("read", "wait", "lend", "write")
+                for lane in ("read", "wait", "lend", "write", "scatter")
                 for batch in range(3)
             }
             if timeline

@@ -7,7 +7,8 @@ from functools import partial
 from pinfeed.testing import favour
 from pinfeed.testing.sim import Choose
 
-SLOTS, STREAMS = ("pinfeed-read", "pinfeed-write"), ("compute", "read", "write")
+SLOTS = ("pinfeed-read", "pinfeed-write", "pinfeed-scatter")
+STREAMS = ("compute", "read", "write", "index")
 FAVOURED: list[tuple[str, ...]] = [
     (),
     ("read", "pinfeed-read"),
@@ -16,8 +17,11 @@ FAVOURED: list[tuple[str, ...]] = [
     ("compute", "pinfeed-read"),
     ("pinfeed-read",),
     ("write", "pinfeed-write"),
+    ("write", "pinfeed-write", "pinfeed-scatter"),
     ("read", "pinfeed-read", "write", "pinfeed-write"),
     ("compute", "read", "pinfeed-read"),
+    ("index", "pinfeed-read"),
+    ("read", "index", "pinfeed-read"),
     (*STREAMS, *SLOTS),
 ]
 
@@ -51,5 +55,11 @@ def corners(stalls: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], Choose
         f"{name} stalls after {moves}, late {'+'.join(late)}": partial(stalling, name, moves, late)
         for name, every in stalls.items()
         for moves in every
-        for late in ((), ("write", "pinfeed-write"), ("pinfeed-read",))
+        for late in (
+            (),
+            ("write", "pinfeed-write"),
+            ("pinfeed-scatter",),
+            ("pinfeed-read",),
+            ("index",),
+        )
     }

@@ -284,6 +284,8 @@ class Run:
             for n, d in zip(most, (3, 2), strict=True)
             for _ in range(4)
         ]
+        # One is as large as the buffer that small parts share.
+        made.append(torch.full((2048,), value, device=device))
         return made + [torch.full((n,), int(value), device=device) for n in most for _ in range(2)]
 
 

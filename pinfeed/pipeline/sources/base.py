@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
 
+import numpy.typing as npt
+
+from pinfeed.devices.base import Tensor
+from pinfeed.pipeline.forwarding import SharedRows
 from pinfeed.readahead.base import HostRows
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.orders import Rows
@@ -21,10 +25,29 @@ class RowGroup(NamedTuple):
     first: int
     """Position of the first of the batch's parts that are these rows; one part per store."""
     stores: Sequence[Store]
+    repeated: int | None = None
+    """A row index that occurs twice, if the loop writes rows back; None if every row is distinct.
+    Such rows cannot be written, because chance would decide which value of the row wins."""
+    indices: Tensor | None = None
+    """The row indices on the device, if it reads or writes some of the stores itself."""
 
     def cut(self, begin: int, end: int) -> RowGroup:
-        """Return rows [begin, end) of the group."""
-        return self._replace(rows=self.rows[begin:end])
+        """Return rows [begin, end) of the group, which are not on the device."""
+        return self._replace(rows=self.rows[begin:end], indices=None)
+
+
+class ArrayPart:
+    """An array on the host: a ``HostArray`` that is copied."""
+
+    def __init__(self, array: npt.NDArray[Any]) -> None:
+        self._array = array
+        self.shape = array.shape
+        self.dtype = array.dtype
+
+    def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
+        """Copy the array into ``out``."""
+        out[...] = self._array
+        yield
 
 
 @dataclass
@@ -42,8 +65,10 @@ class HostBatch:
 
     The checksum is 0 where a resumed epoch needs none.
     """
-    groups: Sequence[RowGroup] = ()
+    groups: list[RowGroup] = field(default_factory=list)
     """Groups of the parts that are rows of stores."""
+    shared: SharedRows | None = None
+    """Rows that the batch has in common with earlier ones; None if the loop writes no rows."""
 
     def cut(self, start: int, stop: int) -> HostBatch:
         """Return batches [start, stop) of several batches whose parts are rows of stores."""

@@ -124,7 +124,7 @@ class RowLoop(LoaderFeeder):
     ) -> None:
         self._wanted_route = check_route(route)
         self._stores = [store for lent in tables for store in lent.stores]
-        schedule = PrefetchSchedule(depth, n_readers=_n_readers(depth))
+        schedule = PrefetchSchedule(depth, n_readers=_n_readers(depth), writes=True)
         self._row_source = row_source(loader, tables, schedule, options["verify"])
         # For each batch: rows of every store, ids of every table, and leaves of the loader's batch.
         n_spare = (len(self._stores) + len(tables) + 4) * (2 * depth + 2)

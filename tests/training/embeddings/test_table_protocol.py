@@ -34,7 +34,7 @@ from pinfeed.testing.device_tests import DeviceTests
 from pinfeed.testing.simtorch import META, SimTensor, SimTorchDevice
 
 CORNERS = corners({"compute": (20, 150, 340), "read": (9, 30, 60)})
-LATE = ("pinfeed-read", "write", "pinfeed-write")
+LATE = ("pinfeed-read", "write", "pinfeed-write", "pinfeed-scatter")
 CORNERS["compute stalls after 40, all else late but read"] = partial(stalling, "compute", 40, LATE)
 # The simulator has no sparse tensors.
 DENSE = [name for name in OPTIMIZERS if name != "SparseAdam"]
@@ -207,6 +207,7 @@ def test_any_schedule(
 WORST = (
     "fast ",
     "fast read+pinfeed-read",
+    "fast read+index+pinfeed-read",
     "fast compute+pinfeed-read",
     "compute stalls after 40, all else late but read",
 )

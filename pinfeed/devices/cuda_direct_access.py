@@ -1,24 +1,36 @@
-"""KernelAccess: the part of a CUDA device that reads and writes page-locked rows by kernels."""
+"""DirectAccess: the part of a CUDA device that reads and writes page-locked rows itself.
+
+Rows that are consecutive are one copy. Other rows are moved by kernels, or, if they are long and
+the route says so, by copies that the driver takes in one call.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeGuard
 
+import numpy as np
 import torch
 
+from pinfeed.devices.batch_copy import LONG_ROW_BYTES, addresses, batch_copy
 from pinfeed.devices.cuda_streams import CudaStream
-from pinfeed.devices.kernels import Move, RowKernels
+from pinfeed.devices.kernels import Move, RowIndices, RowKernels
+from pinfeed.devices.matrix_products import MatrixProducts
 from pinfeed.devices.route import STAGED, Rates, Route, decide
 from pinfeed.devices.route_benchmark import measure
 from pinfeed.devices.route_cache import cached_rates
 from pinfeed.errors import DeviceError, described
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Array, HostArray, Store, row_nbytes
+from pinfeed.stores.base import Array, HostArray, Store, row_nbytes, run_of
 from pinfeed.stores.pinned import PinnedStore
+from pinfeed.tensors.numpy_torch import TORCH
+
+_Table = tuple[Any, torch.Tensor]
+"""Store, and rows of it in a batch on the device."""
 
 # Rows of a batch for which a route is measured if the number is unknown.
 _TYPICAL_ROWS = 4096
@@ -28,7 +40,7 @@ _N_BLOCKS = 8
 _MAX_ROW_BYTES = 1 << 30
 
 
-class KernelAccess:
+class DirectAccess:
     """Direct reads and writes of the rows of page-locked stores, and the choice to use them.
 
     Args:
@@ -96,9 +108,9 @@ class KernelAccess:
         return self.route.n_blocks > 0 and self.can_reach(getattr(source, "store", source))
 
     def can_reach(self, store: Any) -> TypeGuard[PinnedStore]:
-        """Return whether kernels can read and write the rows of a store.
+        """Return whether the GPU can read and write the rows of a store itself.
 
-        They can if the rows are page-locked and have bytes.
+        It can if the rows are page-locked and have bytes.
         """
         # A subclass may gather and scatter rows in its own way.
         return (
@@ -112,50 +124,108 @@ class KernelAccess:
         """Kernels that move rows, compiled at the first use."""
         return RowKernels(self._index)
 
+    def has_batch_copy(self, stores: Sequence[Store]) -> bool:
+        """Return whether the driver copies rows of one of these stores in batches."""
+        return batch_copy() is not None and any(map(_has_long_rows, stores))
+
+    def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
+        by_kernel = [store for store in stores if not self._is_batched(store)]
+        if not by_kernel or not len(rows) or run_of(rows) is not None:
+            return None
+        return _index_dtype(by_kernel)
+
     def read(
-        self, parts: Sequence[tuple[HostArray, torch.Tensor]], stream: CudaStream
+        self,
+        parts: Sequence[tuple[HostArray, torch.Tensor]],
+        stream: CudaStream,
+        indices: torch.Tensor | None = None,
     ) -> Iterator[None]:
         # Grouped by the array of row indices, which several stores have in common.
-        groups: dict[int, list[tuple[Any, torch.Tensor]]] = {}
+        groups: dict[int, tuple[Rows, list[_Table]]] = {}
         for part, dst in parts:
             if hasattr(part, "host_value"):
                 # torch's pinned allocator keeps it until the copy is done.
                 self.copy(part.host_value, dst, stream)
                 yield
             elif dst.numel():
-                groups.setdefault(id(part.rows), []).append((part, dst))  # type: ignore[attr-defined]  # rows of a store
-        for group in groups.values():
-            yield from self._move(
-                self.kernels.gather,
-                group[0][0].rows,
-                [(part.store, dst) for part, dst in group],
-                stream,
-            )
+                rows: Rows = part.rows  # type: ignore[attr-defined]  # rows of a store
+                groups.setdefault(id(rows), (rows, []))[1].append((part.store, dst))  # type: ignore[attr-defined]
+        for rows, tables in groups.values():
+            yield from self._move(tables, rows, stream, indices, gather=True)
 
     def write(
-        self, values: Sequence[tuple[Store, torch.Tensor]], rows: Rows, stream: CudaStream
+        self,
+        values: Sequence[_Table],
+        rows: Rows,
+        stream: CudaStream,
+        indices: torch.Tensor | None = None,
     ) -> None:
-        if values and len(rows):
-            for _ in self._move(self.kernels.scatter, rows, values, stream):
-                pass
+        if len(rows):
+            deque(self._move(values, rows, stream, indices, gather=False), maxlen=0)
+
+    def _is_batched(self, store: Any) -> bool:
+        return self.route.mover == "batch" and _has_long_rows(store) and batch_copy() is not None
 
     def _move(
         self,
-        launch: Callable[..., Iterator[None]],
+        tables: Sequence[_Table],
         rows: Rows,
-        tables: Sequence[tuple[Any, torch.Tensor]],
         stream: CudaStream,
+        indices: torch.Tensor | None,
+        *,
+        gather: bool,
     ) -> Iterator[None]:
-        with torch.cuda.stream(stream.raw):
-            # Allocated in this stream, so that its memory is reused only after the launches.
-            numbers = self._upload(rows)
-        moves = [
-            Move(store.array.ctypes.data, tensor.data_ptr(), row_nbytes(store))
-            for store, tensor in tables
-        ]
+        """Queue the move of rows from their tables if ``gather``, or else to them, in steps."""
+        run = run_of(rows)
+        by_kernel: list[_Table] = []
+        for store, tensor in tables:
+            if run is not None:
+                table = store.array[run]
+                src, dst = (table, tensor) if gather else (tensor, table)
+                self.copy(src, dst, stream)
+                yield
+            # The driver refuses batches of copies in the legacy default stream.
+            elif self._is_batched(store) and stream.raw.cuda_stream:
+                yield from self._copy_batches((store, tensor), rows, stream, gather=gather)
+            else:
+                by_kernel.append((store, tensor))
+        if by_kernel:
+            yield from self._launch(by_kernel, rows, stream, indices, gather=gather)
+
+    def _copy_batches(
+        self, table: _Table, rows: Rows, stream: CudaStream, *, gather: bool
+    ) -> Iterator[None]:
+        copier = batch_copy()
+        assert copier is not None
+        move = _move_of(table)
+        for in_table, packed in addresses(rows, move):
+            sources, targets = (in_table, packed) if gather else (packed, in_table)
+            with torch.cuda.stream(stream.raw):
+                # This call of the runtime makes the GPU's context current in this thread.
+                stream.raw.query()
+                copier.copy(stream.raw.cuda_stream, sources, targets, move.row_nbytes)
+            yield
+
+    def _launch(
+        self,
+        tables: Sequence[_Table],
+        rows: Rows,
+        stream: CudaStream,
+        indices: torch.Tensor | None,
+        *,
+        gather: bool,
+    ) -> Iterator[None]:
+        if indices is None:
+            with torch.cuda.stream(stream.raw):
+                # Allocated in this stream, so that its memory is reused only after the launches.
+                indices = self._upload(rows, _index_dtype([store for store, _ in tables]))
+        on_device = RowIndices(indices.data_ptr(), len(rows), indices.element_size())
+        launch = self.kernels.gather if gather else self.kernels.scatter
         # Another feeder on this device may have chosen the staged route since.
         n_blocks = self.route.n_blocks or _N_BLOCKS
-        yield from launch(stream.raw.cuda_stream, numbers.data_ptr(), len(rows), moves, n_blocks)
+        yield from launch(
+            stream.raw.cuda_stream, on_device, [_move_of(table) for table in tables], n_blocks
+        )
 
     def _rates(self, stores: Sequence[PinnedStore], n_rows: int) -> Rates:
         # Sizes are rounded to powers of two, so that few are measured.
@@ -170,16 +240,30 @@ class KernelAccess:
         def measured() -> Rates:
             with contextlib.closing(self._same_gpu()) as apart:
                 # Measured with a device object of its own, because others may use this one.
-                return measure(apart, stores, 1 << batch)
+                return measure(apart, stores, 1 << batch, MatrixProducts(self._device))
 
         return cached_rates(key, measured)
 
-    def _upload(self, rows: Rows) -> torch.Tensor:
+    def _upload(self, rows: Rows, dtype: np.dtype[Any]) -> torch.Tensor:
         """Return row indices on the device, copied in the current stream.
 
         Unlike a copy from pageable memory, this does not block the host.
         """
         # torch's allocator of page-locked memory keeps the memory until the copy is done.
-        staged = torch.empty(rows.shape, dtype=torch.int64, device="cpu", pin_memory=True)
+        staged = torch.empty(rows.shape, dtype=TORCH[dtype], device="cpu", pin_memory=True)
         staged.numpy()[...] = rows
         return staged.to(self._device, non_blocking=True)
+
+
+def _has_long_rows(store: Store) -> bool:
+    return row_nbytes(store) >= LONG_ROW_BYTES
+
+
+def _index_dtype(stores: Sequence[Store]) -> np.dtype[Any]:
+    """Return the smallest dtype that holds every row index of these stores."""
+    return np.dtype(np.int32 if max(store.n_rows for store in stores) < 1 << 31 else np.int64)
+
+
+def _move_of(table: _Table) -> Move:
+    store, tensor = table
+    return Move(store.array.ctypes.data, tensor.data_ptr(), row_nbytes(store))

@@ -1,0 +1,226 @@
+"""RecentRows: the rows of the latest batches, and which of them a new batch has in common.
+
+The rows of each batch are compared with those of the batches whose writes it may not see. A table
+of marks has an entry for many times more rows than a batch has: the last batch that held one of the
+rows of that entry. Most rows of a large table are found to be new by one look at it. The others are
+searched among the sorted rows of the earlier batches, the newest first. Where an earlier batch
+holds a row, that batch knows which one held it before, so the older ones need no search.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.pipeline.forwarding import Overlap, Positions, SharedRows, Span
+from pinfeed.rows.orders import Rows
+
+# Marks for each row of a batch. With more, fewer rows are searched in vain.
+_MARKS_PER_ROW = 32
+
+_Pair = tuple[Positions, Positions]
+"""Positions of rows that two batches have in common: in the later one, and in the earlier one."""
+
+
+class RecentRows:
+    """The rows of the latest batches of a loop.
+
+    Args:
+        n_ahead: Number of batches before a batch that may still be written when it is added.
+        repeats: Whether a row may occur twice in an epoch. If not, nothing is kept.
+    """
+
+    def __init__(self, n_ahead: int, *, repeats: bool = True) -> None:
+        self._n_ahead = n_ahead
+        self._repeats = repeats
+        self._groups: list[_GroupHistory] = []
+
+    def add(
+        self, number: int, groups: Sequence[Rows], pending: Collection[int]
+    ) -> tuple[SharedRows, list[int | None]]:
+        """Compare the rows of a batch with those of earlier batches, and keep them.
+
+        It is compared with the ``n_ahead`` batches before it, and with those in ``pending``.
+
+        Args:
+            number: Number of the batch. Every batch is added, in order.
+            groups: For each group of rows their indices, shape (n,); they may repeat.
+            pending: Numbers of the batches whose writes are not completed.
+
+        Returns:
+            The rows that the batch has in common with earlier ones; and for each group a row index
+            that occurs twice in it, or None if every row is distinct.
+        """
+        if not self._groups:
+            self._groups = [_GroupHistory() for _ in groups]
+        sorted_groups = [_SortedRows(number, rows) for rows in groups]
+        pieces: list[Positions] = []
+        overlaps = []
+        begin = 0
+        for history, rows in zip(self._groups, sorted_groups, strict=True):
+            found: dict[int, Overlap] = {}
+            old = [batch for batch in history.numbers if batch < number - self._n_ahead]
+            history.drop(batch for batch in old if batch not in pending)
+            for earlier, pairs in history.compare(rows):
+                spans = []
+                for later_pos, earlier_pos in pairs:
+                    pieces += [rows.unsorted(later_pos), earlier.unsorted(earlier_pos)]
+                    spans.append(Span(begin, len(later_pos)))
+                    begin += 2 * len(later_pos)
+                found[earlier.number] = Overlap(*spans)
+            overlaps.append(found)
+            if self._repeats and self._n_ahead:
+                history.add(rows)
+        positions = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+        return SharedRows(positions, overlaps), [rows.repeated for rows in sorted_groups]
+
+
+class _SortedRows:
+    """The sorted rows of a group of one batch, and who held each of them before.
+
+    Attributes:
+        number: Number of the batch.
+        rows: Row indices, ascending.
+        repeated: A row index that occurs twice; None if all are distinct.
+        ages: For each row, how many batches ago it was held last; 0 for a row that is new.
+        sources: For each row that is not new, its position among the sorted rows of that batch.
+    """
+
+    def __init__(self, number: int, rows: Rows) -> None:
+        self.number = number
+        self.rows = rows
+        self.repeated: int | None = None
+        # Positions of the sorted rows; None if the rows are sorted already.
+        self._order: Positions | None = None
+        self.ages = np.zeros(len(rows), np.int32)
+        self.sources: Positions = np.empty(len(rows), np.int32)
+        if bool((rows[1:] > rows[:-1]).all()):
+            return
+        self.rows, self._order = _sort(rows)
+        repeated = np.flatnonzero(self.rows[1:] == self.rows[:-1])
+        if len(repeated):
+            self.repeated = int(self.rows[repeated[0]])
+
+    def find(self, rows: Rows) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.intp]]:
+        """Return which of some rows are among these, and where; only found rows have a place."""
+        if not len(self.rows):
+            return np.zeros(len(rows), bool), np.zeros(len(rows), np.intp)
+        places = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
+        return self.rows[places] == rows, places
+
+    def unsorted(self, positions: Positions) -> Positions:
+        """Return the positions in the batch of positions among the sorted rows."""
+        return positions if self._order is None else self._order[positions]
+
+
+class _GroupHistory:
+    """The latest batches' rows of one group."""
+
+    def __init__(self) -> None:
+        # Batches by number, in order.
+        self._batches: dict[int, _SortedRows] = {}
+        # The number of batches ago is counted modulo 65,536. A mark that is older than that may
+        # look recent, and its row is then searched in vain.
+        self._marks = np.zeros(0, np.uint16)
+
+    @property
+    def numbers(self) -> list[int]:
+        """Numbers of the batches that are kept."""
+        return list(self._batches)
+
+    def drop(self, numbers: Iterable[int]) -> None:
+        """Drop the rows of batches that no later batch has to be compared with."""
+        for number in numbers:
+            dropped = self._batches.pop(number)
+            for batch in self._batches.values():
+                # Where the dropped batch held a row, an older one may have held it before.
+                passed = np.flatnonzero(batch.ages == batch.number - number)
+                places = batch.sources[passed]
+                ages = dropped.ages[places]
+                batch.ages[passed] = np.where(ages, ages + (batch.number - number), 0)
+                batch.sources[passed] = dropped.sources[places]
+
+    def compare(self, rows: _SortedRows) -> list[tuple[_SortedRows, tuple[_Pair, _Pair]]]:
+        """Find the rows that each kept batch has in common with a new one.
+
+        Returns:
+            Batches, newest first, each with the rows that no later one holds, and with the others.
+            The positions are those among the sorted rows.
+        """
+        latest = self._latest(rows)
+        # Rows by the number of the batch that held them before a later batch did.
+        passed_on: dict[int, list[_Pair]] = {}
+        found = []
+        for batch in reversed(self._batches.values()):
+            hidden = _joined(passed_on.pop(batch.number, []))
+            newest = latest.get(batch.number, _joined([]))
+            if not len(newest[0]) and not len(hidden[0]):
+                continue
+            found.append((batch, (newest, hidden)))
+            for later_pos, places in (newest, hidden):
+                ages = batch.ages[places]
+                for age in np.flatnonzero(np.bincount(ages)):
+                    chosen = np.flatnonzero(ages == age)
+                    pair = (later_pos[chosen], batch.sources[places[chosen]])
+                    passed_on.setdefault(batch.number - int(age), []).append(pair)
+        return found
+
+    def add(self, rows: _SortedRows) -> None:
+        """Keep the rows of a batch, after ``compare``."""
+        self._batches[rows.number] = rows
+        n_marks = _MARKS_PER_ROW * len(rows.rows)
+        if n_marks > len(self._marks):
+            self._marks = np.zeros(1 << (n_marks - 1).bit_length(), np.uint16)
+            marked = list(self._batches.values())
+        else:
+            marked = [rows]
+        for batch in marked:
+            self._marks[self._entries(batch.rows)] = batch.number & 0xFFFF
+
+    def _latest(self, rows: _SortedRows) -> dict[int, _Pair]:
+        """Find the newest kept batch that holds each row, and note it in ``rows``."""
+        found: dict[int, _Pair] = {}
+        if not self._batches or not len(self._marks):
+            return found
+        # As many batches ago, at least, each row was held last.
+        ages = np.uint16(rows.number & 0xFFFF) - self._marks[self._entries(rows.rows)]
+        wanted = np.flatnonzero(ages <= rows.number - min(self._batches))
+        for batch in reversed(self._batches.values()):
+            age = rows.number - batch.number
+            searched = np.flatnonzero(ages[wanted] <= age)
+            if not len(searched):
+                continue
+            is_there, places = batch.find(rows.rows[wanted[searched]])
+            later_pos = wanted[searched[is_there]].astype(np.int32)
+            sources = places[is_there].astype(np.int32)
+            rows.ages[later_pos] = age
+            rows.sources[later_pos] = sources
+            found[batch.number] = later_pos, sources
+            wanted = np.delete(wanted, searched[is_there])
+        return found
+
+    def _entries(self, rows: Rows) -> Rows:
+        """Return the entry of each row in the table of marks."""
+        return rows & (len(self._marks) - 1)
+
+
+def _joined(pairs: Sequence[_Pair]) -> _Pair:
+    empty = np.empty(0, np.int32)
+    later_pos = np.concatenate([empty, *(pair[0] for pair in pairs)])
+    return later_pos, np.concatenate([empty, *(pair[1] for pair in pairs)])
+
+
+def _sort(rows: Rows) -> tuple[Rows, Positions]:
+    """Return the rows in ascending order, and their positions before."""
+    n_bits = max(1, (len(rows) - 1).bit_length())
+    if int(rows.max()) >> (63 - n_bits):
+        order = np.argsort(rows)
+    else:
+        # numpy sorts integers many times faster than it finds the order that sorts them.
+        keys = (rows << n_bits) | np.arange(len(rows))
+        keys.sort()
+        order = keys & ((1 << n_bits) - 1)
+        return keys >> n_bits, order.astype(np.int32)
+    return rows[order], order.astype(np.int32)

@@ -1,0 +1,159 @@
+"""gather(): reads the parts of a batch into a slot's staging memory, ready to be copied."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.devices.base import Device, Tensor
+from pinfeed.pipeline.part_memory import PartMemory, Place, shared_nbytes
+from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.sources.base import ArrayPart, HostBatch
+from pinfeed.stores.base import HostArray, part_nbytes
+
+_BYTES = np.dtype(np.uint8)
+_SHARED = "shared"
+"""Key of the staging memory of the parts that share a buffer."""
+
+Copy = tuple[npt.NDArray[Any], Tensor]
+"""Staging memory, and the tensor that it is copied to."""
+
+
+@dataclass
+class Gathered:
+    """What is to be queued for a batch whose staged parts have been read."""
+
+    staged: list[Copy] = field(default_factory=list)
+    """Copies of staged parts."""
+    indices: list[Copy] = field(default_factory=list)
+    """Copies of the row indices that the device needs to read rows itself."""
+    shared: Copy | None = None
+    """The copy of the small parts that share a buffer."""
+    direct: list[tuple[list[tuple[HostArray, Tensor]], Tensor | None]] = field(default_factory=list)
+    """Parts that the device reads itself, with their tensors, and their row indices."""
+    is_late: bool = False
+    """Whether memory was allocated, or a part adopted, after the slot was reserved."""
+
+
+class SlotGather:
+    """Reads the parts of batches into slots, and gives each part a tensor; it queues no copies.
+
+    Args:
+        device: Device that the batches are moved to.
+        parts: Memory of the parts.
+        indices: Memory of the row indices of each group of parts.
+        check_stop: Raises an error when the loop has ended; called between steps.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        parts: PartMemory,
+        indices: PartMemory,
+        check_stop: Callable[[], None],
+    ) -> None:
+        self._device = device
+        self._parts = parts
+        self._indices = indices
+        self._check_stop = check_stop
+
+    def gather(self, slot: Slot, batch: HostBatch) -> Gathered:
+        """Read the staged parts of a batch (reader).
+
+        The slot then has a tensor for each part, and one for the positions of shared rows.
+        """
+        slot.tensors = []
+        slot.needed = []
+        slot.index_needed = []
+        slot.sources = []
+        gathered = Gathered()
+        parts = list(batch.parts)
+        if batch.shared is not None and len(batch.shared.positions):
+            parts.append(ArrayPart(batch.shared.positions))
+        if n_shared := shared_nbytes(slot.memory):
+            self._parts.staging(slot.staging, _SHARED, (n_shared,), _BYTES)
+        group_of = {
+            group.first + i: g
+            for g, group in enumerate(batch.groups)
+            for i in range(len(group.stores))
+        }
+        # The parts that the device reads itself, by group of rows; None for parts without one.
+        direct: dict[int | None, list[tuple[HostArray, Tensor]]] = {}
+        for i, part in enumerate(parts):
+            place = self._place(slot, i, part, gathered)
+            # A small part that shares memory is copied with the others, unless kernels read rows.
+            if place is None:
+                pass
+            elif (i in group_of or not place.is_shared) and self._device.reaches(part):
+                direct.setdefault(group_of.get(i), []).append((part, slot.tensors[i]))
+                slot.sources.append(part)
+            else:
+                self._read(slot, i, part, place, gathered)
+        for g in range(len(batch.groups)):
+            self._add_indices(slot, batch, g, direct.pop(g, []), gathered)
+        if None in direct:
+            gathered.direct.append((direct[None], None))
+        return gathered
+
+    def _place(self, slot: Slot, i: int, part: HostArray, gathered: Gathered) -> Place | None:
+        """Give part ``i`` a tensor; return its memory, or None if the part itself is adopted."""
+        assert slot.compute is not None
+        tensor = self._device.adopt(part, slot.compute)
+        if tensor is not None:
+            gathered.is_late = True
+            slot.needed.append(0)
+            slot.tensors.append(tensor)
+            return None
+        nbytes = part_nbytes(part)
+        place, is_reserved = self._parts.place(slot.memory, i, nbytes, slot.compute)
+        gathered.is_late |= not is_reserved
+        slot.needed.append(nbytes)
+        slot.tensors.append(self._device.tensor(place.buffer, part.shape, part.dtype, place.offset))
+        return place
+
+    def _read(self, slot: Slot, i: int, part: HostArray, place: Place, gathered: Gathered) -> None:
+        """Read a part into staging memory, and add its copy."""
+        if place.is_shared:
+            end = place.offset + slot.needed[i]
+            staged = slot.staging[_SHARED]
+            out = staged[place.offset : end].view(part.dtype).reshape(part.shape)
+            # One copy takes all parts up to this one.
+            whole = self._device.tensor(place.buffer, (end,), _BYTES)
+            gathered.shared = (staged[:end], whole)
+        else:
+            out = self._parts.staging(slot.staging, i, part.shape, part.dtype)
+            gathered.staged.append((out, slot.tensors[i]))
+        for _ in part.read(out):
+            self._check_stop()
+
+    def _add_indices(
+        self,
+        slot: Slot,
+        batch: HostBatch,
+        g: int,
+        direct: list[tuple[HostArray, Tensor]],
+        gathered: Gathered,
+    ) -> None:
+        """Add the reads of a group's parts, and the copy of the row indices that they need."""
+        assert slot.compute is not None
+        group = batch.groups[g]
+        slot.index_needed.append(0)
+        stores = [store for store in group.stores if self._device.reaches(store)] if direct else []
+        dtype = self._device.index_dtype(stores, group.rows) if stores else None
+        if dtype is None:
+            if direct:
+                gathered.direct.append((direct, None))
+            return
+        slot.index_needed[g] = nbytes = len(group.rows) * dtype.itemsize
+        place, is_reserved = self._indices.place(slot.index_memory, g, nbytes, slot.compute)
+        gathered.is_late |= not is_reserved
+        tensor = self._device.tensor(place.buffer, group.rows.shape, dtype)
+        out = self._indices.staging(slot.index_staging, g, group.rows.shape, dtype)
+        out[...] = group.rows
+        gathered.indices.append((out, tensor))
+        gathered.direct.append((direct, tensor))
+        batch.groups[g] = group._replace(indices=tensor)

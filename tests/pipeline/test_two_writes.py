@@ -1,0 +1,215 @@
+"""Two write-backs are under way at a time, and may write the same rows."""
+
+import random
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from support.schedules import SLOTS, STREAMS, corners
+
+from pinfeed import ArrayStore, Feeder
+from pinfeed.pipeline import loop_threads, pending_write
+from pinfeed.pipeline.loop_threads import LoopThreads
+from pinfeed.pipeline.pending_write import StagedRows
+from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.transfer import Transfer
+from pinfeed.testing import SimDevice, favour
+
+N = 12
+CORNERS = corners({"write": (3, 5, 8, 13, 20)})
+EVERY_ROW = [np.arange(N) for _ in range(9)]
+THIRDS = [np.arange(4) + 4 * (i % 3) for i in range(9)]
+
+
+def added_up(device: SimDevice, batches: list[np.ndarray], depth: int = 3) -> np.ndarray:
+    """Let every batch triple its rows and add its number; return the rows after the loop."""
+    rows = np.zeros((N, 2))
+    with Feeder(ArrayStore(rows), rows=batches, depth=depth, device=device) as feeder:
+        for i, batch in enumerate(feeder.batches()):
+            device.launch(lambda x, i=i: np.copyto(x, x * 3 + i), batch.data)
+            batch.write_back(batch.data)
+    return rows
+
+
+def expected(batches: list[np.ndarray]) -> np.ndarray:
+    rows = np.zeros((N, 2))
+    for i, batch in enumerate(batches):
+        rows[batch] = rows[batch] * 3 + i
+    return rows
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("corner", CORNERS)
+def test_the_last_of_several_writes_to_a_row_wins(corner: str, direct: bool) -> None:
+    device = SimDevice(CORNERS[corner](), direct=direct)
+    np.testing.assert_array_equal(added_up(device, EVERY_ROW), expected(EVERY_ROW))
+
+
+class Watched(SimDevice):
+    """Notes the order in which copies of write-backs are queued, and rows are scattered."""
+
+    def __init__(self, choose: Any) -> None:
+        super().__init__(choose)
+        self.order: list[str] = []
+
+    def copy(self, src: Any, dst: Any, stream: Any) -> None:
+        if isinstance(dst, np.ndarray):
+            self.order.append("copy")
+        super().copy(src, dst, stream)
+
+
+class Noting(ArrayStore):
+    """Rows that note when they are written."""
+
+    order: list[str]
+
+    def scatter(self, rows: Any, values: Any) -> None:
+        self.order.append("scatter")
+        super().scatter(rows, values)
+
+
+def test_a_write_is_copied_while_the_rows_of_another_are_scattered() -> None:
+    device = Watched(favour(*STREAMS, "pinfeed-read", "pinfeed-write"))
+    store = Noting(np.zeros((N, 2)))
+    store.order = device.order
+    with Feeder(store, rows=EVERY_ROW, depth=3, device=device) as feeder:
+        for batch in feeder.batches():
+            batch.write_back(batch.data)
+    n_copied = [device.order[: i + 1].count("copy") for i in range(len(device.order))]
+    n_scattered = [i + 1 - n for i, n in enumerate(n_copied)]
+    ahead = [n - m for n, m in zip(n_copied, n_scattered, strict=True)]
+    # There is staging memory for two.
+    assert max(ahead) == 2
+    assert min(ahead) == 0
+
+
+def test_staging_memory_is_not_used_again_before_its_rows_are_scattered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Without the wait for the write before the last one, values are overwritten."""
+
+    class Deaf(Transfer):
+        def begin_write(self, pending: Any, earlier: Any) -> None:
+            super().begin_write(pending, ())
+
+    def run() -> np.ndarray:
+        # Only the scatters are late.
+        return added_up(SimDevice(favour(*STREAMS, *SLOTS[:2])), THIRDS)
+
+    np.testing.assert_array_equal(run(), expected(THIRDS))
+    monkeypatch.setattr("pinfeed.pipeline.epochs.Transfer", Deaf)
+    assert not np.array_equal(run(), expected(THIRDS))
+
+
+class Failing(ArrayStore):
+    """Rows of which one write fails."""
+
+    n_left = 2
+
+    def scatter(self, rows: Any, values: Any) -> None:
+        self.n_left -= 1
+        if self.n_left < 0:
+            raise OSError("the disk is full")
+        super().scatter(rows, values)
+
+
+class Mixed(SimDevice):
+    """A device that reaches some of the stores."""
+
+    def reaches(self, source: Any) -> bool:
+        return type(getattr(source, "store", source)) is ArrayStore
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_rows_that_the_device_writes_itself_do_not_overtake_a_write_that_fails(
+    corner: str,
+) -> None:
+    direct = np.zeros(N)
+    staged = np.zeros(N)
+    device = Mixed(CORNERS[corner]())
+    stores = (ArrayStore(direct), Failing(staged))
+    feeder = Feeder(stores, rows=EVERY_ROW, depth=3, device=device)
+    with pytest.raises(OSError, match="the disk is full"):
+        for batch in feeder.batches():
+            for data in batch.data:
+                device.launch(lambda x: np.copyto(x, x + 1), data)
+            batch.write_back(batch.data)
+    feeder.close()
+    device.drain()
+    assert staged.tolist() == [2] * N
+    # The write that failed was queued as a whole; none after it was.
+    assert direct.tolist() == [3] * N
+
+
+# -- several threads -------------------------------------------------------------------------------
+
+
+def pieces(store: Any, monkeypatch: pytest.MonkeyPatch, nbytes: int = 64) -> list[Callable]:
+    monkeypatch.setattr(pending_write, "_PIECE_NBYTES", nbytes)
+    rows = np.random.default_rng(0).permutation(40)
+    return list(StagedRows(store, rows, np.arange(80.0).reshape(40, 2)[rows]).scatters())
+
+
+def test_rows_in_memory_are_scattered_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = ArrayStore(np.zeros((40, 2)))
+    found = pieces(store, monkeypatch)
+    assert len(found) == 10
+    random.Random(0).shuffle(found)
+    for scatter in found:
+        scatter()
+    np.testing.assert_array_equal(store.array, np.arange(80.0).reshape(40, 2))
+    assert len(pieces(store, monkeypatch, 1 << 20)) == 1
+    assert len(pieces(store, monkeypatch, 1)) == 40
+
+
+def test_rows_of_another_store_are_scattered_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = Failing(np.zeros((40, 2)))
+    assert len(pieces(store, monkeypatch)) == 1
+
+
+def test_no_rows_need_no_call() -> None:
+    store = ArrayStore(np.zeros((4, 2)))
+    staged = StagedRows(store, np.zeros(0, np.int64), np.zeros((0, 2)))
+    assert list(staged.scatters()) == []
+
+
+@pytest.mark.parametrize("n_helpers", [0, 2])
+def test_all_calls_end_before_an_error_is_raised(
+    n_helpers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop_threads, "_N_SCATTER_HELPERS", n_helpers)
+    done: list[int] = []
+    names = set()
+    both = threading.Barrier(1 + bool(n_helpers), timeout=60)
+
+    def call(i: int) -> None:
+        names.add(threading.current_thread().name)
+        if i < 2:
+            both.wait()
+        if i == 1:
+            raise OSError("the disk is full")
+        done.append(i)
+
+    threads = LoopThreads(_cpu(), PrefetchSchedule(2), is_named=False)
+    with pytest.raises(OSError, match="the disk is full"):
+        threads.run_all([lambda i=i: call(i) for i in range(6)])
+    assert sorted(done) == [0, 2, 3, 4, 5]
+    threads.join_writers()
+    assert len(names) > 1 or not n_helpers
+
+
+def _cpu() -> Any:
+    from pinfeed.devices import resolve
+
+    return resolve("cpu", n_spare=0)
+
+
+@pytest.mark.parametrize("corner", [(), SLOTS, ("pinfeed-scatter-helper",)], ids=str)
+def test_helpers_of_the_writer(corner: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop_threads, "_N_SCATTER_HELPERS", 2)
+    monkeypatch.setattr(pending_write, "_PIECE_NBYTES", 16)
+    np.testing.assert_array_equal(
+        added_up(SimDevice(favour("compute", *corner)), EVERY_ROW), expected(EVERY_ROW)
+    )
