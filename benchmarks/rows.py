@@ -2,7 +2,7 @@
 
 Run it from the root:
 
-    python -m benchmarks.rows                      (15 minutes)
+    python -m benchmarks.rows                      (25 minutes)
     python -m benchmarks.rows --quick              (two minutes)
     python -m benchmarks.rows --only Adagrad       (cells whose description contains this)
     python -m benchmarks.rows --before CHECKOUT    (beside the pinfeed of an earlier commit)
@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import statistics
 from typing import Any
 
@@ -208,8 +209,9 @@ def as_long_as_the_transfer(transfer_ms: float, cell: RowCell, device: str) -> i
 
 
 def hidden(ms: dict[str, float]) -> float:
-    """Return the share of the transfer that prefetching hides."""
-    return (ms["synchronous"] - ms["prefetch"]) / max(1e-9, ms["synchronous"] - ms["step alone"])
+    """Return the share of the transfer that prefetching hides; nan if no transfer was measured."""
+    transfer_ms = ms["synchronous"] - ms[STEP_ALONE]
+    return (ms["synchronous"] - ms["prefetch"]) / transfer_ms if transfer_ms > 0 else math.nan
 
 
 def report(cells: list[dict[str, Any]]) -> str:
