@@ -47,7 +47,7 @@ bench: .venv/peers
 
 # Compare training of host table rows with and without prefetching. The whole benchmark:
 # python -m benchmarks.rows
-rows: .venv/installed
+rows: .venv/peers
 	$(BIN)/python -m benchmarks.rows --quick
 
 # Compare predicted and measured peaks of training steps, and gradients and peaks of BigBatch.

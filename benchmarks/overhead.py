@@ -1,11 +1,19 @@
-"""The overhead of pinfeed per batch: the time between two batches of an empty loop.
+"""The overhead of pinfeed per batch: the time between two batches, and the cost of write-backs.
 
-The source has nothing to do. The goal is a median of at most 50 µs. The time of a bare executor
-that hands over nothing is measured in the same run.
+Run it from the root:
+
+    python -m benchmarks.overhead                       (three minutes)
+    python -m benchmarks.overhead --before CHECKOUT     (write-backs by an earlier pinfeed, too)
+    python -m benchmarks.overhead --parts write-backs --rows 1024 65536
+
+The first part measures the time between two batches of an empty loop, whose source has nothing to
+do. The goal is a median of at most 50 µs. The time of a bare executor that hands over nothing is
+measured in the same run. The second part is ``benchmarks/forwarding.py``.
 """
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +23,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks import forwarding
+from benchmarks.earlier import add_before, opened
 from benchmarks.environment import environment, save
 from pinfeed import ArrayStore, Feeder, wrap_loader
 
@@ -96,8 +106,8 @@ def measure(device: str) -> dict[str, dict[str, float]]:
     }
 
 
-def main() -> None:
-    print(environment())
+def loops() -> dict[str, Any]:
+    """Measure and print the time between two batches on every device."""
     results = {}
     for device in ["cpu"] + ["cuda"] * torch.cuda.is_available():
         results[device] = measure(device)
@@ -108,7 +118,29 @@ def main() -> None:
             p["p50"] for name, p in results[device].items() if name.startswith("empty source")
         )
         print(f"{device:5} worst median on an empty source: {worst} µs (goal: {GOAL_US})")
-    print(save("overhead", results))
+    return results
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = ["loops", "write-backs"]
+    parser.add_argument("--parts", nargs="+", default=parts, choices=parts)
+    parser.add_argument("--rows", nargs="+", type=int, default=list(forwarding.SIZES))
+    parser.add_argument("--route", default="direct", choices=["direct", "staged"])
+    add_before(parser)
+    arguments = parser.parse_args()
+    print(environment())
+    results = loops() if "loops" in arguments.parts else {}
+    if "write-backs" in arguments.parts:
+        is_direct = arguments.route == "direct"
+        with opened(arguments.before) as earlier:
+            found = forwarding.measure(arguments.rows, earlier, direct=is_direct)
+        results["write-backs"] = found
+        print(forwarding.report(found))
+    is_whole = arguments.parts == parts and tuple(arguments.rows) == forwarding.SIZES
+    print(save("overhead" if is_whole else "overhead-part", results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Tables to train on the host, with their batches of ids and the computation of a step."""
+"""Tables to train on the host: their batches of ids, optimizer, and computation of a step."""
 
 from __future__ import annotations
 
@@ -13,6 +13,28 @@ LR = 0.01
 
 
 @dataclass(frozen=True)
+class Rule:
+    """An optimizer of torch.
+
+    Args:
+        dense: Class for a tensor whose gradient is dense.
+        sparse: Class for a tensor whose gradient is sparse.
+        state: Names of the state that each row has.
+    """
+
+    dense: type[torch.optim.Optimizer]
+    sparse: type[torch.optim.Optimizer]
+    state: tuple[str, ...]
+
+
+OPTIMIZERS = {
+    "Adam": Rule(torch.optim.Adam, torch.optim.SparseAdam, ("exp_avg", "exp_avg_sq")),
+    # FBGEMM has no Adam on the CPU.
+    "Adagrad": Rule(torch.optim.Adagrad, torch.optim.Adagrad, ("sum",)),
+}
+
+
+@dataclass(frozen=True)
 class RowCell:
     """A table and its batches.
 
@@ -21,7 +43,9 @@ class RowCell:
         n_ids: Ids in a batch.
         repeated: Share of the ids that repeat an id of the same batch.
         shared: Share of a batch's rows that the previous batch also has.
-        table_bytes: Bytes of the table of weights. Adam's state takes twice as much.
+        table_bytes: Bytes of the table of weights. Adam's state takes twice as much, and Adagrad's
+            as much.
+        optimizer: Name of the optimizer, a key of ``OPTIMIZERS``.
     """
 
     dim: int
@@ -29,6 +53,12 @@ class RowCell:
     repeated: float
     shared: float = 0.0
     table_bytes: int = 256 << 20
+    optimizer: str = "Adam"
+
+    @property
+    def rule(self) -> Rule:
+        """Classes and state of the optimizer."""
+        return OPTIMIZERS[self.optimizer]
 
     @property
     def n_rows(self) -> int:
@@ -36,7 +66,8 @@ class RowCell:
 
     def __str__(self) -> str:
         text = f"rows of {4 * self.dim} B, {self.n_ids} ids, {self.repeated:.0%} repeated"
-        return text + f", {self.shared:.0%} of the rows in the batch before" * bool(self.shared)
+        text += f", {self.shared:.0%} of the rows in the batch before" * bool(self.shared)
+        return text + f", {self.optimizer}" * (self.optimizer != "Adam")
 
     def batches(self, n: int) -> list[torch.Tensor]:
         """Return the ids of each batch, int64, shape (n_ids,), the same at every call."""

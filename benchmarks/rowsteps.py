@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,21 +14,37 @@ from torch import nn
 from torch.nn import functional
 
 import pinfeed
+from benchmarks.memory import free
 from benchmarks.rowcells import LR, Body, RowCell, start, wait
 from benchmarks.rowcupy import speedtorch, uva_gathers
+from benchmarks.rowfbgemm import fbgemm, why_no_fbgemm
 
 
 def prefetched(
-    cell: RowCell, body: Body, ids: list[torch.Tensor], depth: int = 2
+    cell: RowCell,
+    body: Body,
+    ids: list[torch.Tensor],
+    depth: int | None = 2,
+    loops: list[Any] | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Train with pinfeed, prefetching ``depth`` batches."""
+    """Train with pinfeed, prefetching ``depth`` batches.
+
+    Args:
+        cell: Table to train.
+        body: Computation of a step.
+        ids: Ids of each batch.
+        depth: Number of batches to prefetch; None lets pinfeed choose by measurement.
+        loops: List that the loop is appended to.
+    """
     table = pinfeed.HostEmbedding(
         cell.n_rows, cell.dim, store=pinfeed.PinnedStore(start(cell), pin=pin(body)), name="table"
     )
-    optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [table], state=touched, lr=LR)
-    for batch in pinfeed.train_rows(
-        ids, {table: lambda batch: batch}, optimizer=optimizer, depth=depth, device=str(body.device)
-    ):
+    optimizer = pinfeed.RowOptimizer(cell.rule.dense, [table], state=touched, lr=LR)
+    given: dict[str, Any] = {"depth": depth, "device": str(body.device)}
+    loop = pinfeed.train_rows(ids, {table: lambda batch: batch}, optimizer=optimizer, **given)
+    if loops is not None:
+        loops.append(loop)
+    for batch in loop:
         loss = body.loss(table(batch))
         loss.backward()
         optimizer.step()
@@ -50,38 +69,43 @@ def synchronous(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[
     return prefetched(cell, body, ids, depth=0)
 
 
+def depth_chosen(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Train with pinfeed, which chooses between prefetching and the synchronous loop."""
+    return prefetched(cell, body, ids, depth=None)
+
+
 def gather_and_copy(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
     """Train with a plain loop: gather on the CPU, copy, step, copy back, scatter."""
-    tables = [start(cell), torch.zeros(cell.n_rows, cell.dim), torch.zeros(cell.n_rows, cell.dim)]
+    weights = start(cell)
+    tables = {name: torch.zeros(cell.n_rows, cell.dim) for name in cell.rule.state}
     weight = nn.Parameter(torch.empty(0, device=body.device))
-    optimizer = torch.optim.Adam([weight], lr=LR)
+    optimizer = cell.rule.dense([weight], lr=LR)
     state: dict[str, Any] = {"step": torch.tensor(0.0)}
     for batch in ids:
         rows, where = batch.unique(return_inverse=True)
-        weight.data, state["exp_avg"], state["exp_avg_sq"] = (
-            table.index_select(0, rows).to(body.device) for table in tables
-        )
+        weight.data = weights.index_select(0, rows).to(body.device)
+        for name, table in tables.items():
+            state[name] = table.index_select(0, rows).to(body.device)
         optimizer.state[weight] = state
         loss = body.loss(functional.embedding(where.to(body.device), weight))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        for table, values in zip(
-            tables, (weight.data, state["exp_avg"], state["exp_avg_sq"]), strict=True
-        ):
-            table.index_copy_(0, rows, values.cpu())
+        weights.index_copy_(0, rows, weight.data.cpu())
+        for name, table in tables.items():
+            table.index_copy_(0, rows, state[name].cpu())
         # A graph that is kept alive would keep the size of the weight.
         loss = loss.detach()
         yield loss
 
 
 def whole_table(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Train ``nn.Embedding(sparse=True)`` with SparseAdam and the whole table on the device.
+    """Train ``nn.Embedding(sparse=True)`` with SparseAdam or Adagrad, all of it on the device.
 
     pinfeed is for tables that do not fit there.
     """
     table = nn.Embedding.from_pretrained(start(cell).to(body.device), freeze=False, sparse=True)
-    optimizer = torch.optim.SparseAdam(table.parameters(), lr=LR)
+    optimizer = cell.rule.sparse(table.parameters(), lr=LR)
     for batch in ids:
         loss = body.loss(table(batch.to(body.device)))
         loss.backward()
@@ -100,7 +124,7 @@ def rows_there(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[t
     rows, where = ids[0].unique(return_inverse=True)
     weight = nn.Parameter(start(cell)[rows].to(body.device))
     where = where.to(body.device)
-    optimizer = torch.optim.Adam([weight], lr=LR)
+    optimizer = cell.rule.dense([weight], lr=LR)
     for _ in ids:
         loss = body.loss(functional.embedding(where, weight))
         loss.backward()
@@ -113,16 +137,23 @@ def rows_there(cell: RowCell, body: Body, ids: list[torch.Tensor]) -> Iterator[t
 
 Run = Callable[[RowCell, Body, list[torch.Tensor]], Iterator[torch.Tensor]]
 
+STEP_ALONE = "step alone"
+CHOSEN = "prefetch, depth chosen"
+_MAX_MEASURED = 150
 
-def contestants(device: str) -> dict[str, Run]:
+BEFORE = " (before)"
+"""End of the name of a contestant that runs with an earlier pinfeed."""
+
+
+def contestants(device: str, optimizer: str = "Adam") -> dict[str, Run]:
     """Return the contestants by name; the others are compared with the first."""
-    found: dict[str, Run] = {
-        "prefetch": prefetched,
-        "synchronous": synchronous,
-        "gather+copy": gather_and_copy,
-        "whole table": whole_table,
-    }
-    if device == "cuda":
+    found: dict[str, Run] = {"prefetch": prefetched, "synchronous": synchronous}
+    if inspect.signature(pinfeed.train_rows).parameters["depth"].default is None:
+        found[CHOSEN] = depth_chosen
+    found |= {"gather+copy": gather_and_copy, "whole table": whole_table}
+    if optimizer == "Adagrad" and not why_no_fbgemm(device):
+        found["FBGEMM"] = fbgemm
+    if optimizer == "Adam" and device == "cuda":
         found |= {"UVA gathers": uva_gathers, "SpeedTorch's": speedtorch}
     return found
 
@@ -138,7 +169,7 @@ def check(cell: RowCell, device: str, n: int = 4) -> None:
         AssertionError: If they differ.
     """
     expected = losses(prefetched, cell, device, n)
-    for name, run in contestants(device).items():
+    for name, run in contestants(device, cell.optimizer).items():
         compare(name, losses(run, cell, device, n), expected)
 
 
@@ -151,12 +182,13 @@ def compare(name: str, found: torch.Tensor, expected: torch.Tensor) -> None:
     """Compare losses with those of prefetching.
 
     Raises:
-        AssertionError: If they differ. pinfeed's own must be equal bit for bit. The others may
-            differ by another order of additions and by SparseAdam's eps.
+        AssertionError: If they differ. pinfeed's own must be equal bit for bit, those of an
+            earlier pinfeed included. The others may differ by another order of additions and by
+            SparseAdam's eps.
     """
     same = (
         torch.equal(found, expected)
-        if name == "synchronous"
+        if name in ("synchronous", CHOSEN) or name.endswith(BEFORE)
         else torch.allclose(found, expected, rtol=1e-4)
     )
     assert same, f"{name}: losses {found.tolist()}, expected {expected.tolist()}"
@@ -169,6 +201,11 @@ def step_s(
     steps = run(cell, body, ids)
     for _ in range(n_warm):
         next(steps)
+    return _mean_s(steps, body, cap_s)
+
+
+def _mean_s(steps: Iterator[torch.Tensor], body: Body, cap_s: float) -> float:
+    """Return the mean seconds of steps, which run for up to ``cap_s``."""
     wait(body)
     begin = time.perf_counter()
     n = 0
@@ -180,3 +217,73 @@ def step_s(
     seconds = (time.perf_counter() - begin) / n
     steps.close()  # type: ignore[attr-defined]  # a generator
     return seconds
+
+
+@dataclass(frozen=True)
+class Timing:
+    """How the steps of a cell are timed.
+
+    Args:
+        device: Name of the device.
+        n_steps: Steps after those that warm up.
+        n_warm: Steps that warm up.
+        cap_s: Seconds after which the steps end.
+        n_products: Matrix products in a step.
+    """
+
+    device: str
+    n_steps: int
+    n_warm: int
+    cap_s: float
+    n_products: int = 0
+
+
+def timed_step_s(
+    name: str, given_cell: dict[str, Any], given_timing: dict[str, Any]
+) -> tuple[float, str]:
+    """Time the steps of a contestant, in the process that calls it.
+
+    Args:
+        name: Name of the contestant, or ``STEP_ALONE``.
+        given_cell: Fields of the cell.
+        given_timing: Fields of the ``Timing``.
+
+    Returns:
+        The seconds of a step, and what the loop says of the depth that it has chosen.
+    """
+    cell = RowCell(**given_cell)
+    timing = Timing(**given_timing)
+    body = Body(cell, timing.device, timing.n_products)
+    free()
+    if name == CHOSEN:
+        return _chosen_step_s(cell, body, timing)
+    run = rows_there if name == STEP_ALONE else contestants(timing.device, cell.optimizer)[name]
+    ids = _ids(cell, timing.n_warm + timing.n_steps)
+    return step_s(run, cell, body, ids, timing.n_warm, timing.cap_s), ""
+
+
+def _chosen_step_s(cell: RowCell, body: Body, timing: Timing) -> tuple[float, str]:
+    """Time the steps after those in which pinfeed measures, which are at most ``_MAX_MEASURED``."""
+    loops: list[Any] = []
+    ids = _ids(cell, timing.n_warm + timing.n_steps)
+    steps = prefetched(cell, body, [*ids, *ids], None, loops)
+    next(steps)
+    at_first = loops[0].depth_reason
+    for _ in range(_MAX_MEASURED):
+        next(steps)
+        if loops[0].depth_reason != at_first:
+            break
+    for _ in range(timing.n_warm):
+        next(steps)
+    return _mean_s(steps, body, timing.cap_s), loops[0].depth_reason
+
+
+def first_losses(name: str, given_cell: dict[str, Any], device: str) -> list[float]:
+    """Return the losses of a contestant's first steps, in the process that calls it."""
+    cell = RowCell(**given_cell)
+    return losses(contestants(device, cell.optimizer)[name], cell, device).tolist()
+
+
+@functools.lru_cache(maxsize=2)
+def _ids(cell: RowCell, n: int) -> list[torch.Tensor]:
+    return cell.batches(n)
