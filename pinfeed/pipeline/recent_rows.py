@@ -1,10 +1,11 @@
 """RecentRows: the rows of the latest batches, and which of them a new batch has in common.
 
-The rows of each batch are compared with those of the batches whose writes it may not see. A table
-of marks has an entry for many times more rows than a batch has: the last batch that held one of the
-rows of that entry. Most rows of a large table are found to be new by one look at it. The others are
-searched among the sorted rows of the earlier batches, the newest first. Where an earlier batch
-holds a row, that batch knows which one held it before, so the older ones need no search.
+The rows of each batch are compared with those of the batches whose writes it may not see. Two tables
+of marks have many times more entries than a batch has rows. Each entry tells which batch was the
+last to hold one of the rows of that entry, so that most rows of a large table are found to be new
+by two looks. The others are searched among the sorted rows of the earlier batches, the newest
+first. Where an earlier batch holds a row, that batch knows which one held it before, so the older
+ones need no search.
 """
 
 from __future__ import annotations
@@ -17,8 +18,12 @@ import numpy.typing as npt
 from pinfeed.pipeline.forwarding import Overlap, Positions, SharedRows, Span
 from pinfeed.rows.orders import Rows
 
-# Marks for each row of a batch. With more, fewer rows are searched in vain.
+# Entries for each row of a batch in either table. With more, fewer rows are searched in vain.
 _MARKS_PER_ROW = 32
+# Rows that have the same entry in the first table are scattered over so many in the second, by the
+# high bits of their multiples of a large odd number.
+_PAGE = (1 << 12) - 1
+_SCATTER = 0x5851F42D4C957F2D
 
 _Pair = tuple[Positions, Positions]
 """Positions of rows that two batches have in common: in the later one, and in the earlier one."""
@@ -121,9 +126,7 @@ class _GroupHistory:
     def __init__(self) -> None:
         # Batches by number, in order.
         self._batches: dict[int, _SortedRows] = {}
-        # The number of batches ago is counted modulo 65,536. A mark that is older than that may
-        # look recent, and its row is then searched in vain.
-        self._marks = np.zeros(0, np.uint16)
+        self._marks = _Marks()
 
     @property
     def numbers(self) -> list[int]:
@@ -134,6 +137,9 @@ class _GroupHistory:
         """Drop the rows of batches that no later batch has to be compared with."""
         for number in numbers:
             dropped = self._batches.pop(number)
+            if number < min(self._batches, default=number):
+                # No batch is left that held a row before the dropped one.
+                continue
             for batch in self._batches.values():
                 # Where the dropped batch held a row, an older one may have held it before.
                 passed = np.flatnonzero(batch.ages == batch.number - number)
@@ -171,22 +177,16 @@ class _GroupHistory:
     def add(self, rows: _SortedRows) -> None:
         """Keep the rows of a batch, after ``compare``."""
         self._batches[rows.number] = rows
-        n_marks = _MARKS_PER_ROW * len(rows.rows)
-        if n_marks > len(self._marks):
-            self._marks = np.zeros(1 << (n_marks - 1).bit_length(), np.uint16)
-            marked = list(self._batches.values())
-        else:
-            marked = [rows]
-        for batch in marked:
-            self._marks[self._entries(batch.rows)] = batch.number & 0xFFFF
+        is_new = self._marks.grow(len(rows.rows))
+        for batch in self._batches.values() if is_new else (rows,):
+            self._marks.set(batch)
 
     def _latest(self, rows: _SortedRows) -> dict[int, _Pair]:
         """Find the newest kept batch that holds each row, and note it in ``rows``."""
         found: dict[int, _Pair] = {}
-        if not self._batches or not len(self._marks):
+        if not self._batches:
             return found
-        # As many batches ago, at least, each row was held last.
-        ages = np.uint16(rows.number & 0xFFFF) - self._marks[self._entries(rows.rows)]
+        ages = self._marks.ages(rows)
         wanted = np.flatnonzero(ages <= rows.number - min(self._batches))
         for batch in reversed(self._batches.values()):
             age = rows.number - batch.number
@@ -202,9 +202,43 @@ class _GroupHistory:
             wanted = np.delete(wanted, searched[is_there])
         return found
 
-    def _entries(self, rows: Rows) -> Rows:
-        """Return the entry of each row in the table of marks."""
-        return rows & (len(self._marks) - 1)
+
+class _Marks:
+    """Numbers of the batches that held the rows of each entry last, modulo 256.
+
+    Every row has an entry in each of two tables. A row is new if one of its marks is too old. A
+    mark of more than 256 batches ago may look recent, and its row is then searched in vain.
+    """
+
+    def __init__(self) -> None:
+        self._tables = np.zeros((2, _PAGE + 1), np.uint8)
+
+    def grow(self, n_rows: int) -> bool:
+        """Make room for batches of so many rows; return whether all marks are lost by that."""
+        n_entries = max(_PAGE + 1, 1 << (_MARKS_PER_ROW * n_rows).bit_length())
+        if n_entries <= self._tables.shape[1]:
+            return False
+        self._tables = np.zeros((2, n_entries), np.uint8)
+        return True
+
+    def set(self, batch: _SortedRows) -> None:
+        """Mark the rows of a batch."""
+        for table, entries in zip(self._tables, self._entries(batch.rows), strict=True):
+            table[entries] = batch.number & 0xFF
+
+    def ages(self, batch: _SortedRows) -> npt.NDArray[np.uint8]:
+        """Return for each row of a batch how many batches ago, at least, it was held last."""
+        one, other = self._entries(batch.rows)
+        marks = (self._tables[0][one], self._tables[1][other])
+        number = np.uint8(batch.number & 0xFF)
+        ages: npt.NDArray[np.uint8] = np.maximum(number - marks[0], number - marks[1])
+        return ages
+
+    def _entries(self, rows: Rows) -> tuple[Rows, Rows]:
+        """Return the entry of each row in both tables."""
+        one = rows & (self._tables.shape[1] - 1)
+        # The entries of sorted rows are close in the second table, too, as memory wants it.
+        return one, (one & ~_PAGE) | ((rows * _SCATTER) >> 40) & _PAGE
 
 
 def _joined(pairs: Sequence[_Pair]) -> _Pair:
