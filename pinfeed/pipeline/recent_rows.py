@@ -1,9 +1,9 @@
 """RecentRows: the rows of the latest batches, and which of them a new batch has in common.
 
-The rows of each batch are compared with those of the batches whose writes it may not see. Two tables
-of marks have many times more entries than a batch has rows. Each entry tells which batch was the
-last to hold one of the rows of that entry, so that most rows of a large table are found to be new
-by two looks. The others are searched among the sorted rows of the earlier batches, the newest
+The rows of each batch are compared with those of the batches whose writes it may not see. Two
+tables of marks have many times more entries than a batch has rows. Each entry tells which batch was
+the last to hold one of the rows of that entry, so that most rows of a large table are found to be
+new by two looks. The others are searched among the sorted rows of the earlier batches, the newest
 first. Where an earlier batch holds a row, that batch knows which one held it before, so the older
 ones need no search.
 """
@@ -24,6 +24,8 @@ _MARKS_PER_ROW = 32
 # high bits of their multiples of a large odd number.
 _PAGE = (1 << 12) - 1
 _SCATTER = 0x5851F42D4C957F2D
+# Rows are marked in steps whose numbers stay in the cache.
+_STEP_ROWS = 8192
 
 _Pair = tuple[Positions, Positions]
 """Positions of rows that two batches have in common: in the later one, and in the earlier one."""
@@ -39,7 +41,7 @@ class RecentRows:
 
     def __init__(self, n_ahead: int, *, repeats: bool = True) -> None:
         self._n_ahead = n_ahead
-        self._repeats = repeats
+        self._keeps = repeats and n_ahead > 0
         self._groups: list[_GroupHistory] = []
 
     def add(
@@ -68,7 +70,7 @@ class RecentRows:
             found: dict[int, Overlap] = {}
             old = [batch for batch in history.numbers if batch < number - self._n_ahead]
             history.drop(batch for batch in old if batch not in pending)
-            for earlier, pairs in history.compare(rows):
+            for earlier, pairs in history.add(rows) if self._keeps else ():
                 spans = []
                 for later_pos, earlier_pos in pairs:
                     pieces += [rows.unsorted(later_pos), earlier.unsorted(earlier_pos)]
@@ -76,8 +78,6 @@ class RecentRows:
                     begin += 2 * len(later_pos)
                 found[earlier.number] = Overlap(*spans)
             overlaps.append(found)
-            if self._repeats and self._n_ahead:
-                history.add(rows)
         positions = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
         return SharedRows(positions, overlaps), [rows.repeated for rows in sorted_groups]
 
@@ -126,7 +126,7 @@ class _GroupHistory:
     def __init__(self) -> None:
         # Batches by number, in order.
         self._batches: dict[int, _SortedRows] = {}
-        self._marks = _Marks()
+        self._marks = _Marks(0)
 
     @property
     def numbers(self) -> list[int]:
@@ -148,13 +148,14 @@ class _GroupHistory:
                 batch.ages[passed] = np.where(ages, ages + (batch.number - number), 0)
                 batch.sources[passed] = dropped.sources[places]
 
-    def compare(self, rows: _SortedRows) -> list[tuple[_SortedRows, tuple[_Pair, _Pair]]]:
-        """Find the rows that each kept batch has in common with a new one.
+    def add(self, rows: _SortedRows) -> list[tuple[_SortedRows, tuple[_Pair, _Pair]]]:
+        """Find the rows that each kept batch has in common with a new one, and keep that one.
 
         Returns:
             Batches, newest first, each with the rows that no later one holds, and with the others.
             The positions are those among the sorted rows.
         """
+        self._grow_marks(len(rows.rows))
         latest = self._latest(rows)
         # Rows by the number of the batch that held them before a later batch did.
         passed_on: dict[int, list[_Pair]] = {}
@@ -172,21 +173,22 @@ class _GroupHistory:
                     chosen = np.flatnonzero(ages == age)
                     pair = (later_pos[chosen], batch.sources[places[chosen]])
                     passed_on.setdefault(batch.number - age, []).append(pair)
+        self._batches[rows.number] = rows
         return found
 
-    def add(self, rows: _SortedRows) -> None:
-        """Keep the rows of a batch, after ``compare``."""
-        self._batches[rows.number] = rows
-        is_new = self._marks.grow(len(rows.rows))
-        for batch in self._batches.values() if is_new else (rows,):
-            self._marks.set(batch)
+    def _grow_marks(self, n_rows: int) -> None:
+        """Make room for the marks of batches of so many rows."""
+        if n_rows > self._marks.n_rows:
+            self._marks = _Marks(n_rows)
+            for batch in self._batches.values():
+                self._marks.renew(batch)
 
     def _latest(self, rows: _SortedRows) -> dict[int, _Pair]:
         """Find the newest kept batch that holds each row, and note it in ``rows``."""
         found: dict[int, _Pair] = {}
+        ages = self._marks.renew(rows)
         if not self._batches:
             return found
-        ages = self._marks.ages(rows)
         wanted = np.flatnonzero(ages <= rows.number - min(self._batches))
         for batch in reversed(self._batches.values()):
             age = rows.number - batch.number
@@ -208,37 +210,39 @@ class _Marks:
 
     Every row has an entry in each of two tables. A row is new if one of its marks is too old. A
     mark of more than 256 batches ago may look recent, and its row is then searched in vain.
+
+    Args:
+        n_rows: Rows of the largest batch.
     """
 
-    def __init__(self) -> None:
-        self._tables = np.zeros((2, _PAGE + 1), np.uint8)
-
-    def grow(self, n_rows: int) -> bool:
-        """Make room for batches of so many rows; return whether all marks are lost by that."""
+    def __init__(self, n_rows: int) -> None:
         n_entries = max(_PAGE + 1, 1 << (_MARKS_PER_ROW * n_rows).bit_length())
-        if n_entries <= self._tables.shape[1]:
-            return False
+        self.n_rows = n_entries // _MARKS_PER_ROW
+        """Rows of the largest batch for which there is room."""
         self._tables = np.zeros((2, n_entries), np.uint8)
-        return True
 
-    def set(self, batch: _SortedRows) -> None:
-        """Mark the rows of a batch."""
-        for table, entries in zip(self._tables, self._entries(batch.rows), strict=True):
-            table[entries] = batch.number & 0xFF
+    def renew(self, batch: _SortedRows) -> npt.NDArray[np.uint8]:
+        """Mark the rows of a batch.
 
-    def ages(self, batch: _SortedRows) -> npt.NDArray[np.uint8]:
-        """Return for each row of a batch how many batches ago, at least, it was held last."""
-        one, other = self._entries(batch.rows)
-        marks = (self._tables[0][one], self._tables[1][other])
+        Returns:
+            For each row, how many batches ago, at least, it was held last.
+        """
         number = np.uint8(batch.number & 0xFF)
-        ages: npt.NDArray[np.uint8] = np.maximum(number - marks[0], number - marks[1])
+        one, other = self._tables
+        ages = np.empty(len(batch.rows), np.uint8)
+        for begin in range(0, len(ages), _STEP_ROWS):
+            rows = batch.rows[begin : begin + _STEP_ROWS]
+            in_one = rows & (len(one) - 1)
+            # The entries of sorted rows are close in the second table, too, as memory wants it.
+            in_other = (in_one & ~_PAGE) | ((rows * _SCATTER) >> 40) & _PAGE
+            np.maximum(
+                number - one[in_one],
+                number - other[in_other],
+                out=ages[begin : begin + _STEP_ROWS],
+            )
+            one[in_one] = number
+            other[in_other] = number
         return ages
-
-    def _entries(self, rows: Rows) -> tuple[Rows, Rows]:
-        """Return the entry of each row in both tables."""
-        one = rows & (self._tables.shape[1] - 1)
-        # The entries of sorted rows are close in the second table, too, as memory wants it.
-        return one, (one & ~_PAGE) | ((rows * _SCATTER) >> 40) & _PAGE
 
 
 def _joined(pairs: Sequence[_Pair]) -> _Pair:
