@@ -27,6 +27,7 @@ _SCATTER = 0x5851F42D4C957F2D
 # Rows are marked in steps whose numbers stay in the cache.
 _STEP_ROWS = 8192
 
+_NONE: Positions = np.empty(0, np.int32)
 _Pair = tuple[Positions, Positions]
 """Positions of rows that two batches have in common: in the later one, and in the earlier one."""
 
@@ -36,12 +37,12 @@ class RecentRows:
 
     Args:
         n_ahead: Number of batches before a batch that may still be written when it is added.
-        repeats: Whether a row may occur twice in an epoch. If not, nothing is kept.
+        repeats: Whether a row may occur twice in an epoch. If not, nothing is compared.
     """
 
     def __init__(self, n_ahead: int, *, repeats: bool = True) -> None:
         self._n_ahead = n_ahead
-        self._keeps = repeats and n_ahead > 0
+        self._repeats = repeats
         self._groups: list[_GroupHistory] = []
 
     def add(
@@ -60,6 +61,8 @@ class RecentRows:
             The rows that the batch has in common with earlier ones; and for each group a row index
             that occurs twice in it, or None if every row is distinct.
         """
+        if not self._repeats:
+            return SharedRows(_NONE, [{} for _ in groups]), [None for _ in groups]
         if not self._groups:
             self._groups = [_GroupHistory() for _ in groups]
         sorted_groups = [_SortedRows(number, rows) for rows in groups]
@@ -70,7 +73,7 @@ class RecentRows:
             found: dict[int, Overlap] = {}
             old = [batch for batch in history.numbers if batch < number - self._n_ahead]
             history.drop(batch for batch in old if batch not in pending)
-            for earlier, pairs in history.add(rows) if self._keeps else ():
+            for earlier, pairs in history.add(rows) if self._n_ahead else ():
                 spans = []
                 for later_pos, earlier_pos in pairs:
                     pieces += [rows.unsorted(later_pos), earlier.unsorted(earlier_pos)]
@@ -78,7 +81,7 @@ class RecentRows:
                     begin += 2 * len(later_pos)
                 found[earlier.number] = Overlap(*spans)
             overlaps.append(found)
-        positions = np.concatenate(pieces) if pieces else np.empty(0, np.int32)
+        positions = np.concatenate(pieces) if pieces else _NONE
         return SharedRows(positions, overlaps), [rows.repeated for rows in sorted_groups]
 
 
@@ -89,7 +92,8 @@ class _SortedRows:
         number: Number of the batch.
         rows: Row indices, ascending.
         repeated: A row index that occurs twice; None if all are distinct.
-        ages: For each row, how many batches ago it was held last; 0 for a row that is new.
+        ages: For each row, how many batches ago it was held last; 0 for a row that is new. Empty
+            until the batch was compared with others.
         sources: For each row that is not new, its position among the sorted rows of that batch.
     """
 
@@ -99,8 +103,8 @@ class _SortedRows:
         self.repeated: int | None = None
         # Positions of the sorted rows; None if the rows are sorted already.
         self._order: Positions | None = None
-        self.ages = np.zeros(len(rows), np.int32)
-        self.sources: Positions = np.empty(len(rows), np.int32)
+        self.ages: Positions = _NONE
+        self.sources: Positions = _NONE
         if bool((rows[1:] > rows[:-1]).all()):
             return
         self.rows, self._order = _sort(rows)
@@ -187,6 +191,8 @@ class _GroupHistory:
         """Find the newest kept batch that holds each row, and note it in ``rows``."""
         found: dict[int, _Pair] = {}
         ages = self._marks.renew(rows)
+        rows.ages = np.zeros(len(rows.rows), np.int32)
+        rows.sources = np.empty(len(rows.rows), np.int32)
         if not self._batches:
             return found
         wanted = np.flatnonzero(ages <= rows.number - min(self._batches))
@@ -246,9 +252,8 @@ class _Marks:
 
 
 def _joined(pairs: Sequence[_Pair]) -> _Pair:
-    empty = np.empty(0, np.int32)
-    later_pos = np.concatenate([empty, *(pair[0] for pair in pairs)])
-    return later_pos, np.concatenate([empty, *(pair[1] for pair in pairs)])
+    later_pos = np.concatenate([_NONE, *(pair[0] for pair in pairs)])
+    return later_pos, np.concatenate([_NONE, *(pair[1] for pair in pairs)])
 
 
 def _sort(rows: Rows) -> tuple[Rows, Positions]:
