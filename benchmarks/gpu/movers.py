@@ -71,7 +71,7 @@ class Movers:
         if way == "copies in batches":
             if not (bench.cuda and bench.device.has_batch_copy([store])):
                 raise Skipped("copies in batches need a GPU, and a driver that has them")
-            bench.use_route(_N_BLOCKS, mover="batch")
+            bench.use_route(_N_BLOCKS, mover="copy engine")
         samples = Samples(bench, self._samples(store, consecutive=way.startswith("one copy")))
         if way == "gathered by the CPU":
             with Staging(bench, samples) as staging:

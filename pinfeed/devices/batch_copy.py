@@ -1,7 +1,8 @@
 """BatchCopy: copies of long rows by the copy engine, many in one call of the CUDA driver.
 
-The copy engine takes no multiprocessor from the model. It spends about as long on a short row as on
-one of some KiB, so that kernels are faster for short rows.
+The copy engine takes no multiprocessor from the model. CUDA 13.1 and later prefer it for these
+copies; earlier drivers may use multiprocessors. It spends about as long on a short row as on one of
+some KiB, so that kernels are faster for short rows.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ Addresses = npt.NDArray[np.int64]
 """Addresses of rows, shape (n,)."""
 LONG_ROW_BYTES = 32 << 10
 """Bytes from which a row is long enough for a copy of its own."""
-# Drivers have failed with tens of thousands of copies in one call (vllm-project/vllm#49276), and a
-# loop that ends waits for the current call.
+# Drivers have failed with tens of thousands of copies in one call, and one has hung when calls were
+# repeated (vllm-project/vllm#49276); ``route="staged"`` avoids them. A loop that ends waits for the
+# current call.
 _MOST_COPIES = 1024
 # Sources are read in the order of the stream, and not before its earlier work is done.
 _STREAM_ORDER = 1
-# The driver prefers copy engines to multiprocessors.
+# The driver should prefer copy engines to multiprocessors.
 _OVERLAP_WITH_COMPUTE = 1
 
 

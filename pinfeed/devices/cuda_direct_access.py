@@ -73,9 +73,15 @@ class DirectAccess:
                 f"route='direct': the rows of a {type(other).__name__} are not in page-locked "
                 "memory that a GPU can read; put them into a PinnedStore, or leave route out"
             )
-        self.route = STAGED
-        if not reached or wanted == "staged":
-            return ""
+        self.route, why = self._measured_route(reached, n_rows, wanted)
+        return why
+
+    def _measured_route(
+        self, stores: Sequence[PinnedStore], n_rows: int, wanted: str | None
+    ) -> tuple[Route, str]:
+        """Return the route of the rows of stores that the GPU can reach, and its reason."""
+        if not stores or wanted == "staged":
+            return STAGED, ""
         try:
             # Compiled now, so that an error is raised here and not in a reader thread.
             _ = self.kernels
@@ -86,19 +92,19 @@ class DirectAccess:
                     f"route='direct': the kernels do not run on {self.name} "
                     f"({described(error)}); leave route out"
                 ) from error
-            return f"page-locked rows are staged: the kernels do not run ({described(error)})"
+            why = f"page-locked rows are staged: the kernels do not run ({described(error)})"
+            return STAGED, why
         try:
-            rates = self._rates(reached, n_rows or _TYPICAL_ROWS)
+            route = decide(_measured_rates(self, stores, n_rows or _TYPICAL_ROWS), wanted)
         except (DeviceError, RuntimeError) as error:
             # There is not enough memory for a measurement.
-            self.route = Route(_N_BLOCKS, True, "") if wanted == "direct" else STAGED
             how = "read by the GPU" if wanted else "staged"
-            return (
+            why = (
                 f"page-locked rows are {how}: what is faster could not be measured "
                 f"({described(error)})"
             )
-        self.route = decide(rates, wanted)
-        return self.route.why
+            return (Route(_N_BLOCKS, True, "") if wanted == "direct" else STAGED), why
+        return route, route.why
 
     def reaches(self, source: HostArray | Store) -> bool:
         value = getattr(source, "host_value", None)
@@ -164,7 +170,9 @@ class DirectAccess:
             deque(self._move(values, rows, stream, indices, gather=False), maxlen=0)
 
     def _is_batched(self, store: Any) -> bool:
-        return self.route.mover == "batch" and _has_long_rows(store) and batch_copy() is not None
+        return (
+            self.route.mover == "copy engine" and _has_long_rows(store) and batch_copy() is not None
+        )
 
     def _move(
         self,
@@ -227,23 +235,6 @@ class DirectAccess:
             stream.raw.cuda_stream, on_device, [_move_of(table) for table in tables], n_blocks
         )
 
-    def _rates(self, stores: Sequence[PinnedStore], n_rows: int) -> Rates:
-        # Sizes are rounded to powers of two, so that few are measured.
-        batch = (n_rows - 1).bit_length()
-        table = (max(store.array.nbytes for store in stores) - 1).bit_length()
-        key = (
-            f"{torch.cuda.get_device_name(self._device)}, {len(os.sched_getaffinity(0))} cores, "
-            f"rows of {sorted(map(row_nbytes, stores))} B, 2^{batch} of them, "
-            f"tables up to 2^{table} B"
-        )
-
-        def measured() -> Rates:
-            with contextlib.closing(self._same_gpu()) as apart:
-                # Measured with a device object of its own, because others may use this one.
-                return measure(apart, stores, 1 << batch, MatrixProducts(self._device))
-
-        return cached_rates(key, measured)
-
     def _upload(self, rows: Rows, dtype: np.dtype[Any]) -> torch.Tensor:
         """Return row indices on the device, copied in the current stream.
 
@@ -253,6 +244,25 @@ class DirectAccess:
         staged = torch.empty(rows.shape, dtype=TORCH[dtype], device="cpu", pin_memory=True)
         staged.numpy()[...] = rows
         return staged.to(self._device, non_blocking=True)
+
+
+def _measured_rates(device: DirectAccess, stores: Sequence[PinnedStore], n_rows: int) -> Rates:
+    """Return the rates of the routes of such rows, measured or remembered."""
+    # Sizes are rounded to powers of two, so that few are measured.
+    batch = (n_rows - 1).bit_length()
+    table = (max(store.array.nbytes for store in stores) - 1).bit_length()
+    key = (
+        f"{torch.cuda.get_device_name(device._device)}, {len(os.sched_getaffinity(0))} cores, "
+        f"rows of {sorted(map(row_nbytes, stores))} B, 2^{batch} of them, "
+        f"tables up to 2^{table} B{', copy engine' * device.has_batch_copy(stores)}"
+    )
+
+    def measured() -> Rates:
+        with contextlib.closing(device._same_gpu()) as apart:
+            # Measured with a device object of its own, because others may use this one.
+            return measure(apart, stores, 1 << batch, MatrixProducts(device._device))
+
+    return cached_rates(key, measured)
 
 
 def _has_long_rows(store: Store) -> bool:

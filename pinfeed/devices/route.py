@@ -12,7 +12,7 @@ from pinfeed.memory.units import human_rate
 # used: fewer blocks leave more of the GPU to the model, and a direct route leaves it the CPU.
 _TOLERANCE = 1.03
 
-Mover = Literal["kernel", "batch"]
+Mover = Literal["kernel", "copy engine"]
 
 
 @dataclass(frozen=True)
@@ -35,8 +35,8 @@ class Rates:
 
     Attributes:
         kernel: Speed by number of blocks, if kernels read the rows from page-locked memory.
-        batch: Speed if the copy engine reads long rows in batches, and kernels the others; None if
-            the driver cannot do it, or did not do it exactly.
+        copy_engine: Speed if the copy engine reads long rows, and kernels the others; None if the
+            driver cannot do it, or did not do it exactly.
         staged: Speed if the CPU gathers the rows, and they are copied.
         products_s: Seconds of the matrix products of ``joint_s`` alone.
         both: Sum of both directions in GB/s, if rows are gathered and scattered directly at the
@@ -46,7 +46,7 @@ class Rates:
     """
 
     kernel: Mapping[int, Timing]
-    batch: Timing | None
+    copy_engine: Timing | None
     staged: Timing
     products_s: float
     both: float
@@ -61,8 +61,7 @@ class Route:
         n_blocks: Blocks of the kernels; 0 if rows are staged.
         duplex: Whether rows are gathered and scattered at the same time.
         why: Reason for the route, as a sentence for the plan.
-        mover: Mover of long rows: ``"kernel"``, or ``"batch"`` for the copy engine. Kernels move
-            the other rows.
+        mover: Mover of long rows, ``"kernel"`` or ``"copy engine"``. Kernels move the other rows.
     """
 
     n_blocks: int
@@ -80,10 +79,10 @@ def decide(rates: Rates, wanted: str | None) -> Route:
 
     The fastest route is the one with which the model's work and the transfer end first.
     """
-    route = fastest_direct(rates.kernel, rates.batch)
+    route = fastest_direct(rates.kernel, rates.copy_engine)
     direct, how = rates.kernel[route.n_blocks], f"{route.n_blocks} blocks of a kernel"
-    if route.mover == "batch" and rates.batch is not None:
-        direct, how = rates.batch, "batches of the copy engine"
+    if route.mover == "copy engine" and rates.copy_engine is not None:
+        direct, how = rates.copy_engine, "the copy engine"
     measured = (
         f"{human_rate(1e9 * direct.rate)} by {how}, {human_rate(1e9 * rates.staged.rate)} gathered "
         f"by the CPU and copied ({_ms(direct.joint_s)} and {_ms(rates.staged.joint_s)} together "
@@ -100,12 +99,13 @@ def decide(rates: Rates, wanted: str | None) -> Route:
     return Route(route.n_blocks, duplex, reason, route.mover)
 
 
-def fastest_direct(kernel: Mapping[int, Timing], batch: Timing | None) -> Route:
-    """Return the fastest direct route: as few blocks as are fast, or batches where they win."""
+def fastest_direct(kernel: Mapping[int, Timing], copy_engine: Timing | None) -> Route:
+    """Return the fastest direct route: the copy engine, or as few blocks as are fast."""
     enough_s = _TOLERANCE * min(timing.joint_s for timing in kernel.values())
     n_blocks = min(n for n, timing in kernel.items() if timing.joint_s <= enough_s)
-    wins = batch is not None and batch.joint_s <= kernel[n_blocks].joint_s
-    return Route(n_blocks, True, "", "batch" if wins else "kernel")
+    most_s = _TOLERANCE * kernel[n_blocks].joint_s
+    is_fast = copy_engine is not None and copy_engine.joint_s <= most_s
+    return Route(n_blocks, True, "", "copy engine" if is_fast else "kernel")
 
 
 def _ms(seconds: float) -> str:

@@ -45,7 +45,8 @@ def measure(
 
     Blocks of a kernel that moves rows take registers and bandwidth from the model's kernels, so the
     fastest route on an idle GPU is not always the fastest for a training loop. The products take
-    about as long as the fastest route: a route that slows either of them down shows.
+    about as long as the fastest route, or a single one if that takes longer: a route that slows
+    either of them down shows.
 
     The stores are only read: what is written goes to memory that is allocated here.
 
@@ -66,18 +67,18 @@ def measure(
             trial.timing(*way, alone_s) for way, alone_s in zip(ways, alone, strict=True)
         ]
         kernel = dict(zip(BLOCKS, timings, strict=True))
-        batch = None
+        copy_engine = None
         if device.has_batch_copy(stores):
-            batches = replace(fastest_direct(kernel, None), mover="batch")
-            if trial.is_exact(batches):
-                alone_s = trial.seconds(batches, trial.gather)
-                batch = trial.timing(batches, trial.gather, alone_s)
-        route = fastest_direct(kernel, batch)
+            by_engine = replace(fastest_direct(kernel, None), mover="copy engine")
+            if trial.is_exact(by_engine):
+                alone_s = trial.seconds(by_engine, trial.gather)
+                copy_engine = trial.timing(by_engine, trial.gather, alone_s)
+        route = fastest_direct(kernel, copy_engine)
         both, in_turn = (
             2 * trial.gb / trial.seconds(route, functools.partial(trial.gather_and_scatter, stream))
             for stream in (trial.write_stream, trial.read_stream)
         )
-    return Rates(kernel, batch, staged, trial.products_s, both, in_turn)
+    return Rates(kernel, copy_engine, staged, trial.products_s, both, in_turn)
 
 
 class _Trial:
@@ -145,7 +146,7 @@ class _Trial:
         """Choose as many products as take about so long."""
         one_s = self.seconds(STAGED, lambda batch: None, _N_PRODUCTS) / _N_PRODUCTS
         self._n_products = min(_MOST_PRODUCTS, math.ceil(seconds / one_s))
-        self.products_s = self._n_products * one_s
+        self.products_s = self.seconds(STAGED, lambda batch: None, self._n_products)
 
     def timing(self, route: Route, move: _MoveBatch, alone_s: float) -> Timing:
         """Return the speed of a route alone, and time it together with the products."""
@@ -188,12 +189,12 @@ class _Trial:
                 self._device.copy(source, target, self.read_stream)
 
     def gather(self, batch: Sequence[StoreRows]) -> None:
-        """Let kernels read the rows."""
+        """Read the rows by the current route."""
         pairs = list(zip(batch, self._tensors, strict=True))
         deque(self._device.read(pairs, self.read_stream), maxlen=0)
 
     def gather_and_scatter(self, stream: Any, batch: Sequence[StoreRows]) -> None:
-        """Let kernels read the rows, and write as many other rows in ``stream``."""
+        """Read the rows by the current route, and write as many other rows in ``stream``."""
         self.gather(batch)
         self._device.write(list(zip(self._host, self._tensors, strict=True)), self._order, stream)
 

@@ -40,7 +40,7 @@ def _parsed(entry: Any) -> Rates | None:
     try:
         rates = Rates(
             kernel={int(n_blocks): _timing(one) for n_blocks, one in entry["kernel"].items()},
-            batch=None if entry["batch"] is None else _timing(entry["batch"]),
+            copy_engine=None if entry["copy_engine"] is None else _timing(entry["copy_engine"]),
             staged=_timing(entry["staged"]),
             products_s=_finite(entry["products_s"]),
             both=_finite(entry["both"]),

@@ -18,8 +18,9 @@ _POSITION_NBYTES = 4
 # For each row of a recent batch: its index among the sorted ones, its position before, and two
 # numbers of the batch that held it last.
 _RECENT_NBYTES = 8 + 3 * 4
-# The table of marks has 32 marks of two bytes for each row of a batch.
-_MARKS_NBYTES = 64
+# Two tables of marks have 32 marks of one byte for each row of a batch, and 4096 at least.
+_MARKS_NBYTES = 2 * 32
+_LEAST_MARKS_NBYTES = 2 * 4096
 OVERLAP_CHUNK_BYTES = 8 << 20
 """Most bytes that the device copies at once of the rows that batches share."""
 # Most bytes that an order of pinfeed.rows takes: three tables of 512 KiB, and arrays for a run of
@@ -119,7 +120,7 @@ def _batch_buffers(demand: Demand, batch_size: int, depth: int, n_written: int) 
         written = [writable and staged for writable, staged in pairs]
         if any(written):
             nbytes = batch_nbytes(written, _PAGE)
-            # Two write-backs are under way at a time.
+            # Two write-backs overlap.
             buffers.append(Allocation("staging of a write-back", "pinned", 2, nbytes))
     return buffers
 
@@ -150,9 +151,10 @@ def _shared_row_buffers(
     # At most, every row is in every batch with which it is compared.
     positions = 2 * batch_size * _POSITION_NBYTES * n_written
     n_batches = depth + 2
+    marks = _power_of_two(batch_size * _MARKS_NBYTES)
     buffers = [
         Allocation("sorted rows of recent batches", "host", n_written, batch_size * _RECENT_NBYTES),
-        Allocation("marks of recent rows", "host", 1, _power_of_two(batch_size * _MARKS_NBYTES)),
+        Allocation("marks of recent rows", "host", 1, max(_LEAST_MARKS_NBYTES, marks)),
         Allocation("positions of shared rows", "host", n_batches, positions),
     ]
     if demand.unified:

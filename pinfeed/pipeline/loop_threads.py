@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
@@ -99,13 +100,17 @@ class LoopThreads:
 
         It returns, or raises the first error, when all have ended.
         """
-        if len(calls) > 1 and self._scatter_helpers is None and _N_SCATTER_HELPERS:
-            name = "pinfeed-scatter-helper"
-            self._scatter_helpers = self._device.worker(name, _N_SCATTER_HELPERS)
-        helpers = self._scatter_helpers
-        shared = [] if helpers is None else [helpers.submit(self._run, call) for call in calls[1:]]
-        own = InlineWorkers()
-        pending = [own.submit(call) for call in (calls[:1] if shared else calls)] + shared
+        own = list(calls)
+        pending: list[Pending[object]] = []
+        # What cannot be submitted, because the program ends or no thread starts, is done here.
+        with contextlib.suppress(Exception):
+            while len(own) > 1 and _N_SCATTER_HELPERS:
+                if self._scatter_helpers is None:
+                    name = "pinfeed-scatter-helper"
+                    self._scatter_helpers = self._device.worker(name, _N_SCATTER_HELPERS)
+                pending.append(self._scatter_helpers.submit(self._run, own[-1]))
+                del own[-1]
+        pending += [self._inline.submit(call) for call in own]
         errors = [call.exception() for call in pending]
         for error in filter(None, errors):
             raise error

@@ -22,7 +22,8 @@ _ALIGNMENT = 512
 
 
 Staging = dict[str | int, npt.NDArray[np.uint8]]
-"""Page-locked memory, by the index of the part that it is for, or another key."""
+"""Page-locked memory, by the index of the part, or ``SHARED`` for the buffer of the small ones."""
+SHARED = "shared"
 
 
 class Place(NamedTuple):
@@ -97,7 +98,7 @@ class PartMemory:
 
         Args:
             staging: The staging memory so far, by part.
-            key: Index of the part, or another key.
+            key: Index of the part, or ``SHARED``.
             shape: Shape of the array that is returned.
             dtype: Its dtype.
         """

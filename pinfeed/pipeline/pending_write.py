@@ -28,12 +28,14 @@ class StagedRows(NamedTuple):
     rows: Rows
     values: npt.NDArray[Any]
 
+    @property
+    def is_in_memory(self) -> bool:
+        """Whether several threads may scatter rows; other stores may not support that."""
+        return type(self.store) in (ArrayStore, PinnedStore)
+
     def scatters(self) -> Iterator[Callable[[], object]]:
         """Yield calls that scatter the rows together; they may be made at the same time."""
-        n_pieces = 1
-        # Other stores may not support two calls of ``scatter`` at a time.
-        if type(self.store) in (ArrayStore, PinnedStore):
-            n_pieces = max(1, min(self.values.nbytes // _PIECE_NBYTES, len(self.rows)))
+        n_pieces = max(1, min(self.values.nbytes // _PIECE_NBYTES, len(self.rows)))
         step = -(-len(self.rows) // n_pieces) or 1
         for begin in range(0, len(self.rows), step):
             piece = slice(begin, begin + step)

@@ -106,6 +106,8 @@ class _SortedRows:
         self.ages: Positions = _NONE
         self.sources: Positions = _NONE
         if bool((rows[1:] > rows[:-1]).all()):
+            # Copied, because the user has the rows of the batch and may change them.
+            self.rows = rows.copy()
             return
         self.rows, self._order = _sort(rows)
         repeated = np.flatnonzero(self.rows[1:] == self.rows[:-1])
@@ -222,7 +224,7 @@ class _Marks:
     """
 
     def __init__(self, n_rows: int) -> None:
-        n_entries = max(_PAGE + 1, 1 << (_MARKS_PER_ROW * n_rows).bit_length())
+        n_entries = max(_PAGE + 1, 1 << (_MARKS_PER_ROW * n_rows - 1).bit_length())
         self.n_rows = n_entries // _MARKS_PER_ROW
         """Rows of the largest batch for which there is room."""
         self._tables = np.zeros((2, n_entries), np.uint8)
@@ -261,10 +263,9 @@ def _sort(rows: Rows) -> tuple[Rows, Positions]:
     n_bits = max(1, (len(rows) - 1).bit_length())
     if int(rows.max()) >> (63 - n_bits):
         order = np.argsort(rows)
-    else:
-        # numpy sorts integers many times faster than it finds the order that sorts them.
-        keys = (rows << n_bits) | np.arange(len(rows))
-        keys.sort()
-        order = keys & ((1 << n_bits) - 1)
-        return keys >> n_bits, order.astype(np.int32)
-    return rows[order], order.astype(np.int32)
+        return rows[order], order.astype(np.int32)
+    # numpy sorts integers many times faster than it finds the order that sorts them.
+    keys = (rows << n_bits) | np.arange(len(rows))
+    keys.sort()
+    order = keys & ((1 << n_bits) - 1)
+    return keys >> n_bits, order.astype(np.int32)

@@ -44,7 +44,7 @@ class PrefetchSchedule:
     def max_pending_writes(self) -> int:
         """Maximum number of write-backs that are not completed when the loop goes on.
 
-        Two are under way at a time: one is copied while the rows of the other are scattered.
+        Two of them overlap: one is copied while the rows of the other are scattered.
         """
         return max(self.depth, 2) if self.depth else 0
 

@@ -88,6 +88,7 @@ class SlotFiller:
 
     def close(self) -> None:
         """Release what the source holds now, not when an error's traceback is freed."""
+        self._recent = None
         thunks = self._thunks
         # After an interrupt has ended the wait for the readers, one of them may still run it.
         if thunks is not None and inspect.getgeneratorstate(thunks) != inspect.GEN_RUNNING:
@@ -96,11 +97,12 @@ class SlotFiller:
 
     def _compare(self, batch: HostBatch, number: int) -> None:
         """Find the rows that a batch has in common with the batches before it."""
-        if self._recent is None or not batch.groups:
+        recent = self._recent
+        if recent is None or not batch.groups:
             return
         rows = [group.rows for group in batch.groups]
         pending = self._transfer.log.pending_batches()
-        batch.shared, repeated = self._recent.add(number, rows, pending)
+        batch.shared, repeated = recent.add(number, rows, pending)
         batch.groups = [
             group._replace(repeated=row) for group, row in zip(batch.groups, repeated, strict=True)
         ]

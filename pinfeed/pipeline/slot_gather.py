@@ -1,4 +1,4 @@
-"""gather(): reads the parts of a batch into a slot's staging memory, ready to be copied."""
+"""SlotGather: reads the parts of a batch into a slot's staging memory, ready to be copied."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.base import Device, Tensor
-from pinfeed.pipeline.part_memory import PartMemory, Place, shared_nbytes
+from pinfeed.pipeline.part_memory import SHARED, PartMemory, Place, shared_nbytes
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.base import ArrayPart, HostBatch
 from pinfeed.stores.base import HostArray, part_nbytes
 
 _BYTES = np.dtype(np.uint8)
-_SHARED = "shared"
-"""Key of the staging memory of the parts that share a buffer."""
 
 Copy = tuple[npt.NDArray[Any], Tensor]
 """Staging memory, and the tensor that it is copied to."""
@@ -75,7 +73,7 @@ class SlotGather:
         if batch.shared is not None and len(batch.shared.positions):
             parts.append(ArrayPart(batch.shared.positions))
         if n_shared := shared_nbytes(slot.memory):
-            self._parts.staging(slot.staging, _SHARED, (n_shared,), _BYTES)
+            self._parts.staging(slot.staging, SHARED, (n_shared,), _BYTES)
         group_of = {
             group.first + i: g
             for g, group in enumerate(batch.groups)
@@ -119,7 +117,7 @@ class SlotGather:
         """Read a part into staging memory, and add its copy."""
         if place.is_shared:
             end = place.offset + slot.needed[i]
-            staged = slot.staging[_SHARED]
+            staged = slot.staging[SHARED]
             out = staged[place.offset : end].view(part.dtype).reshape(part.shape)
             # One copy takes all parts up to this one.
             whole = self._device.tensor(place.buffer, (end,), _BYTES)

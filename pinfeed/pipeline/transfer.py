@@ -53,15 +53,16 @@ Each wait prevents a hazard:
         copied while kernels read the rows of the batch before
     (4) the rows may not be there yet
     (5) newer values may not be computed yet, in another stream
-    (6) the scatter of the write before the last one may still read this staging memory; if some
-        stores are staged and some are not, the last write may still fail, and rows that the device
-        writes itself must not overtake it
+    (6) the scatter of the write before the last one may still read this staging memory; and rows
+        that the device writes itself must not overtake the scatter of the last one, which may also
+        fail
     (7) the values may not be computed yet
     (8) the values may not have arrived yet
-    (9) copies may still write memory that was not lent
+    (9) copies may still write memory that was not lent; and those of a write that was begun and,
+        after an interrupt or an error, not finished may still use memory that is about to be freed
 
-Two write-backs are under way at a time: the copies of one are queued before the rows of the other
-are scattered. Scatters are in the order of the writes.
+Two write-backs overlap: the copies of one are queued before the rows of the other are scattered.
+Scatters are in the order of the writes.
 
 Two more syncs are in no loop but one that verifies its batches: in ``copy_to_host``, the values may
 not have arrived yet; ``settle`` prevents no hazard, and timestamps are read after it.
@@ -141,8 +142,12 @@ class Transfer:
         self.slots = [Slot() for _ in range(n_slots)]
         self._active_slots = self.slots
         self._batches_per_slot = 1
-        # Two write-backs are under way at a time, each with staging memory of its own.
+        # Two write-backs overlap, each with staging memory of its own.
         self._write_staging: tuple[Staging, Staging] = ({}, {})
+        # Write-backs that were begun and not finished, by number.
+        self._begun: dict[int, PendingWrite] = {}
+        # Whether some rows of the last write-back were staged.
+        self._was_staged = False
         # Time at which the last write-back was completed.
         self._written_s = 0.0
         self.log: WriteLog[HeldValues] = WriteLog()
@@ -160,6 +165,7 @@ class Transfer:
         """
         self.log = WriteLog()
         self._is_stopping = False
+        self._was_staged = False
         self._active_slots = self.slots[:n_slots]
         self._batches_per_slot = batches_per_slot
         return self._active_slots
@@ -320,15 +326,18 @@ class Transfer:
         """
         write = pending.write
         stores = [store for group in pending.groups for store in group.stores]
-        is_mixed = len({self.device.reaches(store) for store in stores}) > 1
-        for call in earlier[-1:] if is_mixed else earlier[:-1]:
-            call.exception()  # a scatter may still read this staging memory, or may still fail
+        reached = [self.device.reaches(store) for store in stores]
+        overtakes = any(reached) and self._was_staged
+        self._was_staged = not all(reached)
+        for call in earlier if overtakes else earlier[:-1]:
+            call.exception()  # a scatter may still read this staging memory, or be overtaken
         if pending.log.has_failed:
             raise WriteBackError("not written: an earlier write_back of this loop failed")
         pending.started_s = self.counters.now()
-        self._write.wait(write.values.ready)  # the values may not be computed yet
-        pending.begun = self._write.record(timed=True) if self._timed else None
+        self._begun[write.number] = pending
         try:
+            self._write.wait(write.values.ready)  # the values may not be computed yet
+            pending.begun = self._write.record(timed=True) if self._timed else None
             for group, tensors in zip(pending.groups, write.values.tensors, strict=True):
                 pending.staged += self._copy_to_host(group, tensors, write.number)
         except BaseException:
@@ -359,10 +368,15 @@ class Transfer:
             begun.exception()
             if pending.arrived is not None:
                 pending.arrived.sync()  # the values may not have arrived yet
+                del self._begun[pending.write.number]
             begun.result()
             if log.completed != pending.write.number:
                 raise WriteBackError("not written: an earlier write_back of this loop failed")
-            run_all([call for staged in pending.staged for call in staged.scatters()])
+            in_memory = [staged for staged in pending.staged if staged.is_in_memory]
+            run_all([call for staged in in_memory for call in staged.scatters()])
+            for staged in pending.staged:
+                if not staged.is_in_memory:
+                    staged.store.scatter(staged.rows, staged.values)
         except BaseException:
             log.has_failed = True
             # The error's traceback keeps this frame. The frame must not keep the call, which keeps
@@ -371,7 +385,7 @@ class Transfer:
             raise
         log.completed = pending.write.number + 1
         now = self.counters.now()
-        # Two writes are under way at a time, and the time of both counts once.
+        # Two writes overlap, and the time of both counts once.
         last_s = self._written_s
         self._written_s = now
         self.counters.write_s += now - max(pending.started_s, last_s)
@@ -418,6 +432,10 @@ class Transfer:
         No copy uses the slots' memory after this has returned.
         """
         self._read.record().sync()  # copies may still write memory that was not lent
+        for pending in self._begun.values():
+            if pending.arrived is not None:
+                pending.arrived.sync()  # as above, if an error kept a write from being finished
+        self._begun = {}
         if self._lent is not None:
             self._asked = self.device.current_stream().record(timed=True)
             self._record_device_span(self._asked)

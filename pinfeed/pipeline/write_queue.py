@@ -11,7 +11,7 @@ from pinfeed.threads.call import Pending
 
 
 class WriteQueue:
-    """Write-backs that the writer thread has not completed, oldest first.
+    """Write-backs that the writer threads have not completed, oldest first.
 
     The training thread adds write-backs. When the queue is full, it waits for the oldest one, so
     that the memory of all of them is bounded.
@@ -71,7 +71,7 @@ class WriteQueue:
         self.check()
 
     def _submit(self, write: PendingWrite) -> Pending[None]:
-        """Let the writer thread complete a write-back."""
+        """Let the writer threads complete a write-back."""
         self._threads.require_running()
         if not self._threads.is_inline:
             return self._call(write)

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import HostArray, Store
+from pinfeed.stores.base import HostArray, Store, run_of
 from pinfeed.testing.sim_streams import (
     Array,
     DeviceArray,
@@ -55,6 +55,8 @@ def favour(*names: str) -> Choose:
 
 class SimDevice:
     """A simulated device whose schedule an adversary chooses.
+
+    It is one class because it implements the whole protocol of a device.
 
     Args:
         choose: The adversary, which is asked whenever the host calls the device.
@@ -169,7 +171,8 @@ class SimDevice:
         return self._direct
 
     def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
-        return np.dtype(np.int32)
+        # As on a GPU, consecutive rows need none.
+        return None if run_of(rows) is not None else np.dtype(np.int32)
 
     def read(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError
 from typing import TYPE_CHECKING, Any
 
@@ -130,6 +130,13 @@ class SimCall(Call[Any]):
     def __init__(self, worker: SimWorker, fn: Callable[..., Any], *args: Any) -> None:
         super().__init__(fn, *args)
         self._worker = worker
+        # Calls among the arguments, which this one may wait for.
+        self._awaited = list(_calls_in(args))
+
+    @property
+    def _is_possible(self) -> bool:
+        """Whether this call waits for none that is being made further up in this thread."""
+        return all(call._done or call._worker._n_idle for call in self._awaited)
 
     def done(self) -> bool:
         self._worker._device._turn()
@@ -163,7 +170,7 @@ class SimWorker:
 
     @property
     def _ready(self) -> bool:
-        return bool(self._calls) and self._n_idle > 0
+        return bool(self._calls) and self._n_idle > 0 and self._calls[0]._is_possible
 
     def _advance(self) -> None:
         call = self._calls.popleft()
@@ -172,3 +179,12 @@ class SimWorker:
             call.run()
         finally:
             self._n_idle += 1
+
+
+def _calls_in(values: Iterable[Any]) -> Iterator[SimCall]:
+    """Yield the calls among some values, and in tuples of them."""
+    for value in values:
+        if isinstance(value, SimCall):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _calls_in(value)

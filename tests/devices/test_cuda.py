@@ -103,7 +103,7 @@ def test_long_rows_by_the_copy_engine(row_nbytes: int, monkeypatch: pytest.Monke
     values = np.random.default_rng(0).integers(1 << 40, size=(50, row_nbytes // 8))
     store, rows = PinnedStore(values), np.random.default_rng(1).permutation(50)[:30]
     device = CudaDevice()
-    device.route = Route(4, True, "", "batch")
+    device.route = Route(4, True, "", "copy engine")
     assert device.index_dtype([store], rows) is None
     np.testing.assert_array_equal(moved(device, store, rows), values[rows])
     values[rows] += 1
@@ -164,11 +164,11 @@ def test_routes_are_measured(row_nbytes: int) -> None:
     )
     store, device = PinnedStore(values), CudaDevice()
     rates = measure(device, [store], 4096, MatrixProducts(torch.device("cuda", 0)))
-    timings = [*rates.kernel.values(), rates.staged, *filter(None, [rates.batch])]
+    timings = [*rates.kernel.values(), rates.staged, *filter(None, [rates.copy_engine])]
     assert min(min(timing.rate, timing.joint_s) for timing in timings) > 0
     assert min(rates.products_s, rates.both, rates.in_turn) > 0
     is_long = row_nbytes >= batch_copy.LONG_ROW_BYTES
-    assert (rates.batch is not None) == (is_long and batch_copy.batch_copy() is not None)
+    assert (rates.copy_engine is not None) == (is_long and batch_copy.batch_copy() is not None)
     np.testing.assert_array_equal(store.array, values)
 
 
@@ -199,7 +199,7 @@ def table_of(kind: str, values: np.ndarray, tmp_path: Path) -> Any:
     return MmapStore(tmp_path / "t.npy", mode="r+")
 
 
-@pytest.mark.parametrize("lateness", ["none", "compute", "read", "write", "all"])
+@pytest.mark.parametrize("lateness", ["none", "compute", "read", "write", "index", "all"])
 @pytest.mark.parametrize("depth", [0, 1, 2, 4])
 @pytest.mark.parametrize(
     ("kind", "route"), [("array", None), ("pinned", "direct"), ("pinned", "staged"), ("file", None)]
@@ -227,6 +227,7 @@ def test_equal_to_the_synchronous_loop(
                 ("compute", feeder._device.current_stream()),
                 ("read", transfer._read),
                 ("write", transfer._write),
+                ("index", transfer._index),
             ):
                 if lateness in (name, "all"):
                     late(stream)

@@ -16,7 +16,7 @@ from pinfeed.stores.base import StoreRows
 from pinfeed.tensors.numpy_torch import to_torch
 
 LONG = 32 << 10
-BATCHES = Route(4, True, "", "batch")
+BATCHES = Route(4, True, "", "copy engine")
 
 
 class HostCopies(DirectAccess):

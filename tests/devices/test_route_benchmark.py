@@ -18,7 +18,7 @@ from pinfeed.testing.sim import SimDevice
 # The more blocks there are, the faster rows are moved, and the slower products are computed.
 RATES = Rates(
     {4: Timing(20.0, 0.8e-3), 8: Timing(33.0, 0.51e-3), 16: Timing(33.5, 0.5e-3)},
-    batch=None,
+    copy_engine=None,
     staged=Timing(12.0, 1.6e-3),
     products_s=0.5e-3,
     both=50.0,
@@ -26,7 +26,7 @@ RATES = Rates(
 )
 SLOW = Rates(
     {4: Timing(2.0, 8e-3), 8: Timing(3.0, 6e-3)},
-    batch=None,
+    copy_engine=None,
     staged=Timing(12.0, 1.6e-3),
     products_s=1.5e-3,
     both=3.0,
@@ -55,12 +55,12 @@ def test_the_joint_time_decides() -> None:
     assert decide(replace(RATES, kernel=kernel, staged=staged), None).n_blocks == 8
 
 
-@pytest.mark.parametrize(("joint_s", "mover"), [(0.51e-3, "batch"), (0.52e-3, "kernel")])
+@pytest.mark.parametrize(("joint_s", "mover"), [(0.51e-3, "copy engine"), (0.53e-3, "kernel")])
 def test_batches_of_the_copy_engine_where_they_win(joint_s: float, mover: str) -> None:
-    route = decide(replace(RATES, batch=Timing(40.0, joint_s)), None)
+    route = decide(replace(RATES, copy_engine=Timing(40.0, joint_s)), None)
     # Kernels still move the rows of other stores.
     assert (route.n_blocks, route.mover) == (8, mover)
-    assert ("40.0 GB/s by batches of the copy engine, " in route.why) == (mover == "batch")
+    assert ("40.0 GB/s by the copy engine, " in route.why) == (mover == "copy engine")
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_measured_once(tmp_path: Path) -> None:
 
     for _ in range(3):
         assert cached_rates("a GPU", measure, tmp_path) == RATES
-    other = replace(SLOW, batch=Timing(40.0, 0.5e-3))
+    other = replace(SLOW, copy_engine=Timing(40.0, 0.5e-3))
     for _ in range(2):
         assert cached_rates("another", lambda: other, tmp_path) == other
     assert cached_rates("a GPU", measure, tmp_path) == RATES
@@ -112,7 +112,7 @@ def test_measured_once(tmp_path: Path) -> None:
                 {"kernel": {"4": 1.0}},
                 {"staged": {"rate": 1.0}},
                 {"staged": {"rate": 1.0, "joint_s": float("nan")}},
-                {"batch": 1.0},
+                {"copy_engine": 1.0},
                 {"both": float("inf")},
             )
         ),
@@ -188,12 +188,14 @@ def test_every_way_is_timed_and_the_tables_stay(
     monkeypatch.setattr(route_benchmark, "_CHUNK_BYTES", 256)
     rates = measure(device, stores, 50, n_products.append)
     assert list(rates.kernel) == list(BLOCKS)
-    timings = [*rates.kernel.values(), rates.staged, *filter(None, [rates.batch])]
+    timings = [*rates.kernel.values(), rates.staged, *filter(None, [rates.copy_engine])]
     assert min(min(timing.rate, timing.joint_s) for timing in timings) > 0
     assert min(rates.products_s, rates.both, rates.in_turn) > 0
-    assert (rates.batch is not None) == (batches == "exact")
+    assert (rates.copy_engine is not None) == (batches == "exact")
     assert {n_blocks for n_blocks, _, _ in device.moved} == set(BLOCKS)
-    assert {mover for _, mover, _ in device.moved} == {"kernel"} | ({"batch"} if batches else set())
+    assert {mover for _, mover, _ in device.moved} == {"kernel"} | (
+        {"copy engine"} if batches else set()
+    )
     assert {n_groups for _, _, n_groups in device.moved} == {2}, (
         "stores of as many rows are read in one launch"
     )

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.pipeline.forwarding import Overlap, SharedRows, Span, Write, WriteLog, forwards
 from pinfeed.pipeline.recent_rows import RecentRows
 
@@ -117,7 +118,7 @@ class Loop:
             self.log.completed = write.number + 1
 
     def gather(self, number: int, rows: np.ndarray) -> None:
-        # Large row indices look like small ones to the table of marks.
+        # All multiples of a large number have the same marks.
         shared, (repeated,) = self.recent.add(
             number, [rows * self.scale], self.log.pending_batches()
         )
@@ -155,13 +156,13 @@ def put(stores: np.ndarray, at: np.ndarray, values: Sequence[np.ndarray | None])
 
 
 @settings(deadline=None, max_examples=500)
-@given(BATCHES, st.integers(1, 4), st.sampled_from([1, 1 << 40]), st.sampled_from([0, 65_530]))
+@given(BATCHES, st.integers(1, 4), st.sampled_from([1, 1 << 52]), st.sampled_from([0, 250]))
 def test_a_batch_equals_one_that_is_gathered_now(
     batches: list[Any], ahead: int, scale: int, first: int
 ) -> None:
     """Writes may be older than any batch that was gathered ahead, and batches are not all written.
 
-    Numbers of batches pass 65,536, where the marks begin anew.
+    Numbers of batches pass 256, where the marks begin anew.
     """
     loop = Loop(ahead, scale, first)
     for i in range(len(batches) + ahead):
@@ -212,6 +213,15 @@ def test_nothing_is_kept_where_no_row_occurs_twice() -> None:
     for number in range(3):
         shared, repeated = recent.add(number, [rows_of([1, 2])], ())
         assert (len(shared.positions), shared.overlaps, repeated) == (0, [{}], [None])
+
+
+@pytest.mark.parametrize("n_rows", [1, 100, 128, 1000, 4096])
+def test_the_marks_are_planned(n_rows: int) -> None:
+    recent = RecentRows(2)
+    recent.add(0, [np.arange(n_rows)], ())
+    demand = Demand((8,), (True,), 0, n_rows, True, (False,))
+    planned = {item.what: item for item in plan_allocations(demand, n_rows, 2)}
+    assert recent._groups[0]._marks._tables.nbytes <= planned["marks of recent rows"].nbytes
 
 
 def test_rows_stay_as_they_are() -> None:

@@ -18,7 +18,7 @@ from pinfeed.testing import SimDevice, favour, lazy
 N, D = 12, 2
 FIXED = [
     np.array(r)
-    for r in ([0, 1, 2], [3, 4, 5, 6, 7], [2, 1], [8, 9], [9, 2, 0], [1], [10, 11], [9, 8, 1])
+    for r in ([0, 2, 1], [3, 5, 4, 6, 7], [2, 1], [9, 8], [9, 2, 0], [1], [10, 11], [9, 8, 1])
 ]
 GROWING = [np.array(r) for r in ([0], [1], [0], [1], [3], [3, 4, 5, 6, 7], [2, 1], [8, 9, 5, 4, 0])]
 # The parts of the largest batch, and the buffer that they share.

@@ -1,5 +1,6 @@
 """Two write-backs are under way at a time, and may write the same rows."""
 
+import gc
 import random
 import threading
 from collections.abc import Callable
@@ -10,12 +11,13 @@ import pytest
 from support.schedules import SLOTS, STREAMS, corners
 
 from pinfeed import ArrayStore, Feeder
+from pinfeed.devices.cpu import HostDevice
 from pinfeed.pipeline import loop_threads, pending_write
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.pending_write import StagedRows
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.transfer import Transfer
-from pinfeed.testing import SimDevice, favour
+from pinfeed.testing import SimDevice, favour, lazy
 
 N = 12
 CORNERS = corners({"write": (3, 5, 8, 13, 20)})
@@ -143,6 +145,74 @@ def test_rows_that_the_device_writes_itself_do_not_overtake_a_write_that_fails(
     assert direct.tolist() == [3] * N
 
 
+class Rerouted(SimDevice):
+    """A device that reaches the stores from a moment on, as another feeder on it may decide."""
+
+    n_staged = 8
+
+    def reaches(self, source: Any) -> bool:
+        return self.n_staged <= 0
+
+    def copy(self, src: Any, dst: Any, stream: Any) -> None:
+        # Copies to the host are those of staged write-backs.
+        self.n_staged -= isinstance(dst, np.ndarray)
+        super().copy(src, dst, stream)
+
+
+@pytest.mark.parametrize(
+    "choose", [favour(*STREAMS, *SLOTS[:2]), *(make() for make in CORNERS.values())]
+)
+def test_rows_that_the_device_writes_itself_do_not_overtake_a_scatter(choose: Any) -> None:
+    found = added_up(Rerouted(choose), EVERY_ROW)
+    np.testing.assert_array_equal(found, expected(EVERY_ROW))
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_nothing_moves_after_an_interrupt_between_the_two_steps(
+    direct: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The copies of the second write-back are queued, and then nothing asks for their end."""
+    n_left = 1
+    submit = LoopThreads.submit_scatter
+
+    def interrupted(self: Any, *args: Any) -> Any:
+        nonlocal n_left
+        n_left -= 1
+        if n_left < 0:
+            raise KeyboardInterrupt
+        return submit(self, *args)
+
+    monkeypatch.setattr(LoopThreads, "submit_scatter", interrupted)
+    device = SimDevice(lazy, direct=direct)
+    with pytest.raises(KeyboardInterrupt):
+        added_up(device, EVERY_ROW)
+    gc.collect()
+    # The memory that the loop has freed is used again.
+    later = [device.array((N, 2), "f8") for _ in range(8)]
+    for array in later:
+        device.launch(lambda a: a.fill(7), array)
+    device.drain()
+    assert all((array._array == 7).all() for array in later)
+
+
+def test_rows_that_the_user_changes_in_place() -> None:
+    """The row indices of a batch are the user's, and those of other batches do not change."""
+    found = []
+    for depth in (0, 3):
+        rows = np.arange(12.0)
+        with Feeder(
+            ArrayStore(rows), rows=[np.arange(4)] * 4, depth=depth, device=SimDevice(lazy)
+        ) as feeder:
+            for i, batch in enumerate(feeder.batches()):
+                if i % 2:
+                    batch.rows += 1
+                else:
+                    feeder._device.launch(lambda x: np.copyto(x, x * 2 + 1), batch.data)
+                    batch.write_back(batch.data)
+        found.append(rows)
+    np.testing.assert_array_equal(*found)
+
+
 # -- several threads -------------------------------------------------------------------------------
 
 
@@ -164,9 +234,11 @@ def test_rows_in_memory_are_scattered_in_pieces(monkeypatch: pytest.MonkeyPatch)
     assert len(pieces(store, monkeypatch, 1)) == 40
 
 
-def test_rows_of_another_store_are_scattered_by_one_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_another_store_are_scattered_by_one_thread() -> None:
     store = Failing(np.zeros((40, 2)))
-    assert len(pieces(store, monkeypatch)) == 1
+    staged = StagedRows(store, np.arange(2), np.zeros((2, 2)))
+    assert not staged.is_in_memory
+    assert staged._replace(store=ArrayStore(np.zeros((40, 2)))).is_in_memory
 
 
 def test_no_rows_need_no_call() -> None:
@@ -192,7 +264,7 @@ def test_all_calls_end_before_an_error_is_raised(
             raise OSError("the disk is full")
         done.append(i)
 
-    threads = LoopThreads(_cpu(), PrefetchSchedule(2), is_named=False)
+    threads = LoopThreads(HostDevice(), PrefetchSchedule(2), is_named=False)
     with pytest.raises(OSError, match="the disk is full"):
         threads.run_all([lambda i=i: call(i) for i in range(6)])
     assert sorted(done) == [0, 2, 3, 4, 5]
@@ -200,10 +272,15 @@ def test_all_calls_end_before_an_error_is_raised(
     assert len(names) > 1 or not n_helpers
 
 
-def _cpu() -> Any:
-    from pinfeed.devices import resolve
-
-    return resolve("cpu", n_spare=0)
+def test_calls_are_made_here_if_the_program_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pools take no more calls then, and write-backs are completed all the same."""
+    monkeypatch.setattr(loop_threads, "_N_SCATTER_HELPERS", 1)
+    done: list[int] = []
+    threads = LoopThreads(HostDevice(), PrefetchSchedule(2), is_named=False)
+    threads.run_all([lambda i=i: done.append(i) for i in range(3)])
+    threads.join_writers()
+    threads.run_all([lambda i=i: done.append(i) for i in range(3, 6)])
+    assert sorted(done) == list(range(6))
 
 
 @pytest.mark.parametrize("corner", [(), SLOTS, ("pinfeed-scatter-helper",)], ids=str)
