@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -113,6 +114,8 @@ class PartMemory:
     def learn(self, needed: Sequence[int], n_batches: int) -> None:
         """Note the bytes that the parts of ``n_batches`` batches took."""
         each = [-(-nbytes // n_batches) for nbytes in needed]
+        if len(each) <= len(self.capacity) and all(map(operator.le, each, self.capacity)):
+            return
         self.capacity = [
             _grown(*sizes) for sizes in itertools.zip_longest(self.capacity, each, fillvalue=0)
         ]

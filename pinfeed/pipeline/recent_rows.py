@@ -30,6 +30,7 @@ _STEP_ROWS = 8192
 _NONE: Positions = np.empty(0, np.int32)
 _Pair = tuple[Positions, Positions]
 """Positions of rows that two batches have in common: in the later one, and in the earlier one."""
+_NO_PAIR: _Pair = (_NONE, _NONE)
 
 
 class RecentRows:
@@ -158,8 +159,8 @@ class _GroupHistory:
         """Find the rows that each kept batch has in common with a new one, and keep that one.
 
         Returns:
-            Batches, newest first, each with the rows that no later one holds, and with the others.
-            The positions are those among the sorted rows.
+            Batches that have rows in common with it, newest first, each with the rows that no later
+            one holds, and with the others. The positions are those among the sorted rows.
         """
         self._grow_marks(len(rows.rows))
         latest = self._latest(rows)
@@ -167,12 +168,12 @@ class _GroupHistory:
         passed_on: dict[int, list[_Pair]] = {}
         found = []
         for batch in reversed(self._batches.values()):
-            hidden = _joined(passed_on.pop(batch.number, []))
-            newest = latest.get(batch.number, _joined([]))
-            later_pos, places = _joined([newest, hidden])
-            if not len(later_pos):
+            if batch.number not in latest and batch.number not in passed_on:
                 continue
+            newest = latest.get(batch.number, _NO_PAIR)
+            hidden = _joined(passed_on.get(batch.number, []))
             found.append((batch, (newest, hidden)))
+            later_pos, places = _joined([newest, hidden])
             ages = batch.ages[places]
             for age in np.flatnonzero(np.bincount(ages)).tolist():
                 if age:
@@ -197,19 +198,19 @@ class _GroupHistory:
         rows.sources = np.empty(len(rows.rows), np.int32)
         if not self._batches:
             return found
-        wanted = np.flatnonzero(ages <= rows.number - min(self._batches))
+        # Positions of rows that an earlier batch may hold.
+        left = np.flatnonzero(ages <= rows.number - min(self._batches))
         for batch in reversed(self._batches.values()):
-            age = rows.number - batch.number
-            searched = np.flatnonzero(ages[wanted] <= age)
-            if not len(searched):
-                continue
-            is_there, places = batch.find(rows.rows[wanted[searched]])
-            later_pos = wanted[searched[is_there]].astype(np.int32)
-            sources = places[is_there].astype(np.int32)
-            rows.ages[later_pos] = age
-            rows.sources[later_pos] = sources
-            found[batch.number] = later_pos, sources
-            wanted = np.delete(wanted, searched[is_there])
+            if not len(left):
+                break
+            is_there, places = batch.find(rows.rows[left])
+            later_pos = left[is_there].astype(np.int32)
+            if len(later_pos):
+                sources = places[is_there].astype(np.int32)
+                rows.ages[later_pos] = rows.number - batch.number
+                rows.sources[later_pos] = sources
+                found[batch.number] = later_pos, sources
+                left = left[~is_there]
         return found
 
 
@@ -254,8 +255,11 @@ class _Marks:
 
 
 def _joined(pairs: Sequence[_Pair]) -> _Pair:
-    later_pos = np.concatenate([_NONE, *(pair[0] for pair in pairs)])
-    return later_pos, np.concatenate([_NONE, *(pair[1] for pair in pairs)])
+    pairs = [pair for pair in pairs if len(pair[0])]
+    if len(pairs) < 2:
+        return pairs[0] if pairs else _NO_PAIR
+    later_pos, earlier_pos = zip(*pairs, strict=True)
+    return np.concatenate(later_pos), np.concatenate(earlier_pos)
 
 
 def _sort(rows: Rows) -> tuple[Rows, Positions]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 
 from pinfeed.pipeline.recent_rows import RecentRows
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -69,17 +68,23 @@ class SlotFiller:
         """
         batch: HostBatch | None = None
         try:
-            with self._drawing.take(turn):
-                start = self._counters.now()
+            self._drawing.wait_for(turn)
+            start = self._counters.now()
+            try:
                 self._transfer.check_stop()
                 thunk = next(self._thunks, None) if self._thunks is not None else None
+            finally:
+                self._drawing.end()
             if thunk is not None:
                 batch = thunk()
         finally:
             # The turn is taken after an error, too, because the next batch waits for its end.
-            with self._comparing.take(turn):
+            self._comparing.wait_for(turn)
+            try:
                 if batch is not None:
                     self._compare(batch, self.number(turn))
+            finally:
+                self._comparing.end()
         if batch is None:
             return None
         slot.drawn_s = drawn = self._counters.now()
@@ -143,14 +148,13 @@ class _Turns:
         self._next = 0
         self._has_changed = threading.Condition()
 
-    @contextlib.contextmanager
-    def take(self, turn: int) -> Iterator[None]:
-        """Wait for a turn, and end it when the context ends."""
+    def wait_for(self, turn: int) -> None:
+        """Wait until all earlier turns have ended."""
         with self._has_changed:
             self._has_changed.wait_for(lambda: self._next == turn)
-        try:
-            yield
-        finally:
-            with self._has_changed:
-                self._next += 1
-                self._has_changed.notify_all()
+
+    def end(self) -> None:
+        """End the current turn."""
+        with self._has_changed:
+            self._next += 1
+            self._has_changed.notify_all()

@@ -35,6 +35,8 @@ class Gathered:
     """Parts that the device reads itself, with their tensors, and their row indices."""
     is_late: bool = False
     """Whether memory was allocated, or a part adopted, after the slot was reserved."""
+    are_indices_late: bool = False
+    """Whether memory of row indices was allocated after the slot was reserved."""
 
 
 class SlotGather:
@@ -148,7 +150,7 @@ class SlotGather:
             return
         slot.index_needed[g] = nbytes = len(group.rows) * dtype.itemsize
         place, is_reserved = self._indices.place(slot.index_memory, g, nbytes, slot.compute)
-        gathered.is_late |= not is_reserved
+        gathered.are_indices_late |= not is_reserved
         tensor = self._device.tensor(place.buffer, group.rows.shape, dtype)
         out = self._indices.staging(slot.index_staging, g, group.rows.shape, dtype)
         out[...] = group.rows

@@ -462,14 +462,13 @@ class Transfer:
         assert slot.compute is not None
         assert slot.released is not None
         self._read.wait(slot.released)  # kernels may still use what the memory was before
-        if gathered.indices:
-            self._index.wait(slot.released)  # as above, for the memory of row indices
         if gathered.is_late:
             # Memory was allocated since, or parts were adopted, which moves them in this stream.
-            late = slot.compute.record()
-            self._read.wait(late)  # kernels may still use what it was before
-            if gathered.indices:
-                self._index.wait(late)  # as above, for the memory of row indices
+            self._read.wait(slot.compute.record())  # kernels may still use what it was before
+        if gathered.indices:
+            self._index.wait(slot.released)  # as above, for the memory of row indices
+            if gathered.are_indices_late:
+                self._index.wait(slot.compute.record())  # as above, if it was allocated since
 
     def _copy_gathered(self, gathered: Gathered) -> None:
         """Queue the copies of staged parts, and the reads of direct ones (reader)."""

@@ -55,11 +55,5 @@ def corners(stalls: dict[str, tuple[int, ...]]) -> dict[str, Callable[[], Choose
         f"{name} stalls after {moves}, late {'+'.join(late)}": partial(stalling, name, moves, late)
         for name, every in stalls.items()
         for moves in every
-        for late in (
-            (),
-            ("write", "pinfeed-write"),
-            ("pinfeed-scatter",),
-            ("pinfeed-read",),
-            ("index",),
-        )
+        for late in ((), ("write", "pinfeed-write"), ("pinfeed-scatter",), ("pinfeed-read",))
     }

@@ -291,6 +291,8 @@ class Run:
         ]
         # One is as large as the buffer that small parts share.
         made.append(torch.full((2048,), value, device=device))
+        # Others are as large as the row indices.
+        made += [torch.full((n,), value, device=device) for n in most]
         return made + [torch.full((n,), int(value), device=device) for n in most for _ in range(2)]
 
 
