@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Device, Tensor
+from pinfeed.devices.base import Buffer, Device, Tensor
 from pinfeed.pipeline.part_memory import SHARED, PartMemory, Place, shared_nbytes
 from pinfeed.pipeline.slot import Slot
 from pinfeed.pipeline.sources.base import ArrayPart, HostBatch
@@ -29,8 +29,9 @@ class Gathered:
     """Copies of staged parts."""
     indices: list[Copy] = field(default_factory=list)
     """Copies of the row indices that the device needs to read rows itself."""
-    shared: Copy | None = None
-    """The copy of the small parts that share a buffer."""
+    shared_until: tuple[Buffer, int] | None = None
+    """The buffer of small parts, and the end of the last one that was staged; one copy moves them
+    all."""
     direct: list[tuple[list[tuple[HostArray, Tensor]], Tensor | None]] = field(default_factory=list)
     """Parts that the device reads itself, with their tensors, and their row indices."""
     is_late: bool = False
@@ -74,13 +75,12 @@ class SlotGather:
         parts = list(batch.parts)
         if batch.shared is not None and len(batch.shared.positions):
             parts.append(ArrayPart(batch.shared.positions))
-        if n_shared := shared_nbytes(slot.memory):
-            self._parts.staging(slot.staging, SHARED, (n_shared,), _BYTES)
-        group_of = {
-            group.first + i: g
-            for g, group in enumerate(batch.groups)
-            for i in range(len(group.stores))
-        }
+        group_of: dict[int, int] = {}
+        if not self._device.unified:
+            if n_shared := shared_nbytes(slot.memory):
+                self._parts.staging(slot.staging, SHARED, (n_shared,), _BYTES)
+            for g, group in enumerate(batch.groups):
+                group_of |= {group.first + i: g for i in range(len(group.stores))}
         # The parts that the device reads itself, by group of rows; None for parts without one.
         direct: dict[int | None, list[tuple[HostArray, Tensor]]] = {}
         for i, part in enumerate(parts):
@@ -93,10 +93,14 @@ class SlotGather:
                 slot.sources.append(part)
             else:
                 self._read(slot, i, part, place, gathered)
-        for g in range(len(batch.groups)):
+        for g in range(len(batch.groups) if group_of else 0):
             self._add_indices(slot, batch, g, direct.pop(g, []), gathered)
         if None in direct:
             gathered.direct.append((direct[None], None))
+        if gathered.shared_until is not None:
+            buffer, end = gathered.shared_until
+            whole = self._device.tensor(buffer, (end,), _BYTES)
+            gathered.staged.append((slot.staging[SHARED][:end], whole))
         return gathered
 
     def _place(self, slot: Slot, i: int, part: HostArray, gathered: Gathered) -> Place | None:
@@ -121,9 +125,7 @@ class SlotGather:
             end = place.offset + slot.needed[i]
             staged = slot.staging[SHARED]
             out = staged[place.offset : end].view(part.dtype).reshape(part.shape)
-            # One copy takes all parts up to this one.
-            whole = self._device.tensor(place.buffer, (end,), _BYTES)
-            gathered.shared = (staged[:end], whole)
+            gathered.shared_until = place.buffer, end
         else:
             out = self._parts.staging(slot.staging, i, part.shape, part.dtype)
             gathered.staged.append((out, slot.tensors[i]))

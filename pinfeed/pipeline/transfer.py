@@ -190,7 +190,8 @@ class Transfer:
         slot.batch = None
         slot.seen = self.log.completed
         slot.memory = self._parts.reserve(self._batches_per_slot, compute)
-        slot.index_memory = self._indices.reserve(self._batches_per_slot, compute)
+        if self._indices.capacity:
+            slot.index_memory = self._indices.reserve(self._batches_per_slot, compute)
         slot.compute = compute
         slot.released = compute.record(timed=self._timed)
         self._asked = slot.released
@@ -262,7 +263,8 @@ class Transfer:
             self._lent = _TimedWork(slot.number, len(slot.batch.batches), begun)
             self._timeline.settle()
         self._parts.learn(slot.needed, self._batches_per_slot)
-        self._indices.learn(slot.index_needed, self._batches_per_slot)
+        if slot.index_needed:
+            self._indices.learn(slot.index_needed, self._batches_per_slot)
         slot.tensors = []
         slot.batch = None
         self.counters.read_s += slot.read_s
@@ -478,8 +480,6 @@ class Transfer:
         finally:
             if gathered.indices:
                 self._read.wait(self._index.record())  # the row indices may not be there yet
-        if gathered.shared is not None:
-            self.device.copy(*gathered.shared, self._read)
         for source, tensor in gathered.staged:
             self.device.copy(source, tensor, self._read)
         for parts, indices in gathered.direct:
