@@ -100,20 +100,29 @@ class LoopThreads:
 
         It returns, or raises the first error, when all have ended.
         """
-        own = list(calls)
+        own: list[Callable[[], object]] = []
         pending: list[Pending[object]] = []
-        # What cannot be submitted, because the program ends or no thread starts, is done here.
-        with contextlib.suppress(Exception):
-            while len(own) > 1 and _N_SCATTER_HELPERS:
-                if self._scatter_helpers is None:
-                    name = "pinfeed-scatter-helper"
-                    self._scatter_helpers = self._device.worker(name, _N_SCATTER_HELPERS)
-                pending.append(self._scatter_helpers.submit(self._run, own[-1]))
-                del own[-1]
+        for i, call in enumerate(calls):
+            submitted = None
+            if i % (1 + _N_SCATTER_HELPERS):
+                # If the program ends, or no thread starts, the call is made here.
+                with contextlib.suppress(Exception):
+                    submitted = self._helpers().submit(self._run, call)
+            if submitted is None:
+                own.append(call)
+            else:
+                pending.append(submitted)
         pending += [self._inline.submit(call) for call in own]
         errors = [call.exception() for call in pending]
         for error in filter(None, errors):
             raise error
+
+    def _helpers(self) -> Workers:
+        """Return the threads that scatter rows together with the second writer."""
+        if self._scatter_helpers is None:
+            name = "pinfeed-scatter-helper"
+            self._scatter_helpers = self._device.worker(name, _N_SCATTER_HELPERS)
+        return self._scatter_helpers
 
     def join_readers(self) -> None:
         """Wait until the readers have made all calls that were submitted."""
