@@ -109,7 +109,7 @@ def serve(checkout: str) -> None:
     sys.path.remove(checkout)
     assert pinfeed.__file__ is not None
     assert Path(pinfeed.__file__).is_relative_to(checkout)
-    # What the benchmarks print goes to the standard error.
+    # The benchmarks print to the standard error.
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     for line in sys.stdin:

@@ -221,7 +221,7 @@ def _mean_s(steps: Iterator[torch.Tensor], body: Body, cap_s: float) -> float:
 
 @dataclass(frozen=True)
 class Timing:
-    """How the steps of a cell are timed.
+    """The way in which the steps of a cell are timed.
 
     Args:
         device: Name of the device.

@@ -6,7 +6,7 @@ copied over the rows that both hold, the newest value of each row last. Then the
 gather at that moment would have given.
 
 Reader threads find the rows that batches have in common (``recent_rows.py``), ahead of the loop.
-What is left for the training thread does not depend on the number of rows.
+The work that is left for the training thread does not depend on the number of rows.
 """
 
 from __future__ import annotations

@@ -148,7 +148,7 @@ class _GroupHistory:
                 # No batch is left that held a row before the dropped one.
                 continue
             for batch in self._batches.values():
-                # Where the dropped batch held a row, an older one may have held it before.
+                # An older batch may have held a row before the dropped one.
                 passed = np.flatnonzero(batch.ages == batch.number - number)
                 places = batch.sources[passed]
                 ages = dropped.ages[places]

@@ -74,7 +74,7 @@ its values over those rows.
 With a timeline, unless the device's memory is the host's, ``released`` and ``filled`` are timed
 events. Three more events are timed: before the copies of ``fill`` (lane "copy", until ``filled``),
 at the end of ``lend`` (lane "device", until the next ``released``), and before the copies of
-``write_to_stores``. No stream waits for them. Their timestamps are read after they have completed.
+``begin_write``. No stream waits for them. Their timestamps are read after they have completed.
 """
 
 from __future__ import annotations
@@ -327,10 +327,10 @@ class Transfer:
             WriteBackError: If an earlier write failed, because a later one must not overtake it.
         """
         write = pending.write
-        stores = [store for group in pending.groups for store in group.stores]
-        reached = [self.device.reaches(store) for store in stores]
-        overtakes = any(reached) and self._was_staged
-        self._was_staged = not all(reached)
+        # Asked once, because another feeder on the device may change the route meanwhile.
+        reached = [[self.device.reaches(store) for store in g.stores] for g in pending.groups]
+        overtakes = any(map(any, reached)) and self._was_staged
+        self._was_staged = not all(map(all, reached))
         for call in earlier if overtakes else earlier[:-1]:
             call.exception()  # a scatter may still read this staging memory, or be overtaken
         if pending.log.has_failed:
@@ -340,8 +340,10 @@ class Transfer:
         try:
             self._write.wait(write.values.ready)  # the values may not be computed yet
             pending.begun = self._write.record(timed=True) if self._timed else None
-            for group, tensors in zip(pending.groups, write.values.tensors, strict=True):
-                pending.staged += self._copy_to_host(group, tensors, write.number)
+            tensors = write.values.tensors
+            for group, held, are_reached in zip(pending.groups, tensors, reached, strict=True):
+                staging = self._write_staging[write.number % 2]
+                pending.staged += self._copy_to_host(group, held, are_reached, staging)
         except BaseException:
             pending.log.has_failed = True
             raise
@@ -487,9 +489,19 @@ class Transfer:
                 self.check_stop()
 
     def _copy_to_host(
-        self, group: RowGroup, tensors: Sequence[Tensor | None], number: int
+        self,
+        group: RowGroup,
+        tensors: Sequence[Tensor | None],
+        are_reached: Sequence[bool],
+        staging: Staging,
     ) -> list[StagedRows]:
         """Queue copies of a group's values to staging, or to stores that the device writes itself.
+
+        Args:
+            group: Rows to write, and their stores.
+            tensors: Values for each store; None leaves a store unchanged.
+            are_reached: Whether the device writes each store itself.
+            staging: Staging memory of the write-back.
 
         Returns:
             Rows that are to be scattered from staging.
@@ -500,11 +512,10 @@ class Transfer:
         for i, (store, held) in enumerate(zip(group.stores, tensors, strict=False)):
             if held is None:
                 continue
-            if self.device.reaches(store):
+            if are_reached[i]:
                 direct.append((store, held))
                 continue
             shape = (len(group.rows), *store.row_shape)
-            staging = self._write_staging[number % 2]
             out = self._parts.staging(staging, group.first + i, shape, store.dtype)
             self.device.copy(held, out, self._write)
             staged.append(StagedRows(store, group.rows, out))
