@@ -22,7 +22,12 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import human
 
-_PLACES = {"host": "host", "pinned": "host, page-locked", "device": "device"}
+_PLACES = {
+    "host": "host",
+    "pinned": "host, page-locked",
+    "page cache": "page cache",
+    "device": "device",
+}
 
 
 def plan(

@@ -16,7 +16,7 @@ import torch
 
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.host import free_host_bytes
-from pinfeed.memory.mapping import Bytes
+from pinfeed.memory.mapping import Bytes, huge
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import put_rows
 from pinfeed.stores.base import Array, HostArray, Store
@@ -69,7 +69,7 @@ class HostDevice:
     _stream = HostStream()
 
     def __init__(self, *, n_spare: int = 4) -> None:
-        self._pool = BufferPool(n_spare)
+        self._pool = BufferPool(n_spare, huge)
 
     def stream(self, name: str) -> HostStream:
         return self._stream

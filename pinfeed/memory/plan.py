@@ -10,12 +10,13 @@ from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
 from pinfeed.validation.safe_repr import safe_repr
 
-Place = Literal["host", "pinned", "device"]
+Place = Literal["host", "pinned", "page cache", "device"]
 Route = Literal["staged", "direct"]
 
 _PLACE_NAMES: dict[Place, str] = {
     "host": "host",
     "pinned": "host, page-locked",
+    "page cache": "the kernel's page cache",
     "device": "device",
 }
 
@@ -78,6 +79,11 @@ class Plan:
         return self._sum("pinned")
 
     @property
+    def page_cache_bytes(self) -> int:
+        """Rows of files in the kernel's page cache, which is not memory of the process."""
+        return self._sum("page cache")
+
+    @property
     def device_bytes(self) -> int:
         """Memory of a device that has its own."""
         return self._sum("device")
@@ -98,6 +104,9 @@ class Plan:
             f"batches of {size}, {self.depth} ahead, {self.route} route",
             f"host: {host}, of it page-locked: {human(self.pinned_bytes)}",
         ]
+        if self.page_cache_bytes:
+            text = "that the kernel may drop, and that all processes share"
+            lines.append(f"page cache: {human(self.page_cache_bytes)} {text}")
         if self.device_bytes:
             lines.append(f"device: {human(self.device_bytes)}{_of_limit(self.gpu_memory_limit)}")
         lines += [

@@ -15,7 +15,7 @@ from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.readahead import ReadPlan, choose, window_sizes
+from pinfeed.readahead import FreeMemory, ReadPlan, choose, window_sizes
 from pinfeed.rows.orders import Order, is_distinct
 from pinfeed.rows.sampler_batches import largest_batch
 from pinfeed.stores.base import Store, row_nbytes
@@ -68,6 +68,7 @@ def make_plan(
             size, schedule.depth, demand.route, plan_allocations(demand, size, schedule.depth)
         )
         limit = free // 2
+        page_cache = free_host_bytes() if free else 0
     else:
         # Batches that rows gives have their size already, so the usual bound does not apply.
         config = dataclasses.replace(
@@ -76,9 +77,11 @@ def make_plan(
         windows = window_sizes(stores, request.rows)
         plan = _limited_plan(config, demand, free, windows, device)
         limit = config.host_limit(free)
+        page_cache = limit if config.cpu_memory_limit is not None else free_host_bytes()
         _require_room(plan, largest)
     n_ahead = schedule.depth + 1 + schedule.batches_per_slot
-    choice = choose(stores, request.rows, n_ahead * plan.batch_size, limit - plan.host_bytes)
+    left = FreeMemory(limit - plan.host_bytes, page_cache - plan.host_bytes)
+    choice = choose(stores, request.rows, n_ahead * plan.batch_size, left)
     notes = (*[why] * bool(why), *choice.notes, *plan.notes)
     return dataclasses.replace(plan, items=plan.items + choice.items, notes=notes), choice
 

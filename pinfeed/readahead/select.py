@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from pinfeed.memory.demand import window_allocation
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.readahead.base import DISK_SPEED, DirectReads, ReadStrategy, whole_file_hint
 from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
+from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows.orders import Order, PerRank, Sequential
@@ -47,22 +48,37 @@ class ReadPlan:
         return tuple(item for strategy in self.strategies for item in strategy.items)
 
 
-def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: int) -> ReadPlan:
+class FreeMemory(NamedTuple):
+    """Host memory that may be used for rows of files, in bytes."""
+
+    memory: int
+    """Memory of the process."""
+    page_cache: int
+    """Page cache, which belongs to the kernel, and which all processes of a machine share."""
+
+    def without(self, item: Allocation) -> FreeMemory:
+        """Return what is left once an allocation is made."""
+        page_cache = self.page_cache - item.total
+        return FreeMemory(self.memory - item.total * (item.place == "host"), page_cache)
+
+
+def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMemory) -> ReadPlan:
     """Choose a strategy for each store.
 
     Args:
         stores: Stores with the same number of rows.
         order: An order, or any other iterable of row indices.
         n_batch_rows: Rows of all batches that are read at the same time.
-        free: Host memory that may be used for rows of files, in bytes.
+        free: Memory that may be used for rows of files.
     """
     strategies: list[ReadStrategy] = []
     notes: list[str] = []
     for store in stores:
         if isinstance(store, ShardedStore) and store.row_nbytes:
             strategy, reason = _choose_for_file(store, order, n_batch_rows, free)
-            free -= sum(item.total for item in strategy.items)
-            notes.append(f"{store.label}, {human(store.n_rows * store.row_nbytes)}: {reason}")
+            for item in strategy.items:
+                free = free.without(item)
+            notes.append(f"{store.label}, {human(_nbytes(store))}: {reason}")
         elif isinstance(store, ArrayStore):
             strategy = DirectReads(store)
         else:
@@ -84,12 +100,17 @@ def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], 
     )
 
 
-def _choose_for_file(store: AnyShardedStore, order: Any, n_batch_rows: int, free: int) -> Choice:
+def _choose_for_file(
+    store: AnyShardedStore, order: Any, n_batch_rows: int, free: FreeMemory
+) -> Choice:
+    share = _share(store, order)
+    mapped = _map(store, order, share, free.page_cache)
+    if mapped is not None:
+        return mapped, "rows come from the page cache, through a memory map: it fits"
     if _in_sequence(order):
         hint = f"{store.label} is read in sequence, {DISK_SPEED} {whole_file_hint(store)}"
         return DirectReads(store, hint), "read in sequence"
-    share = _share(store, order)
-    if not store.writable and share > 0.5 and copy_allocation(store).total <= free:
+    if not store.writable and share > 0.5 and copy_allocation(store).total <= free.memory:
         # The system may refuse memory that it reports as free.
         with contextlib.suppress(MemoryError):
             return InMemoryCopy(store), (
@@ -98,8 +119,8 @@ def _choose_for_file(store: AnyShardedStore, order: Any, n_batch_rows: int, free
             )
     found = _windows(store, order)
     if found is not None:
-        return _read_windows(store, found, n_batch_rows, free)
-    if _fills_page_cache(store, share):
+        return _read_windows(store, found, n_batch_rows, free.memory)
+    if isinstance(store, MmapStore) and store.keep_cache and _is_read_whole(store, share):
         reason = "rows come from the page cache, which is filled in sequence in the background"
         return PageCacheReadahead(store), reason
     return _read_one_by_one(store)
@@ -119,13 +140,30 @@ def _read_windows(store: AnyShardedStore, windows: Windows, n_batch_rows: int, f
     return PageCacheReadahead(store), reason
 
 
-def _fills_page_cache(store: AnyShardedStore, share: float) -> bool:
+def _map(store: AnyShardedStore, order: Any, share: float, page_cache: int) -> MappedFile | None:
+    """Map the files, if the page cache can hold them, and an epoch is reason to fill it.
+
+    A small share that is read in long runs is not, nor one of large rows.
+    """
+    if not isinstance(store, MmapStore) or _nbytes(store) > page_cache or not store.can_map:
+        return None
+    if share <= 0.5:
+        in_runs = _in_sequence(order) or _windows(store, order) is not None
+        if in_runs or not _is_read_whole(store, share):
+            return None
+    # The system may refuse address space. A file that has changed is an error where it is read.
+    with contextlib.suppress(OSError):
+        return MappedFile(store, in_sequence=_in_sequence(order))
+    return None
+
+
+def _is_read_whole(store: AnyShardedStore, share: float) -> bool:
     """Return whether reading the whole file in sequence is faster than its rows at random."""
-    return (
-        isinstance(store, MmapStore)
-        and store.keep_cache
-        and share * store.n_rows * _SEEK_BYTES >= store.n_rows * store.row_nbytes
-    )
+    return share * _SEEK_BYTES >= store.row_nbytes
+
+
+def _nbytes(store: AnyShardedStore) -> int:
+    return store.n_rows * store.row_nbytes
 
 
 def _read_one_by_one(store: AnyShardedStore) -> Choice:

@@ -106,6 +106,10 @@ class ArrayStore:
             # np.take would copy the whole array to make it contiguous.
             np.copyto(out, self._array[rows])
 
+    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
+        """Copy rows into ``out[positions]``. The caller has checked all arguments."""
+        out[positions] = self._array[rows]
+
     def scatter(self, rows: Rows, values: Array) -> None:
         """Store rows in the array.
 

@@ -1,8 +1,9 @@
 """MmapStore: rows of a file on disk, or of several shards seen as one, never read whole.
 
-It does what a memory map is used for, without one. Rows are read from the page cache straight to
-where they belong: consecutive rows by preadv, scattered rows by native AIO. So nothing of the file
-stays resident in the process, and a file that shrinks is an error.
+``gather`` reads from the page cache straight to where the rows belong: consecutive rows by preadv,
+scattered rows by native AIO. So nothing of the file stays resident in the process, and a file that
+shrinks is an error. A feeder gathers the rows of files that fit the page cache from a memory map
+instead, which is several times as fast.
 """
 
 from __future__ import annotations
@@ -56,13 +57,18 @@ class MmapStore(LocalFileStore):
         keep_cache: Whether the kernel's page cache keeps what was read. False leaves the page cache
             as it was found. None keeps it if the files fit in the memory that is free when reading
             begins.
+        memory_map: Whether a feeder may gather the rows from a memory map. A file that has shrunk
+            is an error before anything is copied. If it shrinks at the very time at which rows are
+            copied from a map, the kernel ends the process (SIGBUS), as with any memory map. Give
+            False for a file that another process may shorten meanwhile, or write anew in place:
+            then it is always an error.
 
     Raises:
         FileMissing: If a file, or every file of a pattern, is missing.
         StoreError: If a file is not a .npy file, is truncated, has no rows, is in Fortran order or
             of a dtype that torch does not have, or if shards do not match.
         ArgumentError: If ``path`` is no path, ``mode`` neither "r" nor "r+", or ``keep_cache``
-            neither True, False nor None.
+            neither True, False nor None, or ``memory_map`` neither True nor False.
         UnknownArgument: If there is no such argument. The message says what to give instead.
 
     Example::
@@ -80,9 +86,11 @@ class MmapStore(LocalFileStore):
         mode: str = "r",
         dtype: npt.DTypeLike | None = None,
         keep_cache: bool | None = None,
+        memory_map: bool = True,
     ) -> None:
         items = None if dtype is None else dtype_of(dtype, "MmapStore")
-        super().__init__([read_header(p, items) for p in local_paths(path)], mode, keep_cache)
+        layouts = [read_header(p, items) for p in local_paths(path)]
+        super().__init__(layouts, mode, keep_cache, memory_map)
 
     @classmethod
     def raw(
@@ -94,6 +102,7 @@ class MmapStore(LocalFileStore):
         offset: int = 0,
         mode: str = "r",
         keep_cache: bool | None = None,
+        memory_map: bool = True,
     ) -> MmapStore:
         """Open a file without a header, or with a header of ``offset`` bytes.
 
@@ -106,6 +115,7 @@ class MmapStore(LocalFileStore):
             offset: Bytes before the first row.
             mode: As for the class.
             keep_cache: As for the class.
+            memory_map: As for the class.
 
         Raises:
             FileMissing: As for the class.
@@ -114,7 +124,7 @@ class MmapStore(LocalFileStore):
         """
         store = cls.__new__(cls)
         layouts = [raw_layout(p, shape, dtype, offset) for p in local_paths(path)]
-        LocalFileStore.__init__(store, layouts, mode, keep_cache)
+        LocalFileStore.__init__(store, layouts, mode, keep_cache, memory_map)
         return store
 
     @classmethod
@@ -125,6 +135,7 @@ class MmapStore(LocalFileStore):
         *,
         mode: str = "r",
         keep_cache: bool | None = None,
+        memory_map: bool = True,
     ) -> MmapStore:
         """Open one tensor of a safetensors file, whose header the safetensors library reads.
 
@@ -133,6 +144,7 @@ class MmapStore(LocalFileStore):
             name: Name of the tensor; its first axis is the rows.
             mode: As for the class.
             keep_cache: As for the class.
+            memory_map: As for the class.
 
         Raises:
             MissingDependency: If the safetensors library is not installed.
@@ -144,7 +156,7 @@ class MmapStore(LocalFileStore):
 
         store = cls.__new__(cls)
         layouts = [tensor_layout(p, name) for p in local_paths(path)]
-        LocalFileStore.__init__(store, layouts, mode, keep_cache)
+        LocalFileStore.__init__(store, layouts, mode, keep_cache, memory_map)
         return store
 
     @classmethod

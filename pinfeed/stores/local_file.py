@@ -17,8 +17,10 @@ from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_scatter
 from pinfeed.stores.disk import linux_aio
 from pinfeed.stores.disk.file_reader import FileReader, inode_of
+from pinfeed.stores.disk.file_system import is_safe_to_map
 from pinfeed.stores.formats.row_layout import RowLayout
-from pinfeed.stores.sharded_file import ShardedStore, as_bytes
+from pinfeed.stores.mapped_file import MappedFileStore
+from pinfeed.stores.sharded_file import MAX_OPEN, ShardedStore, as_bytes
 from pinfeed.validation.arguments import check_flag
 
 # Rows are written in chunks of this size, of which a scatter may make copies.
@@ -33,11 +35,12 @@ class LocalFileStore(ShardedStore[FileReader]):
         mode: ``"r"``, or ``"r+"`` to write rows.
         keep_cache: Whether the page cache keeps what was read; None if the files fit in the memory
             that is free when reading begins.
+        memory_map: Whether rows may be gathered from memory maps of the files.
 
     Raises:
         StoreError: If the shards do not match, or if there are no rows.
-        ArgumentError: If ``mode`` or ``keep_cache`` has another value, or if a file that is open
-            for writing is given twice.
+        ArgumentError: If ``mode``, ``keep_cache`` or ``memory_map`` has another value, or if a file
+            that is open for writing is given twice.
     """
 
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = (
@@ -47,13 +50,24 @@ class LocalFileStore(ShardedStore[FileReader]):
         "_inodes",
     )
 
-    def __init__(self, layouts: Sequence[RowLayout], mode: str, keep_cache: bool | None) -> None:
+    # The pickle of a release before has no such attribute.
+    _memory_map = True
+
+    def __init__(
+        self,
+        layouts: Sequence[RowLayout],
+        mode: str,
+        keep_cache: bool | None,
+        memory_map: bool,
+    ) -> None:
         if mode not in ("r", "r+"):
             raise ArgumentError(f"mode={mode!r}: expected 'r' or 'r+'")
         if keep_cache is not None:
             check_flag(keep_cache, "keep_cache")
+        check_flag(memory_map, "memory_map")
         self._mode = mode
         self._keep_cache = keep_cache
+        self._memory_map = memory_map
         super().__init__(layouts)
         if mode == "r+" and len(set(map(os.path.realpath, self.paths))) < len(self.paths):
             raise ArgumentError(
@@ -84,6 +98,21 @@ class LocalFileStore(ShardedStore[FileReader]):
         return self.n_rows * self.row_nbytes <= free_host_bytes()
 
     @property
+    def can_map(self) -> bool:
+        """Whether rows may be gathered from memory maps of the files.
+
+        A subclass may gather other rows than those of the files.
+        """
+        return (
+            self._memory_map
+            and type(self).gather is ShardedStore.gather
+            and type(self).gather_at is ShardedStore.gather_at
+            and self.keep_cache
+            and len(self._layouts) <= MAX_OPEN
+            and all(map(is_safe_to_map, self.paths))
+        )
+
+    @property
     def version(self) -> object:
         """A value that differs once a file was written or replaced."""
         try:
@@ -92,6 +121,14 @@ class LocalFileStore(ShardedStore[FileReader]):
             # A file that is open can still be read.
             return None
         return [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
+
+    def map_rows(self) -> MappedFileStore:
+        """Return the rows as memory maps show them.
+
+        Raises:
+            OSError: If a file cannot be mapped, has shrunk, or was replaced.
+        """
+        return MappedFileStore(self._layouts, lambda number: self._reader(number).map())
 
     def will_gather(self, start: int, stop: int) -> None:
         """Advise the kernel to read the rows [start, stop) into the page cache."""

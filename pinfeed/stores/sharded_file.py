@@ -20,8 +20,8 @@ from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
 
-# Shards that hold a file descriptor at the same time.
-_MAX_OPEN = 64
+MAX_OPEN = 64
+"""Shards that hold a file descriptor at the same time."""
 
 
 class ShardReader(Protocol):
@@ -46,7 +46,7 @@ R = TypeVar("R", bound=ShardReader)
 class ShardedStore(Generic[R]):
     """Rows of files, each of which is opened when it is needed.
 
-    At most ``_MAX_OPEN`` files are open at the same time. A read-only store can be pickled; the
+    At most ``MAX_OPEN`` files are open at the same time. A read-only store can be pickled; the
     files are opened again where it is unpickled.
 
     Args:
@@ -218,7 +218,7 @@ class ShardedStore(Generic[R]):
                 raise ClosedError(f"{self!r} is closed; open the file again")
             reader = self._open.pop(number, None) or self._open_reader(number)
             self._open[number] = reader
-            if len(self._open) > _MAX_OPEN:
+            if len(self._open) > MAX_OPEN:
                 self._before_evicting(*self._open.popitem(last=False))
             return reader
 

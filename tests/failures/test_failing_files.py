@@ -84,7 +84,7 @@ def test_an_error_of_the_disk(
 ) -> None:
     """The file is open for writing, because rows of a read-only file may be served from memory."""
     with (
-        MmapStore(path, mode="r+") as store,
+        MmapStore(path, mode="r+", memory_map=False) as store,
         Feeder(store, batch_size=SIZE, rows=ORDERS[order], depth=depth) as feeder,
     ):
         want = [x[batch.rows] for batch in feeder.batches()]
@@ -113,7 +113,10 @@ def test_reads_that_are_cut_short_or_interrupted(
     path: Path, x: np.ndarray, order: str, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Disk(monkeypatch, fault, 0)
-    with MmapStore(path) as store, Feeder(store, batch_size=SIZE, rows=ORDERS[order]) as feeder:
+    with (
+        MmapStore(path, memory_map=False) as store,
+        Feeder(store, batch_size=SIZE, rows=ORDERS[order]) as feeder,
+    ):
         for batch in feeder.batches():
             np.testing.assert_array_equal(batch.data.numpy(force=True), x[batch.rows])
 
@@ -235,7 +238,10 @@ def test_a_file_that_is_replaced_while_it_is_streamed(path: Path, x: np.ndarray)
         np.testing.assert_array_equal(next(loop).numpy(force=True), x[:SIZE])
         path.with_name("other.npy").replace(path)
         np.testing.assert_array_equal(torch.cat(list(loop)).numpy(force=True), x[SIZE:])
-    with Feeder(path, batch_size=SIZE) as feeder:
+    with (
+        MmapStore(path, memory_map=False) as store,
+        Feeder(store, batch_size=SIZE) as feeder,
+    ):
         np.save(path.with_name("other.npy"), x[:, :3])
         path.with_name("other.npy").replace(path)
         with pytest.raises(
@@ -267,7 +273,10 @@ def test_a_file_that_becomes_read_only(path: Path, x: np.ndarray) -> None:
     np.testing.assert_array_equal(np.load(path), x + 1)
     path.parent.chmod(0o755)
     euid = os.geteuid()
-    with MmapStore(path, mode="r+") as store, Feeder(store, batch_size=SIZE) as feeder:
+    with (
+        MmapStore(path, mode="r+", memory_map=False) as store,
+        Feeder(store, batch_size=SIZE) as feeder,
+    ):
         os.seteuid(65534) if euid == 0 else None
         try:
             with pytest.raises(PermissionError) as caught:

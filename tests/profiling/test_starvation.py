@@ -22,7 +22,7 @@ from pinfeed.profiling.starvation import (
     explanation,
 )
 from pinfeed.profiling.stats import Totals
-from pinfeed.readahead import choose
+from pinfeed.readahead import FreeMemory, choose
 from pinfeed.testing import favour
 
 
@@ -156,7 +156,7 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     store = MmapStore(tmp_path / "x.npy", keep_cache=False)
 
     def hint(order: Any, free: int) -> str:
-        choice = choose([store], order, 100, free)
+        choice = choose([store], order, 100, FreeMemory(free, free))
         found: str = choice.strategies[0].hint
         for access in choice.strategies:
             access.close()
@@ -172,11 +172,11 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
     assert "read in sequence" in hint(pinfeed.rows.sequential(), 1 << 30)
     assert "page cache" in hint(blocks, 0)
     assert "Windows of x.npy" in hint(blocks, 240_000)
-    own = choose([OfMyOwn()], shuffled, 100, 0).strategies[0].hint
+    own = choose([OfMyOwn()], shuffled, 100, FreeMemory(0, 0)).strategies[0].hint
     assert own.startswith("It is gather() of the OfMyOwn that is waited for")
     assert (
         "rows are in memory"
-        in choose([ArrayStore(np.zeros(3))], shuffled, 100, 0).strategies[0].hint
+        in choose([ArrayStore(np.zeros(3))], shuffled, 100, FreeMemory(0, 0)).strategies[0].hint
     )
     store.close()
     loader = DataLoader(torch.zeros(10), num_workers=1)

@@ -18,11 +18,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
-from pinfeed.readahead import choose, in_memory
+from pinfeed.readahead import FreeMemory, choose, whole_file
 from pinfeed.readahead import page_cache as page_cache_readahead
 from pinfeed.readahead import windows as window_readahead
 from pinfeed.readahead.base import DirectReads, ReadStrategy
 from pinfeed.readahead.in_memory import InMemoryCopy
+from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows import orders
@@ -93,6 +94,7 @@ ORDERS = [
 def strategies(store: MmapStore, order: Order) -> Iterator[ReadStrategy]:
     yield DirectReads(store)
     yield InMemoryCopy(store)
+    yield MappedFile(store, in_sequence=order == rows.sequential())
     yield PageCacheReadahead(store)
     windows = windows_of(order, N, 0)
     if windows is not None:
@@ -108,7 +110,7 @@ def test_every_way_gives_the_rows(
     batch_size: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(in_memory, "_CHUNK_BYTES", KiB(20))
+    monkeypatch.setattr(whole_file, "CHUNK_BYTES", KiB(20))
     monkeypatch.setattr(page_cache_readahead, "_CHUNK_BYTES", KiB(20))
     for strategy in strategies(store, order):
         for epoch, start in ((0, 0), (1, 0), (2, 1)):
@@ -124,7 +126,7 @@ def test_nothing_runs_after_an_epoch_that_is_left(
     store: MmapStore, array: np.ndarray, order: Order, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The fixture nothing_left checks threads; rows that were loaded stay for the next epoch."""
-    monkeypatch.setattr(in_memory, "_CHUNK_BYTES", KiB(4))
+    monkeypatch.setattr(whole_file, "CHUNK_BYTES", KiB(4))
     for strategy in strategies(store, order):
         for epoch in range(3):
             for numbers, values in itertools.islice(
@@ -178,8 +180,8 @@ def test_the_end_of_the_data_lets_the_last_batches_have_their_window(
 def test_rows_that_are_not_there_yet_are_read_one_by_one(
     path: Path, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(in_memory, "_MAX_WAIT_S", 0)
-    monkeypatch.setattr(in_memory, "_CHUNK_BYTES", KiB(64))
+    monkeypatch.setattr(whole_file, "_MAX_WAIT_S", 0)
+    monkeypatch.setattr(whole_file, "CHUNK_BYTES", KiB(64))
     with Slow(path) as store:
         strategy = InMemoryCopy(store)
         numbers = np.array([4999, 0, 17, 17])
@@ -197,7 +199,8 @@ def test_rows_that_are_not_there_yet_are_read_one_by_one(
 def test_a_file_that_was_written_is_brought_in_again(tmp_path: Path, array: np.ndarray) -> None:
     np.save(tmp_path / "x.npy", array)
     with (
-        Feeder(tmp_path / "x.npy", batch_size=1000, shuffle=True) as feeder,
+        MmapStore(tmp_path / "x.npy", memory_map=False) as store,
+        Feeder(store, batch_size=1000, shuffle=True) as feeder,
         MmapStore(tmp_path / "x.npy", mode="r+") as other,
     ):
         assert "brought into memory" in str(feeder.plan)
@@ -286,14 +289,14 @@ def test_a_file_is_read_in_another_way_if_the_system_refuses_memory(tmp_path: Pa
     with MmapStore(tmp_path / "x.npy", keep_cache=True) as store:
         resource.setrlimit(resource.RLIMIT_AS, (taken + nbytes // 2, limits[1]))
         try:
-            choice = choose([store], rows.shuffled(0), 300, 4 * nbytes)
+            choice = choose([store], rows.shuffled(0), 300, FreeMemory(4 * nbytes, 4 * nbytes))
         finally:
             resource.setrlimit(resource.RLIMIT_AS, limits)
     assert [type(strategy) for strategy in choice.strategies] == [PageCacheReadahead]
 
 
 def chosen(store: Any, order: Any, free: int, n_batch_rows: int = 300) -> tuple[type, str]:
-    choice = choose([store], order, n_batch_rows, free)
+    choice = choose([store], order, n_batch_rows, FreeMemory(free, free))
     [strategy], [note] = choice.strategies, choice.notes
     strategy.close()
     assert sum(item.total for item in choice.items) <= max(0, free)
@@ -303,8 +306,8 @@ def chosen(store: Any, order: Any, free: int, n_batch_rows: int = 300) -> tuple[
 def test_the_way_is_chosen_from_size_order_limit_and_share(path: Path) -> None:
     blocks = rows.block_shuffled(0, block_rows=BLOCK, window_blocks=2)
     with (
-        MmapStore(path) as store,
-        MmapStore(path, mode="r+") as written,
+        MmapStore(path, memory_map=False) as store,
+        MmapStore(path, mode="r+", memory_map=False) as written,
         MmapStore(path, keep_cache=False) as passing,
     ):
         assert chosen(store, rows.sequential(), MiB(100)) == (
@@ -334,14 +337,17 @@ def test_the_way_is_chosen_from_size_order_limit_and_share(path: Path) -> None:
 
 
 def test_arrays_need_no_way(array: np.ndarray) -> None:
-    choice = choose([], rows.shuffled(0), 10, 0)
+    choice = choose([], rows.shuffled(0), 10, FreeMemory(0, 0))
     assert (list(choice.strategies), choice.notes, choice.items) == ([], (), ())
     with Feeder(array, batch_size=10, shuffle=True) as feeder:
         assert feeder.plan.notes == ()
 
 
 def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
-    with Feeder(path, batch_size=100, shuffle=True) as feeder:
+    with (
+        MmapStore(path, memory_map=False) as store,
+        Feeder(store, batch_size=100, shuffle=True) as feeder,
+    ):
         assert feeder.plan.notes == (
             (
                 "x.npy, 1.2 MiB: brought into memory while its rows are served: it fits, and an "
@@ -358,12 +364,20 @@ def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
 def test_processes_on_one_machine_share_what_is_free(
     path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each has a part of the memory, and all of the page cache."""
     monkeypatch.setattr("pinfeed.pipeline.planner.free_host_bytes", lambda: MiB(20))
-    with Feeder(path, batch_size=100, shuffle=True) as feeder:
-        assert "brought into memory" in feeder.plan.notes[0]
+
+    def notes(*, memory_map: bool) -> str:
+        with (
+            MmapStore(path, memory_map=memory_map) as store,
+            Feeder(store, batch_size=100, shuffle=True) as feeder,
+        ):
+            return "".join(feeder.plan.notes)
+
+    assert "brought into memory" in notes(memory_map=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    with Feeder(path, batch_size=100, shuffle=True) as feeder:
-        assert "page cache" in feeder.plan.notes[0]
+    assert "filled in sequence" in notes(memory_map=False)
+    assert "memory map" in notes(memory_map=True)
 
 
 def test_windows_are_kept_room_for(path: Path) -> None:

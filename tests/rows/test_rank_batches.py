@@ -21,9 +21,9 @@ from torch.utils.data import SequentialSampler
 
 from pinfeed import Config, Feeder, MiB, MmapStore, Ranks, rows, wrap_readers
 from pinfeed.errors import ArgumentError, BudgetError
-from pinfeed.readahead import choose
+from pinfeed.readahead import FreeMemory, choose
 from pinfeed.readahead.base import DirectReads
-from pinfeed.readahead.page_cache import PageCacheReadahead
+from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.rows import orders
 from pinfeed.rows.orders import Order
 from pinfeed.rows.rank_batches import RankBatches
@@ -254,7 +254,7 @@ def test_a_file_is_resumed_with_more_ranks_and_then_with_fewer(path: Path, split
         for feeder in ours:
             with feeder:
                 assert ("windows" in str(feeder.plan)) == (world_size > 1), (
-                    "a single rank reads the file into memory"
+                    "a single rank maps the file"
                 )
                 assert ("every rank reads every block" in str(feeder.plan)) == (
                     split and world_size > 1
@@ -398,10 +398,11 @@ def test_a_share_of_a_sequence_is_read_in_sequence(path: Path) -> None:
     share = RankShard(rows.sequential(), Ranks(), 1, 3, False, 8)
     row_by_row = rows.per_rank(rows.sequential(), rank=1, world_size=3)
     found = [
-        choose([store], order, 100, MiB(100)).strategies[0] for order in (share.rows(), row_by_row)
+        choose([store], order, 100, FreeMemory(MiB(100), MiB(100))).strategies[0]
+        for order in (share.rows(), row_by_row)
     ]
     store.close()
-    assert [type(access) for access in found] == [DirectReads, PageCacheReadahead]
+    assert [type(access) for access in found] == [DirectReads, MappedFile]
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import numpy.typing as npt
 from pinfeed.errors import FileMissing, ReadError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.disk import linux_aio
+from pinfeed.stores.disk.file_map import FileMap
 from pinfeed.stores.disk.page_cache import PageCache
 from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.threads.call import Call
@@ -160,6 +161,10 @@ class FileReader:
                 unwritten = np.flatnonzero(results != nbytes)
         for i in unwritten.tolist():
             self._write(self._layout.offset + int(rows[i]) * nbytes, values[i].data)
+
+    def map(self) -> FileMap:
+        """Map the file, for gathers from the page cache."""
+        return FileMap(self._fd, self._layout, self._check_size)
 
     def will_read(self, first: int, n_rows: int) -> None:
         """Advise the kernel to read rows into the page cache, because they will be read soon."""

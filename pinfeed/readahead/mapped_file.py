@@ -1,0 +1,44 @@
+"""MappedFile: rows of files are gathered from memory maps, whose pages are loaded ahead."""
+
+from __future__ import annotations
+
+from pinfeed.memory.plan import Allocation
+from pinfeed.readahead.whole_file import WholeFile
+from pinfeed.stores.local_file import LocalFileStore
+from pinfeed.stores.mapped_file import MappedFileStore
+
+
+class MappedFile(WholeFile):
+    """Strategy that gathers the rows of local files from the page cache, without a copy of them.
+
+    Args:
+        store: The rows.
+        in_sequence: Whether consecutive batches have consecutive rows.
+
+    Raises:
+        OSError: If the system has no room for the maps, or a file has changed.
+    """
+
+    _readers_load = False
+    _rows: MappedFileStore
+
+    def __init__(self, store: LocalFileStore, *, in_sequence: bool) -> None:
+        super().__init__(store, in_sequence=in_sequence)
+        nbytes = store.n_rows * store.row_nbytes
+        self.items = (Allocation("rows of a file", "page cache", 1, nbytes),)
+        self._rows = store.map_rows()
+
+    def close(self) -> None:
+        """Unmap the files; a gather that is running keeps its map until it ends."""
+        super().close()
+        self._rows.close()
+
+    def _look(self) -> None:
+        """Find out which chunks the page cache holds; the kernel may have dropped some."""
+        for chunk in range(len(self._is_loaded)):
+            is_cached = self._rows.is_cached(*self._bounds(chunk))
+            if is_cached is not None:
+                self._is_loaded[chunk] = is_cached
+
+    def _load(self, start: int, stop: int) -> None:
+        self._rows.populate(start, stop)

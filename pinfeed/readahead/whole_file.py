@@ -1,0 +1,213 @@
+"""WholeFile: all rows of a file are brought into memory while they are already served."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.memory.plan import Allocation
+from pinfeed.readahead.base import DISK_SPEED, IN_MEMORY_HINT, OpenBatch
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.windows import Windows
+from pinfeed.stores.base import Array, StoreRows
+from pinfeed.stores.sharded_file import AnyShardedStore
+from pinfeed.threads.pool import ThreadPool
+
+logger = logging.getLogger("pinfeed")
+
+# Large enough for the disk to be read in sequence, small enough that the end of a loop need not
+# wait long for the current chunk.
+CHUNK_BYTES = 8 << 20
+# A batch waits for the rest of the file for at most this time, in seconds.
+_MAX_WAIT_S = 2.0
+# Bytes per second, until a first chunk has been measured.
+_ASSUMED_RATE = 1e9
+
+
+class LoadedRows(Protocol):
+    """Rows that are in memory."""
+
+    def gather(self, rows: Rows, out: Array) -> None: ...
+    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None: ...
+
+
+class WholeFile:
+    """Strategy that loads the rows of a file chunk by chunk, and gathers those that are loaded.
+
+    In the first epoch a thread loads the rows in sequence. Rows that are not in memory yet are read
+    one by one, until the load is nearly complete. From then on, readers wait for it instead,
+    because random reads slow it down. In an epoch in sequence or in block-shuffled order, chunks
+    are loaded in the order in which they are needed, and readers wait for them. Subclasses say
+    where the rows are.
+
+    Args:
+        store: The rows.
+        in_sequence: Whether consecutive batches have consecutive rows.
+    """
+
+    items: tuple[Allocation, ...] = ()
+    _readers_load = True
+    """Whether several threads load faster than one."""
+
+    _rows: LoadedRows
+
+    def __init__(self, store: AnyShardedStore, *, in_sequence: bool = False) -> None:
+        self._store = store
+        self.row_shape = store.row_shape
+        self.dtype = store.dtype
+        self._in_sequence = in_sequence
+        self._chunk_rows = max(1, CHUNK_BYTES // max(1, store.row_nbytes))
+        n_chunks = -(-store.n_rows // self._chunk_rows)
+        self._is_loaded = np.zeros(n_chunks, np.bool_)
+        self._complete = False
+        # Guards the chunks that are to be loaded, and the end of loading.
+        self._changed = threading.Condition()
+        self._is_begun = np.zeros(n_chunks, np.bool_)
+        self._chunks_to_load: Iterator[int] = iter(())
+        self._waits = False
+        self._stopping = False
+        self._begun_s = 0.0
+        self._n_loaded = 0
+
+    @contextlib.contextmanager
+    def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
+        self._look()
+        self._complete = bool(self._is_loaded.all())
+        if self._complete:
+            yield self._open_batch
+            return
+        self._is_begun = self._is_loaded.copy()
+        self._chunks_to_load = self._load_order(windows, start, stop)
+        self._waits = self._in_sequence or windows is not None
+        self._stopping = False
+        self._begun_s = time.monotonic()
+        self._n_loaded = 0
+        with ThreadPool(1, "pinfeed-load") as thread:
+            thread.submit(self._load_all)
+            try:
+                yield self._open_batch
+            finally:
+                self._stop()
+
+    def gather(self, rows: Rows, out: npt.NDArray[Any]) -> None:
+        """Copy rows into ``out``, like ``Store.gather``."""
+        if self._complete:
+            self._rows.gather(rows, out)
+            return
+        chunks = rows // self._chunk_rows
+        if self._waits or self._remaining_s() < _MAX_WAIT_S:
+            self._wait_for(chunks)
+        is_loaded = self._is_loaded[chunks]
+        if is_loaded.all():
+            self._rows.gather(rows, out)
+        else:
+            for source, has_rows in ((self._rows, is_loaded), (self._store, ~is_loaded)):
+                positions = np.flatnonzero(has_rows)
+                source.gather_at(rows[positions], out, positions)
+
+    @property
+    def hint(self) -> str:
+        if self._complete:
+            return IN_MEMORY_HINT
+        return (
+            f"{self._store.label} is still being brought into memory, {DISK_SPEED} "
+            "Later epochs run at the speed of memory."
+        )
+
+    def close(self) -> None:
+        """Free the memory; a gather that is running keeps it until it ends."""
+        self._is_loaded[:] = False
+        self._complete = False
+
+    def _look(self) -> None:
+        """Find out which chunks are in memory, before an epoch."""
+
+    def _load(self, start: int, stop: int) -> None:
+        """Bring the rows [start, stop) into memory."""
+        raise NotImplementedError
+
+    def _open_batch(self, position: int, n: int) -> Callable[[Rows], StoreRows]:
+        return functools.partial(StoreRows, self)
+
+    def _remaining_s(self) -> float:
+        """Return the estimated time until all rows are loaded, in seconds."""
+        nbytes = np.count_nonzero(~self._is_loaded) * CHUNK_BYTES
+        elapsed_s = max(1e-9, time.monotonic() - self._begun_s)
+        rate = self._n_loaded * CHUNK_BYTES / elapsed_s if self._n_loaded else _ASSUMED_RATE
+        return float(nbytes / rate)
+
+    def _bounds(self, chunk: int) -> tuple[int, int]:
+        """Return the first row of a chunk, and the row behind its last one."""
+        start = chunk * self._chunk_rows
+        return start, min(start + self._chunk_rows, self._store.n_rows)
+
+    def _load_order(self, windows: Windows | None, start: int, stop: int) -> Iterator[int]:
+        """Yield the chunks in the order in which they are to be loaded; some occur again."""
+        if windows is not None:
+            for number, _ in windows.spans(start, stop):
+                for first, end in windows.runs(number):
+                    yield from range(first // self._chunk_rows, -(-end // self._chunk_rows))
+        yield from range(len(self._is_loaded))
+
+    def _load_all(self) -> None:
+        while self._load_next():
+            pass
+
+    def _load_next(self) -> bool:
+        """Load one chunk, and return True; or return False if none is left."""
+        with self._changed:
+            if self._stopping:
+                return False
+            chunk = next((i for i in self._chunks_to_load if not self._is_begun[i]), None)
+            if chunk is None:
+                return False
+            self._is_begun[chunk] = True
+        try:
+            self._load(*self._bounds(chunk))
+        except Exception as error:
+            # The batch that needs the rows reads them itself, and raises the error in its turn.
+            logger.info(
+                "rows are read one by one: bringing %r into memory ended with %r",
+                self._store,
+                error,
+            )
+            self._stop()
+            return False
+        with self._changed:
+            self._is_loaded[chunk] = True
+            self._n_loaded += 1
+            self._complete = bool(self._is_loaded.all())
+            self._changed.notify_all()
+        return True
+
+    def _wait_for(self, chunks: npt.NDArray[np.int64]) -> None:
+        """Wait until chunks are in memory; the waiting reader helps to load, if that is faster."""
+        while not self._stopping and not self._is_loaded[chunks].all():
+            if self._in_sequence:
+                self._continue_at(int(chunks[0]))
+            if not (self._readers_load and self._load_next()):
+                with self._changed:
+                    self._changed.wait_for(
+                        lambda: self._stopping or bool(self._is_loaded[chunks].all())
+                    )
+
+    def _continue_at(self, chunk: int) -> None:
+        """Load the file from a chunk on, if that is not begun; an epoch may begin anywhere."""
+        with self._changed:
+            if not self._is_begun[chunk]:
+                n_chunks = len(self._is_begun)
+                self._chunks_to_load = itertools.chain(range(chunk, n_chunks), range(chunk))
+
+    def _stop(self) -> None:
+        with self._changed:
+            self._stopping = True
+            self._changed.notify_all()

@@ -1,0 +1,140 @@
+"""FileMap: rows of one open file in a memory map, gathered from the page cache itself."""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import mmap
+import os
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.memory.mapping import PAGE, advise_huge_pages
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import run_of
+from pinfeed.stores.disk.page_cache import can_tell
+from pinfeed.stores.formats.row_layout import RowLayout
+
+Bytes = npt.NDArray[np.uint8]
+
+# MADV_POPULATE_READ of linux/mman.h, which Linux has since 5.14.
+_POPULATE_READ = 22
+# Rows that do not belong next to each other in the output are gathered in pieces of this size,
+# which stay in the processor's cache until they are put in their places.
+_PIECE_BYTES = 256 << 10
+# A page in so many bytes tells whether all of them are cached.
+_SAMPLED_BYTES = 4 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class FileMap:
+    """Rows of one file in a shared memory map; a ``ShardReader``.
+
+    The map has no memory of its own: it shows the page cache, which all processes share, and which
+    sees writes at once. A thread that touches a page behind the end of the file is sent SIGBUS,
+    which ends the process. So each gather looks at the size of the file first; only a file that
+    shrinks while rows are copied, some hundred microseconds for a batch of MiBs, is not noticed.
+
+    Args:
+        fd: Descriptor of the file, which may be closed afterwards.
+        layout: Layout of the rows of the file, at least one.
+        check_size: Raises an error if the file has shrunk.
+    """
+
+    def __init__(self, fd: int, layout: RowLayout, check_size: Callable[[], None]) -> None:
+        self._layout = layout
+        self._check_size = check_size
+        self._can_tell = can_tell(fd)
+        check_size()
+        mapping = mmap.mmap(fd, layout.end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+        # The kernel then reads cold parts of the file in large units and maps them as such, so that
+        # random gathers seldom wait for the page tables.
+        advise_huge_pages(mapping)
+        # The map is unmapped with the last array on it.
+        self._bytes = np.frombuffer(mapping, np.uint8)
+        self._address = self._bytes.ctypes.data
+        rows = self._bytes[layout.offset :]
+        self._rows = rows.reshape(layout.n_rows, layout.row_nbytes)
+
+    def read_run(self, first: int, out: Bytes) -> None:
+        """Copy the rows from ``first`` on into ``out``, shape (n, row_nbytes).
+
+        Raises:
+            ReadError: If the file has shrunk.
+        """
+        self._check_size()
+        np.copyto(out, self._rows[first : first + len(out)])
+
+    def read_all(self, rows: Rows, out: Bytes) -> None:
+        """Copy rows in any order into ``out``, shape (n, row_nbytes).
+
+        Raises:
+            ReadError: If the file has shrunk.
+        """
+        if (run := run_of(rows)) is not None:
+            self.read_run(run.start, out)
+            return
+        self._check_size()
+        # With mode="raise", numpy would gather into a buffer of its own and copy that.
+        np.take(self._rows, rows, axis=0, out=out, mode="clip")
+
+    def read_rows(self, rows: Rows, out: Bytes, positions: Rows) -> None:
+        """Copy rows in any order into ``out[positions]``.
+
+        Args:
+            rows: Row indices in range, shape (m,).
+            out: C-contiguous, shape (n, row_nbytes).
+            positions: Positions in ``out``, shape (m,).
+
+        Raises:
+            ReadError: If the file has shrunk.
+        """
+        if (run := run_of(positions)) is not None:
+            self.read_all(rows, out[run])
+            return
+        self._check_size()
+        step = max(1, _PIECE_BYTES // self._layout.row_nbytes)
+        for i in range(0, len(rows), step):
+            out[positions[i : i + step]] = self._rows[rows[i : i + step]]
+
+    def populate(self, first: int, n_rows: int) -> None:
+        """Bring rows into the page cache, and the page tables of the map up to date.
+
+        Raises:
+            OSError: If the file has shrunk or cannot be read.
+        """
+        begin, nbytes = self._pages(first, n_rows)
+        if not _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), _POPULATE_READ):
+            return
+        number = ctypes.get_errno()
+        if number != errno.EINVAL:
+            raise OSError(number, os.strerror(number), self._layout.path)
+        # The kernel does not know the advice. To read a byte of each page does the same.
+        self._check_size()
+        self._bytes[begin - self._address :][:nbytes:PAGE].max()
+
+    def is_cached(self, first: int, n_rows: int) -> bool | None:
+        """Return whether the page cache holds rows; None if the kernel does not tell.
+
+        It is judged by a page in each 4 MiB, because to look at all pages takes a quarter of the
+        time in which they are gathered.
+        """
+        if not self._can_tell:
+            return None
+        begin, nbytes = self._pages(first, n_rows)
+        page = ctypes.c_ubyte()
+        for address in range(begin, begin + nbytes, _SAMPLED_BYTES):
+            _libc.mincore(ctypes.c_void_p(address), ctypes.c_size_t(PAGE), ctypes.byref(page))
+            if not page.value & 1:
+                return False
+        return True
+
+    def _pages(self, first: int, n_rows: int) -> tuple[int, int]:
+        """Return the address of the first page of rows, and the bytes from there to their end."""
+        nbytes = self._layout.row_nbytes
+        start = self._layout.offset + first * nbytes
+        begin = start // PAGE * PAGE
+        return self._address + begin, start + n_rows * nbytes - begin

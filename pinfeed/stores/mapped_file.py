@@ -1,0 +1,71 @@
+"""MappedFileStore: rows of local files in memory maps, gathered from the page cache itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+import numpy as np
+
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import Array, checked_gather
+from pinfeed.stores.disk.file_map import FileMap
+from pinfeed.stores.formats.row_layout import RowLayout
+from pinfeed.stores.sharded_file import ShardedStore, as_bytes
+
+
+class MappedFileStore(ShardedStore[FileMap]):
+    """Rows of local files, read-only, in a memory map of each file.
+
+    Args:
+        layouts: Layout of the rows of each file.
+        open_map: Returns the map of the file of this number.
+
+    Raises:
+        OSError: If a file cannot be mapped.
+    """
+
+    def __init__(self, layouts: Sequence[RowLayout], open_map: Callable[[int], FileMap]) -> None:
+        self._open_map = open_map
+        super().__init__(layouts)
+        for number, layout in enumerate(layouts):
+            if layout.n_rows:
+                self._reader(number)
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``, like ``Store.gather``.
+
+        Raises:
+            ReadError: If a file has shrunk.
+        """
+        rows = checked_gather(self, rows, out)
+        if len(rows) and len(self._layouts) == 1 and not self._swapped:
+            self._reader(0).read_all(rows, as_bytes(out))
+        else:
+            self.gather_at(rows, out, np.arange(len(rows)))
+
+    def populate(self, start: int, stop: int) -> None:
+        """Bring the rows [start, stop) into the page cache, and the page tables up to date.
+
+        Raises:
+            ReadError: If a file has shrunk or cannot be read.
+        """
+        for file, first, n_rows in self._parts(start, stop):
+            file.populate(first, n_rows)
+
+    def is_cached(self, start: int, stop: int) -> bool | None:
+        """Return whether the page cache holds the rows [start, stop); None if it is not known."""
+        found = [file.is_cached(first, n_rows) for file, first, n_rows in self._parts(start, stop)]
+        return None if None in found else all(found)
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[FileMap, int, int]]:
+        """Yield each file of the rows [start, stop): first row within it, and number of rows."""
+        number = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            end = min(stop, int(self._ends[number]))
+            if start < end:
+                yield self._reader(number), start - int(self._starts[number]), end - start
+            start = end
+            number += 1
+
+    def _open_reader(self, number: int) -> FileMap:
+        return self._open_map(number)
