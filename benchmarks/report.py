@@ -28,18 +28,23 @@ Cells = list[dict[str, Any]]
 def tables(results: dict[str, Any]) -> str:
     """Return all tables in Markdown: rates, shares of time waited, memory, ceilings."""
     cells = results["cells"]
-    parts = (
-        rate_table([cell for cell in cells if not cell["step"]]),
-        waited_table([cell for cell in cells if cell["step"]]),
-        memory_table([cell for cell in cells if not cell["step"]]),
-        ceiling_table(results["ceilings"]),
-    )
-    return "\n\n".join(part for part in parts if part)
+    plain = [cell for cell in cells if not cell["step"]]
+    stepping = [cell for cell in cells if cell["step"]]
+    parts = {
+        "Rates of whole epochs, in GB/s; those of two processes are added:": rate_table(plain),
+        "Where pinfeed is slower than the fastest other:": slower(plain),
+        "Share of the time that a loop with a training step waits, first epoch / later epochs:": (
+            waited_table(stepping)
+        ),
+        "Growth of memory in MiB, own / mapped pages of the file:": memory_table(plain),
+        "Rates without a loader, in GB/s:": ceiling_table(results["ceilings"]),
+    }
+    return "\n\n".join(f"{title}\n\n{part}" for title, part in parts.items() if part)
 
 
 def rate_table(cells: Cells) -> str:
     """Return the rates of pinfeed and of the fastest other in each cell."""
-    heads = ["GB/s", "ceiling"]
+    heads = ["cell", "ceiling"]
     for epoch in ("first", "later"):
         heads += [f"pinfeed, {epoch}", "fastest other", "ratio"]
     heads.append("later / ceiling")
@@ -56,6 +61,21 @@ def rate_table(cells: Cells) -> str:
     return _table(heads, lines)
 
 
+def slower(cells: Cells) -> str:
+    """List the cells in which another contestant is faster than pinfeed, with the ratios."""
+    lines = []
+    for cell in cells:
+        ours = cell["contestants"].get(OURS, {})
+        ratios = {
+            epoch: _ratio(ours.get(epoch), best_other(cell, epoch)[1])
+            for epoch in ("first", "later")
+        }
+        lost = [f"{epoch} {ratio:.2f}" for epoch, ratio in ratios.items() if ratio and ratio < 1]
+        if lost:
+            lines.append(f"- {cell['cell']}: {', '.join(lost)}")
+    return "\n".join(lines)
+
+
 def waited_table(cells: Cells) -> str:
     """Return the share of time that each loop with a step waited, and its GB/s."""
     names = names_in(cells)
@@ -63,7 +83,7 @@ def waited_table(cells: Cells) -> str:
     for cell in cells:
         shown = [_waited(cell["contestants"].get(name)) for name in names]
         lines.append([cell["cell"], _text(cell["ceiling"]), *shown])
-    return _table(["waited, first / later", "ceiling, GB/s", *names], lines)
+    return _table(["cell", "ceiling, GB/s", *names], lines)
 
 
 def memory_table(cells: Cells) -> str:
@@ -73,7 +93,7 @@ def memory_table(cells: Cells) -> str:
     for cell in cells:
         shown = [_memory(cell["contestants"].get(name)) for name in names]
         lines.append([cell["cell"], *shown])
-    return _table(["MiB, own / of the file", *names], lines)
+    return _table(["cell", *names], lines)
 
 
 def ceiling_table(ceilings: dict[str, list[dict[str, Any]]]) -> str:
@@ -85,7 +105,7 @@ def ceiling_table(ceilings: dict[str, list[dict[str, Any]]]) -> str:
         rates = [_text(_median_of(repeats, key)) for key in shown]
         step_s = _median_of(repeats, "step_s") or 0.0
         lines.append([kind, *rates, f"{step_s * 1e3:.1f}"])
-    return _table(["GB/s without a loader", *shown, "step, ms"], lines)
+    return _table(["rows", *shown, "step, ms"], lines)
 
 
 def _median_of(repeats: list[dict[str, Any]], key: str) -> float | None:
