@@ -47,7 +47,7 @@ def rate_table(cells: Cells) -> str:
     heads = ["cell", "ceiling"]
     for epoch in ("first", "later"):
         heads += [f"pinfeed, {epoch}", "fastest other", "ratio"]
-    heads.append("later / ceiling")
+    heads.append("pinfeed / ceiling")
     lines = []
     for cell in cells:
         line = [cell["cell"], _text(cell["ceiling"])]
@@ -179,15 +179,15 @@ def draw(figure: Any, results: dict[str, Any]) -> None:
     _bars(axes[0, 0], warm, lambda found: found["first"], "warm file, first epoch, GB/s")
     _bars(axes[0, 1], warm, lambda found: found["later"], "warm file, later epochs, GB/s")
     _bars(axes[1, 0], cold, lambda found: found["first"], "cold file, GB/s")
-    axes[1, 1].sharey(axes[2, 0])
+    axes[2, 0].sharey(axes[2, 1])
     waited = "share of time that the loop waits beside a step"
-    for axis, epoch in ((axes[1, 1], "first"), (axes[2, 0], "later")):
+    for axis, epoch in ((axes[2, 0], "first"), (axes[2, 1], "later")):
         key = f"waited_{epoch}"
         found = [cell for cell in stepping if epoch == "first" or cell["state"] == "warm"]
         title = f"{waited}, {epoch} epoch{'s' * (epoch == 'later')}"
         _bars(axis, found, lambda found, key=key: found[key], title, ceiling=False)
     of_memory = [cell for cell in warm if cell["kind"] == "4 KiB"]
-    _memory_bars(axes[2, 1], of_memory)
+    _memory_bars(axes[1, 1], of_memory)
     names = names_in(cells)
     import matplotlib as mpl
 
