@@ -40,8 +40,8 @@ _FIRST = 4
 _COPIED_BYTES = 256 << 20
 # Memory to touch before each contestant, in sizes of the files: for a copy of them and all batches,
 # and for the page cache if they are not in it.
-_TOUCHED_WARM = 1.5
-_TOUCHED_COLD = 2.5
+_TOUCHED_WARM = 1.25
+_TOUCHED_COLD = 2.0
 _TOUCH_S = 10.0
 
 Epochs = Callable[[int], Iterable[Any]]
