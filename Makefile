@@ -28,7 +28,7 @@ docs: .venv/docs
 # Redraw the pictures of the protocol, of benchmarks/results/, and of loops that run for seconds.
 pictures: .venv/docs
 	$(BIN)/python docs/pictures/protocol.py
-	$(BIN)/python docs/pictures/measured.py
+	$(BIN)/python -m docs.pictures.measured
 	$(BIN)/python docs/pictures/timelines.py
 
 # Build wheel and sdist into dist/, and try them in a clean environment of each installed Python.

@@ -13,6 +13,7 @@ import logging
 import re
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,21 @@ import numpy as np
 import torch
 
 import pinfeed
-from benchmarks.ceilings import Compute
 from benchmarks.peers import CONTESTANTS, Contestant, Epochs, Task, litdata_folder, order_of
 from benchmarks.rowfile import Kind, drop, expected
 from pinfeed.cli.measure.page_cache import cached_share, read_through
+from pinfeed.cli.measure.process_memory import memory_by_kind, touch_memory
+from pinfeed.cli.measure.step import ComputingStep
 
 _CHECKED_BATCHES = 8
 _CHECKED_FEEDER_BATCHES = 300
+_WARM_EPOCHS = 3
+# Memory to touch before a run, in sizes of the file: for a copy of it and all batches, and if it is
+# not in the page cache, for the page cache as well. Touching takes most of the time of a run where
+# the host has taken the memory.
+_TOUCHED_WARM = 1.25
+_TOUCHED_COLD = 2.0
+_MEETING_S = 60.0
 
 
 def check(path: Path, kind: Kind, order: str, name: str) -> None:
@@ -80,6 +89,34 @@ def check_feeder(task: Task) -> None:
             assert torch.equal(batch.data, expected(batch.rows, task.kind.row_shape))
 
 
+@dataclass(frozen=True)
+class Meeting:
+    """A point at which processes that run at the same time wait for each other.
+
+    Attributes:
+        folder: An empty folder that all of them use.
+        rank: Number of this process.
+        n_processes: Number of processes; one does not wait.
+    """
+
+    folder: Path
+    rank: int = 0
+    n_processes: int = 1
+
+    def wait(self, name: str) -> None:
+        """Wait until all processes have called this with the same name.
+
+        Raises:
+            TimeoutError: If one of them does not come.
+        """
+        (self.folder / f"{name}-{self.rank}").touch()
+        deadline = time.perf_counter() + _MEETING_S
+        while len(list(self.folder.glob(f"{name}-*"))) < self.n_processes:
+            if time.perf_counter() > deadline:
+                raise TimeoutError(f"not all of {self.n_processes} processes are here: {name}")
+            time.sleep(1e-3)
+
+
 def run(
     path: Path,
     tiny: Path,
@@ -88,8 +125,9 @@ def run(
     name: str,
     *,
     cold: bool,
-    n_products: int,
+    computes: bool,
     cap_s: float,
+    meeting: Meeting,
 ) -> dict[str, Any]:
     """Time one epoch of a cold file, or three of a warm one.
 
@@ -100,40 +138,46 @@ def run(
         order: Name of the order.
         name: Name of the contestant.
         cold: Whether the file is dropped from the page cache first.
-        n_products: Matrix products of the training step; 0 for no step.
-        cap_s: Seconds after which the run is stopped. Its rate is then that of the rows so far.
+        computes: Whether the loop has a training step.
+        cap_s: Seconds after which the run is stopped. The rate of an epoch is then that of the
+            rows so far.
+        meeting: Meeting with other processes, immediately before the memory is touched and the
+            clock starts.
 
     Returns:
-        ``gb_per_s`` of each epoch, whether the run was ``complete``, and the growth of memory.
+        ``epochs`` with ``gb_per_s`` and the share of time that the loop ``waited``, whether the run
+        was ``complete``, and the growth of memory in bytes.
     """
     contestant = CONTESTANTS[name]
-    task = Task.make(path, kind, order, 1 if cold else 3, cold=cold)
-    step = Compute(n_products) if n_products else lambda: None
+    n_epochs = 1 if cold else _WARM_EPOCHS
+    task = Task.make(path, kind, order, n_epochs, cold=cold, seed=1 + meeting.rank)
+    step = None
+    if computes:
+        torch.set_num_threads(1)
+        step = ComputingStep(kind.n_products)
     warm_up(contestant, tiny, cold=cold)
     files = [path, *sorted(litdata_folder(path).glob("*.bin"))] if name == "litdata" else [path]
-    read_through(files)
-    if cold:
-        # The file is dropped only now. On a virtual machine, the first use of memory that has been
-        # free for some seconds is slow.
-        drop(files)
+    (drop if cold else read_through)(files)
+    meeting.wait("prepared")
+    touch_memory(round(path.stat().st_size * (_TOUCHED_COLD if cold else _TOUCHED_WARM)))
     reset_peak()
-    before = memory()
     cached = _share(files[-1])
+    resident = memory()["VmRSS"]
+    before = memory_by_kind()
     samples: list[dict[str, int]] = []
+    meeting.wait("touched")
     epochs = contestant.epochs(task)
-    rates, complete = timed(epochs, step, cap_s, lambda: samples.append(memory()))
+    timings, complete = timed(epochs, step, cap_s, lambda: samples.append(memory_by_kind()))
     peak = memory()["VmHWM"]
-    growth = {
-        key: max(sample[key] for sample in samples) - before[key]
-        for key in ("RssAnon", "RssFile", "RssShmem")
-    }
     grown = (_share(files[-1]) - cached) * files[-1].stat().st_size
     epochs.close()
+    if not contestant.own_order:
+        compare_sums(task, timings, complete=complete)
     return {
-        "gb_per_s": [n_rows * kind.row_nbytes / seconds / 1e9 for n_rows, seconds in rates],
+        "epochs": [timing.values(kind.row_nbytes) for timing in timings],
         "complete": complete,
-        "peak_growth": peak - before["VmRSS"],
-        "growth": growth,
+        "growth": {key: max(one[key] for one in samples) - before[key] for key in before},
+        "peak_growth": peak - resident,
         "page_cache_growth": round(grown),
         **task.notes,
     }
@@ -157,30 +201,79 @@ def reset_peak() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def timed(
-    epochs: Epochs, step: Callable[[], object], cap_s: float, sample: Callable[[], object]
-) -> tuple[list[tuple[int, float]], bool]:
-    """Return the rows and seconds of each epoch, and whether all epochs were complete.
+@dataclass(frozen=True)
+class EpochTiming:
+    """Time of an epoch by the clock of the loop.
 
-    The first epoch includes the construction of the loader.
+    Attributes:
+        n_rows: Rows that were lent.
+        seconds: Seconds of the epoch. The first one includes the construction of the loader.
+        waited_s: Seconds that the loop waited for batches.
+        total: Sum of the first values of all rows.
     """
-    rates: list[tuple[int, float]] = []
+
+    n_rows: int
+    seconds: float
+    waited_s: float
+    total: float
+
+    def values(self, row_nbytes: int) -> dict[str, float]:
+        """Return the rate in GB/s and the share of time that the loop waited."""
+        return {
+            "gb_per_s": self.n_rows * row_nbytes / self.seconds / 1e9,
+            "waited": self.waited_s / self.seconds,
+        }
+
+
+def timed(
+    epochs: Epochs,
+    step: Callable[[], object] | None,
+    cap_s: float,
+    sample: Callable[[], object],
+) -> tuple[list[EpochTiming], bool]:
+    """Return the timing of each epoch, and whether all epochs were complete.
+
+    The loop adds up a value of every row, so that it uses all rows and can be compared with the
+    file.
+    """
+    timings: list[EpochTiming] = []
     begin = time.perf_counter()
     deadline = begin + cap_s
     for epoch in epochs:
         n_rows = 0
+        waited_s = 0.0
+        total = 0.0
+        asked = begin
         for batch in epoch:
+            waited_s += time.perf_counter() - asked
             n_rows += len(batch)
-            step()
-            if time.perf_counter() > deadline:
+            total += float(batch.view(len(batch), -1)[:, 0].sum(dtype=torch.float64))
+            if step is not None:
+                step()
+            asked = time.perf_counter()
+            if asked > deadline:
                 break
         now = time.perf_counter()
-        rates.append((n_rows, now - begin))
+        timings.append(EpochTiming(n_rows, now - begin, waited_s + now - asked, total))
         sample()
         if now > deadline:
-            return rates, False
+            return timings, False
         begin = time.perf_counter()
-    return rates, True
+    return timings, True
+
+
+def compare_sums(task: Task, timings: list[EpochTiming], *, complete: bool) -> None:
+    """Compare what the loop added up with the rows of the task, in whole epochs.
+
+    Raises:
+        AssertionError: If rows are missing, or are not those of the file.
+    """
+    whole = timings if complete else timings[:-1]
+    for number, (timing, wanted) in enumerate(zip(whole, task.epochs, strict=False)):
+        rows = np.concatenate([np.r_[rows] for rows in wanted])
+        assert (timing.n_rows, timing.total) == (len(rows), float(rows.sum())), (
+            f"epoch {number}: the rows are not those of the file"
+        )
 
 
 def memory() -> dict[str, int]:

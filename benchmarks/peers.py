@@ -26,6 +26,9 @@ Batches = list[Any]
 """Row indices of each batch, shape (batch_size,), or slices."""
 Epochs = Iterator[Iterable[torch.Tensor]]
 
+LIMITED = "pinfeed, half the memory"
+"""Name of pinfeed with a memory limit of half the file's size."""
+
 # LitData's format is written row by row in Python. This size is enough to measure a rate.
 _LITDATA_BYTES = 128 << 20
 _LITDATA_ROWS = 1 << 15
@@ -36,6 +39,7 @@ class Task:
     """The batches that a contestant must yield.
 
     Attributes:
+        seed: Seed of the order; processes that read the same file have different ones.
         notes: Values that a contestant adds to its result.
     """
 
@@ -45,12 +49,16 @@ class Task:
     n_epochs: int
     cold: bool
     epochs: list[Batches]
+    seed: int = 1
     notes: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def make(cls, path: Path, kind: Kind, order: str, n_epochs: int, *, cold: bool) -> Task:
+    def make(
+        cls, path: Path, kind: Kind, order: str, n_epochs: int, *, cold: bool, seed: int = 1
+    ) -> Task:
         n_rows = len(np.load(path, mmap_mode="r"))
-        batches = OrderBatches(order_of(order, kind), n_rows, kind.batch_size, drop_last=True)
+        rows = order_of(order, kind, seed)
+        batches = OrderBatches(rows, n_rows, kind.batch_size, drop_last=True)
         epochs = [
             [indices.rows() for indices in batches.epoch(number)] for number in range(n_epochs)
         ]
@@ -58,16 +66,16 @@ class Task:
             epochs = [
                 [slice(int(rows[0]), int(rows[-1]) + 1) for rows in epoch] for epoch in epochs
             ]
-        return cls(path, kind, order, n_epochs, cold, epochs)
+        return cls(path, kind, order, n_epochs, cold, epochs, seed)
 
 
-def order_of(name: str, kind: Kind) -> Order:
+def order_of(name: str, kind: Kind, seed: int = 1) -> Order:
     if name == "sequential":
         return pinfeed.rows.sequential()
     if name == "shuffled":
-        return pinfeed.rows.shuffled(seed=1)
+        return pinfeed.rows.shuffled(seed)
     return pinfeed.rows.block_shuffled(
-        seed=1, block_rows=max(1, pinfeed.MiB(1) // kind.row_nbytes), window_blocks=16
+        seed, block_rows=max(1, pinfeed.MiB(1) // kind.row_nbytes), window_blocks=16
     )
 
 
@@ -88,11 +96,21 @@ class Reader:
         )
 
 
-def feeder(task: Task) -> Epochs:
-    order = order_of(task.order, task.kind)
-    with pinfeed.Feeder(
-        task.path, batch_size=task.kind.batch_size, rows=order, drop_last=True, device="cpu"
-    ) as made:
+def feeder(task: Task, memory_share: float | None = None) -> Epochs:
+    """Use a Feeder, with all of the memory or with a limit below the size of the file.
+
+    Args:
+        task: The batches.
+        memory_share: Limit of host memory as a share of the file; None sets no limit.
+    """
+    size: dict[str, Any] = {"batch_size": task.kind.batch_size}
+    # The tiny file of the first use is smaller than any plan.
+    if memory_share is not None and task.kind.name != "tiny":
+        limit = int(task.path.stat().st_size * memory_share)
+        config = pinfeed.Config(cpu_memory_limit=limit, preferred_batch_size=task.kind.batch_size)
+        size = {"config": config}
+    order = order_of(task.order, task.kind, task.seed)
+    with pinfeed.Feeder(task.path, rows=order, drop_last=True, device="cpu", **size) as made:
         task.notes["plan_bytes"] = made.plan.host_bytes
         for _ in range(task.n_epochs):
             yield made
@@ -116,42 +134,6 @@ def dataloader(task: Task, n_workers: int) -> Epochs:
     )
     for batches in task.epochs:
         given[:] = batches
-        yield loader
-
-
-class Samples:
-    """A dataset of single rows, as most datasets are."""
-
-    def __init__(self, path: Path) -> None:
-        self.array = np.load(path, mmap_mode="r").view(np.ndarray)
-
-    def __len__(self) -> int:
-        return len(self.array)
-
-    def __getitem__(self, row: int) -> torch.Tensor:
-        return torch.from_numpy(self.array[row].copy())
-
-
-class RowLists:
-    """A batch sampler with lists of row indices."""
-
-    batches: Batches
-
-    def __iter__(self) -> Iterator[list[int]]:
-        for rows in self.batches:
-            yield list(range(rows.start, rows.stop)) if isinstance(rows, slice) else rows.tolist()
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-
-def dataloader_per_sample(task: Task, n_workers: int) -> Epochs:
-    lists = RowLists()
-    loader = torch.utils.data.DataLoader(
-        Samples(task.path), batch_sampler=lists, **_workers(n_workers)
-    )
-    for batches in task.epochs:
-        lists.batches = batches
         yield loader
 
 
@@ -213,9 +195,9 @@ def spdl(task: Task) -> Epochs:
 
 
 def grain(task: Task) -> Epochs:
-    """Use Grain with a batch as the element, one thread, and four batches ahead.
+    """Use Grain with a batch as the element, two threads, and four batches ahead.
 
-    With two or four threads and 16 batches ahead, small rows had half the throughput.
+    Two threads were faster than one for every size of rows.
     """
     import grain as library
 
@@ -230,9 +212,22 @@ def grain(task: Task) -> Epochs:
             return reader[self.batches[number]]
 
     reader = Reader(task.path)
-    options = library.ReadOptions(num_threads=1, prefetch_buffer_size=4)
+    options = library.ReadOptions(num_threads=2, prefetch_buffer_size=4)
     for batches in task.epochs:
         yield library.MapDataset.source(Source(batches)).to_iter_dataset(options)
+
+
+class Samples:
+    """Single rows of a memory map, for LitData's writer."""
+
+    def __init__(self, path: Path) -> None:
+        self.array = np.load(path, mmap_mode="r").view(np.ndarray)
+
+    def __len__(self) -> int:
+        return len(self.array)
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        return torch.from_numpy(self.array[row].copy())
 
 
 def litdata(task: Task) -> Epochs:
@@ -281,17 +276,22 @@ class Contestant:
     Attributes:
         epochs: The function.
         module: A module that it needs.
-        every: Whether it takes part in every cell and repeat. Others, which are known to be slower,
-            are measured once, and without a training step.
+        traits: Traits of cells that it takes part in, besides plain ones: "cold", "step" and
+            "processes".
+        every: Whether it takes part in every repeat. Others, which are known to be slower, are
+            measured once.
         quick: Whether it takes part in ``--quick``.
+        kinds: Names of the kinds of rows that it reads; None for all.
         orders: Orders that it can yield; None for all.
         own_order: Whether it draws its own order when shuffled.
     """
 
     epochs: Callable[[Task], Epochs]
     module: str = "torch"
+    traits: frozenset[str] = frozenset()
     every: bool = False
     quick: bool = False
+    kinds: tuple[str, ...] | None = None
     orders: tuple[str, ...] | None = None
     own_order: bool = False
 
@@ -300,16 +300,24 @@ class Contestant:
         return importlib.util.find_spec(self.module.partition(".")[0]) is not None
 
 
+_COLD = frozenset({"cold"})
+_STEP = frozenset({"cold", "step"})
+_ALL = frozenset({"cold", "step", "processes"})
 CONTESTANTS = {
-    "pinfeed": Contestant(feeder, every=True, quick=True),
-    "loop": Contestant(loop, quick=True),
-    "DataLoader": Contestant(lambda task: dataloader(task, 0), every=True, quick=True),
-    "torchdata.nodes": Contestant(torchdata_nodes, "torchdata.nodes", every=True, quick=True),
-    "grain": Contestant(grain, "grain", every=True, quick=True),
+    "pinfeed": Contestant(feeder, traits=_ALL, every=True, quick=True),
+    LIMITED: Contestant(lambda task: feeder(task, 0.5), traits=_COLD, every=True, kinds=("4 KiB",)),
+    # Where the loop waits for a disk or a step, it is as fast as the DataLoader.
+    "loop": Contestant(loop, every=True, quick=True),
+    "DataLoader": Contestant(
+        lambda task: dataloader(task, 0), traits=_STEP, every=True, quick=True
+    ),
+    "torchdata.nodes": Contestant(
+        torchdata_nodes, "torchdata.nodes", traits=_ALL, every=True, quick=True
+    ),
+    "grain": Contestant(grain, "grain", traits=_ALL, every=True, quick=True),
+    # The next ones read a warm file more slowly than others read a cold one.
     "SPDL": Contestant(spdl, "spdl.pipeline"),
     "DataLoader, 2 workers": Contestant(lambda task: dataloader(task, 2)),
-    "DataLoader per sample": Contestant(lambda task: dataloader_per_sample(task, 0)),
-    "DataLoader per sample, 2 workers": Contestant(lambda task: dataloader_per_sample(task, 2)),
     "litdata": Contestant(
         litdata, "litdata", orders=("sequential", "block-shuffled"), own_order=True
     ),

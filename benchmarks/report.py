@@ -1,160 +1,245 @@
-"""The results of streaming as a table and as a picture."""
+"""The results of streaming as Markdown tables and as a picture."""
 
 from __future__ import annotations
 
 import statistics
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-_COLUMNS = (
-    ("cell", 34),
-    ("ceiling", 8),
-    ("pinfeed", 8),
-    ("to ceiling", 11),
-    ("first", 6),
-    ("  best other", 36),
-    ("GB/s", 6),
-    ("pinfeed x", 10),
-    ("first x", 8),
-    ("x DataLoader", 13),
-    ("memory +MiB", 12),
-    ("plan", 6),
-    ("other +MiB", 11),
-)
+OURS = "pinfeed"
+# Ways to use pinfeed are not compared with each other, and not with the best of the others.
+_LIMITED = "pinfeed, half the memory"
+COLOURS = {
+    OURS: "#c8553d",
+    _LIMITED: "#e3a18f",
+    "loop": "#1b3a57",
+    "DataLoader": "#3d6f9e",
+    "torchdata.nodes": "#6d9fcc",
+    "grain": "#a9c8e6",
+    "SPDL": "#c9c9c9",
+    "DataLoader, 2 workers": "#888888",
+    "litdata": "#555555",
+}
+
+Cells = list[dict[str, Any]]
 
 
-def table(records: list[dict[str, Any]], ceilings: dict[str, list[dict[str, Any]]]) -> str:
-    """Return a table of the cells, and below it the ceilings, as fixed-width text."""
-    lines = [_line([title for title, _ in _COLUMNS]), *(_line(_row(record)) for record in records)]
-    lines += [
-        (
-            "GB/s; of a warm file that of the later epochs, and that of the first. "
-            "x: how many times as fast as the best other pinfeed is."
+def tables(results: dict[str, Any]) -> str:
+    """Return all tables in Markdown: rates, shares of time waited, memory, ceilings."""
+    cells = results["cells"]
+    plain = [cell for cell in cells if not cell["step"]]
+    stepping = [cell for cell in cells if cell["step"]]
+    parts = {
+        "Rates of whole epochs, in GB/s; those of two processes are added:": rate_table(plain),
+        "Where pinfeed is slower than the fastest other:": slower(plain),
+        "Share of the time that a loop with a training step waits, first epoch / later epochs:": (
+            waited_table(stepping)
         ),
-        "first x: the same of first epochs, against the best of those.",
-        (
-            "memory: growth of the peak of resident memory in the process of the loop, "
-            "workers not counted; plan: what feeder.plan announces."
-        ),
-        "",
-        "Ceilings, GB/s:",
-    ]
-    for kind, repeats in ceilings.items():
-        medians = {
-            name: statistics.median(rates[name] for rates in repeats)
-            for name in repeats[0]
-            if not name.startswith("all ")
+        "Growth of memory in MiB, own / mapped pages of the file:": memory_table(plain),
+        "Rates without a loader, in GB/s:": ceiling_table(results["ceilings"]),
+    }
+    return "\n\n".join(f"{title}\n\n{part}" for title, part in parts.items() if part)
+
+
+def rate_table(cells: Cells) -> str:
+    """Return the rates of pinfeed and of the fastest other in each cell."""
+    heads = ["cell", "ceiling"]
+    for epoch in ("first", "later"):
+        heads += [f"pinfeed, {epoch}", "fastest other", "ratio"]
+    heads.append("pinfeed / ceiling")
+    lines = []
+    for cell in cells:
+        line = [cell["cell"], _text(cell["ceiling"])]
+        ours = cell["contestants"].get(OURS, {})
+        for epoch in ("first", "later"):
+            name, rate = best_other(cell, epoch)
+            shown = f"{_text(rate)} ({name})" if name else ""
+            line += [_text(ours.get(epoch)), shown, _text(_ratio(ours.get(epoch), rate))]
+        reached = ours.get("later") or ours.get("first")
+        lines.append([*line, _text(_ratio(reached, cell["ceiling"]))])
+    return _table(heads, lines)
+
+
+def slower(cells: Cells) -> str:
+    """List the cells in which another contestant is faster than pinfeed, with the ratios."""
+    lines = []
+    for cell in cells:
+        ours = cell["contestants"].get(OURS, {})
+        ratios = {
+            epoch: _ratio(ours.get(epoch), best_other(cell, epoch)[1])
+            for epoch in ("first", "later")
         }
-        step_ms = medians.pop("step_s") * 1e3
-        lines.append(
-            f"{kind:6} "
-            + ", ".join(f"{name} {value:.2f}" for name, value in medians.items())
-            + f"; step {step_ms:.1f} ms"
-        )
+        lost = [f"{epoch} {ratio:.2f}" for epoch, ratio in ratios.items() if ratio and ratio < 1]
+        if lost:
+            lines.append(f"- {cell['cell']}: {', '.join(lost)}")
     return "\n".join(lines)
 
 
-def _line(texts: list[str]) -> str:
-    return "".join(
-        f"{text:{'<' if width > 30 else '>'}{width}}"
-        for text, (_, width) in zip(texts, _COLUMNS, strict=True)
-    )
+def waited_table(cells: Cells) -> str:
+    """Return the share of time that each loop with a step waited, and its GB/s."""
+    names = names_in(cells)
+    lines = []
+    for cell in cells:
+        shown = [_waited(cell["contestants"].get(name)) for name in names]
+        lines.append([cell["cell"], _text(cell["ceiling"]), *shown])
+    return _table(["cell", "ceiling, GB/s", *names], lines)
 
 
-def _row(record: dict[str, Any]) -> list[str]:
-    rates = record["rates"]
-    first = record["first"]
-    grown = record["growth_mib"]
-    best = record["best"]
-    ours = rates.get("pinfeed")
-    dataloader = record["dataloader"]
-    other_firsts = [value for name, value in first.items() if name != "pinfeed"]
-    best_first = max(other_firsts, default=None)
-    return [
-        record["cell"],
-        _text(record["ceiling"]),
-        _text(ours),
-        _text(_ratio(ours, record["ceiling"])),
-        _text(first.get("pinfeed")),
-        f"  {best or '-'}",
-        _text(rates.get(best)),
-        _text(_ratio(ours, rates.get(best))),
-        _text(_ratio(first.get("pinfeed"), best_first)),
-        _text(_ratio(ours, dataloader)),
-        _text(grown.get("pinfeed"), 0),
-        _text(record["plan_mib"], 0),
-        _text(grown.get(best), 0),
-    ]
+def memory_table(cells: Cells) -> str:
+    """Return the growth of memory by kind: of its own / mapped pages of files, in MiB."""
+    names = names_in(cells)
+    lines = []
+    for cell in cells:
+        shown = [_memory(cell["contestants"].get(name)) for name in names]
+        lines.append([cell["cell"], *shown])
+    return _table(["cell", *names], lines)
+
+
+def ceiling_table(ceilings: dict[str, list[dict[str, Any]]]) -> str:
+    """Return the medians of the ceilings of each kind of rows, in GB/s."""
+    keys = dict.fromkeys(key for repeats in ceilings.values() for key in repeats[0])
+    shown = [key for key in keys if not key.startswith("all ") and key != "step_s"]
+    lines = []
+    for kind, repeats in ceilings.items():
+        rates = [_text(_median_of(repeats, key)) for key in shown]
+        step_s = _median_of(repeats, "step_s") or 0.0
+        lines.append([kind, *rates, f"{step_s * 1e3:.1f}"])
+    return _table(["rows", *shown, "step, ms"], lines)
+
+
+def _median_of(repeats: list[dict[str, Any]], key: str) -> float | None:
+    return statistics.median(rates[key] for rates in repeats) if key in repeats[0] else None
+
+
+def best_other(cell: dict[str, Any], epoch: str) -> tuple[str, float | None]:
+    """Return the name and rate of the fastest contestant that is not pinfeed."""
+    rates = {
+        name: found[epoch]
+        for name, found in cell["contestants"].items()
+        if not name.startswith(OURS) and found[epoch] is not None
+    }
+    name = max(rates, key=rates.__getitem__, default="")
+    return name, rates.get(name)
+
+
+def names_in(cells: Cells) -> list[str]:
+    """Return the names of the contestants of these cells, in the order of the colours."""
+    found = {name for cell in cells for name in cell["contestants"]}
+    return [name for name in COLOURS if name in found]
+
+
+def _table(heads: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [heads, ["---"] * len(heads), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows) if len(rows) > 2 else ""
+
+
+def _waited(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    shares = [found[key] for key in ("waited_first", "waited_later") if found[key] is not None]
+    return " / ".join(f"{share:.0%}" for share in shares)
+
+
+def _memory(found: dict[str, Any] | None) -> str:
+    if found is None or "anonymous_mib" not in found:
+        return ""
+    return f"{found['anonymous_mib']:.0f} / {found['file_mib']:.0f}"
 
 
 def _ratio(a: float | None, b: float | None) -> float | None:
     return a / b if a is not None and b else None
 
 
-def _text(value: float | None, digits: int = 2) -> str:
-    return "-" if value is None else f"{value:.{digits}f}"
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"
 
 
-def picture(records: list[dict[str, Any]], path: Path, environment: str) -> None:
-    """Draw the share of the ceiling that each contestant reaches, as bars.
+def save_picture(results: dict[str, Any], path: Path, environment: str) -> None:
+    """Draw the results into a file."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
-    Each kind of rows and state of the page cache has a panel.
-    """
+    figure = Figure(figsize=(14, 12), layout="constrained")
+    FigureCanvasAgg(figure)
+    draw(figure, results)
+    figure.suptitle(environment, fontsize=8)
+    figure.savefig(path, dpi=90)
+
+
+def draw(figure: Any, results: dict[str, Any]) -> None:
+    """Draw first and later epochs beside each other, cold files, time waited, and memory."""
+    cells = results["cells"]
+    plain = [cell for cell in cells if not cell["step"]]
+    warm = [cell for cell in plain if cell["state"] == "warm"]
+    cold = [cell for cell in plain if cell["state"] == "cold"]
+    stepping = [cell for cell in cells if cell["step"]]
+    axes = figure.subplots(3, 2)
+    axes[0, 0].sharey(axes[0, 1])
+    _bars(axes[0, 0], warm, lambda found: found["first"], "warm file, first epoch, GB/s")
+    _bars(axes[0, 1], warm, lambda found: found["later"], "warm file, later epochs, GB/s")
+    _bars(axes[1, 0], cold, lambda found: found["first"], "cold file, GB/s")
+    axes[2, 0].sharey(axes[2, 1])
+    waited = "share of time that the loop waits beside a step"
+    for axis, epoch in ((axes[2, 0], "first"), (axes[2, 1], "later")):
+        key = f"waited_{epoch}"
+        found = [cell for cell in stepping if epoch == "first" or cell["state"] == "warm"]
+        title = f"{waited}, {epoch} epoch{'s' * (epoch == 'later')}"
+        _bars(axis, found, lambda found, key=key: found[key], title, ceiling=False)
+    of_memory = [cell for cell in warm if cell["kind"] == "4 KiB"]
+    _memory_bars(axes[1, 1], of_memory)
+    names = names_in(cells)
     import matplotlib as mpl
 
-    mpl.use("Agg")
-    import matplotlib.pyplot as plt
-
-    panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for record in records:
-        kind, state, _ = record["cell"].split(", ")
-        panels.setdefault((kind, state), []).append(record)
-    kinds, states = (list(dict.fromkeys(key[i] for key in panels)) for i in range(2))
-    names = list(dict.fromkeys(name for record in records for name in record["rates"]))
-    names.sort(key=lambda name: name != "pinfeed")
-    figure, axes = plt.subplots(
-        len(kinds),
-        len(states),
-        figsize=(8 * len(states), 3.4 * len(kinds) + 1),
-        squeeze=False,
-        layout="constrained",
-    )
-    for (i, kind), (j, state) in ((a, b) for a in enumerate(kinds) for b in enumerate(states)):
-        _panel(axes[i][j], f"{kind} rows, {state} file", panels.get((kind, state), []), names)
-    figure.suptitle(
-        f"Streaming a .npy: share of what the machine can do without a loader\n{environment}",
-        fontsize=10,
-    )
-    figure.legend(
-        *axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=5, frameon=False
-    )
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    handles = [mpl.patches.Patch(color=COLOURS[name], label=name) for name in names]
+    handles.append(mpl.lines.Line2D([], [], color="black", label="ceiling"))
+    figure.legend(handles=handles, loc="outside lower center", ncols=5, frameon=False)
 
 
-def _panel(axes: Any, title: str, records: list[dict[str, Any]], names: list[str]) -> None:
-    from matplotlib import colormaps
+def _bars(
+    axis: Any,
+    cells: Cells,
+    value: Callable[[dict[str, Any]], float | None],
+    title: str,
+    *,
+    ceiling: bool = True,
+) -> None:
+    """Draw a group of bars for each cell, and a line at its ceiling."""
+    for place, cell in enumerate(cells):
+        for x, width, name in _places(place, cell):
+            axis.bar(x, value(cell["contestants"][name]) or 0, width, color=COLOURS[name])
+        if ceiling:
+            axis.hlines(cell["ceiling"], place - 0.45, place + 0.45, color="black", linewidth=1.5)
+    _finish(axis, cells, title)
 
-    width = 0.85 / len(names)
-    for k, name in enumerate(names):
-        shares = [record["rates"].get(name, 0) / record["ceiling"] for record in records]
-        color = (
-            "#d1495b"
-            if name == "pinfeed"
-            else colormaps["Blues"](0.95 - 0.75 * (k - 1) / max(1, len(names) - 1))
-        )
-        bars = axes.bar(
-            [i + k * width for i in range(len(records))], shares, width, label=name, color=color
-        )
-        if name == "pinfeed":
-            labels = [f"{record['rates'].get(name, 0):.1f}" for record in records]
-            axes.bar_label(bars, labels, fontsize=8, color=color)
-    groups = [
-        f"{record['cell'].split(', ')[2]}\nceiling {record['ceiling']:.1f} GB/s"
-        for record in records
-    ]
-    axes.set_xticks([i + 0.425 - width / 2 for i in range(len(records))], groups, fontsize=8)
-    axes.axhline(1, color="black", linewidth=0.8)
-    axes.set_title(title, fontsize=10, loc="left")
-    axes.set_ylabel("share of the ceiling")
-    axes.spines[["top", "right"]].set_visible(False)
+
+def _memory_bars(axis: Any, cells: Cells) -> None:
+    """Draw the growth of memory as stacked bars: its own below, mapped pages of files above."""
+    for place, cell in enumerate(cells):
+        for x, width, name in _places(place, cell):
+            found = cell["contestants"][name]
+            bottom = 0.0
+            for key, alpha in (("anonymous_mib", 1.0), ("shared_mib", 0.7), ("file_mib", 0.35)):
+                height = max(0.0, found.get(key, 0.0))
+                axis.bar(x, height, width, bottom, color=COLOURS[name], alpha=alpha)
+                bottom += height
+    _finish(axis, cells, "growth of memory, MiB: own (dark), mapped pages of the file (pale)")
+
+
+def _places(place: int, cell: dict[str, Any]) -> list[tuple[float, float, str]]:
+    """Return the position, the width and the name of each bar of a cell."""
+    names = names_in([cell])
+    width = 0.85 / max(1, len(names))
+    return [(place - 0.425 + (i + 0.5) * width, width, name) for i, name in enumerate(names)]
+
+
+def _finish(axis: Any, cells: Cells, title: str) -> None:
+    labels = []
+    for cell in cells:
+        processes = "\n2 processes" if cell["processes"] > 1 else ""
+        state = f"\n{cell['state']}" if cell["step"] else ""
+        order = cell["order"].replace("block-shuffled", "blocks")
+        labels.append(f"{cell['kind']}\n{order}{state}{processes}")
+    axis.set_xticks(range(len(cells)), labels, fontsize=8)
+    axis.set_title(title, fontsize=10, loc="left")
+    axis.spines[["top", "right"]].set_visible(False)

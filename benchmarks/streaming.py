@@ -1,8 +1,10 @@
 """Batches of a .npy file, read by pinfeed and its peers, compared with ceilings of the machine.
 
 There are three kinds of rows (512 B, 4 KiB, images) and three orders. The file is in the page cache
-or not, and the loop has a training step or not. All contestants yield equal tensors with their own
-memory in equal order, which is checked first. Each run is a process of its own. Repeats alternate
+or not, and the loop has a training step or not, which is the same number of matrix products for
+every loader. All contestants yield equal tensors with their own memory in equal order, which is
+checked first; while they are timed, the loop adds up a value of every row. Each run is a process of
+its own, which touches and frees memory immediately before its clock starts. Repeats alternate
 between all contestants and ceilings, because the speed of machines and disks varies over time. Run
 it from the root of the repository:
 
@@ -12,10 +14,14 @@ it from the root of the repository:
     python -m benchmarks.streaming
     # 3 minutes
     python -m benchmarks.streaming --quick
+    # the tables and the picture anew, from the results
+    python -m benchmarks.streaming --report
 
-"To ceiling" is the share of the best rate without a loader. For a warm file, that is gathering from
-a populated memory map into reused buffers. For a cold file, it is reading in sequence, which reads
-all rows of any order. With a training step, it is no faster than the step.
+First and later epochs are reported apart, because loaders prepare themselves during the first one.
+A cold file has one epoch. The ceiling is the best rate without a loader. For a warm file, that is
+gathering from a populated memory map into reused buffers, with a thread for each core. For a cold
+file, it is reading in sequence, which reads all rows of any order. With a training step, it is no
+faster than the step.
 """
 
 from __future__ import annotations
@@ -27,25 +33,24 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pinfeed
 from benchmarks import ceilings, onerun, peers, report
-from benchmarks.contest import ROOT, Contest, Files, all_cells
+from benchmarks.contest import ROOT, Cell, Contest, Files, all_cells
 from benchmarks.environment import RESULTS, environment, machine, save
 from benchmarks.rowfile import KINDS
 
 QUICK = {
     "512 B, warm, shuffled",
-    "512 B, cold, block-shuffled",
+    "4 KiB, warm, sequential",
     "4 KiB, warm, shuffled",
     "4 KiB, warm, shuffled + step",
-    "4 KiB, cold, sequential",
-    "4 KiB, cold, block-shuffled",
-    "image, warm, sequential",
-    "image, cold, sequential",
+    "4 KiB, warm, shuffled, 2 processes",
+    "4 KiB, cold, shuffled",
+    "image, warm, shuffled",
 }
 
 
@@ -64,52 +69,69 @@ def run_job(job: dict[str, Any]) -> Any:
     kind = KINDS[job.pop("kind")]
     if call == "ceilings":
         return ceilings.measure(files.of(kind), kind, **job)
-    return onerun.run(files.of(kind), files.tiny, kind, **job)
-
-
-def rate(runs: list[dict[str, Any]]) -> float:
-    """Return GB/s of a contestant in a cell.
-
-    It is the median of the epochs after the first one, or the first one of a single epoch.
-    """
-    return statistics.median(
-        statistics.median(run["gb_per_s"][1:] or run["gb_per_s"]) for run in runs
-    )
-
-
-def first_rate(runs: list[dict[str, Any]]) -> float:
-    """Return GB/s of first epochs, the median of the runs."""
-    return statistics.median(run["gb_per_s"][0] for run in runs)
-
-
-def growth(runs: list[dict[str, Any]]) -> float:
-    """Return the growth of the peak of resident memory in MiB, the median of the runs."""
-    return statistics.median(run["peak_growth"] for run in runs) / (1 << 20)
+    meeting = onerun.Meeting(Path(job.pop("meeting")), job.pop("rank"), job.pop("n_processes"))
+    return onerun.run(files.of(kind), files.tiny, kind, meeting=meeting, **job)
 
 
 def summary(contest: Contest) -> list[dict[str, Any]]:
-    """Return a record for each cell."""
-    records = []
-    for cell in contest.cells:
-        runs = contest.runs[str(cell)]
-        ceiling = cell.ceiling(contest.ceilings[cell.kind.name])
-        rates = {name: rate(of_name) for name, of_name in runs.items()}
-        record: dict[str, Any] = {
+    """Return a record for each cell, with the medians of the runs of each contestant."""
+    return [
+        {
             "cell": str(cell),
-            "ceiling": ceiling,
-            "rates": rates,
-            "first": {name: first_rate(of_name) for name, of_name in runs.items()},
+            "kind": cell.kind.name,
+            "state": cell.state,
+            "order": cell.order,
+            "step": cell.computes,
+            "processes": cell.n_processes,
+            "ceiling": cell.ceiling(contest.ceilings[cell.kind.name]),
+            "contestants": {
+                name: medians(runs, cell) for name, runs in contest.runs[str(cell)].items()
+            },
         }
-        others = {name: value for name, value in rates.items() if name != "pinfeed"}
-        record["best"] = max(others, key=others.__getitem__, default=None)
-        loaders = [value for name, value in others.items() if name.startswith("DataLoader")]
-        record["dataloader"] = max(loaders, default=None)
-        record["growth_mib"] = {name: growth(of_name) for name, of_name in runs.items()}
-        record["plan_mib"] = (
-            runs["pinfeed"][0]["plan_bytes"] / (1 << 20) if "pinfeed" in runs else None
-        )
-        records.append(record)
-    return records
+        for cell in contest.cells
+    ]
+
+
+def medians(runs: list[list[dict[str, Any]]], cell: Cell) -> dict[str, Any]:
+    """Return the medians of runs: rates, shares of time waited, and growth of memory.
+
+    The rates and the memory of processes that ran at the same time are added.
+    """
+    found: dict[str, Any] = {"runs": len(runs)}
+    rates = [[_of_epochs(process, "gb_per_s") for process in run] for run in runs]
+    waited = [[_of_epochs(process, "waited") for process in run] for run in runs]
+    for key, which in (("first", 0), ("later", 1)):
+        found[key] = _median([_sum(pair[which] for pair in run) for run in rates])
+        total = _median([_sum(pair[which] for pair in run) for run in waited])
+        found[f"waited_{key}"] = None if total is None else total / cell.n_processes
+    kinds = runs[0][0]["growth"]
+    for kind in kinds:
+        nbytes = [sum(process["growth"][kind] for process in run) for run in runs]
+        found[f"{kind}_mib"] = statistics.median(nbytes) / (1 << 20)
+    for key in ("peak_growth", "plan_bytes"):
+        if key in runs[0][0]:
+            nbytes = [sum(process[key] for process in run) for run in runs]
+            name = key.removesuffix("_growth").removesuffix("_bytes")
+            found[f"{name}_mib"] = statistics.median(nbytes) / (1 << 20)
+    grown = [max(process["page_cache_growth"] for process in run) for run in runs]
+    found["page_cache_mib"] = statistics.median(grown) / (1 << 20)
+    return found
+
+
+def _of_epochs(process: dict[str, Any], key: str) -> tuple[float, float | None]:
+    """Return a value of the first epoch, and the median of later ones if there are any."""
+    values = [epoch[key] for epoch in process["epochs"]]
+    return values[0], statistics.median(values[1:]) if values[1:] else None
+
+
+def _sum(values: Iterable[float | None]) -> float | None:
+    given = list(values)
+    return None if None in given else sum(value for value in given if value is not None)
+
+
+def _median(values: list[float | None]) -> float | None:
+    given = [value for value in values if value is not None]
+    return statistics.median(given) if given else None
 
 
 @contextlib.contextmanager
@@ -148,6 +170,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--dir", type=Path, help="where the files lie meanwhile (default: $TMPDIR, or demo/)"
     )
+    parser.add_argument(
+        "--report",
+        action="store_true",
+        help="measure nothing; write the tables and the picture of the saved results anew",
+    )
     # The benchmark starts its own processes with it.
     parser.add_argument("--one", type=json.loads, help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -159,6 +186,10 @@ def main() -> None:
         print(json.dumps(run_job(arguments.one)), flush=True)
         # A peer may hang or abort when the interpreter ends after an early break.
         os._exit(0)
+    if arguments.report:
+        saved = json.loads((RESULTS / f"streaming-{machine()}.json").read_text())
+        write_report(saved["results"], saved["environment"])
+        return
     print(environment(), flush=True)
     cells = [cell for cell in all_cells() if arguments.only in str(cell)]
     if arguments.quick:
@@ -176,14 +207,22 @@ def main() -> None:
         contest.admit()
         for number in range(arguments.repeats or (1 if arguments.quick else 3)):
             contest.repeat(number)
-    records = summary(contest)
-    print(report.table(records, contest.ceilings))
+    results = {
+        "cells": summary(contest),
+        "ceilings": contest.ceilings,
+        "runs": contest.runs,
+    }
+    print(report.tables(results))
     if not (arguments.quick or arguments.only):
-        results = {"cells": records, "ceilings": contest.ceilings, "runs": contest.runs}
         print(save("streaming", results))
-        picture = RESULTS / f"streaming-{machine()}.png"
-        report.picture(records, picture, environment())
-        print(picture)
+        write_report(results, environment())
+
+
+def write_report(results: dict[str, Any], environment: str) -> None:
+    """Write the tables and the picture beside the JSON file of the results."""
+    path = RESULTS / f"streaming-{machine()}"
+    path.with_suffix(".md").write_text(report.tables(results) + "\n")
+    report.save_picture(results, path.with_suffix(".png"), environment)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""Draw the pictures of the benchmarks, from benchmarks/results/*.json."""
+"""Draw the pictures of the benchmarks, from benchmarks/results/*.json.
+
+Run it from the root of the repository: ``python -m docs.pictures.measured``.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,11 @@ import matplotlib as mpl
 from matplotlib.backends.backend_svg import FigureCanvasSVG
 from matplotlib.figure import Figure
 
+from benchmarks import report
+
 HERE = Path(__file__).parent
 RESULTS = HERE.parent.parent / "benchmarks" / "results"
 MACHINE = "cpu-2-cores"
-CONTESTANTS = {
-    "pinfeed": "#c8553d",
-    "loop": "#1b3a57",
-    "DataLoader": "#3d6f9e",
-    "torchdata.nodes": "#6d9fcc",
-    "grain": "#a9c8e6",
-    "SPDL": "#d6e4f0",
-}
 WAYS = {
     "step alone": "#333333",
     "prefetch": "#c8553d",
@@ -46,53 +43,9 @@ def main() -> None:
 
 
 def streaming(figure: Figure, results: dict[str, Any]) -> None:
-    """Draw the GB/s of each loader by kind of rows; a line shows the machine's ceiling."""
-    cells = [(*cell["cell"].split(", "), cell) for cell in results["cells"]]
-    panels = [
-        (
-            state,
-            [cell for cell in cells if cell[1] == state and ("+ step" in cell[2]) == computes],
-            computes,
-        )
-        for state, computes in (("warm", False), ("cold", False), ("warm", True), ("cold", True))
-    ]
-    axes = figure.subplots(2, 2).flat
-    for axis, (state, found, computes) in zip(axes, panels, strict=True):
-        width = 0.8 / len(CONTESTANTS)
-        for i, (name, colour) in enumerate(CONTESTANTS.items()):
-            rates = [cell["rates"].get(name, 0) for *_, cell in found]
-            axis.bar(
-                [k + i * width - 0.4 + width / 2 for k in range(len(found))],
-                rates,
-                width,
-                color=colour,
-                label=name,
-            )
-        ceilings = [cell["ceiling"] for *_, cell in found]
-        places = range(len(found))
-        axis.hlines(
-            ceilings,
-            [k - 0.45 for k in places],
-            [k + 0.45 for k in places],
-            color="black",
-            linewidth=1.5,
-            label="ceiling",
-        )
-        axis.set_xticks(
-            places, [f"{kind}\n{_short_order(order)}" for kind, _, order, _ in found], fontsize=8
-        )
-        axis.set_title(
-            f"{state} file, {'a step beside' if computes else 'no step'}", fontsize=10, loc="left"
-        )
-        axis.set_ylabel("GB/s")
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.legend(
-        *axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=7, frameon=False
-    )
-
-
-def _short_order(order: str) -> str:
-    return order.removesuffix(" + step").replace("block-shuffled", "blocks")
+    """Draw the GB/s, the time waited and the memory of each loader."""
+    figure.set_size_inches(11, 11)
+    report.draw(figure, results)
 
 
 def rows(figure: Figure, results: dict[str, Any]) -> None:

@@ -155,6 +155,14 @@ def plan(**options: Any) -> Report:
     help="For later epochs of each; the first may take 4 times that.",
 )
 @click.option(
+    "--step-ms",
+    type=click.FloatRange(0),
+    default=2.0,
+    show_default=True,
+    metavar="MS",
+    help="Duration of the training step of the loops whose waits are timed; 0 for none.",
+)
+@click.option(
     "--workers",
     type=counts,
     default="0,2",
@@ -173,7 +181,8 @@ def bench(**options: Any) -> Report:
     """Time a Feeder over these files beside a plain DataLoader.
 
     Both give the same rows in the same order, which is checked first; the DataLoader
-    reads numpy.load(mmap_mode="r"). There is no training step beside them.
+    reads numpy.load(mmap_mode="r"). First and later epochs are timed apart, and then
+    the waits of a loop with a training step, which is the same for all.
     """
     from pinfeed.cli.bench import command
 

@@ -1,6 +1,8 @@
 """``pinfeed bench``: a feeder beside DataLoaders, on equal rows; the page cache."""
 
+import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,11 @@ import pytest
 import torch
 from support.command import X, run, values
 
-from pinfeed import MmapStore, rows
+from pinfeed import MiB, MmapStore, rows
 from pinfeed.cli.bench import trial as trials
 from pinfeed.cli.bench.command import _report
 from pinfeed.cli.bench.dataloader import Rows
+from pinfeed.cli.bench.timing import Rate, Timing
 from pinfeed.cli.measure import page_cache
 from pinfeed.cli.measure.page_cache import cached_share, drop, read_through
 from pinfeed.cli.terminal import options
@@ -29,12 +32,16 @@ def test_bench(quick: list[str]) -> None:
         True,
     )
     assert found["ceilings_gb_per_s"]["copy in memory"] > 0
+    assert found["ceilings_gb_per_s"]["gather from the page cache"] > 0
+    assert found["step_products"] >= 1
     others = [f"DataLoader, {what}, {n} workers" for what in ("batches", "rows") for n in (0, 1)]
     assert [timing["name"] for timing in found["contestants"]] == ["pinfeed", *others]
     for timing in found["contestants"]:
         assert timing["problem"] == ""
         assert timing["first_epoch"]["rows"] <= 500
         assert timing["later_epochs"]["rows_per_s"] > 0
+        assert 0 < timing["beside_step"]["waited"] < 1
+        assert set(timing["memory_bytes"]) == {"anonymous", "file", "shared"}
         assert timing["pinfeed_ratio"] > 0
     assert found["contestants"][0]["pinfeed_ratio"] == 1
 
@@ -73,8 +80,8 @@ def test_bench_cold_in_words(quick: list[str]) -> None:
     for said in (
         "cold: dropped from the page cache",
         "disk, in sequence",
+        "In the first epoch, pinfeed ",
         "DataLoader, rows, 0 workers",
-        "pinfeed ",
     ):
         assert said in " ".join(result.stdout.split())
     assert max(map(len, result.stdout.splitlines())) <= 80
@@ -100,6 +107,58 @@ def test_everybody_has_the_same_rows(block_rows: int | None) -> None:
     assert [timing.equal for timing in timings] == [False]
     report = _report(trial, "shuffled", {"copy in memory": 1.0}, timings)
     assert report.findings == ("pinfeed: its batches are not the rows of the files",)
+
+
+def test_rates_and_shares_are_shown() -> None:
+    """First and later epochs are compared apart, and the memory is shown by kind."""
+    with MmapStore("x.npy") as store:
+        trial = trials.Trial([store], rows.shuffled(1), 32, "cpu", 0.01)
+    rate = functools.partial(Rate, row_nbytes=96, complete=True)
+    memory = {"anonymous": MiB(12), "file": MiB(2048), "shared": 0}
+    timings = [
+        Timing("pinfeed", rate(500, 1.0), rate(500, 0.5), rate(500, 2.0, waited_s=0.5), memory),
+        Timing("slow", rate(500, 2.0), rate(500, 2.0), memory={}),
+        Timing("fast", rate(500, 0.5), rate(500, 0.52), memory={}),
+    ]
+    report = _report(trial, "shuffled", {"gather from the page cache": 0.25}, timings)
+    lines = report.text.splitlines()
+    ours, slow = (
+        [line.split() for line in lines if line.startswith(name)] for name in ("pinfeed ", "slow ")
+    )
+    assert ours == [["pinfeed", "4.8e-05", "9.6e-05", "1.00", "25%", "12", "2,048"]]
+    assert slow == [["slow", "2.4e-05", "2.4e-05", "4.00"]]
+    said = " ".join(report.text.split())
+    assert "In the first epoch, pinfeed has 50% of the rate of the fastest other (fast)." in said
+    assert "In later epochs, pinfeed is about as fast as the fastest other (fast)." in said
+    assert report.values["contestants"][0]["beside_step"]["waited"] == 0.25
+
+
+def test_waits_are_counted_by_the_clock_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(trials.time, "perf_counter", lambda: now[0])
+
+    def work(seconds: float) -> None:
+        now[0] += seconds
+
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(4):
+            work(3)
+            yield torch.zeros(8)
+        work(2)
+
+    with MmapStore("x.npy") as store:
+        trial = trials.Trial([store], rows.shuffled(1), 32, "cpu", 0.01)
+    whole = trial._rate(batches(), 0.0, 100, lambda: work(5))
+    assert whole == Rate(32, 34.0, 96, True, 14.0)
+    assert whole.waited == 14 / 34
+    now[0] = 0.0
+    assert trial._rate(batches(), 0.0, 10, lambda: work(5)) == Rate(16, 16.0, 96, False, 6.0)
+
+
+def test_a_step_is_left_out(quick: list[str]) -> None:
+    found = values("bench", "x.npy", "--step-ms", "0", "--workers", "0", *quick)
+    assert found["step_products"] is None
+    assert found["contestants"][0]["beside_step"] is None
 
 
 def test_a_loader_that_fails_says_why(quick: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

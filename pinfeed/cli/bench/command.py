@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from pinfeed.cli.bench.trial import Timing, Trial
+from pinfeed.cli.bench.timing import Rate, Timing
+from pinfeed.cli.bench.trial import Trial
 from pinfeed.cli.terminal.options import order_of
 from pinfeed.cli.terminal.output import Report, sections, table, wrapped
 from pinfeed.cli.terminal.sources import (
@@ -16,8 +17,15 @@ from pinfeed.cli.terminal.sources import (
     usual_batch,
 )
 from pinfeed.errors import ArgumentError
-from pinfeed.memory.units import human, human_rate
+from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore
+
+_LEGEND = (
+    "1st, later: the first epoch, and later ones; last row: the most that the machine gives "
+    "without a loader. x: how many times as fast pinfeed is. waits: the share of time that a loop "
+    "with a training step waits in later epochs. own, file: growth of the process's own memory, "
+    "and of mapped pages of files, which the kernel may drop."
+)
 
 
 def bench(
@@ -29,14 +37,15 @@ def bench(
     block_rows: int | None,
     seed: int | None,
     seconds: float,
+    step_ms: float,
     workers: Sequence[int],
     warm: bool | None,
     device: str,
 ) -> Report:
     """Time a feeder and DataLoaders over files.
 
-    The first epoch of each is timed for up to ``4 * seconds``, later ones for ``seconds``. The
-    arguments are the options of the command.
+    The first epoch of each is timed for up to ``4 * seconds``, later ones for ``seconds``, and for
+    as long again with a training step. The arguments are the options of the command.
 
     Returns:
         The rates; with a finding if batches are not the rows of the files.
@@ -52,7 +61,7 @@ def bench(
             if not store.row_nbytes:
                 raise ArgumentError(f"{store.paths[0]}: rows of no bytes; there is nothing to time")
         size = batch_size or usual_batch(row_nbytes_of(stores))
-        trial = Trial(stores, order, size, device, seconds)
+        trial = Trial(stores, order, size, device, seconds, step_ms / 1e3)
         trial.prepare(warm)
         ceilings = trial.ceilings()
         timings = list(trial.timings(workers))
@@ -63,7 +72,6 @@ def _report(
     trial: Trial, order_name: str, ceilings: dict[str, float], timings: Sequence[Timing]
 ) -> Report:
     size = trial.batch_size
-    best = min(ceilings.values())
     values = {
         **sources_values(trial.stores),
         "batch_size": size,
@@ -71,25 +79,32 @@ def _report(
         "device": trial.device,
         "warm": trial.warm,
         "page_cache": trial.page_cache,
+        "step_products": trial.step and trial.step.n_products,
         "ceilings_gb_per_s": ceilings,
         "contestants": [_values(timing, timings[0]) for timing in timings],
     }
     batches = f"batches of {size:,} rows ({human(size * trial.row_nbytes)})"
     head = f"{batches}, {order_name}, on {trial.device}"
-    columns = ("rows/s", "1st epoch", "later", "rate", "best", "x")
-    shown = table([_columns(timing, timings[0], best) for timing in timings], columns, "lrrrrr")
+    conditions = [wrapped(text, "  ", "  ") for text in (head, trial.page_cache)]
     failures = [
         f"{timing.name}: {timing.problem}" for timing in timings if timing.problem and timing.equal
     ]
-    reached = ", ".join(f"{what} {human_rate(1e9 * rate)}" for what, rate in ceilings.items())
-    legend = f"x: how many times as fast pinfeed is; best: the share of {reached}"
-    conditions = [wrapped(text, "  ", "  ") for text in (head, trial.page_cache)]
     parts = {
         all_described(trial.stores): "\n".join(conditions),
-        shown: "\n".join(map(wrapped, (legend, *failures))),
+        _table(trial, timings, ceilings): "\n".join(map(wrapped, (_LEGEND, *failures))),
     }
     findings = tuple(f"{timing.name}: {timing.problem}" for timing in timings if not timing.equal)
     return Report(values, f"{sections(parts)}\n\n{wrapped(_verdict(timings))}".rstrip(), findings)
+
+
+def _table(trial: Trial, timings: Sequence[Timing], ceilings: dict[str, float]) -> str:
+    """Show what each contestant reached, and in the last row what the machine can do."""
+    what, best = min(ceilings.items(), key=lambda item: item[1])
+    limit = [what, "", ""]
+    limit[2 if trial.warm else 1] = f"{best:.3g}"
+    columns = ("GB/s; memory in MiB", "1st", "later", "x", "waits", "own", "file")
+    rows = [_columns(timing, timings[0]) for timing in timings]
+    return table([*rows, (*limit, "", "", "", "")], columns, "lrrrrrr")
 
 
 def _values(timing: Timing, ours: Timing) -> dict[str, Any]:
@@ -98,39 +113,56 @@ def _values(timing: Timing, ours: Timing) -> dict[str, Any]:
         "name": timing.name,
         "first_epoch": timing.first and timing.first.values,
         "later_epochs": timing.later and timing.later.values,
+        "beside_step": timing.beside_step and timing.beside_step.values,
+        "memory_bytes": timing.memory,
         "pinfeed_ratio": _ratio(timing, ours),
         "problem": timing.problem,
     }
 
 
-def _columns(timing: Timing, ours: Timing, best: float) -> tuple[str, ...]:
+def _columns(timing: Timing, ours: Timing) -> tuple[str, ...]:
     if timing.rate is None:
-        return timing.name, "failed", "", "", "", ""
-    rates = (f"{rate.rows_per_s:,.0f}" if rate else "" for rate in (timing.first, timing.later))
+        return timing.name, "failed", "", "", "", "", ""
+    rates = [f"{rate.gb_per_s:.3g}" if rate else "" for rate in (timing.first, timing.later)]
     ratio = _ratio(timing, ours)
-    reached = human_rate(1e9 * timing.rate.gb_per_s), f"{timing.rate.gb_per_s / best:.0%}"
-    return timing.name, *rates, *reached, "" if ratio is None else f"{ratio:.2f}"
+    waited = timing.beside_step and f"{timing.beside_step.waited:.0%}"
+    memory = [
+        f"{max(0, timing.memory[kind]) / (1 << 20):,.0f}" if kind in timing.memory else ""
+        for kind in ("anonymous", "file")
+    ]
+    return timing.name, *rates, "" if ratio is None else f"{ratio:.2f}", waited or "", *memory
 
 
 def _ratio(timing: Timing, ours: Timing) -> float | None:
     """Return how many times as fast pinfeed is; None if one of the two was not timed."""
-    if ours.rate is None or timing.rate is None or not timing.rate.rows:
+    return _times_as_fast(ours.rate, timing.rate)
+
+
+def _times_as_fast(ours: Rate | None, other: Rate | None) -> float | None:
+    if ours is None or other is None or not other.rows:
         return None
-    return ours.rate.rows_per_s / timing.rate.rows_per_s
+    return ours.rows_per_s / other.rows_per_s
 
 
 def _verdict(timings: Sequence[Timing]) -> str:
-    """Compare pinfeed with the fastest of the others, in a sentence."""
-    ratios = [(_ratio(timing, timings[0]), timing.name) for timing in timings[1:]]
-    ratio, name = min(((ratio, name) for ratio, name in ratios if ratio), default=(0.0, ""))
-    if not name:
+    """Compare pinfeed with the fastest of the others, in a sentence for each kind of epoch."""
+    ours, *others = timings
+    first = {timing.name: _times_as_fast(ours.first, timing.first) for timing in others}
+    later = {timing.name: _times_as_fast(ours.later, timing.later) for timing in others}
+    sentences = (_comparison("In the first epoch", first), _comparison("In later epochs", later))
+    return " ".join(filter(None, sentences))
+
+
+def _comparison(when: str, ratios: Mapping[str, float | None]) -> str:
+    """Compare pinfeed with the other against which it has the lowest ratio."""
+    known = {name: ratio for name, ratio in ratios.items() if ratio}
+    if not known:
         return ""
+    name = min(known, key=known.__getitem__)
+    ratio = known[name]
     if 0.9 <= ratio <= 1.1:
-        return f"pinfeed is about as fast as the fastest other ({name})."
+        return f"{when}, pinfeed is about as fast as the fastest other ({name})."
     comparison = f"has {ratio:.0%} of the rate of"
     if ratio > 1:
         comparison = f"is {ratio:.1f} times as fast as"
-    return (
-        f"pinfeed {comparison} the fastest other ({name}). "
-        "feeder.stats tells how much of that a training step hides."
-    )
+    return f"{when}, pinfeed {comparison} the fastest other ({name})."

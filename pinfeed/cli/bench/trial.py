@@ -6,19 +6,21 @@ import contextlib
 import functools
 import itertools
 import math
-import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
+from pinfeed.cli.bench.ceilings import disk_rate, raw_gather_rate
 from pinfeed.cli.bench.dataloader import Rows, loader_epochs, parts_of
-from pinfeed.cli.measure.bandwidth import link_rates, memory_rate, sequential_rate
+from pinfeed.cli.bench.timing import Rate, Timing
+from pinfeed.cli.measure.bandwidth import link_rates, memory_rate
 from pinfeed.cli.measure.page_cache import cached_share, drop, read_through
+from pinfeed.cli.measure.process_memory import memory_by_kind, touch_memory
+from pinfeed.cli.measure.step import ComputingStep
 from pinfeed.cli.terminal.output import saying
 from pinfeed.cli.terminal.sources import row_nbytes_of, source_of
 from pinfeed.devices import resolve
@@ -36,59 +38,14 @@ _CHECKED = 4
 # The first epoch may take so many times as long as later ones.
 _FIRST = 4
 _COPIED_BYTES = 256 << 20
+# Memory to touch before each contestant, in sizes of the files: for a copy of them and all batches,
+# and for the page cache if they are not in it.
+_TOUCHED_WARM = 1.25
+_TOUCHED_COLD = 2.0
+_TOUCH_S = 10.0
 
 Epochs = Callable[[int], Iterable[Any]]
 """Returns the batches of an epoch by its number: a tensor each, or one tensor of each source."""
-
-
-@dataclass(frozen=True)
-class Rate:
-    """Rows that were streamed in some time."""
-
-    rows: int
-    seconds: float
-    row_nbytes: int
-    complete: bool
-    """Whether the epoch ended before the time was over."""
-
-    @property
-    def rows_per_s(self) -> float:
-        """Rows per second."""
-        return self.rows / self.seconds
-
-    @property
-    def gb_per_s(self) -> float:
-        """Gigabytes (1e9 bytes) per second."""
-        return self.rows_per_s * self.row_nbytes / 1e9
-
-    @property
-    def values(self) -> dict[str, Any]:
-        """The rate for scripts."""
-        return {**asdict(self), "rows_per_s": self.rows_per_s, "gb_per_s": self.gb_per_s}
-
-
-@dataclass(frozen=True)
-class Timing:
-    """The result of a contestant.
-
-    Attributes:
-        name: Name of the contestant.
-        first: Rate of its first epoch, including the time to start.
-        later: Rate of later epochs; None for cold files, which are warm by then.
-        problem: The reason why it could not be timed; empty if it could.
-        equal: Whether the compared batches are the rows of the files.
-    """
-
-    name: str
-    first: Rate | None = None
-    later: Rate | None = None
-    problem: str = ""
-    equal: bool = True
-
-    @property
-    def rate(self) -> Rate | None:
-        """The rate that counts: that of later epochs if there are any."""
-        return self.later or self.first
 
 
 class Trial:
@@ -99,8 +56,9 @@ class Trial:
         order: The order of the rows.
         batch_size: Rows of a batch.
         device: Device of the batches.
-        seconds: Time for the later epochs of each contestant; the first epoch may take 4 times
-            that.
+        seconds: Time for the later epochs of each contestant, and for those with a step; the first
+            epoch may take 4 times that.
+        step_s: Approximate duration of a training step in seconds; 0 leaves the step out.
     """
 
     def __init__(
@@ -110,6 +68,7 @@ class Trial:
         batch_size: int,
         device: str,
         seconds: float,
+        step_s: float = 0.0,
     ) -> None:
         self.stores = stores
         self.order = order
@@ -120,11 +79,20 @@ class Trial:
         with contextlib.closing(resolve(device, n_spare=0)) as found:
             self.device = found.name
         self.sources = [store.paths for store in stores]
-        # Share of the files that could not be dropped from the page cache; None if the kernel does
-        # not report it.
-        self.left: float | None = 0.0
+        # Largest share of the files that was not in the page cache before a contestant although it
+        # should be, or the other way round; None if the kernel does not report it.
+        self.misplaced: float | None = 0.0
         self.batches = OrderBatches(order, self.n_rows, self.batch_size, False)
         self.warm = True
+        self.step = None
+        if step_s:
+            with _one_thread():
+                self.step = ComputingStep.lasting(step_s, self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows of all sources."""
+        return self.n_rows * self.row_nbytes
 
     @property
     def paths(self) -> list[str]:
@@ -140,14 +108,13 @@ class Trial:
         Raises:
             ArgumentError: If ``warm`` is True and the files do not fit into memory.
         """
-        nbytes = self.n_rows * self.row_nbytes
         free = free_host_bytes()
-        if warm and nbytes > free // 2:
+        if warm and self.nbytes > free // 2:
             raise ArgumentError(
-                f"--warm: the files have {human(nbytes)}; {human(free)} of memory are free, "
+                f"--warm: the files have {human(self.nbytes)}; {human(free)} of memory are free, "
                 "half of which they may take"
             )
-        self.warm = nbytes <= free // 2 if warm is None else warm
+        self.warm = self.nbytes <= free // 2 if warm is None else warm
         if self.warm:
             with saying("reading the files"):
                 self.warm = read_through(self.paths, _WARM_S if warm is None else math.inf)
@@ -156,32 +123,34 @@ class Trial:
     def page_cache(self) -> str:
         """The state of the page cache before each contestant, in words."""
         if self.warm:
-            return "warm: the files were read once before, and fit the page cache"
-        text = (
-            "cold: dropped from the page cache before each contestant, "
-            "and read for one epoch at most"
-        )
-        if self.left is None:
+            text = "warm: in the page cache before each contestant"
+            stray = "were not there: other programs need the memory"
+        else:
+            text = (
+                "cold: dropped from the page cache before each contestant, "
+                "and read for one epoch at most"
+            )
+            stray = "stayed there: they are not on a disk, or in use"
+        if self.misplaced is None:
             text += "; whether they were, the kernel does not tell"
-        elif self.left > 0.01:
-            text += f"; up to {self.left:.0%} stayed there: they are not on a disk, or in use"
+        elif self.misplaced > 0.01:
+            text += f"; up to {self.misplaced:.0%} {stray}"
         return text
 
     def ceilings(self) -> dict[str, float]:
         """Measure the rates, in GB/s without a loader, that bound every contestant."""
         with saying("measuring what the machine does at best"):
+            touch_memory(_COPIED_BYTES)
             found = {"copy in memory": memory_rate()}
-            if not self.warm:
-                found["disk, in sequence"] = max(self._disk_rate(1), self._disk_rate(4))
+            if self.warm:
+                rate = raw_gather_rate(self.paths, self.order, self.batch_size, self.seconds)
+                found["gather from the page cache"] = rate
+            else:
+                found["disk, in sequence"] = disk_rate(self.paths, self.seconds)
             if self.device != "cpu":
                 rates = link_rates(self.device, _COPIED_BYTES)
                 found["link to the GPU"] = rates["to_device_pinned"]
         return found
-
-    def _disk_rate(self, n_threads: int) -> float:
-        self._drop()
-        largest = max(self.paths, key=os.path.getsize)
-        return sequential_rate(largest, n_threads, seconds=self.seconds)
 
     def timings(self, workers: Sequence[int]) -> Iterator[Timing]:
         """Time pinfeed, and a DataLoader for each number of workers and kind of item.
@@ -224,16 +193,24 @@ class Trial:
         """Compare a contestant's first batches; then make it again and time its epochs."""
         if not self._gives_the_rows(make):
             return Timing(name, problem="its batches are not the rows of the files", equal=False)
-        if not self.warm:
-            self._drop()
+        self._settle()
+        before = memory_by_kind()
         begin = time.perf_counter()
         with make() as epochs:
             first = self._rate(epochs(0), begin, _FIRST * self.seconds)
             later = None
+            beside_step = None
             if self.warm:
                 batches = itertools.chain.from_iterable(map(epochs, itertools.count(1)))
                 later = self._rate(batches, time.perf_counter(), self.seconds)
-        return Timing(name, first, later)
+                if self.step is not None:
+                    with _one_thread():
+                        beside_step = self._rate(
+                            batches, time.perf_counter(), self.seconds, self.step
+                        )
+            after = memory_by_kind()
+        memory = {kind: after[kind] - before[kind] for kind in before if kind in after}
+        return Timing(name, first, later, beside_step, memory)
 
     def _gives_the_rows(self, make: Callable[[], AbstractContextManager[Epochs]]) -> bool:
         """Return whether a contestant's first batches are those that numpy reads.
@@ -250,22 +227,57 @@ class Trial:
                         return False
         return True
 
-    def _drop(self) -> None:
-        drop(self.paths)
-        left = cached_share(self.paths)
-        self.left = None if left is None or self.left is None else max(left, self.left)
+    def _settle(self) -> None:
+        """Bring the page cache and the free memory into the same state for each contestant."""
+        if not self.warm:
+            drop(self.paths)
+        elif cached_share(self.paths) != 1:
+            read_through(self.paths, _WARM_S)
+        share = cached_share(self.paths)
+        if share is None or self.misplaced is None:
+            self.misplaced = None
+        else:
+            self.misplaced = max(self.misplaced, 1 - share if self.warm else share)
+        factor = _TOUCHED_WARM if self.warm else _TOUCHED_COLD
+        touch_memory(round(factor * self.nbytes), _TOUCH_S)
 
-    def _rate(self, batches: Iterable[Any], begin: float, seconds: float) -> Rate:
+    def _rate(
+        self,
+        batches: Iterable[Any],
+        begin: float,
+        seconds: float,
+        step: Callable[[], object] | None = None,
+    ) -> Rate:
         n_rows = 0
         complete = True
+        waited_s = 0.0
+        asked = begin
         for batch in batches:
+            waited_s += time.perf_counter() - asked
             n_rows += len(parts_of(batch)[0])
-            if time.perf_counter() - begin > seconds:
+            if step is not None:
+                step()
+            asked = time.perf_counter()
+            if asked - begin > seconds:
                 complete = False
                 break
+        # The end of an epoch is waited for, too.
+        waited_s += time.perf_counter() - asked
         if self.device != "cpu":
             torch.cuda.synchronize(self.device)
-        return Rate(n_rows, time.perf_counter() - begin, self.row_nbytes, complete)
+        taken_s = time.perf_counter() - begin
+        return Rate(n_rows, taken_s, self.row_nbytes, complete, waited_s)
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Let torch compute in one thread, so that the loader has the other cores."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(n_threads)
 
 
 def _is_equal(one: np.ndarray, other: np.ndarray) -> bool:
