@@ -212,28 +212,31 @@ class EpochRunner:
         self._require_open()
         position = self._position
         counters = self._counters
-        starvation = self._starvation
-        position.begin_run()
-        start = position.batch
-        bar = self._bar() if self._progress else None
-        starvation.begin()
+        schedule = choice.schedule
+        is_asynchronous = not self._transfer.device.unified
+        counters.enter(schedule.depth, schedule.n_readers, asynchronous=is_asynchronous)
+        bar = None
         try:
+            position.begin_run()
+            start = position.batch
+            bar = self._bar() if self._progress else None
+            self._starvation.begin()
             # No name holds the inner generator, so it has ended when an except clause runs.
             for lent_batch in self._lend(choice):
-                position.batch = lent_batch.number + 1
-                position.checksum = lent_batch.checksum
-                if counters.batches >= starvation.look_at and not choice.excuses_waiting:
-                    starvation.look()
-                if bar is not None:
-                    bar.update()
-                yield lend(lent_batch)
+                self._follow(lent_batch, choice, bar)
+                # No name holds the value while the loop has it.
+                value = [lend(lent_batch)]
+                counters.lend()
+                yield value.pop()
+                counters.ask()
         except GeneratorExit:
             self._log_failure()
             raise
         finally:
-            starvation.end()
+            self._starvation.end()
             if bar is not None:
                 bar.close()
+            counters.leave()
             position.end_run()
         is_empty = position.batch == start
         position.complete_epoch()
@@ -253,6 +256,16 @@ class EpochRunner:
             choice.schedule.batches_per_slot,
         )
         return self._prefetcher.lend(thunks)
+
+    def _follow(self, lent_batch: LentBatch, choice: DepthChoice, bar: Any) -> None:
+        """Note the position of a batch that is about to be lent, and draw the progress bar."""
+        self._position.batch = lent_batch.number + 1
+        self._position.checksum = lent_batch.checksum
+        starvation = self._starvation
+        if self._counters.batches >= starvation.look_at and not choice.excuses_waiting:
+            starvation.look()
+        if bar is not None:
+            bar.update()
 
     def _log_failure(self) -> None:
         """Log the error of a write-back, because the loop was left and does not raise it."""
