@@ -1,5 +1,6 @@
 """The time of a loop: what is waiting for data, what is overhead, and what the loop computes."""
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from support.simulated_loops import Clock, Slow, simulated
 
 from pinfeed import Feeder
 from pinfeed.devices.cpu import HostDevice
+from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.testing import favour
 from pinfeed.threads.call import Call
@@ -19,6 +21,7 @@ READ_S = 1.0
 ALLOCATE_S = 0.5
 HAND_OVER_S = 0.125
 STEP_S = 4.0
+FREE_S = 0.0625
 JOIN_S = 8.0
 
 
@@ -58,6 +61,18 @@ class SteppedCall:
     def result(self) -> Any:
         self._workers.work(self._call)
         return self._call.result()
+
+
+class SlowPool(BufferPool):
+    """A pool to which the return of memory takes time."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__(4)
+        self._clock = clock
+
+    def _give(self, memory: Any) -> None:
+        self._clock.pass_s(FREE_S)
+        super()._give(memory)
 
 
 class SteppedDevice(HostDevice):
@@ -154,6 +169,23 @@ def test_a_timeline_divides_time_as_the_statistics_do(depth: int | None) -> None
     end_s = loop.clock.s - max(span.end_s for span in loop.feeder.timeline.spans)
     assert spent["compute"] == stats.compute_s
     assert spent["wait"] + spent["lend"] + end_s == stats.starved_s
+    loop.feeder.close()
+
+
+def test_a_loop_that_drops_its_batches_frees_them_in_requests() -> None:
+    """At no time do more batches exist than without the one that is kept."""
+    loop = Loop(2)
+    loop.device._pool = SlowPool(loop.clock)
+    alive: list[weakref.ref[Any]] = []
+    for batch in loop.batches():
+        alive.append(weakref.ref(batch))
+        assert sum(one() is not None for one in alive) == min(2, len(alive))
+        loop.step(reads=True)
+    stats = loop.feeder.stats
+    # All batches but the last one, and the memory that three slots had for no batch.
+    freeing_s = (N - 1 + 3) * FREE_S
+    assert stats.starved_s == loop.waited_s == 3.0 + 0.125 + 5 * 0.625 + freeing_s + JOIN_S
+    assert stats.compute_s == N * STEP_S
     loop.feeder.close()
 
 
