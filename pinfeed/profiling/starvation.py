@@ -28,8 +28,7 @@ _HINTS: dict[Bottleneck, str] = {
     "leaves less to write.",
     "overhead": "Larger batches need less of this work for each row, and depth=0 needs no threads, "
     "which compete with the training step for the cores.",
-    "unevenness": "A higher depth has more batches ready when one comes late; small batches had "
-    "better be larger.",
+    "unevenness": "A higher depth has more batches ready when one is late.",
     "start": "Longer loops have fewer beginnings: more batches in an epoch, or several epochs in "
     "one loop.",
     "depth": "depth=2 reads two batches ahead, with the same results.",
