@@ -212,28 +212,32 @@ class EpochRunner:
         self._require_open()
         position = self._position
         counters = self._counters
-        starvation = self._starvation
-        position.begin_run()
-        start = position.batch
-        bar = self._bar() if self._progress else None
-        starvation.begin()
+        schedule = choice.schedule
+        is_unified = self._transfer.device.unified
+        counters.enter(schedule.depth, schedule.n_readers, asynchronous=not is_unified)
+        # On the CPU, a batch is kept until the loop asks for the second one after it. If the loop
+        # freed it on getting the next one, torch would release the interpreter's lock to readers
+        # that have just been woken, and the loop would wait for them.
+        kept: list[T] = []
+        bar = None
         try:
+            start = position.begin_run()
+            bar = self._begin_watching()
             # No name holds the inner generator, so it has ended when an except clause runs.
             for lent_batch in self._lend(choice):
-                position.batch = lent_batch.number + 1
-                position.checksum = lent_batch.checksum
-                if counters.batches >= starvation.look_at and not choice.excuses_waiting:
-                    starvation.look()
-                if bar is not None:
-                    bar.update()
-                yield lend(lent_batch)
+                self._follow(lent_batch, choice, bar)
+                kept.append(lend(lent_batch))
+                counters.lend()
+                yield kept[-1] if is_unified else kept.pop()
+                counters.ask()
+                del kept[:-1]
         except GeneratorExit:
             self._log_failure()
             raise
         finally:
-            starvation.end()
-            if bar is not None:
-                bar.close()
+            # An error's traceback keeps this frame.
+            kept.clear()
+            self._end_watching(bar)
             position.end_run()
         is_empty = position.batch == start
         position.complete_epoch()
@@ -253,6 +257,29 @@ class EpochRunner:
             choice.schedule.batches_per_slot,
         )
         return self._prefetcher.lend(thunks)
+
+    def _begin_watching(self) -> Any:
+        """Return the progress bar, if there is one, and begin to look for starvation."""
+        bar = self._bar() if self._progress else None
+        self._starvation.begin()
+        return bar
+
+    def _follow(self, lent_batch: LentBatch, choice: DepthChoice, bar: Any) -> None:
+        """Note the position of a batch that is about to be lent, and draw the progress bar."""
+        self._position.batch = lent_batch.number + 1
+        self._position.checksum = lent_batch.checksum
+        starvation = self._starvation
+        if self._counters.batches >= starvation.look_at and not choice.excuses_waiting:
+            starvation.look()
+        if bar is not None:
+            bar.update()
+
+    def _end_watching(self, bar: Any) -> None:
+        """Close the progress bar and judge the run, whatever has ended it."""
+        self._starvation.end()
+        if bar is not None:
+            bar.close()
+        self._counters.leave()
 
     def _log_failure(self) -> None:
         """Log the error of a write-back, because the loop was left and does not raise it."""

@@ -71,11 +71,6 @@ class LentBatch:
         """Note that the loop has asked for the next batch, or has ended."""
         self._is_over = True
 
-    @property
-    def is_over(self) -> bool:
-        """Whether the loop has asked for the next batch, or has ended."""
-        return self._is_over
-
     def require_writable(self) -> None:
         """Check that the batch can be written back now.
 

@@ -163,6 +163,9 @@ class LoopThreads:
         Raises:
             ClosedError: If the process is a fork, or another thread has closed the feeder.
         """
+        # This is called for every batch, so the usual answer takes one comparison of each.
+        if not self.has_ended and self._pid == os.getpid():
+            return
         self.require_not_forked()
         if self.has_ended:
             raise ClosedError(

@@ -55,8 +55,8 @@ class EpochPosition:
         chosen = self._hooks.chosen_epoch
         return position if chosen is None or chosen == position[0] else (chosen, 0, 0)
 
-    def begin_run(self) -> None:
-        """Begin the next run."""
+    def begin_run(self) -> int:
+        """Begin the next run; return the number of its first batch."""
         epoch, batch, checksum = self.next()
         if self.is_at_rest and epoch != self.epoch:
             self._warn_if_dropped(epoch)
@@ -65,6 +65,7 @@ class EpochPosition:
         self.checksum = checksum
         self.is_at_rest = False
         self._completed = None
+        return batch
 
     def end_run(self) -> None:
         """End a run, whether its epoch is complete or not.

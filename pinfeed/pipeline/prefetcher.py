@@ -54,7 +54,6 @@ class Prefetcher:
         device = transfer.device
         self._transfer = transfer
         self._counters = transfer.counters
-        self._timeline = transfer.counters.timeline
         self._first = first
         self._choice = choice
         self._schedule = schedule
@@ -64,7 +63,7 @@ class Prefetcher:
         """Identifier of the thread that batches are lent to."""
         # The loop, close() and the garbage collector may end it at the same time.
         self._ending = threading.RLock()
-        is_named = self._timeline is not None and not device.unified
+        is_named = transfer.counters.timeline is not None and not device.unified
         self._threads = LoopThreads(device, schedule, is_named=is_named)
         self.write_queue = WriteQueue(transfer, self._threads, schedule.max_pending_writes)
         # This is the last step. An interrupt after it would leave threads to the garbage collector.
@@ -81,18 +80,15 @@ class Prefetcher:
         """
         counters = self._counters
         transfer = self._transfer
-        timeline = self._timeline
         call = self._threads.call
         write_queue = self.write_queue
         number = self._first
         lent_batch: LentBatch | None = None
-        slots, asked = self._begin(thunks)
-        lent = asked
+        slots = self._begin(thunks)
         try:
             self._refill(slots)
             while (slot := call("wait", number, slots.filling.popleft().result)) is not None:
-                late = slot.ready_s > asked
-                host_batch, tensors, idle, received = self._receive(slot, number)
+                host_batch, tensors, idle = self._receive(slot, number)
                 n_batches = len(host_batch.batches)
                 nbytes = sum(slot.needed[: len(tensors)]) // n_batches
                 for i in range(n_batches):
@@ -100,25 +96,21 @@ class Prefetcher:
                     if i == n_batches - 1:
                         # From here on only the lent batch keeps the tensors.
                         del tensors, host_batch
-                    lent = counters.lent(lent_batch.n_rows, nbytes, asked, late=late, idle=idle)
-                    if timeline is not None:
-                        self._record_lent(lent_batch, nbytes, asked, received, lent)
+                    counters.receive(number, lent_batch.n_rows, nbytes, slot.ready_s, idle=idle)
                     yield lent_batch
                     lent_batch.end()
                     self._threads.require_running()
-                    asked, late = counters.now(), False
-                    if timeline is not None:
-                        received = asked
-                        timeline.add("compute", number, lent, asked)
+                    # For the other batches of the slot, the device is not asked again.
+                    idle = transfer.device.unified
                     number += 1
                     write_queue.check()
                 _raise_error(slot)
-                self._reuse(slots, slot, n_batches, asked)
+                self._reuse(slots, slot, n_batches)
                 transfer.forget()
         except Cancelled:
             raise ClosedError(_CLOSED_WHILE_WAITING) from None
         finally:
-            self._leave(lent_batch, lent)
+            self._leave(lent_batch)
         write_queue.check()
 
     def end(self) -> None:
@@ -156,22 +148,19 @@ class Prefetcher:
         """
         self._threads.require_not_forked()
 
-    def _begin(self, thunks: Generator[BatchThunk, None, None]) -> tuple[_Slots, float]:
-        """Begin the loop in this thread; return its slots and the time."""
+    def _begin(self, thunks: Generator[BatchThunk, None, None]) -> _Slots:
+        """Begin the loop in this thread; return its slots."""
         schedule = self._schedule
         self.consumer = threading.get_ident()
         self._filler = SlotFiller(self._transfer, thunks, self._first, schedule)
         slots = self._transfer.begin(schedule.n_slots, schedule.batches_per_slot)
         self._choice.begin()
-        now = self._counters.enter(
-            schedule.depth, schedule.n_readers, asynchronous=not self._transfer.device.unified
-        )
-        return _Slots(deque(slots)), now
+        return _Slots(deque(slots))
 
-    def _reuse(self, slots: _Slots, slot: Slot, n_batches: int, asked: float) -> None:
+    def _reuse(self, slots: _Slots, slot: Slot, n_batches: int) -> None:
         """Free a slot, whose batches the loop has done when it asks for the next one."""
         slots.free.append(slot)
-        if self._choice.count(n_batches, asked):
+        if self._choice.count(n_batches, self._counters.asked_s):
             self._counters.change_depth(self._choice.schedule.depth)
         self._refill(slots)
 
@@ -206,39 +195,29 @@ class Prefetcher:
         turn = next(self._turns)
         return self._threads.submit_read(filler.number(turn), filler.fill, slot, turn)
 
-    def _receive(self, slot: Slot, number: int) -> tuple[HostBatch, list[Tensor], bool, float]:
+    def _receive(self, slot: Slot, number: int) -> tuple[HostBatch, list[Tensor], bool]:
         """Take the contents of a slot that is filled.
 
         Returns:
-            The batch, its tensors, whether the device was idle, and the time if it is recorded.
+            The batch, its tensors, and whether the device was idle.
         """
         transfer = self._transfer
         host_batch = slot.batch
         assert host_batch is not None
         idle = transfer.device.unified or transfer.is_idle()
-        received = self._counters.now() if self._timeline is not None else 0.0
         tensors = self._threads.call("lend", number, transfer.lend, slot)
-        return host_batch, tensors, idle, received
+        return host_batch, tensors, idle
 
-    def _record_lent(
-        self, batch: LentBatch, nbytes: int, asked: float, received: float, lent: float
-    ) -> None:
-        """Record that a batch of so many bytes was asked for, received and lent at these times."""
-        assert self._timeline is not None
-        self._timeline.add("wait", batch.number, asked, received)
-        self._timeline.add("lend", batch.number, received, lent, 1, batch.n_rows, nbytes)
-
-    def _leave(self, lent_batch: LentBatch | None, lent: float) -> None:
+    def _leave(self, lent_batch: LentBatch | None) -> None:
         """End the loop, whatever has ended its generator.
 
         Args:
             lent_batch: Batch that was lent last.
-            lent: Time at which it was lent.
         """
-        self._counters.leave()
+        # A loop that is left has not asked for another batch.
+        self._counters.ask()
+        self._counters.receive_none()
         if lent_batch is not None:
-            if self._timeline is not None and not lent_batch.is_over:
-                self._timeline.add("compute", lent_batch.number, lent, self._counters.now())
             lent_batch.end()
         if self._threads.is_forked:
             # The threads and their work belong to the other process.

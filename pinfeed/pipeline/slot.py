@@ -48,13 +48,13 @@ class Slot:
     """The gather saw every write-back numbered below this."""
     number: int = 0
     """Number of the first batch."""
-    draw_s: float = 0.0
+    source_s: float = 0.0
     """Seconds in which the source made the batch."""
-    drawn_s: float = 0.0
+    made_s: float = 0.0
     """Time at which the source had made the batch."""
     read_s: float = 0.0
     """Seconds in which the source made the batch and its parts were gathered."""
-    held_s: float = 0.0
-    """Seconds between ``drawn_s`` and the gather, mostly a wait for the slot's last copies."""
+    copy_wait_s: float = 0.0
+    """Seconds between ``made_s`` and the gather, mostly a wait for the slot's last copies."""
     ready_s: float = 0.0
     """Time at which the host had filled the slot."""

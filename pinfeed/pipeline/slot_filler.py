@@ -88,8 +88,8 @@ class SlotFiller:
                     self._comparing.end()
         if batch is None:
             return None
-        slot.drawn_s = drawn = self._counters.now()
-        slot.draw_s = drawn - start
+        slot.made_s = made = self._counters.now()
+        slot.source_s = made - start
         return self._gather(slot, batch, self.number(turn))
 
     def close(self) -> None:

@@ -215,7 +215,7 @@ class Transfer:
         slot.batch = batch
         slot.seen = self.log.completed
         start = self.counters.now()
-        slot.held_s = start - slot.drawn_s
+        slot.copy_wait_s = start - slot.made_s
         gathered = self._gather.gather(slot, batch)
         # From here on only the tensors keep the memory.
         slot.memory = []
@@ -228,7 +228,7 @@ class Transfer:
             # The next fill of this slot waits for the queued copies, after an error too.
             slot.filled = self._read.record(timed=self._timed)
         slot.ready_s = self.counters.now()
-        slot.read_s = slot.draw_s + slot.ready_s - start
+        slot.read_s = slot.source_s + slot.ready_s - start
         if self._timeline is not None:
             n_batches = len(batch.batches)
             self._timeline.add("read", number, slot.ready_s - slot.read_s, slot.ready_s, n_batches)
@@ -268,8 +268,8 @@ class Transfer:
         slot.tensors = []
         slot.batch = None
         self.counters.read_s += slot.read_s
-        self.counters.draw_s += slot.draw_s
-        self.counters.held_s += slot.held_s
+        self.counters.source_s += slot.source_s
+        self.counters.copy_wait_s += slot.copy_wait_s
         return tensors
 
     def hold(

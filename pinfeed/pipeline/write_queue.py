@@ -62,8 +62,13 @@ class WriteQueue:
 
     def finish(self) -> None:
         """Wait until all write-backs have ended; ``failure`` has the first error."""
+        if not self._calls:
+            return
+        start = self._counters.now()
         while self._calls:
             self._take()
+        # A GPU may still work on the last training steps.
+        self._counters.count_write_wait(start, idle=self._transfer.device.unified)
 
     def drain(self) -> None:
         """Wait until all write-backs are completed, and raise the error of one that has failed."""
@@ -79,7 +84,7 @@ class WriteQueue:
         is_idle = write.is_computed()
         call = self._call(write)
         # The write is completed, and the loop has waited for it.
-        self._counters.landed(write.batch, start, idle=is_idle)
+        self._counters.count_write_wait(start, idle=is_idle, batch=write.batch)
         return call
 
     def _call(self, write: PendingWrite) -> Pending[None]:
@@ -106,7 +111,7 @@ class WriteQueue:
         """Wait for the oldest write-back, and count the time before ``write`` can begin."""
         start = self._counters.now()
         self._take()
-        self._counters.landed(write.batch, start, idle=write.is_computed())
+        self._counters.count_write_wait(start, idle=write.is_computed(), batch=write.batch)
 
     def _take(self) -> None:
         # If an interrupt ends the wait, the write-back stays the oldest one.

@@ -5,6 +5,7 @@ The results are in stats.py and timeline.py.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -14,6 +15,10 @@ from pinfeed.profiling.timeline import Timeline
 
 class Counters:
     """Counts of a feeder's loops.
+
+    The time within a loop is divided into training steps and requests for batches. A request
+    begins when the loop asks its iterator for a batch, and ends when it has the batch. Until the
+    batch is ready, the request is a wait for data; the rest of it is overhead.
 
     Each number belongs to one thread: ``write_s`` to the writer thread, the others to the training
     thread.
@@ -33,13 +38,25 @@ class Counters:
         self.bytes = 0
         self.late = 0
         self.wait_s = 0.0
+        self.overhead_s = 0.0
+        self.write_wait_s = 0.0
         self.starved_s = 0.0
-        self.start_s = 0.0
-        self.land_s = 0.0
+        self.first_batch_s = 0.0
         self.read_s = 0.0
-        self.draw_s = 0.0
-        self.held_s = 0.0
+        self.source_s = 0.0
+        self.copy_wait_s = 0.0
         self.write_s = 0.0
+        self.asked_s = 0.0
+        """When the running request began, or the last one."""
+        # When the batch of the running request was ready; infinite until that is known.
+        self._ready_s = math.inf
+        # Whether the device has nothing to do during the running request.
+        self._is_idle = False
+        self._is_requesting = False
+        # For the timeline: number, rows and bytes of the batch of the running request, or of the
+        # last one, and when the last one ended.
+        self._batch = (0, 0, 0)
+        self._lent_s = 0.0
         # Time within loops that have ended.
         self._seconds = 0.0
         # When the running loop began; None without one.
@@ -50,82 +67,116 @@ class Counters:
         self._n_readers = 1
         self._asynchronous = False
 
-    def enter(self, depth: int, n_readers: int, *, asynchronous: bool) -> float:
-        """Count a loop that begins; return the time."""
-        now = self.now()
+    def enter(self, depth: int, n_readers: int, *, asynchronous: bool) -> None:
+        """Count a loop that begins, and asks for its first batch."""
         self._depth = depth
         self._n_readers = n_readers
         self._asynchronous = asynchronous
-        self._entered = now
         self._is_first = True
+        self._is_requesting = False
+        self.ask()
+        self._entered = self.asked_s
         if self.timeline is not None:
-            self.timeline.begin(now, depth, n_readers)
-        return now
+            self.timeline.begin(self.asked_s, depth, n_readers)
 
     def change_depth(self, depth: int) -> None:
         """Note that the running loop keeps another number of batches ahead from now on."""
         self._depth = depth
 
-    def lent(self, rows: int, nbytes: int, asked: float, *, late: bool, idle: bool) -> float:
-        """Count a batch that the loop gets now; return the time.
+    def ask(self) -> None:
+        """Begin a request, because the loop asks for a batch. A second call does nothing."""
+        if self._is_requesting:
+            return
+        now = self.now()
+        self.asked_s = now
+        self._ready_s = math.inf
+        self._is_idle = not self._asynchronous
+        self._is_requesting = True
+        if self.timeline is not None and not self._is_first:
+            self.timeline.add("compute", self._batch[0], self._lent_s, now)
+
+    def receive(self, number: int, rows: int, nbytes: int, ready_s: float, *, idle: bool) -> None:
+        """Count the batch of the running request.
 
         Args:
+            number: Number of the batch.
             rows: Rows of the batch.
             nbytes: Bytes of the batch.
-            asked: When the loop asked for the batch.
-            late: Whether the batch was not ready then.
-            idle: Whether the device had nothing to do when the batch was ready.
+            ready_s: When the batch was ready.
+            idle: Whether the device has nothing to do.
         """
-        now = self.now()
-        waited = now - asked
+        self._ready_s = ready_s
+        self._is_idle = idle
         self.batches += 1
         self.rows += rows
         self.bytes += nbytes
-        self.wait_s += waited
-        if late:
+        if ready_s > self.asked_s:
             self.late += 1
-            if idle:
-                self.starved_s += waited
-                if self._is_first:
-                    self.start_s += waited
-        self._is_first = False
-        return now
+        if self.timeline is not None:
+            self._batch = (number, rows, nbytes)
 
-    def landed(self, batch: int, start: float, *, idle: bool) -> None:
+    def receive_none(self) -> None:
+        """Note that the running request finds no further batch, or that the loop was left."""
+        self._ready_s = self.now()
+
+    def lend(self) -> None:
+        """End the running request, because the loop gets its batch now."""
+        now = self.now()
+        self._end_request(now)
+        self._is_first = False
+        if self.timeline is not None:
+            self._record_request(now)
+
+    def count_write_wait(self, start: float, *, idle: bool, batch: int | None = None) -> None:
         """Count the time since ``start``, in which the loop waited for earlier writes.
 
         Args:
-            batch: Number of the batch that the loop writes back.
             start: When the loop began to wait.
             idle: Whether the device had nothing to do.
+            batch: Number of the batch that the loop writes back, if it writes one.
         """
         now = self.now()
-        if idle:
-            self.land_s += now - start
-        if self.timeline is not None:
-            self.timeline.add("land", batch, start, now)
+        if self.timeline is not None and batch is not None:
+            self.timeline.add("write_wait", batch, start, now)
+        if self._entered is None or not idle:
+            return
+        waited = now - start
+        self.write_wait_s += waited
+        self.starved_s += waited
+        if self._is_requesting:
+            # This time is not counted again as a part of the request.
+            self.asked_s += waited
+            self._ready_s += waited
 
     def leave(self) -> None:
         """Count a loop that ends."""
-        if self._entered is not None:
-            self._seconds += self.now() - self._entered
+        if self._entered is None:
+            return
+        now = self.now()
+        if self._is_requesting:
+            self._end_request(now)
+        self._seconds += now - self._entered
         self._entered = None
 
     def totals(self) -> Totals:
-        """Return the counts since the counters were made."""
-        running = self.now() - self._entered if self._entered is not None else 0.0
+        """Return the counts since the counters were made, with those of the running request."""
+        now = self.now()
+        asked_s = self.asked_s if self._is_requesting else now
+        ready_s = min(max(asked_s, self._ready_s), now)
+        starved_s = now - asked_s if self._is_idle else 0.0
         return Totals(
             batches=self.batches,
             rows=self.rows,
             bytes=self.bytes,
-            seconds=self._seconds + running,
-            wait_s=self.wait_s,
-            starved_s=self.starved_s,
-            start_s=self.start_s,
-            land_s=self.land_s,
+            seconds=self._seconds + (now - self._entered if self._entered is not None else 0.0),
+            wait_s=self.wait_s + ready_s - asked_s,
+            overhead_s=self.overhead_s + now - ready_s,
+            write_wait_s=self.write_wait_s,
+            starved_s=self.starved_s + starved_s,
+            first_batch_s=self.first_batch_s + (starved_s if self._is_first else 0.0),
             read_s=self.read_s,
-            draw_s=self.draw_s,
-            held_s=self.held_s,
+            source_s=self.source_s,
+            copy_wait_s=self.copy_wait_s,
             write_s=self.write_s,
             late=self.late,
             depth=self._depth,
@@ -136,3 +187,27 @@ class Counters:
     def stats(self) -> FeederStats:
         """Return the counts since the counters were made, and the memory of the process."""
         return FeederStats(**vars(self.totals()), memory=ProcessMemory.now())
+
+    def _end_request(self, now: float) -> None:
+        asked_s = self.asked_s
+        ready_s = self._ready_s
+        if ready_s > asked_s:
+            ready_s = min(ready_s, now)
+            self.wait_s += ready_s - asked_s
+            self.overhead_s += now - ready_s
+        else:
+            self.overhead_s += now - asked_s
+        if self._is_idle:
+            self.starved_s += now - asked_s
+            if self._is_first:
+                self.first_batch_s += now - asked_s
+        self._is_requesting = False
+
+    def _record_request(self, now: float) -> None:
+        """Record the request that ends now as spans."""
+        assert self.timeline is not None
+        ready_s = max(self.asked_s, self._ready_s)
+        number, rows, nbytes = self._batch
+        self.timeline.add("wait", number, self.asked_s, ready_s)
+        self.timeline.add("lend", number, ready_s, now, 1, rows, nbytes)
+        self._lent_s = now

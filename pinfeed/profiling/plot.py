@@ -147,7 +147,7 @@ def _label(row: Row, stretch: _Stretch) -> str:
     busy_s = sum(
         span.end_s - span.start_s
         for span in stretch.spans
-        if span.lane in THREADS[row.name] and span.lane not in ("wait", "land")
+        if span.lane in THREADS[row.name] and span.lane not in ("wait", "write_wait")
     )
     return f"{row.name}{several}\nbusy {busy_s / stretch.seconds / row.n_tracks:.0%}"
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.profiling.plot_style import INK, colour_of
-from pinfeed.profiling.spans import THREADS, Lane, Span, tracks
+from pinfeed.profiling.spans import THREADS, WAITING, Lane, Span, tracks
 
 _ROW_IN = 0.6
 _TRACK_IN = 0.36
@@ -121,7 +121,7 @@ def draw_bars(axes: Any, bars: Sequence[Bar], by_device: bool, per_inch: float) 
 
 def _layer(bar: Bar, per_inch: float) -> float:
     """Return the z-order of a bar; 2.0 is that of wide ones, which have an edge."""
-    if bar.span.lane == "land":
+    if bar.span.lane == "write_wait":
         return 3.0
     share_of_edged = bar.width / (_EDGED_IN * per_inch)
     return 2.0 if share_of_edged >= 1 else 2.5 + int(10 * share_of_edged) / 100
@@ -132,8 +132,8 @@ def draw_shares(axes: Any, bars: Sequence[Bar], by_device: bool) -> None:
     edges = np.linspace(0.0, max(bar.start + bar.width for bar in bars), N_BINS + 1)
     alike: dict[tuple[Row, int], dict[Lane, list[Bar]]] = {}
     for bar in bars:
-        # Spans of "land" are parts of "compute".
-        if bar.span.lane != "land":
+        # Spans of "write_wait" are parts of "compute".
+        if bar.span.lane != "write_wait":
             alike.setdefault((bar.row, bar.track), {}).setdefault(bar.span.lane, []).append(bar)
     for (row, track), lanes in alike.items():
         top, height = row.box(track)
@@ -181,7 +181,7 @@ def number_bars(axes: Any, bars: Sequence[Bar]) -> None:
     left, right = axes.get_xlim()
     pixels = axes.get_window_extent().width / (right - left)
     for bar in bars:
-        if bar.span.lane in ("wait", "lend", "land"):
+        if bar.span.lane in WAITING:
             continue
         top, height = bar.row.box(bar.track)
         is_followed = followed is not None and _has_batch(bar.span, followed)

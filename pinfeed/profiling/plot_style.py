@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pinfeed.profiling.spans import Lane, Span
+from pinfeed.profiling.spans import WAITING, Lane, Span
 
 COLOURS: dict[Lane, str] = {
     "read": "#5b8db8",
@@ -10,7 +10,7 @@ COLOURS: dict[Lane, str] = {
     "wait": "#d7263d",
     "lend": "#3d3d3d",
     "compute": "#e9b44c",
-    "land": "#8c1c2b",
+    "write_wait": "#8c1c2b",
     "device": "#cf8a3a",
     "write": "#9a7fb8",
 }
@@ -18,9 +18,9 @@ LANE_NAMES: dict[Lane, str] = {
     "read": "reading",
     "copy": "copying to the device",
     "wait": "the loop waits for a batch",
-    "lend": "is handed it",
+    "lend": "is handed it (overhead)",
     "compute": "computes",
-    "land": "waits for write-backs",
+    "write_wait": "waits for write-backs",
     "device": "the device computes",
     "write": "writing back",
 }
@@ -46,7 +46,7 @@ def colour_of(span: Span, by_device: bool) -> str:
         return QUIET
     colour = COLOURS[span.lane]
     is_even = span.batch // span.n_batches % 2 == 0
-    if span.lane in ("wait", "lend", "land") or not is_even:
+    if span.lane in WAITING or not is_even:
         return colour
     channels = [int(colour[i : i + 2], 16) for i in (1, 3, 5)]
     return "#" + "".join(f"{255 - round(0.7 * (255 - channel)):02x}" for channel in channels)

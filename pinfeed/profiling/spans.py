@@ -3,36 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, get_args
 
 from pinfeed.profiling.stats import Totals
 
-Lane = Literal["read", "copy", "wait", "lend", "compute", "land", "device", "write"]
+Lane = Literal["read", "copy", "wait", "lend", "compute", "write_wait", "device", "write"]
 """The kind of a span:
 
 - ``read``: a reader thread reads rows.
 - ``copy``: rows are copied to the device.
-- ``wait``: the loop waits for a batch.
-- ``lend``: the loop is handed a batch.
+- ``wait``: the loop has asked for a batch, which is not ready.
+- ``lend``: the batch is ready, and pinfeed hands it to the loop; this is its overhead.
 - ``compute``: the training step runs.
-- ``land``: the training step waits until earlier rows are written back; a part of ``compute``.
+- ``write_wait``: the training step waits until earlier rows are written back; a part of
+  ``compute``.
 - ``device``: an asynchronous device does the work that the loop queued.
 - ``write``: rows are written back.
 """
 
-LANES: tuple[Lane, ...] = ("read", "copy", "wait", "lend", "compute", "land", "device", "write")
+LANES: tuple[Lane, ...] = get_args(Lane)
 
 THREADS: dict[str, tuple[Lane, ...]] = {
     "read": ("read",),
     "copy": ("copy",),
-    "loop": ("wait", "lend", "compute", "land"),
+    "loop": ("wait", "lend", "compute", "write_wait"),
     "device": ("device",),
     "write": ("write",),
 }
-"""Lanes by thread. Spans of one thread do not overlap, except ``land`` and ``compute``."""
+"""Lanes by thread. Spans of one thread do not overlap, except ``write_wait`` and ``compute``."""
 
-# A wait counts as late from this share of a batch's time on.
-_NOTABLE_WAIT = 0.1
+WAITING: tuple[Lane, ...] = ("wait", "lend", "write_wait")
+"""Lanes of the loop in which it does not compute."""
 
 
 class Span(NamedTuple):
@@ -106,7 +107,7 @@ def starved(spans: Sequence[Span]) -> list[tuple[float, float]]:
     """
     on_device = [span for span in spans if span.lane == "device"]
     if not on_device:
-        return [(span.start_s, span.end_s) for span in spans if span.lane in ("wait", "land")]
+        return [(span.start_s, span.end_s) for span in spans if span.lane in WAITING]
     gaps = []
     # The end of the device's work so far, by loop.
     idle_since = _loop_starts(spans)
@@ -144,25 +145,24 @@ def totals(
         for start, end in starved(spans)
         if end > start_s and start < end_s
     )
-    land_s = 0.0 if has_device else spent["land"]
-    starved_s -= land_s
     starts = set(_loop_starts(spans).values())
     first_s = sum(span.end_s - span.start_s for span in waits if span.start_s in starts)
-    late_s = _NOTABLE_WAIT * seconds / max(1, len(lent))
     return Totals(
         batches=len(lent),
         rows=sum(span.rows for span in lent),
         bytes=sum(span.bytes for span in lent),
         seconds=seconds,
-        wait_s=starved_s,
+        # The spans do not tell for what the device waits.
+        wait_s=starved_s if has_device else spent["wait"],
+        overhead_s=0.0 if has_device else spent["lend"],
+        write_wait_s=0.0 if has_device else spent["write_wait"],
         starved_s=starved_s,
-        start_s=min(first_s, starved_s),
-        land_s=land_s,
+        first_batch_s=min(first_s, starved_s),
         read_s=spent["read"],
         # Every reader has to wait for a copy.
-        held_s=spent["copy"] * n_readers,
+        copy_wait_s=spent["copy"] * n_readers,
         write_s=spent["write"],
-        late=sum(span.end_s - span.start_s > late_s for span in waits),
+        late=sum(span.end_s > span.start_s for span in waits),
         depth=depth,
         n_readers=n_readers,
         watched="device" if has_device else "loop",

@@ -26,8 +26,9 @@ _HINTS: dict[Bottleneck, str] = {
     "writing": "The store's writes are slower than the loop: rows in memory (PinnedStore, "
     "ArrayStore) take them faster than a file does, and None in place of what stays as it is "
     "leaves less to write.",
-    "unevenness": "A higher depth has more batches ready when one comes late; small batches had "
-    "better be larger.",
+    "overhead": "Larger batches need less of this work for each row, and depth=0 needs no threads, "
+    "which compete with the training step for the cores.",
+    "unevenness": "A higher depth has more batches ready when one is late.",
     "start": "Longer loops have fewer beginnings: more batches in an epoch, or several epochs in "
     "one loop.",
     "depth": "depth=2 reads two batches ahead, with the same results.",
@@ -106,7 +107,7 @@ def explanation(totals: Totals, hint: Callable[[float], str]) -> str:
         hint: As for ``StarvationMonitor``.
     """
     cause = totals.bottleneck
-    change = _HINTS.get(cause) or hint(totals.draw_s / totals.read_s if totals.read_s else 0.0)
+    change = _HINTS.get(cause) or hint(totals.source_s / totals.read_s if totals.read_s else 0.0)
     verdict = totals.verdict.replace("of the time", f"of the last {totals.seconds:.1f} s", 1)
     return f"starved: {verdict}. {_numbers(totals, cause)} {change}"
 
@@ -122,10 +123,12 @@ def _numbers(totals: Totals, cause: Bottleneck) -> str:
         f"{milliseconds(totals.compute_s / n)} on it; with {threads}, {totals.readers_busy:.0%} "
         f"busy, and depth={totals.depth}, {totals.late} of {totals.batches} batches were late."
     )
+    if cause == "overhead":
+        numbers += f" pinfeed's own work took {milliseconds(totals.overhead_s / n)} a batch."
     if cause == "writing":
         numbers += f" Rows took {milliseconds(totals.write_s / n)} a batch to write back."
     if cause == "copying":
-        numbers += f" Readers were held up by copies for {milliseconds(totals.held_s / n)} a batch."
+        numbers += f" Readers waited for copies for {milliseconds(totals.copy_wait_s / n)} a batch."
     return numbers
 
 

@@ -13,12 +13,21 @@ from pinfeed.memory.page_locked import locked_bytes
 from pinfeed.memory.units import human, human_rate
 
 Bottleneck = Literal[
-    "computing", "reading", "copying", "writing", "unevenness", "start", "loop", "depth"
+    "computing",
+    "reading",
+    "copying",
+    "writing",
+    "overhead",
+    "unevenness",
+    "start",
+    "loop",
+    "depth",
 ]
 """The part of the pipeline that the others wait for.
 
-``start``: loops are short, and nothing is read ahead of their first batch. ``loop``: the loop does
-almost nothing, so reading cannot be hidden behind it. ``depth``: nothing is read ahead at all.
+``overhead``: batches are ready in time, but pinfeed takes long to hand them over. ``start``: loops
+are short, and nothing is read ahead of their first batch. ``loop``: the loop does almost nothing,
+so reading cannot be hidden behind it. ``depth``: nothing is read ahead at all.
 """
 
 NOTABLE = 0.05
@@ -35,6 +44,7 @@ _SENTENCES: dict[Bottleneck, str] = {
     "reading": "reading is the bottleneck",
     "copying": "copying to the device is the bottleneck",
     "writing": "writing back is the bottleneck",
+    "overhead": "mostly for pinfeed's own work on each batch, not for data",
     "unevenness": "batches come unevenly, though reading fits on average",
     "start": "mostly for the first batch of a loop, ahead of which nothing is read",
     "loop": "it does almost nothing that reading could hide behind",
@@ -98,24 +108,34 @@ class Totals:
     seconds: float = 0.0
     """Time within loops, in seconds as all times here."""
     wait_s: float = 0.0
-    """Time in which loops waited for batches, from asking for one to having it."""
-    starved_s: float = 0.0
-    """Part of ``wait_s`` in which the batch was not ready and the device had nothing left to do.
+    """Time in which loops waited for data, from asking for a batch until it was ready."""
+    overhead_s: float = 0.0
+    """Time in which loops waited for pinfeed's own work in the training thread.
 
-    The CPU as a device never has anything left to do.
+    It is the time from asking for a batch until the loop has it, without ``wait_s``: pinfeed
+    reserves memory for later batches, hands the batch over, and frees earlier ones. Starting and
+    joining the threads of a loop is included.
     """
-    start_s: float = 0.0
+    write_wait_s: float = 0.0
+    """Time in which ``write_back``, or the end of a loop, waited for earlier writes.
+
+    It counts only while the device had nothing to do.
+    """
+    starved_s: float = 0.0
+    """``write_wait_s``, and the parts of the other two in which the device had nothing to do.
+
+    The CPU as a device has nothing to do while the loop waits, so this is their sum.
+    """
+    first_batch_s: float = 0.0
     """Part of ``starved_s`` for the first batch of each loop."""
-    land_s: float = 0.0
-    """Time in which ``write_back`` waited for earlier writes while the device had nothing to do."""
     read_s: float = 0.0
     """Time in which reader threads read, summed over the threads."""
-    draw_s: float = 0.0
+    source_s: float = 0.0
     """Part of ``read_s`` in which the source was asked for what to read next.
 
     For a DataLoader it is the time that the loader took for its batch.
     """
-    held_s: float = 0.0
+    copy_wait_s: float = 0.0
     """Time in which reader threads waited for copies of earlier batches, summed over threads."""
     write_s: float = 0.0
     """Time in which the writer thread wrote rows back."""
@@ -133,13 +153,13 @@ class Totals:
 
     @property
     def compute_s(self) -> float:
-        """Time in which the loop itself worked."""
-        return max(0.0, self.seconds - self.wait_s - self.land_s)
+        """Time in which the loop itself worked: all time within loops that is not waiting."""
+        return max(0.0, self.seconds - self.wait_s - self.overhead_s - self.write_wait_s)
 
     @property
     def starved(self) -> float:
         """Share of the time in which the loop waited and the device had nothing to do."""
-        return (self.starved_s + self.land_s) / self.seconds if self.seconds else 0.0
+        return self.starved_s / self.seconds if self.seconds else 0.0
 
     @property
     def readers_busy(self) -> float:
@@ -169,13 +189,16 @@ class Totals:
             return "computing"
         if self.depth == 0:
             return "depth"
-        if self.land_s > self.starved_s:
+        if self.write_wait_s > self.wait_s + self.overhead_s:
             return "writing"
-        if self.start_s > self.starved_s / 2:
+        if self.first_batch_s > self.starved_s / 2:
             return "start"
-        if self.held_s > self.read_s:
+        is_light = self.compute_s < LIGHT_LOOP * self.seconds and not self.asynchronous
+        if self.overhead_s > self.wait_s and not is_light:
+            return "overhead"
+        if self.copy_wait_s > self.read_s:
             return "copying"
-        if self.compute_s < LIGHT_LOOP * self.seconds and not self.asynchronous:
+        if is_light:
             return "loop"
         return "reading" if self.readers_busy >= BUSY_READERS else "unevenness"
 
@@ -197,13 +220,14 @@ class Totals:
             "bytes": self.bytes,
             "late_batches": self.late,
             "wait_s": self.wait_s,
+            "overhead_s": self.overhead_s,
+            "write_wait_s": self.write_wait_s,
             "starved_s": self.starved_s,
-            "start_s": self.start_s,
-            "land_s": self.land_s,
+            "first_batch_s": self.first_batch_s,
             "compute_s": self.compute_s,
             "read_s": self.read_s,
-            "draw_s": self.draw_s,
-            "held_s": self.held_s,
+            "source_s": self.source_s,
+            "copy_wait_s": self.copy_wait_s,
             "write_s": self.write_s,
             "loop_s": self.seconds,
             "rows_per_s": self.rows_per_s,
@@ -268,6 +292,8 @@ class FeederStats(Totals):
         rows += [
             ("seconds within loops", f"{self.seconds:.3f}"),
             (f"the {self.watched} waited", f"{self.starved:.0%}"),
+            ("seconds of waiting for data", f"{self.wait_s:.3f}"),
+            ("seconds of overhead", f"{self.overhead_s:.3f}"),
             ("readers were busy", f"{self.readers_busy:.0%} of {threads}"),
         ]
         rows += [(f"memory, {name}", text) for name, text in self.memory._texts()]

@@ -12,7 +12,7 @@ from support.simulated_loops import a_run
 
 from pinfeed import errors
 from pinfeed.profiling import plot, plot_style
-from pinfeed.profiling.spans import LANES, Span, middle, ready, starved, totals, tracks
+from pinfeed.profiling.spans import LANES, WAITING, Span, middle, ready, starved, totals, tracks
 from pinfeed.profiling.timeline import Timeline
 
 CASES: dict[str, tuple[Callable[[], Timeline], str]] = {
@@ -57,7 +57,7 @@ def short_spans(n: int) -> list[Span]:
             Span("read", batch, begin + 2e-3, begin + 2.01e-3),
             Span("copy", batch, begin + 4e-3, begin + 4.002e-3),
             Span("write", batch, begin + 6e-3, begin + 6.005e-3),
-            Span("land", batch, begin + 7e-3, begin + 7.005e-3),
+            Span("write_wait", batch, begin + 7e-3, begin + 7.005e-3),
             Span("compute", batch, begin + 1e-5, begin + 1e-2),
         ]
     return sorted(spans, key=lambda span: span.start_s)
@@ -79,7 +79,7 @@ def lines_of(path: Path, lane: str) -> int:
     return int((np.diff(found.astype(int)) == 1).sum())
 
 
-@pytest.mark.parametrize("lane", ["read", "copy", "land", "write"])
+@pytest.mark.parametrize("lane", ["read", "copy", "write_wait", "write"])
 def test_spans_shorter_than_a_pixel_are_seen(lane: str, tmp_path: Path) -> None:
     # One such lane at a time: their colours are alike.
     spans = [span for span in short_spans(30) if span.lane in ("wait", "lend", "compute", lane)]
@@ -122,7 +122,8 @@ def test_tracks_never_overlap() -> None:
 
 def test_starvation_is_that_of_whoever_computes() -> None:
     host = a_run(0.05, 0.01).spans
-    assert starved(host) == [(span.start_s, span.end_s) for span in host if span.lane == "wait"]
+    waiting = [span for span in host if span.lane in WAITING]
+    assert starved(host) == [(span.start_s, span.end_s) for span in waiting]
     # The loop waits for batches, but the device has work.
     device = a_run(0.004, 0.02, copy_s=0.005).spans
     stretch = totals(device, 1.0, 3.0, depth=2, n_readers=2)

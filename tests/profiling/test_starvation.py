@@ -45,18 +45,20 @@ def run(
     watch: StarvationMonitor, counters: Counters, clock: Clock, waits: list[float], works_s: float
 ) -> None:
     """A loop as the counters see it."""
-    asked = counters.enter(2, 1, asynchronous=False)
+    counters.enter(2, 1, asynchronous=False)
     watch.begin()
-    for wait_s in waits:
+    for number, wait_s in enumerate(waits):
         clock.pass_s(wait_s)
         counters.read_s += wait_s + works_s
-        clock_s = counters.lent(10, 120, asked, late=wait_s > 0, idle=True)
+        counters.receive(number, 10, 120, clock.s, idle=True)
         if counters.batches >= watch.look_at:
             watch.look()
+        counters.lend()
         clock.pass_s(works_s)
-        asked = clock_s + works_s
-    counters.leave()
+        counters.ask()
+    counters.receive_none()
     watch.end()
+    counters.leave()
 
 
 @pytest.mark.parametrize(

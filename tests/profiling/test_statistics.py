@@ -83,10 +83,10 @@ def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float
         )
     write_queue.drain()
     threads.join_writers()
-    assert counters.stats().land_s == counted_s
+    assert counters.stats().write_wait_s == counted_s
     assert counters.timeline is not None
     spans = [(span.lane, span.batch, span.end_s - span.start_s) for span in counters.timeline.spans]
-    assert spans == [("land", batch, 1.0) for batch in range(1, 5)]
+    assert spans == [("write_wait", batch, 1.0) for batch in range(1, 5)]
 
 
 @pytest.mark.parametrize(("fast", "counted_s"), [(("read", "compute"), 3.0), ((), 0.0)])
@@ -109,8 +109,9 @@ def test_without_depth_a_loop_waits_for_each_write_back(
         feeder._loop._counters.now = clock
         for batch in feeder.batches():
             batch.write_back(batch.data)
-        assert (feeder.stats.land_s, feeder.stats.compute_s) == (counted_s, 3.0 - counted_s)
-        assert [span.batch for span in feeder.timeline.spans if span.lane == "land"] == [0, 1, 2]
+        assert (feeder.stats.write_wait_s, feeder.stats.compute_s) == (counted_s, 3.0 - counted_s)
+        waits = [span.batch for span in feeder.timeline.spans if span.lane == "write_wait"]
+        assert waits == [0, 1, 2]
 
 
 def test_readers_that_the_device_holds_up() -> None:
@@ -127,7 +128,7 @@ def test_readers_that_the_device_holds_up() -> None:
         feeder._loop._counters.now = clock
         for batch in feeder:
             device.launch(lambda _: None, batch)
-        assert feeder.stats.held_s >= 5.0
+        assert feeder.stats.copy_wait_s >= 5.0
         assert feeder.stats.read_s == 0.0
 
 
@@ -153,15 +154,19 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
     "loop": ({"wait_s": 9.8, "starved_s": 9.8, "read_s": 19.0}, "it does almost nothing"),
     "unevenness": ({"wait_s": 4.0, "starved_s": 4.0, "read_s": 8.0, "late": 12}, "come unevenly"),
     "copying": (
-        {"wait_s": 6.0, "starved_s": 6.0, "read_s": 1.0, "held_s": 14.0, "asynchronous": True},
+        {"wait_s": 6.0, "starved_s": 6.0, "read_s": 1.0, "copy_wait_s": 14.0, "asynchronous": True},
         "copying to the device",
     ),
     "writing": (
-        {"wait_s": 0.5, "starved_s": 0.5, "read_s": 1.0, "land_s": 5.0, "write_s": 9.9},
+        {"wait_s": 0.5, "starved_s": 5.5, "read_s": 1.0, "write_wait_s": 5.0, "write_s": 9.9},
         "writing back is the bottleneck",
     ),
+    "overhead": (
+        {"wait_s": 0.5, "overhead_s": 1.5, "starved_s": 2.0, "read_s": 8.0, "late": 12},
+        "mostly for pinfeed's own work on each batch",
+    ),
     "start": (
-        {"wait_s": 4.0, "starved_s": 4.0, "start_s": 3.5, "read_s": 8.0},
+        {"wait_s": 4.0, "starved_s": 4.0, "first_batch_s": 3.5, "read_s": 8.0},
         "first batch of a loop",
     ),
     "depth": (
@@ -173,6 +178,7 @@ CAUSES: dict[str, tuple[dict[str, Any], str]] = {
 
 CHANGES = {
     "start": "Longer loops",
+    "overhead": "Larger batches",
     "unevenness": "higher depth",
     "copying": "PinnedStore",
     "writing": "slower than the loop",

@@ -28,7 +28,7 @@ def check_spans(spans: list[Span], n: int, lanes: set[str]) -> None:
 
     A thread does one thing at a time.
     """
-    assert {span.lane for span in spans} - {"land"} == lanes
+    assert {span.lane for span in spans} - {"write_wait"} == lanes
     by_lane = {lane: [span for span in spans if span.lane == lane] for lane in lanes}
     for lane, of_one in by_lane.items():
         assert sorted(span.batch for span in of_one) == list(range(n)), lane
@@ -201,7 +201,7 @@ def test_what_a_loader_takes_is_reading() -> None:
     loader = wrap_loader(slowly(), device="cpu", depth=0, timeline=True)
     loader._loop._counters.now = clock
     list(loader)
-    assert loader.stats.draw_s == loader.stats.read_s == loader.stats.wait_s == 10.0
+    assert loader.stats.source_s == loader.stats.read_s == loader.stats.wait_s == 10.0
     assert [span.end_s - span.start_s for span in loader.timeline.spans if span.lane == "read"] == [
         2.0
     ] * 5
@@ -226,10 +226,12 @@ def test_nothing_is_recorded_unless_it_is_asked_for() -> None:
             batch.write_back(batch.data)
     assert device.names == []
     counters = Counters()
-    asked = counters.enter(2, 1, asynchronous=False)
+    counters.enter(2, 1, asynchronous=False)
     before = sys.getallocatedblocks()
     for _ in range(1000):
-        asked = counters.lent(10, 120, asked, late=False, idle=True)
+        counters.receive(0, 10, 120, 0.0, idle=True)
+        counters.lend()
+        counters.ask()
     assert sys.getallocatedblocks() - before < 20
 
 
