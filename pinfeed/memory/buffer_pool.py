@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pinfeed.memory.mapping import Bytes, Lease, anonymous, block_nbytes
+from pinfeed.memory.mapping import Block, Bytes, Lease, anonymous, block_nbytes
 
 
 class BufferPool:
@@ -32,18 +32,22 @@ class BufferPool:
         self._make = make
         # A deque and no lock, because its operations are atomic and a finalizer may interrupt any
         # code, take() included.
-        self._free: deque[Bytes] = deque()
+        self._free: deque[Block] = deque()
+        # The blocks in use, each with the reference whose callback tells that it is free. This is
+        # done in every request of a training loop, in half the time of weakref.finalize.
+        self._leased: dict[int, tuple[weakref.ref[Lease], Block]] = {}
 
     def take(self, nbytes: int) -> Bytes:
         """Return memory with old contents, shape (nbytes,).
 
         It belongs to the caller until the last array on it dies.
         """
-        memory = self._find(block_nbytes(nbytes))
-        if memory is None:
-            memory = self._make(nbytes)
-        lease = Lease(memory)
-        weakref.finalize(lease, self._give, memory).atexit = False
+        block = self._find(block_nbytes(nbytes))
+        if block is None:
+            block = Block(self._make(nbytes))
+        lease = Lease(block)
+        reference = weakref.ref(lease, self._give)
+        self._leased[id(reference)] = reference, block
         return np.asarray(lease)[:nbytes]
 
     def close(self) -> None:
@@ -51,18 +55,18 @@ class BufferPool:
         self._n_spare = 0
         self._free.clear()
 
-    def _find(self, size: int) -> Bytes | None:
+    def _find(self, size: int) -> Block | None:
         # Other threads may take the last block in between.
         with contextlib.suppress(IndexError):
             for _ in range(len(self._free)):
-                memory = self._free.pop()
-                if len(memory) == size:
-                    return memory
-                self._free.appendleft(memory)
+                block = self._free.pop()
+                if len(block.memory) == size:
+                    return block
+                self._free.appendleft(block)
         return None
 
-    def _give(self, memory: Bytes) -> None:
-        self._free.append(memory)
+    def _give(self, reference: weakref.ref[Lease]) -> None:
+        self._free.append(self._leased.pop(id(reference))[1])
         with contextlib.suppress(IndexError):
             while len(self._free) > self._n_spare:
                 self._free.popleft()

@@ -68,16 +68,31 @@ def advise_huge_pages(mapping: mmap.mmap) -> None:
         mapping.madvise(mmap.MADV_HUGEPAGE)
 
 
+class Block:
+    """Memory that arrays are made on.
+
+    Args:
+        memory: The memory, shape (nbytes,).
+    """
+
+    __slots__ = ("interface", "memory")
+
+    def __init__(self, memory: Bytes) -> None:
+        self.memory = memory
+        # numpy makes a new dict on each access, which takes longer than to make an array.
+        self.interface: dict[str, Any] = memory.__array_interface__
+
+
 class Lease:
     """The base of every array on a block of memory; its death tells that the block is free.
 
     Args:
-        memory: The block.
+        block: The block.
     """
 
-    __slots__ = ("__array_interface__", "__weakref__", "_memory")
+    __slots__ = ("__array_interface__", "__weakref__", "_block")
 
-    def __init__(self, memory: Bytes) -> None:
+    def __init__(self, block: Block) -> None:
         # The address below is valid as long as this reference exists.
-        self._memory = memory
-        self.__array_interface__: dict[str, Any] = memory.__array_interface__
+        self._block = block
+        self.__array_interface__ = block.interface

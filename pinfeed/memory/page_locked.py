@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pinfeed.errors import DeviceError, described
-from pinfeed.memory.mapping import PAGE, Bytes, Lease, advise_huge_pages, map_memory
+from pinfeed.memory.mapping import PAGE, Block, Bytes, Lease, advise_huge_pages, map_memory
 from pinfeed.threads.pool import ThreadPool
 
 logger = logging.getLogger("pinfeed")
@@ -154,7 +154,7 @@ def _lock_pages(
     advise_huge_pages(mapping)
     memory = np.frombuffer(mapping, np.uint8)
     _touch(memory)
-    lease = Lease(memory)
+    lease = Lease(Block(memory))
     locked: list[weakref.finalize[..., Lease]] = []
     try:
         for start in range(0, len(memory), _LOCK_BYTES):
