@@ -28,11 +28,11 @@ class BufferPool:
     """
 
     def __init__(self, n_spare: int, make: Callable[[int], Bytes] = anonymous) -> None:
-        self._n_spare = n_spare
         self._make = make
         # A deque and no lock, because its operations are atomic and a finalizer may interrupt any
-        # code, take() included.
-        self._free: deque[Block] = deque()
+        # code, take() included. When it is full, a block that is added at one end replaces the one
+        # at the other.
+        self._free: deque[Block] = deque(maxlen=n_spare)
         # The blocks in use, each with the reference whose callback tells that it is free. This is
         # done in every request of a training loop, in half the time of weakref.finalize.
         self._leased: dict[int, tuple[weakref.ref[Lease], Block]] = {}
@@ -52,21 +52,19 @@ class BufferPool:
 
     def close(self) -> None:
         """Unmap the free blocks; those in use are unmapped when their last array dies."""
-        self._n_spare = 0
-        self._free.clear()
+        self._free = deque(maxlen=0)
 
     def _find(self, size: int) -> Block | None:
+        free = self._free
         # Other threads may take the last block in between.
         with contextlib.suppress(IndexError):
-            for _ in range(len(self._free)):
-                block = self._free.pop()
+            for _ in range(len(free)):
+                block = free.pop()
                 if len(block.memory) == size:
                     return block
-                self._free.appendleft(block)
+                free.appendleft(block)
         return None
 
     def _give(self, reference: weakref.ref[Lease]) -> None:
+        # An array may die so late while the interpreter ends that this module has no names left.
         self._free.append(self._leased.pop(id(reference))[1])
-        with contextlib.suppress(IndexError):
-            while len(self._free) > self._n_spare:
-                self._free.popleft()

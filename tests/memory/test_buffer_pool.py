@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invariant, rule
 from support.made_memory import System, address_of
 
+from pinfeed.memory import buffer_pool
 from pinfeed.memory.buffer_pool import BufferPool
 from pinfeed.memory.host import resident_bytes
 from pinfeed.memory.mapping import PAGE, Bytes, anonymous, block_nbytes
@@ -184,6 +185,20 @@ def test_a_pool_that_dies_with_blocks_in_use_leaves_them_alone() -> None:
     del used
     gc.collect()
     assert system.alive == [False, False]
+
+
+def test_an_array_may_die_after_the_names_of_the_module(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At its end, the interpreter sets the names of modules to None before the last arrays die."""
+    system = System()
+    pool = BufferPool(1, system.make)
+    array = pool.take(PAGE)
+    with monkeypatch.context() as patch:
+        for name in [name for name in vars(buffer_pool) if not name.startswith("__")]:
+            patch.setattr(buffer_pool, name, None)
+        # If the callback raises, pytest fails the test.
+        del array
+    pool.take(PAGE)
+    assert len(system.sizes) == 1
 
 
 def test_memory_that_cannot_be_had_leaves_the_pool_as_it_was() -> None:
