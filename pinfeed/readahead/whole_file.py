@@ -191,9 +191,9 @@ class WholeFile:
 
     def _wait_for(self, chunks: npt.NDArray[np.int64]) -> None:
         """Wait until chunks are in memory; the waiting reader helps to load, if that is faster."""
-        while not self._stopping and not self._is_loaded[chunks].all():
+        while len(missing := chunks[~self._is_loaded[chunks]]) and not self._stopping:
             if self._in_sequence:
-                self._continue_at(int(chunks[0]))
+                self._continue_at(int(missing[0]))
             if not (self._readers_load and self._load_next()):
                 with self._changed:
                     self._changed.wait_for(
