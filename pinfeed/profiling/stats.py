@@ -66,7 +66,7 @@ class ProcessMemory:
     file: int | None
     """Memory mapped from files: libraries, and touched pages of memory maps.
 
-    pinfeed maps no data.
+    The rows of files that pinfeed maps are part of it. The kernel may drop them at any time.
     """
     shared: int | None
     """Shared memory, mostly the batches that the worker processes of a DataLoader hand over.

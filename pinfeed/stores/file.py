@@ -59,9 +59,9 @@ class MmapStore(LocalFileStore):
             begins.
         memory_map: Whether a feeder may gather the rows from a memory map. A file that has shrunk
             is an error before anything is copied. If it shrinks at the very time at which rows are
-            copied from a map, the kernel ends the process (SIGBUS), as with any memory map. Give
-            False for a file that another process may shorten meanwhile, or write anew in place:
-            then it is always an error.
+            copied from a map, or the disk then fails to read a page that is not cached, the kernel
+            ends the process (SIGBUS), as with any memory map. Give False for a file that another
+            process may shorten meanwhile, or write anew in place: then it is always an error.
 
     Raises:
         FileMissing: If a file, or every file of a pattern, is missing.

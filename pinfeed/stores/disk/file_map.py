@@ -37,6 +37,8 @@ class FileMap:
     sees writes at once. A thread that touches a page behind the end of the file is sent SIGBUS,
     which ends the process. So each gather looks at the size of the file first; only a file that
     shrinks while rows are copied, some hundred microseconds for a batch of MiBs, is not noticed.
+    SIGBUS is also sent if the disk fails to read a page that the page cache does not hold, so cold
+    rows are populated first, which reports the failure as an error.
 
     Args:
         fd: Descriptor of the file, which may be closed afterwards.

@@ -13,7 +13,7 @@ _STATFS_BYTES = 256
 
 
 def is_safe_to_map(path: str) -> bool:
-    """Return whether only a file that shrinks makes a read from its map fail.
+    """Return whether a read from a map fails only if the file shrinks, or its disk fails.
 
     The file systems of a network may learn too late that a file has shrunk, and those that are not
     known count as such. In tmpfs, a hole is filled when it is read, for which there may be no room.
