@@ -1,4 +1,4 @@
-"""MappedFile: rows of files are gathered from memory maps, whose pages are loaded ahead."""
+"""MappedFile: rows of files are gathered from memory maps, and their pages are loaded ahead."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore
 
 _LEGEND = (
-    "1st, later: the first epoch, and later ones; last row: the most that the machine gives "
+    "1st, later: the first epoch, and later ones. The last row is the most that the machine gives "
     "without a loader. x: how many times as fast pinfeed is. waits: the share of time that a loop "
     "with a training step waits in later epochs. own, file: growth of the process's own memory, "
     "and of mapped pages of files, which the kernel may drop."

@@ -16,7 +16,7 @@ class Rate:
     complete: bool
     """Whether the epoch ended before the time was over."""
     waited_s: float = 0.0
-    """Seconds of these in which the loop waited for a batch, by its own clock."""
+    """Part of ``seconds`` in which the loop waited for batches, by its own clock."""
 
     @property
     def rows_per_s(self) -> float:

@@ -261,7 +261,7 @@ class Trial:
             if asked - begin > seconds:
                 complete = False
                 break
-        # The end of an epoch is waited for, too.
+        # The loop also waits for the end of the last epoch.
         waited_s += time.perf_counter() - asked
         if self.device != "cpu":
             torch.cuda.synchronize(self.device)
