@@ -113,7 +113,7 @@ def _values(timing: Timing, ours: Timing) -> dict[str, Any]:
         "name": timing.name,
         "first_epoch": timing.first and timing.first.values,
         "later_epochs": timing.later and timing.later.values,
-        "beside_step": timing.beside_step and timing.beside_step.values,
+        "with_step": timing.with_step and timing.with_step.values,
         "memory_bytes": timing.memory,
         "pinfeed_ratio": _ratio(timing, ours),
         "problem": timing.problem,
@@ -125,7 +125,7 @@ def _columns(timing: Timing, ours: Timing) -> tuple[str, ...]:
         return timing.name, "failed", "", "", "", "", ""
     rates = [f"{rate.gb_per_s:.3g}" if rate else "" for rate in (timing.first, timing.later)]
     ratio = _ratio(timing, ours)
-    waited = timing.beside_step and f"{timing.beside_step.waited:.0%}"
+    waited = timing.with_step and f"{timing.with_step.waited:.0%}"
     memory = [
         f"{max(0, timing.memory[kind]) / (1 << 20):,.0f}" if kind in timing.memory else ""
         for kind in ("anonymous", "file")

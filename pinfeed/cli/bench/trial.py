@@ -199,18 +199,18 @@ class Trial:
         with make() as epochs:
             first = self._rate(epochs(0), begin, _FIRST * self.seconds)
             later = None
-            beside_step = None
+            with_step = None
             if self.warm:
                 batches = itertools.chain.from_iterable(map(epochs, itertools.count(1)))
                 later = self._rate(batches, time.perf_counter(), self.seconds)
                 if self.step is not None:
                     with _one_thread():
-                        beside_step = self._rate(
+                        with_step = self._rate(
                             batches, time.perf_counter(), self.seconds, self.step
                         )
             after = memory_by_kind()
         memory = {kind: after[kind] - before[kind] for kind in before if kind in after}
-        return Timing(name, first, later, beside_step, memory)
+        return Timing(name, first, later, with_step, memory)
 
     def _gives_the_rows(self, make: Callable[[], AbstractContextManager[Epochs]]) -> bool:
         """Return whether a contestant's first batches are those that numpy reads.
