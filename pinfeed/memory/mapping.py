@@ -15,6 +15,8 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 PAGE = mmap.PAGESIZE
+POPULATE_READ = 22
+"""MADV_POPULATE_READ of linux/mman.h, which Linux has since 5.14."""
 
 
 def block_nbytes(nbytes: int) -> int:

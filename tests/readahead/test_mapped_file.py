@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
+from pinfeed.cli.measure.page_cache import drop
 from pinfeed.memory.host import resident_bytes
 from pinfeed.readahead import FreeMemory, choose, whole_file
 from pinfeed.readahead.base import DirectReads
@@ -39,12 +40,6 @@ def strategy_of(store: Any, order: Any = None, free: int = MiB(100)) -> type:
     [strategy] = choose([store], order, 300, FreeMemory(free, free)).strategies
     strategy.close()
     return type(strategy)
-
-
-def drop(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,7 +98,7 @@ def test_a_cold_file_is_loaded_from_where_the_loop_is(
     path: Path, array: np.ndarray, order: Any, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole_file, "CHUNK_BYTES", KiB(4))
-    drop(path)
+    drop([path])
     with Feeder(path, batch_size=100, rows=order) as feeder:
         feeder.load_state_dict({**feeder.state_dict(), "batch": start})
         numbers = order.bind(N, 0)(np.arange(100 * start, N))
@@ -201,13 +196,13 @@ def test_rows_that_are_written_back_are_read_from_the_map(path: Path, array: np.
     np.testing.assert_array_equal(np.load(path), array + 3)
 
 
-@pytest.mark.parametrize("errno_of_advice", ["unknown advice", "known advice"])
-def test_a_kernel_that_cannot_populate_a_map_reads_it(
-    path: Path, array: np.ndarray, errno_of_advice: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("advice", [file_map.POPULATE_READ, 9999])
+def test_a_map_is_populated_by_any_kernel(
+    path: Path, advice: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if errno_of_advice == "unknown advice":
-        monkeypatch.setattr(file_map, "_POPULATE_READ", 9999)
-    drop(path)
+    """If the kernel does not know the advice, a byte of each page is read."""
+    monkeypatch.setattr(file_map, "POPULATE_READ", advice)
+    drop([path])
     with MmapStore(path) as store:
         mapped = store.map_rows()
         mapped.populate(10, N)

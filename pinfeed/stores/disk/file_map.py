@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.memory.mapping import PAGE, advise_huge_pages
+from pinfeed.memory.mapping import PAGE, POPULATE_READ, advise_huge_pages
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import run_of
 from pinfeed.stores.disk.page_cache import can_tell
@@ -19,8 +19,6 @@ from pinfeed.stores.formats.row_layout import RowLayout
 
 Bytes = npt.NDArray[np.uint8]
 
-# MADV_POPULATE_READ of linux/mman.h, which Linux has since 5.14.
-_POPULATE_READ = 22
 # Rows for scattered positions of the output are gathered in pieces of this size, which stay in the
 # processor's cache until they are copied to their positions.
 _PIECE_BYTES = 256 << 10
@@ -107,7 +105,8 @@ class FileMap:
             OSError: If the file has shrunk or cannot be read.
         """
         begin, nbytes = self._pages(first, n_rows)
-        if not _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), _POPULATE_READ):
+        # mmap.madvise would hold the interpreter's lock until the disk has been read.
+        if not _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), POPULATE_READ):
             return
         number = ctypes.get_errno()
         if number != errno.EINVAL:
