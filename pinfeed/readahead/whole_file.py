@@ -80,7 +80,7 @@ class WholeFile:
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
-        self._look()
+        self._find_loaded()
         self._complete = bool(self._is_loaded.all())
         if self._complete:
             yield self._open_batch
@@ -128,7 +128,7 @@ class WholeFile:
         self._is_loaded[:] = False
         self._complete = False
 
-    def _look(self) -> None:
+    def _find_loaded(self) -> None:
         """Find out which chunks are in memory, before an epoch."""
 
     def _load(self, start: int, stop: int) -> None:
