@@ -61,7 +61,7 @@ class MmapStore(LocalFileStore):
             size of the file before each gather, and a file that has shrunk is an error. If the file
             shrinks during a gather from a map, the kernel ends the process (SIGBUS), as with any
             memory map. Give False for a file that another process may truncate or rewrite in place:
-            then a file that shrinks is always an error.
+            then a file that shrinks never ends the process.
 
     Raises:
         FileMissing: If a file, or every file of a pattern, is missing.
