@@ -107,7 +107,7 @@ class Meeting:
         """Wait until all processes have called this with the same name.
 
         Raises:
-            TimeoutError: If one of them does not come.
+            TimeoutError: If one of them has not called it after a minute.
         """
         (self.folder / f"{name}-{self.rank}").touch()
         deadline = time.perf_counter() + _MEETING_S

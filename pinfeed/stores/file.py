@@ -59,9 +59,9 @@ class MmapStore(LocalFileStore):
             begins.
         memory_map: Whether a feeder may gather the rows from a memory map. The feeder checks the
             size of the file before each gather, and a file that has shrunk is an error. If the file
-            shrinks during a gather from a map, the kernel ends the process (SIGBUS), as with any
-            memory map. Give False for a file that another process may truncate or rewrite in place:
-            then a file that shrinks never ends the process.
+            shrinks, or the disk fails, during a gather from a map, the kernel ends the process
+            (SIGBUS), as with any memory map. Give False for a file that another process may
+            truncate or rewrite in place: then this cannot happen.
 
     Raises:
         FileMissing: If a file, or every file of a pattern, is missing.

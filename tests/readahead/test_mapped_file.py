@@ -1,4 +1,4 @@
-"""Rows of files that come from a memory map, and the files that are not mapped."""
+"""Rows that are gathered from memory maps of files, and the files that are not mapped."""
 
 import os
 import tempfile
@@ -146,7 +146,7 @@ def test_chunks_are_loaded_from_the_first_that_is_needed(
 def test_a_file_that_shrinks_between_batches_is_an_error(
     path: Path, fault: str, order: Any
 ) -> None:
-    """The size is looked at before each gather; a map would end the process or read zeros."""
+    """The size is checked before each gather; the map would end the process or give zeros."""
     size = {"shrunk": 60_000, "shrunk within a page": path.stat().st_size - 1, "emptied": 0}[fault]
     with Feeder(path, batch_size=10, rows=order, depth=0) as feeder:
         loop = iter(feeder)
@@ -268,7 +268,7 @@ def test_files_that_must_not_be_mapped(path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_file_with_holes_in_tmpfs_is_not_mapped() -> None:
-    """To read a hole takes memory, and there may be none."""
+    """Reading a hole takes memory, which may not be available."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         np.save(f"{folder}/x.npy", np.ones((1000, 64), np.float32))
         with MmapStore(f"{folder}/x.npy") as store:

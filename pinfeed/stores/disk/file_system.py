@@ -13,7 +13,7 @@ _STATFS_BYTES = 256
 
 
 def is_safe_to_map(path: str) -> bool:
-    """Return whether reads from a map of the file can fail only if the file shrinks.
+    """Return whether reads from a map fail only if the file shrinks or its disk fails.
 
     A network file system may learn too late that a file has shrunk. Unknown file systems count as
     such. In tmpfs, reading a hole of a file takes memory, which may not be available.
