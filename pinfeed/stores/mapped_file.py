@@ -47,7 +47,7 @@ class MappedFileStore(ShardedStore[FileMap]):
         """Load the rows [start, stop) into the page cache, and fill the page tables of the maps.
 
         Raises:
-            ReadError: If a file has shrunk or cannot be read.
+            OSError: If a file has shrunk or cannot be read.
         """
         for file, first, n_rows in self._parts(start, stop):
             file.populate(first, n_rows)
