@@ -38,8 +38,8 @@ _CHECKED = 4
 # The first epoch may take so many times as long as later ones.
 _FIRST = 4
 _COPIED_BYTES = 256 << 20
-# Memory to touch before each contestant, in sizes of the files: for a copy of them and all batches,
-# and for the page cache if they are not in it.
+# Memory to touch before each contestant, in sizes of the files: for batches, and for a copy of the
+# files that a contestant may make; for cold files, for the page cache as well.
 _TOUCHED_WARM = 1.25
 _TOUCHED_COLD = 2.0
 _TOUCH_S = 10.0
