@@ -35,7 +35,8 @@ class FileMap:
     which writes are visible at once. The kernel ends a process that touches a page behind the end
     of the file (SIGBUS). So each gather checks the size of the file first. A file that shrinks
     during the copy, which takes some hundred microseconds for a batch of some MiB, is not noticed.
-    Neither is a disk that fails to read again a page that the kernel has dropped.
+    SIGBUS is also sent if the disk fails to read again a page that the kernel has dropped. For cold
+    rows, ``populate`` reports such a failure as an error.
 
     Args:
         fd: Descriptor of the file, which may be closed afterwards.
