@@ -33,8 +33,8 @@ class BufferPool:
         # A deque and no lock, because its operations are atomic and a finalizer may interrupt any
         # code, take() included.
         self._free: deque[Block] = deque()
-        # Blocks in use, by the reference whose callback frees them. A training loop takes a block
-        # for every batch, and weakref.finalize would take twice the time.
+        # The blocks in use, each with the reference whose callback tells that it is free. This is
+        # done in every request of a training loop, in half the time of weakref.finalize.
         self._leased: dict[int, tuple[weakref.ref[Lease], Block]] = {}
 
     def take(self, nbytes: int) -> Bytes:
