@@ -30,9 +30,9 @@ from pinfeed.cli.measure.step import ComputingStep
 _CHECKED_BATCHES = 8
 _CHECKED_FEEDER_BATCHES = 300
 _WARM_EPOCHS = 3
-# Memory to touch before a run, in sizes of the file: for a copy of it and all batches, and if it is
-# not in the page cache, for the page cache as well. Touching takes most of the time of a run where
-# the host has taken the memory.
+# Memory to touch before a run, in sizes of the file: for batches, and for a copy of the file that a
+# loader may make; if the file is cold, for the page cache as well. If the host has taken the memory
+# back, touching it takes most of the time of a run.
 _TOUCHED_WARM = 1.25
 _TOUCHED_COLD = 2.0
 _MEETING_S = 60.0
@@ -107,7 +107,7 @@ class Meeting:
         """Wait until all processes have called this with the same name.
 
         Raises:
-            TimeoutError: If one of them does not come.
+            TimeoutError: If one of them has not called it after a minute.
         """
         (self.folder / f"{name}-{self.rank}").touch()
         deadline = time.perf_counter() + _MEETING_S

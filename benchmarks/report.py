@@ -168,7 +168,7 @@ def save_picture(results: dict[str, Any], path: Path, environment: str) -> None:
 
 
 def draw(figure: Any, results: dict[str, Any]) -> None:
-    """Draw first and later epochs beside each other, cold files, time waited, and memory."""
+    """Draw first and later epochs, cold files, time waited, and memory."""
     cells = results["cells"]
     plain = [cell for cell in cells if not cell["step"]]
     warm = [cell for cell in plain if cell["state"] == "warm"]
@@ -180,7 +180,7 @@ def draw(figure: Any, results: dict[str, Any]) -> None:
     _bars(axes[0, 1], warm, lambda found: found["later"], "warm file, later epochs, GB/s")
     _bars(axes[1, 0], cold, lambda found: found["first"], "cold file, GB/s")
     axes[2, 0].sharey(axes[2, 1])
-    waited = "share of time that the loop waits beside a step"
+    waited = "share of time that a loop with a step waits"
     for axis, epoch in ((axes[2, 0], "first"), (axes[2, 1], "later")):
         key = f"waited_{epoch}"
         found = [cell for cell in stepping if epoch == "first" or cell["state"] == "warm"]

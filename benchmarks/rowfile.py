@@ -22,7 +22,7 @@ class Kind:
 
     Attributes:
         n_products: Matrix products of a training step, the same for every loader and every run. Six
-            take about 2 ms on one core of the machine for which they were chosen.
+            took about 2 ms on one core of the machine for which they were chosen.
     """
 
     name: str

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import mmap
 import subprocess
 import sys
 import tempfile
@@ -25,7 +24,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from tabulate import tabulate
 
@@ -33,24 +31,16 @@ import pinfeed
 from benchmarks.environment import environment, save
 from benchmarks.rowfile import KINDS, create
 from pinfeed.cli.measure.page_cache import read_through
+from pinfeed.cli.measure.process_memory import touch_memory
+from pinfeed.cli.measure.step import ComputingStep
 
 N_EPOCHS = 3
-N_PRODUCTS = 2
-"""Matrix products of a training step."""
 GOAL = 2.0
 """Percentage points by which the two shares may differ."""
 
 
-def touch(nbytes: int) -> None:
-    """Touch memory and free it, so that the machine has it."""
-    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    memory.madvise(mmap.MADV_HUGEPAGE)
-    np.frombuffer(memory, np.uint8)[::4096] = 0
-
-
-def epoch(feeder: pinfeed.Feeder, n_products: int) -> dict[str, Any]:
+def epoch(feeder: pinfeed.Feeder, step: ComputingStep) -> dict[str, Any]:
     """Run an epoch, and return what the loop measured and what the feeder counted."""
-    weight = torch.ones(64, KINDS["4 KiB"].row_shape[0])
     before = feeder.stats
     total = 0.0
     waited_s = 0.0
@@ -58,8 +48,7 @@ def epoch(feeder: pinfeed.Feeder, n_products: int) -> dict[str, Any]:
     for batch in feeder:
         waited_s += time.perf_counter() - asked
         total += float(batch[:, 0].double().sum())
-        for _ in range(n_products):
-            batch @ weight.T
+        step()
         asked = time.perf_counter()
     ended = time.perf_counter()
     counted = feeder.stats - before
@@ -80,10 +69,11 @@ def run(path: Path, *, has_step: bool, is_touched: bool) -> list[dict[str, Any]]
     torch.set_num_threads(1)
     read_through([path])
     kind = KINDS["4 KiB"]
+    step = ComputingStep(kind.n_products * has_step)
     with pinfeed.Feeder(path, batch_size=kind.batch_size, shuffle=True, device="cpu") as feeder:
         if is_touched:
-            touch(path.stat().st_size * 3 // 2)
-        return [epoch(feeder, N_PRODUCTS * has_step) for _ in range(N_EPOCHS)]
+            touch_memory(path.stat().st_size * 3 // 2)
+        return [epoch(feeder, step) for _ in range(N_EPOCHS)]
 
 
 def measure(path: Path) -> list[dict[str, Any]]:

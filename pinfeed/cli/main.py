@@ -160,7 +160,7 @@ def plan(**options: Any) -> Report:
     default=2.0,
     show_default=True,
     metavar="MS",
-    help="Duration of the training step of the loops whose waits are timed; 0 for none.",
+    help="Approximate duration of the training step for which waits are timed; 0 for none.",
 )
 @click.option(
     "--workers",

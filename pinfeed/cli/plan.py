@@ -129,6 +129,7 @@ def plan_values(made: Plan) -> dict[str, Any]:
         "n_slots": made.n_slots,
         "host_bytes": made.host_bytes,
         "pinned_bytes": made.pinned_bytes,
+        "page_cache_bytes": made.page_cache_bytes,
         "device_bytes": made.device_bytes,
     }
 

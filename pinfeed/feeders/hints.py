@@ -46,6 +46,10 @@ FEEDER_HINTS = {
         name: f"limits are given together: config=pinfeed.Config({name}=...)"
         for name in ("gpu_memory_limit", "cpu_memory_limit", "preferred_batch_size", "headroom")
     },
+    **{
+        name: f"it belongs to the store of a file: pinfeed.MmapStore(path, {name}=...)"
+        for name in ("memory_map", "keep_cache")
+    },
     "generator": "give shuffle=True and seed=generator.initial_seed()",
     "in_order": "batches always come in order; leave it out",
     "collate_fn": f"rows are batched as they are stored; {_COLLATE}",

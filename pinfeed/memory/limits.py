@@ -31,8 +31,9 @@ class MemoryLimits:
     Users make a ``pinfeed.Config``, which is a ``MemoryLimits`` and takes a model as well.
 
     Args:
-        cpu_memory_limit: Host memory that the feeder may take, in bytes. None is the free memory
-            less ``headroom``; the processes that torchrun starts on a machine share it.
+        cpu_memory_limit: Host memory that the feeder may take, in bytes, with the files that it
+            maps. None is the free memory less ``headroom``; the processes that torchrun starts on a
+            machine share it.
         gpu_memory_limit: Device memory that the feeder may take for batches, in bytes. None
             likewise. If batches live in host memory there is no such limit.
         preferred_batch_size: Most rows per batch; the feeder takes the largest batch that fits, up

@@ -15,6 +15,8 @@ import numpy.typing as npt
 Bytes = npt.NDArray[np.uint8]
 
 PAGE = mmap.PAGESIZE
+POPULATE_READ = 22
+"""MADV_POPULATE_READ of linux/mman.h, which Linux has since 5.14."""
 
 
 def block_nbytes(nbytes: int) -> int:
@@ -69,7 +71,7 @@ def advise_huge_pages(mapping: mmap.mmap) -> None:
 
 
 class Block:
-    """Memory that arrays are made on.
+    """A block of memory, with the description from which numpy makes arrays on it.
 
     Args:
         memory: The memory, shape (nbytes,).
@@ -79,7 +81,7 @@ class Block:
 
     def __init__(self, memory: Bytes) -> None:
         self.memory = memory
-        # numpy makes a new dict on each access, which takes longer than to make an array.
+        # numpy makes a new dict on each access, which takes longer than making an array.
         self.interface: dict[str, Any] = memory.__array_interface__
 
 

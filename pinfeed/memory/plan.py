@@ -130,6 +130,8 @@ class Plan:
         ]
         host = human(self.host_bytes) + _of_limit(self.cpu_memory_limit)
         rows.append(("in all", "host", "", host))
+        if self.page_cache_bytes:
+            rows.append(("in all", _PLACE_NAMES["page cache"], "", human(self.page_cache_bytes)))
         if self.device_bytes:
             device = human(self.device_bytes) + _of_limit(self.gpu_memory_limit)
             rows.append(("in all", "device", "", device))

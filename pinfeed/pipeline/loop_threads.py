@@ -163,7 +163,7 @@ class LoopThreads:
         Raises:
             ClosedError: If the process is a fork, or another thread has closed the feeder.
         """
-        # This is called for every batch, so the usual answer takes one comparison of each.
+        # The loop calls this for every batch, so the usual case comes first.
         if not self.has_ended and self._pid == os.getpid():
             return
         self.require_not_forked()

@@ -64,9 +64,9 @@ class ProcessMemory:
     anonymous: int | None
     """Memory that is neither mapped from a file, nor shared, nor page-locked by pinfeed."""
     file: int | None
-    """Memory mapped from files: libraries, and touched pages of memory maps.
+    """Memory mapped from files: libraries, and touched pages of memory maps, also of pinfeed's.
 
-    The rows of files that pinfeed maps are part of it. The kernel may drop them at any time.
+    The kernel may drop such pages at any time.
     """
     shared: int | None
     """Shared memory, mostly the batches that the worker processes of a DataLoader hand over.
@@ -122,9 +122,10 @@ class Totals:
     It counts only while the device had nothing to do.
     """
     starved_s: float = 0.0
-    """``write_wait_s``, and the parts of the other two in which the device had nothing to do.
+    """Time in which the loop waited, for any reason, and the device had nothing to do.
 
-    The CPU as a device has nothing to do while the loop waits, so this is their sum.
+    It is ``write_wait_s`` and a part of ``wait_s`` and ``overhead_s``. The CPU as a device has
+    nothing to do while the loop waits, so there it is the sum of the three.
     """
     first_batch_s: float = 0.0
     """Part of ``starved_s`` for the first batch of each loop."""

@@ -13,6 +13,7 @@ from pinfeed.memory.units import human
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.base import Gatherable, HostArray, StoreRows
+from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.sharded_file import AnyShardedStore
 
 
@@ -75,12 +76,12 @@ DISK_SPEED = "as fast as the disk gives it: a smaller dtype leaves less to read.
 
 def whole_file_hint(store: AnyShardedStore) -> str:
     """Return advice about memory for the whole file."""
-    if store.writable:
-        return "If it is opened for reading only, it can be brought into memory."
+    if isinstance(store, LocalFileStore) and store.writable and not store.can_map:
+        return "If it is opened for reading only, it can be loaded into memory."
     needed = human(store.n_rows * store.row_nbytes)
     return (
         f"With {needed} of memory for the whole file (a larger cpu_memory_limit of a Config, or "
-        "more free memory), it is brought into memory once."
+        "more free memory), it is loaded into memory once."
     )
 
 

@@ -42,7 +42,7 @@ class InMemoryCopy(WholeFile):
         super().close()
         del self._array, self._rows
 
-    def _look(self) -> None:
+    def _find_loaded(self) -> None:
         """Forget the loaded rows if the file has changed."""
         version = self._store.version
         if version != self._version:

@@ -1,4 +1,4 @@
-"""MappedFile: rows of files are gathered from memory maps, whose pages are loaded ahead."""
+"""MappedFile: rows of files are gathered from memory maps, and their pages are loaded ahead."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class MappedFile(WholeFile):
         super().close()
         self._rows.close()
 
-    def _look(self) -> None:
+    def _find_loaded(self) -> None:
         """Find out which chunks the page cache holds; the kernel may have dropped some."""
         for chunk in range(len(self._is_loaded)):
             is_cached = self._rows.is_cached(*self._bounds(chunk))

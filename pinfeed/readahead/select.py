@@ -114,7 +114,7 @@ def _choose_for_file(
         # The system may refuse memory that it reports as free.
         with contextlib.suppress(MemoryError):
             return InMemoryCopy(store), (
-                "brought into memory while its rows are served: it fits, and an epoch has "
+                "loaded into memory while its rows are served: it fits, and an epoch has "
                 f"{share:.0%} of its rows"
             )
     found = _windows(store, order)
@@ -141,9 +141,10 @@ def _read_windows(store: AnyShardedStore, windows: Windows, n_batch_rows: int, f
 
 
 def _map(store: AnyShardedStore, order: Any, share: float, page_cache: int) -> MappedFile | None:
-    """Map the files, if the page cache can hold them, and an epoch is reason to fill it.
+    """Map the files if the page cache can hold them, and if it is worth loading all of them.
 
-    A small share that is read in long runs is not, nor one of large rows.
+    If an epoch has half of the rows or less, it is worth it only if the rows are short and come in
+    random order.
     """
     if not isinstance(store, MmapStore) or _nbytes(store) > page_cache or not store.can_map:
         return None
@@ -151,7 +152,7 @@ def _map(store: AnyShardedStore, order: Any, share: float, page_cache: int) -> M
         in_runs = _in_sequence(order) or _windows(store, order) is not None
         if in_runs or not _is_read_whole(store, share):
             return None
-    # The system may refuse address space. A file that has changed is an error where it is read.
+    # The system may refuse address space. A file that has changed is an error when it is read.
     with contextlib.suppress(OSError):
         return MappedFile(store, in_sequence=_in_sequence(order))
     return None

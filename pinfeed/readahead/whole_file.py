@@ -1,4 +1,4 @@
-"""WholeFile: all rows of a file are brought into memory while they are already served."""
+"""WholeFile: all rows of a file are loaded into memory while they are already served."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class WholeFile:
     one by one, until the load is nearly complete. From then on, readers wait for it instead,
     because random reads slow it down. In an epoch in sequence or in block-shuffled order, chunks
     are loaded in the order in which they are needed, and readers wait for them. Subclasses say
-    where the rows are.
+    where the rows are kept.
 
     Args:
         store: The rows.
@@ -80,7 +80,7 @@ class WholeFile:
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
-        self._look()
+        self._find_loaded()
         self._complete = bool(self._is_loaded.all())
         if self._complete:
             yield self._open_batch
@@ -119,7 +119,7 @@ class WholeFile:
         if self._complete:
             return IN_MEMORY_HINT
         return (
-            f"{self._store.label} is still being brought into memory, {DISK_SPEED} "
+            f"{self._store.label} is still being loaded into memory, {DISK_SPEED} "
             "Later epochs run at the speed of memory."
         )
 
@@ -128,11 +128,11 @@ class WholeFile:
         self._is_loaded[:] = False
         self._complete = False
 
-    def _look(self) -> None:
+    def _find_loaded(self) -> None:
         """Find out which chunks are in memory, before an epoch."""
 
     def _load(self, start: int, stop: int) -> None:
-        """Bring the rows [start, stop) into memory."""
+        """Load the rows [start, stop) into memory."""
         raise NotImplementedError
 
     def _open_batch(self, position: int, n: int) -> Callable[[Rows], StoreRows]:
@@ -151,7 +151,7 @@ class WholeFile:
         return start, min(start + self._chunk_rows, self._store.n_rows)
 
     def _load_order(self, windows: Windows | None, start: int, stop: int) -> Iterator[int]:
-        """Yield the chunks in the order in which they are to be loaded; some occur again."""
+        """Yield the chunks in the order in which to load them; some occur more than once."""
         if windows is not None:
             for number, _ in windows.spans(start, stop):
                 for first, end in windows.runs(number):
@@ -176,7 +176,7 @@ class WholeFile:
         except Exception as error:
             # The batch that needs the rows reads them itself, and raises the error in its turn.
             logger.info(
-                "rows are read one by one: bringing %r into memory ended with %r",
+                "rows are read one by one: loading %r into memory ended with %r",
                 self._store,
                 error,
             )
@@ -201,7 +201,7 @@ class WholeFile:
                     )
 
     def _continue_at(self, chunk: int) -> None:
-        """Load the file from a chunk on, if that is not begun; an epoch may begin anywhere."""
+        """Continue the load at a chunk if its load has not begun; an epoch may begin anywhere."""
         with self._changed:
             if not self._is_begun[chunk]:
                 n_chunks = len(self._is_begun)

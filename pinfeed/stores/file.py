@@ -57,18 +57,18 @@ class MmapStore(LocalFileStore):
         keep_cache: Whether the kernel's page cache keeps what was read. False leaves the page cache
             as it was found. None keeps it if the files fit in the memory that is free when reading
             begins.
-        memory_map: Whether a feeder may gather the rows from a memory map. A file that has shrunk
-            is an error before anything is copied. If it shrinks at the very time at which rows are
-            copied from a map, or the disk then fails to read a page that is not cached, the kernel
-            ends the process (SIGBUS), as with any memory map. Give False for a file that another
-            process may shorten meanwhile, or write anew in place: then it is always an error.
+        memory_map: Whether a feeder may gather the rows from a memory map. The feeder checks the
+            size of the file before each gather, and a file that has shrunk is an error. If the file
+            shrinks, or the disk fails, during a gather from a map, the kernel ends the process
+            (SIGBUS), as with any memory map. Give False for a file that another process may
+            truncate or rewrite in place: then this cannot happen.
 
     Raises:
         FileMissing: If a file, or every file of a pattern, is missing.
         StoreError: If a file is not a .npy file, is truncated, has no rows, is in Fortran order or
             of a dtype that torch does not have, or if shards do not match.
-        ArgumentError: If ``path`` is no path, ``mode`` neither "r" nor "r+", or ``keep_cache``
-            neither True, False nor None, or ``memory_map`` neither True nor False.
+        ArgumentError: If ``path`` is no path, ``mode`` neither "r" nor "r+", ``keep_cache`` neither
+            True, False nor None, or ``memory_map`` neither True nor False.
         UnknownArgument: If there is no such argument. The message says what to give instead.
 
     Example::

@@ -50,7 +50,7 @@ class LocalFileStore(ShardedStore[FileReader]):
         "_inodes",
     )
 
-    # The pickle of a release before has no such attribute.
+    # Pickles of earlier versions have no such attribute.
     _memory_map = True
 
     def __init__(
@@ -101,7 +101,8 @@ class LocalFileStore(ShardedStore[FileReader]):
     def can_map(self) -> bool:
         """Whether rows may be gathered from memory maps of the files.
 
-        A subclass may gather other rows than those of the files.
+        A subclass with a ``gather`` of its own is not mapped, because its rows may differ from
+        those of the files.
         """
         return (
             self._memory_map
@@ -123,7 +124,7 @@ class LocalFileStore(ShardedStore[FileReader]):
         return [(stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns) for stat in stats]
 
     def map_rows(self) -> MappedFileStore:
-        """Return the rows as memory maps show them.
+        """Return a store that gathers the rows from memory maps of the files.
 
         Raises:
             OSError: If a file cannot be mapped, has shrunk, or was replaced.

@@ -1,4 +1,4 @@
-"""MappedFileStore: rows of local files in memory maps, gathered from the page cache itself."""
+"""MappedFileStore: rows of local files, gathered from memory maps of the page cache."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MappedFileStore(ShardedStore[FileMap]):
 
     Args:
         layouts: Layout of the rows of each file.
-        open_map: Returns the map of the file of this number.
+        open_map: Function that maps a file, given its number.
 
     Raises:
         OSError: If a file cannot be mapped.
@@ -44,21 +44,21 @@ class MappedFileStore(ShardedStore[FileMap]):
             self.gather_at(rows, out, np.arange(len(rows)))
 
     def populate(self, start: int, stop: int) -> None:
-        """Bring the rows [start, stop) into the page cache, and the page tables up to date.
+        """Load the rows [start, stop) into the page cache, and fill the page tables of the maps.
 
         Raises:
-            ReadError: If a file has shrunk or cannot be read.
+            OSError: If a file has shrunk or cannot be read.
         """
         for file, first, n_rows in self._parts(start, stop):
             file.populate(first, n_rows)
 
     def is_cached(self, start: int, stop: int) -> bool | None:
-        """Return whether the page cache holds the rows [start, stop); None if it is not known."""
+        """Return whether the page cache holds the rows [start, stop); None if unknown."""
         found = [file.is_cached(first, n_rows) for file, first, n_rows in self._parts(start, stop)]
         return None if None in found else all(found)
 
     def _parts(self, start: int, stop: int) -> Iterator[tuple[FileMap, int, int]]:
-        """Yield each file of the rows [start, stop): first row within it, and number of rows."""
+        """Yield the map, the first row and the number of rows of each file in [start, stop)."""
         number = int(np.searchsorted(self._ends, start, side="right"))
         while start < stop:
             end = min(stop, int(self._ends[number]))

@@ -19,8 +19,8 @@ logger = logging.getLogger("pinfeed")
 def store_of_memmap(array: np.memmap[Any, Any]) -> MmapStore | None:
     """Return a store of the file that ``numpy.load(path, mmap_mode=...)`` has mapped.
 
-    A store is better than the map: pages of the map that were touched stay resident, and the map
-    ends the process if the file shrinks.
+    A store is better than the map: a feeder reads its rows ahead and counts them in its plan, and
+    a file that has shrunk is an error, where the map ends the process.
 
     Returns:
         A store, or None for any other array.

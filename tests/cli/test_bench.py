@@ -40,7 +40,7 @@ def test_bench(quick: list[str]) -> None:
         assert timing["problem"] == ""
         assert timing["first_epoch"]["rows"] <= 500
         assert timing["later_epochs"]["rows_per_s"] > 0
-        assert 0 < timing["beside_step"]["waited"] < 1
+        assert 0 < timing["with_step"]["waited"] < 1
         assert set(timing["memory_bytes"]) == {"anonymous", "file", "shared"}
         assert timing["pinfeed_ratio"] > 0
     assert found["contestants"][0]["pinfeed_ratio"] == 1
@@ -130,7 +130,7 @@ def test_rates_and_shares_are_shown() -> None:
     said = " ".join(report.text.split())
     assert "In the first epoch, pinfeed has 50% of the rate of the fastest other (fast)." in said
     assert "In later epochs, pinfeed is about as fast as the fastest other (fast)." in said
-    assert report.values["contestants"][0]["beside_step"]["waited"] == 0.25
+    assert report.values["contestants"][0]["with_step"]["waited"] == 0.25
 
 
 def test_waits_are_counted_by_the_clock_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -158,7 +158,7 @@ def test_waits_are_counted_by_the_clock_of_the_loop(monkeypatch: pytest.MonkeyPa
 def test_a_step_is_left_out(quick: list[str]) -> None:
     found = values("bench", "x.npy", "--step-ms", "0", "--workers", "0", *quick)
     assert found["step_products"] is None
-    assert found["contestants"][0]["beside_step"] is None
+    assert found["contestants"][0]["with_step"] is None
 
 
 def test_a_loader_that_fails_says_why(quick: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

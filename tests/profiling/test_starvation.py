@@ -168,7 +168,7 @@ def test_sources_know_what_to_change(tmp_path: Path) -> None:
         pinfeed.rows.shuffled(0),
         pinfeed.rows.block_shuffled(0, block_rows=256, window_blocks=1),
     )
-    assert "x.npy is still being brought into memory" in hint(shuffled, 1 << 30)
+    assert "x.npy is still being loaded into memory" in hint(shuffled, 1 << 30)
     assert "block_shuffled(seed, block_rows=256)" in hint(shuffled, 0)
     assert "With 250.0 KiB of memory for the whole file" in hint(shuffled, 0)
     assert "read in sequence" in hint(pinfeed.rows.sequential(), 1 << 30)

@@ -1,4 +1,4 @@
-"""The time of a loop: what is waiting for data, what is overhead, and what the loop computes."""
+"""The statistics divide the time of a loop into waits for data, overhead and training steps."""
 
 import weakref
 from collections import deque
@@ -64,7 +64,7 @@ class SteppedCall:
 
 
 class SlowPool(BufferPool):
-    """A pool to which the return of memory takes time."""
+    """A pool in which freeing a block takes time."""
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(4)
@@ -106,7 +106,7 @@ class Loop:
         self.waited_s = 0.0
 
     def batches(self) -> Iterator[Any]:
-        """Yield the batches; measure how long each takes to come."""
+        """Yield the batches, and measure how long the loop waits for each."""
 
         def hand_over(lent: LentBatch) -> Any:
             self.clock.pass_s(HAND_OVER_S)
@@ -173,7 +173,7 @@ def test_a_timeline_divides_time_as_the_statistics_do(depth: int | None) -> None
 
 
 def test_a_loop_that_drops_its_batches_frees_them_in_requests() -> None:
-    """At no time do more batches exist than without the one that is kept."""
+    """No more than two batches exist at a time: the one of the step, and the one before it."""
     loop = Loop(2)
     loop.device._pool = SlowPool(loop.clock)
     alive: list[weakref.ref[Any]] = []

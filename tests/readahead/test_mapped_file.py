@@ -1,4 +1,4 @@
-"""Rows of files that come from a memory map, and the files that are not mapped."""
+"""Rows that are gathered from memory maps of files, and the files that are not mapped."""
 
 import os
 import tempfile
@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
+from pinfeed.cli.measure.page_cache import drop
 from pinfeed.memory.host import resident_bytes
 from pinfeed.readahead import FreeMemory, choose, whole_file
 from pinfeed.readahead.base import DirectReads
@@ -39,12 +40,6 @@ def strategy_of(store: Any, order: Any = None, free: int = MiB(100)) -> type:
     [strategy] = choose([store], order, 300, FreeMemory(free, free)).strategies
     strategy.close()
     return type(strategy)
-
-
-def drop(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 @settings(max_examples=60, deadline=None)
@@ -103,7 +98,7 @@ def test_a_cold_file_is_loaded_from_where_the_loop_is(
     path: Path, array: np.ndarray, order: Any, start: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(whole_file, "CHUNK_BYTES", KiB(4))
-    drop(path)
+    drop([path])
     with Feeder(path, batch_size=100, rows=order) as feeder:
         feeder.load_state_dict({**feeder.state_dict(), "batch": start})
         numbers = order.bind(N, 0)(np.arange(100 * start, N))
@@ -150,7 +145,7 @@ def test_chunks_are_loaded_from_the_first_that_is_needed(
 def test_a_file_that_shrinks_between_batches_is_an_error(
     path: Path, fault: str, order: Any
 ) -> None:
-    """The size is looked at before each gather; a map would end the process or read zeros."""
+    """The size is checked before each gather; the map would end the process or give zeros."""
     size = {"shrunk": 60_000, "shrunk within a page": path.stat().st_size - 1, "emptied": 0}[fault]
     with Feeder(path, batch_size=10, rows=order, depth=0) as feeder:
         loop = iter(feeder)
@@ -200,13 +195,13 @@ def test_rows_that_are_written_back_are_read_from_the_map(path: Path, array: np.
     np.testing.assert_array_equal(np.load(path), array + 3)
 
 
-@pytest.mark.parametrize("errno_of_advice", ["unknown advice", "known advice"])
-def test_a_kernel_that_cannot_populate_a_map_reads_it(
-    path: Path, array: np.ndarray, errno_of_advice: str, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("advice", [file_map.POPULATE_READ, 9999])
+def test_a_map_is_populated_by_any_kernel(
+    path: Path, advice: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if errno_of_advice == "unknown advice":
-        monkeypatch.setattr(file_map, "_POPULATE_READ", 9999)
-    drop(path)
+    """If the kernel does not know the advice, a byte of each page is read."""
+    monkeypatch.setattr(file_map, "POPULATE_READ", advice)
+    drop([path])
     with MmapStore(path) as store:
         mapped = store.map_rows()
         mapped.populate(10, N)
@@ -272,7 +267,7 @@ def test_files_that_must_not_be_mapped(path: Path, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_file_with_holes_in_tmpfs_is_not_mapped() -> None:
-    """To read a hole takes memory, and there may be none."""
+    """Reading a hole takes memory, which may not be available."""
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         np.save(f"{folder}/x.npy", np.ones((1000, 64), np.float32))
         with MmapStore(f"{folder}/x.npy") as store:

@@ -203,7 +203,7 @@ def test_a_file_that_was_written_is_brought_in_again(tmp_path: Path, array: np.n
         Feeder(store, batch_size=1000, shuffle=True) as feeder,
         MmapStore(tmp_path / "x.npy", mode="r+") as other,
     ):
-        assert "brought into memory" in str(feeder.plan)
+        assert "loaded into memory" in str(feeder.plan)
         assert sum(float(x.double().sum()) for x in feeder) == array.sum(dtype=float)
         other.scatter(np.arange(N), np.ones((N, WIDTH), np.float32))
         assert sum(float(x.double().sum()) for x in feeder) == N * WIDTH
@@ -218,7 +218,7 @@ def test_an_error_while_a_file_is_brought_in_comes_with_the_batch_that_needs_the
 
     for order in (rows.shuffled(0), rows.block_shuffled(0, block_rows=BLOCK)):
         with Broken(path) as store, Feeder(store, rows=order, batch_size=100) as feeder:
-            assert "brought into memory" in str(feeder.plan)
+            assert "loaded into memory" in str(feeder.plan)
             with pytest.raises(errors.ReadError, match="bad sector"):
                 list(feeder)
 
@@ -350,7 +350,7 @@ def test_the_plan_says_what_was_chosen_and_counts_it(path: Path) -> None:
     ):
         assert feeder.plan.notes == (
             (
-                "x.npy, 1.2 MiB: brought into memory while its rows are served: it fits, and an "
+                "x.npy, 1.2 MiB: loaded into memory while its rows are served: it fits, and an "
                 "epoch has 100% of its rows"
             ),
         )
@@ -374,7 +374,7 @@ def test_processes_on_one_machine_share_what_is_free(
         ):
             return "".join(feeder.plan.notes)
 
-    assert "brought into memory" in notes(memory_map=False)
+    assert "loaded into memory" in notes(memory_map=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert "filled in sequence" in notes(memory_map=False)
     assert "memory map" in notes(memory_map=True)

@@ -17,7 +17,7 @@ from pinfeed.rows.batches import OrderBatches
 _GATHERED_BYTES = 1 << 30
 _REPEATS = 3
 _MOST_THREADS = 4
-# Memory that is touched for what is read, and the time for it.
+# Limits of the memory that is touched before a read, and of the time for it.
 _TOUCHED_BYTES = 4 << 30
 _TOUCH_S = 5.0
 
@@ -36,7 +36,7 @@ def raw_gather_rate(paths: Sequence[str], order: Any, batch_size: int, seconds: 
 
 
 def disk_rate(paths: Sequence[str], seconds: float) -> float:
-    """Return GB/s of reading the largest file from the disk in sequence, in the best of some ways.
+    """Return GB/s of reading the largest file in sequence from disk, in the fastest of three ways.
 
     Args:
         paths: The files.

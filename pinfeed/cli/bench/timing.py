@@ -16,7 +16,7 @@ class Rate:
     complete: bool
     """Whether the epoch ended before the time was over."""
     waited_s: float = 0.0
-    """Seconds of these in which the loop waited for a batch, by its own clock."""
+    """Part of ``seconds`` in which the loop waited for batches, by its own clock."""
 
     @property
     def rows_per_s(self) -> float:
@@ -52,7 +52,7 @@ class Timing:
         name: Name of the contestant.
         first: Rate of its first epoch, including the time to start.
         later: Rate of later epochs; None for cold files, which are warm by then.
-        beside_step: Rate of later epochs of a loop with a training step; None if there are none.
+        with_step: Rate of later epochs of a loop with a training step; None if there are none.
         memory: Growth of memory by kind, in bytes; empty where the kernel does not report it.
         problem: The reason why it could not be timed; empty if it could.
         equal: Whether the compared batches are the rows of the files.
@@ -61,7 +61,7 @@ class Timing:
     name: str
     first: Rate | None = None
     later: Rate | None = None
-    beside_step: Rate | None = None
+    with_step: Rate | None = None
     memory: dict[str, int] = field(default_factory=dict)
     problem: str = ""
     equal: bool = True

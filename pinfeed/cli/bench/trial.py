@@ -38,8 +38,8 @@ _CHECKED = 4
 # The first epoch may take so many times as long as later ones.
 _FIRST = 4
 _COPIED_BYTES = 256 << 20
-# Memory to touch before each contestant, in sizes of the files: for a copy of them and all batches,
-# and for the page cache if they are not in it.
+# Memory to touch before each contestant, in sizes of the files: for batches, and for a copy of the
+# files that a contestant may make; for cold files, for the page cache as well.
 _TOUCHED_WARM = 1.25
 _TOUCHED_COLD = 2.0
 _TOUCH_S = 10.0
@@ -199,18 +199,18 @@ class Trial:
         with make() as epochs:
             first = self._rate(epochs(0), begin, _FIRST * self.seconds)
             later = None
-            beside_step = None
+            with_step = None
             if self.warm:
                 batches = itertools.chain.from_iterable(map(epochs, itertools.count(1)))
                 later = self._rate(batches, time.perf_counter(), self.seconds)
                 if self.step is not None:
                     with _one_thread():
-                        beside_step = self._rate(
+                        with_step = self._rate(
                             batches, time.perf_counter(), self.seconds, self.step
                         )
             after = memory_by_kind()
         memory = {kind: after[kind] - before[kind] for kind in before if kind in after}
-        return Timing(name, first, later, beside_step, memory)
+        return Timing(name, first, later, with_step, memory)
 
     def _gives_the_rows(self, make: Callable[[], AbstractContextManager[Epochs]]) -> bool:
         """Return whether a contestant's first batches are those that numpy reads.
@@ -261,7 +261,7 @@ class Trial:
             if asked - begin > seconds:
                 complete = False
                 break
-        # The end of an epoch is waited for, too.
+        # The loop also waits for the end of the last epoch.
         waited_s += time.perf_counter() - asked
         if self.device != "cpu":
             torch.cuda.synchronize(self.device)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pinfeed.cli.measure.page_cache import PIECE_BYTES, Path, opened
-from pinfeed.memory.mapping import advise_huge_pages
+from pinfeed.memory.mapping import POPULATE_READ, advise_huge_pages
 from pinfeed.stores.base import run_of
 
 if TYPE_CHECKING:
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 _COPIED_BYTES = 1 << 30
 _MEMORY_BYTES = 512 << 20
 _REPEATS = 3
-# The value of the constant in linux/mman.h.
-_MADV_POPULATE_READ = 22
 # Bytes of a memory map that are read at a time: several huge pages.
 _POPULATE_BYTES = 8 << 20
 # Reused buffers of each gathering thread.
@@ -116,7 +114,7 @@ def populate_rate(path: Path, *, stop: int | None = None, seconds: float = math.
             begin = time.perf_counter()
             for offset in range(0, size, _POPULATE_BYTES):
                 nbytes = min(_POPULATE_BYTES, size - offset)
-                mapping.madvise(_MADV_POPULATE_READ, offset, nbytes)
+                mapping.madvise(POPULATE_READ, offset, nbytes)
                 if (elapsed := time.perf_counter() - begin) > seconds:
                     break
             return (offset + nbytes) / elapsed / 1e9
@@ -132,7 +130,7 @@ def populated(path: Path) -> np.ndarray:
     advise_huge_pages(mapping)
     # An older kernel does not populate maps. There the first pass over the rows does it.
     with contextlib.suppress(OSError):
-        mapping.madvise(_MADV_POPULATE_READ)
+        mapping.madvise(POPULATE_READ)
     return array.view(np.ndarray)
 
 

@@ -127,11 +127,11 @@ class Source(Protocol):
         """
         ...
 
-    def hint(self, draw_share: float) -> str:
+    def hint(self, source_share: float) -> str:
         """Return whole sentences that say what to change if a loop stalls on reading.
 
         Args:
-            draw_share: Share of the reading time that the source takes to make batches. The rest
+            source_share: Share of the reading time that the source takes to make batches. The rest
                 is the time that reading their parts takes.
         """
         ...

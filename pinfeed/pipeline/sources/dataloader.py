@@ -180,10 +180,10 @@ class LoaderSource:
         assert batches is not None
         return self._draws(batches)
 
-    def hint(self, draw_share: float) -> str:
+    def hint(self, source_share: float) -> str:
         """Return what to change if a loop stalls on this loader."""
         n_workers = getattr(self.loader, "num_workers", None)
-        if draw_share < 0.5:
+        if source_share < 0.5:
             return (
                 "Most of it is copying the tensors of the batches: a smaller dtype leaves less to "
                 "copy (uint8, converted on the device)."

@@ -71,7 +71,7 @@ class ReaderSource:
                 opened.close()
                 yield functools.partial(self._read, indices.rows(), each, opened)
 
-    def hint(self, draw_share: float) -> str:
+    def hint(self, source_share: float) -> str:
         """Return what to change if a loop stalls on the functions."""
         names = " and ".join(reader.function_name for reader in self._readers)
         return (

@@ -63,7 +63,7 @@ class RowSource:
                 )
                 position += indices.n_rows
 
-    def hint(self, draw_share: float) -> str:
+    def hint(self, source_share: float) -> str:
         largest = max(range(len(self.stores)), key=lambda i: row_nbytes(self.stores[i]))
         return self.strategies[largest].hint
 

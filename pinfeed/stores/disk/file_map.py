@@ -1,4 +1,4 @@
-"""FileMap: rows of one open file in a memory map, gathered from the page cache itself."""
+"""FileMap: rows of one open file, gathered from a memory map of the page cache."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Callable
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.memory.mapping import PAGE, advise_huge_pages
+from pinfeed.memory.mapping import PAGE, POPULATE_READ, advise_huge_pages
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import run_of
 from pinfeed.stores.disk.page_cache import can_tell
@@ -19,12 +19,10 @@ from pinfeed.stores.formats.row_layout import RowLayout
 
 Bytes = npt.NDArray[np.uint8]
 
-# MADV_POPULATE_READ of linux/mman.h, which Linux has since 5.14.
-_POPULATE_READ = 22
-# Rows that do not belong next to each other in the output are gathered in pieces of this size,
-# which stay in the processor's cache until they are put in their places.
+# Rows for scattered positions of the output are gathered in pieces of this size, which stay in the
+# processor's cache until they are copied to their positions.
 _PIECE_BYTES = 256 << 10
-# A page in so many bytes tells whether all of them are cached.
+# One page in so many bytes is checked, and stands for all of them.
 _SAMPLED_BYTES = 4 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -33,12 +31,12 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class FileMap:
     """Rows of one file in a shared memory map; a ``ShardReader``.
 
-    The map has no memory of its own: it shows the page cache, which all processes share, and which
-    sees writes at once. A thread that touches a page behind the end of the file is sent SIGBUS,
-    which ends the process. So each gather looks at the size of the file first; only a file that
-    shrinks while rows are copied, some hundred microseconds for a batch of MiBs, is not noticed.
-    SIGBUS is also sent if the disk fails to read a page that the page cache does not hold, so cold
-    rows are populated first, which reports the failure as an error.
+    The map has no memory of its own: it shows the page cache, which all processes share, and in
+    which writes are visible at once. The kernel ends a process that touches a page behind the end
+    of the file (SIGBUS). So each gather checks the size of the file first. A file that shrinks
+    during the copy, which takes some hundred microseconds for a batch of some MiB, is not noticed.
+    SIGBUS is also sent if the disk fails to read again a page that the kernel has dropped. For cold
+    rows, ``populate`` reports such a failure as an error.
 
     Args:
         fd: Descriptor of the file, which may be closed afterwards.
@@ -52,7 +50,7 @@ class FileMap:
         self._can_tell = can_tell(fd)
         check_size()
         mapping = mmap.mmap(fd, layout.end, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
-        # The kernel then reads cold parts of the file in large units and maps them as such, so that
+        # The kernel then reads cold parts of the file in large units and maps each as one, so that
         # random gathers seldom wait for the page tables.
         advise_huge_pages(mapping)
         # The map is unmapped with the last array on it.
@@ -103,26 +101,27 @@ class FileMap:
             out[positions[i : i + step]] = self._rows[rows[i : i + step]]
 
     def populate(self, first: int, n_rows: int) -> None:
-        """Bring rows into the page cache, and the page tables of the map up to date.
+        """Load rows into the page cache, and fill the page tables of the map.
 
         Raises:
             OSError: If the file has shrunk or cannot be read.
         """
         begin, nbytes = self._pages(first, n_rows)
-        if not _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), _POPULATE_READ):
+        # mmap.madvise would hold the interpreter's lock until the disk has been read.
+        if not _libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t(nbytes), POPULATE_READ):
             return
         number = ctypes.get_errno()
         if number != errno.EINVAL:
             raise OSError(number, os.strerror(number), self._layout.path)
-        # The kernel does not know the advice. To read a byte of each page does the same.
+        # The kernel does not know the advice. Reading a byte of each page has the same effect.
         self._check_size()
         self._bytes[begin - self._address :][:nbytes:PAGE].max()
 
     def is_cached(self, first: int, n_rows: int) -> bool | None:
         """Return whether the page cache holds rows; None if the kernel does not tell.
 
-        It is judged by a page in each 4 MiB, because to look at all pages takes a quarter of the
-        time in which they are gathered.
+        Only one page in 4 MiB is checked, because a check of all pages takes a quarter of the time
+        of gathering them.
         """
         if not self._can_tell:
             return None

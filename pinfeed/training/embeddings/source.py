@@ -163,9 +163,9 @@ class TableRowSource(LoaderSource):
         """
         return contextlib.nullcontext()
 
-    def hint(self, draw_share: float) -> str:
-        if draw_share >= 0.5:
-            return super().hint(draw_share)
+    def hint(self, source_share: float) -> str:
+        if source_share >= 0.5:
+            return super().hint(source_share)
         names = ", ".join(table.name for table in self._tables)
         return (
             f"Most of it is gathering rows of {names}: a table in memory (store=None) is faster "
