@@ -10,7 +10,7 @@ it from the root of the repository:
 
     # the peers
     pip install -c constraints.txt --group bench
-    # everything, up to 25 minutes
+    # everything, half an hour
     python -m benchmarks.streaming
     # 3 minutes
     python -m benchmarks.streaming --quick

@@ -15,12 +15,17 @@ PROC = Path("/proc/self/cgroup")
 ROOT = Path("/sys/fs/cgroup")
 _STATUS = "/proc/self/status"
 _FILES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
+    1: (
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+        "total_active_file",
+    ),
+    2: ("memory.max", "memory.current", "inactive_file", "active_file"),
 }
-"""Files of a control group by version: the limit, the usage, and a key of memory.stat.
+"""Files of a control group by version: the limit, the usage, and two keys of memory.stat.
 
-The key names the page cache that can be dropped.
+The keys name the page cache that can be dropped, and that which was used more than once.
 """
 
 
@@ -32,11 +37,19 @@ class Limit(NamedTuple):
     total: int
     free: int
     """Bytes that this limit still allows to allocate. The page cache counts as free."""
+    active_file: int = 0
+    """Page cache in bytes that does not count as free, because it was used more than once."""
 
 
 def free_host_bytes(*, proc: Path = PROC, root: Path = ROOT) -> int:
     """Return the bytes that this process may still allocate: the least that its limits leave."""
     return max(0, min(limit.free for limit in host_limits(proc=proc, root=root)))
+
+
+def free_page_cache_bytes(*, proc: Path = PROC, root: Path = ROOT) -> int:
+    """Return the bytes of files that the page cache can hold, with those that it holds now."""
+    limits = host_limits(proc=proc, root=root)
+    return max(0, min(limit.free + limit.active_file for limit in limits))
 
 
 def host_limits(*, proc: Path = PROC, root: Path = ROOT) -> list[Limit]:
@@ -110,7 +123,7 @@ def core_quota(*, proc: Path = PROC, root: Path = ROOT) -> float | None:
 
 def _group_limits(proc: Path, root: Path) -> Iterator[Limit]:
     for directory, version in _groups("memory", proc, root):
-        limit_file, usage_file, file_key = _FILES[version]
+        limit_file, usage_file, inactive, active = _FILES[version]
         try:
             text = (directory / limit_file).read_text().strip()
             if text == "max":
@@ -120,11 +133,12 @@ def _group_limits(proc: Path, root: Path) -> Iterator[Limit]:
             # The group has no controller, or this process may not read it.
             continue
         name = f"control group /{directory.relative_to(root)}"
-        yield Limit(name, int(text), free + _droppable(directory / "memory.stat", file_key))
+        stat = directory / "memory.stat"
+        yield Limit(name, int(text), free + _bytes_of(stat, inactive), _bytes_of(stat, active))
 
 
-def _droppable(stat: Path, key: str) -> int:
-    """Return the bytes of page cache that the kernel can drop; 0 if it does not report them."""
+def _bytes_of(stat: Path, key: str) -> int:
+    """Return the bytes of page cache of a kind; 0 if the kernel does not report them."""
     try:
         return sum(
             int(line.split()[1])

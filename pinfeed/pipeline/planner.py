@@ -11,7 +11,7 @@ from typing import Any
 from pinfeed.devices.base import Device
 from pinfeed.errors import BudgetError
 from pinfeed.memory.demand import Demand, plan_allocations, window_allocation
-from pinfeed.memory.host import free_host_bytes
+from pinfeed.memory.host import free_host_bytes, free_page_cache_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.schedule import PrefetchSchedule
@@ -68,7 +68,7 @@ def make_plan(
             size, schedule.depth, demand.route, plan_allocations(demand, size, schedule.depth)
         )
         limit = free // 2
-        page_cache = free_host_bytes() if free else 0
+        page_cache = free_page_cache_bytes() if free else 0
     else:
         # Batches that rows gives have their size already, so the usual bound does not apply.
         config = dataclasses.replace(
@@ -77,7 +77,8 @@ def make_plan(
         windows = window_sizes(stores, request.rows)
         plan = _limited_plan(config, demand, free, windows, device)
         limit = config.host_limit(free)
-        page_cache = limit if config.cpu_memory_limit is not None else free_host_bytes()
+        is_limited = config.cpu_memory_limit is not None
+        page_cache = limit if is_limited else free_page_cache_bytes()
         _require_room(plan, largest)
     n_ahead = schedule.depth + 1 + schedule.batches_per_slot
     left = FreeMemory(limit - plan.host_bytes, page_cache - plan.host_bytes)

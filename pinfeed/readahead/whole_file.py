@@ -29,8 +29,10 @@ logger = logging.getLogger("pinfeed")
 CHUNK_BYTES = 8 << 20
 # A batch waits for the rest of the file for at most this time, in seconds.
 _MAX_WAIT_S = 2.0
-# Bytes per second, until a first chunk has been measured.
-_ASSUMED_RATE = 1e9
+# The rate of the load is estimated as if so many bytes had been loaded in so many seconds before,
+# so that the time of a first chunk alone does not decide.
+_ASSUMED_BYTES = 64 << 20
+_ASSUMED_S = 0.05
 
 
 class LoadedRows(Protocol):
@@ -104,8 +106,7 @@ class WholeFile:
             self._rows.gather(rows, out)
             return
         chunks = rows // self._chunk_rows
-        if self._waits or self._remaining_s() < _MAX_WAIT_S:
-            self._wait_for(chunks)
+        self._wait_for(chunks)
         is_loaded = self._is_loaded[chunks]
         if is_loaded.all():
             self._rows.gather(rows, out)
@@ -140,10 +141,10 @@ class WholeFile:
 
     def _remaining_s(self) -> float:
         """Return the estimated time until all rows are loaded, in seconds."""
-        nbytes = np.count_nonzero(~self._is_loaded) * CHUNK_BYTES
-        elapsed_s = max(1e-9, time.monotonic() - self._begun_s)
-        rate = self._n_loaded * CHUNK_BYTES / elapsed_s if self._n_loaded else _ASSUMED_RATE
-        return float(nbytes / rate)
+        left = np.count_nonzero(~self._is_loaded) * CHUNK_BYTES
+        elapsed_s = time.monotonic() - self._begun_s
+        nbytes = self._n_loaded * CHUNK_BYTES + _ASSUMED_BYTES
+        return float(left * (elapsed_s + _ASSUMED_S) / nbytes)
 
     def _bounds(self, chunk: int) -> tuple[int, int]:
         """Return the first row of a chunk, and the row behind its last one."""
@@ -190,15 +191,22 @@ class WholeFile:
         return True
 
     def _wait_for(self, chunks: npt.NDArray[np.int64]) -> None:
-        """Wait until chunks are in memory; the waiting reader helps to load, if that is faster."""
-        while len(missing := chunks[~self._is_loaded[chunks]]) and not self._stopping:
+        """Wait until chunks are in memory, or until it is not worth waiting any more.
+
+        The waiting reader helps to load, if that is faster.
+        """
+        while len(missing := chunks[~self._is_loaded[chunks]]) and self._is_worth_waiting():
             if self._in_sequence:
                 self._continue_at(int(missing[0]))
             if not (self._readers_load and self._load_next()):
                 with self._changed:
                     self._changed.wait_for(
-                        lambda: self._stopping or bool(self._is_loaded[chunks].all())
+                        lambda: bool(self._is_loaded[chunks].all()) or not self._is_worth_waiting()
                     )
+
+    def _is_worth_waiting(self) -> bool:
+        """Return whether to wait for rows, in place of reading them one by one."""
+        return not self._stopping and (self._waits or self._remaining_s() < _MAX_WAIT_S)
 
     def _continue_at(self, chunk: int) -> None:
         """Continue the load at a chunk if its load has not begun; an epoch may begin anywhere."""

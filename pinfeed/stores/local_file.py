@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WriteBackError
-from pinfeed.memory.host import free_host_bytes
+from pinfeed.memory.host import free_page_cache_bytes
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_scatter
 from pinfeed.stores.disk import linux_aio
@@ -95,7 +95,7 @@ class LocalFileStore(ShardedStore[FileReader]):
         """Whether the page cache keeps what is read."""
         if self._keep_cache is not None:
             return self._keep_cache
-        return self.n_rows * self.row_nbytes <= free_host_bytes()
+        return self.n_rows * self.row_nbytes <= free_page_cache_bytes()
 
     @property
     def can_map(self) -> bool:

@@ -12,13 +12,20 @@ import pytest
 import torch
 
 from pinfeed import Feeder, MiB
-from pinfeed.memory.host import core_quota, free_host_bytes, host_limits, lock_limit, resident_bytes
+from pinfeed.memory.host import (
+    core_quota,
+    free_host_bytes,
+    free_page_cache_bytes,
+    host_limits,
+    lock_limit,
+    resident_bytes,
+)
 from pinfeed.memory.mapping import anonymous
 from pinfeed.memory.page_locked import locked_bytes
 from pinfeed.profiling.stats import ProcessMemory
 
-V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file", "total_active_file")
+V2 = ("memory.max", "memory.current", "inactive_file", "active_file")
 
 
 def group(
@@ -26,7 +33,7 @@ def group(
     limit: object,
     usage: object,
     cache: int | None,
-    names: tuple[str, str, str] = V2,
+    names: tuple[str, ...] = V2,
 ) -> None:
     """Write the files of a control group, without memory.stat if ``cache`` is None."""
     directory.mkdir(parents=True, exist_ok=True)
@@ -34,7 +41,7 @@ def group(
     (directory / names[1]).write_text(f"{usage}\n")
     if cache is not None:
         (directory / "memory.stat").write_text(
-            f"anon 7\ninactive_anon 500\n{names[2]} {cache}\nactive_file 900\nx{names[2]} 300\n"
+            f"anon 7\ninactive_anon 500\n{names[2]} {cache}\n{names[3]} 900\nx{names[2]} 300\n"
         )
 
 
@@ -51,6 +58,18 @@ def is_unbound(nbytes: int) -> bool:
 def test_version_2(tmp_path: Path) -> None:
     group(tmp_path / "fs/app/job", 10_000, 4000, 1000)
     assert free(tmp_path, "0::/app/job") == 10_000 - 4000 + 1000, "the page cache counts as free"
+
+
+@pytest.mark.parametrize(("version", "line"), [(V2, "0::/job"), (V1, "4:memory:/job")])
+def test_files_in_the_page_cache_count_as_free_for_the_page_cache(
+    tmp_path: Path, version: tuple[str, ...], line: str
+) -> None:
+    """A file that is mapped and used again stays one that the page cache can hold."""
+    base = tmp_path / ("fs" if version is V2 else "fs/memory")
+    group(base / "job", 10_000, 4000, 1000, version)
+    (tmp_path / "cgroup").write_text(f"{line}\n")
+    found = free_page_cache_bytes(proc=tmp_path / "cgroup", root=tmp_path / "fs")
+    assert found == free(tmp_path, line) + 900 == 10_000 - 4000 + 1000 + 900
 
 
 def test_version_2_with_the_limit_on_a_parent(tmp_path: Path) -> None:
@@ -115,8 +134,8 @@ def test_limits_by_name(tmp_path: Path) -> None:
     machine, *groups = host_limits(proc=tmp_path / "cgroup", root=tmp_path / "fs")
     assert (machine.name, machine.total) == ("machine", psutil.virtual_memory().total)
     assert [tuple(limit) for limit in groups[:2]] == [
-        ("control group /memory/app/job", 10_000, 7000),
-        ("control group /new", 20_000, 15_000),
+        ("control group /memory/app/job", 10_000, 7000, 900),
+        ("control group /new", 20_000, 15_000, 900),
     ]
 
 

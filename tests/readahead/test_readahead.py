@@ -196,6 +196,31 @@ def test_rows_that_are_not_there_yet_are_read_one_by_one(
         strategy.close()
 
 
+def test_a_load_that_turns_out_to_be_slow_is_not_waited_for(
+    store: MmapStore, array: np.ndarray, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(whole_file, "CHUNK_BYTES", KiB(64))
+    may_load = threading.Event()
+
+    class SlowDisk(InMemoryCopy):
+        _readers_load = False
+
+        def _load(self, start: int, stop: int) -> None:
+            if self._n_loaded:
+                may_load.wait()
+            super()._load(start, stop)
+            self._begun_s -= 1000
+
+    strategy = SlowDisk(store)
+    numbers = np.array([4999, 0, 17])
+    with strategy.open_epoch(None, 0, N) as open_batch:
+        try:
+            np.testing.assert_array_equal(read(open_batch(0, 3)(numbers)), array[numbers])
+        finally:
+            may_load.set()
+    strategy.close()
+
+
 def test_a_file_that_was_written_is_brought_in_again(tmp_path: Path, array: np.ndarray) -> None:
     np.save(tmp_path / "x.npy", array)
     with (
@@ -366,6 +391,7 @@ def test_processes_on_one_machine_share_what_is_free(
 ) -> None:
     """Each has a part of the memory, and all of the page cache."""
     monkeypatch.setattr("pinfeed.pipeline.planner.free_host_bytes", lambda: MiB(20))
+    monkeypatch.setattr("pinfeed.pipeline.planner.free_page_cache_bytes", lambda: MiB(20))
 
     def notes(*, memory_map: bool) -> str:
         with (
