@@ -102,7 +102,7 @@ def strategies(store: MmapStore, order: Order) -> Iterator[ReadStrategy]:
 
 
 @pytest.mark.parametrize("order", ORDERS, ids=str)
-@pytest.mark.parametrize("batch_size", [1, 100, 700, 3000])
+@pytest.mark.parametrize("batch_size", [7, 100, 700, 3000])
 def test_every_way_gives_the_rows(
     store: MmapStore,
     array: np.ndarray,
