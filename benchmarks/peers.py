@@ -306,7 +306,7 @@ _ALL = frozenset({"cold", "step", "processes"})
 CONTESTANTS = {
     "pinfeed": Contestant(feeder, traits=_ALL, every=True, quick=True),
     LIMITED: Contestant(lambda task: feeder(task, 0.5), traits=_COLD, every=True, kinds=("4 KiB",)),
-    # Where the loop waits for a disk or a step, it is as fast as the DataLoader.
+    # In a loop that waits for a disk or computes a step, it is as fast as the DataLoader.
     "loop": Contestant(loop, every=True, quick=True),
     "DataLoader": Contestant(
         lambda task: dataloader(task, 0), traits=_STEP, every=True, quick=True

@@ -133,13 +133,8 @@ class LocalFileStore(ShardedStore[FileReader]):
 
     def will_gather(self, start: int, stop: int) -> None:
         """Advise the kernel to read the rows [start, stop) into the page cache."""
-        number = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            end = min(stop, int(self._ends[number]))
-            first = start - int(self._starts[number])
-            self._reader(number).will_read(first, end - start)
-            start = end
-            number += 1
+        for number, first, n_rows in self._parts(start, stop):
+            self._reader(number).will_read(first, n_rows)
 
     def scatter(self, rows: Rows, values: Array) -> None:
         """Write rows through to the files.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -49,23 +49,16 @@ class MappedFileStore(ShardedStore[FileMap]):
         Raises:
             OSError: If a file has shrunk or cannot be read.
         """
-        for file, first, n_rows in self._parts(start, stop):
-            file.populate(first, n_rows)
+        for number, first, n_rows in self._parts(start, stop):
+            self._reader(number).populate(first, n_rows)
 
     def is_cached(self, start: int, stop: int) -> bool | None:
         """Return whether the page cache holds the rows [start, stop); None if unknown."""
-        found = [file.is_cached(first, n_rows) for file, first, n_rows in self._parts(start, stop)]
+        found = [
+            self._reader(number).is_cached(first, n_rows)
+            for number, first, n_rows in self._parts(start, stop)
+        ]
         return None if None in found else all(found)
-
-    def _parts(self, start: int, stop: int) -> Iterator[tuple[FileMap, int, int]]:
-        """Yield the map, the first row and the number of rows of each file in [start, stop)."""
-        number = int(np.searchsorted(self._ends, start, side="right"))
-        while start < stop:
-            end = min(stop, int(self._ends[number]))
-            if start < end:
-                yield self._reader(number), start - int(self._starts[number]), end - start
-            start = end
-            number += 1
 
     def _open_reader(self, number: int) -> FileMap:
         return self._open_map(number)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -66,7 +67,7 @@ class ShardedStore(Generic[R]):
         _check_shards(layouts)
         n_rows = [layout.n_rows for layout in layouts]
         self._ends = np.cumsum(n_rows)
-        self._starts = self._ends - n_rows
+        self._starts: Rows = self._ends - np.asarray(n_rows)
         if self._ends[-1] == 0:
             shape = (first.n_rows, *first.row_shape)
             raise StoreError(f"{first.path} has no rows (shape {shape}); expected at least one")
@@ -202,11 +203,24 @@ class ShardedStore(Generic[R]):
         if len(self._layouts) == 1:
             return [(0, rows, np.arange(len(rows)))]
         shard_of = np.searchsorted(self._ends, rows, side="right")
+        order = np.argsort(shard_of, kind="stable")
+        shard_rows = rows[order] - self._starts[shard_of[order]]
+        begins = np.flatnonzero(np.diff(shard_of[order], prepend=-1)).tolist()
         parts: list[tuple[int, Rows, Rows]] = []
-        for number in np.unique(shard_of).tolist():
-            positions = np.flatnonzero(shard_of == number)
-            parts.append((number, rows[positions] - self._starts[number], positions))
+        for begin, end in itertools.pairwise([*begins, len(rows)]):
+            number = int(shard_of[order[begin]])
+            parts.append((number, shard_rows[begin:end], order[begin:end]))
         return parts
+
+    def _parts(self, start: int, stop: int) -> Iterator[tuple[int, int, int]]:
+        """Yield the shard, the first row within it and the number of rows of each part."""
+        number = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            end = min(stop, int(self._ends[number]))
+            if start < end:
+                yield number, start - int(self._starts[number]), end - start
+            start = end
+            number += 1
 
     def _reader(self, number: int) -> R:
         """Return the open reader of a shard.

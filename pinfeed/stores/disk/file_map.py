@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from pinfeed.memory.mapping import PAGE, POPULATE_READ, advise_huge_pages
 from pinfeed.rows.orders import Rows
+from pinfeed.stores.array import put_rows
 from pinfeed.stores.base import run_of
 from pinfeed.stores.disk.page_cache import can_tell
 from pinfeed.stores.formats.row_layout import RowLayout
@@ -39,7 +40,7 @@ class FileMap:
     rows, ``populate`` reports such a failure as an error.
 
     Args:
-        fd: Descriptor of the file, which may be closed afterwards.
+        fd: Descriptor of the file, used only to map it.
         layout: Layout of the rows of the file, at least one.
         check_size: Raises an error if the file has shrunk.
     """
@@ -98,7 +99,8 @@ class FileMap:
         self._check_size()
         step = max(1, _PIECE_BYTES // self._layout.row_nbytes)
         for i in range(0, len(rows), step):
-            out[positions[i : i + step]] = self._rows[rows[i : i + step]]
+            piece = np.take(self._rows, rows[i : i + step], axis=0, mode="clip")
+            put_rows(out, positions[i : i + step], piece)
 
     def populate(self, first: int, n_rows: int) -> None:
         """Load rows into the page cache, and fill the page tables of the map.
