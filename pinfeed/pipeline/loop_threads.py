@@ -59,6 +59,7 @@ class LoopThreads:
         """Whether the loop has ended and its threads are joined."""
         self.call: Callable[..., Any] = self._call_named if is_named else _call
         """Makes a call ``(lane, batch, fn, *args)`` in this thread, named for a profiler."""
+        self._is_named = is_named
         # Identifiers of the threads that have made a call.
         self._idents: set[int] = set()
         self.is_inline = schedule.depth == 0
@@ -76,24 +77,19 @@ class LoopThreads:
 
     def submit_read(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let a reader thread call ``fn(*args)`` for a batch."""
-        if self.is_inline:
-            return self._inline.submit(guarded, self.call, "read", batch, fn, *args)
-        assert self._reader is not None
-        return self._reader.submit(self._run, self.call, "read", batch, fn, *args)
+        return self._submit(self._reader, "read", batch, fn, *args)
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let the writer thread call ``fn(*args)`` for a batch."""
-        if self.is_inline:
-            return self._inline.submit(guarded, self.call, "write", batch, fn, *args)
         if self._writer is None:
             self._writer = self._device.worker("pinfeed-write")
-        return self._writer.submit(self._run, self.call, "write", batch, fn, *args)
+        return self._submit(self._writer, "write", batch, fn, *args)
 
     def submit_scatter(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let the second writer thread call ``fn(*args)`` for a batch."""
         if self._scatterer is None:
             self._scatterer = self._device.worker("pinfeed-scatter")
-        return self._scatterer.submit(self._run, self.call, "scatter", batch, fn, *args)
+        return self._submit(self._scatterer, "scatter", batch, fn, *args)
 
     def run_all(self, calls: Sequence[Callable[[], object]]) -> None:
         """Make several calls, in several threads if there are cores; called by the second writer.
@@ -172,6 +168,14 @@ class LoopThreads:
                 "the feeder was closed by another thread while its loop ran; join that loop's "
                 "thread before"
             )
+
+    def _submit(
+        self, workers: Workers | None, lane: str, batch: int, fn: Callable[..., Any], *args: Any
+    ) -> Pending[Any]:
+        assert workers is not None
+        if self._is_named:
+            return workers.submit(self._run, self.call, lane, batch, fn, *args)
+        return workers.submit(self._run, fn, *args)
 
     def _run(self, fn: Callable[..., Any], *args: Any) -> Any:
         self._idents.add(threading.get_ident())

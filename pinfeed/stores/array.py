@@ -126,7 +126,10 @@ class ArrayStore:
                 "give a copy of the array"
             )
         rows = checked_scatter(self, rows, values)
-        put_rows(self._array, rows, values)
+        if (run := run_of(rows)) is not None:
+            self._array[run] = values
+        else:
+            put_rows(self._array, rows, values)
 
     def flush(self) -> None:
         """Do nothing, because memory needs no flush."""
