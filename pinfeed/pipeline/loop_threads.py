@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from types import NoneType
 from typing import Any
 
 from pinfeed.devices.base import Device
@@ -19,31 +18,13 @@ from pinfeed.threads.call import Call, Pending, Workers
 _N_SCATTER_HELPERS = max(0, min(len(os.sched_getaffinity(0)) // 2, 4) - 1)
 
 
-class InlineWorkers:
-    """Workers that make each call at once, in the caller's thread, for depth 0."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Call[Any]:
-        """Call ``fn(*args)`` and return the finished call."""
-        calls = [Call(fn, *args)]
-        calls[0].run()
-        if not isinstance(calls[0].exception(), (Exception, NoneType)):
-            # A KeyboardInterrupt belongs to the caller, so it is raised here.
-            calls.pop().result()
-        # An error's traceback keeps this frame. The frame must not keep the call, which keeps the
-        # error.
-        return calls.pop()
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Do nothing, because every call has ended."""
-
-
 class LoopThreads:
     """Reader threads and writer threads of one loop.
 
     ``start_readers`` starts the readers. The writers start with the first write-back: one queues
     the copies to the host, the other scatters the rows that have arrived, and may have helpers. At
-    depth 0 there are no threads, and every call runs in the caller's thread. A loop with threads
-    can let its calls run there, too, while no call of its threads is left.
+    depth 0 there are no threads, and the caller makes every call itself. A loop with threads may do
+    so, too, while no call of its threads is left.
 
     Args:
         device: Device that makes the threads.
@@ -63,8 +44,7 @@ class LoopThreads:
         # Identifiers of the threads that have made a call.
         self._idents: set[int] = set()
         self.is_inline = schedule.depth == 0
-        """Whether every call is made at once, in the caller's thread."""
-        self._inline = InlineWorkers()
+        """Whether the caller fills slots and writes rows itself, in its own thread."""
         self._reader: Workers | None = None
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
@@ -96,7 +76,7 @@ class LoopThreads:
 
         It returns, or raises the first error, when all have ended.
         """
-        own: list[Callable[[], object]] = []
+        own: list[Call[object]] = []
         pending: list[Pending[object]] = []
         for i, call in enumerate(calls):
             submitted = None
@@ -105,10 +85,12 @@ class LoopThreads:
                 with contextlib.suppress(Exception):
                     submitted = self._helpers().submit(self._run, call)
             if submitted is None:
-                own.append(call)
+                own.append(Call(call))
             else:
                 pending.append(submitted)
-        pending += [self._inline.submit(call) for call in own]
+        for made in own:
+            made.run()
+        pending += own
         errors = [call.exception() for call in pending]
         for error in filter(None, errors):
             raise error
