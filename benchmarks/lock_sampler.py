@@ -1,9 +1,13 @@
 """LockSampler: the share of time in which threads hold the interpreter's lock.
 
-A process of its own reads from the memory of this one which thread holds the lock, about 9,000
-times a second. So sampling never takes the lock itself, and all samples together take a tenth of a
-core. CPython 3.10 and 3.11 keep the holder in ``_PyRuntime``. Later versions keep it elsewhere, and
-some systems do not let a process read the memory of another: then nothing is sampled.
+Another process reads from the memory of this one which thread holds the lock, about 9,000 times a
+second. So sampling never takes the lock itself, and it takes a tenth of a core. The other process
+has real-time priority. Without it, it would run mostly while the sampled threads do not, and find
+the lock free. On a machine that runs other programs, a thread may be interrupted while it holds the
+lock. That time counts, too.
+
+Nothing is sampled without the privileges for this, and in CPython 3.12 and later, which keep the
+holder of the lock elsewhere than in ``_PyRuntime``.
 """
 
 from __future__ import annotations
@@ -18,7 +22,9 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from pathlib import Path
 
+_ROOT = Path(__file__).parents[1]
 _WORD = 8
 _RUNTIME_WORDS = 4096
 """Words of ``_PyRuntime`` that are searched; it is larger."""
@@ -45,6 +51,7 @@ class LockSampler:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            cwd=_ROOT,
         )
         assert self._process.stdout is not None
         # The process writes a line when it begins. Until then this thread does not hold the lock.
@@ -91,9 +98,10 @@ def sample(pid: int, training: int, places: list[int]) -> list[int]:
 
     Raises:
         ValueError: If no address, or more than one, says that no thread holds the lock.
-        OSError: If the memory cannot be read.
+        OSError: If this process may not read the memory, or may not have real-time priority.
     """
     memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
+    os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
 
     def holder(place: int) -> int:
         return int.from_bytes(os.pread(memory, _WORD, place), sys.byteorder)
