@@ -169,6 +169,7 @@ def summary(name: str, reference: str, rounds: list[dict[str, Figures]]) -> Figu
         "first_us": first[name]["wall"],
         "us": statistics.median(wall for wall, _ in pairs),
         "cpu_us": statistics.median(found[name]["cpu"] for found in later),
+        "faults": statistics.median(found[name]["faults"] for found in later),
         "ratio": statistics.median(base / wall for wall, base in pairs),
         "over_us": statistics.median(wall - base for wall, base in pairs),
     }
@@ -178,7 +179,7 @@ def report(results: list[Figures]) -> str:
     """Return the figures as a table in Markdown for each group and step."""
     parts = []
     for result in results:
-        title = f"{result['group']}, {result['step']}, µs of a batch"
+        title = f"{result['group']}, {result['step']}, µs and page faults of a batch"
         parts.append(f"{title[0].upper()}{title[1:]}:\n\n{_table(result['ways'])}")
         chosen = [f"- {name}: {text}" for name, text in result["choices"].items() if text]
         if chosen:
@@ -191,12 +192,12 @@ def _table(ways: dict[str, Figures]) -> str:
     rows = [
         [
             name,
-            *(f"{figures[key]:.0f}" for key in ("first_us", "us", "cpu_us")),
+            *(f"{figures[key]:.0f}" for key in ("first_us", "us", "cpu_us", "faults")),
             *("" if name == reference else text for text in _compared(figures)),
         ]
         for name, figures in ways.items()
     ]
-    headers = ("", "first epoch", "later epochs", "CPU", "added", "times as fast")
+    headers = ("", "first epoch", "later epochs", "CPU", "page faults", "added", "times as fast")
     return tabulate(rows, headers, tablefmt="github", disable_numparse=True)
 
 

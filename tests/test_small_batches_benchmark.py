@@ -52,20 +52,25 @@ def test_an_epoch_is_measured(step: str) -> None:
 def test_the_first_round_is_reported_apart() -> None:
     walls = [(90.0, 70.0), (10.0, 10.0), (30.0, 10.0), (20.0, 10.0)]
     rounds = [
-        {"plain": {"wall": plain, "cpu": 5.0}, "ours": {"wall": ours, "cpu": plain}}
+        {
+            "plain": {"wall": plain, "cpu": 5.0, "faults": 0.0},
+            "ours": {"wall": ours, "cpu": plain, "faults": 1.0},
+        }
         for plain, ours in walls
     ]
     assert summary("ours", "plain", rounds) == {
         "first_us": 70.0,
         "us": 10.0,
         "cpu_us": 20.0,
+        "faults": 1.0,
         "ratio": 2.0,
         "over_us": -10.0,
     }
 
 
 def test_the_report_names_goals_that_are_missed() -> None:
-    figures = {"first_us": 50.0, "us": 20.0, "cpu_us": 20.0, "ratio": 1.0, "over_us": 0.0}
+    figures = {"first_us": 50.0, "us": 20.0, "cpu_us": 20.0, "faults": 0.0}
+    figures |= {"ratio": 1.0, "over_us": 0.0}
     fast = figures | {"ratio": 1.75, "over_us": -15.0}
     ways = {
         "DataLoader": figures,
@@ -79,7 +84,7 @@ def test_the_report_names_goals_that_are_missed() -> None:
         {"group": "a DataLoader", "step": "training step", "ways": wrapped, "choices": {}},
     ]
     report = small_batches.report(results)
-    assert "Rows in memory, no step, µs of a batch:\n\n|" in report
+    assert "Rows in memory, no step, µs and page faults of a batch:\n\n|" in report
     assert "| -15     | 1.75            |" in report
     assert "- Feeder: 0" in report
     lines = small_batches.goals(results).splitlines()
