@@ -12,7 +12,7 @@ from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import Gatherable, HostArray, StoreRows
+from pinfeed.stores.base import Gatherable, HostArray, StoreRows, unchecked_gather
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.sharded_file import AnyShardedStore
 
@@ -101,7 +101,10 @@ class DirectReads:
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
-        yield lambda position, n: functools.partial(StoreRows, self._store)
+        store = self._store
+        # Rows of batches are in range, and are gathered into arrays that fit.
+        rows_of_batch = functools.partial(StoreRows, store, gather=unchecked_gather(store))
+        yield lambda position, n: rows_of_batch
 
     def close(self) -> None:
         """Do nothing: the strategy has no memory of its own."""

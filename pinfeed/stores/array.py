@@ -95,7 +95,10 @@ class ArrayStore:
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``, like ``Store.gather``."""
-        rows = checked_gather(self, rows, out)
+        self.gather_unchecked(checked_gather(self, rows, out), out)
+
+    def gather_unchecked(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``. The caller has checked all arguments."""
         if (run := run_of(rows)) is not None:
             out[...] = self._array[run]
         elif self._array.flags.c_contiguous:

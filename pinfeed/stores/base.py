@@ -6,8 +6,8 @@ import math
 import mmap
 import operator
 import sys
-from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -120,35 +120,61 @@ class Gatherable(Protocol):
     def gather(self, rows: Rows, out: Array) -> None: ...
 
 
+class UncheckedGatherable(Gatherable, Protocol):
+    """Rows that can also be gathered without checks."""
+
+    def gather_unchecked(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``. The caller has checked all arguments."""
+
+
+Gather = Callable[[Rows, Array], None]
+"""Copies rows into an array, like ``Store.gather``."""
+
+
+def unchecked_gather(store: Gatherable) -> Gather:
+    """Return the method of a store that gathers rows, without checks if it has such a method.
+
+    The method ``gather_unchecked`` belongs to the ``gather`` of the same class. A subclass, or an
+    object, with a ``gather`` of its own is asked by that.
+    """
+    owner = next((kind for kind in type(store).__mro__ if "gather" in vars(kind)), object)
+    is_replaced = "gather" in getattr(store, "__dict__", ())
+    if is_replaced or "gather_unchecked" not in vars(owner):
+        return store.gather
+    return cast(UncheckedGatherable, store).gather_unchecked
+
+
 class StoreRows:
     """Rows of one store that a batch needs: a ``HostArray`` that gathers them.
 
     Args:
         store: The store, or other rows that can be gathered.
         rows: Row indices, shape (n,); they may repeat.
+        gather: Function that gathers rows of the store; None is its method ``gather``.
     """
 
-    __slots__ = ("dtype", "rows", "shape", "store")
+    __slots__ = ("_gather", "dtype", "rows", "shape", "store")
 
-    def __init__(self, store: Gatherable, rows: Rows) -> None:
+    def __init__(self, store: Gatherable, rows: Rows, gather: Gather | None = None) -> None:
         self.store = store
         self.rows = rows
         self.shape = (len(rows), *store.row_shape)
         self.dtype = store.dtype
+        self._gather = gather or store.gather
 
     def cut(self, begin: int, end: int) -> StoreRows:
         """Return rows [begin, end) of these."""
-        return StoreRows(self.store, self.rows[begin:end])
+        return StoreRows(self.store, self.rows[begin:end], self._gather)
 
     def read(self, out: Array) -> Iterator[None]:
         """Gather the rows into ``out``, step by step."""
         if 0 < len(out) <= _STEP_ROWS and out.nbytes <= _STEP_BYTES:
-            self.store.gather(self.rows, out)
+            self._gather(self.rows, out)
             yield
             return
         step = max(1, min(_STEP_ROWS, _STEP_BYTES * len(out) // max(1, out.nbytes)))
         for i in range(0, len(out), step):
-            self.store.gather(self.rows[i : i + step], out[i : i + step])
+            self._gather(self.rows[i : i + step], out[i : i + step])
             yield
 
 
