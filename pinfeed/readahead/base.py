@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -103,7 +102,11 @@ class DirectReads:
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
         store = self._store
         # Rows of batches are in range, and are gathered into arrays that fit.
-        rows_of_batch = functools.partial(StoreRows, store, gather=unchecked_gather(store))
+        gather = unchecked_gather(store)
+
+        def rows_of_batch(rows: Rows) -> StoreRows:
+            return StoreRows(store, rows, gather)
+
         yield lambda position, n: rows_of_batch
 
     def close(self) -> None:
