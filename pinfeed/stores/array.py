@@ -9,7 +9,14 @@ import numpy as np
 
 from pinfeed.errors import StoreError, WriteBackError
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Array, checked_gather, checked_scatter, in_words, run_of
+from pinfeed.stores.base import (
+    SMALL_GATHER_BYTES,
+    Array,
+    checked_gather,
+    checked_scatter,
+    in_words,
+    run_of,
+)
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
 
@@ -99,7 +106,7 @@ class ArrayStore:
 
     def gather_unchecked(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``. The caller has checked all arguments."""
-        if (run := run_of(rows)) is not None:
+        if out.nbytes > SMALL_GATHER_BYTES and (run := run_of(rows)) is not None:
             out[...] = self._array[run]
         elif self._array.flags.c_contiguous:
             # Rows are in range here. With mode="raise", numpy would gather into a buffer of its

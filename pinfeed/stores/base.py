@@ -23,6 +23,9 @@ Array = npt.NDArray[Any]
 _STEP_BYTES = 16 << 20
 _STEP_ROWS = 1 << 13
 
+SMALL_GATHER_BYTES = 64 << 10
+"""Up to this size, taking row by row is faster than finding out whether the rows are a slice."""
+
 
 @runtime_checkable
 class Store(Protocol):

@@ -12,6 +12,9 @@ from typing import Any
 
 Rebuild = Callable[[Iterator[Any]], Any]
 
+# Types whose objects have no ``to`` and are made from their contents alone.
+_PLAIN = (tuple, list, dict)
+
 
 def flatten(
     value: Any, path: str = "", *, is_leaf: Callable[[Any], bool] = lambda value: False
@@ -48,22 +51,19 @@ def _flatten(
 
 
 def _children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]] | None:
-    # Most values are of these types or have a ``to`` method. Tests for the others take longer.
     kind = type(value)
-    if kind is tuple or kind is list:
-        return [(f"[{i}]", child) for i, child in enumerate(value)]
-    if kind is dict:
-        return [(f"[{key!r}]", child) for key, child in value.items()]
-    if callable(getattr(value, "to", None)):
-        return None
-    if dataclasses.is_dataclass(value) and is_leaf(value):
-        return None
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", child) for key, child in value.items()]
+    if kind not in _PLAIN:
+        # Most values that are not plain are tensors, so this is asked first.
+        if callable(getattr(value, "to", None)):
+            return None
+        if dataclasses.is_dataclass(value) and is_leaf(value):
+            return None
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return [(f".{name}", child) for name, child in zip(value._fields, value, strict=True)]
     if isinstance(value, (tuple, list)):
         return [(f"[{i}]", child) for i, child in enumerate(value)]
+    if kind is dict or isinstance(value, Mapping):
+        return [(f"[{key!r}]", child) for key, child in value.items()]
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return [(f".{name}", getattr(value, name)) for name in _fields(value)]
     return None

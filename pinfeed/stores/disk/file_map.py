@@ -14,7 +14,7 @@ import numpy.typing as npt
 from pinfeed.memory.mapping import PAGE, POPULATE_READ, advise_huge_pages
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import put_rows
-from pinfeed.stores.base import run_of
+from pinfeed.stores.base import SMALL_GATHER_BYTES, run_of
 from pinfeed.stores.disk.page_cache import can_tell
 from pinfeed.stores.formats.row_layout import RowLayout
 
@@ -75,7 +75,7 @@ class FileMap:
         Raises:
             ReadError: If the file has shrunk.
         """
-        if (run := run_of(rows)) is not None:
+        if out.nbytes > SMALL_GATHER_BYTES and (run := run_of(rows)) is not None:
             self.read_run(run.start, out)
             return
         self._check_size()
