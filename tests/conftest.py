@@ -7,9 +7,11 @@ import contextlib
 import faulthandler
 import gc
 import os
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from multiprocessing import forkserver
 
 import pytest
 import torch
@@ -35,6 +37,13 @@ def _few_objects() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _fork_server() -> None:
+    """Start the processes that multiprocessing keeps for all later ones, by default since 3.14."""
+    if sys.version_info >= (3, 14):
+        forkserver.ensure_running()
 
 
 def open_files() -> set[str]:

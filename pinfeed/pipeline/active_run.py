@@ -17,6 +17,13 @@ def is_suspended(generator: GeneratorType[Any, None, None]) -> bool:
     return inspect.getgeneratorstate(generator) == inspect.GEN_SUSPENDED
 
 
+def has_ended(generator: GeneratorType[Any, None, None]) -> bool:
+    """Tell whether a generator has ended. Any thread may ask."""
+    # Reading gi_frame alone would make the frame object of a generator that another thread runs,
+    # which is not safe without the interpreter's lock. This asks first whether it runs.
+    return inspect.getgeneratorstate(generator) == inspect.GEN_CLOSED
+
+
 class ActiveRun:
     """The generator of a feeder's last run.
 
@@ -34,7 +41,7 @@ class ActiveRun:
     def is_running(self) -> bool:
         """Whether the generator exists and has not ended."""
         generator = self.generator()
-        return generator is not None and generator.gi_frame is not None
+        return generator is not None and not has_ended(generator)
 
     def generator(self) -> GeneratorType[Any, None, None] | None:
         """Return the generator, if it still exists."""

@@ -42,7 +42,7 @@ class WriteQueue:
             check: Whether to raise the error of an earlier write-back first.
         """
         while len(self._calls) >= self._limit:
-            if self._calls[0].done():
+            if self._is_oldest_done():
                 self._take()
             elif self._may_wait():
                 self._wait_for_oldest(write)
@@ -58,7 +58,7 @@ class WriteQueue:
 
     def check(self) -> None:
         """Raise the error of a write-back that has failed."""
-        while self._calls and self._calls[0].done():
+        while self._calls and self._is_oldest_done():
             self._take()
         if self.failure is not None:
             failure = self.failure
@@ -99,7 +99,8 @@ class WriteQueue:
         if transfer.device.unified:
             # There are no copies that a second thread could wait for.
             return threads.submit_write(write.batch, transfer.write_to_stores, write)
-        earlier = tuple(self._calls)[-2:]
+        # Only a copy of a deque is safe while another thread, which closes the feeder, changes it.
+        earlier = tuple(self._calls.copy())[-2:]
         begun = threads.submit_write(write.batch, transfer.begin_write, write, earlier)
         finish = transfer.finish_write
         return threads.submit_scatter(write.batch, finish, write, begun, threads.run_all)
@@ -118,10 +119,27 @@ class WriteQueue:
         self._take()
         self._counters.count_write_wait(start, idle=write.is_computed(), batch=write.batch)
 
+    def _is_oldest_done(self) -> bool:
+        try:
+            return self._calls[0].done()
+        except IndexError:
+            # A thread that closes the feeder has taken it.
+            return False
+
     def _take(self) -> None:
-        # If an interrupt ends the wait, the write-back stays the oldest one.
-        error = self._calls[0].exception()
-        self._calls.popleft()
+        """Wait for the oldest write-back, and note its error.
+
+        The training thread and a thread that closes the feeder may wait for the same write-back.
+        One of them takes it.
+        """
+        try:
+            oldest = self._calls[0]
+            error = oldest.exception()
+            # If an interrupt ends the wait, the write-back stays the oldest one.
+            self._calls.remove(oldest)
+        except (IndexError, ValueError):
+            # The other thread has taken it.
+            return
         if error is not None:
             self._note(error)
 

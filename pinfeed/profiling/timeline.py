@@ -82,7 +82,9 @@ class Timeline:
         A span of the device is included once its events are known to have passed.
         """
         self.settle()
-        taken = list(self._taken)
+        # Reader threads may add spans now. A copy is atomic; iterating the deque itself is not,
+        # without the interpreter's lock.
+        taken = self._taken.copy()
         zero = self._zero_s
         sizes = {
             (loop, batch): (rows, nbytes)

@@ -3,13 +3,18 @@
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from support.feeders import DEPTHS
 
 from pinfeed import ArrayStore, Feeder, MmapStore, errors
+from pinfeed.devices.cpu import HostDevice
+from pinfeed.threads.call import Call
+from pinfeed.threads.pool import ThreadPool
 
 
 @pytest.fixture
@@ -212,3 +217,57 @@ def test_a_feeder_that_another_thread_closes(x: np.ndarray, depth: int) -> None:
         batch.write_back(batch.data)
     with pytest.raises(errors.ClosedError, match="closed by another thread"):
         next(loop)
+
+
+class AwaitedCall:
+    """A call that seems to be running, and that runs a function when a thread waits for it."""
+
+    def __init__(self, call: Call[Any], hook: Callable[[], None]) -> None:
+        self.call, self.hook = call, hook
+
+    def done(self) -> bool:
+        return False
+
+    def exception(self) -> BaseException | None:
+        self.hook()
+        return self.call.exception()
+
+
+def test_a_feeder_that_another_thread_closes_while_its_loop_waits_for_a_write_back(
+    x: np.ndarray,
+) -> None:
+    """Both wait for the same write-back, whose error is raised once."""
+
+    class Full(ArrayStore):
+        def scatter(self, rows: np.ndarray, values: np.ndarray) -> None:
+            raise OSError("the disk is full")
+
+    caught: list[BaseException] = []
+    closers: list[threading.Thread] = []
+
+    def close() -> None:
+        try:
+            feeder.close()
+        except OSError as error:
+            caught.append(error)
+
+    def hook() -> None:
+        if not closers:
+            closers.append(threading.Thread(target=close))
+            closers[0].start()
+            closers[0].join()
+
+    class Threads(ThreadPool):
+        def submit(self, fn: Callable[..., Any], /, *args: Any) -> Any:
+            return AwaitedCall(super().submit(fn, *args), hook)
+
+    class Device(HostDevice):
+        def worker(self, name: str, n_threads: int = 1) -> ThreadPool:
+            return (Threads if name == "pinfeed-write" else ThreadPool)(n_threads, name)
+
+    feeder = Feeder(Full(x), batch_size=10, depth=1, device=Device())
+    loop = feeder.batches()
+    with pytest.raises(errors.ClosedError, match="closed by another thread"):
+        for batch in loop:
+            batch.write_back(batch.data)
+    assert [str(error) for error in caught] == ["the disk is full"]

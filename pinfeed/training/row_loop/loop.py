@@ -16,7 +16,7 @@ from pinfeed.feeders.options import FeederOptions
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth
 from pinfeed.memory.plan import check_route
 from pinfeed.pipeline.abandoned import is_abandoned
-from pinfeed.pipeline.active_run import is_suspended
+from pinfeed.pipeline.active_run import has_ended, is_suspended
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.training.distributed.table import ShardedEmbedding
@@ -197,7 +197,7 @@ class RowLoop(LoaderFeeder):
     def is_running(self) -> bool:
         """Whether a loop has begun and has not ended."""
         generator = self._generator()
-        return generator is not None and generator.gi_frame is not None
+        return generator is not None and not has_ended(generator)
 
     def set_epoch(self, number: int) -> None:
         """Make the next loop epoch ``number``, and tell the loader, as ``wrap_loader`` does.
