@@ -48,6 +48,7 @@ class HostTransfer(Transfer):
         slot.batch = batch
         slot.seen = self.log.completed
         slot.needed = []
+        slot.cut.clear()
         parts = batch.parts
         if batch.shared is not None and len(batch.shared.positions):
             parts = [*parts, ArrayPart(batch.shared.positions)]
@@ -65,9 +66,7 @@ class HostTransfer(Transfer):
     def lend(self, slot: Slot) -> deque[list[Tensor]]:
         """Return the tensors of each of the slot's batches (consumer), with newer values."""
         tensors = self._hand_over(slot, self._read)
-        if not slot.cut:
-            return deque((tensors,))
-        cut = slot.cut
+        cut = slot.cut or deque((tensors,))
         slot.cut = deque()
         return cut
 
