@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from pinfeed.pipeline.depth_choice import MAX_ROUNDS, WARM_UP_BATCHES, DepthChoice
-from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.schedule import SHORT_BATCH_S, PrefetchSchedule, unknown_depth
 
 MEASURED = PrefetchSchedule(2, n_readers=2, is_measured=True)
+SHORT_MEASURED = unknown_depth()
 
 
 class Loop:
@@ -28,14 +29,16 @@ class Loop:
         self.choice.begin()
 
     def run(self, n_slots: int = 500) -> "Loop":
-        """Run until the choice is made."""
+        """Run until the choice is made or changes."""
+        before = str(self.choice)
         for _ in range(n_slots):
             way = self.choice.is_synchronous
             self.ways.append(way)
             for _ in range(self.n_per_slot):
                 self.now += self.seconds(way, self.n_lent)
                 self.n_lent += 1
-            if self.choice.count(self.n_per_slot, self.now):
+            self.choice.count(self.n_per_slot, self.now)
+            if str(self.choice) != before:
                 break
         return self
 
@@ -116,6 +119,66 @@ def test_slots_of_several_batches() -> None:
     assert choice.schedule == PrefetchSchedule(0, batches_per_slot=4, is_measured=True)
 
 
+def test_a_stretch_has_a_turn_of_all_slots() -> None:
+    """Two of four slots follow each other at once, because two threads have filled them."""
+    schedule = PrefetchSchedule(31, batches_per_slot=8, is_measured=True)
+
+    def seconds(way: bool, i: int) -> float:
+        return 0.7 if way else (1.0 if i // 8 % 4 < 2 else 0.0)
+
+    assert str(Loop(seconds, schedule).run().choice).startswith("31 ahead: 500 ms per batch")
+
+
+def test_long_batches_are_never_gathered_synchronously() -> None:
+    loop = Loop(even(2 * SHORT_BATCH_S, 0.0), SHORT_MEASURED).run()
+    assert loop.choice.reason == "2 ahead: 4 ms per batch, too long for 0 ahead"
+    assert loop.n_synchronous == 0
+    assert loop.n_lent <= WARM_UP_BATCHES + 12
+    assert loop.choice.schedule is SHORT_MEASURED
+    loop.seconds = even(0.0, 0.0)
+    assert not loop.run(100).choice.is_synchronous
+
+
+@pytest.mark.parametrize("pause_at", [0, 8, 30])
+def test_a_pause_does_not_make_short_batches_long(pause_at: int) -> None:
+    times = even(1e-3, 0.5e-3)
+    loop = Loop(lambda way, i: times(way, i) + (i == pause_at), SHORT_MEASURED).run()
+    assert str(loop.choice).startswith("0 ahead")
+
+
+def chosen_synchronous() -> Loop:
+    loop = Loop(even(1e-3, 0.5e-3), SHORT_MEASURED).run()
+    assert loop.choice.schedule.depth == 0
+    loop.ways.clear()
+    return loop
+
+
+def test_a_synchronous_loop_whose_batches_become_long_prefetches() -> None:
+    loop = chosen_synchronous()
+    loop.seconds = even(0.0, 5e-3)
+    assert loop.run().choice.schedule is SHORT_MEASURED
+    assert loop.ways == 12 * [True]
+    assert not loop.choice.is_synchronous
+    assert loop.choice.reason == "2 ahead: 5 ms per batch, too long for 0 ahead"
+
+
+def test_an_epoch_that_began_without_threads_stays_synchronous() -> None:
+    loop = chosen_synchronous()
+    loop.choice.begin()
+    loop.seconds = even(0.0, 5e-3)
+    assert loop.run().choice.schedule is SHORT_MEASURED
+    assert loop.run(50).choice.is_synchronous
+    loop.choice.begin()
+    assert not loop.choice.is_synchronous
+
+
+def test_a_pause_does_not_end_the_synchronous_loop() -> None:
+    loop = chosen_synchronous()
+    loop.seconds = lambda way, i: 0.5e-3 + (i % 20 == 0)
+    assert loop.run(200).choice.schedule.depth == 0
+    assert all(loop.ways)
+
+
 def test_short_epochs_measure_together() -> None:
     """Each epoch begins untimed. An epoch too short for one stretch changes nothing."""
     loop = Loop(even(1.0, 0.5))
@@ -152,3 +215,9 @@ def test_waiting_is_excused_while_both_ways_are_timed_and_in_the_synchronous_loo
         found.append(loop.run().choice.excuses_waiting)
     measuring = (True, "2 ahead, not measured yet")
     assert found == [measuring, False, measuring, True]
+
+
+def test_a_loop_that_measures_short_batches_excuses_only_the_synchronous_ones() -> None:
+    loop = Loop(even(1e-3, 0.5e-3), SHORT_MEASURED)
+    assert not loop.choice.excuses_waiting
+    assert loop.run().choice.excuses_waiting

@@ -27,6 +27,8 @@ class ScriptedChoice(DepthChoice):
 
 
 def script(feeder: Any, ways: Iterable[bool]) -> None:
-    """Let the loops over a feeder change as ``ways`` says."""
-    schedule = getattr(feeder, "_write_schedule", feeder._loop._schedule)
-    feeder._loop._choices[schedule] = ScriptedChoice(schedule, ways)
+    """Let the loops over a feeder change as ``ways`` says, whether or not they write rows back."""
+    ways = list(ways)
+    planned = feeder._loop._schedule
+    for schedule in {planned, getattr(feeder, "_write_schedule", planned)}:
+        feeder._loop._choices[schedule] = ScriptedChoice(schedule, ways)
