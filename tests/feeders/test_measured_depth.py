@@ -143,7 +143,7 @@ def test_short_batches_are_measured_on_the_cpu(tmp_path: Path, ahead_s: float, c
     run(feeder, clock, ahead_s, 3e-4 - ahead_s)
     assert feeder.depth_reason == chosen
     assert repr(feeder).endswith(f"on cpu, {chosen}>")
-    depth = int(chosen.split()[0])
+    depth = int(chosen.split(maxsplit=1)[0])
     assert feeder.stats.depth == depth
     assert f"depth={depth}, by measurement" in feeder.stats._repr_html_()
     assert set(run(feeder, clock, 1e-4, 1e-4)) == {depth == 0}
