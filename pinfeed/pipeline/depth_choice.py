@@ -87,10 +87,11 @@ class DepthChoice:
 
         If only short batches are measured, that takes too little time to excuse anything.
         """
-        if not self._schedule.is_measured:
+        schedule = self._schedule
+        if not schedule.is_measured:
             return False
-        is_any_measured = math.isinf(self._schedule.measured_below_s)
-        return self.is_synchronous or (self.is_measuring and is_any_measured)
+        # A synchronous loop asks this for every batch, so the usual case comes first.
+        return self.is_synchronous or (self.is_measuring and math.isinf(schedule.measured_below_s))
 
     @property
     def reason(self) -> str:
