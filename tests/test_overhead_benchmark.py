@@ -1,15 +1,16 @@
-"""The benchmark of write-backs holds back what it says, and runs with an earlier pinfeed."""
+"""The benchmarks of the overhead measure what they say, and run with an earlier pinfeed."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks import forwarding
+from benchmarks import forwarding, handover
 from benchmarks.earlier import Earlier, opened
 from benchmarks.idledevice import IdleDevice
+from benchmarks.lock_sampler import LockSampler
 from pinfeed import Feeder
 
 ROOT = Path(__file__).parents[1]
@@ -84,6 +85,59 @@ def test_a_cell_of_write_backs_is_measured(direct: bool, monkeypatch: pytest.Mon
     report = forwarding.report(results)
     assert "64 unsorted rows, half in common" in report
     assert "before:" not in report
+
+
+def test_a_loop_is_measured_by_this_and_by_an_earlier_pinfeed(earlier: Earlier) -> None:
+    arguments = ("cpu", 1, handover.WRITES, 20)
+    keys = {"p50", "p90", "mean", "training_cpu", "others_cpu"}
+    assert keys <= handover.one_cell(*arguments).keys()
+    assert keys <= earlier.call("benchmarks.handover:one_cell", *arguments).keys()
+
+
+def test_the_holder_of_the_lock_is_sampled_where_the_system_permits_it() -> None:
+    with LockSampler() as sampler:
+        sorted(range(1_000_000))
+    assert sampler.seconds > 0
+    assert (sampler.training is None) == (sampler.others is None)
+    if sampler.training is not None and sampler.others is not None:
+        assert 0 <= sampler.training + sampler.others <= 1
+
+
+@pytest.mark.parametrize("depth", handover.DEPTHS)
+def test_every_way_counts_its_batches(depth: int) -> None:
+    def count(batches: Iterable[Any], body: handover.Body) -> handover.Figures:
+        n = 0
+        for batch in batches:
+            body(batch)
+            n += 1
+        return {"n": n}
+
+    found = [way() for way in handover.ways("cpu", depth, 5, count).values()]
+    assert found == [{"n": 5}] * len(found)
+
+
+def test_the_report_of_loops_names_goals_that_are_missed() -> None:
+    keys = [key for keys in handover.TABLES.values() for key in keys]
+    cells = {
+        f"{name}, depth {depth}": dict.fromkeys(keys, 20.0)
+        for name in handover.GOALS_US
+        for depth in handover.DEPTHS
+    }
+    last = f"{handover.WRITES}, depth 4"
+    partly = cells | {last: {**cells[last]}}
+    del partly[last]["others_lock"]
+    results = {"before": {"cpu": cells}, "after": {"cpu": partly}}
+    report = handover.report(results)
+    assert "µs (median, 90th percentile):\n\n| " in report
+    assert "| 20, 20 → 20     |" in report
+    goals = handover.goals(results).splitlines()
+    first = "cpu: a feeder, empty source, depth 0: median 20.0 → 20.0 µs, goal 10: missed"
+    assert goals[0] == first
+    assert [line.rpartition(" ")[2] for line in goals] == [
+        *("missed", "met", "missed", "missed"),
+        *("met", "met", "met", "met"),
+        "met",
+    ]
 
 
 @pytest.fixture(scope="module")

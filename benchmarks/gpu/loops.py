@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
-from benchmarks import budget, overhead
+from benchmarks import budget, handover
 from benchmarks.gpu.bench import wait
 from benchmarks.gpu.processes import last_lines, run_program
 from benchmarks.gpu.recorder import Cell, Fields, Run
@@ -62,7 +62,7 @@ def loops(run: Run) -> list[Cell]:
         measure = functools.partial(lambda name: loaders().measure(name), name)
         cells.append(Cell({"what": "a DataLoader's loop", "by": name}, measure))
     for depth in (2, 0, 1, 4):
-        for name, way in overhead.ways(run.device, depth, n_overhead).items():
+        for name, way in handover.ways(run.device, depth, n_overhead).items():
             cells.append(
                 Cell({"what": "time between two batches, us", "by": name, "depth": depth}, way)
             )

@@ -72,7 +72,8 @@ class Device(Protocol):
     def unified(self) -> bool:
         """Whether the device uses the host's memory.
 
-        If so, rows are gathered into the batch itself, and one limit holds for all memory.
+        If so, ``empty`` returns an array of bytes, rows are gathered into it, and one limit holds
+        for all memory.
         """
         ...
 

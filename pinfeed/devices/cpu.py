@@ -20,8 +20,11 @@ from pinfeed.memory.mapping import Bytes, huge
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.array import put_rows
 from pinfeed.stores.base import Array, HostArray, Store
-from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_numpy, to_torch
+from pinfeed.tensors.numpy_torch import NUMPY, memory_of, to_torch
 from pinfeed.threads.pool import ThreadPool
+
+# torch copies more bytes than this in several threads.
+_SMALL_NBYTES = 64 << 10
 
 
 class HostEvent:
@@ -98,6 +101,10 @@ class HostDevice:
         return self._pool.take(nbytes)
 
     def copy(self, src: torch.Tensor | Array, dst: torch.Tensor | Array, stream: Any) -> None:
+        if dst.nbytes <= _SMALL_NBYTES:
+            # By numpy, as in ``cut``.
+            np.copyto(_array_of(dst), _array_of(src))
+            return
         source = src.detach() if isinstance(src, torch.Tensor) else to_torch(src)
         target = dst.detach() if isinstance(dst, torch.Tensor) else to_torch(dst)
         target.copy_(source)
@@ -113,8 +120,8 @@ class HostDevice:
         taken = memory_of(src_pos)
         replaced = memory_of(dst_pos)
         for src, dst in pairs:
-            values = np.take(to_numpy(src, "values"), taken, axis=0, mode="clip")
-            put_rows(to_numpy(dst, "batch"), replaced, values)
+            values = np.take(_array_of(src), taken, axis=0, mode="clip")
+            put_rows(_array_of(dst), replaced, values)
 
     def adopt(self, part: HostArray, stream: Any) -> Any:
         value = getattr(part, "host_value", None)
@@ -148,7 +155,7 @@ class HostDevice:
         indices: torch.Tensor | None = None,
     ) -> None:
         for store, tensor in values:
-            store.scatter(rows, to_numpy(tensor, "values"))
+            store.scatter(rows, _array_of(tensor))
 
     def share(self, tensor: torch.Tensor, stream: Any) -> None:
         """Do nothing, because there is only one stream."""
@@ -170,3 +177,10 @@ class HostDevice:
 
     def close(self) -> None:
         self._pool.close()
+
+
+def _array_of(values: torch.Tensor | Array) -> Array:
+    """Return an array with the values of a dense tensor or an array, on its memory if possible."""
+    if isinstance(values, np.ndarray):
+        return values
+    return memory_of(values.detach().resolve_conj().resolve_neg())

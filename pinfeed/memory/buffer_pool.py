@@ -6,7 +6,6 @@ blocks, and a batch that is kept keeps its block.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -56,13 +55,15 @@ class BufferPool:
 
     def _find(self, size: int) -> Block | None:
         free = self._free
-        # Other threads may take the last block in between.
-        with contextlib.suppress(IndexError):
+        try:
             for _ in range(len(free)):
                 block = free.pop()
-                if len(block.memory) == size:
+                if block.nbytes == size:
                     return block
                 free.appendleft(block)
+        except IndexError:
+            # Another thread has taken the last block in between.
+            return None
         return None
 
     def _give(self, reference: weakref.ref[Lease]) -> None:

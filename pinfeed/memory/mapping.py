@@ -77,10 +77,11 @@ class Block:
         memory: The memory, shape (nbytes,).
     """
 
-    __slots__ = ("interface", "memory")
+    __slots__ = ("interface", "memory", "nbytes")
 
     def __init__(self, memory: Bytes) -> None:
         self.memory = memory
+        self.nbytes = len(memory)
         # numpy makes a new dict on each access, which takes longer than making an array.
         self.interface: dict[str, Any] = memory.__array_interface__
 

@@ -109,7 +109,8 @@ def unlock_freed() -> None:
     for its next batch, and the ``close`` of a feeder or a device. Unlocking a large table takes
     time.
     """
-    while True:
+    # A loop calls this for every batch, and there is seldom anything to unlock.
+    while _freed:
         try:
             freed = _freed.popleft()
         except IndexError:

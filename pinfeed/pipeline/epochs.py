@@ -12,6 +12,7 @@ from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError, ClosedError
 from pinfeed.pipeline.active_run import ActiveRun, is_suspended
 from pinfeed.pipeline.depth_choice import DepthChoice
+from pinfeed.pipeline.host_transfer import HostTransfer
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.position import EpochPosition
 from pinfeed.pipeline.prefetcher import Prefetcher
@@ -62,7 +63,8 @@ class EpochRunner:
         self._position = EpochPosition(source)
         self._counters = Counters(timeline=Timeline() if timeline else None)
         self._starvation = StarvationMonitor(self._counters, source.hint)
-        self._transfer = Transfer(device, schedule.n_slots, capacity, self._counters)
+        transfer = HostTransfer if device.unified else Transfer
+        self._transfer = transfer(device, schedule.n_slots, capacity, self._counters)
         self._active = ActiveRun()
         # If two threads ask for a run at the same time, one of them gets it.
         self._beginning = threading.Lock()

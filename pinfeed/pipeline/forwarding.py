@@ -60,7 +60,7 @@ class SharedRows:
     """For each group of rows, the overlap with each earlier batch, by its number."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Write(Generic[T]):
     """Values of rows that are to be written to their stores."""
 
@@ -101,6 +101,9 @@ class WriteLog(Generic[T]):
 
     def since(self, number: int) -> list[Write[T]]:
         """Return the writes numbered ``number`` or above."""
+        # Most loops write nothing.
+        if not self._writes:
+            return []
         return [write for write in self._writes if write.number >= number]
 
     def pending_batches(self) -> set[int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy.typing as npt
 
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import WriteBackError
-from pinfeed.pipeline.sources.base import HostBatch
+from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import WriteQueue
 
@@ -24,7 +25,7 @@ class LentBatch:
         transfer: Transfer that takes values to be written back.
         write_queue: Write-backs of the loop.
         host_batch: Contents of the slot, which may be several batches.
-        tensors: The slot's tensors.
+        tensors: Tensors of this batch.
         i: Position of this batch in the slot.
         number: Number of this batch in its epoch.
     """
@@ -40,12 +41,9 @@ class LentBatch:
     ) -> None:
         self.number = number
         self.n_rows, self.checksum = host_batch.batches[i]
-        self.groups = host_batch.groups
-        if len(host_batch.batches) > 1:
-            begin = sum(n_rows for n_rows, _ in host_batch.batches[:i])
-            end = begin + self.n_rows
-            tensors = [transfer.device.cut(tensor, begin, end) for tensor in tensors]
-            self.groups = [group.cut(begin, end) for group in self.groups]
+        self._slot_batches = host_batch.batches
+        self._slot_groups = host_batch.groups
+        self._i = i
         self._rebuild = host_batch.rebuild
         self._tensors = tensors
         self._transfer = transfer
@@ -60,6 +58,14 @@ class LentBatch:
         # rebuild may hold the batch as it was on the host.
         del self._tensors, self._rebuild
         return rebuild(iter(tensors))
+
+    @functools.cached_property
+    def groups(self) -> list[RowGroup]:
+        """Rows of the batch, and their stores."""
+        if len(self._slot_batches) == 1:
+            return self._slot_groups
+        begin = sum(n_rows for n_rows, _ in self._slot_batches[: self._i])
+        return [group.cut(begin, begin + self.n_rows) for group in self._slot_groups]
 
     def copy_to_host(
         self, tensor: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]

@@ -6,7 +6,6 @@ import contextlib
 import os
 import threading
 from collections.abc import Callable, Sequence
-from types import NoneType
 from typing import Any
 
 from pinfeed.devices.base import Device
@@ -19,31 +18,13 @@ from pinfeed.threads.call import Call, Pending, Workers
 _N_SCATTER_HELPERS = max(0, min(len(os.sched_getaffinity(0)) // 2, 4) - 1)
 
 
-class InlineWorkers:
-    """Workers that make each call at once, in the caller's thread, for depth 0."""
-
-    def submit(self, fn: Callable[..., Any], /, *args: Any) -> Call[Any]:
-        """Call ``fn(*args)`` and return the finished call."""
-        calls = [Call(fn, *args)]
-        calls[0].run()
-        if not isinstance(calls[0].exception(), (Exception, NoneType)):
-            # A KeyboardInterrupt belongs to the caller, so it is raised here.
-            calls.pop().result()
-        # An error's traceback keeps this frame. The frame must not keep the call, which keeps the
-        # error.
-        return calls.pop()
-
-    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Do nothing, because every call has ended."""
-
-
 class LoopThreads:
     """Reader threads and writer threads of one loop.
 
     ``start_readers`` starts the readers. The writers start with the first write-back: one queues
     the copies to the host, the other scatters the rows that have arrived, and may have helpers. At
-    depth 0 there are no threads, and every call runs in the caller's thread. A loop with threads
-    can let its calls run there, too, while no call of its threads is left.
+    depth 0 there are no threads, and the caller makes every call itself. A loop with threads may do
+    so, too, while no call of its threads is left.
 
     Args:
         device: Device that makes the threads.
@@ -59,11 +40,11 @@ class LoopThreads:
         """Whether the loop has ended and its threads are joined."""
         self.call: Callable[..., Any] = self._call_named if is_named else _call
         """Makes a call ``(lane, batch, fn, *args)`` in this thread, named for a profiler."""
+        self._is_named = is_named
         # Identifiers of the threads that have made a call.
         self._idents: set[int] = set()
         self.is_inline = schedule.depth == 0
-        """Whether every call is made at once, in the caller's thread."""
-        self._inline = InlineWorkers()
+        """Whether the caller fills slots and writes rows itself, in its own thread."""
         self._reader: Workers | None = None
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
@@ -76,31 +57,26 @@ class LoopThreads:
 
     def submit_read(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let a reader thread call ``fn(*args)`` for a batch."""
-        if self.is_inline:
-            return self._inline.submit(guarded, self.call, "read", batch, fn, *args)
-        assert self._reader is not None
-        return self._reader.submit(self._run, self.call, "read", batch, fn, *args)
+        return self._submit(self._reader, "read", batch, fn, *args)
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let the writer thread call ``fn(*args)`` for a batch."""
-        if self.is_inline:
-            return self._inline.submit(guarded, self.call, "write", batch, fn, *args)
         if self._writer is None:
             self._writer = self._device.worker("pinfeed-write")
-        return self._writer.submit(self._run, self.call, "write", batch, fn, *args)
+        return self._submit(self._writer, "write", batch, fn, *args)
 
     def submit_scatter(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let the second writer thread call ``fn(*args)`` for a batch."""
         if self._scatterer is None:
             self._scatterer = self._device.worker("pinfeed-scatter")
-        return self._scatterer.submit(self._run, self.call, "scatter", batch, fn, *args)
+        return self._submit(self._scatterer, "scatter", batch, fn, *args)
 
     def run_all(self, calls: Sequence[Callable[[], object]]) -> None:
         """Make several calls, in several threads if there are cores; called by the second writer.
 
         It returns, or raises the first error, when all have ended.
         """
-        own: list[Callable[[], object]] = []
+        own: list[Call[object]] = []
         pending: list[Pending[object]] = []
         for i, call in enumerate(calls):
             submitted = None
@@ -109,10 +85,12 @@ class LoopThreads:
                 with contextlib.suppress(Exception):
                     submitted = self._helpers().submit(self._run, call)
             if submitted is None:
-                own.append(call)
+                own.append(Call(call))
             else:
                 pending.append(submitted)
-        pending += [self._inline.submit(call) for call in own]
+        for made in own:
+            made.run()
+        pending += own
         errors = [call.exception() for call in pending]
         for error in filter(None, errors):
             raise error
@@ -172,6 +150,14 @@ class LoopThreads:
                 "the feeder was closed by another thread while its loop ran; join that loop's "
                 "thread before"
             )
+
+    def _submit(
+        self, workers: Workers | None, lane: str, batch: int, fn: Callable[..., Any], *args: Any
+    ) -> Pending[Any]:
+        assert workers is not None
+        if self._is_named:
+            return workers.submit(self._run, self.call, lane, batch, fn, *args)
+        return workers.submit(self._run, fn, *args)
 
     def _run(self, fn: Callable[..., Any], *args: Any) -> Any:
         self._idents.add(threading.get_ident())

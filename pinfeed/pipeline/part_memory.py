@@ -86,6 +86,14 @@ class PartMemory:
         size = _grown(found.nbytes if found is not None else 0, nbytes)
         return Place(self._device.empty(size, stream), 0, size, False), False
 
+    def allocate(self, i: int, nbytes: int, n_batches: int, stream: Any) -> Buffer:
+        """Return memory for part ``i``, at least that of ``n_batches`` full batches.
+
+        Memory of one size is found again when it is freed.
+        """
+        full = self.capacity[i] * n_batches if i < len(self.capacity) else 0
+        return self._device.empty(max(nbytes, full), stream)
+
     def staging(
         self,
         staging: Staging,

@@ -14,14 +14,14 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
 
-from pinfeed.devices.base import Tensor
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.depth_choice import DepthChoice
 from pinfeed.pipeline.lent_batch import LentBatch
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.slot_filler import SlotFiller
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.base import BatchThunk
+from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import WriteQueue
 from pinfeed.threads.call import Pending
@@ -80,33 +80,41 @@ class Prefetcher:
         """
         counters = self._counters
         transfer = self._transfer
-        call = self._threads.call
+        threads = self._threads
+        is_unified = transfer.device.unified
         write_queue = self.write_queue
         number = self._first
         lent_batch: LentBatch | None = None
         slots = self._begin(thunks)
         try:
             self._refill(slots)
-            while (slot := call("wait", number, slots.filling.popleft().result)) is not None:
-                host_batch, tensors, idle = self._receive(slot, number)
-                n_batches = len(host_batch.batches)
-                nbytes = sum(slot.needed[: len(tensors)]) // n_batches
+            while (slot := self._next(slots, number)) is not None:
+                host_batch = slot.batch
+                assert host_batch is not None
+                idle = is_unified or transfer.is_idle()
+                tensors = threads.call("lend", number, transfer.lend, slot)
+                n_batches = len(tensors)
+                nbytes = slot.nbytes // n_batches
                 for i in range(n_batches):
-                    lent_batch = LentBatch(transfer, write_queue, host_batch, tensors, i, number)
-                    if i == n_batches - 1:
-                        # From here on only the lent batch keeps the tensors.
-                        del tensors, host_batch
+                    lent_batch = LentBatch(
+                        transfer, write_queue, host_batch, tensors.popleft(), i, number
+                    )
+                    if not tensors:
+                        # From here on only the lent batch keeps the data.
+                        del host_batch
                     counters.receive(number, lent_batch.n_rows, nbytes, slot.ready_s, idle=idle)
                     yield lent_batch
                     lent_batch.end()
-                    self._threads.require_running()
+                    threads.require_running()
                     # For the other batches of the slot, the device is not asked again.
-                    idle = transfer.device.unified
+                    idle = is_unified
                     number += 1
                     write_queue.check()
-                _raise_error(slot)
+                if slot.error is not None:
+                    _raise_error(slot)
                 self._reuse(slots, slot, n_batches)
-                transfer.forget()
+                if len(transfer.log):
+                    transfer.forget()
         except Cancelled:
             raise ClosedError(_CLOSED_WHILE_WAITING) from None
         finally:
@@ -164,7 +172,7 @@ class Prefetcher:
         self._refill(slots)
 
     def _refill(self, slots: _Slots) -> None:
-        """Let slots be filled: all free ones, or only the next one if the loop is synchronous.
+        """Let all free slots be filled, unless the loop is synchronous.
 
         A loop that becomes synchronous lends the batches that were gathered ahead, and then waits
         for all write-backs. From then on this thread fills one slot at a time, and completes each
@@ -175,9 +183,9 @@ class Prefetcher:
             return
         if self._threads.is_inline != is_synchronous:
             self._change(is_synchronous=is_synchronous)
-        n_slots = 1 if is_synchronous else len(slots.free)
-        for _ in range(n_slots):
-            slots.filling.append(self._submit(slots.free.popleft()))
+        if not is_synchronous:
+            while slots.free:
+                slots.filling.append(self._submit(slots.free.popleft()))
 
     def _change(self, *, is_synchronous: bool) -> None:
         """Change to the synchronous loop or back, when no slot is being filled."""
@@ -196,18 +204,25 @@ class Prefetcher:
         turn = next(self._turns)
         return self._threads.submit_read(filler.number(turn), filler.fill, slot, turn)
 
-    def _receive(self, slot: Slot, number: int) -> tuple[HostBatch, list[Tensor], bool]:
-        """Take the contents of a slot that is filled.
+    def _next(self, slots: _Slots, number: int) -> Slot | None:
+        """Return the next slot that is filled, or None after the last batch.
 
-        Returns:
-            The batch, its tensors, and whether the device was idle.
+        Args:
+            slots: Slots of the loop. If none of them is being filled, the loop is synchronous, and
+                this thread fills one.
+            number: Number of the slot's first batch.
         """
-        transfer = self._transfer
-        host_batch = slot.batch
-        assert host_batch is not None
-        idle = transfer.device.unified or transfer.is_idle()
-        tensors = self._threads.call("lend", number, transfer.lend, slot)
-        return host_batch, tensors, idle
+        if slots.filling:
+            filled = self._threads.call("wait", number, slots.filling.popleft().result)
+        else:
+            filler = self._filler
+            assert filler is not None
+            slot = slots.free.popleft()
+            self._transfer.reserve(slot)
+            turn = next(self._turns)
+            filled = guarded(self._threads.call, "read", number, filler.fill, slot, turn)
+        found: Slot | None = filled
+        return found
 
     def _leave(self, lent_batch: LentBatch | None) -> None:
         """End the loop, whatever has ended its generator.

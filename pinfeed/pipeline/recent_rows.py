@@ -38,12 +38,10 @@ class RecentRows:
 
     Args:
         n_ahead: Number of batches before a batch that may still be written when it is added.
-        repeats: Whether a row may occur twice in an epoch. If not, nothing is compared.
     """
 
-    def __init__(self, n_ahead: int, *, repeats: bool = True) -> None:
+    def __init__(self, n_ahead: int) -> None:
         self._n_ahead = n_ahead
-        self._repeats = repeats
         self._groups: list[_GroupHistory] = []
 
     def add(
@@ -62,8 +60,6 @@ class RecentRows:
             The rows that the batch has in common with earlier ones; and for each group a row index
             that occurs twice in it, or None if every row is distinct.
         """
-        if not self._repeats:
-            return SharedRows(_NONE, [{} for _ in groups]), [None for _ in groups]
         if not self._groups:
             self._groups = [_GroupHistory() for _ in groups]
         sorted_groups = [_SortedRows(number, rows) for rows in groups]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
 from pinfeed.devices.base import Event, Stream, Tensor
@@ -40,8 +41,12 @@ class Slot:
     """Error of the batch after those that the slot carries, if the slot was to carry it as well."""
     tensors: list[Tensor] = field(default_factory=list)
     """Tensors on the device, one per part."""
+    cut: deque[list[Tensor]] = field(default_factory=deque)
+    """Tensors of each batch, if the reader thread has cut the slot's tensors."""
     needed: list[int] = field(default_factory=list)
     """Bytes of device memory that each part of this fill took; 0 for a part that was adopted."""
+    nbytes: int = 0
+    """Bytes of the batches that were lent from the slot last."""
     index_needed: list[int] = field(default_factory=list)
     """Bytes of device memory that the row indices of each group took."""
     seen: int = 0

@@ -38,9 +38,11 @@ class SlotFiller:
         self._thunks: Generator[BatchThunk, None, None] | None = thunks
         self._first = first
         self._batches_per_slot = schedule.batches_per_slot
-        self._drawing = _Turns()
-        self._comparing = _Turns()
-        self._schedule = schedule
+        has_many_readers = schedule.n_readers > 1
+        self._drawing = _Turns(is_shared=has_many_readers)
+        self._comparing = _Turns(is_shared=has_many_readers)
+        # Without writes there is nothing to find, nor if every row of an epoch is distinct.
+        self._compares = schedule.writes and schedule.repeats
         # Rows of the batches whose writes a gather may not see.
         self._recent: RecentRows | None = None
         self.compare(schedule.depth)
@@ -55,8 +57,8 @@ class SlotFiller:
         The training thread calls this when no slot is being filled and all write-backs are
         completed. So no batch from then on has to know the rows of those before.
         """
-        if self._schedule.writes:
-            self._recent = RecentRows(n_ahead, repeats=self._schedule.repeats)
+        if self._compares:
+            self._recent = RecentRows(n_ahead)
 
     def fill(self, slot: Slot, turn: int) -> Slot | None:
         """Fill a slot with the next batches; return None after the last one.
@@ -78,7 +80,7 @@ class SlotFiller:
             if thunk is not None:
                 batch = thunk()
         finally:
-            if self._schedule.writes:
+            if self._compares:
                 # The turn is taken after an error, too, because the next batch waits for its end.
                 self._comparing.wait_for(turn)
                 try:
@@ -143,10 +145,15 @@ class SlotFiller:
 
 
 class _Turns:
-    """Lets threads do something in the order of their turns, one at a time."""
+    """Lets threads do something in the order of their turns, one at a time.
 
-    def __init__(self) -> None:
+    Args:
+        is_shared: Whether several threads take turns at the same time.
+    """
+
+    def __init__(self, *, is_shared: bool) -> None:
         self._next = 0
+        self._is_shared = is_shared
         self._has_changed = threading.Condition()
 
     def wait_for(self, turn: int) -> None:
@@ -158,6 +165,9 @@ class _Turns:
 
     def end(self) -> None:
         """End the current turn."""
+        if not self._is_shared:
+            self._next += 1
+            return
         with self._has_changed:
             self._next += 1
             self._has_changed.notify_all()

@@ -76,11 +76,10 @@ class SlotGather:
         if batch.shared is not None and len(batch.shared.positions):
             parts.append(ArrayPart(batch.shared.positions))
         group_of: dict[int, int] = {}
-        if not self._device.unified:
-            if n_shared := shared_nbytes(slot.memory):
-                self._parts.staging(slot.staging, SHARED, (n_shared,), _BYTES)
-            for g, group in enumerate(batch.groups):
-                group_of |= {group.first + i: g for i in range(len(group.stores))}
+        if n_shared := shared_nbytes(slot.memory):
+            self._parts.staging(slot.staging, SHARED, (n_shared,), _BYTES)
+        for g, group in enumerate(batch.groups):
+            group_of |= {group.first + i: g for i in range(len(group.stores))}
         # The parts that the device reads itself, by group of rows; None for parts without one.
         direct: dict[int | None, list[tuple[HostArray, Tensor]]] = {}
         for i, part in enumerate(parts):
@@ -93,7 +92,7 @@ class SlotGather:
                 slot.sources.append(part)
             else:
                 self._read(slot, i, part, place, gathered)
-        for g in range(len(batch.groups) if group_of else 0):
+        for g in range(len(batch.groups)):
             self._add_indices(slot, batch, g, direct.pop(g, []), gathered)
         if None in direct:
             gathered.direct.append((direct[None], None))

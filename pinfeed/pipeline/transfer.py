@@ -71,15 +71,18 @@ A direct gather may run at the same time as the scatter of the same rows and rea
 written. That is allowed: such a write is not completed when the slot is filled, so ``lend`` copies
 its values over those rows.
 
-With a timeline, unless the device's memory is the host's, ``released`` and ``filled`` are timed
-events. Three more events are timed: before the copies of ``fill`` (lane "copy", until ``filled``),
-at the end of ``lend`` (lane "device", until the next ``released``), and before the copies of
-``begin_write``. No stream waits for them. Their timestamps are read after they have completed.
+A device whose memory is the host's needs no waits: see ``host_transfer.py``.
+
+With a timeline, ``released`` and ``filled`` are timed events. Three more events are timed: before
+the copies of ``fill`` (lane "copy", until ``filled``), at the end of ``lend`` (lane "device", until
+the next ``released``), and before the copies of ``begin_write``. No stream waits for them. Their
+timestamps are read after they have completed.
 """
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -130,18 +133,19 @@ class Transfer:
         self.device = device
         self.counters = counters
         self._timeline = counters.timeline
-        # On a unified device a copy is part of the read, so there is no copy to be timed.
-        self._timed = counters.timeline is not None and not device.unified
+        self._timed = counters.timeline is not None
         # The streams are kept from loop to loop: a new stream strands the allocator's blocks.
         self._read = device.stream("read")
         self._write = device.stream("write")
         self._index = device.stream("index")
-        self._parts = PartMemory(device, capacity, shares=not device.unified)
+        self._parts = PartMemory(device, capacity, shares=True)
         self._indices = PartMemory(device, shares=False)
         self._gather = SlotGather(device, self._parts, self._indices, self.check_stop)
         self.slots = [Slot() for _ in range(n_slots)]
         self._active_slots = self.slots
         self._batches_per_slot = 1
+        # Bytes of the parts that were lent last.
+        self._needed: list[int] = []
         # Two write-backs overlap, each with staging memory of its own.
         self._write_staging: tuple[Staging, Staging] = ({}, {})
         # Write-backs that were begun and not finished, by number.
@@ -166,6 +170,7 @@ class Transfer:
         self.log = WriteLog()
         self._is_stopping = False
         self._was_staged = False
+        self._needed = []
         self._active_slots = self.slots[:n_slots]
         self._batches_per_slot = batches_per_slot
         return self._active_slots
@@ -240,37 +245,29 @@ class Transfer:
         """Tell whether the device has done all work queued before the last request (consumer)."""
         return self._asked is None or self._asked.is_done()
 
-    def lend(self, slot: Slot) -> list[Tensor]:
-        """Return the slot's tensors (consumer).
+    def lend(self, slot: Slot) -> deque[list[Tensor]]:
+        """Return the tensors of each of the slot's batches (consumer).
 
-        The consumer's work from here on sees the batch as if it was gathered now.
+        The consumer's work from here on sees the batches as if they were gathered now.
         """
         assert slot.batch is not None
         assert slot.filled is not None
         compute = self.device.current_stream()
         compute.wait(slot.filled)  # the rows may not be there yet
-        tensors = slot.tensors
+        batch = slot.batch
         if compute != slot.compute:
-            on_device = [group.indices for group in slot.batch.groups if group.indices is not None]
-            for tensor in (*tensors, *on_device):
+            on_device = [group.indices for group in batch.groups if group.indices is not None]
+            for tensor in (*slot.tensors, *on_device):
                 self.device.share(tensor, compute)
-        if writes := self.log.since(slot.seen):
-            self._forward(writes, slot, compute)
-        # The positions of shared rows are not a part of the batch.
-        del tensors[len(slot.batch.parts) :]
+        tensors = self._hand_over(slot, compute)
         if self._timed and self._timeline is not None:
             begun = compute.record(timed=True)
-            self._lent = _TimedWork(slot.number, len(slot.batch.batches), begun)
+            self._lent = _TimedWork(slot.number, len(batch.batches), begun)
             self._timeline.settle()
-        self._parts.learn(slot.needed, self._batches_per_slot)
         if slot.index_needed:
             self._indices.learn(slot.index_needed, self._batches_per_slot)
-        slot.tensors = []
-        slot.batch = None
-        self.counters.read_s += slot.read_s
-        self.counters.source_s += slot.source_s
         self.counters.copy_wait_s += slot.copy_wait_s
-        return tensors
+        return self._cut(batch, tensors)
 
     def hold(
         self,
@@ -449,6 +446,7 @@ class Transfer:
             slot.compute = None
             slot.error = None
             slot.tensors = []
+            slot.cut = deque()
             slot.memory = []
             slot.index_memory = []
             slot.sources = []
@@ -460,6 +458,35 @@ class Transfer:
         self._active_slots = []
         self._write_staging = ({}, {})
         unlock_freed()
+
+    def _hand_over(self, slot: Slot, compute: Stream) -> list[Tensor]:
+        """Return the slot's tensors, after copies of newer values to their rows (consumer)."""
+        batch = slot.batch
+        assert batch is not None
+        if writes := self.log.since(slot.seen):
+            self._forward(writes, slot, compute)
+        tensors = slot.tensors
+        # The positions of shared rows are not a part of the batch.
+        del tensors[len(batch.parts) :]
+        slot.nbytes = sum(slot.needed[: len(batch.parts)])
+        # Most batches take as much as the one before.
+        if slot.needed != self._needed:
+            self._needed = slot.needed
+            self._parts.learn(slot.needed, self._batches_per_slot)
+        slot.tensors = []
+        slot.batch = None
+        self.counters.read_s += slot.read_s
+        self.counters.source_s += slot.source_s
+        return tensors
+
+    def _cut(self, batch: HostBatch, tensors: list[Tensor]) -> deque[list[Tensor]]:
+        """Return the tensors of each of the batches that were gathered together."""
+        if len(batch.batches) == 1:
+            return deque([tensors])
+        return deque(
+            [self.device.cut(tensor, begin, end) for tensor in tensors]
+            for begin, end in batch.ranges()
+        )
 
     def _wait_for_memory(self, slot: Slot, gathered: Gathered) -> None:
         """Let the copies of a fill wait until nothing else uses the slot's memory (reader)."""
@@ -536,7 +563,8 @@ class Transfer:
         """Queue copies of newer values over the rows that a batch and later writes share."""
         batch = slot.batch
         assert batch is not None
-        assert batch.shared is not None
+        if batch.shared is None:
+            return
         positions = slot.tensors[-1]
         for g, group in enumerate(batch.groups):
             overlaps = batch.shared.overlaps[g]

@@ -31,6 +31,7 @@ class WriteCheck:
 
     def __init__(self, names: Sequence[str], stores: Sequence[Store]) -> None:
         self._names = names
+        self._names_set = frozenset(names)
         self._stores = stores
 
     def check(self, values: Any, n_rows: int, device: Device) -> list[Tensor | None]:
@@ -49,8 +50,10 @@ class WriteCheck:
                 f"write_back of None; expected {self._expected(n_rows, device)}; rows that stay as "
                 "they are need no write_back"
             )
-        given = {f"source{path}": value for path, value in flatten(values)[0]}
-        if set(given) != set(self._names):
+        # A tensor alone is a leaf.
+        leaves = [("", values)] if hasattr(values, "shape") else flatten(values)[0]
+        given = {f"source{path}": value for path, value in leaves}
+        if given.keys() != self._names_set:
             structure = ", in the structure of the source (None for what stays as it is)"
             raise WriteBackError(
                 f"write_back of a {type(values).__name__}{self._differences(given)}; expected "
@@ -110,6 +113,9 @@ def aliases(names: Sequence[str], stores: Sequence[Store]) -> str:
 
 def _check_one(value: Any, name: str, store: Store, n_rows: int, device: Device) -> None:
     """Check the tensor of one store."""
+    found = device.describe(value)
+    if store.writable and found == ((n_rows, *store.row_shape), store.dtype, True):
+        return
     if isinstance(store, ArrayStore) and store.array.flags.writeable and not store.writable:
         raise WriteBackError(f"write_back to {name}: rows of an array {SHARED}")
     if not store.writable:
@@ -117,7 +123,6 @@ def _check_one(value: Any, name: str, store: Store, n_rows: int, device: Device)
             f'write_back to {name}, which is read-only; open a file with MmapStore(path, mode="r+")'
             ", or give a writable array"
         )
-    found = device.describe(value)
     if found is None:
         layout = f" of layout {value.layout}" if hasattr(value, "layout") else ""
         is_array = isinstance(value, np.ndarray)

@@ -6,6 +6,7 @@ from collections import deque
 
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.pending_write import PendingWrite
+from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.threads.call import Pending
 
@@ -49,7 +50,11 @@ class WriteQueue:
                 break
         if check:
             self.check()
-        self._calls.append(self._submit(write))
+        self._threads.require_running()
+        if self._threads.is_inline:
+            self._write_now(write)
+        else:
+            self._calls.append(self._submit(write))
 
     def check(self) -> None:
         """Raise the error of a write-back that has failed."""
@@ -75,23 +80,23 @@ class WriteQueue:
         self.finish()
         self.check()
 
-    def _submit(self, write: PendingWrite) -> Pending[None]:
-        """Let the writer threads complete a write-back."""
-        self._threads.require_running()
-        if not self._threads.is_inline:
-            return self._call(write)
+    def _write_now(self, write: PendingWrite) -> None:
+        """Complete a write-back in this thread. Its error is raised by the next ``check``."""
         start = self._counters.now()
         is_idle = write.is_computed()
-        call = self._call(write)
-        # The write is completed, and the loop has waited for it.
+        write_to_stores = self._transfer.write_to_stores
+        try:
+            guarded(self._threads.call, "write", write.batch, write_to_stores, write)
+        except Exception as error:
+            self._note(error)
+        # The loop has waited for the write.
         self._counters.count_write_wait(start, idle=is_idle, batch=write.batch)
-        return call
 
-    def _call(self, write: PendingWrite) -> Pending[None]:
+    def _submit(self, write: PendingWrite) -> Pending[None]:
         """Submit a write-back; return the call at whose end it is completed."""
         transfer = self._transfer
         threads = self._threads
-        if threads.is_inline or transfer.device.unified:
+        if transfer.device.unified:
             # There are no copies that a second thread could wait for.
             return threads.submit_write(write.batch, transfer.write_to_stores, write)
         earlier = tuple(self._calls)[-2:]
@@ -117,6 +122,11 @@ class WriteQueue:
         # If an interrupt ends the wait, the write-back stays the oldest one.
         error = self._calls[0].exception()
         self._calls.popleft()
-        if error is not None and not self._has_failed:
+        if error is not None:
+            self._note(error)
+
+    def _note(self, error: BaseException) -> None:
+        """Keep the first error."""
+        if not self._has_failed:
             self.failure = error
             self._has_failed = True

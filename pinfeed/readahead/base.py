@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -12,7 +11,7 @@ from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import Gatherable, HostArray, StoreRows
+from pinfeed.stores.base import Gatherable, HostArray, StoreRows, unchecked_gather
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.sharded_file import AnyShardedStore
 
@@ -101,7 +100,14 @@ class DirectReads:
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
-        yield lambda position, n: functools.partial(StoreRows, self._store)
+        store = self._store
+        # Rows of batches are in range, and are gathered into arrays that fit.
+        gather = unchecked_gather(store)
+
+        def rows_of_batch(rows: Rows) -> StoreRows:
+            return StoreRows(store, rows, gather)
+
+        yield lambda position, n: rows_of_batch
 
     def close(self) -> None:
         """Do nothing: the strategy has no memory of its own."""

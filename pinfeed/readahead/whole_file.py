@@ -38,7 +38,7 @@ _ASSUMED_S = 0.05
 class LoadedRows(Protocol):
     """Rows that are in memory."""
 
-    def gather(self, rows: Rows, out: Array) -> None: ...
+    def gather_unchecked(self, rows: Rows, out: Array) -> None: ...
     def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None: ...
 
 
@@ -101,15 +101,15 @@ class WholeFile:
                 self._stop()
 
     def gather(self, rows: Rows, out: npt.NDArray[Any]) -> None:
-        """Copy rows into ``out``, like ``Store.gather``."""
+        """Copy rows of a batch into ``out``. The caller has checked all arguments."""
         if self._complete:
-            self._rows.gather(rows, out)
+            self._rows.gather_unchecked(rows, out)
             return
         chunks = rows // self._chunk_rows
         self._wait_for(chunks)
         is_loaded = self._is_loaded[chunks]
         if is_loaded.all():
-            self._rows.gather(rows, out)
+            self._rows.gather_unchecked(rows, out)
         else:
             for source, has_rows in ((self._rows, is_loaded), (self._store, ~is_loaded)):
                 positions = np.flatnonzero(has_rows)

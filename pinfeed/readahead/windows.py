@@ -162,7 +162,7 @@ class _Window:
         for read in self._reads:
             read.result()
         run = np.searchsorted(self._starts, rows, side="right") - 1
-        self._rows.gather(rows + self._shifts[run], out)
+        self._rows.gather_unchecked(rows + self._shifts[run], out)
 
 
 class _WindowRows:

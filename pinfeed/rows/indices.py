@@ -9,6 +9,8 @@ import numpy as np
 from pinfeed.errors import RowIndexError, described
 from pinfeed.rows.orders import Rows
 
+_UINT64 = np.dtype(np.uint64)
+
 
 def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False) -> Rows:
     """Convert row indices to a contiguous int64 array, and check that all are in range.
@@ -25,6 +27,12 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
     Raises:
         RowIndexError: If an element is not an integer, is negative or is too large.
     """
+    # Every batch passes here. As uint64, negative numbers are large, so that one maximum is enough.
+    # argmax takes a third of the time of max, which is a function in Python.
+    is_plain = type(rows) is np.ndarray and rows.dtype == np.int64 and rows.ndim == 1
+    if is_plain and len(rows) and 0 <= rows.item(rows.view(_UINT64).argmax()) < n_rows:
+        checked: Rows = rows
+        return checked.copy() if copy or not checked.flags.c_contiguous else checked
     try:
         array = np.asarray(rows)
     except (TypeError, ValueError) as error:

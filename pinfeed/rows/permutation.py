@@ -5,16 +5,26 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 Numbers = npt.NDArray[np.int64]
 """Numbers, shape (n,)."""
+Words = npt.NDArray[np.uint32]
+"""Numbers of 32 bits, shape (n,) or ()."""
 
 # Up to this size a permutation is a table, because a network needs some hundred rows to share the
 # cost of its steps.
 _TABLE_ROWS = 1 << 12
+
+# Constants of the network are arrays without axes. numpy takes twice as long to begin an operation
+# if it has to convert a scalar first.
+_15 = np.array(15, np.uint32)
+_16 = np.array(16, np.uint32)
+_FACTOR = np.array(0x7FEB352D, np.uint32)
+_LAST_FACTOR = np.array(0x846CA68B, np.uint32)
 
 
 def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
@@ -31,46 +41,63 @@ def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
     if n <= _TABLE_ROWS:
         table = np.argsort(_mix(np.arange(n, dtype=np.uint64) ^ keys_of(salt, 1)[0]), kind="stable")
         return lambda positions: table[positions]
-    keys = keys_of(salt, 6).astype(np.uint32)
+    keys = [np.asarray(key) for key in keys_of(salt, 6).astype(np.uint32)]
     width = math.isqrt(n - 1) + 1
     height = -(-n // width)
 
-    def network(x: Numbers) -> Numbers:
-        quotient = x // width
-        left = quotient.astype(np.uint32)
-        right = (x - quotient * width).astype(np.uint32)
+    # Every number is below width * height, which is not much larger than n.
+    dtype = np.uint32 if n <= 1 << 31 else np.int64
+
+    def network(x: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        left = (x // width).astype(np.uint32, copy=False)
+        right = (x - left * dtype(width)).astype(np.uint32, copy=False)
+        random = np.empty_like(left)
+        spare = np.empty_like(left)
         for even, odd in zip(keys[::2], keys[1::2], strict=True):
-            _add(left, _mix32(right, even), height)
-            _add(right, _mix32(left, odd), width)
-        return left.astype(np.int64) * width + right
+            _mix32(right, even, random, spare)
+            _add(left, random, height, spare)
+            _mix32(left, odd, random, spare)
+            _add(right, random, width, spare)
+        found: npt.NDArray[Any] = left.astype(dtype, copy=False)
+        found *= width
+        found += right
+        return found
 
     def at(positions: Numbers) -> Numbers:
-        x = network(positions)
-        while len(outside := np.flatnonzero(x >= n)):
-            x[outside] = network(x[outside])
-        return x
+        found = network(positions.astype(dtype, copy=False))
+        outside = np.flatnonzero(found >= n)
+        while len(outside):
+            found[outside] = again = network(found[outside])
+            outside = outside[again >= n]
+        return found.astype(np.int64, copy=False)
 
     return at
 
 
-def _add(x: npt.NDArray[np.uint32], random: npt.NDArray[np.uint32], size: int) -> None:
+def _add(x: Words, random: Words, size: int, spare: Words) -> None:
     """Add random numbers to ``x`` in place, modulo ``size``.
 
     Args:
         x: Numbers below ``size``.
         random: Random bits, of which the high ones count; overwritten.
         size: The modulus, at most 2^31.
+        spare: Memory of the same shape; overwritten.
     """
+    modulus = np.array(size, np.uint32)
     if size <= 1 << 16:
         # 32 bits are enough, which is three times as fast as 64.
-        random >>= np.uint32(16)
-        random *= np.uint32(size)
-        random >>= np.uint32(16)
-        x += random
+        random >>= _16
+        random *= modulus
+        random >>= _16
     else:
-        x += ((random.astype(np.uint64) * np.uint64(size)) >> np.uint64(32)).astype(np.uint32)
+        product = random.astype(np.uint64)
+        product *= np.uint64(size)
+        product >>= np.uint64(32)
+        random[:] = product
+    x += random
     # The difference wraps around and is large for an x that is below size already.
-    np.minimum(x, x - np.uint32(size), out=x)
+    np.subtract(x, modulus, spare)
+    np.minimum(x, spare, out=x)
 
 
 def keys_of(salt: str, n: int) -> npt.NDArray[np.uint64]:
@@ -86,15 +113,14 @@ def _mix(x: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     return x ^ (x >> np.uint64(31))
 
 
-def _mix32(x: npt.NDArray[np.uint32], key: np.uint32) -> npt.NDArray[np.uint32]:
-    """Return numbers whose high bits depend on every bit of ``x`` and ``key``.
+def _mix32(x: Words, key: Words, out: Words, spare: Words) -> None:
+    """Write numbers to ``out`` whose high bits depend on every bit of ``x`` and ``key``.
 
     They are two rounds of multiply and xor-shift in 32 bits, which processors do eight at a time,
     with the multipliers of lowbias32 (Wellons, "Prospecting for Hash Functions", 2018).
     """
-    x = x ^ key
-    x ^= x >> np.uint32(16)
-    x *= np.uint32(0x7FEB352D)
-    x ^= x >> np.uint32(15)
-    x *= np.uint32(0x846CA68B)
-    return x
+    np.bitwise_xor(x, key, out)
+    out ^= np.right_shift(out, _16, spare)
+    out *= _FACTOR
+    out ^= np.right_shift(out, _15, spare)
+    out *= _LAST_FACTOR

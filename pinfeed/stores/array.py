@@ -95,16 +95,19 @@ class ArrayStore:
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``, like ``Store.gather``."""
-        rows = checked_gather(self, rows, out)
+        self.gather_unchecked(checked_gather(self, rows, out), out)
+
+    def gather_unchecked(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``. The caller has checked all arguments."""
         if (run := run_of(rows)) is not None:
-            np.copyto(out, self._array[run])
+            out[...] = self._array[run]
         elif self._array.flags.c_contiguous:
             # Rows are in range here. With mode="raise", numpy would gather into a buffer of its
             # own and copy that.
-            np.take(self._array, rows, axis=0, out=out, mode="clip")
+            self._array.take(rows, axis=0, out=out, mode="clip")
         else:
-            # np.take would copy the whole array to make it contiguous.
-            np.copyto(out, self._array[rows])
+            # take would copy the whole array to make it contiguous.
+            out[...] = self._array[rows]
 
     def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
         """Copy rows into ``out[positions]``. The caller has checked all arguments."""
@@ -126,7 +129,10 @@ class ArrayStore:
                 "give a copy of the array"
             )
         rows = checked_scatter(self, rows, values)
-        put_rows(self._array, rows, values)
+        if (run := run_of(rows)) is not None:
+            self._array[run] = values
+        else:
+            put_rows(self._array, rows, values)
 
     def flush(self) -> None:
         """Do nothing, because memory needs no flush."""

@@ -6,8 +6,8 @@ import math
 import mmap
 import operator
 import sys
-from collections.abc import Iterator
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -118,31 +118,61 @@ class Gatherable(Protocol):
     def gather(self, rows: Rows, out: Array) -> None: ...
 
 
+class UncheckedGatherable(Gatherable, Protocol):
+    """Rows that can also be gathered without checks."""
+
+    def gather_unchecked(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``. The caller has checked all arguments."""
+
+
+Gather = Callable[[Rows, Array], None]
+"""Copies rows into an array, like ``Store.gather``."""
+
+
+def unchecked_gather(store: Gatherable) -> Gather:
+    """Return the method of a store that gathers rows, without checks if it has such a method.
+
+    The method ``gather_unchecked`` belongs to the ``gather`` of the same class. A subclass, or an
+    object, with a ``gather`` of its own is asked by that.
+    """
+    owner = next((kind for kind in type(store).__mro__ if "gather" in vars(kind)), object)
+    is_replaced = "gather" in getattr(store, "__dict__", ())
+    if is_replaced or "gather_unchecked" not in vars(owner):
+        return store.gather
+    return cast(UncheckedGatherable, store).gather_unchecked
+
+
 class StoreRows:
     """Rows of one store that a batch needs: a ``HostArray`` that gathers them.
 
     Args:
         store: The store, or other rows that can be gathered.
         rows: Row indices, shape (n,); they may repeat.
+        gather: Function that gathers rows of the store; None is its method ``gather``.
     """
 
-    __slots__ = ("dtype", "rows", "shape", "store")
+    __slots__ = ("_gather", "dtype", "rows", "shape", "store")
 
-    def __init__(self, store: Gatherable, rows: Rows) -> None:
+    def __init__(self, store: Gatherable, rows: Rows, gather: Gather | None = None) -> None:
         self.store = store
         self.rows = rows
         self.shape = (len(rows), *store.row_shape)
         self.dtype = store.dtype
+        self._gather = gather or store.gather
 
     def cut(self, begin: int, end: int) -> StoreRows:
         """Return rows [begin, end) of these."""
-        return StoreRows(self.store, self.rows[begin:end])
+        return StoreRows(self.store, self.rows[begin:end], self._gather)
 
     def read(self, out: Array) -> Iterator[None]:
         """Gather the rows into ``out``, step by step."""
+        if 0 < len(out) <= _STEP_ROWS and out.nbytes <= _STEP_BYTES:
+            self._gather(self.rows, out)
+            yield
+            return
         step = max(1, min(_STEP_ROWS, _STEP_BYTES * len(out) // max(1, out.nbytes)))
         for i in range(0, len(out), step):
-            self.store.gather(self.rows[i : i + step], out[i : i + step])
+            self._gather(self.rows[i : i + step], out[i : i + step])
             yield
 
 
@@ -215,13 +245,14 @@ def checked_gather(store: Store, rows: Any, out: Any) -> Rows:
         ArgumentError: If ``out`` is no writable, C-contiguous array of the shape and dtype of the
             rows.
     """
-    checked = _in_range(rows, store)
+    checked = check_rows(rows, store.n_rows)
     if (problem := _misfit(store, len(checked), out)) is not None:
         raise ArgumentError(
             f"gather of {len(checked):,} rows into {problem}; give np.empty(shape, store.dtype)"
         )
-    if not (out.flags.c_contiguous and out.flags.writeable):
-        problem = "read-only" if out.flags.c_contiguous else "not C-contiguous"
+    flags = out.flags
+    if not (flags.c_contiguous and flags.writeable):
+        problem = "read-only" if flags.c_contiguous else "not C-contiguous"
         raise ArgumentError(
             f"gather into an array that is {problem}; expected one that can be written and is "
             "C-contiguous; give np.empty(shape, store.dtype)"
@@ -237,23 +268,13 @@ def checked_scatter(store: Store, rows: Any, values: Any) -> Rows:
             integers.
         WriteBackError: If ``values`` is no array of the shape and dtype of the rows.
     """
-    checked = _in_range(rows, store)
+    checked = check_rows(rows, store.n_rows)
     if (problem := _misfit(store, len(checked), values)) is not None:
         raise WriteBackError(
             f"scatter of {len(checked):,} rows from {problem}; convert with "
             "np.asarray(values, store.dtype)"
         )
     return checked
-
-
-def _in_range(rows: Any, store: Store) -> Rows:
-    # Every gather of a loop passes here. As uint64, negative numbers are large, so that one maximum
-    # is enough.
-    is_plain = type(rows) is np.ndarray and rows.dtype == np.int64 and rows.ndim == 1
-    if is_plain and len(rows) and np.maximum.reduce(rows.view(np.uint64)) < store.n_rows:
-        checked: Rows = rows
-        return checked
-    return check_rows(rows, store.n_rows)
 
 
 def _misfit(store: Store, n: int, array: Any) -> str | None:
@@ -271,6 +292,14 @@ def _misfit(store: Store, n: int, array: Any) -> str | None:
 def run_of(rows: Rows) -> slice | None:
     """Return the rows as a slice, or None if they are not consecutive and ascending."""
     n = len(rows)
-    if n and rows[-1] - rows[0] == n - 1 and (n < 3 or bool((rows[1:] - rows[:-1] == 1).all())):
-        return slice(int(rows[0]), int(rows[0]) + n)
-    return None
+    if not n:
+        return None
+    first = rows.item(0)
+    if rows.item(-1) - first != n - 1:
+        return None
+    if n > 2:
+        # The n - 1 steps sum up to n - 1, so all are 1 if none is less.
+        steps = rows[1:] - rows[:-1]
+        if steps.item(steps.argmin()) < 1:
+            return None
+    return slice(first, first + n)

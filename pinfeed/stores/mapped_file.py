@@ -37,7 +37,14 @@ class MappedFileStore(ShardedStore[FileMap]):
         Raises:
             ReadError: If a file has shrunk.
         """
-        rows = checked_gather(self, rows, out)
+        self.gather_unchecked(checked_gather(self, rows, out), out)
+
+    def gather_unchecked(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``. The caller has checked all arguments.
+
+        Raises:
+            ReadError: If a file has shrunk.
+        """
         if len(rows) and len(self._layouts) == 1 and not self._swapped:
             self._reader(0).read_all(rows, as_bytes(out))
         else:

@@ -254,7 +254,7 @@ os.register_at_fork(after_in_child=_renew_locks)
 def as_bytes(array: Array) -> npt.NDArray[np.uint8]:
     """Return an array of n rows as bytes, shape (n, row_nbytes), on the same memory."""
     n = len(array)
-    return array.reshape(-1).view(np.uint8).reshape(n, array.nbytes // n if n else 0)
+    return array.view(np.uint8).reshape(n, array.nbytes // n if n else 0)
 
 
 def _check_shards(layouts: Sequence[RowLayout]) -> None:

@@ -30,21 +30,33 @@ def flatten(
         The leaves, each with its path (``"[0]['x'].y"``), and a function that builds the structure
         from new leaves.
     """
-    children = None if dataclasses.is_dataclass(value) and is_leaf(value) else _children(value)
+    leaves: list[tuple[str, Any]] = []
+    return leaves, _flatten(value, path, is_leaf, leaves)
+
+
+def _flatten(
+    value: Any, path: str, is_leaf: Callable[[Any], bool], leaves: list[tuple[str, Any]]
+) -> Rebuild:
+    """Add the leaves of a structure to ``leaves``; return the function that builds it again."""
+    children = _children(value, is_leaf)
     if children is None:
-        return [(path, value)], next
-    leaves = []
-    parts = []
-    for name, child in children:
-        found, rebuild = flatten(child, path + name, is_leaf=is_leaf)
-        leaves += found
-        parts.append(rebuild)
+        leaves.append((path, value))
+        return next
+    parts = [_flatten(child, path + name, is_leaf, leaves) for name, child in children]
     make = _maker(value)
-    return leaves, lambda new: make([rebuild(new) for rebuild in parts])
+    return lambda new: make([rebuild(new) for rebuild in parts])
 
 
-def _children(value: Any) -> list[tuple[str, Any]] | None:
-    if hasattr(value, "to") and callable(value.to):
+def _children(value: Any, is_leaf: Callable[[Any], bool]) -> list[tuple[str, Any]] | None:
+    # Most values are of these types or have a ``to`` method. Tests for the others take longer.
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return [(f"[{i}]", child) for i, child in enumerate(value)]
+    if kind is dict:
+        return [(f"[{key!r}]", child) for key, child in value.items()]
+    if callable(getattr(value, "to", None)):
+        return None
+    if dataclasses.is_dataclass(value) and is_leaf(value):
         return None
     if isinstance(value, Mapping):
         return [(f"[{key!r}]", child) for key, child in value.items()]
@@ -63,6 +75,12 @@ def _fields(value: Any) -> list[str]:
 
 
 def _maker(value: Any) -> Callable[[list[Any]], Any]:
+    kind = type(value)
+    if kind is tuple or kind is list:
+        return kind
+    if kind is dict:
+        keys = list(value)
+        return lambda new: dict(zip(keys, new, strict=True))
     if isinstance(value, dict):
         return lambda new: _filled(copy.copy(value), zip(value, new, strict=True))
     if isinstance(value, Mapping):

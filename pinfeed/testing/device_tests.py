@@ -205,6 +205,14 @@ class DeviceTests:
             assert device.stream("one") != device.stream("other")
             assert device.stream("one") != device.current_stream()
 
+    def test_memory_of_the_host_is_an_array(self, device: Device) -> None:
+        if device.unified:
+            memory = device.empty(24, device.current_stream())
+            np.ndarray((3,), np.float64, memory)[:] = [1, 2, 3]
+            tensor = device.tensor(memory, (3,), np.dtype(np.float64))
+            found = self.download(device, tensor, (3,), np.float64, device.current_stream())
+            np.testing.assert_array_equal(found, [1, 2, 3])
+
     def test_memory_lent_to_another_stream_is_not_given_away(self, device: Device) -> None:
         home, other = device.stream("home"), device.stream("other")
         tensor, _a = self.upload(device, np.full(512, 1.0), home)

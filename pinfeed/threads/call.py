@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
@@ -36,8 +35,11 @@ class Call(Generic[R]):
     that a ``Future`` waits with is Python code, and an interrupt within it may leave its lock held.
     """
 
+    __slots__ = ("__weakref__", "_args", "_done", "_error", "_fn", "_running", "_value")
+
     def __init__(self, fn: Callable[..., R], *args: Any) -> None:
-        self._fn: Callable[[], R] | None = functools.partial(fn, *args)
+        self._fn: Callable[..., R] | None = fn
+        self._args: tuple[Any, ...] = args
         # Held until the function has ended.
         self._running = threading.Lock()
         self._running.acquire()
@@ -48,21 +50,24 @@ class Call(Generic[R]):
     def run(self) -> None:
         """Call the function."""
         fn = self._fn
+        args = self._args
         self._fn = None
+        self._args = ()
         assert fn is not None
         try:
-            self._value = fn()
+            self._value = fn(*args)
         except BaseException as error:
             self.fail(error)
             # The error's traceback keeps this frame, which must keep neither the error nor the
             # arguments.
-            del fn, self
+            del fn, args, self
         else:
             self._end()
 
     def fail(self, error: BaseException) -> None:
         """End the call with ``error``, as if the function had raised it, without calling it."""
         self._fn = None
+        self._args = ()
         self._error = error
         self._end()
 

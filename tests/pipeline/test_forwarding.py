@@ -208,13 +208,6 @@ def test_spans_have_every_pair_of_equal_rows() -> None:
                 newer |= set(earlier.tolist())
 
 
-def test_nothing_is_kept_where_no_row_occurs_twice() -> None:
-    recent = RecentRows(2, repeats=False)
-    for number in range(3):
-        shared, repeated = recent.add(number, [rows_of([1, 2])], ())
-        assert (len(shared.positions), shared.overlaps, repeated) == (0, [{}], [None])
-
-
 @pytest.mark.parametrize("n_rows", [1, 100, 128, 1000, 4096])
 def test_the_marks_are_planned(n_rows: int) -> None:
     recent = RecentRows(2)

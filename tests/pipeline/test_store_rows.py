@@ -5,14 +5,16 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import numpy as np
+import torch
 
-from pinfeed import ArrayStore
+from pinfeed import ArrayStore, Feeder
 from pinfeed.memory.plan import Allocation
 from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.readahead.base import OpenBatch, StoreRows
 from pinfeed.rows.batches import OrderBatches
 from pinfeed.rows.orders import Rows, Sequential
 from pinfeed.rows.windows import Windows
+from pinfeed.stores.base import unchecked_gather
 from pinfeed.tensors.pytree import flatten
 
 
@@ -59,3 +61,23 @@ def test_a_source_does_not_keep_the_memory_of_a_batch_that_was_read() -> None:
         del thunk
         assert strategy.memory[number]() is None
     assert next(thunks, None) is None
+
+
+class _Doubled(ArrayStore):
+    """Rows with a gather of its own."""
+
+    def gather(self, rows: Rows, out: np.ndarray) -> None:
+        super().gather(rows, out)
+        out *= 2
+
+
+def test_a_gather_of_a_subclass_or_of_an_object_replaces_the_unchecked_one() -> None:
+    array = np.arange(12.0)
+    store = ArrayStore(array)
+    assert unchecked_gather(store) == store.gather_unchecked
+    doubled = _Doubled(array)
+    assert unchecked_gather(doubled) == doubled.gather
+    store.gather = doubled.gather  # type: ignore[method-assign]
+    assert unchecked_gather(store) == doubled.gather
+    with Feeder((doubled, array), batch_size=4, device="cpu") as feeder:
+        assert all(torch.equal(twice, 2 * once) for twice, once in feeder)

@@ -130,12 +130,12 @@ class Loop:
 @pytest.mark.parametrize(
     ("depth", "reads", "wait_s", "overhead_s", "bottleneck"),
     [
-        # The first request allocates three slots and reads a batch. Each of the others allocates a
-        # slot while the batch is ready. The last one finds no batch, and joins the threads.
-        (2, True, 2.5 + 0.5, 0.125 + 5 * 0.625 + JOIN_S, "overhead"),
+        # The first request waits for a batch, which takes memory and is read. The others find
+        # theirs ready. The last one finds no batch, and joins the threads.
+        (2, True, 1.5, 6 * 0.125 + JOIN_S, "overhead"),
         # Each batch is read when the loop asks for it.
-        (2, False, 2.5 + 5 * 1.5 + 0.5, 6 * 0.125 + JOIN_S, "unevenness"),
-        (0, False, 6 * 1.5 + 0.5, 6 * 0.125, "depth"),
+        (2, False, 6 * 1.5, 6 * 0.125 + JOIN_S, "unevenness"),
+        (0, False, 6 * 1.5, 6 * 0.125, "depth"),
     ],
 )
 def test_time_is_divided_exactly(
@@ -182,9 +182,9 @@ def test_a_loop_that_drops_its_batches_frees_them_in_requests() -> None:
         assert sum(one() is not None for one in alive) == min(2, len(alive))
         loop.step(reads=True)
     stats = loop.feeder.stats
-    # All batches but the last one, and the memory that three slots had for no batch.
-    freeing_s = (N - 1 + 3) * FREE_S
-    assert stats.starved_s == loop.waited_s == 3.0 + 0.125 + 5 * 0.625 + freeing_s + JOIN_S
+    # All batches but the last one.
+    freeing_s = (N - 1) * FREE_S
+    assert stats.starved_s == loop.waited_s == 1.5 + 6 * 0.125 + freeing_s + JOIN_S
     assert stats.compute_s == N * STEP_S
     loop.feeder.close()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol, cast
@@ -68,13 +69,18 @@ class HostBatch:
     groups: list[RowGroup] = field(default_factory=list)
     """Groups of the parts that are rows of stores."""
     shared: SharedRows | None = None
-    """Rows that the batch has in common with earlier ones; None if the loop writes no rows."""
+    """Rows that the batch has in common with earlier ones; None if no written row can recur."""
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """Return the range [begin, end) of the rows of each batch."""
+        ends = list(itertools.accumulate(n_rows for n_rows, _ in self.batches))
+        return list(zip([0, *ends], ends, strict=False))
 
     def cut(self, start: int, stop: int) -> HostBatch:
         """Return batches [start, stop) of several batches whose parts are rows of stores."""
-        counts = [n_rows for n_rows, _ in self.batches]
-        begin = sum(counts[:start])
-        end = sum(counts[:stop])
+        ranges = self.ranges()
+        begin = ranges[start][0]
+        end = ranges[stop - 1][1]
         return HostBatch(
             [cast(HostRows, part).cut(begin, end) for part in self.parts],
             self.rebuild,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import os
@@ -17,7 +16,7 @@ from pinfeed.errors import ArgumentError, WorkerError
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.rows.epoch_hooks import EpochHooks
-from pinfeed.tensors.pytree import flatten
+from pinfeed.tensors.pytree import Rebuild, flatten
 from pinfeed.validation.suggestions import is_array_like
 
 
@@ -259,22 +258,27 @@ def is_end(stop: StopIteration) -> bool:
 def load_of(batch: Any) -> HostBatch:
     """Make a HostBatch of a loader's batch, whose leaves are on the host."""
     leaves, rebuild = flatten(batch)
-    moves = [callable(getattr(leaf, "to", None)) for _, leaf in leaves]
-    kept = [None if moved else leaf for (_, leaf), moved in zip(leaves, moves, strict=True)]
-    parts = [HostLeaf(leaf) for (_, leaf), moved in zip(leaves, moves, strict=True) if moved]
+    parts = [HostLeaf(leaf) for _, leaf in leaves if callable(getattr(leaf, "to", None))]
+    if len(parts) < len(leaves):
+        rebuild = _with_kept([leaf for _, leaf in leaves], rebuild)
+    return HostBatch(parts, rebuild, [(_n_samples(leaves), 0)])
 
-    def make(tensors: Iterator[Any]) -> Any:
-        return rebuild(
-            next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)
-        )
 
-    return HostBatch(parts, make, [(_n_samples(leaves), 0)])
+def _with_kept(leaves: list[Any], rebuild: Rebuild) -> Rebuild:
+    """Return a ``rebuild`` that takes tensors for the leaves that move, and keeps the others."""
+    moves = [callable(getattr(leaf, "to", None)) for leaf in leaves]
+    kept = [None if moved else leaf for leaf, moved in zip(leaves, moves, strict=True)]
+    return lambda tensors: rebuild(
+        iter([next(tensors) if moved else leaf for leaf, moved in zip(kept, moves, strict=True)])
+    )
 
 
 def _n_samples(leaves: list[tuple[str, Any]]) -> int:
     """Return the length of the first leaf that has one: by convention, the number of samples."""
     for _, leaf in leaves:
-        # A nested tensor of torch raises an error when it is asked for its shape.
-        with contextlib.suppress(AttributeError, TypeError, IndexError, RuntimeError):
+        try:
             return int(leaf.shape[0])
+        except (AttributeError, TypeError, IndexError, RuntimeError):
+            # A nested tensor of torch raises a RuntimeError when it is asked for its shape.
+            continue
     return 1

@@ -67,7 +67,7 @@ class FileMap:
             ReadError: If the file has shrunk.
         """
         self._check_size()
-        np.copyto(out, self._rows[first : first + len(out)])
+        out[...] = self._rows[first : first + len(out)]
 
     def read_all(self, rows: Rows, out: Bytes) -> None:
         """Copy rows in any order into ``out``, shape (n, row_nbytes).
@@ -80,7 +80,7 @@ class FileMap:
             return
         self._check_size()
         # With mode="raise", numpy would gather into a buffer of its own and copy that.
-        np.take(self._rows, rows, axis=0, out=out, mode="clip")
+        self._rows.take(rows, axis=0, out=out, mode="clip")
 
     def read_rows(self, rows: Rows, out: Bytes, positions: Rows) -> None:
         """Copy rows in any order into ``out[positions]``.
@@ -99,7 +99,7 @@ class FileMap:
         self._check_size()
         step = max(1, _PIECE_BYTES // self._layout.row_nbytes)
         for i in range(0, len(rows), step):
-            piece = np.take(self._rows, rows[i : i + step], axis=0, mode="clip")
+            piece = self._rows.take(rows[i : i + step], axis=0, mode="clip")
             put_rows(out, positions[i : i + step], piece)
 
     def populate(self, first: int, n_rows: int) -> None:

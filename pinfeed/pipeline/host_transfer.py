@@ -1,0 +1,117 @@
+"""HostTransfer: batches on a device whose memory is the host's.
+
+Rows are gathered into the batch itself, and written back from the values themselves. Nothing is
+queued in a stream, so there is no event to wait for, and the reader threads allocate the memory.
+What batches and write-backs share is in ``transfer.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.devices.base import Stream, Tensor
+from pinfeed.errors import WriteBackError
+from pinfeed.memory.page_locked import unlock_freed
+from pinfeed.pipeline.pending_write import PendingWrite
+from pinfeed.pipeline.slot import Slot
+from pinfeed.pipeline.sources.base import ArrayPart, HostBatch, RowGroup
+from pinfeed.pipeline.transfer import Transfer
+from pinfeed.stores.base import HostArray, part_nbytes
+
+
+class HostTransfer(Transfer):
+    """Gathers batches into memory of the host, and writes rows back from there."""
+
+    def reserve(self, slot: Slot) -> None:
+        """Make the slot ready to be filled again (consumer)."""
+        unlock_freed()
+        slot.batch = None
+        slot.seen = self.log.completed
+
+    def fill(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
+        """Gather a batch (reader; one thread per slot).
+
+        Args:
+            slot: Slot that was reserved.
+            batch: Batch to gather.
+            number: Number of the batch, or of the first of several.
+
+        Raises:
+            Cancelled: If ``stop`` was called.
+        """
+        slot.number = number
+        slot.batch = batch
+        slot.seen = self.log.completed
+        slot.needed = []
+        parts = batch.parts
+        if batch.shared is not None and len(batch.shared.positions):
+            parts = [*parts, ArrayPart(batch.shared.positions)]
+        slot.tensors = [self._read_part(slot, i, part) for i, part in enumerate(parts)]
+        if len(batch.batches) > 1:
+            # This need not be done in the training thread; newer values reach the same memory.
+            slot.cut = self._cut(batch, slot.tensors[: len(batch.parts)])
+        slot.ready_s = self.counters.now()
+        slot.read_s = slot.source_s + slot.ready_s - slot.made_s
+        if self._timeline is not None:
+            start_s = slot.ready_s - slot.read_s
+            self._timeline.add("read", number, start_s, slot.ready_s, len(batch.batches))
+        return slot
+
+    def lend(self, slot: Slot) -> deque[list[Tensor]]:
+        """Return the tensors of each of the slot's batches (consumer), with newer values."""
+        tensors = self._hand_over(slot, self._read)
+        if not slot.cut:
+            return deque((tensors,))
+        cut = slot.cut
+        slot.cut = deque()
+        return cut
+
+    def write_to_stores(self, pending: PendingWrite) -> None:
+        """Write values back to their stores (a writer, or the consumer at depth 0)."""
+        log = pending.log
+        if log.has_failed:
+            raise WriteBackError("not written: an earlier write_back of this loop failed")
+        start = self.counters.now()
+        try:
+            for group, held in zip(pending.groups, pending.write.values.tensors, strict=True):
+                # A group that stays unchanged has no tensors.
+                pairs = zip(group.stores, held, strict=False)
+                changed = [(store, tensor) for store, tensor in pairs if tensor is not None]
+                self.device.write(changed, group.rows, self._write)
+        except BaseException:
+            log.has_failed = True
+            raise
+        log.completed = pending.write.number + 1
+        now = self.counters.now()
+        self.counters.write_s += now - start
+        if self._timeline is not None:
+            self._timeline.add("write", pending.batch, start, now)
+
+    def _copy(self, value: Tensor, group: RowGroup, i: int, compute: Stream) -> Tensor:
+        """Copy values of a group's store ``i`` into an array, which ``write`` takes as well."""
+        store = group.stores[i]
+        part = group.first + i
+        shape = (len(group.rows), *store.row_shape)
+        nbytes = math.prod(shape) * store.dtype.itemsize
+        memory = self._parts.allocate(part, nbytes, self._batches_per_slot, compute)
+        out: npt.NDArray[Any] = np.ndarray(shape, store.dtype, memory)
+        self.device.copy(value, out, compute)
+        return out
+
+    def _read_part(self, slot: Slot, i: int, part: HostArray) -> Tensor:
+        """Read part ``i`` into memory of its own, unless it is a tensor that can be lent itself."""
+        device = self.device
+        if (adopted := device.adopt(part, self._read)) is not None:
+            slot.needed.append(0)
+            return adopted
+        nbytes = part_nbytes(part)
+        memory = self._parts.allocate(i, nbytes, self._batches_per_slot, self._read)
+        slot.needed.append(nbytes)
+        for _ in part.read(np.ndarray(part.shape, part.dtype, memory)):
+            self.check_stop()
+        return device.tensor(memory, part.shape, part.dtype)
