@@ -8,6 +8,8 @@ bit, so that a loop can change from one to the other at any batch.
 A schedule may say that only short batches are timed both ways. A loop with longer ones prefetches
 and never stalls for the sake of the measurement. If its batches become longer after the synchronous
 loop was chosen, the loop prefetches again.
+
+If epochs have few batches, whole epochs are timed, with their threads.
 """
 
 from __future__ import annotations
@@ -70,6 +72,9 @@ class DepthChoice:
         self._long_s: list[float] = []
         # Whether the running epoch can prefetch; one that begins with depth 0 has no threads.
         self._has_threads = True
+        # Whether each epoch is one stretch, because the last one had too few batches for several.
+        self._are_epochs_short = False
+        self._has_stretch = False
         self._n_untimed = 0
         self._n_timed = 0
         self._start_s = 0.0
@@ -77,7 +82,8 @@ class DepthChoice:
     @property
     def schedule(self) -> PrefetchSchedule:
         """Schedule of the next epoch."""
-        if self._has_chosen_synchronous:
+        is_timed = self.is_measuring and self._are_epochs_short and self.is_synchronous
+        if self._has_chosen_synchronous or is_timed:
             return dataclasses.replace(self._schedule, depth=0, n_readers=1)
         return self._schedule
 
@@ -117,9 +123,26 @@ class DepthChoice:
     def begin(self) -> None:
         """Note that an epoch begins, with the schedule that ``schedule`` is now."""
         self._has_threads = self.schedule.depth > 0
+        self._has_stretch = False
         if not self.is_measuring:
             self.is_synchronous = not self._has_threads
         self._skip(self._n_warm_up)
+
+    def end(self, n_batches: int, seconds: float) -> None:
+        """Note that an epoch has ended with its last batch.
+
+        If it had too few batches for a stretch, it is one. The first such epoch is not timed.
+
+        Args:
+            n_batches: Number of batches.
+            seconds: Time of the epoch, with starting and joining the threads.
+        """
+        if not self.is_measuring or not n_batches:
+            return
+        was_short = self._are_epochs_short
+        self._are_epochs_short = not self._has_stretch
+        if was_short and self._are_epochs_short:
+            self._add(seconds / n_batches)
 
     def count(self, n_batches: int, now: float) -> None:
         """Count batches whose training steps have ended.
@@ -128,7 +151,7 @@ class DepthChoice:
             n_batches: Number of batches.
             now: Time at which the loop asked for the batch after them.
         """
-        if not self._is_timing:
+        if not self._is_timing or (self.is_measuring and not self._has_threads):
             return
         if self._n_untimed > 0:
             self._n_untimed -= n_batches
@@ -140,6 +163,11 @@ class DepthChoice:
         batch_s = (now - self._start_s) / self._n_timed
         self._start_s = now
         self._n_timed = 0
+        self._has_stretch = True
+        self._add(batch_s)
+
+    def _add(self, batch_s: float) -> None:
+        """Add the time of a batch in a stretch, and begin the next stretch."""
         if self.is_measuring and self.is_synchronous:
             self._synchronous_s.append(batch_s)
             self._judge()

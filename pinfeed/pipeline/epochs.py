@@ -218,7 +218,7 @@ class EpochRunner:
         position = self._position
         counters = self._counters
         is_unified = self._transfer.device.unified
-        self._enter(choice.schedule)
+        entered_s = self._enter(choice.schedule)
         # On the CPU, a batch is kept until the loop asks for the second one after it. If the loop
         # freed it on getting the next one, torch would release the interpreter's lock to readers
         # that have just been woken, and the loop would wait for them.
@@ -243,9 +243,10 @@ class EpochRunner:
             kept.clear()
             self._end_watching(bar)
             position.end_run()
-        is_empty = position.batch == start
+        n_batches = position.batch - start
+        choice.end(n_batches, counters.now() - entered_s)
         position.complete_epoch()
-        if start and is_empty and math.isinf(position.n_batches):
+        if start and not n_batches and math.isinf(position.n_batches):
             # The epoch was complete when the state was taken, which only its end shows.
             begin()
             yield from self._run(lend, choice, begin)
@@ -262,14 +263,15 @@ class EpochRunner:
         )
         return self._prefetcher.lend(thunks)
 
-    def _enter(self, schedule: PrefetchSchedule) -> None:
-        """Count a loop that begins."""
+    def _enter(self, schedule: PrefetchSchedule) -> float:
+        """Count a loop that begins; return the time."""
         self._counters.enter(
             schedule.depth,
             schedule.n_readers,
             asynchronous=not self._transfer.device.unified,
             is_measured=schedule.is_measured,
         )
+        return self._counters.asked_s
 
     def _begin_watching(self) -> Any:
         """Return the progress bar, if there is one, and begin to look for starvation."""

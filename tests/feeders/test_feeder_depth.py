@@ -164,6 +164,17 @@ def test_the_synchronous_loop_that_was_chosen_has_no_threads() -> None:
     feeder.close()
 
 
+def test_epochs_of_few_batches_are_measured_together() -> None:
+    feeder, clock = measured(rows=range(40))
+    depths = []
+    for _ in range(7):
+        run(feeder, clock, 2e-4, 1e-4)
+        depths.append(feeder.stats.depth)
+    assert depths == [31, 31, 0, 31, 0, 0, 0]
+    assert feeder.depth_reason == SYNCHRONOUS
+    feeder.close()
+
+
 def test_long_batches_are_always_prefetched() -> None:
     feeder, clock = measured()
     assert not any(run(feeder, clock, 0.004, 0.001))

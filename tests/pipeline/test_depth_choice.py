@@ -180,7 +180,7 @@ def test_a_pause_does_not_end_the_synchronous_loop() -> None:
 
 
 def test_short_epochs_measure_together() -> None:
-    """Each epoch begins untimed. An epoch too short for one stretch changes nothing."""
+    """Each epoch begins untimed. One too short for a stretch, and that is left, changes nothing."""
     loop = Loop(even(1.0, 0.5))
     for _ in range(50):
         loop.choice.begin()
@@ -194,6 +194,48 @@ def test_short_epochs_measure_together() -> None:
         n_epochs += 1
     assert n_epochs <= 4
     assert str(loop.choice) == "0 ahead: 500 ms per batch, 1,000 ms with 2 ahead"
+
+
+def end_epochs(loop: Loop, n_epochs: int, n_batches: int) -> list[int]:
+    """Run whole epochs; return their depths."""
+    depths = []
+    for _ in range(n_epochs):
+        depths.append(loop.choice.schedule.depth)
+        loop.choice.begin()
+        begun_s = loop.now
+        loop.run(n_batches)
+        loop.choice.end(n_batches, loop.now - begun_s)
+    return depths
+
+
+@pytest.mark.parametrize(
+    ("times_s", "chosen"),
+    [
+        ((1e-3, 0.5e-3), "0 ahead: 0.5 ms per batch, 1 ms with 2 ahead"),
+        ((0.5e-3, 1e-3), "2 ahead: 0.5 ms per batch, 1 ms with 0 ahead"),
+    ],
+)
+def test_epochs_of_few_batches_are_stretches(times_s: tuple[float, float], chosen: str) -> None:
+    """Their threads count, too: an epoch that is timed in the synchronous loop has none."""
+    loop = Loop(even(*times_s), SHORT_MEASURED)
+    assert end_epochs(loop, 5, 8) == [2, 2, 0, 2, 0]
+    assert str(loop.choice) == chosen
+    assert end_epochs(loop, 2, 8) == 2 * [int(chosen[0])]
+    assert loop.choice.is_synchronous == chosen.startswith("0")
+
+
+def test_epochs_of_few_long_batches_are_prefetched() -> None:
+    loop = Loop(even(1.0, 0.5), SHORT_MEASURED)
+    assert end_epochs(loop, 9, 8) == 9 * [2]
+    assert loop.choice.reason == "2 ahead: 1,000 ms per batch, too long for 0 ahead"
+
+
+def test_epochs_of_many_batches_follow_those_of_few() -> None:
+    """An epoch without threads stays as it is, and the next one is measured within."""
+    loop = Loop(even(1e-3, 0.5e-3), SHORT_MEASURED)
+    depths = end_epochs(loop, 2, 8) + end_epochs(loop, 2, 60)
+    assert depths == [2, 2, 0, 2]
+    assert loop.choice.schedule.depth == 0
 
 
 @pytest.mark.parametrize("depth", [0, 2])

@@ -21,9 +21,11 @@ class ScriptedChoice(DepthChoice):
         self._ways = iter(ways)
         self.count(1, 0.0)
 
-    def count(self, n_batches: int, now: float) -> bool:
+    def count(self, n_batches: int, now: float) -> None:
         self.is_synchronous = next(self._ways, self.is_synchronous)
-        return False
+
+    def end(self, n_batches: int, seconds: float) -> None:
+        pass
 
 
 def script(feeder: Any, ways: Iterable[bool]) -> None:
