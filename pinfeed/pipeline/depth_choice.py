@@ -6,8 +6,8 @@ training step, so both ways are timed on the user's own loop. Their results are 
 bit, so that a loop can change from one to the other at any batch.
 
 A schedule may say that only short batches are timed both ways. A loop with longer ones prefetches
-and never stalls for the sake of the measurement. If its batches become longer after the synchronous
-loop was chosen, the loop prefetches again.
+and never stalls for the sake of the measurement, which begins when batches become short. If they
+become longer after the synchronous loop was chosen, all of this begins again.
 
 If epochs have few batches, whole epochs are timed, with their threads.
 """
@@ -33,7 +33,7 @@ MIN_ROUNDS = 2
 """Rounds after which the choice is made if no stretch of one way took as long as one of the other.
 
 A round is a stretch of each way. A pause in the training step makes one stretch long, not two. For
-the same reason, batches are long if those of so many stretches in a row are.
+the same reason, a synchronous loop ends after as many stretches of long batches in a row.
 """
 MAX_ROUNDS = 5
 """Rounds after which the choice is made by the medians."""
@@ -65,11 +65,12 @@ class DepthChoice:
         self._has_chosen_synchronous = False
         # Whether batches are timed: until the choice is made, or to see that they stay short.
         self._is_timing = schedule.is_measured
-        # Seconds of a batch in each stretch. Stretches of long batches are only in the last list,
-        # which has those since the last short one.
+        # Seconds of a batch in each stretch, without those of long batches.
         self._ahead_s: list[float] = []
         self._synchronous_s: list[float] = []
-        self._long_s: list[float] = []
+        # Number of the last stretches whose batches were long, and seconds of a batch in the last.
+        self._n_long = 0
+        self._long_s = 0.0
         # Whether the running epoch can prefetch; one that begins with depth 0 has no threads.
         self._has_threads = True
         # Whether each epoch is one stretch, because the last one had too few batches for several.
@@ -82,8 +83,8 @@ class DepthChoice:
     @property
     def schedule(self) -> PrefetchSchedule:
         """Schedule of the next epoch."""
-        is_timed = self.is_measuring and self._are_epochs_short and self.is_synchronous
-        if self._has_chosen_synchronous or is_timed:
+        is_whole_epoch = not self.is_measuring or self._are_epochs_short
+        if self._is_next_synchronous and is_whole_epoch:
             return dataclasses.replace(self._schedule, depth=0, n_readers=1)
         return self._schedule
 
@@ -109,11 +110,10 @@ class DepthChoice:
         ahead = f"{self._schedule.depth} ahead"
         if not self._schedule.is_measured:
             return ahead
+        if self.is_measuring and self._n_long:
+            return f"{ahead}: {milliseconds(self._long_s)} per batch, too long for 0 ahead"
         if self.is_measuring:
             return f"{ahead}, not measured yet"
-        if self._is_long:
-            long_ms = milliseconds(statistics.median(self._long_s))
-            return f"{ahead}: {long_ms} per batch, too long for 0 ahead"
         ahead_ms = milliseconds(statistics.median(self._ahead_s))
         synchronous_ms = milliseconds(statistics.median(self._synchronous_s))
         if self._has_chosen_synchronous:
@@ -124,8 +124,7 @@ class DepthChoice:
         """Note that an epoch begins, with the schedule that ``schedule`` is now."""
         self._has_threads = self.schedule.depth > 0
         self._has_stretch = False
-        if not self.is_measuring:
-            self.is_synchronous = not self._has_threads
+        self.is_synchronous = self._is_next_synchronous or not self._has_threads
         self._skip(self._n_warm_up)
 
     def end(self, n_batches: int, seconds: float) -> None:
@@ -137,7 +136,7 @@ class DepthChoice:
             n_batches: Number of batches.
             seconds: Time of the epoch, with starting and joining the threads.
         """
-        if not self.is_measuring or not n_batches:
+        if not self._is_timing or not n_batches:
             return
         was_short = self._are_epochs_short
         self._are_epochs_short = not self._has_stretch
@@ -172,22 +171,39 @@ class DepthChoice:
             self._synchronous_s.append(batch_s)
             self._judge()
         elif batch_s > self._schedule.measured_below_s:
-            self._long_s.append(batch_s)
-            if self._is_long:
-                self._settle(is_synchronous=False)
+            self._n_long += 1
+            self._long_s = batch_s
+            if not self.is_measuring and self._n_long == MIN_ROUNDS:
+                self._restart()
             return
         else:
-            self._long_s.clear()
+            self._n_long = 0
             if self.is_measuring:
                 self._ahead_s.append(batch_s)
         if self.is_measuring:
-            self.is_synchronous = not self.is_synchronous
-            self._skip(self._n_in_transition() * self._schedule.batches_per_slot)
+            self._change()
 
     @property
-    def _is_long(self) -> bool:
-        """Whether batches are so long that the loop prefetches."""
-        return len(self._long_s) == MIN_ROUNDS
+    def _is_next_synchronous(self) -> bool:
+        """Whether the next stretch is one of the synchronous loop."""
+        if self.is_measuring:
+            return len(self._ahead_s) > len(self._synchronous_s)
+        return self._has_chosen_synchronous
+
+    def _change(self) -> None:
+        """Begin a stretch of the next way, as far as the running epoch can."""
+        self.is_synchronous = self._is_next_synchronous or not self._has_threads
+        self._skip(self._n_in_transition() * self._schedule.batches_per_slot)
+
+    def _restart(self) -> None:
+        """Forget the choice of the synchronous loop, because its batches have become long."""
+        logger.info("depth=None prefetches again: batches take %s", milliseconds(self._long_s))
+        self.is_measuring = True
+        self._has_chosen_synchronous = False
+        self._are_epochs_short = False
+        self._ahead_s.clear()
+        self._synchronous_s.clear()
+        self._change()
 
     def _n_in_transition(self) -> int:
         """Return the number of slots that are lent before the loop runs evenly again.
@@ -221,6 +237,5 @@ class DepthChoice:
         self.is_measuring = False
         self._has_chosen_synchronous = is_synchronous
         self._is_timing = is_synchronous and not math.isinf(self._schedule.measured_below_s)
-        if self._has_threads:
-            self.is_synchronous = is_synchronous
+        self.is_synchronous = is_synchronous or not self._has_threads
         logger.info("depth=None chose %s", self)

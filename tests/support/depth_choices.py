@@ -24,6 +24,9 @@ class ScriptedChoice(DepthChoice):
     def count(self, n_batches: int, now: float) -> None:
         self.is_synchronous = next(self._ways, self.is_synchronous)
 
+    def begin(self) -> None:
+        pass
+
     def end(self, n_batches: int, seconds: float) -> None:
         pass
 
