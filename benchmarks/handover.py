@@ -84,15 +84,17 @@ def gaps(batches: Iterable[Any], body: Body) -> Figures:
         last_s = time.perf_counter()
     end_s = time.perf_counter()
     training_s = time.thread_time() - training_s
+    others_s = _others_s() - others_s
     p50_s, p90_s = np.percentile(gaps_s, [50, 90])
     n = len(gaps_s)
-    return {
-        "p50": float(p50_s) * 1e6,
-        "p90": float(p90_s) * 1e6,
-        "mean": (end_s - begin_s) / n * 1e6,
-        "training_cpu": training_s / n * 1e6,
-        "others_cpu": (_others_s() - others_s) / n * 1e6,
+    found = {
+        "p50": float(p50_s),
+        "p90": float(p90_s),
+        "mean": (end_s - begin_s) / n,
+        "training_cpu": training_s / n,
+        "others_cpu": others_s / n,
     }
+    return {key: round(seconds * 1e6, 1) for key, seconds in found.items()}
 
 
 def _others_s() -> float:
@@ -113,7 +115,8 @@ def lock_held(batches: Iterable[Any], body: Body) -> Figures:
     if sampler.training is None or sampler.others is None:
         return {}
     us = sampler.seconds / n * 1e6
-    return {"training_lock": sampler.training * us, "others_lock": sampler.others * us}
+    found = {"training_lock": sampler.training * us, "others_lock": sampler.others * us}
+    return {key: round(value, 1) for key, value in found.items()}
 
 
 def ways(

@@ -125,7 +125,10 @@ class HostDevice:
 
     def adopt(self, part: HostArray, stream: Any) -> Any:
         value = getattr(part, "host_value", None)
-        # A tensor of a loader's batch already belongs to the user, so it is not copied.
+        if type(value) is torch.Tensor and value.is_cpu:
+            # It already belongs to the user, so it is not copied. The method would release the
+            # interpreter's lock.
+            return value
         return None if value is None else value.to("cpu")
 
     def choose_route(self, stores: Sequence[Store], n_rows: int, wanted: str | None) -> str:

@@ -219,9 +219,9 @@ class EpochRunner:
         counters = self._counters
         is_unified = self._transfer.device.unified
         entered_s = self._enter(choice.schedule)
-        # On the CPU, a batch is kept until the loop asks for the second one after it. If the loop
-        # freed it on getting the next one, torch would release the interpreter's lock to readers
-        # that have just been woken, and the loop would wait for them.
+        # A batch that was prefetched on the CPU is kept until the loop asks for the second one after
+        # it. If the loop freed it on getting the next one, torch would release the interpreter's
+        # lock to readers that have just been woken, and the loop would wait for them.
         kept: list[T] = []
         bar = None
         try:
@@ -232,9 +232,10 @@ class EpochRunner:
                 self._follow(lent_batch, choice, bar)
                 kept.append(lend(lent_batch))
                 counters.lend()
-                yield kept[-1] if is_unified else kept.pop()
+                is_kept = is_unified and not choice.is_synchronous
+                yield kept[-1] if is_kept else kept.pop()
                 counters.ask()
-                del kept[:-1]
+                del kept[: -1 if is_kept else None]
         except GeneratorExit:
             self._log_failure()
             raise

@@ -101,9 +101,6 @@ class WriteLog(Generic[T]):
 
     def since(self, number: int) -> list[Write[T]]:
         """Return the writes numbered ``number`` or above."""
-        # Most loops write nothing.
-        if not self._writes:
-            return []
         return [write for write in self._writes if write.number >= number]
 
     def pending_batches(self) -> set[int]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -61,8 +62,11 @@ class PartMemory:
             n_batches: Number of batches that are gathered together.
             stream: Stream of the training thread, which calls this.
         """
-        sizes = [nbytes * n_batches for nbytes in self.capacity]
-        offsets, nbytes = _layout(sizes) if self._shares else ({}, 0)
+        sizes = tuple(nbytes * n_batches for nbytes in self.capacity)
+        offsets: Mapping[int, int] = {}
+        nbytes = 0
+        if self._shares:
+            offsets, nbytes = _layout(sizes)
         shared = self._device.empty(nbytes, stream) if nbytes else None
         return [
             Place(shared, offsets[i], size, True)
@@ -135,7 +139,9 @@ def shared_nbytes(places: Sequence[Place | None]) -> int:
     return max(ends, default=0)
 
 
-def _layout(sizes: Sequence[int]) -> tuple[dict[int, int], int]:
+# Every batch of a loop asks for the same.
+@functools.lru_cache
+def _layout(sizes: tuple[int, ...]) -> tuple[Mapping[int, int], int]:
     """Return the offset of each part in the shared buffer, by its index, and the buffer's bytes."""
     offsets = {}
     end = 0

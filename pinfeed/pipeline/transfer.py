@@ -463,7 +463,7 @@ class Transfer:
         """Return the slot's tensors, after copies of newer values to their rows (consumer)."""
         batch = slot.batch
         assert batch is not None
-        if writes := self.log.since(slot.seen):
+        if batch.shared is not None and (writes := self.log.since(slot.seen)):
             self._forward(writes, slot, compute)
         tensors = slot.tensors
         # The positions of shared rows are not a part of the batch.
@@ -563,8 +563,7 @@ class Transfer:
         """Queue copies of newer values over the rows that a batch and later writes share."""
         batch = slot.batch
         assert batch is not None
-        if batch.shared is None:
-            return
+        assert batch.shared is not None
         positions = slot.tensors[-1]
         for g, group in enumerate(batch.groups):
             overlaps = batch.shared.overlaps[g]
