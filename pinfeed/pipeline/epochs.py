@@ -219,9 +219,9 @@ class EpochRunner:
         counters = self._counters
         is_unified = self._transfer.device.unified
         entered_s = self._enter(choice.schedule)
-        # A batch that was prefetched on the CPU is kept until the loop asks for the second one after
-        # it. If the loop freed it on getting the next one, torch would release the interpreter's
-        # lock to readers that have just been woken, and the loop would wait for them.
+        # A batch that was prefetched on the CPU is kept until the loop asks for the second one
+        # after it. If the loop freed it on getting the next one, torch would release the
+        # interpreter's lock to readers that have just been woken, and the loop would wait for them.
         kept: list[T] = []
         bar = None
         try:
