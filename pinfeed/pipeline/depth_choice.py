@@ -29,6 +29,11 @@ STRETCH_BATCHES = 6
 
 If several reader threads fill slots, some slots follow each other at once, and others are late.
 """
+SHORT_STRETCH_BATCHES = 24
+"""The same number if only short batches are timed.
+
+Six short batches take less time than the system's scheduler gives to another program.
+"""
 MIN_ROUNDS = 2
 """Rounds after which the choice is made if no stretch of one way took as long as one of the other.
 
@@ -57,7 +62,9 @@ class DepthChoice:
         self._schedule = schedule
         n_in_slots = schedule.n_slots * schedule.batches_per_slot
         self._n_warm_up = max(WARM_UP_BATCHES, n_in_slots)
-        self._n_stretch = max(STRETCH_BATCHES, n_in_slots)
+        is_any_measured = math.isinf(schedule.measured_below_s)
+        least = STRETCH_BATCHES if is_any_measured else SHORT_STRETCH_BATCHES
+        self._n_stretch = max(least, n_in_slots)
         self.is_measuring = schedule.is_measured
         """Whether the choice is still to be made."""
         self.is_synchronous = schedule.depth == 0

@@ -6,7 +6,12 @@ from typing import Any
 
 import pytest
 
-from pinfeed.pipeline.depth_choice import MAX_ROUNDS, WARM_UP_BATCHES, DepthChoice
+from pinfeed.pipeline.depth_choice import (
+    MAX_ROUNDS,
+    SHORT_STRETCH_BATCHES,
+    WARM_UP_BATCHES,
+    DepthChoice,
+)
 from pinfeed.pipeline.schedule import SHORT_BATCH_S, PrefetchSchedule, unknown_depth
 
 MEASURED = PrefetchSchedule(2, n_readers=2, is_measured=True)
@@ -132,7 +137,7 @@ def test_a_stretch_has_a_turn_of_all_slots() -> None:
 def test_long_batches_are_never_gathered_synchronously() -> None:
     loop = Loop(even(2 * SHORT_BATCH_S, 0.0), SHORT_MEASURED).run()
     assert loop.choice.reason == "2 ahead: 4 ms per batch, too long for 0 ahead"
-    assert loop.n_lent == WARM_UP_BATCHES + 6
+    assert loop.n_lent == WARM_UP_BATCHES + SHORT_STRETCH_BATCHES
     assert loop.run(100).n_synchronous == 0
     assert loop.choice.schedule is SHORT_MEASURED
 
@@ -165,7 +170,7 @@ def test_a_synchronous_loop_whose_batches_become_long_prefetches() -> None:
     loop = chosen_synchronous()
     loop.seconds = even(0.0, 5e-3)
     assert loop.run().choice.schedule is SHORT_MEASURED
-    assert loop.ways == 12 * [True]
+    assert loop.ways == 2 * SHORT_STRETCH_BATCHES * [True]
     assert not loop.choice.is_synchronous
     assert loop.choice.reason == "2 ahead: 5 ms per batch, too long for 0 ahead"
 
@@ -186,7 +191,7 @@ def test_an_epoch_that_began_without_threads_stays_synchronous() -> None:
 
 def test_a_pause_does_not_end_the_synchronous_loop() -> None:
     loop = chosen_synchronous()
-    loop.seconds = lambda way, i: 0.5e-3 + (i % 20 == 0)
+    loop.seconds = lambda way, i: 0.5e-3 + (i % 60 == 0)
     assert loop.run(200).choice.schedule.depth == 0
     assert all(loop.ways)
 
