@@ -144,7 +144,7 @@ def _text(made: Plan, order_name: str, device: str) -> str:
         host += f", of it page-locked {human(made.pinned_bytes)}"
     gpu = human(made.device_bytes) + _of_limit(made.gpu_memory_limit)
     pairs = [
-        ("batches", f"{made.batch_size:,} rows, {order_name}, {made.depth} ahead of the loop"),
+        ("batches", f"{made.batch_size:,} rows, {order_name}, {made.depth_in_words}"),
         ("device", f"{device}, {made.route} route"),
         ("host", host),
         ("GPU", gpu if made.device_bytes else ""),

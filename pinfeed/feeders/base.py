@@ -79,6 +79,16 @@ class BaseFeeder:
         return self._loop.stats
 
     @property
+    def depth_reason(self) -> str:
+        """Number of batches ahead, and the times that it was chosen by; empty without a choice.
+
+        A loop on the CPU for which no ``depth`` was given times its batches with prefetching, and
+        short ones also in the synchronous loop. It keeps the faster way, also in later epochs, as
+        long as its batches stay short.
+        """
+        return self._loop.depth_reason
+
+    @property
     def timeline(self) -> Timeline:
         """Timeline of all loops so far; ``feeder.timeline.save("timeline.png")`` draws it.
 

@@ -11,7 +11,7 @@ from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.memory.depth import check_depth
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.schedule import PrefetchSchedule, unknown_depth
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
 from pinfeed.validation.arguments import check_flag, explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
@@ -24,17 +24,22 @@ def wrap_loader(
     loader: Any,
     *,
     device: Any = "auto",
-    depth: int = 2,
+    depth: int | None = None,
     progress: bool = False,
     timeline: bool = False,
 ) -> LoaderFeeder:
-    """Wrap a loader, to get its batches on the device, prefetched ``depth`` batches ahead.
+    """Wrap a loader, to get its batches on the device, a few batches ahead.
 
         for images, labels in pinfeed.wrap_loader(DataLoader(dataset, batch_size=256)):
             ...
 
     A loop calls ``iter(loader)`` in the caller's thread. A background thread then asks for the
-    batches. Their tensors are copied through page-locked memory on a side stream, whether or not
+    batches. On the CPU, a loop without a ``depth`` measures whether short batches are faster
+    without the thread. While it does, and afterwards if they are, the training thread asks for
+    batches. Give a ``depth`` if one thread must ask for all batches of an epoch (because of sqlite
+    connections or thread-local values, say).
+
+    Their tensors are copied through page-locked memory on a side stream, whether or not
     the loader pins them. Other objects with a ``to(device)`` method are moved by that method. All
     other leaves (numpy arrays, strings, numbers, None) stay as they are. A batch may be any
     structure of tuples, lists, mappings, named tuples and dataclasses.
@@ -43,8 +48,8 @@ def wrap_loader(
     ``torch.manual_seed``, whatever the training step draws. This does not hold for random numbers
     that a dataset, sampler or ``collate_fn`` draws from a global generator in this process
     (``num_workers=0``). Unless ``depth`` is 0, they are drawn ahead of the training step and mix
-    with its own; give such objects a generator of their own. They also run without the caller's
-    ``torch.no_grad()`` and similar modes, as they do in worker processes.
+    with its own; give such objects a generator of their own. In the background thread, they also
+    run without the caller's ``torch.no_grad()`` and similar modes, as they do in worker processes.
 
     If the loader has ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader
     does, the feeder has them too. Inside a training step, ``state_dict`` returns the state that the
@@ -61,13 +66,14 @@ def wrap_loader(
             or a dict of them is refused, because iterating it yields single samples or names.
         device: Target device, as for ``Feeder``.
         depth: Number of batches to prefetch, at most 1,024; 0 is the loader itself, with its
-            batches moved.
+            batches moved. None is 2; on the CPU, it is 0 if that is measured to be faster, which
+            ``depth_reason`` then says. The batches are the same.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
 
     Raises:
         DeviceError: If the device does not exist.
-        ArgumentError: If ``depth`` is not a whole number from 0 to 1,024, ``progress`` or
+        ArgumentError: If ``depth`` is not None or a whole number from 0 to 1,024, ``progress`` or
             ``timeline`` is not a bool, or ``loader`` cannot be iterated or does not yield batches.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
@@ -79,7 +85,7 @@ def wrap_loader(
     return feeder(
         source(loader),
         device=device,
-        schedule=PrefetchSchedule(check_depth(depth)),
+        schedule=unknown_depth() if depth is None else PrefetchSchedule(check_depth(depth)),
         progress=progress,
         timeline=timeline,
     )
@@ -94,7 +100,7 @@ class LoaderFeeder(BaseFeeder):
     Args:
         source: Source that iterates the loader.
         device: Target device, as the user named it.
-        schedule: Number of batches to prefetch.
+        schedule: Number of batches to prefetch; it is measured only if the device permits it.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
         n_spare: Number of device buffers that may be kept for reuse; None is one per batch that is
@@ -113,10 +119,11 @@ class LoaderFeeder(BaseFeeder):
     ) -> None:
         self._source = source
         self._loader = source.loader
+        self._open_device(device, schedule.depth + 2 if n_spare is None else n_spare)
         self._loop = EpochRunner(
             source,
-            self._open_device(device, schedule.depth + 2 if n_spare is None else n_spare),
-            schedule=schedule,
+            self._device,
+            schedule=schedule.on(self._device),
             capacity=(),
             progress=progress,
             timeline=timeline,

@@ -78,7 +78,9 @@ class Feeder(ResumableFeeder):
             remainder, and ``"join"`` gives some ranks one row more. Use ``Ranks`` for more options.
             With ``"all"`` or None, every process iterates all rows.
         depth: Number of batches to prefetch, at most 1,024, because each takes memory; 0 is the
-            synchronous loop. It replaces ``config.depth``. None is 2, or more for small batches.
+            synchronous loop. It replaces ``config.depth``. None is 2, or more for small batches. On
+            the CPU, a loop without a depth also measures whether short batches are faster without
+            prefetching, and keeps the faster way, which ``depth_reason`` names; unless ``verify``.
         device: ``"auto"`` (CUDA if available), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a
             ``torch.device`` or a Device.
         route: Route of rows of page-locked stores to a GPU. With ``"direct"``, a kernel reads them
@@ -132,11 +134,12 @@ class Feeder(ResumableFeeder):
             schedule = choose_schedule(
                 self._stores.stores, selection.batch_size, selection.config, depth
             )
-            self._write_schedule = _schedule_with_writes(schedule)
             self._open_device(device, self._n_buffers(schedule))
+            # Whether a change of rows is found must not depend on measured times.
+            schedule = schedule.on(self._device, may_measure=not self._verify)
             batches = self._plan_batches(selection, schedule, route)
             self._write_schedule = dataclasses.replace(
-                self._write_schedule, repeats=not batches.is_distinct
+                _schedule_with_writes(schedule), repeats=not batches.is_distinct
             )
             self._start_runner(batches, schedule, options)
         except BaseException:
@@ -211,7 +214,7 @@ class Feeder(ResumableFeeder):
 
     def _n_buffers(self, schedule: PrefetchSchedule) -> int:
         """Return how many device buffers a loop uses at most, over all stores."""
-        n_batches = schedule.n_slots + 1 + n_held(self._write_schedule.depth)
+        n_batches = schedule.n_slots + 1 + n_held(_schedule_with_writes(schedule).depth)
         return len(self._stores.stores) * n_batches
 
     def _plan_batches(
@@ -270,5 +273,5 @@ def _schedule_with_writes(schedule: PrefetchSchedule) -> PrefetchSchedule:
     look-up would cost more than prefetching saves, so such a loop prefetches less.
     """
     if schedule.batches_per_slot > 1:
-        return PrefetchSchedule(DEFAULT_DEPTH, n_readers=schedule.n_readers, writes=True)
+        schedule = dataclasses.replace(schedule, depth=DEFAULT_DEPTH, batches_per_slot=1)
     return dataclasses.replace(schedule, writes=True)

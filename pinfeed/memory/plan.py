@@ -56,12 +56,20 @@ class Plan:
     batch_size: int
     """Rows per batch; 0 if the batches differ and their sizes are not known in advance."""
     depth: int
+    """Number of batches that are prefetched, and that the plan has memory for."""
     route: Route
     items: tuple[Allocation, ...]
     cpu_memory_limit: int | None = None
     gpu_memory_limit: int | None = None
     notes: tuple[str, ...] = ()
     """Sentences on the way in which the rows of each file are read, and why."""
+    is_depth_measured: bool = False
+    """Whether a loop prefetches nothing if it measures that it is faster so."""
+
+    @property
+    def depth_in_words(self) -> str:
+        """The depth, such as ``2 ahead``, and whether a loop may choose the synchronous loop."""
+        return f"{self.depth} ahead" + " (0 if measured to be faster)" * self.is_depth_measured
 
     @property
     def n_slots(self) -> int:
@@ -101,7 +109,7 @@ class Plan:
             size = "as many rows as each turns out to have, which is not counted here"
         host = human(self.host_bytes) + _of_limit(self.cpu_memory_limit)
         lines = [
-            f"batches of {size}, {self.depth} ahead, {self.route} route",
+            f"batches of {size}, {self.depth_in_words}, {self.route} route",
             f"host: {host}, of it page-locked: {human(self.pinned_bytes)}",
         ]
         if self.page_cache_bytes:

@@ -4,25 +4,41 @@ Prefetching costs work: threads wake up for every batch, and compete with the tr
 cores. If the rows of a batch are few and short, it costs more than it saves. This depends on the
 training step, so both ways are timed on the user's own loop. Their results are the same, bit for
 bit, so that a loop can change from one to the other at any batch.
+
+A schedule may say that only short batches are timed both ways. A loop with longer ones prefetches
+and never stalls for the sake of the measurement, which begins when batches become short. If they
+become longer after the synchronous loop was chosen, all of this begins again.
+
+If epochs have few batches, whole epochs are timed, with their threads.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import statistics
 
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.profiling.starvation import milliseconds
 
 WARM_UP_BATCHES = 5
-"""First batches of every loop, which are not timed."""
+"""First batches of every loop, which are not timed; at least as many as all slots hold."""
 STRETCH_BATCHES = 6
-"""Least number of consecutive batches that are timed as one."""
+"""Least number of consecutive batches that are timed as one; at least as many as all slots hold.
+
+If several reader threads fill slots, some slots follow each other at once, and others are late.
+"""
+SHORT_STRETCH_BATCHES = 24
+"""The same number if only short batches are timed.
+
+Six short batches take less time than the system's scheduler gives to another program.
+"""
 MIN_ROUNDS = 2
 """Rounds after which the choice is made if no stretch of one way took as long as one of the other.
 
-A round is a stretch of each way. A pause in the training step makes one stretch long, not two.
+A round is a stretch of each way. A pause in the training step makes one stretch long, not two. For
+the same reason, a synchronous loop ends after as many stretches of long batches in a row.
 """
 MAX_ROUNDS = 5
 """Rounds after which the choice is made by the medians."""
@@ -44,13 +60,29 @@ class DepthChoice:
 
     def __init__(self, schedule: PrefetchSchedule) -> None:
         self._schedule = schedule
+        n_in_slots = schedule.n_slots * schedule.batches_per_slot
+        self._n_warm_up = max(WARM_UP_BATCHES, n_in_slots)
+        is_any_measured = math.isinf(schedule.measured_below_s)
+        least = STRETCH_BATCHES if is_any_measured else SHORT_STRETCH_BATCHES
+        self._n_stretch = max(least, n_in_slots)
         self.is_measuring = schedule.is_measured
         """Whether the choice is still to be made."""
         self.is_synchronous = schedule.depth == 0
         """Whether the next batch is gathered when the loop asks for it."""
-        # Seconds of a batch in each stretch.
+        self._has_chosen_synchronous = False
+        # Whether batches are timed: until the choice is made, or to see that they stay short.
+        self._is_timing = schedule.is_measured
+        # Seconds of a batch in each stretch, without those of long batches.
         self._ahead_s: list[float] = []
         self._synchronous_s: list[float] = []
+        # Number of the last stretches whose batches were long, and seconds of a batch in the last.
+        self._n_long = 0
+        self._long_s = 0.0
+        # Whether the running epoch can prefetch; one that begins with depth 0 has no threads.
+        self._has_threads = True
+        # Whether each epoch is one stretch, because the last one had too few batches for several.
+        self._are_epochs_short = False
+        self._has_stretch = False
         self._n_untimed = 0
         self._n_timed = 0
         self._start_s = 0.0
@@ -58,14 +90,22 @@ class DepthChoice:
     @property
     def schedule(self) -> PrefetchSchedule:
         """Schedule of the next epoch."""
-        if self._schedule.is_measured and self.is_synchronous and not self.is_measuring:
+        is_whole_epoch = not self.is_measuring or self._are_epochs_short
+        if self._is_next_synchronous and is_whole_epoch:
             return dataclasses.replace(self._schedule, depth=0, n_readers=1)
         return self._schedule
 
     @property
     def excuses_waiting(self) -> bool:
-        """Whether a loop that waits for batches does so for the sake of the measurement."""
-        return self._schedule.is_measured and (self.is_measuring or self.is_synchronous)
+        """Whether a loop that waits for batches does so for the sake of the measurement.
+
+        If only short batches are measured, that takes too little time to excuse anything.
+        """
+        schedule = self._schedule
+        if not schedule.is_measured:
+            return False
+        # A synchronous loop asks this for every batch, so the usual case comes first.
+        return self.is_synchronous or (self.is_measuring and math.isinf(schedule.measured_below_s))
 
     @property
     def reason(self) -> str:
@@ -77,43 +117,100 @@ class DepthChoice:
         ahead = f"{self._schedule.depth} ahead"
         if not self._schedule.is_measured:
             return ahead
+        if self.is_measuring and self._n_long:
+            return f"{ahead}: {milliseconds(self._long_s)} per batch, too long for 0 ahead"
         if self.is_measuring:
             return f"{ahead}, not measured yet"
         ahead_ms = milliseconds(statistics.median(self._ahead_s))
         synchronous_ms = milliseconds(statistics.median(self._synchronous_s))
-        if self.is_synchronous:
+        if self._has_chosen_synchronous:
             return f"0 ahead: {synchronous_ms} per batch, {ahead_ms} with {ahead}"
         return f"{ahead}: {ahead_ms} per batch, {synchronous_ms} with 0 ahead"
 
     def begin(self) -> None:
-        """Note that an epoch begins."""
-        self._skip(WARM_UP_BATCHES)
+        """Note that an epoch begins, with the schedule that ``schedule`` is now."""
+        self._has_threads = self.schedule.depth > 0
+        self._has_stretch = False
+        self.is_synchronous = self._is_next_synchronous or not self._has_threads
+        self._skip(self._n_warm_up)
 
-    def count(self, n_batches: int, now: float) -> bool:
-        """Count batches whose training steps have ended; return whether the choice is made now.
+    def end(self, n_batches: int, seconds: float) -> None:
+        """Note that an epoch has ended with its last batch.
+
+        If it had too few batches for a stretch, it is one. The first such epoch is not timed.
+
+        Args:
+            n_batches: Number of batches.
+            seconds: Time of the epoch, with starting and joining the threads.
+        """
+        if not self._is_timing or not n_batches:
+            return
+        was_short = self._are_epochs_short
+        self._are_epochs_short = not self._has_stretch
+        if was_short and self._are_epochs_short:
+            self._add(seconds / n_batches)
+
+    def count(self, n_batches: int, now: float) -> None:
+        """Count batches whose training steps have ended.
 
         Args:
             n_batches: Number of batches.
             now: Time at which the loop asked for the batch after them.
         """
-        if not self.is_measuring:
-            return False
+        if not self._is_timing or (self.is_measuring and not self._has_threads):
+            return
         if self._n_untimed > 0:
             self._n_untimed -= n_batches
             self._start_s = now
-            return False
+            return
         self._n_timed += n_batches
-        if self._n_timed < STRETCH_BATCHES:
-            return False
-        times = self._synchronous_s if self.is_synchronous else self._ahead_s
-        times.append((now - self._start_s) / self._n_timed)
-        if self.is_synchronous:
+        if self._n_timed < self._n_stretch:
+            return
+        batch_s = (now - self._start_s) / self._n_timed
+        self._start_s = now
+        self._n_timed = 0
+        self._has_stretch = True
+        self._add(batch_s)
+
+    def _add(self, batch_s: float) -> None:
+        """Add the time of a batch in a stretch, and begin the next stretch."""
+        if self.is_measuring and self.is_synchronous:
+            self._synchronous_s.append(batch_s)
             self._judge()
-            if not self.is_measuring:
-                return True
-        self.is_synchronous = not self.is_synchronous
+        elif batch_s > self._schedule.measured_below_s:
+            self._n_long += 1
+            self._long_s = batch_s
+            if not self.is_measuring and self._n_long == MIN_ROUNDS:
+                self._restart()
+            return
+        else:
+            self._n_long = 0
+            if self.is_measuring:
+                self._ahead_s.append(batch_s)
+        if self.is_measuring:
+            self._change()
+
+    @property
+    def _is_next_synchronous(self) -> bool:
+        """Whether the next stretch is one of the synchronous loop."""
+        if self.is_measuring:
+            return len(self._ahead_s) > len(self._synchronous_s)
+        return self._has_chosen_synchronous
+
+    def _change(self) -> None:
+        """Begin a stretch of the next way, as far as the running epoch can."""
+        self.is_synchronous = self._is_next_synchronous or not self._has_threads
         self._skip(self._n_in_transition() * self._schedule.batches_per_slot)
-        return False
+
+    def _restart(self) -> None:
+        """Forget the choice of the synchronous loop, because its batches have become long."""
+        logger.info("depth=None prefetches again: batches take %s", milliseconds(self._long_s))
+        self.is_measuring = True
+        self._has_chosen_synchronous = False
+        self._are_epochs_short = False
+        self._ahead_s.clear()
+        self._synchronous_s.clear()
+        self._change()
 
     def _n_in_transition(self) -> int:
         """Return the number of slots that are lent before the loop runs evenly again.
@@ -145,5 +242,7 @@ class DepthChoice:
 
     def _settle(self, *, is_synchronous: bool) -> None:
         self.is_measuring = False
-        self.is_synchronous = is_synchronous
+        self._has_chosen_synchronous = is_synchronous
+        self._is_timing = is_synchronous and not math.isinf(self._schedule.measured_below_s)
+        self.is_synchronous = is_synchronous or not self._has_threads
         logger.info("depth=None chose %s", self)

@@ -56,7 +56,9 @@ class EpochRunner:
     ) -> None:
         self.source = source
         self._schedule = schedule
-        self._choices = {schedule: DepthChoice(schedule)}
+        # Choice of the running loop, or of the last one.
+        self._choice = DepthChoice(schedule)
+        self._choices = {schedule: self._choice}
         self._progress = progress
         self._position = EpochPosition(source)
         self._counters = Counters(timeline=Timeline() if timeline else None)
@@ -87,12 +89,12 @@ class EpochRunner:
 
     def __str__(self) -> str:
         """Describe the depth and whether it is closed, for the ``repr`` of a feeder."""
-        return f"{self._choices[self._schedule]}{', closed' if self._closed else ''}"
+        return f"{self._choice}{', closed' if self._closed else ''}"
 
     @property
     def depth_reason(self) -> str:
         """The depth and the times that it was chosen by; empty if the choice is not measured."""
-        return self._choices[self._schedule].reason
+        return self._choice.reason
 
     @property
     def stats(self) -> FeederStats:
@@ -142,6 +144,7 @@ class EpochRunner:
             begin()
             schedule = schedule or self._schedule
             choice = self._choices.setdefault(schedule, DepthChoice(schedule))
+            self._choice = choice
             generator = self._run(lend, choice, begin)
             self._active.set(generator)
             return generator
@@ -214,12 +217,11 @@ class EpochRunner:
         self._require_open()
         position = self._position
         counters = self._counters
-        schedule = choice.schedule
         is_unified = self._transfer.device.unified
-        counters.enter(schedule.depth, schedule.n_readers, asynchronous=not is_unified)
-        # A batch that was prefetched on the CPU is kept until the loop asks for the second one after
-        # it. If the loop freed it on getting the next one, torch would release the interpreter's
-        # lock to readers that have just been woken, and the loop would wait for them.
+        entered_s = self._enter(choice.schedule)
+        # A batch that was prefetched on the CPU is kept until the loop asks for the second one
+        # after it. If the loop freed it on getting the next one, torch would release the
+        # interpreter's lock to readers that have just been woken, and the loop would wait for them.
         kept: list[T] = []
         bar = None
         try:
@@ -242,9 +244,10 @@ class EpochRunner:
             kept.clear()
             self._end_watching(bar)
             position.end_run()
-        is_empty = position.batch == start
+        n_batches = position.batch - start
+        choice.end(n_batches, counters.now() - entered_s)
         position.complete_epoch()
-        if start and is_empty and math.isinf(position.n_batches):
+        if start and not n_batches and math.isinf(position.n_batches):
             # The epoch was complete when the state was taken, which only its end shows.
             begin()
             yield from self._run(lend, choice, begin)
@@ -260,6 +263,16 @@ class EpochRunner:
             choice.schedule.batches_per_slot,
         )
         return self._prefetcher.lend(thunks)
+
+    def _enter(self, schedule: PrefetchSchedule) -> float:
+        """Count a loop that begins; return the time."""
+        self._counters.enter(
+            schedule.depth,
+            schedule.n_readers,
+            asynchronous=not self._transfer.device.unified,
+            is_measured=schedule.is_measured,
+        )
+        return self._counters.asked_s
 
     def _begin_watching(self) -> Any:
         """Return the progress bar, if there is one, and begin to look for starvation."""

@@ -84,7 +84,10 @@ def make_plan(
     left = FreeMemory(limit - plan.host_bytes, page_cache - plan.host_bytes)
     choice = choose(stores, request.rows, n_ahead * plan.batch_size, left)
     notes = (*[why] * bool(why), *choice.notes, *plan.notes)
-    return dataclasses.replace(plan, items=plan.items + choice.items, notes=notes), choice
+    items = plan.items + choice.items
+    is_measured = schedule.is_measured
+    plan = dataclasses.replace(plan, items=items, notes=notes, is_depth_measured=is_measured)
+    return plan, choice
 
 
 def _demand(

@@ -168,8 +168,7 @@ class Prefetcher:
     def _reuse(self, slots: _Slots, slot: Slot, n_batches: int) -> None:
         """Free a slot, whose batches the loop has done when it asks for the next one."""
         slots.free.append(slot)
-        if self._choice.count(n_batches, self._counters.asked_s):
-            self._counters.change_depth(self._choice.schedule.depth)
+        self._choice.count(n_batches, self._counters.asked_s)
         self._refill(slots)
 
     def _refill(self, slots: _Slots) -> None:
@@ -193,7 +192,9 @@ class Prefetcher:
         assert self._filler is not None
         self.write_queue.drain()
         self._threads.is_inline = is_synchronous
-        self._filler.compare(0 if is_synchronous else self._schedule.depth)
+        depth = 0 if is_synchronous else self._schedule.depth
+        self._filler.compare(depth)
+        self._counters.change_depth(depth)
 
     def _submit(self, slot: Slot) -> Pending[Slot | None]:
         """Reserve a slot, and let a reader thread fill it."""

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from pinfeed.devices.base import Device
 from pinfeed.memory.depth import DEFAULT_DEPTH
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.stores.base import Store, row_nbytes
@@ -17,6 +19,12 @@ _MAX_BATCHES_PER_SLOT = 8
 # A smaller slot is gathered sooner than a second thread wakes up.
 _PARALLEL_BYTES = 256 << 10
 _MAX_READERS = 8
+
+SHORT_BATCH_S = 2e-3
+"""Seconds of a batch, training step included, above which threads are worth their cost.
+
+Threads cost a loop some 100 us per batch at most, which is 5 % of this.
+"""
 
 
 @dataclass(frozen=True)
@@ -35,6 +43,8 @@ class PrefetchSchedule:
     """
     is_measured: bool = False
     """Whether the loop is timed with prefetching and without, to keep the faster of the two."""
+    measured_below_s: float = math.inf
+    """Seconds of a batch above which a measured loop prefetches and is not timed without."""
     writes: bool = False
     """Whether the loop may write rows back."""
     repeats: bool = True
@@ -61,6 +71,33 @@ class PrefetchSchedule:
         """Number of slots."""
         return -(-(self.depth + 1) // self.batches_per_slot)
 
+    def on(self, device: Device, *, may_measure: bool = True) -> PrefetchSchedule:
+        """Return the schedule for a device.
+
+        The host does not see how long a GPU computes. So only on the CPU, a loop can compare its
+        batches with ``measured_below_s``; with a GPU it prefetches.
+
+        Args:
+            device: Device of the batches.
+            may_measure: Whether the loop may be measured.
+        """
+        if may_measure and (device.unified or math.isinf(self.measured_below_s)):
+            return self
+        return dataclasses.replace(self, is_measured=False)
+
+
+def unknown_depth(depth: int = DEFAULT_DEPTH, batches_per_slot: int = 1) -> PrefetchSchedule:
+    """Return the schedule of a loop for which the user gave no depth.
+
+    Args:
+        depth: Number of batches that are prefetched unless batches turn out to be so short that the
+            synchronous loop is faster.
+        batches_per_slot: Number of batches in a slot.
+    """
+    return PrefetchSchedule(
+        depth, batches_per_slot, is_measured=True, measured_below_s=SHORT_BATCH_S
+    )
+
 
 def choose_schedule(
     stores: Sequence[Store], batch_size: int | None, config: MemoryLimits | None, depth: int | None
@@ -71,7 +108,8 @@ def choose_schedule(
         stores: Stores of the rows.
         batch_size: Rows per batch, if ``config`` is None.
         config: Memory limits; they may give the depth and the batch size.
-        depth: The user's choice. With None, 2 batches are prefetched, or four slots of small ones.
+        depth: The user's choice. With None, 2 batches are prefetched, or four slots of small ones,
+            unless the loop measures that it is faster without.
     """
     if config is not None:
         depth = config.depth if depth is None else depth
@@ -82,9 +120,12 @@ def choose_schedule(
         batches_per_slot = min(_SLOT_BYTES // nbytes, _MAX_BATCHES_PER_SLOT)
     if config is not None and config.cpu_memory_limit is not None and batches_per_slot > 1:
         batches_per_slot = min(batches_per_slot, config.cpu_memory_limit // 4 // (5 * nbytes))
-    if depth is None:
-        depth = 4 * batches_per_slot - 1 if batches_per_slot > 1 else DEFAULT_DEPTH
-    schedule = PrefetchSchedule(depth, max(1, batches_per_slot))
+    if depth is not None:
+        schedule = PrefetchSchedule(depth)
+    elif batches_per_slot > 1:
+        schedule = unknown_depth(4 * batches_per_slot - 1, batches_per_slot)
+    else:
+        schedule = unknown_depth()
     if 0 < nbytes * batches_per_slot < _PARALLEL_BYTES:
         return schedule
     n_readers = min(schedule.n_slots, len(os.sched_getaffinity(0)), _MAX_READERS)

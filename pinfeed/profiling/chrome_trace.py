@@ -13,18 +13,36 @@ _TIDS = {name: 100 * (i + 1) for i, name in enumerate(THREADS)}
 _THREAD_OF = {lane: name for name, lanes in THREADS.items() for lane in lanes}
 
 
-def trace(spans: Sequence[Span], start_s: float, end_s: float, verdict: str) -> dict[str, Any]:
+def trace(
+    spans: Sequence[Span],
+    start_s: float,
+    end_s: float,
+    verdict: str,
+    depths: Sequence[tuple[float, int]] = (),
+) -> dict[str, Any]:
     """Return the spans between two moments as a trace.
 
-    It has complete events on named threads, and a counter of the batches that were ready. Times are
-    in microseconds.
+    It has complete events on named threads, and counters of the batches that were ready and of the
+    depth. Times are in microseconds.
+
+    Args:
+        spans: Spans of the whole run.
+        start_s: First moment.
+        end_s: Last moment.
+        verdict: Sentence about the waits between them.
+        depths: Every depth of the run, with its first moment.
     """
     within = clipped(spans, start_s, end_s)
     placed = list(zip(within, tracks(within), strict=True))
     events = _thread_names({(_THREAD_OF[span.lane], _tid(span, track)) for span, track in placed})
     events += [_complete(span, track) for span, track in placed]
     events += [
-        _ready_count(at_s, count) for at_s, count in ready(spans) if start_s <= at_s <= end_s
+        _count("batches ready", at_s, batches=count)
+        for at_s, count in ready(spans)
+        if start_s <= at_s <= end_s
+    ]
+    events += [
+        _count("depth", max(at_s, start_s), depth=depth) for at_s, depth in depths if at_s <= end_s
     ]
     return {"displayTimeUnit": "ms", "otherData": {"verdict": verdict}, "traceEvents": events}
 
@@ -48,15 +66,8 @@ def _metadata(what: str, tid: int, **args: Any) -> dict[str, Any]:
     return {"name": what, "ph": "M", "pid": _PID, "tid": tid, "args": args}
 
 
-def _ready_count(at_s: float, count: int) -> dict[str, Any]:
-    return {
-        "name": "batches ready",
-        "ph": "C",
-        "pid": _PID,
-        "tid": 0,
-        "ts": at_s * 1e6,
-        "args": {"batches": count},
-    }
+def _count(what: str, at_s: float, **args: int) -> dict[str, Any]:
+    return {"name": what, "ph": "C", "pid": _PID, "tid": 0, "ts": at_s * 1e6, "args": args}
 
 
 def _complete(span: Span, track: int) -> dict[str, Any]:

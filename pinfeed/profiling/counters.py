@@ -66,9 +66,20 @@ class Counters:
         self._depth = 0
         self._n_readers = 1
         self._asynchronous = False
+        self._is_measured = False
 
-    def enter(self, depth: int, n_readers: int, *, asynchronous: bool) -> None:
-        """Count a loop that begins, and asks for its first batch."""
+    def enter(
+        self, depth: int, n_readers: int, *, asynchronous: bool, is_measured: bool = False
+    ) -> None:
+        """Count a loop that begins, and asks for its first batch.
+
+        Args:
+            depth: Number of batches that are prefetched.
+            n_readers: Number of reader threads.
+            asynchronous: Whether the loop only queues work for a device.
+            is_measured: Whether the loop chooses its depth by measurement.
+        """
+        self._is_measured = is_measured
         self._depth = depth
         self._n_readers = n_readers
         self._asynchronous = asynchronous
@@ -77,11 +88,13 @@ class Counters:
         self.ask()
         self._entered = self.asked_s
         if self.timeline is not None:
-            self.timeline.begin(self.asked_s, depth, n_readers)
+            self.timeline.begin(self.asked_s, depth, n_readers, is_measured=is_measured)
 
     def change_depth(self, depth: int) -> None:
         """Note that the running loop keeps another number of batches ahead from now on."""
         self._depth = depth
+        if self.timeline is not None:
+            self.timeline.change_depth(self.now(), depth)
 
     def ask(self) -> None:
         """Begin a request, because the loop asks for a batch. A second call does nothing."""
@@ -182,6 +195,7 @@ class Counters:
             depth=self._depth,
             n_readers=self._n_readers,
             asynchronous=self._asynchronous,
+            is_measured=self._is_measured,
         )
 
     def stats(self) -> FeederStats:

@@ -182,7 +182,7 @@ def _write_title(axes: Any, spans: Sequence[Span], stretch: _Stretch) -> None:
         pad=30,
     )
     axes.annotate(
-        f"{_describe_batches(stretch, n_in_all)}; {totals.depth} ahead; {totals.rates}",
+        f"{_describe_batches(stretch, n_in_all)}; {totals.depth_in_words}; {totals.rates}",
         (0, 1),
         (0, 10),
         xycoords="axes fraction",

@@ -92,7 +92,9 @@ class StarvationMonitor:
         self._last = totals
         if self._stretch.seconds < STRETCH_S or self._stretch.batches < STRETCH_BATCHES:
             return
-        if self._stretch.starved > STARVED:
+        # A loop that has chosen this depth waits less than it would at any other.
+        is_chosen = totals.depth == 0 and totals.is_measured
+        if self._stretch.starved > STARVED and not is_chosen:
             logger.warning("%s", explanation(self._stretch, self._hint))
             self._has_warned = True
             self.look_at = math.inf

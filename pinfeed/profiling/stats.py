@@ -148,6 +148,8 @@ class Totals:
     """Reader threads."""
     asynchronous: bool = False
     """Whether the loop only queues work for a device, whose time is not in ``compute_s``."""
+    is_measured: bool = False
+    """Whether the loop chooses ``depth`` by measurement, because the user gave none."""
 
     watched: Literal["loop", "device"] = "loop"
     """The one whose waiting was counted: the device if a timeline has recorded its work."""
@@ -184,6 +186,11 @@ class Totals:
         return f"{self.rows_per_s:,.0f} rows/s{moved}"
 
     @property
+    def depth_in_words(self) -> str:
+        """The depth, and whether it was measured: ``depth=2`` or ``depth=0, by measurement``."""
+        return f"depth={self.depth}" + ", by measurement" * self.is_measured
+
+    @property
     def bottleneck(self) -> Bottleneck:
         """The part of the pipeline that the others wait for."""
         if self.starved < NOTABLE:
@@ -209,6 +216,8 @@ class Totals:
         if not self.seconds:
             return "no loop has run"
         because = _SENTENCES[self.bottleneck]
+        if self.bottleneck == "depth" and self.is_measured:
+            because = f"nothing is read ahead ({self.depth_in_words})"
         if self.bottleneck == "reading" and self.starved < STARVED:
             because = "reading takes about as long as computing"
         return f"the {self.watched} waited {self.starved:.0%} of the time: {because}"
@@ -255,7 +264,7 @@ class Totals:
 _COUNTED = [
     field.name
     for field in dataclasses.fields(Totals)
-    if field.name not in ("depth", "n_readers", "asynchronous", "watched")
+    if field.name not in ("depth", "n_readers", "asynchronous", "is_measured", "watched")
 ]
 
 
@@ -296,6 +305,7 @@ class FeederStats(Totals):
             ("seconds of waiting for data", f"{self.wait_s:.3f}"),
             ("seconds of overhead", f"{self.overhead_s:.3f}"),
             ("readers were busy", f"{self.readers_busy:.0%} of {threads}"),
+            ("batches ahead", self.depth_in_words),
         ]
         rows += [(f"memory, {name}", text) for name, text in self.memory._texts()]
         table = tabulate(rows, tablefmt="html", disable_numparse=True)

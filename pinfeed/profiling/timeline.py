@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import json
 import os
@@ -52,8 +53,10 @@ class Timeline:
         self._settling = threading.Lock()
         self._loop = -1
         self._zero_s = 0.0
-        self._depth = 0
+        # When each depth began, on the clock.
+        self._depths: list[tuple[float, int]] = []
         self._n_readers = 1
+        self._is_measured = False
 
     @safe_repr
     def __repr__(self) -> str:
@@ -98,13 +101,31 @@ class Timeline:
             found.append(Span(lane, batch, start - zero, end - zero, loop, n, rows, nbytes))
         return sorted(found, key=lambda span: span.start_s)
 
-    def begin(self, now: float, depth: int, n_readers: int) -> None:
-        """Record that a loop begins; times are counted from the first one."""
+    @property
+    def depths(self) -> list[tuple[float, int]]:
+        """Every depth that the loops had, with the seconds since the first batch was asked for."""
+        return [(at_s - self._zero_s, depth) for at_s, depth in self._depths]
+
+    def begin(self, now: float, depth: int, n_readers: int, *, is_measured: bool = False) -> None:
+        """Record that a loop begins; times are counted from the first one.
+
+        Args:
+            now: Time of the clock.
+            depth: Number of batches that are prefetched.
+            n_readers: Number of reader threads.
+            is_measured: Whether the loop chooses its depth by measurement.
+        """
         if self._loop < 0:
             self._zero_s = now
         self._loop += 1
-        self._depth = depth
         self._n_readers = n_readers
+        self._is_measured = is_measured
+        self.change_depth(now, depth)
+
+    def change_depth(self, now: float, depth: int) -> None:
+        """Record the depth of the running loop from now on."""
+        if not self._depths or self._depths[-1][1] != depth:
+            self._depths.append((now, depth))
 
     def add(
         self,
@@ -187,9 +208,12 @@ class Timeline:
         found = self._totals(spans, start, end)
         if name.endswith(".json"):
             with open(name, "w") as file:
-                json.dump(trace(spans, start, end, found.verdict), file)
+                json.dump(trace(spans, start, end, found.verdict, self.depths), file)
         else:
             plot.draw(spans, start, end, found, name)
 
     def _totals(self, spans: Sequence[Span], start_s: float, end_s: float) -> Totals:
-        return totals(spans, start_s, end_s, depth=self._depth, n_readers=self._n_readers)
+        depths = [depth for at_s, depth in self.depths if at_s <= end_s]
+        depth = depths[-1] if depths else 0
+        found = totals(spans, start_s, end_s, depth=depth, n_readers=self._n_readers)
+        return dataclasses.replace(found, is_measured=self._is_measured)

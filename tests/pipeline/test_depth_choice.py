@@ -6,10 +6,16 @@ from typing import Any
 
 import pytest
 
-from pinfeed.pipeline.depth_choice import MAX_ROUNDS, WARM_UP_BATCHES, DepthChoice
-from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.depth_choice import (
+    MAX_ROUNDS,
+    SHORT_STRETCH_BATCHES,
+    WARM_UP_BATCHES,
+    DepthChoice,
+)
+from pinfeed.pipeline.schedule import SHORT_BATCH_S, PrefetchSchedule, unknown_depth
 
 MEASURED = PrefetchSchedule(2, n_readers=2, is_measured=True)
+SHORT_MEASURED = unknown_depth()
 
 
 class Loop:
@@ -28,14 +34,16 @@ class Loop:
         self.choice.begin()
 
     def run(self, n_slots: int = 500) -> "Loop":
-        """Run until the choice is made."""
+        """Run until the choice is made or changes."""
+        before = str(self.choice)
         for _ in range(n_slots):
             way = self.choice.is_synchronous
             self.ways.append(way)
             for _ in range(self.n_per_slot):
                 self.now += self.seconds(way, self.n_lent)
                 self.n_lent += 1
-            if self.choice.count(self.n_per_slot, self.now):
+            self.choice.count(self.n_per_slot, self.now)
+            if str(self.choice) != before:
                 break
         return self
 
@@ -116,8 +124,80 @@ def test_slots_of_several_batches() -> None:
     assert choice.schedule == PrefetchSchedule(0, batches_per_slot=4, is_measured=True)
 
 
+def test_a_stretch_has_a_turn_of_all_slots() -> None:
+    """Two of four slots follow each other at once, because two threads have filled them."""
+    schedule = PrefetchSchedule(31, batches_per_slot=8, is_measured=True)
+
+    def seconds(way: bool, i: int) -> float:
+        return 0.7 if way else (1.0 if i // 8 % 4 < 2 else 0.0)
+
+    assert str(Loop(seconds, schedule).run().choice).startswith("31 ahead: 500 ms per batch")
+
+
+def test_long_batches_are_never_gathered_synchronously() -> None:
+    loop = Loop(even(2 * SHORT_BATCH_S, 0.0), SHORT_MEASURED).run()
+    assert loop.choice.reason == "2 ahead: 4 ms per batch, too long for 0 ahead"
+    assert loop.n_lent == WARM_UP_BATCHES + SHORT_STRETCH_BATCHES
+    assert loop.run(100).n_synchronous == 0
+    assert loop.choice.schedule is SHORT_MEASURED
+
+
+def test_batches_that_become_short_are_measured() -> None:
+    loop = Loop(even(2 * SHORT_BATCH_S, 0.0), SHORT_MEASURED).run(100)
+    loop.seconds = even(1e-3, 0.5e-3)
+    for _ in range(2):
+        loop.run()
+    assert loop.choice.reason == "0 ahead: 0.5 ms per batch, 1 ms with 2 ahead"
+
+
+@pytest.mark.parametrize("pause_at", [0, 8, 30])
+def test_a_pause_does_not_make_short_batches_long(pause_at: int) -> None:
+    times = even(1e-3, 0.5e-3)
+    loop = Loop(lambda way, i: times(way, i) + (i == pause_at), SHORT_MEASURED)
+    while loop.choice.is_measuring:
+        loop.run()
+    assert str(loop.choice).startswith("0 ahead")
+
+
+def chosen_synchronous() -> Loop:
+    loop = Loop(even(1e-3, 0.5e-3), SHORT_MEASURED).run()
+    assert loop.choice.schedule.depth == 0
+    loop.ways.clear()
+    return loop
+
+
+def test_a_synchronous_loop_whose_batches_become_long_prefetches() -> None:
+    loop = chosen_synchronous()
+    loop.seconds = even(0.0, 5e-3)
+    assert loop.run().choice.schedule is SHORT_MEASURED
+    assert loop.ways == 2 * SHORT_STRETCH_BATCHES * [True]
+    assert not loop.choice.is_synchronous
+    assert loop.choice.reason == "2 ahead: 5 ms per batch, too long for 0 ahead"
+
+
+def test_an_epoch_that_began_without_threads_stays_synchronous() -> None:
+    loop = chosen_synchronous()
+    loop.choice.begin()
+    loop.seconds = even(0.0, 5e-3)
+    assert loop.run().choice.schedule is SHORT_MEASURED
+    assert loop.run(50).choice.is_synchronous
+    loop.choice.begin()
+    assert not loop.choice.is_synchronous
+    loop.seconds = even(0.2e-3, 0.1e-3)
+    while loop.choice.is_measuring:
+        loop.run()
+    assert loop.choice.reason == "0 ahead: 0.1 ms per batch, 0.2 ms with 2 ahead"
+
+
+def test_a_pause_does_not_end_the_synchronous_loop() -> None:
+    loop = chosen_synchronous()
+    loop.seconds = lambda way, i: 0.5e-3 + (i % 60 == 0)
+    assert loop.run(200).choice.schedule.depth == 0
+    assert all(loop.ways)
+
+
 def test_short_epochs_measure_together() -> None:
-    """Each epoch begins untimed. An epoch too short for one stretch changes nothing."""
+    """Each epoch begins untimed. One too short for a stretch, and that is left, changes nothing."""
     loop = Loop(even(1.0, 0.5))
     for _ in range(50):
         loop.choice.begin()
@@ -131,6 +211,55 @@ def test_short_epochs_measure_together() -> None:
         n_epochs += 1
     assert n_epochs <= 4
     assert str(loop.choice) == "0 ahead: 500 ms per batch, 1,000 ms with 2 ahead"
+
+
+def end_epochs(loop: Loop, n_epochs: int, n_batches: int) -> list[int]:
+    """Run whole epochs; return their depths."""
+    depths = []
+    for _ in range(n_epochs):
+        depths.append(loop.choice.schedule.depth)
+        loop.choice.begin()
+        begun_s = loop.now
+        loop.run(n_batches)
+        loop.choice.end(n_batches, loop.now - begun_s)
+    return depths
+
+
+@pytest.mark.parametrize(
+    ("times_s", "chosen"),
+    [
+        ((1e-3, 0.5e-3), "0 ahead: 0.5 ms per batch, 1 ms with 2 ahead"),
+        ((0.5e-3, 1e-3), "2 ahead: 0.5 ms per batch, 1 ms with 0 ahead"),
+    ],
+)
+def test_epochs_of_few_batches_are_stretches(times_s: tuple[float, float], chosen: str) -> None:
+    """Their threads count, too: an epoch that is timed in the synchronous loop has none."""
+    loop = Loop(even(*times_s), SHORT_MEASURED)
+    assert end_epochs(loop, 5, 8) == [2, 2, 0, 2, 0]
+    assert str(loop.choice) == chosen
+    assert end_epochs(loop, 2, 8) == 2 * [int(chosen[0])]
+    assert loop.choice.is_synchronous == chosen.startswith("0")
+
+
+def test_epochs_of_few_long_batches_are_prefetched() -> None:
+    loop = Loop(even(1.0, 0.5), SHORT_MEASURED)
+    assert end_epochs(loop, 9, 8) == 9 * [2]
+    assert loop.choice.reason == "2 ahead: 1,000 ms per batch, too long for 0 ahead"
+
+
+def test_epochs_of_few_batches_that_become_long_are_prefetched() -> None:
+    loop = Loop(even(1e-3, 0.5e-3), SHORT_MEASURED)
+    end_epochs(loop, 6, 8)
+    loop.seconds = even(0.5, 1.0)
+    assert end_epochs(loop, 4, 8) == [0, 0, 2, 2]
+
+
+def test_epochs_of_many_batches_follow_those_of_few() -> None:
+    """An epoch without threads stays as it is, and the next one is measured within."""
+    loop = Loop(even(1e-3, 0.5e-3), SHORT_MEASURED)
+    depths = end_epochs(loop, 2, 8) + end_epochs(loop, 2, 60)
+    assert depths == [2, 2, 0, 2]
+    assert loop.choice.schedule.depth == 0
 
 
 @pytest.mark.parametrize("depth", [0, 2])
@@ -152,3 +281,9 @@ def test_waiting_is_excused_while_both_ways_are_timed_and_in_the_synchronous_loo
         found.append(loop.run().choice.excuses_waiting)
     measuring = (True, "2 ahead, not measured yet")
     assert found == [measuring, False, measuring, True]
+
+
+def test_a_loop_that_measures_short_batches_excuses_only_the_synchronous_ones() -> None:
+    loop = Loop(even(1e-3, 0.5e-3), SHORT_MEASURED)
+    assert not loop.choice.excuses_waiting
+    assert loop.run().choice.excuses_waiting

@@ -45,7 +45,7 @@ def test_what_feeders_show_in_one_line(tmp_path: Path) -> None:
     loader = DataLoader(Hidden(torch.zeros(8, 2)), batch_size=2)
     assert (
         repr(wrap_loader(loader, device="cpu"))
-        == "<LoaderFeeder: a DataLoader, batches of 2 on cpu, 2 ahead>"
+        == "<LoaderFeeder: a DataLoader, batches of 2 on cpu, 2 ahead, not measured yet>"
     )
     assert (
         repr(wrap_loader([1, 2], device="cpu", depth=0))

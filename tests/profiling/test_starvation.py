@@ -42,10 +42,17 @@ class OfMyOwn:
 
 
 def run(
-    watch: StarvationMonitor, counters: Counters, clock: Clock, waits: list[float], works_s: float
+    watch: StarvationMonitor,
+    counters: Counters,
+    clock: Clock,
+    waits: list[float],
+    works_s: float,
+    depth: int = 2,
+    *,
+    is_measured: bool = False,
 ) -> None:
     """A loop as the counters see it."""
-    counters.enter(2, 1, asynchronous=False)
+    counters.enter(depth, 1, asynchronous=False, is_measured=is_measured)
     watch.begin()
     for number, wait_s in enumerate(waits):
         clock.pass_s(wait_s)
@@ -104,6 +111,18 @@ def test_seconds_of_a_batch_are_not_written_in_powers_of_ten() -> None:
         depth=2,
     )
     assert "(8 B) takes 12,346 ms to read" in explanation(found, lambda share: "")
+
+
+@pytest.mark.parametrize(("is_measured", "n_warnings"), [(False, 1), (True, 0)])
+def test_a_loop_that_has_chosen_depth_0_is_not_told_to_prefetch(
+    caplog: pytest.LogCaptureFixture, is_measured: bool, n_warnings: int
+) -> None:
+    clock = Clock()
+    counters = Counters(now=clock)
+    watch = StarvationMonitor(counters, str)
+    run(watch, counters, clock, [0.3] * 60, 0.2, 0, is_measured=is_measured)
+    assert len(caplog.records) == n_warnings
+    assert all("depth=2 reads" in record.getMessage() for record in caplog.records)
 
 
 def test_short_loops_are_judged_together(caplog: pytest.LogCaptureFixture) -> None:

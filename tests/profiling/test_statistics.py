@@ -198,6 +198,11 @@ def test_each_cause_is_told(cause: str) -> None:
     assert "batch of 256 rows (1.0 MiB)" in text
 
 
+def test_the_verdict_says_that_the_depth_was_measured() -> None:
+    found = Totals(**{**BASE, **CAUSES["depth"][0], "is_measured": True})
+    assert found.verdict.endswith("nothing is read ahead (depth=0, by measurement)")
+
+
 def test_a_device_whose_work_nobody_has_timed_is_not_said_to_do_nothing() -> None:
     counted = {**BASE, "wait_s": 9.8, "starved_s": 9.8, "read_s": 19.0, "asynchronous": True}
     assert Totals(**counted).bottleneck == "reading"

@@ -289,7 +289,9 @@ def test_a_trace_is_one_that_perfetto_reads(tmp_path: Path) -> None:
                 open_until.pop()
             assert not open_until or start - minus <= open_until[-1] + 1e-3
             open_until.append(start - minus)
-    assert all(event["args"]["batches"] >= 0 for event in events if event["ph"] == "C")
+    counts = [event["args"] for event in events if event["ph"] == "C"]
+    assert [args for args in counts if "depth" in args] == [{"depth": 2}]
+    assert all(args["batches"] >= 0 for args in counts if "depth" not in args)
 
 
 def test_a_timeline_is_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:

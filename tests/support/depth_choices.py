@@ -21,12 +21,19 @@ class ScriptedChoice(DepthChoice):
         self._ways = iter(ways)
         self.count(1, 0.0)
 
-    def count(self, n_batches: int, now: float) -> bool:
+    def count(self, n_batches: int, now: float) -> None:
         self.is_synchronous = next(self._ways, self.is_synchronous)
-        return False
+
+    def begin(self) -> None:
+        pass
+
+    def end(self, n_batches: int, seconds: float) -> None:
+        pass
 
 
 def script(feeder: Any, ways: Iterable[bool]) -> None:
-    """Let the loops over a feeder change as ``ways`` says."""
-    schedule = getattr(feeder, "_write_schedule", feeder._loop._schedule)
-    feeder._loop._choices[schedule] = ScriptedChoice(schedule, ways)
+    """Let the loops over a feeder change as ``ways`` says, whether or not they write rows back."""
+    ways = list(ways)
+    planned = feeder._loop._schedule
+    for schedule in {planned, getattr(feeder, "_write_schedule", planned)}:
+        feeder._loop._choices[schedule] = ScriptedChoice(schedule, ways)

@@ -179,11 +179,6 @@ class RowLoop(LoaderFeeder):
         return self._route
 
     @property
-    def depth_reason(self) -> str:
-        """Number of batches ahead, and the times that it was chosen by; empty without a choice."""
-        return self._loop.depth_reason
-
-    @property
     def exchanged(self) -> Exchanged:
         """Bytes sent to other ranks so far, for sharded tables."""
         return self._row_source.exchanged
