@@ -18,7 +18,7 @@ from pinfeed.rows.windows import Windows, windows
 
 # An order is asked for this many rows at once. Small batches then share numpy's cost per call, and
 # large batches need no more memory.
-_RUN_ROWS = 1 << 15
+_RUN_ROWS = 1 << 14
 
 
 class RowIndices(NamedTuple):
