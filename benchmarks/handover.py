@@ -2,7 +2,7 @@
 
 The sources have next to nothing to do, so that only pinfeed's own work is left. The time between
 two batches is measured by a clock around the iterator, without the time of ``write_back``. The mean
-is the time of the whole loop by the number of its batches, threads started and ended included.
+is the time of the whole loop, threads started and ended included, divided by its batches.
 
 The threads behind the loop are measured in two ways. Their CPU time includes what the kernel takes
 to wake them, which does not need the interpreter's lock. The time in which they hold the lock is
@@ -207,7 +207,7 @@ def _medians(rounds: list[Figures]) -> Figures:
 
 TABLES = {
     "The time between two batches, in µs (median, 90th percentile)": ("p50", "p90"),
-    "The time of the whole loop by its batches, in µs": ("mean",),
+    "The time of the whole loop divided by its batches, in µs": ("mean",),
     "CPU time of a batch, in µs (training thread, all other threads)": (
         "training_cpu",
         "others_cpu",

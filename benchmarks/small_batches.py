@@ -37,7 +37,7 @@ from benchmarks.small_batch_ways import GROUPS, IN_MEMORY, N_BATCHES, STEPS
 
 BEFORE = " (before)"
 GOAL_RATIO = 1.5
-"""Goal of the time of a DataLoader by that of a Feeder, for rows in memory without a step."""
+"""Goal of a DataLoader's time divided by a Feeder's, for rows in memory without a step."""
 GOAL_OVER_US = 15
 """Goal of the time that wrap_loader adds to a batch at depth 2, without a step."""
 

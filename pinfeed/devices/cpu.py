@@ -102,7 +102,7 @@ class HostDevice:
 
     def copy(self, src: torch.Tensor | Array, dst: torch.Tensor | Array, stream: Any) -> None:
         if dst.nbytes <= _SMALL_NBYTES:
-            # By numpy, as in ``cut``.
+            # numpy keeps the interpreter's lock for such a short copy; torch would release it.
             np.copyto(_array_of(dst), _array_of(src))
             return
         source = src.detach() if isinstance(src, torch.Tensor) else to_torch(src)
@@ -126,7 +126,7 @@ class HostDevice:
     def adopt(self, part: HostArray, stream: Any) -> Any:
         value = getattr(part, "host_value", None)
         if type(value) is torch.Tensor and value.is_cpu:
-            # It already belongs to the user, so it is not copied. The method would release the
+            # It already belongs to the user, so it is not copied. Calling ``to`` would release the
             # interpreter's lock.
             return value
         return None if value is None else value.to("cpu")

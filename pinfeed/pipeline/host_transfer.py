@@ -19,7 +19,7 @@ from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.pending_write import PendingWrite
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.base import ArrayPart, HostBatch, RowGroup
+from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.stores.base import HostArray, part_nbytes
 
@@ -48,14 +48,9 @@ class HostTransfer(Transfer):
         slot.batch = batch
         slot.seen = self.log.completed
         slot.needed = []
-        slot.cut.clear()
-        parts = batch.parts
-        if batch.shared is not None and len(batch.shared.positions):
-            parts = [*parts, ArrayPart(batch.shared.positions)]
-        slot.tensors = [self._read_part(slot, i, part) for i, part in enumerate(parts)]
-        if len(batch.batches) > 1:
-            # This need not be done in the training thread; newer values reach the same memory.
-            slot.cut = self._cut(batch, slot.tensors[: len(batch.parts)])
+        slot.tensors = [self._read_part(slot, i, part) for i, part in enumerate(batch.all_parts())]
+        # This need not be done in the training thread: newer values reach the same memory.
+        slot.batch_tensors = self._cut(batch, slot.tensors[: len(batch.parts)])
         slot.ready_s = self.counters.now()
         slot.read_s = slot.source_s + slot.ready_s - slot.made_s
         if self._timeline is not None:
@@ -65,10 +60,10 @@ class HostTransfer(Transfer):
 
     def lend(self, slot: Slot) -> deque[list[Tensor]]:
         """Return the tensors of each of the slot's batches (consumer), with newer values."""
-        tensors = self._hand_over(slot, self._read)
-        cut = slot.cut or deque((tensors,))
-        slot.cut = deque()
-        return cut
+        self._hand_over(slot, self._read)
+        tensors = slot.batch_tensors
+        slot.batch_tensors = deque()
+        return tensors
 
     def write_to_stores(self, pending: PendingWrite) -> None:
         """Write values back to their stores (a writer, or the consumer at depth 0)."""

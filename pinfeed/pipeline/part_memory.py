@@ -93,7 +93,7 @@ class PartMemory:
     def allocate(self, i: int, nbytes: int, n_batches: int, stream: Any) -> Buffer:
         """Return memory for part ``i``, at least that of ``n_batches`` full batches.
 
-        Memory of one size is found again when it is freed.
+        All batches ask for the same number of bytes, so that freed memory is used again.
         """
         full = self.capacity[i] * n_batches if i < len(self.capacity) else 0
         return self._device.empty(max(nbytes, full), stream)

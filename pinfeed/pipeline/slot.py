@@ -41,8 +41,8 @@ class Slot:
     """Error of the batch after those that the slot carries, if the slot was to carry it as well."""
     tensors: list[Tensor] = field(default_factory=list)
     """Tensors on the device, one per part."""
-    cut: deque[list[Tensor]] = field(default_factory=deque)
-    """Tensors of each batch, if the reader thread has cut the slot's tensors."""
+    batch_tensors: deque[list[Tensor]] = field(default_factory=deque)
+    """Tensors of each batch, on a device whose memory is the host's."""
     needed: list[int] = field(default_factory=list)
     """Bytes of device memory that each part of this fill took; 0 for a part that was adopted."""
     nbytes: int = 0

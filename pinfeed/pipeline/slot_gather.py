@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pinfeed.devices.base import Buffer, Device, Tensor
 from pinfeed.pipeline.part_memory import SHARED, PartMemory, Place, shared_nbytes
 from pinfeed.pipeline.slot import Slot
-from pinfeed.pipeline.sources.base import ArrayPart, HostBatch
+from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.stores.base import HostArray, part_nbytes
 
 _BYTES = np.dtype(np.uint8)
@@ -72,9 +72,7 @@ class SlotGather:
         slot.index_needed = []
         slot.sources = []
         gathered = Gathered()
-        parts = list(batch.parts)
-        if batch.shared is not None and len(batch.shared.positions):
-            parts.append(ArrayPart(batch.shared.positions))
+        parts = batch.all_parts()
         group_of: dict[int, int] = {}
         if n_shared := shared_nbytes(slot.memory):
             self._parts.staging(slot.staging, SHARED, (n_shared,), _BYTES)

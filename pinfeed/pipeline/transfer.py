@@ -446,7 +446,7 @@ class Transfer:
             slot.compute = None
             slot.error = None
             slot.tensors = []
-            slot.cut = deque()
+            slot.batch_tensors = deque()
             slot.memory = []
             slot.index_memory = []
             slot.sources = []

@@ -31,7 +31,7 @@ class WriteCheck:
 
     def __init__(self, names: Sequence[str], stores: Sequence[Store]) -> None:
         self._names = names
-        self._names_set = frozenset(names)
+        self._name_set = frozenset(names)
         self._stores = stores
 
     def check(self, values: Any, n_rows: int, device: Device) -> list[Tensor | None]:
@@ -53,7 +53,7 @@ class WriteCheck:
         # A tensor alone is a leaf.
         leaves = [("", values)] if hasattr(values, "shape") else flatten(values)[0]
         given = {f"source{path}": value for path, value in leaves}
-        if given.keys() != self._names_set:
+        if given.keys() != self._name_set:
             structure = ", in the structure of the source (None for what stays as it is)"
             raise WriteBackError(
                 f"write_back of a {type(values).__name__}{self._differences(given)}; expected "

@@ -21,8 +21,8 @@ _TABLE_ROWS = 1 << 12
 
 # Constants of the network are arrays without axes. numpy takes twice as long to begin an operation
 # if it has to convert a scalar first.
-_15 = np.array(15, np.uint32)
-_16 = np.array(16, np.uint32)
+_SHIFT_15 = np.array(15, np.uint32)
+_SHIFT_16 = np.array(16, np.uint32)
 _FACTOR = np.array(0x7FEB352D, np.uint32)
 _LAST_FACTOR = np.array(0x846CA68B, np.uint32)
 
@@ -86,9 +86,9 @@ def _add(x: Words, random: Words, size: int, spare: Words) -> None:
     modulus = np.array(size, np.uint32)
     if size <= 1 << 16:
         # 32 bits are enough, which is three times as fast as 64.
-        random >>= _16
+        random >>= _SHIFT_16
         random *= modulus
-        random >>= _16
+        random >>= _SHIFT_16
     else:
         product = random.astype(np.uint64)
         product *= np.uint64(size)
@@ -120,7 +120,7 @@ def _mix32(x: Words, key: Words, out: Words, spare: Words) -> None:
     with the multipliers of lowbias32 (Wellons, "Prospecting for Hash Functions", 2018).
     """
     np.bitwise_xor(x, key, out)
-    out ^= np.right_shift(out, _16, spare)
+    out ^= np.right_shift(out, _SHIFT_16, spare)
     out *= _FACTOR
-    out ^= np.right_shift(out, _15, spare)
+    out ^= np.right_shift(out, _SHIFT_15, spare)
     out *= _LAST_FACTOR

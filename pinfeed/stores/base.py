@@ -135,8 +135,8 @@ Gather = Callable[[Rows, Array], None]
 def unchecked_gather(store: Gatherable) -> Gather:
     """Return the method of a store that gathers rows, without checks if it has such a method.
 
-    The method ``gather_unchecked`` belongs to the ``gather`` of the same class. A subclass, or an
-    object, with a ``gather`` of its own is asked by that.
+    The method ``gather_unchecked`` belongs to the ``gather`` of the same class. If a subclass or an
+    object replaces ``gather``, that ``gather`` is returned.
     """
     owner = next((kind for kind in type(store).__mro__ if "gather" in vars(kind)), object)
     is_replaced = "gather" in getattr(store, "__dict__", ())

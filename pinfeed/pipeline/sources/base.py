@@ -71,6 +71,13 @@ class HostBatch:
     shared: SharedRows | None = None
     """Rows that the batch has in common with earlier ones; None if no written row can recur."""
 
+    def all_parts(self) -> list[HostArray]:
+        """Return the parts, and the positions of shared rows if there are any."""
+        parts = list(self.parts)
+        if self.shared is not None and len(self.shared.positions):
+            parts.append(ArrayPart(self.shared.positions))
+        return parts
+
     def ranges(self) -> list[tuple[int, int]]:
         """Return the range [begin, end) of the rows of each batch."""
         ends = list(itertools.accumulate(n_rows for n_rows, _ in self.batches))
