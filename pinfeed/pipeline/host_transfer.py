@@ -34,16 +34,7 @@ class HostTransfer(Transfer):
         slot.seen = self.log.completed
 
     def fill(self, slot: Slot, batch: HostBatch, number: int) -> Slot:
-        """Gather a batch (reader; one thread per slot).
-
-        Args:
-            slot: Slot that was reserved.
-            batch: Batch to gather.
-            number: Number of the batch, or of the first of several.
-
-        Raises:
-            Cancelled: If ``stop`` was called.
-        """
+        """Gather a batch, with the arguments and errors of ``Transfer.fill`` (reader)."""
         slot.number = number
         slot.batch = batch
         slot.seen = self.log.completed
