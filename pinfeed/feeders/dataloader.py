@@ -11,7 +11,7 @@ from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.memory.depth import check_optional_depth
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.schedule import PrefetchSchedule, unknown_depth
+from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
 from pinfeed.validation.arguments import check_flag, explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
@@ -87,7 +87,7 @@ def wrap_loader(
     return feeder(
         source(loader),
         device=device,
-        schedule=unknown_depth() if depth is None else PrefetchSchedule(depth),
+        schedule=measured_schedule() if depth is None else PrefetchSchedule(depth),
         progress=progress,
         timeline=timeline,
     )

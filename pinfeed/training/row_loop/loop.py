@@ -332,7 +332,7 @@ def _schedule(depth: int | None, tables: Sequence[LentTable], *, verify: bool) -
         DEFAULT_DEPTH,
         n_readers=_n_readers(DEFAULT_DEPTH),
         writes=True,
-        is_measured=not verify and not is_sharded,
+        measures_depth=not verify and not is_sharded,
     )
 
 
