@@ -193,6 +193,7 @@ def test_long_batches_are_always_prefetched() -> None:
     feeder, clock = measured_feeder()
     assert not any(run(feeder, clock, 0.004, 0.001))
     assert feeder.depth_reason == "31 ahead: 4 ms per batch; 0 ahead is timed only below 2 ms"
+    assert not feeder.stats.is_measured
     feeder.close()
 
 
