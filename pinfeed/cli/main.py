@@ -126,7 +126,9 @@ def doctor(**options: Any) -> Report:
     help="Host memory that the feeder may take (Config's cpu_memory_limit).",
 )
 @click.option(
-    "--depth", type=click.IntRange(0), help="Batches ahead of the loop; 0 is the synchronous loop."
+    "--depth",
+    type=click.IntRange(0),
+    help="Batches ahead of the loop; 0 is the synchronous loop. Without it, pinfeed chooses.",
 )
 @_device
 @reporting

@@ -80,11 +80,11 @@ class BaseFeeder:
 
     @property
     def depth_reason(self) -> str:
-        """Number of batches ahead, and the times that it was chosen by; empty without a choice.
+        """Depth of the loop and the measured times behind it; empty if the depth is not measured.
 
-        A loop on the CPU for which no ``depth`` was given times its batches with prefetching, and
-        short ones also in the synchronous loop. It keeps the faster way, also in later epochs, as
-        long as its batches stay short.
+        A ``Feeder`` or ``wrap_loader`` on the CPU without a ``depth`` measures whether short
+        batches are faster in the synchronous loop, and keeps the faster way while they stay short.
+        ``train_rows`` without a ``depth`` measures on every device, once.
         """
         return self._loop.depth_reason
 

@@ -8,10 +8,10 @@ from typing import Any
 
 from pinfeed.feeders.base import BaseFeeder
 from pinfeed.feeders.hints import LOADER_HINTS
-from pinfeed.memory.depth import check_depth
+from pinfeed.memory.depth import check_optional_depth
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.schedule import PrefetchSchedule, unknown_depth
+from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
 from pinfeed.validation.arguments import check_flag, explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
@@ -39,7 +39,7 @@ def wrap_loader(
     batches. Give a ``depth`` if one thread must ask for all batches of an epoch (because of sqlite
     connections or thread-local values, say).
 
-    Their tensors are copied through page-locked memory on a side stream, whether or not
+    The tensors of a batch are copied through page-locked memory on a side stream, whether or not
     the loader pins them. Other objects with a ``to(device)`` method are moved by that method. All
     other leaves (numpy arrays, strings, numbers, None) stay as they are. A batch may be any
     structure of tuples, lists, mappings, named tuples and dataclasses.
@@ -47,9 +47,10 @@ def wrap_loader(
     Shuffling and the seeds of worker processes are those of the loader alone under the same
     ``torch.manual_seed``, whatever the training step draws. This does not hold for random numbers
     that a dataset, sampler or ``collate_fn`` draws from a global generator in this process
-    (``num_workers=0``). Unless ``depth`` is 0, they are drawn ahead of the training step and mix
-    with its own; give such objects a generator of their own. In the background thread, they also
-    run without the caller's ``torch.no_grad()`` and similar modes, as they do in worker processes.
+    (``num_workers=0``). Unless ``depth`` is 0, they are drawn ahead of the training step, with None
+    on the CPU for some batches only, and mix with its own; give such objects a generator of their
+    own. In the background thread, they also run without the caller's ``torch.no_grad()`` and
+    similar modes, as they do in worker processes.
 
     If the loader has ``state_dict`` and ``load_state_dict``, as torchdata's StatefulDataLoader
     does, the feeder has them too. Inside a training step, ``state_dict`` returns the state that the
@@ -66,8 +67,8 @@ def wrap_loader(
             or a dict of them is refused, because iterating it yields single samples or names.
         device: Target device, as for ``Feeder``.
         depth: Number of batches to prefetch, at most 1,024; 0 is the loader itself, with its
-            batches moved. None is 2; on the CPU, it is 0 if that is measured to be faster, which
-            ``depth_reason`` then says. The batches are the same.
+            batches moved. None is 2. On the CPU, the loop measures whether 0 is faster for short
+            batches, and ``depth_reason`` says what it chose. The batches are the same.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
 
@@ -79,13 +80,14 @@ def wrap_loader(
     """
     check_flag(progress, "progress")
     check_flag(timeline, "timeline")
+    depth = check_optional_depth(depth)
     has_state = all(callable(getattr(loader, name, None)) for name in _STATE_METHODS)
     feeder = StatefulLoaderFeeder if has_state else LoaderFeeder
     source = StatefulSource if has_state else LoaderSource
     return feeder(
         source(loader),
         device=device,
-        schedule=unknown_depth() if depth is None else PrefetchSchedule(check_depth(depth)),
+        schedule=measured_schedule() if depth is None else PrefetchSchedule(depth),
         progress=progress,
         timeline=timeline,
     )

@@ -14,7 +14,7 @@ from pinfeed.feeders.batch import Batch
 from pinfeed.feeders.hints import FEEDER_HINTS
 from pinfeed.feeders.options import FeederOptions
 from pinfeed.feeders.row_selection import RowArguments, RowSelection
-from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth, n_held
+from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth, n_held
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.epochs import EpochRunner
@@ -80,7 +80,8 @@ class Feeder(ResumableFeeder):
         depth: Number of batches to prefetch, at most 1,024, because each takes memory; 0 is the
             synchronous loop. It replaces ``config.depth``. None is 2, or more for small batches. On
             the CPU, a loop without a depth also measures whether short batches are faster without
-            prefetching, and keeps the faster way, which ``depth_reason`` names; unless ``verify``.
+            prefetching, and keeps the faster way, which ``depth_reason`` names. It does not measure
+            with ``verify``.
         device: ``"auto"`` (CUDA if available), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a
             ``torch.device`` or a Device.
         route: Route of rows of page-locked stores to a GPU. With ``"direct"``, a kernel reads them
@@ -120,7 +121,7 @@ class Feeder(ResumableFeeder):
         **options: Unpack[FeederOptions],
     ) -> None:
         batch_size = None if batch_size is None else whole_number(batch_size, "batch_size")
-        depth = None if depth is None else check_depth(depth)
+        depth = check_optional_depth(depth)
         arguments = RowArguments(batch_size, config, rows, shuffle, seed, drop_last)
         arguments.check()
         check_route(route)

@@ -21,8 +21,21 @@ def check_depth(depth: int) -> int:
     Raises:
         ArgumentError: If it is not a whole number from 0 to ``MAX_DEPTH``.
     """
+    return _check(depth, "")
+
+
+def check_optional_depth(depth: int | None) -> int | None:
+    """Return ``depth`` as an int; None stays as it is.
+
+    Raises:
+        ArgumentError: If it is neither None nor a whole number from 0 to ``MAX_DEPTH``.
+    """
+    return None if depth is None else _check(depth, ", or None, with which pinfeed chooses")
+
+
+def _check(depth: int, alternative: str) -> int:
     note = (
-        " (0 is the synchronous loop); "
+        f" (0 is the synchronous loop){alternative}; "
         "each batch ahead takes memory of its own, and 2 to 32 are enough"
     )
     return whole_number(depth, "depth", least=0, most=MAX_DEPTH, note=note)

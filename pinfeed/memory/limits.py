@@ -12,7 +12,7 @@ from typing import NoReturn
 
 from pinfeed.errors import ArgumentError, BudgetError, NotEnoughCPUMemory, NotEnoughGPUMemory
 from pinfeed.memory.demand import Demand, plan_allocations
-from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth
+from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import human
 from pinfeed.validation.arguments import whole_number
@@ -40,7 +40,8 @@ class MemoryLimits:
             to this. None is 65,536 rows or 64 MiB, whichever is less: larger batches take more
             memory and move no more rows per second.
         depth: Batches prefetched ahead of the loop; 0 is the synchronous loop. None is 2, or more
-            if batches are small.
+            if batches are small; on the CPU, the loop measures whether 0 is faster for short
+            batches.
         headroom: Share of the free memory that is left alone if a limit is None.
 
     Raises:
@@ -59,8 +60,7 @@ class MemoryLimits:
         self._check_whole("cpu_memory_limit", limit_note)
         self._check_whole("gpu_memory_limit", limit_note)
         self._check_whole("preferred_batch_size", ", or None")
-        if self.depth is not None:
-            object.__setattr__(self, "depth", check_depth(self.depth))
+        object.__setattr__(self, "depth", check_optional_depth(self.depth))
         if not hasattr(self.headroom, "__float__") or not 0 <= self.headroom < 1:
             raise ArgumentError(f"headroom={self.headroom!r}: expected a share in [0, 1)")
 

@@ -63,13 +63,13 @@ class Plan:
     gpu_memory_limit: int | None = None
     notes: tuple[str, ...] = ()
     """Sentences on the way in which the rows of each file are read, and why."""
-    is_depth_measured: bool = False
-    """Whether a loop prefetches nothing if it measures that it is faster so."""
+    measures_depth: bool = False
+    """Whether a loop measures if the synchronous loop is faster, and then prefetches nothing."""
 
     @property
     def depth_in_words(self) -> str:
         """The depth, such as ``2 ahead``, and whether a loop may choose the synchronous loop."""
-        return f"{self.depth} ahead" + " (0 if measured to be faster)" * self.is_depth_measured
+        return f"{self.depth} ahead" + " (0 if measured to be faster)" * self.measures_depth
 
     @property
     def n_slots(self) -> int:

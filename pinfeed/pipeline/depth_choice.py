@@ -16,11 +16,10 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import math
 import statistics
 
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.profiling.starvation import milliseconds
+from pinfeed.profiling.starvation import duration
 
 WARM_UP_BATCHES = 5
 """First batches of every loop, which are not timed; at least as many as all slots hold."""
@@ -37,8 +36,9 @@ Six short batches take less time than the system's scheduler gives to another pr
 MIN_ROUNDS = 2
 """Rounds after which the choice is made if no stretch of one way took as long as one of the other.
 
-A round is a stretch of each way. A pause in the training step makes one stretch long, not two. For
-the same reason, a synchronous loop ends after as many stretches of long batches in a row.
+A round is a stretch of each way. A pause in the training step makes one stretch long, not two. A
+chosen synchronous loop is given up after this number of stretches of long batches in a row, for the
+same reason.
 """
 MAX_ROUNDS = 5
 """Rounds after which the choice is made by the medians."""
@@ -62,16 +62,15 @@ class DepthChoice:
         self._schedule = schedule
         n_in_slots = schedule.n_slots * schedule.batches_per_slot
         self._n_warm_up = max(WARM_UP_BATCHES, n_in_slots)
-        is_any_measured = math.isinf(schedule.measured_below_s)
-        least = STRETCH_BATCHES if is_any_measured else SHORT_STRETCH_BATCHES
+        least = SHORT_STRETCH_BATCHES if schedule.measures_short_only else STRETCH_BATCHES
         self._n_stretch = max(least, n_in_slots)
-        self.is_measuring = schedule.is_measured
+        self.is_measuring = schedule.measures_depth
         """Whether the choice is still to be made."""
         self.is_synchronous = schedule.depth == 0
         """Whether the next batch is gathered when the loop asks for it."""
         self._has_chosen_synchronous = False
         # Whether batches are timed: until the choice is made, or to see that they stay short.
-        self._is_timing = schedule.is_measured
+        self._is_timing = schedule.measures_depth
         # Seconds of a batch in each stretch, without those of long batches.
         self._ahead_s: list[float] = []
         self._synchronous_s: list[float] = []
@@ -102,30 +101,37 @@ class DepthChoice:
         If only short batches are measured, that takes too little time to excuse anything.
         """
         schedule = self._schedule
-        if not schedule.is_measured:
+        if not schedule.measures_depth:
             return False
         # A synchronous loop asks this for every batch, so the usual case comes first.
-        return self.is_synchronous or (self.is_measuring and math.isinf(schedule.measured_below_s))
+        return self.is_synchronous or (self.is_measuring and not schedule.measures_short_only)
 
     @property
     def reason(self) -> str:
         """The depth, and the measured times; empty if the choice is not measured."""
-        return str(self) if self._schedule.is_measured else ""
+        return str(self) if self._schedule.measures_depth else ""
 
     def __str__(self) -> str:
         """Describe the depth and why it was chosen, for the ``repr`` of a feeder."""
         ahead = f"{self._schedule.depth} ahead"
-        if not self._schedule.is_measured:
+        if not self._schedule.measures_depth:
             return ahead
         if self.is_measuring and self._n_long:
-            return f"{ahead}: {milliseconds(self._long_s)} per batch, too long for 0 ahead"
+            limit = duration(self._schedule.measured_below_s)
+            long = duration(self._long_s)
+            return f"{ahead}{self._begins}: {long} per batch; 0 ahead is timed only below {limit}"
         if self.is_measuring:
             return f"{ahead}, not measured yet"
-        ahead_ms = milliseconds(statistics.median(self._ahead_s))
-        synchronous_ms = milliseconds(statistics.median(self._synchronous_s))
+        ahead_time = duration(statistics.median(self._ahead_s))
+        synchronous_time = duration(statistics.median(self._synchronous_s))
         if self._has_chosen_synchronous:
-            return f"0 ahead: {synchronous_ms} per batch, {ahead_ms} with {ahead}"
-        return f"{ahead}: {ahead_ms} per batch, {synchronous_ms} with 0 ahead"
+            return f"0 ahead: {synchronous_time} per batch, {ahead_time} with {ahead}"
+        return f"{ahead}: {ahead_time} per batch, {synchronous_time} with 0 ahead"
+
+    def has_chosen(self, depth: int) -> bool:
+        """Return whether ``depth`` was chosen by measurement."""
+        is_made = self._schedule.measures_depth and not self.is_measuring
+        return is_made and depth == self.schedule.depth
 
     def begin(self) -> None:
         """Note that an epoch begins, with the schedule that ``schedule`` is now."""
@@ -191,6 +197,11 @@ class DepthChoice:
             self._change()
 
     @property
+    def _begins(self) -> str:
+        """Text that says when prefetching begins, for a running epoch that has no threads."""
+        return "" if self._has_threads else " from the next epoch on"
+
+    @property
     def _is_next_synchronous(self) -> bool:
         """Whether the next stretch is one of the synchronous loop."""
         if self.is_measuring:
@@ -204,7 +215,8 @@ class DepthChoice:
 
     def _restart(self) -> None:
         """Forget the choice of the synchronous loop, because its batches have become long."""
-        logger.info("depth=None prefetches again: batches take %s", milliseconds(self._long_s))
+        took = duration(self._long_s)
+        logger.info("depth=None prefetches again%s: batches take %s", self._begins, took)
         self.is_measuring = True
         self._has_chosen_synchronous = False
         self._are_epochs_short = False
@@ -243,6 +255,6 @@ class DepthChoice:
     def _settle(self, *, is_synchronous: bool) -> None:
         self.is_measuring = False
         self._has_chosen_synchronous = is_synchronous
-        self._is_timing = is_synchronous and not math.isinf(self._schedule.measured_below_s)
+        self._is_timing = is_synchronous and self._schedule.measures_short_only
         self.is_synchronous = is_synchronous or not self._has_threads
         logger.info("depth=None chose %s", self)

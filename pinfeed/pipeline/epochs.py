@@ -218,7 +218,7 @@ class EpochRunner:
         position = self._position
         counters = self._counters
         is_unified = self._transfer.device.unified
-        entered_s = self._enter(choice.schedule)
+        entered_s = self._enter(choice)
         # A batch that was prefetched on the CPU is kept until the loop asks for the second one
         # after it. If the loop freed it on getting the next one, torch would release the
         # interpreter's lock to readers that have just been woken, and the loop would wait for them.
@@ -242,7 +242,7 @@ class EpochRunner:
         finally:
             # An error's traceback keeps this frame.
             kept.clear()
-            self._end_watching(bar)
+            self._end_watching(bar, choice)
             position.end_run()
         n_batches = position.batch - start
         choice.end(n_batches, counters.now() - entered_s)
@@ -264,13 +264,14 @@ class EpochRunner:
         )
         return self._prefetcher.lend(thunks)
 
-    def _enter(self, schedule: PrefetchSchedule) -> float:
+    def _enter(self, choice: DepthChoice) -> float:
         """Count a loop that begins; return the time."""
+        schedule = choice.schedule
         self._counters.enter(
             schedule.depth,
             schedule.n_readers,
             asynchronous=not self._transfer.device.unified,
-            is_measured=schedule.is_measured,
+            is_measured=choice.has_chosen,
         )
         return self._counters.asked_s
 
@@ -290,9 +291,9 @@ class EpochRunner:
         if bar is not None:
             bar.update()
 
-    def _end_watching(self, bar: Any) -> None:
+    def _end_watching(self, bar: Any, choice: DepthChoice) -> None:
         """Close the progress bar and judge the run, whatever has ended it."""
-        self._starvation.end()
+        self._starvation.end(is_excused=choice.excuses_waiting)
         if bar is not None:
             bar.close()
         self._counters.leave()

@@ -85,8 +85,8 @@ def make_plan(
     choice = choose(stores, request.rows, n_ahead * plan.batch_size, left)
     notes = (*[why] * bool(why), *choice.notes, *plan.notes)
     items = plan.items + choice.items
-    is_measured = schedule.is_measured
-    plan = dataclasses.replace(plan, items=items, notes=notes, is_depth_measured=is_measured)
+    measures = schedule.measures_depth
+    plan = dataclasses.replace(plan, items=items, notes=notes, measures_depth=measures)
     return plan, choice
 
 

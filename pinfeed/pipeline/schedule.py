@@ -41,14 +41,22 @@ class PrefetchSchedule:
     If a training step takes longer than a gather, the loop asks for one slot at a time, so at most
     one thread is busy. A loop that stalls keeps all threads busy.
     """
-    is_measured: bool = False
+    measures_depth: bool = False
     """Whether the loop is timed with prefetching and without, to keep the faster of the two."""
     measured_below_s: float = math.inf
-    """Seconds of a batch above which a measured loop prefetches and is not timed without."""
+    """Longest time of a batch, in seconds, for which the synchronous loop is timed, too.
+
+    Longer batches are prefetched.
+    """
     writes: bool = False
     """Whether the loop may write rows back."""
     repeats: bool = True
     """Whether a row may occur twice in an epoch."""
+
+    @property
+    def measures_short_only(self) -> bool:
+        """Whether the synchronous loop is timed with short batches only."""
+        return not math.isinf(self.measured_below_s)
 
     @property
     def max_pending_writes(self) -> int:
@@ -74,19 +82,19 @@ class PrefetchSchedule:
     def on(self, device: Device, *, may_measure: bool = True) -> PrefetchSchedule:
         """Return the schedule for a device.
 
-        The host does not see how long a GPU computes. So only on the CPU, a loop can compare its
-        batches with ``measured_below_s``; with a GPU it prefetches.
+        The host does not see how long a GPU computes, so a loop with a limit ``measured_below_s``
+        is measured on the CPU only.
 
         Args:
             device: Device of the batches.
             may_measure: Whether the loop may be measured.
         """
-        if may_measure and (device.unified or math.isinf(self.measured_below_s)):
+        if may_measure and (device.unified or not self.measures_short_only):
             return self
-        return dataclasses.replace(self, is_measured=False)
+        return dataclasses.replace(self, measures_depth=False)
 
 
-def unknown_depth(depth: int = DEFAULT_DEPTH, batches_per_slot: int = 1) -> PrefetchSchedule:
+def measured_schedule(depth: int = DEFAULT_DEPTH, batches_per_slot: int = 1) -> PrefetchSchedule:
     """Return the schedule of a loop for which the user gave no depth.
 
     Args:
@@ -95,7 +103,7 @@ def unknown_depth(depth: int = DEFAULT_DEPTH, batches_per_slot: int = 1) -> Pref
         batches_per_slot: Number of batches in a slot.
     """
     return PrefetchSchedule(
-        depth, batches_per_slot, is_measured=True, measured_below_s=SHORT_BATCH_S
+        depth, batches_per_slot, measures_depth=True, measured_below_s=SHORT_BATCH_S
     )
 
 
@@ -109,7 +117,7 @@ def choose_schedule(
         batch_size: Rows per batch, if ``config`` is None.
         config: Memory limits; they may give the depth and the batch size.
         depth: The user's choice. With None, 2 batches are prefetched, or four slots of small ones,
-            unless the loop measures that it is faster without.
+            unless the loop measures that it is faster without prefetching.
     """
     if config is not None:
         depth = config.depth if depth is None else depth
@@ -123,9 +131,9 @@ def choose_schedule(
     if depth is not None:
         schedule = PrefetchSchedule(depth)
     elif batches_per_slot > 1:
-        schedule = unknown_depth(4 * batches_per_slot - 1, batches_per_slot)
+        schedule = measured_schedule(4 * batches_per_slot - 1, batches_per_slot)
     else:
-        schedule = unknown_depth()
+        schedule = measured_schedule()
     if 0 < nbytes * batches_per_slot < _PARALLEL_BYTES:
         return schedule
     n_readers = min(schedule.n_slots, len(os.sched_getaffinity(0)), _MAX_READERS)

@@ -66,10 +66,15 @@ class Counters:
         self._depth = 0
         self._n_readers = 1
         self._asynchronous = False
-        self._is_measured = False
+        self._is_measured: Callable[[int], bool] = lambda depth: False
 
     def enter(
-        self, depth: int, n_readers: int, *, asynchronous: bool, is_measured: bool = False
+        self,
+        depth: int,
+        n_readers: int,
+        *,
+        asynchronous: bool,
+        is_measured: Callable[[int], bool] = lambda depth: False,
     ) -> None:
         """Count a loop that begins, and asks for its first batch.
 
@@ -77,7 +82,8 @@ class Counters:
             depth: Number of batches that are prefetched.
             n_readers: Number of reader threads.
             asynchronous: Whether the loop only queues work for a device.
-            is_measured: Whether the loop chooses its depth by measurement.
+            is_measured: Returns whether a depth was chosen by measurement, which may happen while
+                the loop runs.
         """
         self._is_measured = is_measured
         self._depth = depth
@@ -88,7 +94,7 @@ class Counters:
         self.ask()
         self._entered = self.asked_s
         if self.timeline is not None:
-            self.timeline.begin(self.asked_s, depth, n_readers, is_measured=is_measured)
+            self.timeline.begin(self.asked_s, depth, n_readers, is_measured)
 
     def change_depth(self, depth: int) -> None:
         """Note that the running loop keeps another number of batches ahead from now on."""
@@ -195,7 +201,7 @@ class Counters:
             depth=self._depth,
             n_readers=self._n_readers,
             asynchronous=self._asynchronous,
-            is_measured=self._is_measured,
+            is_measured=self._is_measured(self._depth),
         )
 
     def stats(self) -> FeederStats:

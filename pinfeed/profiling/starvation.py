@@ -26,13 +26,14 @@ _HINTS: dict[Bottleneck, str] = {
     "writing": "The store's writes are slower than the loop: rows in memory (PinnedStore, "
     "ArrayStore) take them faster than a file does, and None in place of what stays as it is "
     "leaves less to write.",
-    "overhead": "Larger batches need less of this work for each row, and depth=0 needs no threads, "
-    "which compete with the training step for the cores.",
+    "overhead": "Larger batches need less of this work for each row.",
     "unevenness": "A higher depth has more batches ready when one is late.",
     "start": "Longer loops have fewer beginnings: more batches in an epoch, or several epochs in "
     "one loop.",
     "depth": "depth=2 reads two batches ahead, with the same results.",
 }
+
+_WITHOUT_THREADS = "depth=0 needs no threads, which compete with the training step for the cores."
 
 logger = logging.getLogger("pinfeed")
 
@@ -77,9 +78,14 @@ class StarvationMonitor:
             self._judge()
         self._next_look_s = now + _LOOK_S
 
-    def end(self) -> None:
-        """Judge a loop that ends."""
-        if self._last is not None and not self._has_warned:
+    def end(self, *, is_excused: bool = False) -> None:
+        """Note that a loop ends, and judge it.
+
+        Args:
+            is_excused: Whether the loop has waited for the sake of a measurement, or because of its
+                result, and is not judged.
+        """
+        if self._last is not None and not self._has_warned and not is_excused:
             self._judge()
         self._last = None
         self.look_at = math.inf
@@ -92,9 +98,7 @@ class StarvationMonitor:
         self._last = totals
         if self._stretch.seconds < STRETCH_S or self._stretch.batches < STRETCH_BATCHES:
             return
-        # A loop that has chosen this depth waits less than it would at any other.
-        is_chosen = totals.depth == 0 and totals.is_measured
-        if self._stretch.starved > STARVED and not is_chosen:
+        if self._stretch.starved > STARVED:
             logger.warning("%s", explanation(self._stretch, self._hint))
             self._has_warned = True
             self.look_at = math.inf
@@ -110,6 +114,8 @@ def explanation(totals: Totals, hint: Callable[[float], str]) -> str:
     """
     cause = totals.bottleneck
     change = _HINTS.get(cause) or hint(totals.source_s / totals.read_s if totals.read_s else 0.0)
+    if cause == "overhead" and not totals.is_measured:
+        change += f" {_WITHOUT_THREADS}"
     verdict = totals.verdict.replace("of the time", f"of the last {totals.seconds:.1f} s", 1)
     return f"starved: {verdict}. {_numbers(totals, cause)} {change}"
 
@@ -121,20 +127,23 @@ def _numbers(totals: Totals, cause: Bottleneck) -> str:
     threads = f"{totals.n_readers} reading thread{'s' * (totals.n_readers > 1)}"
     numbers = (
         f"A batch of {totals.rows / n:,.0f} rows ({human(totals.bytes / n)}) takes "
-        f"{milliseconds(totals.read_s / n)} to read, and the loop {works} for "
-        f"{milliseconds(totals.compute_s / n)} on it; with {threads}, {totals.readers_busy:.0%} "
+        f"{duration(totals.read_s / n)} to read, and the loop {works} for "
+        f"{duration(totals.compute_s / n)} on it; with {threads}, {totals.readers_busy:.0%} "
         f"busy, and depth={totals.depth}, {totals.late} of {totals.batches} batches were late."
     )
     if cause == "overhead":
-        numbers += f" pinfeed's own work took {milliseconds(totals.overhead_s / n)} a batch."
+        numbers += f" pinfeed's own work took {duration(totals.overhead_s / n)} a batch."
     if cause == "writing":
-        numbers += f" Rows took {milliseconds(totals.write_s / n)} a batch to write back."
+        numbers += f" Rows took {duration(totals.write_s / n)} a batch to write back."
     if cause == "copying":
-        numbers += f" Readers waited for copies for {milliseconds(totals.copy_wait_s / n)} a batch."
+        numbers += f" Readers waited for copies for {duration(totals.copy_wait_s / n)} a batch."
     return numbers
 
 
-def milliseconds(seconds: float) -> str:
-    """Return a time as text for people: ``1.32 ms``."""
+def duration(seconds: float) -> str:
+    """Return a time as text for people: ``1.32 ms``, or ``7.64 µs`` below 0.1 ms."""
+    us = seconds * 1e6
     ms = seconds * 1e3
+    if us < 99.95:
+        return f"{us:.3g} µs"
     return f"{ms:.3g} ms" if ms < 999.5 else f"{ms:,.0f} ms"

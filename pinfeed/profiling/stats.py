@@ -149,7 +149,7 @@ class Totals:
     asynchronous: bool = False
     """Whether the loop only queues work for a device, whose time is not in ``compute_s``."""
     is_measured: bool = False
-    """Whether the loop chooses ``depth`` by measurement, because the user gave none."""
+    """Whether ``depth`` was chosen by measurement."""
 
     watched: Literal["loop", "device"] = "loop"
     """The one whose waiting was counted: the device if a timeline has recorded its work."""
@@ -187,7 +187,7 @@ class Totals:
 
     @property
     def depth_in_words(self) -> str:
-        """The depth, and whether it was measured: ``depth=2`` or ``depth=0, by measurement``."""
+        """The depth, and how it was chosen: ``depth=2`` or ``depth=0, by measurement``."""
         return f"depth={self.depth}" + ", by measurement" * self.is_measured
 
     @property
@@ -217,7 +217,7 @@ class Totals:
             return "no loop has run"
         because = _SENTENCES[self.bottleneck]
         if self.bottleneck == "depth" and self.is_measured:
-            because = f"nothing is read ahead ({self.depth_in_words})"
+            because = "prefetching was measured to be slower (depth=0)"
         if self.bottleneck == "reading" and self.starved < STARVED:
             because = "reading takes about as long as computing"
         return f"the {self.watched} waited {self.starved:.0%} of the time: {because}"

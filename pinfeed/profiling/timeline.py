@@ -8,7 +8,7 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from pinfeed.devices.base import Event
@@ -56,7 +56,7 @@ class Timeline:
         # When each depth began, on the clock.
         self._depths: list[tuple[float, int]] = []
         self._n_readers = 1
-        self._is_measured = False
+        self._is_measured: Callable[[int], bool] = lambda depth: False
 
     @safe_repr
     def __repr__(self) -> str:
@@ -103,17 +103,26 @@ class Timeline:
 
     @property
     def depths(self) -> list[tuple[float, int]]:
-        """Every depth that the loops had, with the seconds since the first batch was asked for."""
+        """Changes of the depth, as pairs of a time and the depth from then on.
+
+        Times are seconds since the first batch was asked for.
+        """
         return [(at_s - self._zero_s, depth) for at_s, depth in self._depths]
 
-    def begin(self, now: float, depth: int, n_readers: int, *, is_measured: bool = False) -> None:
+    def begin(
+        self,
+        now: float,
+        depth: int,
+        n_readers: int,
+        is_measured: Callable[[int], bool] = lambda depth: False,
+    ) -> None:
         """Record that a loop begins; times are counted from the first one.
 
         Args:
             now: Time of the clock.
             depth: Number of batches that are prefetched.
             n_readers: Number of reader threads.
-            is_measured: Whether the loop chooses its depth by measurement.
+            is_measured: Returns whether a depth was chosen by measurement.
         """
         if self._loop < 0:
             self._zero_s = now
@@ -216,4 +225,4 @@ class Timeline:
         depths = [depth for at_s, depth in self.depths if at_s <= end_s]
         depth = depths[-1] if depths else 0
         found = totals(spans, start_s, end_s, depth=depth, n_readers=self._n_readers)
-        return dataclasses.replace(found, is_measured=self._is_measured)
+        return dataclasses.replace(found, is_measured=self._is_measured(depth))

@@ -24,7 +24,7 @@ SIZE = 4
 WAYS = {
     "synchronous": [True],
     "synchronous after two slots": [False, False, True],
-    "to and fro": [*5 * [False, False, True, True, True], *3 * [False, True]],
+    "alternating": [*5 * [False, False, True, True, True], *3 * [False, True]],
 }
 AHEAD = "31 ahead: 0.1 ms per batch, 0.2 ms with 0 ahead"
 SYNCHRONOUS = "0 ahead: 0.1 ms per batch, 0.2 ms with 31 ahead"
@@ -102,7 +102,7 @@ def wrap(depth: int | None, ways: list[bool] | None) -> list[Any]:
 
 @pytest.mark.parametrize("ways", WAYS.values(), ids=list(WAYS))
 @pytest.mark.parametrize("loop", [read, train, wrap])
-def test_a_loop_that_changes_gives_what_the_synchronous_loop_gives(
+def test_a_loop_that_changes_its_depth_gives_what_the_synchronous_loop_gives(
     loop: Callable[[int | None, list[bool] | None], list[Any]], ways: list[bool]
 ) -> None:
     assert loop(None, ways) == loop(0, None)
@@ -128,7 +128,7 @@ def run(
     return ways
 
 
-def measured(**options: Any) -> tuple[Feeder, Clock]:
+def measured_feeder(**options: Any) -> tuple[Feeder, Clock]:
     clock = Clock()
     feeder = Feeder(rows_of(), batch_size=SIZE, device="cpu", **options)
     feeder._loop._counters.now = clock
@@ -137,9 +137,11 @@ def measured(**options: Any) -> tuple[Feeder, Clock]:
 
 @pytest.mark.parametrize(("ahead_s", "chosen"), [(1e-4, AHEAD), (2e-4, SYNCHRONOUS)])
 def test_short_batches_are_measured_on_the_cpu(tmp_path: Path, ahead_s: float, chosen: str) -> None:
-    feeder, clock = measured(timeline=True)
+    feeder, clock = measured_feeder(timeline=True)
     assert feeder.depth_reason == "31 ahead, not measured yet"
     assert "31 ahead (0 if measured to be faster), direct route" in str(feeder.plan)
+    run(feeder, clock, ahead_s, 3e-4 - ahead_s, 80)
+    assert "measure" not in feeder.stats._repr_html_()
     run(feeder, clock, ahead_s, 3e-4 - ahead_s)
     assert feeder.depth_reason == chosen
     assert repr(feeder).endswith(f"on cpu, {chosen}>")
@@ -157,7 +159,7 @@ def test_short_batches_are_measured_on_the_cpu(tmp_path: Path, ahead_s: float, c
 
 
 def test_the_synchronous_loop_that_was_chosen_has_no_threads() -> None:
-    feeder, clock = measured()
+    feeder, clock = measured_feeder()
     run(feeder, clock, 2e-4, 1e-4)
     for _ in feeder:
         assert not [one for one in threading.enumerate() if one.name.startswith("pinfeed")]
@@ -165,20 +167,33 @@ def test_the_synchronous_loop_that_was_chosen_has_no_threads() -> None:
 
 
 def test_epochs_of_few_batches_are_measured_together() -> None:
-    feeder, clock = measured(rows=range(40))
+    feeder, clock = measured_feeder(rows=range(40))
     depths = []
     for _ in range(7):
         run(feeder, clock, 2e-4, 1e-4)
         depths.append(feeder.stats.depth)
     assert depths == [31, 31, 0, 31, 0, 0, 0]
+    assert feeder.stats.is_measured
     assert feeder.depth_reason == SYNCHRONOUS
     feeder.close()
 
 
+def test_a_depth_that_was_not_chosen_is_not_said_to_be_measured() -> None:
+    """After the epoch that decides, the depth is still the one that it was timed with."""
+    feeder, clock = measured_feeder(rows=range(40))
+    found = []
+    for _ in range(6):
+        run(feeder, clock, 1e-4, 2e-4)
+        found.append((feeder.stats.depth, feeder.stats.is_measured))
+    assert found == [*[(depth, False) for depth in (31, 31, 0, 31, 0)], (31, True)]
+    feeder.close()
+
+
 def test_long_batches_are_always_prefetched() -> None:
-    feeder, clock = measured()
+    feeder, clock = measured_feeder()
     assert not any(run(feeder, clock, 0.004, 0.001))
-    assert feeder.depth_reason == "31 ahead: 4 ms per batch, too long for 0 ahead"
+    assert feeder.depth_reason == "31 ahead: 4 ms per batch; 0 ahead is timed only below 2 ms"
+    assert not feeder.stats.is_measured
     feeder.close()
 
 

@@ -12,10 +12,10 @@ from pinfeed.pipeline.depth_choice import (
     WARM_UP_BATCHES,
     DepthChoice,
 )
-from pinfeed.pipeline.schedule import SHORT_BATCH_S, PrefetchSchedule, unknown_depth
+from pinfeed.pipeline.schedule import SHORT_BATCH_S, PrefetchSchedule, measured_schedule
 
-MEASURED = PrefetchSchedule(2, n_readers=2, is_measured=True)
-SHORT_MEASURED = unknown_depth()
+MEASURED = PrefetchSchedule(2, n_readers=2, measures_depth=True)
+SHORT_MEASURED = measured_schedule()
 
 
 class Loop:
@@ -118,15 +118,15 @@ def test_batches_around_a_change_do_not_count() -> None:
 
 
 def test_slots_of_several_batches() -> None:
-    schedule = PrefetchSchedule(11, batches_per_slot=4, is_measured=True)
+    schedule = PrefetchSchedule(11, batches_per_slot=4, measures_depth=True)
     choice = Loop(even(0.3, 0.2), schedule).run().choice
     assert str(choice) == "0 ahead: 200 ms per batch, 300 ms with 11 ahead"
-    assert choice.schedule == PrefetchSchedule(0, batches_per_slot=4, is_measured=True)
+    assert choice.schedule == PrefetchSchedule(0, batches_per_slot=4, measures_depth=True)
 
 
 def test_a_stretch_has_a_turn_of_all_slots() -> None:
     """Two of four slots follow each other at once, because two threads have filled them."""
-    schedule = PrefetchSchedule(31, batches_per_slot=8, is_measured=True)
+    schedule = PrefetchSchedule(31, batches_per_slot=8, measures_depth=True)
 
     def seconds(way: bool, i: int) -> float:
         return 0.7 if way else (1.0 if i // 8 % 4 < 2 else 0.0)
@@ -136,7 +136,7 @@ def test_a_stretch_has_a_turn_of_all_slots() -> None:
 
 def test_long_batches_are_never_gathered_synchronously() -> None:
     loop = Loop(even(2 * SHORT_BATCH_S, 0.0), SHORT_MEASURED).run()
-    assert loop.choice.reason == "2 ahead: 4 ms per batch, too long for 0 ahead"
+    assert loop.choice.reason == "2 ahead: 4 ms per batch; 0 ahead is timed only below 2 ms"
     assert loop.n_lent == WARM_UP_BATCHES + SHORT_STRETCH_BATCHES
     assert loop.run(100).n_synchronous == 0
     assert loop.choice.schedule is SHORT_MEASURED
@@ -172,17 +172,25 @@ def test_a_synchronous_loop_whose_batches_become_long_prefetches() -> None:
     assert loop.run().choice.schedule is SHORT_MEASURED
     assert loop.ways == 2 * SHORT_STRETCH_BATCHES * [True]
     assert not loop.choice.is_synchronous
-    assert loop.choice.reason == "2 ahead: 5 ms per batch, too long for 0 ahead"
+    assert loop.choice.reason == "2 ahead: 5 ms per batch; 0 ahead is timed only below 2 ms"
 
 
-def test_an_epoch_that_began_without_threads_stays_synchronous() -> None:
+def test_an_epoch_that_began_without_threads_stays_synchronous(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    caplog.set_level(logging.INFO, "pinfeed")
     loop = chosen_synchronous()
     loop.choice.begin()
     loop.seconds = even(0.0, 5e-3)
     assert loop.run().choice.schedule is SHORT_MEASURED
+    message = "depth=None prefetches again from the next epoch on: batches take 5 ms"
+    assert caplog.messages[-1] == message
     assert loop.run(50).choice.is_synchronous
+    reason = "2 ahead from the next epoch on: 5 ms per batch; 0 ahead is timed only below 2 ms"
+    assert loop.choice.reason == reason
     loop.choice.begin()
     assert not loop.choice.is_synchronous
+    assert loop.choice.reason == "2 ahead: 5 ms per batch; 0 ahead is timed only below 2 ms"
     loop.seconds = even(0.2e-3, 0.1e-3)
     while loop.choice.is_measuring:
         loop.run()
@@ -244,7 +252,7 @@ def test_epochs_of_few_batches_are_stretches(times_s: tuple[float, float], chose
 def test_epochs_of_few_long_batches_are_prefetched() -> None:
     loop = Loop(even(1.0, 0.5), SHORT_MEASURED)
     assert end_epochs(loop, 9, 8) == 9 * [2]
-    assert loop.choice.reason == "2 ahead: 1,000 ms per batch, too long for 0 ahead"
+    assert loop.choice.reason == "2 ahead: 1,000 ms per batch; 0 ahead is timed only below 2 ms"
 
 
 def test_epochs_of_few_batches_that_become_long_are_prefetched() -> None:

@@ -198,9 +198,16 @@ def test_each_cause_is_told(cause: str) -> None:
     assert "batch of 256 rows (1.0 MiB)" in text
 
 
+def test_a_loop_that_has_measured_its_depth_is_not_told_to_change_it() -> None:
+    counted = {**BASE, **CAUSES["overhead"][0]}
+    hints = [explanation(Totals(**counted, is_measured=one), str) for one in (False, True)]
+    assert ["depth=0 needs no threads" in hint for hint in hints] == [True, False]
+    assert all("Larger batches" in hint for hint in hints)
+
+
 def test_the_verdict_says_that_the_depth_was_measured() -> None:
     found = Totals(**{**BASE, **CAUSES["depth"][0], "is_measured": True})
-    assert found.verdict.endswith("nothing is read ahead (depth=0, by measurement)")
+    assert found.verdict.endswith("prefetching was measured to be slower (depth=0)")
 
 
 def test_a_device_whose_work_nobody_has_timed_is_not_said_to_do_nothing() -> None:

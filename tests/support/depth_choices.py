@@ -17,7 +17,7 @@ class ScriptedChoice(DepthChoice):
     """
 
     def __init__(self, schedule: Any, ways: Iterable[bool]) -> None:
-        super().__init__(dataclasses.replace(schedule, is_measured=True))
+        super().__init__(dataclasses.replace(schedule, measures_depth=True))
         self._ways = iter(ways)
         self.count(1, 0.0)
 

@@ -13,7 +13,7 @@ from pinfeed.devices.base import Device
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.feeders.options import FeederOptions
-from pinfeed.memory.depth import DEFAULT_DEPTH, check_depth
+from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.plan import check_route
 from pinfeed.pipeline.abandoned import is_abandoned
 from pinfeed.pipeline.active_run import has_ended, is_suspended
@@ -72,7 +72,8 @@ def train_rows(
         tables: For each table, a function that takes a batch on the host and returns the ids that
             the training step will look up: integers in a tensor or array of any shape, or several
             of these in a tuple, list or dict. Or the key of the batch under which they are. The
-            function is called by a background thread, one batch at a time, in order.
+            function is called by a background thread, or by the training thread in the synchronous
+            loop, one batch at a time, in order.
         optimizer: The RowOptimizer, or several, that step in the loop; their state is moved with
             the rows.
         depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
@@ -93,7 +94,7 @@ def train_rows(
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.
     """
-    depth = None if depth is None else check_depth(depth)
+    depth = check_optional_depth(depth)
     check_flag(verify, "verify")
     check_flag(progress, "progress")
     check_flag(timeline, "timeline")
@@ -331,7 +332,7 @@ def _schedule(depth: int | None, tables: Sequence[LentTable], *, verify: bool) -
         DEFAULT_DEPTH,
         n_readers=_n_readers(DEFAULT_DEPTH),
         writes=True,
-        is_measured=not verify and not is_sharded,
+        measures_depth=not verify and not is_sharded,
     )
 
 
