@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from pinfeed.memory.mapping import Block, Bytes, Lease, anonymous, block_nbytes
+from pinfeed.memory.mapping import PAGE, Block, Bytes, Lease, anonymous
 
 
 class BufferPool:
@@ -41,7 +41,8 @@ class BufferPool:
 
         It belongs to the caller until the last array on it dies.
         """
-        block = self._find(block_nbytes(nbytes))
+        # A block has at least one page.
+        block = self._find(nbytes or 1)
         if block is None:
             block = Block(self._make(nbytes))
         lease = Lease(block)
@@ -53,12 +54,13 @@ class BufferPool:
         """Unmap the free blocks; those in use are unmapped when their last array dies."""
         self._free = deque(maxlen=0)
 
-    def _find(self, size: int) -> Block | None:
+    def _find(self, nbytes: int) -> Block | None:
+        """Take the free block of as many whole pages as ``nbytes`` need, if there is one."""
         free = self._free
         try:
             for _ in range(len(free)):
                 block = free.pop()
-                if block.nbytes == size:
+                if 0 <= block.nbytes - nbytes < PAGE:
                     return block
                 free.appendleft(block)
         except IndexError:

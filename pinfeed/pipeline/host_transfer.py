@@ -40,8 +40,11 @@ class HostTransfer(Transfer):
         slot.seen = self.log.completed
         slot.needed = []
         slot.tensors = [self._read_part(slot, i, part) for i, part in enumerate(batch.all_parts())]
-        # This need not be done in the training thread: newer values reach the same memory.
-        slot.batch_tensors = self._cut(batch, slot.tensors[: len(batch.parts)])
+        if len(batch.batches) > 1:
+            # This need not be done in the training thread: newer values reach the same memory.
+            slot.batch_tensors = self._cut(batch, slot.tensors[: len(batch.parts)])
+        else:
+            slot.batch_tensors.clear()
         slot.ready_s = self.counters.now()
         slot.read_s = slot.source_s + slot.ready_s - slot.made_s
         if self._timeline is not None:
@@ -51,10 +54,10 @@ class HostTransfer(Transfer):
 
     def lend(self, slot: Slot) -> deque[list[Tensor]]:
         """Return the tensors of each of the slot's batches (consumer), with newer values."""
-        self._hand_over(slot, self._read)
-        tensors = slot.batch_tensors
+        tensors = self._hand_over(slot, self._read)
+        batch_tensors = slot.batch_tensors or deque((tensors,))
         slot.batch_tensors = deque()
-        return tensors
+        return batch_tensors
 
     def write_to_stores(self, pending: PendingWrite) -> None:
         """Write values back to their stores (a writer, or the consumer at depth 0)."""

@@ -13,6 +13,7 @@ from pinfeed.errors import ClosedError
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.threads.call import Call, Pending, Workers
+from pinfeed.threads.exit import exit_hook
 
 # Threads that scatter rows of one write-back beside the writer, on at most half of the cores.
 _N_SCATTER_HELPERS = max(0, min(len(os.sched_getaffinity(0)) // 2, 4) - 1)
@@ -35,7 +36,7 @@ class LoopThreads:
     def __init__(self, device: Device, schedule: PrefetchSchedule, *, is_named: bool) -> None:
         self._device = device
         self._schedule = schedule
-        self._pid = os.getpid()
+        self._n_forks = exit_hook.n_forks
         self.has_ended = False
         """Whether the loop has ended and its threads are joined."""
         self.call: Callable[..., Any] = self._call_named if is_named else _call
@@ -121,7 +122,7 @@ class LoopThreads:
     @property
     def is_forked(self) -> bool:
         """Whether this process is a fork of the one in which the loop ran, without its threads."""
-        return self._pid != os.getpid() and not self.has_ended
+        return self._n_forks != exit_hook.n_forks and not self.has_ended
 
     def require_not_forked(self) -> None:
         """Check that this is the process in which the loop began.
@@ -142,7 +143,7 @@ class LoopThreads:
             ClosedError: If the process is a fork, or another thread has closed the feeder.
         """
         # The loop calls this for every batch, so the usual case comes first.
-        if not self.has_ended and self._pid == os.getpid():
+        if not self.has_ended and self._n_forks == exit_hook.n_forks:
             return
         self.require_not_forked()
         if self.has_ended:

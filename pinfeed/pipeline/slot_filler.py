@@ -90,8 +90,8 @@ class SlotFiller:
                     self._comparing.end()
         if batch is None:
             return None
-        slot.made_s = made = self._counters.now()
-        slot.source_s = made - start
+        slot.made_s = self._counters.now()
+        slot.source_s = slot.made_s - start
         return self._gather(slot, batch, self.number(turn))
 
     def close(self) -> None:

@@ -482,7 +482,7 @@ class Transfer:
     def _cut(self, batch: HostBatch, tensors: list[Tensor]) -> deque[list[Tensor]]:
         """Return the tensors of each of the batches that were gathered together."""
         if len(batch.batches) == 1:
-            return deque([tensors])
+            return deque((tensors,))
         return deque(
             [self.device.cut(tensor, begin, end) for tensor in tensors]
             for begin, end in batch.ranges()

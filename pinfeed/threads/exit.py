@@ -49,13 +49,17 @@ class ExitHook:
 
     Attributes:
         pools: The pools that have not ended.
+        n_forks: Number of forks between the first process that imported pinfeed and this one.
+            Asking for it costs less than asking the system for the process's identifier.
     """
 
     def __init__(self) -> None:
+        self.n_forks = -1
         self.reset()
 
     def reset(self) -> None:
         """Forget all pools: a forked process does not have their threads."""
+        self.n_forks += 1
         self.pools: set[weakref.ref[Any]] = set()
         self._main_has_ended = False
         self._is_watching = False

@@ -51,7 +51,7 @@ class ArrayPart:
         yield
 
 
-@dataclass
+@dataclass(slots=True)
 class HostBatch:
     """A batch that is to be read, or several small ones after each other.
 
@@ -71,12 +71,11 @@ class HostBatch:
     shared: SharedRows | None = None
     """Rows that the batch has in common with earlier ones; None if no written row can recur."""
 
-    def all_parts(self) -> list[HostArray]:
+    def all_parts(self) -> Sequence[HostArray]:
         """Return the parts, and the positions of shared rows if there are any."""
-        parts = list(self.parts)
-        if self.shared is not None and len(self.shared.positions):
-            parts.append(ArrayPart(self.shared.positions))
-        return parts
+        if self.shared is None or not len(self.shared.positions):
+            return self.parts
+        return [*self.parts, ArrayPart(self.shared.positions)]
 
     def ranges(self) -> list[tuple[int, int]]:
         """Return the range [begin, end) of the rows of each batch."""
