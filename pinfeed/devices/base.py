@@ -73,7 +73,8 @@ class Device(Protocol):
         """Whether the device uses the host's memory.
 
         If so, ``empty`` returns an array of bytes, rows are gathered into it, and one limit holds
-        for all memory.
+        for all memory. All work is done when it is queued, the device reaches every store, and
+        ``write`` and ``copy_rows`` take values that are arrays as well as tensors.
         """
         ...
 

@@ -235,8 +235,7 @@ class EpochRunner:
                 is_kept = is_unified and not choice.is_synchronous
                 yield kept[-1] if is_kept else kept.pop()
                 counters.ask()
-                if kept:
-                    del kept[: -1 if is_kept else None]
+                del kept[: -1 if is_kept else None]
         except GeneratorExit:
             self._log_failure()
             raise

@@ -18,6 +18,10 @@ from pinfeed.threads.exit import exit_hook
 # Threads that scatter rows of one write-back beside the writer, on at most half of the cores.
 _N_SCATTER_HELPERS = max(0, min(len(os.sched_getaffinity(0)) // 2, 4) - 1)
 
+_CLOSED = (
+    "the feeder was closed by another thread while its loop ran; join that loop's thread before"
+)
+
 
 class LoopThreads:
     """Reader threads and writer threads of one loop.
@@ -46,6 +50,9 @@ class LoopThreads:
         self._idents: set[int] = set()
         self.is_inline = schedule.depth == 0
         """Whether the caller fills slots and writes rows itself, in its own thread."""
+        # Held while a write-back is submitted, and when no more may be.
+        self._joining = threading.Lock()
+        self._are_writers_joined = False
         self._reader: Workers | None = None
         self._writer: Workers | None = None
         self._scatterer: Workers | None = None
@@ -62,15 +69,19 @@ class LoopThreads:
 
     def submit_write(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let the writer thread call ``fn(*args)`` for a batch."""
-        if self._writer is None:
-            self._writer = self._device.worker("pinfeed-write")
-        return self._submit(self._writer, "write", batch, fn, *args)
+        with self._joining:
+            self._require_writers()
+            if self._writer is None:
+                self._writer = self._device.worker("pinfeed-write")
+            return self._submit(self._writer, "write", batch, fn, *args)
 
     def submit_scatter(self, batch: int, fn: Callable[..., Any], *args: Any) -> Pending[Any]:
         """Let the second writer thread call ``fn(*args)`` for a batch."""
-        if self._scatterer is None:
-            self._scatterer = self._device.worker("pinfeed-scatter")
-        return self._submit(self._scatterer, "scatter", batch, fn, *args)
+        with self._joining:
+            self._require_writers()
+            if self._scatterer is None:
+                self._scatterer = self._device.worker("pinfeed-scatter")
+            return self._submit(self._scatterer, "scatter", batch, fn, *args)
 
     def run_all(self, calls: Sequence[Callable[[], object]]) -> None:
         """Make several calls, in several threads if there are cores; called by the second writer.
@@ -110,6 +121,8 @@ class LoopThreads:
 
     def join_writers(self) -> None:
         """Wait until the writers have made all calls that were submitted."""
+        with self._joining:
+            self._are_writers_joined = True
         for worker in (self._writer, self._scatterer, self._scatter_helpers):
             if worker is not None:
                 worker.shutdown(wait=True)
@@ -147,10 +160,11 @@ class LoopThreads:
             return
         self.require_not_forked()
         if self.has_ended:
-            raise ClosedError(
-                "the feeder was closed by another thread while its loop ran; join that loop's "
-                "thread before"
-            )
+            raise ClosedError(_CLOSED)
+
+    def _require_writers(self) -> None:
+        if self._are_writers_joined:
+            raise ClosedError(_CLOSED)
 
     def _submit(
         self, workers: Workers | None, lane: str, batch: int, fn: Callable[..., Any], *args: Any

@@ -222,6 +222,9 @@ class Prefetcher:
             turn = next(self._turns)
             filled = guarded(self._threads.call, "read", number, filler.fill, slot, turn)
         found: Slot | None = filled
+        if found is not None and found.batch is None:
+            # Another thread closes the feeder now.
+            raise Cancelled
         return found
 
     def _leave(self, lent_batch: LentBatch | None) -> None:

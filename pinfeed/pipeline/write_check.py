@@ -50,9 +50,7 @@ class WriteCheck:
                 f"write_back of None; expected {self._expected(n_rows, device)}; rows that stay as "
                 "they are need no write_back"
             )
-        # A tensor alone is a leaf.
-        leaves = [("", values)] if hasattr(values, "shape") else flatten(values)[0]
-        given = {f"source{path}": value for path, value in leaves}
+        given = {f"source{path}": value for path, value in flatten(values)[0]}
         if given.keys() != self._name_set:
             structure = ", in the structure of the source (None for what stays as it is)"
             raise WriteBackError(

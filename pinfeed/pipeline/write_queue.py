@@ -63,7 +63,11 @@ class WriteQueue:
         if self.failure is not None:
             failure = self.failure
             self.failure = None
-            raise failure
+            try:
+                raise failure
+            finally:
+                # The error's traceback keeps this frame, which must not keep the error.
+                del failure
 
     def finish(self) -> None:
         """Wait until all write-backs have ended; ``failure`` has the first error."""

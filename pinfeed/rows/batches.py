@@ -115,10 +115,13 @@ class _OrderRun:
 
     def _compute(self) -> Rows:
         rows = np.empty(self._end - self._begin, np.int64)
+        name = f"rows={self._order!r}"
         for i in range(0, len(rows), _RUN_ROWS):
             part = rows[i : i + _RUN_ROWS]
             positions = np.arange(self._begin + i, self._begin + i + len(part))
-            part[:] = check_rows(self._at(positions), self._n_rows, f"rows={self._order!r}")
+            part[:] = check_rows(self._at(positions), self._n_rows, name)
+            # The owner of the order may have changed its array since it was checked.
+            check_rows(part, self._n_rows, name)
         return rows
 
 

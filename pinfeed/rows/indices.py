@@ -29,10 +29,13 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
     """
     # Every batch passes here. As uint64, negative numbers are large, so that one maximum is enough.
     # argmax takes a third of the time of max, which is a function in Python.
-    is_plain = type(rows) is np.ndarray and rows.dtype == np.int64 and rows.ndim == 1
-    if is_plain and len(rows) and 0 <= rows.item(rows.view(_UINT64).argmax()) < n_rows:
-        checked: Rows = rows
-        return checked.copy() if copy or not checked.flags.c_contiguous else checked
+    if type(rows) is np.ndarray and rows.dtype == np.int64 and rows.ndim == 1 and len(rows):
+        # The copy is checked, because the user may change the array now.
+        if copy or not rows.flags.c_contiguous:
+            rows = rows.copy()
+        if 0 <= rows.item(rows.view(_UINT64).argmax()) < n_rows:
+            checked: Rows = rows
+            return checked
     try:
         array = np.asarray(rows)
     except (TypeError, ValueError) as error:
@@ -48,6 +51,8 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
             f"{name}: got shape {array.shape} of {array.dtype}; expected a 1-d array of integer "
             "row numbers (mask: np.flatnonzero)"
         )
+    if copy:
+        array = array.copy()
     if len(array):
         low = int(array.min())
         high = int(array.max())
@@ -56,6 +61,4 @@ def check_rows(rows: Any, n_rows: int, name: str = "rows", *, copy: bool = False
             raise RowIndexError(
                 f"{name}: row {wrong} is out of range; expected 0 <= row < {n_rows}"
             )
-    if copy:
-        return array.astype(np.int64, order="C")
     return np.ascontiguousarray(array, dtype=np.int64)

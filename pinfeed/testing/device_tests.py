@@ -213,6 +213,22 @@ class DeviceTests:
             found = self.download(device, tensor, (3,), np.float64, device.current_stream())
             np.testing.assert_array_equal(found, [1, 2, 3])
 
+    def test_values_on_the_host_may_be_arrays(self, device: Device) -> None:
+        if not device.unified:
+            pytest.skip("its memory is not the host's")
+        stream = device.current_stream()
+        store = self.store(np.zeros(4))
+        assert device.reaches(store)
+        values = np.array([1.0, 2.0])
+        device.write([(store, values)], np.array([3, 1]), stream)
+        np.testing.assert_array_equal(store.array, [0, 2, 0, 1])
+        batch, _a = self.upload(device, np.zeros(3), stream)
+        one, _b = self.upload(device, np.array([1], np.int32), stream)
+        other, _c = self.upload(device, np.array([2], np.int32), stream)
+        device.copy_rows([(values, batch)], one, other, stream)
+        found = self.download(device, batch, (3,), np.float64, stream)
+        np.testing.assert_array_equal(found, [0, 0, 2])
+
     def test_memory_lent_to_another_stream_is_not_given_away(self, device: Device) -> None:
         home, other = device.stream("home"), device.stream("other")
         tensor, _a = self.upload(device, np.full(512, 1.0), home)
