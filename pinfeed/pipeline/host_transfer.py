@@ -39,7 +39,9 @@ class HostTransfer(Transfer):
         slot.batch = batch
         slot.seen = self.log.completed
         slot.needed = []
-        slot.tensors = [self._read_part(slot, i, part) for i, part in enumerate(batch.all_parts())]
+        slot.tensors = []
+        for i, part in enumerate(batch.all_parts()):
+            slot.tensors.append(self._read_part(slot, i, part))
         if len(batch.batches) > 1:
             # This need not be done in the training thread: newer values reach the same memory.
             slot.batch_tensors = self._cut(batch, slot.tensors[: len(batch.parts)])
