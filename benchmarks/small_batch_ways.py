@@ -1,8 +1,8 @@
 """Ways to iterate small batches: rows in memory, and DataLoaders with and without wrap_loader.
 
 The functions are called in a process of their own for each way, by ``benchmarks/earlier.py``. Rows
-are drawn in the order of ``pinfeed.rows.shuffled``, which differs between epochs. pinfeed draws it
-in its own time. All other ways are given row indices that were drawn before.
+are drawn in the order of ``pinfeed.rows.shuffled``, which differs between epochs. Every way draws
+it in its own time.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import zlib
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, TensorDataset
 
 import pinfeed
-from pinfeed.rows.batches import OrderBatches
 
 N_BATCHES = 512
 BATCH_SIZE = 64
@@ -33,22 +33,44 @@ Start = Callable[[], Iterable[Any]]
 
 
 class Rows:
-    """Rows in memory with their labels, and their order in the current epoch."""
+    """Rows in memory with their labels, and a sampler of their order in the current epoch."""
 
     def __init__(self, n_batches: int = N_BATCHES) -> None:
         generator = torch.Generator().manual_seed(SEED)
         n_rows = n_batches * BATCH_SIZE
         self.x = torch.rand(n_rows, N_FEATURES, generator=generator)
         self.y = torch.randint(N_CLASSES, (n_rows,), generator=generator)
-        self.batches: list[torch.Tensor] = []
-        self.indices: list[int] = []
+        self.epoch = 0
 
-    def begin(self, epoch: int) -> None:
-        """Draw the order of an epoch."""
-        order = pinfeed.rows.shuffled(SEED)
-        drawn = OrderBatches(order, len(self.x), BATCH_SIZE, drop_last=True).epoch(epoch)
-        self.batches[:] = [torch.as_tensor(batch.rows()) for batch in drawn]
-        self.indices[:] = torch.cat(self.batches).tolist()
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __iter__(self) -> Iterator[int]:
+        """Yield row indices, as torch's RandomSampler does."""
+        yield from self.draw().tolist()
+
+    def draw(self) -> torch.Tensor:
+        """Draw the order of the epoch."""
+        n_rows = len(self.x)
+        at = pinfeed.rows.shuffled(SEED).bind(n_rows, self.epoch)
+        return torch.as_tensor(at(np.arange(n_rows)))
+
+
+class IndexTensors:
+    """Sampler that gives a tensor of row indices for each batch.
+
+    Args:
+        rows: Rows that are sampled.
+    """
+
+    def __init__(self, rows: Rows) -> None:
+        self._rows = rows
+
+    def __len__(self) -> int:
+        return len(self._rows) // BATCH_SIZE
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        yield from self._rows.draw().split(BATCH_SIZE)
 
 
 class WholeBatches:
@@ -73,7 +95,7 @@ def feeder(rows: Rows, depth: int | None) -> Start:
 
 
 def plain_loop(rows: Rows) -> Start:
-    return lambda: (rows.x[batch] for batch in rows.batches)
+    return lambda: (rows.x[batch] for batch in IndexTensors(rows))
 
 
 def gather_alone(rows: Rows) -> Start:
@@ -82,30 +104,30 @@ def gather_alone(rows: Rows) -> Start:
     This is no loader, but the time that is left if all else takes none.
     """
     out = torch.empty(BATCH_SIZE, N_FEATURES)
-    return lambda: (torch.index_select(rows.x, 0, batch, out=out) for batch in rows.batches)
+    return lambda: (torch.index_select(rows.x, 0, batch, out=out) for batch in IndexTensors(rows))
 
 
 def batch_sampler(rows: Rows) -> Start:
     """Use a DataLoader with a BatchSampler, which makes a list of row indices for each batch."""
-    sampler = BatchSampler(rows.indices, BATCH_SIZE, drop_last=False)
+    sampler = BatchSampler(rows, BATCH_SIZE, drop_last=False)
     loader = DataLoader(WholeBatches(rows.x), sampler=sampler, batch_size=None)  # type: ignore[arg-type]
     return lambda: loader
 
 
 def index_tensors(rows: Rows) -> Start:
     """Use a DataLoader that is given a tensor of row indices for each batch."""
-    loader = DataLoader(WholeBatches(rows.x), sampler=rows.batches, batch_size=None)  # type: ignore[arg-type]
+    loader = DataLoader(WholeBatches(rows.x), sampler=IndexTensors(rows), batch_size=None)  # type: ignore[arg-type]
     return lambda: loader
 
 
 def single_rows(rows: Rows) -> Start:
     dataset = TensorDataset(rows.x, rows.y)
-    loader = DataLoader(dataset, BATCH_SIZE, sampler=rows.indices)
+    loader = DataLoader(dataset, BATCH_SIZE, sampler=rows)
     return lambda: loader
 
 
 def whole_batches(rows: Rows) -> Start:
-    sampler = BatchSampler(rows.indices, BATCH_SIZE, drop_last=False)
+    sampler = BatchSampler(rows, BATCH_SIZE, drop_last=False)
     loader = DataLoader(TensorDataset(rows.x, rows.y), sampler=sampler, batch_size=None)
     return lambda: loader
 
@@ -204,7 +226,7 @@ class Loop:
             Microseconds of a batch, by the clock and of the CPU in all threads, the page faults of
             a batch, and the last loss.
         """
-        self._rows.begin(self._epoch)
+        self._rows.epoch = self._epoch
         self._epoch += 1
         step = self._step
         n_faults = _n_faults()
@@ -253,14 +275,14 @@ def _loop(group: str, way: str, step: str, n_batches: int) -> Loop:
 def checksums(group: str, way: str, n_batches: int) -> list[int] | None:
     """Return a checksum of all values of each of two epochs; None if the way does not exist yet."""
     rows = _rows(n_batches)
-    rows.begin(0)
+    rows.epoch = 0
     try:
         start = GROUPS[group][way](rows)
     except pinfeed.ArgumentError:
         return None
     found = []
     for epoch in range(2):
-        rows.begin(epoch)
+        rows.epoch = epoch
         found.append(_checksum(start()))
     return found
 

@@ -43,7 +43,11 @@ same reason.
 MAX_ROUNDS = 5
 """Rounds after which the choice is made by the medians."""
 WORTHWHILE = 0.95
-"""Share of the time with prefetching that the synchronous loop must not exceed to be chosen."""
+"""Share of the time of the usual way that the other one must stay below to be chosen.
+
+Usual is prefetching. If only short batches are timed, the synchronous loop is usual, because
+threads take time of the other cores, too, which is not seen here.
+"""
 
 logger = logging.getLogger("pinfeed")
 
@@ -244,13 +248,15 @@ class DepthChoice:
         synchronous_s = self._synchronous_s
         if len(synchronous_s) < MIN_ROUNDS:
             return
-        if max(ahead_s) <= min(synchronous_s):
-            self._settle(is_synchronous=False)
-        elif max(synchronous_s) < WORTHWHILE * min(ahead_s):
-            self._settle(is_synchronous=True)
+        is_usual = self._schedule.measures_short_only
+        usual_s, other_s = (synchronous_s, ahead_s) if is_usual else (ahead_s, synchronous_s)
+        if max(usual_s) <= min(other_s):
+            self._settle(is_synchronous=is_usual)
+        elif max(other_s) < WORTHWHILE * min(usual_s):
+            self._settle(is_synchronous=not is_usual)
         elif len(synchronous_s) == MAX_ROUNDS:
-            medians_s = [statistics.median(times) for times in (synchronous_s, ahead_s)]
-            self._settle(is_synchronous=medians_s[0] < WORTHWHILE * medians_s[1])
+            is_other = statistics.median(other_s) < WORTHWHILE * statistics.median(usual_s)
+            self._settle(is_synchronous=is_usual is not is_other)
 
     def _settle(self, *, is_synchronous: bool) -> None:
         self.is_measuring = False
