@@ -79,9 +79,9 @@ class Feeder(ResumableFeeder):
             With ``"all"`` or None, every process iterates all rows.
         depth: Number of batches to prefetch, at most 1,024, because each takes memory; 0 is the
             synchronous loop. It replaces ``config.depth``. None is 2, or more for small batches. On
-            the CPU, a loop without a depth also measures whether short batches are faster without
-            prefetching, and keeps the faster way, which ``depth_reason`` names. It does not measure
-            with ``verify``.
+            the CPU, a loop without a depth over rows in memory also measures whether short batches
+            are faster without prefetching, and keeps the faster way, which ``depth_reason`` names.
+            It does not measure with ``verify``.
         device: ``"auto"`` (CUDA if available), ``"cpu"``, ``"cuda"``, ``"cuda:1"``, a
             ``torch.device`` or a Device.
         route: Route of rows of page-locked stores to a GPU. With ``"direct"``, a kernel reads them
@@ -136,8 +136,7 @@ class Feeder(ResumableFeeder):
                 self._stores.stores, selection.batch_size, selection.config, depth
             )
             self._open_device(device, self._n_buffers(schedule))
-            # Whether a change of rows is found must not depend on measured times.
-            schedule = schedule.on(self._device, may_measure=not self._verify)
+            schedule = schedule.on(self._device, may_measure=self._may_measure)
             batches = self._plan_batches(selection, schedule, route)
             self._write_schedule = dataclasses.replace(
                 _schedule_with_writes(schedule), repeats=not batches.is_distinct
@@ -253,6 +252,13 @@ class Feeder(ResumableFeeder):
         stack.callback(self._stores.close)
         for strategy in self._read_plan.strategies:
             stack.callback(strategy.close)
+
+    @property
+    def _may_measure(self) -> bool:
+        """Whether a loop without a depth may time the synchronous loop."""
+        # Whether a change of rows is found must not depend on measured times. A file may be slow
+        # again after it was measured, which prefetching hides.
+        return self._stores.are_in_memory and not self._verify
 
     @property
     def _take(self) -> Callable[[LentBatch], Any]:

@@ -82,6 +82,11 @@ class StoreTree:
         more = f", and {len(stores) - _N_SHOWN} more" if len(stores) > _N_SHOWN else ""
         return f"{self.n_rows:,} rows of {', '.join(stores[:_N_SHOWN])}{more}"
 
+    @property
+    def are_in_memory(self) -> bool:
+        """Whether all stores are arrays in memory."""
+        return all(isinstance(store, ArrayStore) for store in self.stores)
+
     def close(self) -> None:
         """Close all stores that were opened here, and raise the first error."""
         with contextlib.ExitStack() as stack:
