@@ -3,7 +3,7 @@
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -259,3 +259,18 @@ def test_write_back_to_the_copy_of_a_worker_process_is_warned_of(
         in line
         for line in said
     )
+
+
+class Drawing(NamedTuple):
+    shape: Any
+    colour: Any
+
+
+def test_a_field_may_have_the_name_of_an_attribute_of_tensors() -> None:
+    shape = np.zeros((6, 2))
+    colour = np.zeros((6, 3))
+    with Feeder(Drawing(shape, colour), batch_size=3, device="cpu") as feeder:
+        for batch in feeder.batches():
+            batch.write_back(Drawing(batch.data.shape + 1, batch.data.colour + 2))
+    assert (shape == 1).all()
+    assert (colour == 2).all()

@@ -1,8 +1,10 @@
 """Two write-backs are under way at a time, and may write the same rows."""
 
+import contextlib
 import gc
 import random
 import threading
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,7 @@ from support.schedules import SLOTS, STREAMS, corners
 
 from pinfeed import ArrayStore, Feeder
 from pinfeed.devices.cpu import HostDevice
+from pinfeed.errors import ClosedError
 from pinfeed.pipeline import loop_threads, pending_write
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.pending_write import StagedRows
@@ -281,6 +284,40 @@ def test_calls_are_made_here_if_the_program_ends(monkeypatch: pytest.MonkeyPatch
     threads.join_writers()
     threads.run_all([lambda i=i: done.append(i) for i in range(3, 6)])
     assert sorted(done) == list(range(6))
+
+
+def test_a_loop_that_has_ended_takes_no_writes() -> None:
+    """Another thread may close the feeder while the loop is about to write."""
+    threads = LoopThreads(HostDevice(), PrefetchSchedule(2), is_named=False)
+    threads.join_writers()
+    for submit in (threads.submit_write, threads.submit_scatter):
+        with pytest.raises(ClosedError, match="closed by another thread"):
+            submit(0, print)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_the_error_of_a_write_keeps_no_batch(depth: int) -> None:
+    class Failing(ArrayStore):
+        def scatter(self, rows: Any, values: Any) -> None:
+            raise OSError("the disk is full")
+
+    alive: list[weakref.ref[Any]] = []
+
+    def run() -> None:
+        with Feeder(Failing(np.zeros((N, 2))), batch_size=4, depth=depth, device="cpu") as feeder:
+            for batch in feeder.batches():
+                alive.append(weakref.ref(batch.data))
+                batch.write_back(batch.data)
+
+    gc.collect()
+    gc.disable()
+    try:
+        with contextlib.suppress(OSError):
+            run()
+        assert [one() for one in alive] == [None] * len(alive)
+    finally:
+        gc.enable()
+    assert alive
 
 
 @pytest.mark.parametrize("corner", [(), SLOTS, ("pinfeed-scatter-helper",)], ids=str)
