@@ -3,6 +3,7 @@
 Everything that numpy writes and pinfeed can serve is read. Everything else is refused.
 """
 
+import ast
 import io
 import re
 import warnings
@@ -477,3 +478,22 @@ def test_damage_that_moves_the_rest(
     content = content[:position] + added + content[position + removed :]
     header = header_or_refusal(scratch, content)
     assert header is None or header.end <= len(content)
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_header_that_another_thread_has_kept_from_being_parsed(
+    tmp_path: Path, version: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """CPython's parser has one depth for all threads, and may find that another changed it."""
+    path = save(tmp_path / "x.npy", np.zeros((3, 2)), version)
+    parse = ast.literal_eval
+    failures = [SystemError("AST constructor recursion depth mismatch")] * 3
+
+    def disturbed(text: str) -> Any:
+        if failures:
+            raise failures.pop()
+        return parse(text)
+
+    monkeypatch.setattr(ast, "literal_eval", disturbed)
+    assert read_header(path).n_rows == 3
+    assert not failures

@@ -23,6 +23,9 @@ from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.suggestions import of_file
 
 # Limit of numpy.
+# CPython counts the depth of the literals that it parses for all threads together. If two threads
+# parse at the same time, as when shards are opened, one of them may fail with a SystemError.
+_MAX_TRIES = 10
 _MAX_AXES = 64
 # Longest header of version 1. A longer one lists the fields of a structured dtype, or is no header.
 _MAX_HEADER = 1 << 16
@@ -206,13 +209,7 @@ def _parse(
     try:
         if len(text) < length:
             raise ValueError(f"{len(text)} of {length} bytes are there")
-        if version == 3:
-            shape, fortran, dtype = _fields(ast.literal_eval(text.decode("utf-8")))
-        else:
-            # numpy has a function for versions 1 and 2, which differ only in the width of the
-            # length.
-            version_2 = io.BytesIO(len(text).to_bytes(4, "little") + text)
-            shape, fortran, dtype = np.lib.format.read_array_header_2_0(version_2, _MAX_HEADER)
+        shape, fortran, dtype = _evaluate(version, text)
         if (
             not isinstance(shape, tuple)
             or len(shape) > _MAX_AXES
@@ -225,6 +222,19 @@ def _parse(
             f"{path}: the .npy header is damaged ({described(error):.250}); save the array again"
         ) from None
     return dtype, shape, fortran
+
+
+def _evaluate(version: int, text: bytes) -> tuple[Any, bool, np.dtype[Any]]:
+    """Return shape, order and dtype of a header."""
+    for _ in range(_MAX_TRIES):
+        with contextlib.suppress(SystemError):
+            if version == 3:
+                return _fields(ast.literal_eval(text.decode("utf-8")))
+            # numpy has a function for versions 1 and 2, which differ only in the width of the
+            # length.
+            version_2 = io.BytesIO(len(text).to_bytes(4, "little") + text)
+            return np.lib.format.read_array_header_2_0(version_2, _MAX_HEADER)
+    raise ValueError("it cannot be parsed")
 
 
 def _fields(found: Any) -> tuple[Any, bool, np.dtype[Any]]:
