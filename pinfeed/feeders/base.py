@@ -82,9 +82,9 @@ class BaseFeeder:
     def depth_reason(self) -> str:
         """Depth of the loop and the measured times behind it; empty if the depth is not measured.
 
-        A ``Feeder`` or ``wrap_loader`` on the CPU without a ``depth`` measures whether short
-        batches are faster in the synchronous loop, and keeps the faster way while they stay short.
-        ``train_rows`` without a ``depth`` measures on every device, once.
+        On the CPU, a ``Feeder`` over rows in memory or a ``wrap_loader`` without a ``depth``
+        measures whether short batches are faster in the synchronous loop, and keeps the faster way
+        while they stay short. ``train_rows`` without a ``depth`` measures on every device, once.
         """
         return self._loop.depth_reason
 

@@ -40,8 +40,8 @@ class MemoryLimits:
             to this. None is 65,536 rows or 64 MiB, whichever is less: larger batches take more
             memory and move no more rows per second.
         depth: Batches prefetched ahead of the loop; 0 is the synchronous loop. None is 2, or more
-            if batches are small; on the CPU, the loop measures whether 0 is faster for short
-            batches.
+            if batches are small; on the CPU, a loop over rows in memory measures whether 0 is
+            faster for short batches.
         headroom: Share of the free memory that is left alone if a limit is None.
 
     Raises:

@@ -50,7 +50,8 @@ class LoopThreads:
         self._idents: set[int] = set()
         self.is_inline = schedule.depth == 0
         """Whether the caller fills slots and writes rows itself, in its own thread."""
-        # Held while a write-back is submitted, and when no more may be.
+        # Another thread may close the feeder while the loop writes rows back. Without this lock, it
+        # could join the writers just before one is started for the write-back.
         self._joining = threading.Lock()
         self._are_writers_joined = False
         self._reader: Workers | None = None

@@ -110,8 +110,7 @@ class Prefetcher:
                     idle = is_unified
                     number += 1
                     write_queue.check()
-                if slot.error is not None:
-                    _raise_error(slot)
+                _raise_error(slot)
                 self._reuse(slots, slot, n_batches)
                 if len(transfer.log):
                     transfer.forget()
@@ -198,11 +197,14 @@ class Prefetcher:
 
     def _submit(self, slot: Slot) -> Pending[Slot | None]:
         """Reserve a slot, and let a reader thread fill it."""
-        filler = self._filler
-        assert filler is not None
-        self._transfer.reserve(slot)
-        turn = next(self._turns)
+        filler, turn = self._reserve(slot)
         return self._threads.submit_read(filler.number(turn), filler.fill, slot, turn)
+
+    def _reserve(self, slot: Slot) -> tuple[SlotFiller, int]:
+        """Reserve a slot; return what fills it, and the number of its turn."""
+        assert self._filler is not None
+        self._transfer.reserve(slot)
+        return self._filler, next(self._turns)
 
     def _next(self, slots: _Slots, number: int) -> Slot | None:
         """Return the next slot that is filled, or None after the last batch.
@@ -215,11 +217,8 @@ class Prefetcher:
         if slots.filling:
             filled = self._threads.call("wait", number, slots.filling.popleft().result)
         else:
-            filler = self._filler
-            assert filler is not None
             slot = slots.free.popleft()
-            self._transfer.reserve(slot)
-            turn = next(self._turns)
+            filler, turn = self._reserve(slot)
             filled = guarded(self._threads.call, "read", number, filler.fill, slot, turn)
         found: Slot | None = filled
         if found is not None and found.batch is None:

@@ -23,7 +23,7 @@ _MAX_READERS = 8
 SHORT_BATCH_S = 2e-3
 """Seconds of a batch, training step included, above which threads are worth their cost.
 
-Threads cost a loop some 100 us per batch at most, which is 5 % of this.
+Threads cost a loop some 100 µs per batch at most, which is 5 % of this.
 """
 
 

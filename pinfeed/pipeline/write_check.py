@@ -111,9 +111,6 @@ def aliases(names: Sequence[str], stores: Sequence[Store]) -> str:
 
 def _check_one(value: Any, name: str, store: Store, n_rows: int, device: Device) -> None:
     """Check the tensor of one store."""
-    found = device.describe(value)
-    if store.writable and found == ((n_rows, *store.row_shape), store.dtype, True):
-        return
     if isinstance(store, ArrayStore) and store.array.flags.writeable and not store.writable:
         raise WriteBackError(f"write_back to {name}: rows of an array {SHARED}")
     if not store.writable:
@@ -121,6 +118,7 @@ def _check_one(value: Any, name: str, store: Store, n_rows: int, device: Device)
             f'write_back to {name}, which is read-only; open a file with MmapStore(path, mode="r+")'
             ", or give a writable array"
         )
+    found = device.describe(value)
     if found is None:
         layout = f" of layout {value.layout}" if hasattr(value, "layout") else ""
         is_array = isinstance(value, np.ndarray)

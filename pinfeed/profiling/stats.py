@@ -305,7 +305,7 @@ class FeederStats(Totals):
             ("seconds of waiting for data", f"{self.wait_s:.3f}"),
             ("seconds of overhead", f"{self.overhead_s:.3f}"),
             ("readers were busy", f"{self.readers_busy:.0%} of {threads}"),
-            ("batches ahead", self.depth_in_words),
+            ("prefetching", self.depth_in_words),
         ]
         rows += [(f"memory, {name}", text) for name, text in self.memory._texts()]
         table = tabulate(rows, tablefmt="html", disable_numparse=True)

@@ -78,26 +78,21 @@ def test_the_faster_way_is_kept_with_a_margin_for_prefetching(
 
 
 @pytest.mark.parametrize(
-    ("times_s", "expected"),
-    [((1.0, 0.96), 2), ((1.0, 0.94), 0), ((0.96, 1.0), 2), ((0.94, 1.0), 2)],
+    ("times_s", "expected", "expected_if_short"),
+    [
+        ((1e-4, 0.94e-4), 0, 0),
+        ((1e-4, 0.96e-4), 2, 0),
+        ((1e-4, 1e-4), 2, 0),
+        ((0.96e-4, 1e-4), 2, 0),
+        ((0.94e-4, 1e-4), 2, 2),
+    ],
 )
-def test_a_loop_of_any_length_prefetches_if_in_doubt(
-    times_s: tuple[float, float], expected: int
+def test_in_doubt_only_loops_of_any_length_prefetch(
+    times_s: tuple[float, float], expected: int, expected_if_short: int
 ) -> None:
     assert Loop(even(*times_s)).run().choice.schedule.depth == expected
-
-
-@pytest.mark.parametrize(
-    ("times_s", "expected"),
-    [((1.0, 0.96), 0), ((1.0, 1.0), 0), ((0.96, 1.0), 0), ((0.94, 1.0), 2)],
-)
-def test_short_batches_are_not_prefetched_if_in_doubt(
-    times_s: tuple[float, float], expected: int
-) -> None:
-    ahead_s, synchronous_s = times_s
-    times = even(1e-4 * ahead_s, 1e-4 * synchronous_s)
-    choice = Loop(times, SHORT_MEASURED).run().choice
-    assert choice.schedule.depth == expected
+    short = Loop(even(*times_s), SHORT_MEASURED).run().choice
+    assert short.schedule.depth == expected_if_short
 
 
 @pytest.mark.parametrize(("times_s", "n_batches"), [((1, 2), 44), ((2, 1), 44), ((1, 0.97), 110)])

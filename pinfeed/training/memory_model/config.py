@@ -63,8 +63,8 @@ class Config(limits.MemoryLimits):
             batch that fits is taken up to this. None is 65,536; without a model, 64 MiB of rows if
             that is less.
         depth: Batches prefetched ahead of the loop; 0 is the synchronous loop. None is 2, or more
-            if batches are small; on the CPU, the loop measures whether 0 is faster for short
-            batches.
+            if batches are small; on the CPU, a loop over rows in memory measures whether 0 is
+            faster for short batches.
         headroom: Share of the free memory that is left alone where a limit is None.
         total_sample_count: Reads of an epoch, of ``one_read_count`` samples each.
         input_shape: Shape of a sample, without the batch dimension; or a tuple (positional
