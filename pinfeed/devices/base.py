@@ -124,16 +124,16 @@ class Device(Protocol):
     def copy_rows(
         self,
         pairs: Sequence[tuple[Tensor, Tensor]],
-        src_pos: Tensor,
-        dst_pos: Tensor,
+        src_pos: Tensor | None,
+        dst_pos: Tensor | None,
         stream: Any,
     ) -> None:
         """Queue ``dst[dst_pos] = src[src_pos]`` for every pair ``(src, dst)``.
 
         Args:
             pairs: Tensors with equal rows; different pairs may have different ones.
-            src_pos: Positions, int32, shape (n,), on the device.
-            dst_pos: Positions, int32, shape (n,), on the device.
+            src_pos: Positions, int32, shape (n,), on the device; None for all rows in order.
+            dst_pos: The same of the other tensor. One of the two is not None.
             stream: Stream of the copies.
         """
 

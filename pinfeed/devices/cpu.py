@@ -112,16 +112,20 @@ class HostDevice:
     def copy_rows(
         self,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        src_pos: torch.Tensor,
-        dst_pos: torch.Tensor,
+        src_pos: torch.Tensor | None,
+        dst_pos: torch.Tensor | None,
         stream: Any,
     ) -> None:
         # By numpy, which supports every dtype; torch does not index uint16.
-        taken = memory_of(src_pos)
-        replaced = memory_of(dst_pos)
         for src, dst in pairs:
-            values = np.take(_array_of(src), taken, axis=0, mode="clip")
-            put_rows(_array_of(dst), replaced, values)
+            values = _array_of(src)
+            if dst_pos is None:
+                assert src_pos is not None
+                values.take(memory_of(src_pos), axis=0, out=_array_of(dst), mode="clip")
+                continue
+            if src_pos is not None:
+                values = values.take(memory_of(src_pos), axis=0, mode="clip")
+            put_rows(_array_of(dst), memory_of(dst_pos), values)
 
     def adopt(self, part: HostArray, stream: Any) -> Any:
         value = getattr(part, "host_value", None)

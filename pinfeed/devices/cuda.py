@@ -127,17 +127,15 @@ class CudaDevice(DirectAccess):
     def copy_rows(
         self,
         pairs: Sequence[tuple[torch.Tensor, torch.Tensor]],
-        src_pos: torch.Tensor,
-        dst_pos: torch.Tensor,
+        src_pos: torch.Tensor | None,
+        dst_pos: torch.Tensor | None,
         stream: CudaStream,
     ) -> None:
-        if not len(src_pos):
-            return
         with torch.cuda.stream(stream.raw):
             # index_select takes int32, and index_copy_ does not.
-            target_pos = dst_pos.long()
+            target_pos = None if dst_pos is None else dst_pos.long()
             for src, dst in pairs:
-                if dst.numel():
+                if src.numel() and dst.numel():
                     _copy_rows(_words(src), src_pos, _words(dst), target_pos)
 
     def adopt(self, part: HostArray, stream: CudaStream) -> Any:
@@ -206,8 +204,18 @@ def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _copy_rows(
-    source: torch.Tensor, source_pos: torch.Tensor, target: torch.Tensor, target_pos: torch.Tensor
+    source: torch.Tensor,
+    source_pos: torch.Tensor | None,
+    target: torch.Tensor,
+    target_pos: torch.Tensor | None,
 ) -> None:
+    if source_pos is None:
+        assert target_pos is not None
+        target.index_copy_(0, target_pos, source)
+        return
+    if target_pos is None:
+        torch.index_select(source, 0, source_pos, out=target)
+        return
     # index_select allocates memory for the selected rows, so they are copied in steps.
     step = max(1, OVERLAP_CHUNK_BYTES * len(target) // target.nbytes)
     for chosen, into in zip(source_pos.split(step), target_pos.split(step), strict=True):

@@ -88,7 +88,7 @@ class MemoryLimits:
         """
         cpu = self.host_limit(free_host_bytes)
         depth = DEFAULT_DEPTH if self.depth is None else self.depth
-        gpu = None if demand.unified else self._limit(self.gpu_memory_limit, free_device_bytes)
+        gpu = None if demand.unified else self.device_limit(free_device_bytes)
 
         def plan_of(batch_size: int) -> Plan:
             items = plan_allocations(demand, batch_size, depth)
@@ -120,6 +120,10 @@ class MemoryLimits:
     def host_limit(self, free: int) -> int:
         """Return the host memory that may be taken if ``free`` bytes are free."""
         return self._limit(self.cpu_memory_limit, free)
+
+    def device_limit(self, free: int) -> int:
+        """Return the device memory that may be taken if ``free`` bytes are free."""
+        return self._limit(self.gpu_memory_limit, free)
 
     def _limit(self, limit: int | None, free: int) -> int:
         return int(free * (1 - self.headroom)) if limit is None else limit

@@ -178,7 +178,9 @@ class EpochRunner:
         """
         if self._prefetcher is not None:
             self._prefetcher.require_not_forked()
-            if not self._active.is_running:
+            if self._active.is_running:
+                self._prefetcher.flush_caches()
+            else:
                 self._prefetcher.end()
             self._prefetcher.write_queue.drain()
 

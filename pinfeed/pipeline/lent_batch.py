@@ -77,6 +77,16 @@ class LentBatch:
         """Note that the loop has asked for the next batch, or has ended."""
         self._is_over = True
 
+    def finish(self) -> None:
+        """Let rows enter and leave their caches, if no write of the batch has done so."""
+        cached = [group.cached for group in self._slot_groups if group.cached is not None]
+        if not cached:
+            return
+        if not self._is_written:
+            self.write([None] * len(self.groups), copied=False, check=False)
+        for rows in cached:
+            rows.release()
+
     def require_writable(self) -> None:
         """Check that the batch can be written back now.
 

@@ -60,6 +60,8 @@ class HeldValues:
 class PendingWrite:
     """A write-back that is not completed."""
 
+    number: int
+    """Position among all write-backs."""
     write: Write[HeldValues]
     groups: Sequence[RowGroup]
     """Rows that are written, and their stores."""
@@ -71,6 +73,8 @@ class PendingWrite:
     """Event behind the copies."""
     begun: Event | None = None
     """Timed event before the copies; None if they are not timed."""
+    sources: list[npt.NDArray[Any]] = field(default_factory=list)
+    """Staging memory from which the device computes the values."""
     started_s: float = 0.0
     """Time at which the copies were queued."""
 

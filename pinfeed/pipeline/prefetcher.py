@@ -106,6 +106,7 @@ class Prefetcher:
                     yield lent_batch
                     lent_batch.end()
                     threads.require_running()
+                    lent_batch.finish()
                     # For the other batches of the slot, the device is not asked again.
                     idle = is_unified
                     number += 1
@@ -134,6 +135,7 @@ class Prefetcher:
                 stack.callback(self._transfer.quiesce)
                 stack.callback(self._threads.join_writers)
                 stack.callback(self.write_queue.finish)
+                stack.callback(self.flush_caches)
                 if self._filler is not None:
                     stack.callback(self._filler.close)
                 # Fills that have not begun are not cancelled: each one that was submitted takes its
@@ -141,6 +143,11 @@ class Prefetcher:
                 stack.callback(self._threads.join_readers)
                 self._transfer.stop()
             self._threads.has_ended = True
+
+    def flush_caches(self) -> None:
+        """Queue writes of all rows in caches that may differ from their stores."""
+        for write in self._transfer.changed_rows():
+            self.write_queue.add(write, check=False)
 
     @property
     def is_forked(self) -> bool:

@@ -45,15 +45,17 @@ class RecentRows:
         self._groups: list[_GroupHistory] = []
 
     def add(
-        self, number: int, groups: Sequence[Rows], pending: Collection[int]
+        self, number: int, groups: Sequence[tuple[Rows, Rows]], pending: Collection[int]
     ) -> tuple[SharedRows, list[int | None]]:
-        """Compare the rows of a batch with those of earlier batches, and keep them.
+        """Compare the rows that a batch gathers with those that earlier batches may write.
 
         It is compared with the ``n_ahead`` batches before it, and with those in ``pending``.
 
         Args:
             number: Number of the batch. Every batch is added, in order.
-            groups: For each group of rows their indices, shape (n,); they may repeat.
+            groups: For each group of rows the indices of those that the batch gathers, shape (n,),
+                and of those that it may write, shape (m,), which are kept. They may repeat; if both
+                are one array, the batch may write what it gathers.
             pending: Numbers of the batches whose writes are not completed.
 
         Returns:
@@ -62,15 +64,18 @@ class RecentRows:
         """
         if not self._groups:
             self._groups = [_GroupHistory() for _ in groups]
-        sorted_groups = [_SortedRows(number, rows) for rows in groups]
+        sorted_groups = [_SortedRows(number, rows) for rows, _ in groups]
         pieces: list[Positions] = []
         overlaps = []
         begin = 0
-        for history, rows in zip(self._groups, sorted_groups, strict=True):
+        for history, rows, (gathered, written) in zip(
+            self._groups, sorted_groups, groups, strict=True
+        ):
+            kept = rows if written is gathered else _SortedRows(number, written)
             found: dict[int, Overlap] = {}
             old = [batch for batch in history.numbers if batch < number - self._n_ahead]
             history.drop(batch for batch in old if batch not in pending)
-            for earlier, pairs in history.add(rows) if self._n_ahead else ():
+            for earlier, pairs in history.add(rows, kept) if self._n_ahead else ():
                 spans = []
                 for later_pos, earlier_pos in pairs:
                     pieces += [rows.unsorted(later_pos), earlier.unsorted(earlier_pos)]
@@ -151,15 +156,23 @@ class _GroupHistory:
                 batch.ages[passed] = np.where(ages, ages + (batch.number - number), 0)
                 batch.sources[passed] = dropped.sources[places]
 
-    def add(self, rows: _SortedRows) -> list[tuple[_SortedRows, tuple[_Pair, _Pair]]]:
+    def add(
+        self, rows: _SortedRows, kept: _SortedRows
+    ) -> list[tuple[_SortedRows, tuple[_Pair, _Pair]]]:
         """Find the rows that each kept batch has in common with a new one, and keep that one.
+
+        Args:
+            rows: Rows that the new batch gathers.
+            kept: Rows that it may write.
 
         Returns:
             Batches that have rows in common with it, newest first, each with the rows that no later
             one holds, and with the others. The positions are those among the sorted rows.
         """
-        self._grow_marks(len(rows.rows))
-        latest = self._latest(rows)
+        self._grow_marks(len(kept.rows))
+        latest = self._latest(rows, marks=kept is rows)
+        if kept is not rows:
+            self._latest(kept, marks=True)
         # Rows by the number of the batch that held them before a later batch did.
         passed_on: dict[int, list[_Pair]] = {}
         found = []
@@ -176,7 +189,7 @@ class _GroupHistory:
                     chosen = np.flatnonzero(ages == age)
                     pair = (later_pos[chosen], batch.sources[places[chosen]])
                     passed_on.setdefault(batch.number - age, []).append(pair)
-        self._batches[rows.number] = rows
+        self._batches[kept.number] = kept
         return found
 
     def _grow_marks(self, n_rows: int) -> None:
@@ -184,12 +197,17 @@ class _GroupHistory:
         if n_rows > self._marks.n_rows:
             self._marks = _Marks(n_rows)
             for batch in self._batches.values():
-                self._marks.renew(batch)
+                self._marks.ages(batch, renew=True)
 
-    def _latest(self, rows: _SortedRows) -> dict[int, _Pair]:
-        """Find the newest kept batch that holds each row, and note it in ``rows``."""
+    def _latest(self, rows: _SortedRows, *, marks: bool) -> dict[int, _Pair]:
+        """Find the newest kept batch that holds each row, and note it in ``rows``.
+
+        Args:
+            rows: Rows of a new batch.
+            marks: Whether the batch is going to be kept with these rows.
+        """
         found: dict[int, _Pair] = {}
-        ages = self._marks.renew(rows)
+        ages = self._marks.ages(rows, renew=marks)
         rows.ages = np.zeros(len(rows.rows), np.int32)
         rows.sources = np.empty(len(rows.rows), np.int32)
         if not self._batches:
@@ -226,11 +244,12 @@ class _Marks:
         """Rows of the largest batch for which there is room."""
         self._tables = np.zeros((2, n_entries), np.uint8)
 
-    def renew(self, batch: _SortedRows) -> npt.NDArray[np.uint8]:
-        """Mark the rows of a batch.
+    def ages(self, batch: _SortedRows, *, renew: bool) -> npt.NDArray[np.uint8]:
+        """Return for each row of a batch how many batches ago, at least, it was held last.
 
-        Returns:
-            For each row, how many batches ago, at least, it was held last.
+        Args:
+            batch: The batch.
+            renew: Whether to mark the rows as those of this batch.
         """
         number = np.uint8(batch.number & 0xFF)
         one, other = self._tables
@@ -245,8 +264,9 @@ class _Marks:
                 number - other[in_other],
                 out=ages[begin : begin + _STEP_ROWS],
             )
-            one[in_one] = number
-            other[in_other] = number
+            if renew:
+                one[in_one] = number
+                other[in_other] = number
         return ages
 
 

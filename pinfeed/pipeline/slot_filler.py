@@ -108,7 +108,7 @@ class SlotFiller:
         recent = self._recent
         if recent is None or not batch.groups:
             return
-        rows = [group.rows for group in batch.groups]
+        rows = [(group.rows, group.written) for group in batch.groups]
         pending = self._transfer.log.pending_batches()
         batch.shared, repeated = recent.add(number, rows, pending)
         batch.groups = [

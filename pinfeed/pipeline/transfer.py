@@ -30,7 +30,11 @@ from the moment it is lent.
                                      lend: compute.wait(filled)     (4)
                                            compute.wait(ready)      (5)
                                            compute: newer writes -> memory
-                                     hold: compute: values -> held
+                                           compute.wait(cache)       (10)
+                                           compute: cache -> memory  cached rows
+                                     hold: compute.wait(cache)       (10)
+                                           compute: values -> held
+                                           compute: values -> cache  cached rows
                                            ready = compute.record()
                                                              begin_write:
                                                                  earlier.exception()         (6)
@@ -60,6 +64,8 @@ Each wait prevents a hazard:
     (8) the values may not have arrived yet
     (9) copies may still write memory that was not lent; and those of a write that was begun and,
         after an interrupt or an error, not finished may still use memory that is about to be freed
+   (10) work on the cache may not be done yet, in another stream; this thread does all of it, so
+        there is no wait as long as it keeps its stream
 
 Two write-backs overlap: the copies of one are queued before the rows of the other are scattered.
 Scatters are in the order of the writes.
@@ -83,7 +89,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -92,15 +98,20 @@ import numpy.typing as npt
 from pinfeed.devices.base import Device, Event, Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
-from pinfeed.pipeline.forwarding import Write, WriteLog, forwards
+from pinfeed.pipeline.forwarding import Positions, Write, WriteLog, forwards
 from pinfeed.pipeline.part_memory import PartMemory, Staging
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite, StagedRows
+from pinfeed.pipeline.row_cache.cache import CachedRows, RowCache
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.slot_gather import Gathered, SlotGather
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.profiling.counters import Counters
+from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Store
 from pinfeed.threads.call import Call, Pending
+
+# Rows of a cache are written back in writes of so many bytes, which several threads share.
+_FLUSH_BYTES = 16 << 20
 
 
 class _TimedWork(NamedTuple):
@@ -146,6 +157,8 @@ class Transfer:
         self._batches_per_slot = 1
         # Bytes of the parts that were lent last.
         self._needed: list[int] = []
+        # Number of write-backs so far.
+        self._n_writes = 0
         # Two write-backs overlap, each with staging memory of its own.
         self._write_staging: tuple[Staging, Staging] = ({}, {})
         # Write-backs that were begun and not finished, by number.
@@ -155,6 +168,10 @@ class Transfer:
         # Time at which the last write-back was completed.
         self._written_s = 0.0
         self.log: WriteLog[HeldValues] = WriteLog()
+        # Number of the batch that was lent last.
+        self._last_lent = 0
+        # Caches of which the running loop has lent rows.
+        self._caches: list[RowCache] = []
         self._is_stopping = False
         # Event behind the work that the loop had queued when it last asked for a batch.
         self._asked: Event | None = None
@@ -297,21 +314,32 @@ class Transfer:
                     "more than once; expected every row once: give unique rows to the feeder, or "
                     "sum the changes of a row first"
                 )
-        is_whole = [
-            None if tensors is None else all(tensor is not None for tensor in tensors)
-            for tensors in values
-        ]
         held: list[list[Tensor | None]] = []
         for group, tensors in zip(groups, values, strict=True):
             kept = list(tensors) if tensors is not None else []
-            if copied:
+            if group.cached is not None:
+                kept = self._put(group.cached, tensors, compute)
+            elif copied:
                 kept = [
                     None if tensor is None else self._copy(tensor, group, i, compute)
                     for i, tensor in enumerate(kept)
                 ]
             held.append(kept)
-        write = self.log.append(batch, is_whole, HeldValues(held, compute, compute.record()))
-        return PendingWrite(write, groups, self.log)
+        return self._pending(self.log, batch, [group.as_written() for group in groups], held)
+
+    def changed_rows(self) -> Iterator[PendingWrite]:
+        """Yield writes of all rows in the caches that may differ from their stores (consumer)."""
+        for cache in self._caches:
+            if not cache.has_changed:
+                continue
+            # A log of its own, so that these rows are written even if another write has failed.
+            log = WriteLog[HeldValues]()
+            rows, slots = cache.changed_rows()
+            step = max(1, _FLUSH_BYTES * cache.capacity // cache.nbytes)
+            for begin in range(0, len(rows), step):
+                chunk = slice(begin, begin + step)
+                yield self._changed_chunk(cache, rows[chunk], slots[chunk], log)
+            cache.note_flushed()
 
     def begin_write(self, pending: PendingWrite, earlier: Sequence[Pending[None]]) -> None:
         """Queue copies of held values to staging memory, or to their stores (first writer).
@@ -333,13 +361,13 @@ class Transfer:
         if pending.log.has_failed:
             raise WriteBackError("not written: an earlier write_back of this loop failed")
         pending.started_s = self.counters.now()
-        self._begun[write.number] = pending
+        self._begun[pending.number] = pending
         try:
             self._write.wait(write.values.ready)  # the values may not be computed yet
             pending.begun = self._write.record(timed=True) if self._timed else None
             tensors = write.values.tensors
             for group, held, are_reached in zip(pending.groups, tensors, reached, strict=True):
-                staging = self._write_staging[write.number % 2]
+                staging = self._write_staging[pending.number % 2]
                 pending.staged += self._copy_to_host(group, held, are_reached, staging)
         except BaseException:
             pending.log.has_failed = True
@@ -369,7 +397,7 @@ class Transfer:
             begun.exception()
             if pending.arrived is not None:
                 pending.arrived.sync()  # the values may not have arrived yet
-                del self._begun[pending.write.number]
+                del self._begun[pending.number]
             begun.result()
             if log.completed != pending.write.number:
                 raise WriteBackError("not written: an earlier write_back of this loop failed")
@@ -450,6 +478,9 @@ class Transfer:
             slot.memory = []
             slot.index_memory = []
             slot.sources = []
+        for cache in self._caches:
+            cache.close()
+        self._caches = []
         self.log = WriteLog()
 
     def close(self) -> None:
@@ -465,6 +496,9 @@ class Transfer:
         assert batch is not None
         if batch.shared is not None and (writes := self.log.since(slot.seen)):
             self._forward(writes, slot, compute)
+        for group in batch.groups:
+            if group.cached is not None:
+                self._lend_cached(slot, group, group.cached, compute)
         tensors = slot.tensors
         # The positions of shared rows are not a part of the batch.
         del tensors[len(batch.parts) :]
@@ -475,6 +509,7 @@ class Transfer:
             self._parts.learn(slot.needed, self._batches_per_slot)
         slot.tensors = []
         slot.batch = None
+        self._last_lent = slot.number
         self.counters.read_s += slot.read_s
         self.counters.source_s += slot.source_s
         return tensors
@@ -582,6 +617,77 @@ class Transfer:
                     self.device.cut(positions, *ends) for ends in (span.earlier, span.later)
                 )
                 self.device.copy_rows(pairs, earlier, later, compute)
+
+    def _lend_cached(
+        self, slot: Slot, group: RowGroup, cached: CachedRows, compute: Stream
+    ) -> None:
+        """Replace the gathered rows of a group by all rows of the batch."""
+        cache = cached.cache
+        if cache not in self._caches:
+            self._caches.append(cache)
+        parts = slice(group.first, group.first + len(group.stores))
+        cached.positions = slot.tensors[cached.part]
+        self._follow_cache(cache, [], compute)
+        slot.tensors[parts] = cache.lend(cached, slot.tensors[parts], self.device, compute)
+
+    def _put(
+        self, cached: CachedRows, values: Sequence[Tensor | None] | None, compute: Stream
+    ) -> list[Tensor | None]:
+        """Put values of a batch into its cache; return those that are written to the stores."""
+        cache = cached.cache
+        with cache.moving:
+            kept = [cached.positions, *cached.gathered_values, *cached.evicted_values]
+            self._follow_cache(cache, kept, compute)
+            return cache.put(cached, values, self.device, compute)
+
+    def _follow_cache(self, cache: RowCache, kept: Sequence[Tensor], compute: Stream) -> None:
+        """Let work in ``compute`` see the cache as it was left in the stream of then.
+
+        Args:
+            cache: The cache.
+            kept: Tensors of a batch that were used there, and are used now.
+            compute: Stream of the training thread.
+        """
+        if cache.stream is not None and compute != cache.stream:
+            compute.wait(cache.stream.record())  # work on the cache may not be done yet
+            for tensor in (*cache.tensors, *kept):
+                self.device.share(tensor, compute)
+        cache.stream = compute
+
+    def _changed_chunk(
+        self, cache: RowCache, rows: Rows, slots: Positions, log: WriteLog[HeldValues]
+    ) -> PendingWrite:
+        """Return the write of some rows in a cache."""
+        compute = self.device.current_stream()
+        with cache.moving:
+            self._follow_cache(cache, [], compute)
+            staged = self.device.staging(slots.nbytes).view(slots.dtype)
+            staged[...] = slots
+            memory = self.device.empty(slots.nbytes, compute)
+            on_device = self.device.tensor(memory, slots.shape, slots.dtype)
+            self.device.copy(staged, on_device, compute)
+            values = cache.values(on_device, len(rows), self.device, compute)
+        group = RowGroup(rows, 0, cache.stores)
+        pending = self._pending(log, self._last_lent, [group], [values])
+        # The copy of the slots may read this until the values are computed.
+        pending.sources.append(staged)
+        return pending
+
+    def _pending(
+        self,
+        log: WriteLog[HeldValues],
+        batch: int,
+        groups: Sequence[RowGroup],
+        held: list[list[Tensor | None]],
+    ) -> PendingWrite:
+        """Return the write-back of values that the training thread has just queued."""
+        compute = self.device.current_stream()
+        is_whole = [
+            all(tensor is not None for tensor in tensors) if tensors else None for tensors in held
+        ]
+        write = log.append(batch, is_whole, HeldValues(held, compute, compute.record()))
+        self._n_writes += 1
+        return PendingWrite(self._n_writes, write, groups, log)
 
     def _record_device_span(self, end: Event) -> None:
         """Record the loop's work on the batches that it was lent; it has queued all of it."""

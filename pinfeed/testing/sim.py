@@ -152,12 +152,12 @@ class SimDevice:
     def copy_rows(
         self,
         pairs: Sequence[tuple[DeviceArray, DeviceArray]],
-        src_pos: DeviceArray,
-        dst_pos: DeviceArray,
+        src_pos: DeviceArray | None,
+        dst_pos: DeviceArray | None,
         stream: SimStream,
     ) -> None:
-        taken = stream._reach(src_pos)
-        replaced = stream._reach(dst_pos)
+        taken = None if src_pos is None else stream._reach(src_pos)
+        replaced = None if dst_pos is None else stream._reach(dst_pos)
         for src, dst in pairs:
             stream._enqueue(_copying(stream._reach(src), taken, stream._reach(dst), replaced))
 
@@ -306,14 +306,19 @@ def _in_range(numbers: Array, store: Any) -> Rows:
 
 def _copying(
     source: Callable[[], Array],
-    taken: Callable[[], Array],
+    taken: Callable[[], Array] | None,
     target: Callable[[], Array],
-    replaced: Callable[[], Array],
+    replaced: Callable[[], Array] | None,
 ) -> Callable[[], object]:
     """Return work that copies rows; positions that were overwritten become others."""
 
     def copy() -> None:
-        values = source()[taken() % len(source())]
-        target()[replaced() % len(target())] = values
+        values = source()
+        if taken is not None:
+            values = values[taken() % max(1, len(values))]
+        if replaced is None:
+            target()[:] = values
+        else:
+            target()[replaced() % max(1, len(target()))] = values
 
     return copy

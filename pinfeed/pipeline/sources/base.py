@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from pinfeed.devices.base import Tensor
 from pinfeed.pipeline.forwarding import SharedRows
+from pinfeed.pipeline.row_cache.cache import CachedRows
 from pinfeed.readahead.base import HostRows
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.orders import Rows
@@ -22,7 +23,7 @@ class RowGroup(NamedTuple):
     """The same rows of one or several stores, which are written back together."""
 
     rows: Rows
-    """Row indices, shape (n,)."""
+    """Indices of the rows that are gathered, shape (n,)."""
     first: int
     """Position of the first of the batch's parts that are these rows; one part per store."""
     stores: Sequence[Store]
@@ -31,10 +32,28 @@ class RowGroup(NamedTuple):
     Such rows cannot be written, because chance would decide which value of the row wins."""
     indices: Tensor | None = None
     """The row indices on the device, if it reads or writes some of the stores itself."""
+    cached: CachedRows | None = None
+    """Rows of the batch in a cache on the device, which are not gathered; None without a cache."""
+
+    @property
+    def batch_rows(self) -> Rows:
+        """Indices of all rows of the batch."""
+        return self.rows if self.cached is None else self.cached.rows
+
+    @property
+    def written(self) -> Rows:
+        """Indices of the rows that the batch may write."""
+        return self.rows if self.cached is None else self.cached.written
 
     def cut(self, begin: int, end: int) -> RowGroup:
         """Return rows [begin, end) of the group, which are not on the device."""
         return self._replace(rows=self.rows[begin:end], indices=None)
+
+    def as_written(self) -> RowGroup:
+        """Return the group of the rows that are written."""
+        if self.cached is None:
+            return self
+        return RowGroup(self.written, self.first, self.stores)
 
 
 class ArrayPart:

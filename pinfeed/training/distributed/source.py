@@ -202,7 +202,7 @@ class ShardedSource(TableRowSource):
             wanted = [lookup.rows for lookup in lookups]
             # A name for the plans would keep their rows in memory until the next batch is drawn.
             yield functools.partial(
-                self._host_batch, load, lookups, exchange.exchange(number, wanted), number
+                self._sharded_batch, load, lookups, exchange.exchange(number, wanted), number
             )
 
     def _end(self, exchange: RowExchange, number: int) -> None:
@@ -211,7 +211,7 @@ class ShardedSource(TableRowSource):
         if self._lockstep is not self._group.loop_lockstep:
             self._lockstep.end()
 
-    def _host_batch(
+    def _sharded_batch(
         self,
         load: HostBatch,
         lookups: Sequence[HostLookup],
@@ -241,7 +241,7 @@ class ShardedSource(TableRowSource):
         number: int,
         tensors: Iterator[Tensor],
     ) -> ShardedDeviceBatch:
-        """Assemble the batch from the parts of ``_host_batch``, in their order."""
+        """Assemble the batch from the parts of ``_sharded_batch``, in their order."""
         batch = [next(tensors) for _ in load.parts]
         found = []
         for i, table in enumerate(tables):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -14,14 +15,17 @@ from torch import nn
 
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import RowIndexError, StoreError, described
+from pinfeed.pipeline.row_cache.cache import CachedRows, RowCache
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
-from pinfeed.pipeline.sources.dataloader import HostLeaf, LoaderSource, load_of
+from pinfeed.pipeline.sources.dataloader import HostLeaf, LoaderSource, is_end, load_of
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.stores.base import StoreRows
 from pinfeed.tensors.numpy_torch import to_numpy
 from pinfeed.training.embeddings.batch_rows import BatchRows
+
+T = TypeVar("T")
 
 IdsOf = Callable[[Any], Any]
 
@@ -47,7 +51,7 @@ class DeviceRows:
     """The rows of a table that a batch looks up, on the device."""
 
     rows: Rows
-    """Row indices in the stores, ascending, each once."""
+    """Indices of the rows, ascending, each once."""
     ids: Tensor
     """The ids that are looked up, ascending, each once, on the device."""
     tensors: list[Tensor]
@@ -118,6 +122,8 @@ class TableRowSource(LoaderSource):
     Args:
         loader: A loader, as for ``wrap_loader``.
         tables: The tables.
+        n_ahead: Number of batches that are drawn before it is decided which rows of a batch stay on
+            the device.
 
     Raises:
         ArgumentError: If the loader cannot be iterated.
@@ -126,9 +132,12 @@ class TableRowSource(LoaderSource):
     writes_always = False
     """Whether a batch that changed nothing counts as a write."""
 
-    def __init__(self, loader: Any, tables: Sequence[TableSpec]) -> None:
+    def __init__(self, loader: Any, tables: Sequence[TableSpec], n_ahead: int = 0) -> None:
         super().__init__(loader)
         self._tables = tables
+        self.caches: Sequence[RowCache | None] = [None] * len(tables)
+        """For each table, the cache of its rows on the device; None for a table without one."""
+        self._n_ahead = n_ahead
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]  # a constant there
@@ -173,20 +182,70 @@ class TableRowSource(LoaderSource):
             "less to gather."
         )
 
+    def epoch(
+        self, number: int, start: int, checksum: int, batches_per_slot: int
+    ) -> Generator[BatchThunk, None, None]:
+        for cache in filter(None, self.caches):
+            cache.begin()
+        return super().epoch(number, start, checksum, batches_per_slot)
+
     def draw(self, batch: Any) -> BatchThunk:
         # The user's functions run here, one batch at a time. Any reader thread that is free
         # computes the rest from their ids.
         ids = [table.ids_of(batch) for table in self._tables]
         return functools.partial(self._load, batch, ids)
 
+    def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
+        if not any(self.caches):
+            yield from super()._draws(batches)
+            return
+        # What a cache does with a batch depends on the batches before, so lookups are made here.
+        for load, lookups in _ahead(self._lookups(batches), self._n_ahead):
+            cached = [
+                None if cache is None else cache.plan(lookup.rows)
+                for cache, lookup in zip(self.caches, lookups, strict=True)
+            ]
+            yield functools.partial(self._host_batch, load, lookups, cached)
+
+    def _lookups(
+        self, batches: Iterator[Any]
+    ) -> Generator[tuple[HostBatch, list[HostLookup]], None, None]:
+        """Yield each batch with its lookups, which the caches know from then on."""
+        while True:
+            try:
+                batch = next(batches)
+            except StopIteration as stop:
+                if is_end(stop):
+                    return
+                raise
+            load, lookups = self._looked_up(batch, [table.ids_of(batch) for table in self._tables])
+            for cache, lookup in zip(self.caches, lookups, strict=True):
+                if cache is not None:
+                    cache.announce(lookup.rows)
+            yield load, lookups
+
     def _load(self, batch: Any, ids: Sequence[Any]) -> HostBatch:
         load, lookups = self._looked_up(batch, ids)
+        return self._host_batch(load, lookups, [None] * len(lookups))
+
+    def _host_batch(
+        self,
+        load: HostBatch,
+        lookups: Sequence[HostLookup],
+        every_cached: Sequence[CachedRows | None],
+    ) -> HostBatch:
+        """Return a batch whose parts are those of ``load``, and then those of each table."""
         parts = list(load.parts)
         groups = []
-        for table, lookup in zip(self._tables, lookups, strict=True):
+        for table, lookup, cached in zip(self._tables, lookups, every_cached, strict=True):
             parts.append(HostLeaf(torch.from_numpy(lookup.rows)))
-            groups.append(RowGroup(lookup.rows, len(parts), table.stores))
-            parts += [StoreRows(store, lookup.rows) for store in table.stores]
+            rows = lookup.rows
+            if cached is not None:
+                rows = cached.gathered
+                cached.part = len(parts)
+                parts.append(HostLeaf(torch.from_numpy(cached.packed_positions)))
+            groups.append(RowGroup(rows, len(parts), table.stores, cached=cached))
+            parts += [StoreRows(store, rows) for store in table.stores]
             parts += position_parts(lookup)
         rebuild = functools.partial(self._rebuild, load, groups, lookups)
         return HostBatch(parts, rebuild, load.batches, groups)
@@ -204,15 +263,45 @@ class TableRowSource(LoaderSource):
         lookups: Sequence[HostLookup],
         tensors: Iterator[Tensor],
     ) -> DeviceBatch:
-        """Assemble the batch from the parts of ``_load``, in their order."""
+        """Assemble the batch from the parts of ``_host_batch``, in their order."""
         batch = [next(tensors) for _ in load.parts]
         tables = []
         for group, lookup in zip(groups, lookups, strict=True):
             ids = next(tensors)
+            if group.cached is not None:
+                # The positions concern the cache alone.
+                next(tensors)
             rows = [next(tensors) for _ in group.stores]
             positions = [(batch[part], next(tensors)) for part, _ in lookup.positions]
-            tables.append(DeviceRows(group.rows, ids, rows, positions))
+            tables.append(DeviceRows(lookup.rows, ids, rows, positions))
         return DeviceBatch(load.rebuild(iter(batch)), tables)
+
+
+def _ahead(items: Iterator[T], n: int) -> Generator[T, None, None]:
+    """Yield each item when the ``n`` items after it are known.
+
+    An error is raised after the items that came before it.
+    """
+    waiting: deque[T] = deque()
+    failure: Exception | None = None
+    while failure is None:
+        try:
+            waiting.append(next(items))
+        except StopIteration:
+            break
+        except Exception as error:
+            failure = error
+        else:
+            if len(waiting) > n:
+                yield waiting.popleft()
+    while waiting:
+        yield waiting.popleft()
+    if failure is not None:
+        try:
+            raise failure
+        finally:
+            # The error's traceback keeps this frame, which must not keep the error.
+            del failure
 
 
 def position_parts(lookup: HostLookup) -> list[HostLeaf]:

@@ -21,6 +21,7 @@ from pinfeed.stores.pinned import Pin
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.training.embeddings.arguments import HINTS, checked_padding, integer_tensor
 from pinfeed.training.embeddings.batch_rows import BatchRows, position_in
+from pinfeed.training.embeddings.device_cache import CacheSize, check_device_cache
 from pinfeed.training.embeddings.initializers import Fill, Init, find_initializer
 from pinfeed.training.embeddings.table_store import (
     NewTable,
@@ -97,6 +98,10 @@ class HostEmbedding(nn.Module):
         pin: Whether memory is pinned, as in ``PinnedStore``.
         overwrite: Whether an existing file is replaced by a new one at once.
         name: Name of the table in errors and checkpoints; by default its type and shape.
+        device_cache: Size of the cache that keeps the rows which batches need most on the device in
+            a loop, with their optimizer state: bytes as an int (``pinfeed.GiB(4)``), a share of the
+            rows as a float (``0.1``), or ``"auto"`` for what ``train_rows(config=...)`` leaves, or
+            the free memory. Results are the same. None for no cache.
 
     Raises:
         ArgumentError: If a size, an option or an initializer is invalid, or ``init`` returns
@@ -125,6 +130,7 @@ class HostEmbedding(nn.Module):
         pin: Pin = "auto",
         overwrite: bool = False,
         name: str | None = None,
+        device_cache: CacheSize | None = None,
     ) -> None:
         super().__init__()
         self.num_embeddings = whole_number(num_embeddings, "num_embeddings", most=sys.maxsize)
@@ -136,6 +142,7 @@ class HostEmbedding(nn.Module):
         check_flag(scale_grad_by_freq, "scale_grad_by_freq")
         check_flag(overwrite, "overwrite")
         self.scale_grad_by_freq = scale_grad_by_freq
+        self.device_cache = check_device_cache(device_cache)
         fill = find_initializer(init)
         self.overwrite = overwrite
         self.trainable = True
@@ -166,7 +173,8 @@ class HostEmbedding(nn.Module):
             freeze: Whether the rows are not trained.
             name: As for the class.
             options: As for the class: ``padding_idx``, ``max_norm``, ``norm_type``,
-                ``scale_grad_by_freq``; ``overwrite`` for the files of its optimizer's state.
+                ``scale_grad_by_freq``, ``device_cache``; ``overwrite`` for the files of its
+                optimizer's state.
 
         Raises:
             StoreError: If they are not rows of floating point numbers.

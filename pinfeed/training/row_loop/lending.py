@@ -178,5 +178,5 @@ class RowLending:
             return
         if self._reference is not None:
             groups = zip(lent.groups, values, strict=True)
-            self._reference.write([(group.rows, tensors) for group, tensors in groups])
+            self._reference.write([(group.batch_rows, tensors) for group, tensors in groups])
         lent.write(values, copied=copied, check=check)

@@ -10,11 +10,13 @@ from types import GeneratorType
 from typing import Any, cast
 
 from pinfeed.devices.base import Device
+from pinfeed.errors import ArgumentError
 from pinfeed.feeders.dataloader import LoaderFeeder
 from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.feeders.options import FeederOptions
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
-from pinfeed.memory.plan import check_route
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.abandoned import is_abandoned
 from pinfeed.pipeline.active_run import has_ended, is_suspended
 from pinfeed.pipeline.lent_batch import LentBatch
@@ -23,6 +25,7 @@ from pinfeed.training.distributed.table import ShardedEmbedding
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.source import Exchanged
 from pinfeed.training.embeddings.table import HostEmbedding
+from pinfeed.training.row_loop.caches import cache_allocations, cache_notes, row_caches
 from pinfeed.training.row_loop.lending import RowLending
 from pinfeed.training.row_loop.lent_table import LentTable, lent_tables
 from pinfeed.training.row_loop.replay import LoaderReplay, require_row_loop_state
@@ -39,6 +42,7 @@ def train_rows(
     tables: Mapping[HostEmbedding, Any],
     *,
     optimizer: RowOptimizer | Iterable[RowOptimizer] = (),
+    config: MemoryLimits | None = None,
     depth: int | None = None,
     device: Any = "auto",
     route: str | None = None,
@@ -76,6 +80,9 @@ def train_rows(
             loop, one batch at a time, in order.
         optimizer: The RowOptimizer, or several, that step in the loop; their state is moved with
             the rows.
+        config: Memory limits. They give ``depth``, and the size of caches with
+            ``device_cache="auto"``: three quarters of the device memory that they leave; the rest
+            is for the rows of the batches. None for the free memory.
         depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
             training thread asks for batches and ids. With None, the loop times some batches with 2
             of them ahead and some in the synchronous loop, and keeps the faster way, which
@@ -94,13 +101,19 @@ def train_rows(
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.
     """
+    if config is not None and not isinstance(config, MemoryLimits):
+        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
     depth = check_optional_depth(depth)
+    if depth is None and config is not None:
+        depth = config.depth
     check_flag(verify, "verify")
     check_flag(progress, "progress")
     check_flag(timeline, "timeline")
     options: FeederOptions = {"verify": verify, "progress": progress, "timeline": timeline}
     lent = lent_tables(tables, optimizer)
-    return RowLoop(loader, lent, depth=depth, device=device, route=route, options=options)
+    return RowLoop(
+        loader, lent, config=config, depth=depth, device=device, route=route, options=options
+    )
 
 
 class RowLoop(LoaderFeeder):
@@ -111,6 +124,7 @@ class RowLoop(LoaderFeeder):
     Args:
         loader: Iterable of batches on the host.
         tables: The tables, with their optimizers.
+        config: Memory limits; None for the free memory.
         depth: Number of batches to prefetch; None is chosen by measurement.
         device: Target device, as the user named it.
         route: Route of rows of page-locked stores to a GPU; None is the faster one.
@@ -122,14 +136,18 @@ class RowLoop(LoaderFeeder):
         loader: Any,
         tables: Sequence[LentTable],
         *,
+        config: MemoryLimits | None,
         depth: int | None,
         device: Any,
         route: str | None,
         options: FeederOptions,
     ) -> None:
         self._wanted_route = check_route(route)
+        self._config = config
+        self._tables = tables
         self._stores = [store for lent in tables for store in lent.stores]
         schedule = _schedule(depth, tables, verify=options["verify"])
+        self._schedule = schedule
         self._row_source = row_source(loader, tables, schedule, options["verify"])
         # For each batch: rows of every store, ids of every table, and leaves of the loader's batch.
         n_spare = (len(self._stores) + len(tables) + 4) * (2 * schedule.depth + 2)
@@ -178,6 +196,20 @@ class RowLoop(LoaderFeeder):
     def route(self) -> str:
         """Route of the rows to and from the GPU, and its reason; empty if there is no choice."""
         return self._route
+
+    @property
+    def plan(self) -> Plan:
+        """Memory of the caches of the tables. That of the batches is not known in advance."""
+        caches = self._row_source.caches
+        is_direct = all(map(self._device.reaches, self._stores))
+        return Plan(
+            0,
+            self._schedule.depth,
+            "direct" if is_direct else "staged",
+            cache_allocations(caches, self._device),
+            notes=(*[self._route] * bool(self._route), *cache_notes(self._tables, caches)),
+            measures_depth=self._schedule.measures_depth,
+        )
 
     @property
     def exchanged(self) -> Exchanged:
@@ -286,6 +318,7 @@ class RowLoop(LoaderFeeder):
         found = super()._open_device(device, n_spare)
         # Chosen before the loop takes its streams, because the route decides how many there are.
         self._route = found.choose_route(self._stores, 0, self._wanted_route)
+        self._row_source.caches = row_caches(self._tables, found, self._config)
         return found
 
     def _generator(self) -> GeneratorType[Any, None, None] | None:

@@ -12,6 +12,9 @@ from pinfeed.training.distributed.table import ShardedEmbedding
 from pinfeed.training.embeddings.source import TableRowSource
 from pinfeed.training.row_loop.lent_table import LentTable
 
+# Batches that are drawn before it is decided which rows of a batch stay on the device.
+_N_AHEAD = 2
+
 
 def row_source(
     loader: Any, tables: Sequence[LentTable], schedule: PrefetchSchedule, verify: bool
@@ -31,7 +34,8 @@ def row_source(
     specs = [lent.spec for lent in tables]
     sharded = [lent.table for lent in tables if isinstance(lent.table, ShardedEmbedding)]
     if not sharded:
-        return TableRowSource(loader, specs)
+        # The synchronous loop draws each batch when it is asked for.
+        return TableRowSource(loader, specs, _N_AHEAD if schedule.depth else 0)
     peers = sharded[0].rank_group
     if len(sharded) < len(tables) or any(table.rank_group is not peers for table in sharded):
         raise ArgumentError(

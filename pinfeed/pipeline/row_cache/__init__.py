@@ -1,0 +1,1 @@
+"""Rows that stay on the device from batch to batch, and the decisions which rows these are."""

@@ -1,0 +1,60 @@
+"""The size of a table's cache on the device, as the user gives it, in rows."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from typing import Any, Literal
+
+from pinfeed.errors import ArgumentError
+from pinfeed.memory.units import human
+
+CacheSize = int | float | Literal["auto"]
+"""Bytes as an int, a share of the rows as a float, or what memory limits leave."""
+
+
+def check_device_cache(size: Any) -> CacheSize | None:
+    """Return the size of a cache, as an int, a float or ``"auto"``; None for no cache.
+
+    Raises:
+        ArgumentError: If it is something else, or not above 0, or a share above 1.
+    """
+    if size is None or size == "auto":
+        return None if size is None else "auto"
+    expected = (
+        "expected bytes as an int (pinfeed.GiB(4)), a share of the rows as a float (0.1), "
+        "'auto' or None"
+    )
+    if isinstance(size, bool) or not isinstance(size, numbers.Real):
+        raise ArgumentError(f"device_cache={size!r}: {expected}")
+    if isinstance(size, numbers.Integral):
+        if size < 1:
+            raise ArgumentError(f"device_cache={size!r}: {expected}")
+        return int(size)
+    if not 0 < size <= 1:
+        raise ArgumentError(f"device_cache={size!r}: {expected}, above 0 and at most 1.0")
+    return float(size)
+
+
+def n_cached_rows(size: int | float, n_rows: int, row_nbytes: int, name: str) -> int:
+    """Return the number of rows that a cache of some size holds, at most all rows.
+
+    Args:
+        size: Bytes, or a share of the rows.
+        n_rows: Rows of the table.
+        row_nbytes: Bytes of a row with its optimizer state.
+        name: Name of the table in errors.
+
+    Raises:
+        ArgumentError: If it does not hold a row.
+    """
+    if isinstance(size, float):
+        return min(n_rows, math.ceil(size * n_rows))
+    n = size // row_nbytes
+    if not n:
+        raise ArgumentError(
+            f"device_cache={size} of {name} holds no row: a row with its optimizer state has "
+            f"{human(row_nbytes)}; expected at least as many bytes, or a share of the rows as a "
+            "float (1.0 for all of them)"
+        )
+    return min(n_rows, n)

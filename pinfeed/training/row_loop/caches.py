@@ -1,0 +1,111 @@
+"""The caches of a loop's tables: their sizes, and the memory that they take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from pinfeed.devices.base import Device
+from pinfeed.memory.host import free_host_bytes
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.plan import Allocation, Place
+from pinfeed.pipeline.row_cache.cache import RowCache
+from pinfeed.stores import ArrayStore
+from pinfeed.stores.base import row_nbytes
+from pinfeed.training.embeddings.device_cache import n_cached_rows
+from pinfeed.training.row_loop.lent_table import LentTable
+
+# Share of the memory that is left for caches of the size "auto". The rest is for the rows of the
+# batches, whose number is not known before the loader gives them.
+_AUTO_SHARE = 0.75
+
+
+def row_caches(
+    tables: Sequence[LentTable], device: Device, config: MemoryLimits | None
+) -> list[RowCache | None]:
+    """Return a cache for each table that is to have one, and None for the others.
+
+    Args:
+        tables: The tables.
+        device: Device of the loop.
+        config: Memory limits; None for the free memory.
+
+    Raises:
+        ArgumentError: If a cache does not hold a row.
+    """
+    found: list[RowCache | None] = [None] * len(tables)
+    for i, lent in enumerate(tables):
+        size = lent.table.device_cache
+        if isinstance(size, (int, float)):
+            found[i] = _cache(lent, size)
+    automatic = [
+        i
+        for i, lent in enumerate(tables)
+        if lent.table.device_cache == "auto" and not _is_there(lent, device)
+    ]
+    if not automatic:
+        return found
+    taken = sum(cache.nbytes for cache in found if cache is not None)
+    left = max(0, int(_AUTO_SHARE * _limit(device, config)) - taken)
+    wanted = sum(_nbytes(tables[i]) for i in automatic)
+    for i in automatic:
+        share = min(left, wanted) * _nbytes(tables[i]) // wanted
+        if share >= _nbytes(tables[i]) // tables[i].stores[0].n_rows:
+            found[i] = _cache(tables[i], share)
+    return found
+
+
+def cache_allocations(caches: Sequence[RowCache | None], device: Device) -> tuple[Allocation, ...]:
+    """List the memory that caches take."""
+    items = []
+    for cache in caches:
+        if cache is None:
+            continue
+        n_rows = cache.stores[0].n_rows
+        rows = "all" if cache.capacity == n_rows else f"{cache.capacity:,} of {n_rows:,}"
+        place: Place = "host" if device.unified else "device"
+        items += [
+            Allocation(f"cache of {cache.name}: {rows} rows", place, 1, cache.nbytes),
+            Allocation(f"where rows of {cache.name} are", "host", 1, cache.bookkeeping_nbytes),
+        ]
+    return tuple(items)
+
+
+def cache_notes(tables: Sequence[LentTable], caches: Sequence[RowCache | None]) -> tuple[str, ...]:
+    """Return sentences on tables that fit their caches, and on those that get none."""
+    notes = []
+    for lent, cache in zip(tables, caches, strict=True):
+        name = lent.table.name
+        if cache is None and lent.table.device_cache is not None:
+            notes.append(f"{name} has no cache: its rows are in memory of the device, or none fits")
+        elif cache is not None and cache.capacity == cache.stores[0].n_rows:
+            notes.append(
+                f"{name} fits its cache as a whole: a row travels to the device once in a loop, "
+                "and back when the loop ends"
+            )
+    return tuple(notes)
+
+
+def _cache(lent: LentTable, size: int | float) -> RowCache:
+    """Return the cache of a table, for its weights and its optimizer state."""
+    nbytes = sum(map(row_nbytes, lent.stores))
+    n_rows = lent.stores[0].n_rows
+    capacity = n_cached_rows(size, n_rows, nbytes, lent.table.name)
+    return RowCache(lent.table.name, lent.stores, capacity)
+
+
+def _nbytes(lent: LentTable) -> int:
+    """Return the bytes of a whole table with its optimizer state."""
+    return lent.stores[0].n_rows * sum(map(row_nbytes, lent.stores))
+
+
+def _is_there(lent: LentTable, device: Device) -> bool:
+    """Tell whether the rows of a table are in the memory of the device already."""
+    return device.unified and all(isinstance(store, ArrayStore) for store in lent.stores)
+
+
+def _limit(device: Device, config: MemoryLimits | None) -> int:
+    """Return the memory that the loop may take, in bytes."""
+    limits = config.for_feeder() if config is not None else MemoryLimits()
+    if device.unified:
+        return limits.host_limit(free_host_bytes())
+    return limits.device_limit(device.free_bytes())
