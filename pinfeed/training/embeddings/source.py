@@ -16,6 +16,7 @@ from pinfeed.devices.base import Tensor
 from pinfeed.errors import RowIndexError, StoreError, described
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import HostLeaf, LoaderSource, load_of
+from pinfeed.rows.distinct import distinct_rows
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
@@ -242,7 +243,7 @@ def _unique(ids: Sequence[np.ndarray[Any, Any]], table: TableSpec) -> tuple[Rows
         dtype=np.int64,
         casting="unsafe",
     )
-    rows, positions = np.unique(every, return_inverse=True)
+    rows, positions = distinct_rows(every)
     check_rows(rows, table.n_rows, f"{table.name}: ids of the batch")
     return rows, np.split(positions, np.cumsum([array.size for array in ids])[:-1])
 
