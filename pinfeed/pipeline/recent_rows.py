@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.pipeline.forwarding import Overlap, Positions, SharedRows, Span
+from pinfeed.rows.distinct import sort_rows
 from pinfeed.rows.orders import Rows
 
 # Entries for each row of a batch in either table. With more, fewer rows are searched in vain.
@@ -111,7 +112,8 @@ class _SortedRows:
             # Copied, because the user has the rows of the batch and may change them.
             self.rows = rows.copy()
             return
-        self.rows, self._order = _sort(rows)
+        self.rows, order = sort_rows(rows)
+        self._order = order.astype(np.int32)
         repeated = np.flatnonzero(self.rows[1:] == self.rows[:-1])
         if len(repeated):
             self.repeated = int(self.rows[repeated[0]])
@@ -276,16 +278,3 @@ def _joined(pairs: Sequence[_Pair]) -> _Pair:
         return pairs[0] if pairs else _NO_PAIR
     later_pos, earlier_pos = zip(*pairs, strict=True)
     return np.concatenate(later_pos), np.concatenate(earlier_pos)
-
-
-def _sort(rows: Rows) -> tuple[Rows, Positions]:
-    """Return the rows in ascending order, and their positions before."""
-    n_bits = max(1, (len(rows) - 1).bit_length())
-    if int(rows.max()) >> (63 - n_bits):
-        order = np.argsort(rows)
-        return rows[order], order.astype(np.int32)
-    # numpy sorts integers many times faster than it finds the order that sorts them.
-    keys = (rows << n_bits) | np.arange(len(rows))
-    keys.sort()
-    order = keys & ((1 << n_bits) - 1)
-    return keys >> n_bits, order.astype(np.int32)

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pinfeed.rows.distinct import distinct_rows, sort_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.tensors.numpy_torch import memory_of, to_torch
@@ -201,7 +202,7 @@ class _Offer:
         self, table: ExchangedTable, recent: deque[Rows], asked: Rows, n_given: list[int]
     ) -> None:
         self.n_given = n_given
-        own, given = np.unique(asked, return_inverse=True)
+        own, given = distinct_rows(asked)
         self.own = own
         self.given = given
         is_changing = np.isin(own, np.concatenate([np.empty(0, np.int64), *recent]))
@@ -237,7 +238,7 @@ class _Offer:
             values=values,
             own=self.own,
             given=self.given,
-            by_row=np.argsort(self.given, kind="stable"),
+            by_row=sort_rows(self.given)[1],
             n_by_row=np.bincount(self.given, minlength=len(self.own)),
             deferred_in=order[is_deferred],
             deferred_out=self.given[self.is_deferred],

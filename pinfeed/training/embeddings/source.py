@@ -18,6 +18,7 @@ from pinfeed.errors import RowIndexError, StoreError, described
 from pinfeed.pipeline.row_cache.cache import CachedRows, RowCache
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import HostLeaf, LoaderSource, is_end, load_of
+from pinfeed.rows.distinct import distinct_rows
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
@@ -331,7 +332,7 @@ def _unique(ids: Sequence[np.ndarray[Any, Any]], table: TableSpec) -> tuple[Rows
         dtype=np.int64,
         casting="unsafe",
     )
-    rows, positions = np.unique(every, return_inverse=True)
+    rows, positions = distinct_rows(every)
     check_rows(rows, table.n_rows, f"{table.name}: ids of the batch")
     return rows, np.split(positions, np.cumsum([array.size for array in ids])[:-1])
 

@@ -1,0 +1,54 @@
+"""sort_rows and distinct_rows: row indices in ascending order, with positions."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pinfeed.rows.orders import Rows
+
+
+def sort_rows(rows: Rows) -> tuple[Rows, Rows]:
+    """Sort row indices.
+
+    Args:
+        rows: Row indices, shape (n,).
+
+    Returns:
+        The rows in ascending order, and the position in ``rows`` of each. Equal rows keep their
+        order. Both have shape (n,).
+    """
+    n_bits = (len(rows) - 1).bit_length()
+    # As uint64, negative numbers are large, so that one maximum is enough.
+    if int(rows.view(np.uint64).max(initial=0)) >> (63 - n_bits):
+        order = np.argsort(rows, kind="stable")
+        return rows[order], order
+    # numpy sorts integers many times faster than it finds the order that sorts them. Therefore the
+    # position of each row is in the low bits of its key.
+    keys = rows << n_bits
+    keys |= np.arange(len(rows))
+    keys.sort()
+    order = keys & ((1 << n_bits) - 1)
+    keys >>= n_bits
+    return keys, order
+
+
+def distinct_rows(rows: Rows) -> tuple[Rows, Rows]:
+    """Find the distinct rows among row indices.
+
+    Args:
+        rows: Row indices, shape (n,); they may repeat.
+
+    Returns:
+        The distinct rows in ascending order, and for each of ``rows`` its position among them,
+        shape (n,).
+    """
+    ascending, order = sort_rows(rows)
+    is_first = np.ones(len(rows), bool)
+    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    distinct = ascending[is_first]
+    # The array is used again, because touching new memory takes longer than the sums.
+    places = np.cumsum(is_first, out=ascending)
+    places -= 1
+    positions = np.empty(len(rows), np.int64)
+    positions[order] = places
+    return distinct, positions

@@ -1,0 +1,55 @@
+"""Tests of sort_rows and distinct_rows: the same results as numpy's own functions."""
+
+import numpy as np
+import pytest
+
+from pinfeed.rows.distinct import distinct_rows, sort_rows
+
+_RNG = np.random.default_rng(0)
+_LARGEST = np.iinfo(np.int64).max
+
+CASES = {
+    "no row": [],
+    "row 0": [0],
+    "one row": [7],
+    "largest row alone": [_LARGEST],
+    "two equal rows": [3, 3],
+    "all equal": [5] * 9,
+    "ascending": [0, 1, 2, 3, 4, 5, 6, 7],
+    "descending": [8, 7, 6, 5, 4, 3, 2, 1, 0],
+    "many rows that repeat": _RNG.integers(0, 1000, 4096),
+    "many rows": _RNG.integers(0, 1 << 40, 4097),
+    # Three rows leave 61 bits for each row.
+    "largest keys": [(1 << 61) - 1, 0, (1 << 61) - 1],
+    "too large for keys": [1 << 61, 0, 1 << 61],
+    "large rows that repeat": _RNG.integers(_LARGEST - 50, _LARGEST, 300),
+    "negative rows": [-1, 4, -7, 4, -1],
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES.keys())
+def rows(request):
+    return np.array(request.param, np.int64)
+
+
+def test_rows_are_sorted_and_equal_rows_keep_their_order(rows):
+    before = rows.copy()
+    ascending, order = sort_rows(rows)
+    assert np.array_equal(order, np.argsort(rows, kind="stable"))
+    assert np.array_equal(ascending, np.sort(rows))
+    assert ascending.dtype == np.int64
+    assert np.array_equal(rows, before)
+
+
+def test_distinct_rows_are_those_of_unique(rows):
+    found = distinct_rows(rows)
+    for array, expected in zip(found, np.unique(rows, return_inverse=True), strict=True):
+        assert array.dtype == np.int64
+        assert np.array_equal(array, expected)
+    assert np.array_equal(found[0][found[1]], rows)
+
+
+def test_rows_may_be_a_part_of_an_array():
+    columns = _RNG.integers(0, 50, (40, 2))
+    rows, positions = distinct_rows(columns[:, 1])
+    assert np.array_equal(rows[positions], columns[:, 1])
