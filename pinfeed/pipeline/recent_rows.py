@@ -46,7 +46,11 @@ class RecentRows:
         self._groups: list[_GroupHistory] = []
 
     def add(
-        self, number: int, groups: Sequence[tuple[Rows, Rows]], pending: Collection[int]
+        self,
+        number: int,
+        groups: Sequence[Rows],
+        pending: Collection[int],
+        written: Sequence[Rows] | None = None,
     ) -> tuple[SharedRows, list[int | None]]:
         """Compare the rows that a batch gathers with those that earlier batches may write.
 
@@ -54,10 +58,11 @@ class RecentRows:
 
         Args:
             number: Number of the batch. Every batch is added, in order.
-            groups: For each group of rows the indices of those that the batch gathers, shape (n,),
-                and of those that it may write, shape (m,), which are kept. They may repeat; if both
-                are one array, the batch may write what it gathers.
+            groups: For each group of rows the indices of those that the batch gathers, shape (n,);
+                they may repeat.
             pending: Numbers of the batches whose writes are not completed.
+            written: For each group the indices of the rows that the batch may write, shape (m,),
+                which are kept; by default those that it gathers.
 
         Returns:
             The rows that the batch has in common with earlier ones; and for each group a row index
@@ -65,14 +70,14 @@ class RecentRows:
         """
         if not self._groups:
             self._groups = [_GroupHistory() for _ in groups]
-        sorted_groups = [_SortedRows(number, rows) for rows, _ in groups]
+        sorted_groups = [_SortedRows(number, rows) for rows in groups]
         pieces: list[Positions] = []
         overlaps = []
         begin = 0
-        for history, rows, (gathered, written) in zip(
-            self._groups, sorted_groups, groups, strict=True
-        ):
-            kept = rows if written is gathered else _SortedRows(number, written)
+        for i, (history, rows) in enumerate(zip(self._groups, sorted_groups, strict=True)):
+            kept = rows
+            if written is not None and written[i] is not groups[i]:
+                kept = _SortedRows(number, written[i])
             found: dict[int, Overlap] = {}
             old = [batch for batch in history.numbers if batch < number - self._n_ahead]
             history.drop(batch for batch in old if batch not in pending)

@@ -108,9 +108,10 @@ class SlotFiller:
         recent = self._recent
         if recent is None or not batch.groups:
             return
-        rows = [(group.rows, group.written) for group in batch.groups]
+        rows = [group.rows for group in batch.groups]
+        written = [group.written for group in batch.groups]
         pending = self._transfer.log.pending_batches()
-        batch.shared, repeated = recent.add(number, rows, pending)
+        batch.shared, repeated = recent.add(number, rows, pending, written)
         batch.groups = [
             group._replace(repeated=row) for group, row in zip(batch.groups, repeated, strict=True)
         ]
