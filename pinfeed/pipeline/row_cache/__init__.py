@@ -1,0 +1,1 @@
+"""Cache of table rows on the device: the policy that decides which rows it holds."""
