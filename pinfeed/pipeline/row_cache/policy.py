@@ -33,8 +33,8 @@ _MAX_USE = 2.0**60
 _KEY_STEP = np.float32(2.0**94)
 _MAX_BATCHES = np.int32(1 << 24)
 # The window has at least so many slots, and so many for each row that is missed.
-_MIN_WINDOW = 1 << 15
-_WINDOW_PER_MISS = 2
+_MIN_WINDOW = 1 << 12
+_WINDOW_PER_MISS = 1
 
 _NO_SLOTS: Slots = np.empty(0, np.int32)
 
