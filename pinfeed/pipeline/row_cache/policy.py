@@ -21,6 +21,7 @@ from pinfeed.rows.orders import Rows
 
 Positions = npt.NDArray[np.int32]
 Slots = npt.NDArray[np.int32]
+Indices = npt.NDArray[np.intp]
 Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
@@ -36,7 +37,7 @@ _MAX_BATCHES = np.int32(1 << 24)
 _MIN_WINDOW = 1 << 12
 _WINDOW_PER_MISS = 1
 
-_NO_SLOTS: Slots = np.empty(0, np.int32)
+_NO_SLOTS: Indices = np.empty(0, np.intp)
 
 
 class CacheMoves(NamedTuple):
@@ -155,19 +156,20 @@ class CachePolicy:
             rows: Distinct row indices, ascending, shape (n,), as they were announced.
         """
         slots = self._slots.take(rows)
-        is_hit = slots >= 0
-        hits = _positions(is_hit)
-        misses = _positions(~is_hit)
+        # numpy converts indices of other dtypes in each use.
+        hits = np.flatnonzero(slots >= 0)
+        misses = np.flatnonzero(slots < 0)
         hit_slots = slots.take(hits)
-        self.last_used[hit_slots] = self._n_decided
+        held = hit_slots.astype(np.intp)
+        self.last_used[held] = self._n_decided
         if self._is_whole:
             is_admitted = np.ones(len(misses), bool)
             admitted_slots = self._take_free(len(misses))
             evicted_slots = _NO_SLOTS
         else:
             next_uses = self._next_uses.pop()
-            self._held_counts[hit_slots] += self._use
-            self._held_uses[hit_slots] = next_uses.take(hits)
+            self._held_counts[held] += self._use
+            self._held_uses[held] = next_uses.take(hits)
             is_admitted, admitted_slots, evicted_slots = self._admit(
                 rows.take(misses), next_uses.take(misses)
             )
@@ -181,27 +183,27 @@ class CachePolicy:
         self.last_used[admitted_slots] = self._n_decided
         self._n_decided += 1
         return CacheMoves(
-            bypassed=misses.compress(~is_admitted),
-            admitted=admitted,
-            hits=hits,
-            admitted_slots=admitted_slots,
+            bypassed=misses.compress(~is_admitted).astype(np.int32),
+            admitted=admitted.astype(np.int32),
+            hits=hits.astype(np.int32),
+            admitted_slots=admitted_slots.astype(np.int32),
             hit_slots=hit_slots,
             evicted_rows=evicted_rows,
-            evicted_slots=evicted_slots,
+            evicted_slots=evicted_slots.astype(np.int32),
         )
 
     def contains(self, rows: Rows) -> Mask:
         """Return for each row whether the cache holds it after the decisions so far, shape (n,)."""
         return self._slots.take(rows) >= 0
 
-    def _take_free(self, n: int) -> Slots:
+    def _take_free(self, n: int) -> Indices:
         """Take so many free slots, or all if they are fewer, for rows of the batch."""
         begin = self._n_used_slots
         self._n_used_slots = min(begin + n, self.capacity)
         self.last_used[begin : self._n_used_slots] = self._n_decided
-        return np.arange(begin, self._n_used_slots, dtype=np.int32)
+        return np.arange(begin, self._n_used_slots)
 
-    def _admit(self, rows: Rows, next_uses: npt.NDArray[np.int32]) -> tuple[Mask, Slots, Slots]:
+    def _admit(self, rows: Rows, next_uses: npt.NDArray[np.int32]) -> tuple[Mask, Indices, Indices]:
         """Choose slots for missed rows, and count the use of the rows.
 
         Returns:
@@ -222,7 +224,7 @@ class CachePolicy:
         self._held_uses[slots] = next_uses.compress(is_admitted)
         return is_admitted, slots, evicted_slots
 
-    def _compare(self, keys: Floats, n_free: int) -> tuple[Mask, Slots]:
+    def _compare(self, keys: Floats, n_free: int) -> tuple[Mask, Indices]:
         """Compare missed rows with those in the window.
 
         Args:
@@ -249,7 +251,7 @@ class CachePolicy:
         n_more = n_free + np.count_nonzero(is_evicted) - np.count_nonzero(is_admitted)
         is_admitted[np.flatnonzero(keys == threshold)[: max(n_more, 0)]] = True
         is_evicted[np.flatnonzero(held == threshold)[: max(-n_more, 0)]] = True
-        return is_admitted, _positions(is_evicted) + np.int32(begin)
+        return is_admitted, np.flatnonzero(is_evicted) + begin
 
     def _age(self, n_rows: int) -> None:
         """Let a use count more after a batch of so many rows, twice as much at most."""
@@ -266,7 +268,3 @@ def _keys(counts: Floats, next_uses: npt.NDArray[np.int32]) -> Floats:
     announced = (_MAX_BATCHES - next_uses).astype(np.float32)
     announced *= _KEY_STEP
     return np.maximum(counts, announced, out=announced)
-
-
-def _positions(mask: Mask) -> Positions:
-    return np.flatnonzero(mask).astype(np.int32)
