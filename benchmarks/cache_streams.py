@@ -35,7 +35,7 @@ class Stream(NamedTuple):
 
 
 class Size(NamedTuple):
-    """Size of the random streams, and number of the batches of all streams."""
+    """Size of a random stream."""
 
     n_rows: int
     n_ids: int
