@@ -570,6 +570,9 @@ class Transfer:
         """
         direct: list[tuple[Store, Tensor]] = []
         staged: list[StagedRows] = []
+        if not len(group.rows):
+            # All rows of the batch may stay in the cache.
+            return staged
         # A group that stays unchanged has no tensors.
         for i, (store, held) in enumerate(zip(group.stores, tensors, strict=False)):
             if held is None:
