@@ -22,6 +22,7 @@ from pinfeed.stores import Store
 from pinfeed.stores.base import StoreRows
 from pinfeed.tensors.numpy_torch import to_numpy
 from pinfeed.training.embeddings.batch_rows import BatchRows
+from pinfeed.training.embeddings.cache_hint import CacheHint, gains_from_cache
 
 IdsOf = Callable[[Any], Any]
 
@@ -129,6 +130,7 @@ class TableRowSource(LoaderSource):
     def __init__(self, loader: Any, tables: Sequence[TableSpec]) -> None:
         super().__init__(loader)
         self._tables = tables
+        self._cache_hint = CacheHint()
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]  # a constant there
@@ -163,15 +165,37 @@ class TableRowSource(LoaderSource):
         """
         return contextlib.nullcontext()
 
+    def watch_reuse(self, *, is_unified: bool) -> None:
+        """Note from now on how often rows are looked up again, for ``transfer_hint``.
+
+        Args:
+            is_unified: Whether the device of the loop is the CPU.
+        """
+        self._cache_hint = CacheHint(
+            (table.name, table.stores)
+            if gains_from_cache(table.stores, is_unified=is_unified)
+            else None
+            for table in self._tables
+        )
+
+    def begin(self) -> None:
+        super().begin()
+        self._cache_hint.begin_epoch()
+
     def hint(self, source_share: float) -> str:
         if source_share >= 0.5:
             return super().hint(source_share)
         names = ", ".join(table.name for table in self._tables)
+        if cache := self.transfer_hint():
+            return f"Most of it is gathering rows of {names}. {cache}"
         return (
             f"Most of it is gathering rows of {names}: a table in memory (store=None) is faster "
             "than one in a file, and a smaller dtype, or fewer different ids in a batch, leave "
             "less to gather."
         )
+
+    def transfer_hint(self) -> str:
+        return self._cache_hint.text()
 
     def draw(self, batch: Any) -> BatchThunk:
         # The user's functions run here, one batch at a time. Any reader thread that is free
@@ -188,6 +212,7 @@ class TableRowSource(LoaderSource):
             groups.append(RowGroup(lookup.rows, len(parts), table.stores))
             parts += [StoreRows(store, lookup.rows) for store in table.stores]
             parts += position_parts(lookup)
+        self._cache_hint.add(groups)
         rebuild = functools.partial(self._rebuild, load, groups, lookups)
         return HostBatch(parts, rebuild, load.batches, groups)
 

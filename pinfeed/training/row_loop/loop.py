@@ -286,6 +286,7 @@ class RowLoop(LoaderFeeder):
         found = super()._open_device(device, n_spare)
         # Chosen before the loop takes its streams, because the route decides how many there are.
         self._route = found.choose_route(self._stores, 0, self._wanted_route)
+        self._row_source.watch_reuse(is_unified=found.unified)
         return found
 
     def _generator(self) -> GeneratorType[Any, None, None] | None:
