@@ -36,7 +36,7 @@ def hint_after(loader: Any, device: Any, **options: Any) -> str:
     for _ in loop:
         pass
     hint: str = loop._loop.source.hint(0.2)
-    assert loop._loop.source.transfer_hint() in hint
+    assert loop._loop._starvation._transfer_hint() in hint
     loop.close()
     optimizer.close()
     table.close()
