@@ -49,9 +49,8 @@ class CacheAdvice:
     def values(self, data: Data) -> dict[str, Any]:
         """Return the advice for scripts."""
         sizes = [
-            {**size._asdict(), "rows": rows, "nbytes": rows * data.row_nbytes}
+            {**size._asdict(), "nbytes": int(size.share * data.n_rows) * data.row_nbytes}
             for size in self.sizes
-            for rows in [int(size.share * data.n_rows)]
         ]
         best = self.best and self.best.share
         return {
