@@ -109,7 +109,7 @@ def test_doctor_of_a_file() -> None:
     assert found["data"]["nbytes"] == 1_000_000_000 << 20
     assert found["data"]["batch_ms"]["memory"] > 0
     assert found["advice"]["helps"] == "yes"
-    assert (found["cache"]["helps"], found["cache"]["n_read"]) == ("unknown", 800)
+    assert (found["cache"]["helps"], found["cache"]["n_read"]) == ("yes", 800)
 
 
 def test_whether_a_cache_helps() -> None:
@@ -125,9 +125,13 @@ def test_whether_a_cache_helps() -> None:
     assert pairs.best in pairs.sizes
     assert "\n     5%   97.7 KiB" in pairs.text(data)
     assert pairs.values(data)["sizes"][1]["nbytes"] == 100_000
+    np.save("few.npy", np.zeros(4_000, np.int64))
+    few = advise_on_cache("few.npy", data)
+    assert few.helps == "unknown"
+    assert "too few" in few.text(data)
 
 
-def test_row_indices_that_are_none() -> None:
+def test_files_without_row_indices_of_the_table() -> None:
     data = Data(n_rows=5_000, row_nbytes=400, batch_size=500)
     with pytest.raises(RowIndexError, match=r"--ids x\.npy: float32; expected integers"):
         advise_on_cache("x.npy", data)

@@ -13,10 +13,10 @@ from pinfeed.rows.orders import Rows
 CACHE_SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)
 """Sizes of caches that are compared, as shares of the rows."""
 
-# About this many rows of a table are sampled, and look-ups of them are kept. When no more can be
-# kept, each row of the table has been looked up four times on average.
-_SAMPLED_ROWS = 1 << 13
+# Look-ups that are kept, and the fewest rows that are sampled for them. When no more are kept, each
+# row of the table has been looked up two to four times on average.
 _MOST_LOOKUPS = 1 << 15
+_FEWEST_ROWS = 1 << 13
 # A hit rate of fewer look-ups, or of fewer batches, is mostly chance or first look-ups.
 _FEWEST_LOOKUPS = 512
 _FEWEST_BATCHES = 20
@@ -44,9 +44,9 @@ class ReuseSketch:
 
     A row is sampled if the hash of its index is below a threshold, so that every look-up of the row
     is in the sample or none is. The sample of a cache of C rows is a cache of C x rate rows
-    (SHARDS: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015). The rate
-    depends on the number of rows alone, and look-ups are no longer kept when the memory, 256 KiB,
-    is full. Any thread may call the methods.
+    (SHARDS: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015). When the
+    memory, 256 KiB, is full, half of the sampled rows are dropped. When few rows are left, further
+    look-ups are not noted. Any thread may call the methods.
 
     Args:
         n_rows: Number of rows of the table.
@@ -54,8 +54,7 @@ class ReuseSketch:
 
     def __init__(self, n_rows: int) -> None:
         self._n_rows = n_rows
-        self._rate = min(1.0, _SAMPLED_ROWS / n_rows)
-        self._threshold = np.uint64(min(2**64 - 1, int(self._rate * 2**64)))
+        self._rate = 1.0
         self._lock = threading.Lock()
         # Sampled look-ups in their order: row + epoch * n_rows.
         self._lookups = np.empty(_MOST_LOOKUPS, np.int64)
@@ -93,8 +92,11 @@ class ReuseSketch:
         """
         if self.is_full:
             return
-        sampled = rows[_hash(rows) <= self._threshold]
         with self._lock:
+            sampled = rows[self._is_sampled(rows)]
+            while self._n_lookups + len(sampled) > _MOST_LOOKUPS and self._can_drop_rows:
+                self._drop_half_of_rows()
+                sampled = sampled[self._is_sampled(sampled)]
             start = self._n_lookups
             stop = min(start + len(sampled), _MOST_LOOKUPS)
             self._lookups[start:stop] = sampled[: stop - start] + self._epoch * self._n_rows
@@ -109,10 +111,7 @@ class ReuseSketch:
         serves more. It is empty at the start of each epoch. The rows that were used most are those
         of the first half of the look-ups, and are compared with the second half.
         """
-        n = self._n_lookups
-        if self._analysis is None or self._analysis.n_lookups != n:
-            self._analysis = _Analysis.of(self._lookups[:n], self._n_rows)
-        return self._analysis.hit_rate(capacity * self._rate)
+        return self._analysed().hit_rate(capacity)
 
     def best_size(self) -> CacheSize | None:
         """Return the size whose hit rate exceeds its share of the rows most.
@@ -121,15 +120,45 @@ class ReuseSketch:
         """
         if not self.is_informative:
             return None
-        sizes = [CacheSize(share, self.hit_rate(share * self._n_rows)) for share in CACHE_SHARES]
+        hit_rate = self._analysed().hit_rate
+        sizes = [CacheSize(share, hit_rate(share * self._n_rows)) for share in CACHE_SHARES]
         best = max(sizes, key=lambda size: size.hit_rate - size.share)
         return best if best.hit_rate - best.share >= _LEAST_GAIN else None
+
+    @property
+    def _can_drop_rows(self) -> bool:
+        """Whether enough rows are sampled to drop half of them."""
+        return self._n_rows * self._rate >= 2 * _FEWEST_ROWS
+
+    def _is_sampled(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Tell for each row whether its look-ups are kept."""
+        return _hash(rows) <= np.uint64(int(2**64 * self._rate) - 1)
+
+    def _drop_half_of_rows(self) -> None:
+        """Sample half as many rows, and drop the look-ups of the others."""
+        self._rate /= 2
+        lookups = self._lookups[: self._n_lookups]
+        kept = lookups[self._is_sampled(lookups % self._n_rows)]
+        self._lookups[: len(kept)] = kept
+        self._n_lookups = len(kept)
+
+    def _analysed(self) -> _Analysis:
+        """Return the analysis of the look-ups so far."""
+        with self._lock:
+            if self._analysis is None or self._analysis.n_batches != self._n_batches:
+                lookups = self._lookups[: self._n_lookups]
+                self._analysis = _Analysis.of(lookups, self._n_rows, self._rate, self._n_batches)
+            return self._analysis
 
 
 class _Analysis(NamedTuple):
     """The look-ups of a sample, by the smallest cache that serves them."""
 
+    n_batches: int
+    """Number of batches in the sample."""
     n_lookups: int
+    rate: float
+    """Share of the rows that are sampled."""
     distances: _Counts
     """For each row that was looked up again, the distinct rows in between; ascending."""
     ranks: _Counts
@@ -140,7 +169,7 @@ class _Analysis(NamedTuple):
     """
 
     @classmethod
-    def of(cls, lookups: Rows, n_rows: int) -> _Analysis:
+    def of(cls, lookups: Rows, n_rows: int, rate: float, n_batches: int) -> _Analysis:
         """Analyse look-ups, each given as row + epoch * n_rows."""
         previous = _previous_positions(lookups)
         is_again = previous >= 0
@@ -152,14 +181,16 @@ class _Analysis(NamedTuple):
         rows, uses = np.unique(hashes[:half], return_counts=True)
         by_use = rows[np.argsort(-uses, kind="stable")]
         ranks = _positions_in(by_use, hashes[half:][is_again[half:]])
-        return cls(len(lookups), np.sort(distances[is_again]), np.sort(ranks[ranks >= 0]))
+        distances = np.sort(distances[is_again])
+        return cls(n_batches, len(lookups), rate, distances, np.sort(ranks[ranks >= 0]))
 
     def hit_rate(self, capacity: float) -> float:
-        """Return the share of the look-ups that a cache of some sampled rows serves."""
+        """Return the share of the look-ups that a cache of ``capacity`` rows serves."""
         if self.n_lookups < 2:
             return 0.0
-        recent = np.searchsorted(self.distances, capacity) / self.n_lookups
-        frequent = np.searchsorted(self.ranks, capacity) / (self.n_lookups - self.n_lookups // 2)
+        n = capacity * self.rate
+        recent = np.searchsorted(self.distances, n) / self.n_lookups
+        frequent = np.searchsorted(self.ranks, n) / (self.n_lookups - self.n_lookups // 2)
         return float(max(recent, frequent))
 
 

@@ -121,15 +121,22 @@ def test_a_few_batches_say_nothing() -> None:
     assert sketch.best_size() is not None
 
 
-def test_no_more_look_ups_are_kept_than_fit() -> None:
-    sketch = ReuseSketch(10_000)
-    rng = np.random.default_rng(0)
+@pytest.mark.parametrize("n_rows", [10_000, 100_000])
+def test_no_more_look_ups_are_kept_than_fit(n_rows: int) -> None:
+    sketch = ReuseSketch(n_rows)
+    batches = uniform(n_rows, n_ids=n_rows // 10, n_batches=50)
+    n_added = 0
     while not sketch.is_full:
-        sketch.add(np.unique(rng.integers(0, 10_000, 5_000)))
-    before = sketch.hit_rate(500)
-    sketch.add(np.arange(500))
-    assert sketch.hit_rate(500) == before
-    assert sketch._lookups.nbytes <= 1 << 20
+        sketch.add(batches[n_added])
+        n_added += 1
+    # Each row was looked up so often on average.
+    assert 2 <= n_added / 10 <= 4.2
+    before = [sketch.hit_rate(share * n_rows) for share in CACHE_SHARES]
+    assert before == pytest.approx(CACHE_SHARES, abs=0.04)
+    for rows in batches:
+        sketch.add(rows)
+    assert [sketch.hit_rate(share * n_rows) for share in CACHE_SHARES] == before
+    assert sketch._lookups.nbytes <= 1 << 18
 
 
 def test_the_order_of_the_rows_of_a_batch_does_not_matter_much() -> None:
