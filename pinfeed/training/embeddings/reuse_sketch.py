@@ -67,7 +67,7 @@ class ReuseSketch:
     @property
     def is_full(self) -> bool:
         """Whether further look-ups change nothing."""
-        return self._n_lookups == _MOST_LOOKUPS
+        return self._n_lookups == _MOST_LOOKUPS and not self._can_drop_rows
 
     @property
     def is_informative(self) -> bool:

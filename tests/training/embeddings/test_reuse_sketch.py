@@ -139,6 +139,17 @@ def test_no_more_look_ups_are_kept_than_fit(n_rows: int) -> None:
     assert sketch._lookups.nbytes <= 1 << 18
 
 
+def test_a_sample_that_is_exactly_full_makes_room() -> None:
+    sketch = ReuseSketch(1 << 20)
+    for first in range(0, 1 << 20, 1 << 15):
+        assert not sketch.is_full
+        sketch.add(np.arange(first, first + (1 << 15)))
+    for _ in range(2):
+        sketch.add(np.arange(1 << 20))
+    # All rows of the second half are in a cache of the whole table.
+    assert sketch.hit_rate(1 << 20) == pytest.approx(1, abs=0.01)
+
+
 def test_the_order_of_the_rows_of_a_batch_does_not_matter_much() -> None:
     rng = np.random.default_rng(0)
     batches = zipf(60_000, 1.2, n_ids=2_000, n_batches=40)
