@@ -9,11 +9,11 @@ from typing import Any, Literal
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
 
-CacheSize = int | float | Literal["auto"]
+DeviceCacheSize = int | float | Literal["auto"]
 """Bytes as an int, a share of the rows as a float, or what memory limits leave."""
 
 
-def check_device_cache(size: Any) -> CacheSize | None:
+def check_device_cache(size: Any) -> DeviceCacheSize | None:
     """Return the size of a cache, as an int, a float or ``"auto"``; None for no cache.
 
     Raises:
@@ -25,15 +25,14 @@ def check_device_cache(size: Any) -> CacheSize | None:
         "expected bytes as an int (pinfeed.GiB(4)), a share of the rows as a float (0.1), "
         "'auto' or None"
     )
-    if isinstance(size, bool) or not isinstance(size, numbers.Real):
-        raise ArgumentError(f"device_cache={size!r}: {expected}")
     if isinstance(size, numbers.Integral):
-        if size < 1:
-            raise ArgumentError(f"device_cache={size!r}: {expected}")
-        return int(size)
-    if not 0 < size <= 1:
-        raise ArgumentError(f"device_cache={size!r}: {expected}, above 0 and at most 1.0")
-    return float(size)
+        if int(size) >= 1 and size is not True:
+            return int(size)
+    elif isinstance(size, numbers.Real):
+        if 0 < float(size) <= 1:
+            return float(size)
+        expected += "; a share is above 0 and at most 1.0"
+    raise ArgumentError(f"device_cache={size!r}: {expected}")
 
 
 def n_cached_rows(size: int | float, n_rows: int, row_nbytes: int, name: str) -> int:

@@ -22,9 +22,10 @@ from pinfeed.rows.distinct import distinct_rows
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
-from pinfeed.stores.base import StoreRows
+from pinfeed.stores.base import HostArray, StoreRows
 from pinfeed.tensors.numpy_torch import to_numpy
 from pinfeed.training.embeddings.batch_rows import BatchRows
+from pinfeed.training.embeddings.cache_hint import CacheHint, gains_from_cache
 
 T = TypeVar("T")
 
@@ -139,6 +140,7 @@ class TableRowSource(LoaderSource):
         self.caches: Sequence[RowCache | None] = [None] * len(tables)
         """For each table, the cache of its rows on the device; None for a table without one."""
         self._n_ahead = n_ahead
+        self._cache_hint = CacheHint()
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]  # a constant there
@@ -173,10 +175,31 @@ class TableRowSource(LoaderSource):
         """
         return contextlib.nullcontext()
 
+    def watch_reuse(self, *, is_unified: bool) -> None:
+        """Note from now on how often rows are looked up again, for ``transfer_hint``.
+
+        Only tables without a cache are watched.
+
+        Args:
+            is_unified: Whether the device of the loop is the CPU.
+        """
+        self._cache_hint = CacheHint(
+            (table.name, table.stores)
+            if cache is None and gains_from_cache(table.stores, is_unified=is_unified)
+            else None
+            for table, cache in zip(self._tables, self.caches, strict=True)
+        )
+
+    def begin(self) -> None:
+        super().begin()
+        self._cache_hint.begin_epoch()
+
     def hint(self, source_share: float) -> str:
         if source_share >= 0.5:
             return super().hint(source_share)
         names = ", ".join(table.name for table in self._tables)
+        if cache := self.transfer_hint():
+            return f"Most of it is gathering rows of {names}. {cache}"
         return (
             f"Most of it is gathering rows of {names}: a table in memory (store=None) is faster "
             "than one in a file, and a smaller dtype, or fewer different ids in a batch, leave "
@@ -189,6 +212,9 @@ class TableRowSource(LoaderSource):
         for cache in filter(None, self.caches):
             cache.begin()
         return super().epoch(number, start, checksum, batches_per_slot)
+
+    def transfer_hint(self) -> str:
+        return self._cache_hint.text()
 
     def draw(self, batch: Any) -> BatchThunk:
         # The user's functions run here, one batch at a time. Any reader thread that is free
@@ -240,14 +266,9 @@ class TableRowSource(LoaderSource):
         groups = []
         for table, lookup, cached in zip(self._tables, lookups, every_cached, strict=True):
             parts.append(HostLeaf(torch.from_numpy(lookup.rows)))
-            rows = lookup.rows
-            if cached is not None:
-                rows = cached.gathered
-                cached.part = len(parts)
-                parts.append(HostLeaf(torch.from_numpy(cached.packed_positions)))
-            groups.append(RowGroup(rows, len(parts), table.stores, cached=cached))
-            parts += [StoreRows(store, rows) for store in table.stores]
+            groups.append(add_rows(parts, lookup.rows, table.stores, cached))
             parts += position_parts(lookup)
+        self._cache_hint.add(groups)
         rebuild = functools.partial(self._rebuild, load, groups, lookups)
         return HostBatch(parts, rebuild, load.batches, groups)
 
@@ -269,10 +290,7 @@ class TableRowSource(LoaderSource):
         tables = []
         for group, lookup in zip(groups, lookups, strict=True):
             ids = next(tensors)
-            if group.cached is not None:
-                # The positions concern the cache alone.
-                next(tensors)
-            rows = [next(tensors) for _ in group.stores]
+            rows = take_rows(group, tensors)
             positions = [(batch[part], next(tensors)) for part, _ in lookup.positions]
             tables.append(DeviceRows(lookup.rows, ids, rows, positions))
         return DeviceBatch(load.rebuild(iter(batch)), tables)
@@ -303,6 +321,34 @@ def _ahead(items: Iterator[T], n: int) -> Generator[T, None, None]:
         finally:
             # The error's traceback keeps this frame, which must not keep the error.
             del failure
+
+
+def add_rows(
+    parts: list[HostArray], rows: Rows, stores: Sequence[Store], cached: CachedRows | None
+) -> RowGroup:
+    """Add rows of a table to the parts of a batch, and return their group.
+
+    Args:
+        parts: The parts, which are added to.
+        rows: Indices of the rows.
+        stores: Stores of the rows.
+        cached: The same rows in the cache of the table; None without a cache.
+    """
+    if cached is not None:
+        rows = cached.gathered
+        cached.part = len(parts)
+        parts.append(HostLeaf(torch.from_numpy(cached.packed_positions)))
+    group = RowGroup(rows, len(parts), stores, cached=cached)
+    parts += [StoreRows(store, rows) for store in stores]
+    return group
+
+
+def take_rows(group: RowGroup, tensors: Iterator[Tensor]) -> list[Tensor]:
+    """Take the tensors of the parts that ``add_rows`` has added; return those of the rows."""
+    if group.cached is not None:
+        # The positions concern the cache alone.
+        next(tensors)
+    return [next(tensors) for _ in group.stores]
 
 
 def position_parts(lookup: HostLookup) -> list[HostLeaf]:
