@@ -53,6 +53,9 @@ class CachedSource:
     def hint(self, source_share: float) -> str:
         return ""
 
+    def transfer_hint(self) -> str:
+        return ""
+
     def epoch(self, number: int, start: int, *args: int) -> Generator[Any, None, None]:
         self.cache.begin()
         known = list(map(np.array, self._batches[start:]))
@@ -85,8 +88,10 @@ class CachedRun:
         n_ahead: Number of batches that are known when it is decided about one.
         stop_after: Number of batches after which the loop is left.
         switch_after: Number of batches after which the loop changes its stream after each batch.
+        switches_within: Whether each step changes its stream and then works with the batch.
         ways: For each batch whether the loop is synchronous from then on.
         flushes: Whether some steps flush all rows.
+        frozen: Whether the rows that are cached stay as they are.
     """
 
     def __init__(
@@ -98,8 +103,10 @@ class CachedRun:
         n_ahead: int = 0,
         stop_after: int | None = None,
         switch_after: int | None = None,
+        switches_within: bool = False,
         ways: Sequence[bool] | None = None,
         flushes: bool = False,
+        frozen: bool = False,
     ) -> None:
         self.batches = [np.array(rows, np.int64) for rows in batches]
         self.capacity = capacity
@@ -107,8 +114,10 @@ class CachedRun:
         self.n_ahead = n_ahead
         self.stop_after = stop_after
         self.switch_after = switch_after
+        self.switches_within = switches_within
         self.ways = ways
         self.flushes = flushes
+        self.frozen = frozen
         self.arrays = [
             np.arange(N * D, dtype=np.float64).reshape(N, D),
             np.arange(N, dtype=np.int32),
@@ -118,7 +127,8 @@ class CachedRun:
 
     def changes(self, i: int) -> list[bool]:
         """Return for each store whether batch ``i`` changes it."""
-        return [i % 5 != 4 and i % 7 != 5, i % 3 > 0 and i % 7 != 5, i % 4 > 0]
+        is_trained = not self.frozen and i % 7 != 5
+        return [is_trained and i % 5 != 4, is_trained and i % 3 > 0, i % 4 > 0]
 
     def synchronous(self) -> "CachedRun":
         for i, rows in enumerate(self.batches[: self.stop_after]):
@@ -150,10 +160,10 @@ class CachedRun:
         runner = self.runner(device, depth)
         for i, lent in enumerate(runner.run(lambda lent: lent)):
             self.step(device, runner, i, lent)
-            if i + 1 == self.stop_after:
-                break
             if self.switch_after is not None and i + 1 >= self.switch_after:
                 device.switch(("compute", "another")[(i - self.switch_after) % 2])
+            if i + 1 == self.stop_after:
+                break
             # Not held while the next one is made: its memory can be given out again.
             del lent
         lent = None
@@ -174,6 +184,8 @@ class CachedRun:
 
     def step(self, device: SimDevice, runner: EpochRunner, i: int, lent: Any) -> None:
         tensors = lent.take()
+        if self.switches_within:
+            self.switch(device, ("another", "compute")[i % 2], tensors)
         for s, tensor in enumerate(tensors):
             device.launch(lambda t, s=s: self.seen.__setitem__((i, s), t.copy()), tensor)
         self.change(device, i, lent, tensors)
@@ -185,9 +197,21 @@ class CachedRun:
         for tensor in tensors:
             # Values were copied: the user may change them at once.
             device.launch(lambda t: t.fill(-1), tensor)
-        for array in (device.array(shape, dtype) for shape, dtype in BUFFERS):
-            # A model needs this memory in between, as much as the largest batch.
+        self.work(device)
+
+    def work(self, device: SimDevice) -> None:
+        """Use memory as a model does, as much as the largest batch."""
+        for array in [device.array(shape, dtype) for shape, dtype in BUFFERS]:
             device.launch(lambda a: a.fill(2), array)
+
+    def switch(self, device: SimDevice, name: str, tensors: list[Any]) -> None:
+        """Change the stream as a model does: what works with the batch waits, and no other work."""
+        lent = device.current_stream().record()
+        device.switch(name)
+        self.work(device)
+        device.current_stream().wait(lent)
+        for tensor in tensors:
+            device.share(tensor, device.current_stream())
 
     def change(self, device: SimDevice, i: int, lent: Any, tensors: list[Any]) -> None:
         """Change the rows of some stores in place, and write them back."""
