@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from pinfeed.devices.base import Device, Stream, Tensor
-from pinfeed.errors import BudgetError, described
+from pinfeed.errors import BudgetError, ClosedError, described
 from pinfeed.memory.units import human
 from pinfeed.pipeline.forwarding import Positions
 from pinfeed.pipeline.row_cache.policy import CacheMoves, CachePolicy
@@ -221,7 +221,12 @@ class RowCache:
         Returns:
             For each store the values of the rows that are written to it, or None if the loop has
             not changed that store.
+
+        Raises:
+            ClosedError: If another thread has closed the loop.
         """
+        if not self._tensors:
+            raise ClosedError(f"the loop has ended, and the cache of {self.name} with it")
         new = values if values is not None else [None] * len(self.stores)
         self._is_changed = [
             changed or value is not None
