@@ -80,9 +80,10 @@ def train_rows(
             loop, one batch at a time, in order.
         optimizer: The RowOptimizer, or several, that step in the loop; their state is moved with
             the rows.
-        config: Memory limits. They give ``depth``, and the size of caches with
-            ``device_cache="auto"``: three quarters of the device memory that they leave; the rest
-            is for the rows of the batches. None for the free memory.
+        config: Memory limits. They give ``depth``, and the size of the caches of tables with
+            ``device_cache="auto"``: ``Config(device_cache=...)``, or else three quarters of the
+            memory that the limits leave, since the rows of the batches need some, too. None for the
+            free memory.
         depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
             training thread asks for batches and ids. With None, the loop times some batches with 2
             of them ahead and some in the synchronous loop, and keeps the faster way, which
@@ -97,7 +98,8 @@ def train_rows(
 
     Raises:
         ArgumentError: If there are no tables, tables share rows, some tables are sharded and some
-            are not, or an optimizer is not a RowOptimizer.
+            are not, an optimizer is not a RowOptimizer, or a cache does not hold a row.
+        BudgetError: If caches take more memory than ``config`` leaves.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.
     """
