@@ -124,8 +124,8 @@ class TableRowSource(LoaderSource):
     Args:
         loader: A loader, as for ``wrap_loader``.
         tables: The tables.
-        n_ahead: Number of batches that are drawn before it is decided which rows of a batch stay on
-            the device.
+        look_ahead: Number of batches that are drawn before it is decided which rows of a batch stay
+            on the device.
 
     Raises:
         ArgumentError: If the loader cannot be iterated.
@@ -134,12 +134,12 @@ class TableRowSource(LoaderSource):
     writes_always = False
     """Whether a batch that changed nothing counts as a write."""
 
-    def __init__(self, loader: Any, tables: Sequence[TableSpec], n_ahead: int = 0) -> None:
+    def __init__(self, loader: Any, tables: Sequence[TableSpec], look_ahead: int = 0) -> None:
         super().__init__(loader)
         self._tables = tables
         self.caches: Sequence[RowCache | None] = [None] * len(tables)
         """For each table, the cache of its rows on the device; None for a table without one."""
-        self._n_ahead = n_ahead
+        self._look_ahead = look_ahead
         self._cache_hint = CacheHint()
 
     @property
@@ -227,7 +227,7 @@ class TableRowSource(LoaderSource):
             yield from super()._draws(batches)
             return
         # What a cache does with a batch depends on the batches before, so lookups are made here.
-        for load, lookups in _ahead(self._lookups(batches), self._n_ahead):
+        for load, lookups in _ahead(self._lookups(batches), self._look_ahead):
             cached = [
                 None if cache is None else cache.plan(lookup.rows)
                 for cache, lookup in zip(self.caches, lookups, strict=True)
@@ -297,24 +297,27 @@ class TableRowSource(LoaderSource):
 
 
 def _ahead(items: Iterator[T], n: int) -> Generator[T, None, None]:
-    """Yield each item when the ``n`` items after it are known.
+    """Yield each item when the ``n`` items after it are known, or fewer at first.
 
-    An error is raised after the items that came before it.
+    Two items are drawn for each that is yielded, so that the first is not late. An error is raised
+    after the items that came before it.
     """
     waiting: deque[T] = deque()
     failure: Exception | None = None
-    while failure is None:
-        try:
-            waiting.append(next(items))
-        except StopIteration:
-            break
-        except Exception as error:
-            failure = error
-        else:
-            if len(waiting) > n:
-                yield waiting.popleft()
-    while waiting:
-        yield waiting.popleft()
+    is_over = False
+    while waiting or not is_over:
+        for _ in range(min(2, n + 1 - len(waiting))):
+            if is_over:
+                break
+            try:
+                waiting.append(next(items))
+            except StopIteration:
+                is_over = True
+            except Exception as error:
+                failure = error
+                is_over = True
+        if waiting:
+            yield waiting.popleft()
     if failure is not None:
         try:
             raise failure

@@ -67,7 +67,9 @@ def cache_allocations(caches: Sequence[RowCache | None], device: Device) -> tupl
         place: Place = "host" if device.unified else "device"
         items += [
             Allocation(f"cache of {cache.name}: {rows} rows", place, 1, cache.nbytes),
-            Allocation(f"where rows of {cache.name} are", "host", 1, cache.bookkeeping_nbytes),
+            Allocation(
+                f"bookkeeping of the cache of {cache.name}", "host", 1, cache.bookkeeping_nbytes
+            ),
         ]
     return tuple(items)
 
