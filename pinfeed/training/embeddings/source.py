@@ -15,7 +15,8 @@ from torch import nn
 
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import RowIndexError, StoreError, described
-from pinfeed.pipeline.row_cache.cache import CachedRows, RowCache
+from pinfeed.pipeline.row_cache.cache import RowCache
+from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import HostLeaf, LoaderSource, is_end, load_of
 from pinfeed.rows.distinct import distinct_rows
@@ -248,7 +249,7 @@ class TableRowSource(LoaderSource):
             load, lookups = self._looked_up(batch, [table.ids_of(batch) for table in self._tables])
             for cache, lookup in zip(self.caches, lookups, strict=True):
                 if cache is not None:
-                    cache.announce(lookup.rows)
+                    cache.decisions.announce(lookup.rows)
             yield load, lookups
 
     def _load(self, batch: Any, ids: Sequence[Any]) -> HostBatch:

@@ -65,11 +65,10 @@ def cache_allocations(caches: Sequence[RowCache | None], device: Device) -> tupl
         n_rows = cache.stores[0].n_rows
         rows = "all" if cache.capacity == n_rows else f"{cache.capacity:,} of {n_rows:,}"
         place: Place = "host" if device.unified else "device"
+        use = f"cache of {cache.name}"
         items += [
-            Allocation(f"cache of {cache.name}: {rows} rows", place, 1, cache.nbytes),
-            Allocation(
-                f"bookkeeping of the cache of {cache.name}", "host", 1, cache.bookkeeping_nbytes
-            ),
+            Allocation(f"{use}: {rows} rows", place, 1, cache.nbytes),
+            Allocation(f"bookkeeping of the {use}", "host", 1, cache.decisions.nbytes),
         ]
     return tuple(items)
 
