@@ -135,6 +135,8 @@ class Prefetcher:
                 stack.callback(self._transfer.quiesce)
                 stack.callback(self._threads.join_writers)
                 stack.callback(self.write_queue.finish)
+                # Once more if an interrupt ends it, because the rows are nowhere else.
+                stack.callback(self.flush_caches)
                 stack.callback(self.flush_caches)
                 if self._filler is not None:
                     stack.callback(self._filler.close)

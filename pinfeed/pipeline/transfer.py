@@ -336,12 +336,16 @@ class Transfer:
                 continue
             # A log of its own, so that these rows are written even if another write has failed.
             log = WriteLog[HeldValues]()
-            rows, slots = cache.decisions.changed_rows()
-            step = max(1, _FLUSH_BYTES // cache.row_nbytes)
-            for begin in range(0, len(rows), step):
-                chunk = slice(begin, begin + step)
-                yield self._changed_chunk(cache, rows[chunk], slots[chunk], log)
-            cache.decisions.note_flushed()
+            # The consumer moves no rows meanwhile, if another thread closes the feeder.
+            with cache.moving:
+                if cache.leaving is not None and cache.leaving.evicted_values:
+                    yield self._evicted_rows(cache, cache.leaving, log)
+                rows, slots = cache.decisions.changed_rows()
+                step = max(1, _FLUSH_BYTES // cache.row_nbytes)
+                for begin in range(0, len(rows), step):
+                    chunk = slice(begin, begin + step)
+                    yield self._changed_chunk(cache, rows[chunk], slots[chunk], log)
+                cache.note_flushed()
 
     def begin_write(self, pending: PendingWrite, earlier: Sequence[Pending[None]]) -> None:
         """Queue copies of held values to staging memory, or to their stores (first writer).
@@ -642,7 +646,12 @@ class Transfer:
         cache = cached.cache
         is_first = not cached.is_put
         with cache.moving:
-            kept = [cached.positions, *cached.gathered_values, *cached.evicted_values]
+            kept = [
+                cached.positions,
+                *cached.gathered_values,
+                *cached.evicted_values,
+                *cached.written_values,
+            ]
             self._follow_cache(cache, kept, compute)
             written = cache.put(cached, values, self.device, compute)
         if is_first:
@@ -684,19 +693,26 @@ class Transfer:
                 self.device.share(tensor, compute)
         cache.stream = compute
 
+    def _evicted_rows(
+        self, cache: RowCache, leaving: CachedRows, log: WriteLog[HeldValues]
+    ) -> PendingWrite:
+        """Return the write of rows that left a cache last, which may not have been queued."""
+        self._follow_cache(cache, leaving.evicted_values, self.device.current_stream())
+        group = RowGroup(leaving.moves.evicted_rows, 0, cache.stores)
+        return self._pending(log, self._last_lent, [group], [cache.evicted_values()])
+
     def _changed_chunk(
         self, cache: RowCache, rows: Rows, slots: Positions, log: WriteLog[HeldValues]
     ) -> PendingWrite:
         """Return the write of some rows in a cache."""
         compute = self.device.current_stream()
-        with cache.moving:
-            self._follow_cache(cache, [], compute)
-            staged = self.device.staging(slots.nbytes).view(slots.dtype)
-            staged[...] = slots
-            memory = self.device.empty(slots.nbytes, compute)
-            on_device = self.device.tensor(memory, slots.shape, slots.dtype)
-            self.device.copy(staged, on_device, compute)
-            values = cache.values(on_device, len(rows), self.device, compute)
+        self._follow_cache(cache, [], compute)
+        staged = self.device.staging(slots.nbytes).view(slots.dtype)
+        staged[...] = slots
+        memory = self.device.empty(slots.nbytes, compute)
+        on_device = self.device.tensor(memory, slots.shape, slots.dtype)
+        self.device.copy(staged, on_device, compute)
+        values = cache.values(on_device, len(rows), self.device, compute)
         self._count_cache_write(cache, len(rows), values)
         group = RowGroup(rows, 0, cache.stores)
         pending = self._pending(log, self._last_lent, [group], [values])

@@ -39,6 +39,7 @@ class RowCache:
         row_nbytes: Bytes of a row in all stores.
         decisions: Decisions which rows are in the cache.
         stream: Stream in which the device has used the cache last; None before its first use.
+        leaving: The batch whose rows have left the cache last, or are leaving it; None if none has.
     """
 
     def __init__(self, name: str, stores: Sequence[Store], capacity: int) -> None:
@@ -51,8 +52,10 @@ class RowCache:
         self._tensors: list[Tensor] = []
         # For each store, whether the loop has changed a row.
         self._is_changed = [False] * len(stores)
+        self._is_flushed = False
+        self.leaving: CachedRows | None = None
         # Held while rows enter and leave, because another thread may close the feeder.
-        self.moving = threading.Lock()
+        self.moving = threading.RLock()
 
     @property
     def nbytes(self) -> int:
@@ -128,19 +131,17 @@ class RowCache:
             changed or value is not None
             for changed, value in zip(self._is_changed, new, strict=True)
         ]
+        self._is_flushed = False
+        self.leaving = cached
+        # If memory is missing for what is written, the cache is as it was.
+        if not cached.is_begun:
+            self._take_evicted(cached, device, compute)
+        written = self._written(cached, new, device, compute)
+        cached.is_begun = True
+        self._renew(cached, new, device, compute)
         if not cached.is_put:
-            self._exchange(cached, new, device, compute)
-        n = len(cached.rows)
-        pairs = [
-            (value, tensor)
-            for value, tensor in zip(new, self._tensors, strict=True)
-            if value is not None
-        ]
-        if pairs and n > cached.n_bypassed:
-            taken = self._cut(cached, (cached.n_bypassed, n), device)
-            slots = self._cut(cached, (n, 2 * n - cached.n_bypassed), device)
-            device.copy_rows(pairs, taken, slots, compute)
-        return self._written(cached, new, device, compute)
+            self.decisions.note_done(cached)
+        return written
 
     def values(self, slots: Tensor, n: int, device: Device, compute: Stream) -> list[Tensor | None]:
         """Return a copy of the rows in some slots, for each store that the loop has changed.
@@ -157,8 +158,18 @@ class RowCache:
 
     @property
     def has_changed(self) -> bool:
-        """Whether the loop has changed rows."""
-        return any(self._is_changed)
+        """Whether the loop has changed rows since the last flush."""
+        return any(self._is_changed) and not self._is_flushed
+
+    def note_flushed(self) -> None:
+        """Note that all changed rows were written."""
+        self.decisions.note_flushed()
+        self._is_flushed = True
+
+    def evicted_values(self) -> list[Tensor | None]:
+        """Return the values of the rows that are leaving, for each store that has changed."""
+        assert self.leaving is not None
+        return self._changed_only(self.leaving.evicted_values)
 
     @property
     def tensors(self) -> list[Tensor]:
@@ -167,37 +178,46 @@ class RowCache:
 
     def close(self) -> None:
         """Free the device memory, because the loop has ended."""
+        self._is_flushed = True
+        self.decisions.close()
         self._tensors = []
+        self.leaving = None
         self.stream = None
 
-    def _exchange(
+    def _take_evicted(self, cached: CachedRows, device: Device, compute: Stream) -> None:
+        """Copy the rows that leave the cache."""
+        if n_evicted := cached.n_evicted:
+            values = self._empty(n_evicted, device, compute)
+            begin = 2 * len(cached.rows) - cached.n_bypassed
+            slots = self._cut(cached, (begin, begin + n_evicted), device)
+            pairs = list(zip(self._tensors, values, strict=True))
+            device.copy_rows(pairs, slots, None, compute)
+            cached.evicted_values = values
+
+    def _renew(
         self,
         cached: CachedRows,
         new: Sequence[Tensor | None],
         device: Device,
         compute: Stream,
     ) -> None:
-        """Copy the rows that leave the cache, and give their slots to those that enter it."""
+        """Copy new values into the cache, and at first the unchanged ones of rows that enter it."""
         n = len(cached.rows)
-        if n_evicted := cached.n_evicted:
-            cached.evicted_values = self._empty(n_evicted, device, compute)
-            begin = 2 * n - cached.n_bypassed
-            slots = self._cut(cached, (begin, begin + n_evicted), device)
-            pairs = list(zip(self._tensors, cached.evicted_values, strict=True))
-            device.copy_rows(pairs, slots, None, compute)
         admitted = (cached.n_bypassed, cached.n_gathered)
-        unchanged = [
-            (device.cut(gathered, *admitted), tensor)
-            for gathered, tensor, value in zip(
-                cached.gathered_values, self._tensors, new, strict=True
-            )
-            if value is None
-        ]
+        unchanged = []
+        changed = []
+        for gathered, value, tensor in zip(cached.gathered_values, new, self._tensors, strict=True):
+            if value is not None:
+                changed.append((value, tensor))
+            elif not cached.is_put:
+                unchanged.append((device.cut(gathered, *admitted), tensor))
         if unchanged and (n_admitted := len(cached.moves.admitted)):
             slots = self._cut(cached, (n, n + n_admitted), device)
             device.copy_rows(unchanged, None, slots, compute)
-        cached.is_put = True
-        self.decisions.note_done()
+        if changed and n > cached.n_bypassed:
+            taken = self._cut(cached, (cached.n_bypassed, n), device)
+            slots = self._cut(cached, (n, 2 * n - cached.n_bypassed), device)
+            device.copy_rows(changed, taken, slots, compute)
 
     def _written(
         self,
@@ -220,6 +240,12 @@ class RowCache:
                 device.copy(device.cut(gathered, 0, n), head, compute)
         for tensor, evicted in zip(written, cached.evicted_values, strict=False):
             device.copy(evicted, device.cut(tensor, n, n + cached.n_evicted), compute)
+        if cached.written_values:
+            # The batch has written these stores before, and has not changed them since.
+            for i, value in enumerate(new):
+                if value is None:
+                    written[i] = cached.written_values[i]
+        cached.written_values = written
         return self._changed_only(written)
 
     def _changed_only(self, values: list[Tensor]) -> list[Tensor | None]:

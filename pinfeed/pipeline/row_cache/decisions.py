@@ -1,8 +1,8 @@
 """CachedRows: what a cache does with the rows of a batch; and CacheDecisions, which decides it.
 
-Reader threads decide, in the order of batches, and are ahead of the training thread. The batches
-that are decided and not carried out yet are kept, so that the rows which the device really has can
-be listed at any time.
+Reader threads decide, in the order of batches, and are ahead of the training thread. So the rows
+that the device really has are kept beside those of the policy. A batch changes them when it is
+carried out, which is one assignment, so that an error or an interrupt comes before or after it.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +36,8 @@ class CachedRows:
     rows: Rows
     """All rows of the batch, ascending, each once."""
     moves: CacheMoves
+    number: int
+    """Position among the batches of the loop."""
     part: int = -1
     """Index of the part of the batch that has the positions on the device."""
     positions: Tensor | None = None
@@ -43,7 +45,11 @@ class CachedRows:
     gathered_values: list[Tensor] = field(default_factory=list)
     """Values of the gathered rows for each store, as they were lent."""
     evicted_values: list[Tensor] = field(default_factory=list)
-    """Values of the evicted rows for each store, once they have left the cache."""
+    """Values of the evicted rows for each store, once they have been copied from the cache."""
+    written_values: list[Tensor] = field(default_factory=list)
+    """Values of the rows that the batch has written last, for each store."""
+    is_begun: bool = False
+    """Whether slots of rows that enter and leave the cache may have been overwritten."""
     is_put: bool = False
     """Whether the rows have entered and left the cache."""
 
@@ -52,6 +58,7 @@ class CachedRows:
         self.positions = None
         self.gathered_values = []
         self.evicted_values = []
+        self.written_values = []
 
     @property
     def gathered(self) -> Rows:
@@ -96,6 +103,27 @@ class CachedRows:
         return len(self.moves.evicted_rows)
 
 
+class _Slots(NamedTuple):
+    """Slots of the memory of a cache."""
+
+    rows: Rows
+    """The row in each slot; -1 for none."""
+    used: npt.NDArray[np.int32]
+    """Number of the last batch that used the row."""
+
+    def move(self, cached: CachedRows) -> None:
+        """Carry the decision about a batch out.
+
+        While it is being carried out, the rows that enter the cache have their old values in the
+        stores, and those that leave it are in ``evicted_values``.
+        """
+        moves = cached.moves
+        self.rows[moves.evicted_slots] = -1
+        self.rows[moves.admitted_slots] = cached.rows[moves.admitted] if cached.is_put else -1
+        self.used[moves.admitted_slots] = cached.number
+        self.used[moves.hit_slots] = cached.number
+
+
 class CacheDecisions:
     """Decisions about the rows of batches, and how many of them are carried out.
 
@@ -106,8 +134,11 @@ class CacheDecisions:
 
     def __init__(self, n_rows: int, capacity: int) -> None:
         self._policy = CachePolicy(n_rows, capacity)
-        # Batches that are decided and not carried out.
-        self._ahead: deque[CachedRows] = deque()
+        # The slots of the device before the batches that are kept.
+        self._slots = _Slots(np.full(capacity, -1, np.int64), np.full(capacity, -1, np.int32))
+        # Batches that are decided: maybe some that are carried out, then those that are not.
+        self._kept: deque[CachedRows] = deque()
+        self._n_decided = 0
         # Batches that are carried out since the loop began, and those of them at the last flush
         # without the last one, whose rows may have changed since.
         self._n_done = 0
@@ -118,14 +149,20 @@ class CacheDecisions:
     @property
     def nbytes(self) -> int:
         """Bytes of host memory."""
-        return self._policy.nbytes
+        return self._policy.nbytes + self._slots.rows.nbytes + self._slots.used.nbytes
 
     def begin(self) -> None:
         """Empty the cache for a loop that begins; no reader thread runs then."""
         self._policy.begin()
-        self._ahead.clear()
+        self._slots.rows[...] = -1
+        self._kept.clear()
+        self._n_decided = 0
         self._n_done = 0
         self._n_flushed = 0
+
+    def close(self) -> None:
+        """Release the batches, because the loop has ended; no reader thread runs then."""
+        self._kept.clear()
 
     def announce(self, rows: Rows) -> None:
         """Note the distinct rows of a batch that was drawn (reader; in the order of batches)."""
@@ -134,18 +171,22 @@ class CacheDecisions:
     def decide(self, cache: RowCache, rows: Rows) -> CachedRows:
         """Decide about the oldest batch that was announced (reader; in the order of batches)."""
         with self._deciding:
-            cached = CachedRows(cache, rows, self._policy.decide(rows))
-            self._ahead.append(cached)
+            cached = CachedRows(cache, rows, self._policy.decide(rows), self._n_decided)
+            self._n_decided += 1
+            while self._kept and self._kept[0].is_put:
+                self._slots.move(self._kept[0])
+                self._kept.popleft()
+            self._kept.append(cached)
         return cached
 
     def contains(self, rows: Rows) -> npt.NDArray[np.bool_]:
         """Tell which rows are in the cache for the next batch that is decided (reader)."""
         return self._policy.contains(rows)
 
-    def note_done(self) -> None:
-        """Note that the oldest decision is carried out (consumer)."""
-        self._ahead.popleft()
-        self._n_done += 1
+    def note_done(self, cached: CachedRows) -> None:
+        """Note that a decision is carried out (consumer; in the order of batches)."""
+        self._n_done = cached.number + 1
+        cached.is_put = True
 
     def changed_rows(self) -> tuple[Rows, Positions]:
         """Return the rows that may have changed since the last flush, ascending, and their slots.
@@ -153,17 +194,13 @@ class CacheDecisions:
         These are rows that the device has now. The readers may go on.
         """
         with self._deciding:
-            rows = self._policy.rows_of_slots.copy()
-            is_changed = self._policy.last_used >= self._n_flushed
-            for cached in reversed(self._ahead):
-                # The device has not done this yet.
-                moves = cached.moves
-                rows[moves.admitted_slots] = -1
-                rows[moves.evicted_slots] = moves.evicted_rows
-                is_changed[moves.evicted_slots] = True
-        slots = np.flatnonzero(is_changed & (rows >= 0))
-        order = np.argsort(rows[slots])
-        return rows[slots][order], slots[order].astype(np.int32)
+            now = _Slots(self._slots.rows.copy(), self._slots.used.copy())
+            for cached in self._kept:
+                if cached.is_begun:
+                    now.move(cached)
+        slots = np.flatnonzero((now.used >= self._n_flushed) & (now.rows >= 0))
+        order = np.argsort(now.rows[slots])
+        return now.rows[slots][order], slots[order].astype(np.int32)
 
     def note_flushed(self) -> None:
         """Note that all changed rows were written (consumer)."""
