@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cached_rows import N, CachedRun
+from support.cached_rows import CachedRun, N
 from support.schedules import SLOTS, STREAMS
 
 from pinfeed import ArrayStore
@@ -137,7 +137,7 @@ def test_rows_in_the_cache_are_written_after_a_write_has_failed(n_left: int, dep
         for i, lent in enumerate(runner.run(lambda lent: lent)):
             run.step(sim, runner, i, lent)
             n_done = i + 1
-            cached = set(runner.source.cache.changed_rows()[0].tolist())
+            cached = set(runner.source.cache.decisions.changed_rows()[0].tolist())
             del lent
     assert 0 < n_done < len(BATCHES)
     for array, expected in zip(run.arrays[:2], after(n_done), strict=False):
@@ -147,9 +147,7 @@ def test_rows_in_the_cache_are_written_after_a_write_has_failed(n_left: int, dep
 
 
 @pytest.mark.parametrize("choose", [lazy, favour("compute"), favour(*SLOTS)], ids=["", "c", "s"])
-def test_a_flush_whose_first_part_fails(
-    choose: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_flush_whose_first_part_fails(choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory that queued copies read is freed with the parts after it."""
     monkeypatch.setattr(transfer, "_FLUSH_BYTES", 40)
     run = CachedRun(BATCHES, capacity=N, policy=1)

@@ -34,9 +34,7 @@ CORNERS = corners(dict.fromkeys(("compute", "read"), (5, 9, 14, 20, 27, 35)))
 def test_corner_schedules(corner: str) -> None:
     rng = random.Random(corner)
     for depth in rng.sample((0, 1, 2, 4), 2):
-        device = SimDevice(
-            CORNERS[corner](), direct=rng.random() < 0.5, duplex=rng.random() < 0.7
-        )
+        device = SimDevice(CORNERS[corner](), direct=rng.random() < 0.5, duplex=rng.random() < 0.7)
         check_cached(
             device,
             depth,

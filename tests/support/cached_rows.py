@@ -1,7 +1,8 @@
 """Loops over rows of which some are in a cache on a simulated device."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ class CachedSource:
         n_ahead: Number of batches that are known when it is decided about one.
     """
 
-    fingerprint: dict[str, Any] = {}
+    fingerprint: Mapping[str, Any] = MappingProxyType({})
     epoch_hooks = EpochHooks()
 
     def __init__(
@@ -60,10 +61,10 @@ class CachedSource:
         self.cache.begin()
         known = list(map(np.array, self._batches[start:]))
         for rows in known[: self._n_ahead]:
-            self.cache.announce(rows)
+            self.cache.decisions.announce(rows)
         for i, rows in enumerate(known):
             for later in known[i + self._n_ahead : i + self._n_ahead + 1]:
-                self.cache.announce(later)
+                self.cache.decisions.announce(later)
             yield partial(self._batch, rows, self.cache.plan(rows))
 
     def _batch(self, rows: np.ndarray, cached: Any) -> HostBatch:
@@ -158,15 +159,7 @@ class CachedRun:
 
     def fed(self, device: SimDevice, depth: int) -> "CachedRun":
         runner = self.runner(device, depth)
-        for i, lent in enumerate(runner.run(lambda lent: lent)):
-            self.step(device, runner, i, lent)
-            if self.switch_after is not None and i + 1 >= self.switch_after:
-                device.switch(("compute", "another")[(i - self.switch_after) % 2])
-            if i + 1 == self.stop_after:
-                break
-            # Not held while the next one is made: its memory can be given out again.
-            del lent
-        lent = None
+        self.loop(device, runner)
         # The user reads this right after the loop.
         self.arrays = [array.copy() for array in self.arrays]
         assert not runner.source.cache.tensors
@@ -181,6 +174,16 @@ class CachedRun:
             "memory written after the loop had ended"
         )
         return self
+
+    def loop(self, device: SimDevice, runner: EpochRunner) -> None:
+        for i, lent in enumerate(runner.run(lambda lent: lent)):
+            self.step(device, runner, i, lent)
+            if self.switch_after is not None and i + 1 >= self.switch_after:
+                device.switch(("compute", "another")[(i - self.switch_after) % 2])
+            if i + 1 == self.stop_after:
+                break
+            # Not held while the next one is made: its memory can be given out again.
+            del lent
 
     def step(self, device: SimDevice, runner: EpochRunner, i: int, lent: Any) -> None:
         tensors = lent.take()

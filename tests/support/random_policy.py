@@ -76,5 +76,5 @@ def random_policy(seed: int | None) -> Iterator[None]:
         yield
         return
     policy = partial(RandomPolicy, seed=seed)
-    with mock.patch("pinfeed.pipeline.row_cache.cache.CachePolicy", policy):
+    with mock.patch("pinfeed.pipeline.row_cache.decisions.CachePolicy", policy):
         yield
