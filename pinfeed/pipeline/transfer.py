@@ -106,8 +106,9 @@ from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.slot_gather import Gathered, SlotGather
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.profiling.counters import Counters
+from pinfeed.profiling.timeline import CacheCounts
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Store
+from pinfeed.stores.base import Store, row_nbytes
 from pinfeed.threads.call import Call, Pending
 
 # Rows of a cache are written back in writes of so many bytes, which several threads share.
@@ -335,7 +336,7 @@ class Transfer:
             # A log of its own, so that these rows are written even if another write has failed.
             log = WriteLog[HeldValues]()
             rows, slots = cache.changed_rows()
-            step = max(1, _FLUSH_BYTES * cache.capacity // cache.nbytes)
+            step = max(1, _FLUSH_BYTES // cache.row_nbytes)
             for begin in range(0, len(rows), step):
                 chunk = slice(begin, begin + step)
                 yield self._changed_chunk(cache, rows[chunk], slots[chunk], log)
@@ -570,6 +571,9 @@ class Transfer:
         """
         direct: list[tuple[Store, Tensor]] = []
         staged: list[StagedRows] = []
+        if not len(group.rows):
+            # All rows of the batch may stay in the cache.
+            return staged
         # A group that stays unchanged has no tensors.
         for i, (store, held) in enumerate(zip(group.stores, tensors, strict=False)):
             if held is None:
@@ -635,10 +639,35 @@ class Transfer:
     ) -> list[Tensor | None]:
         """Put values of a batch into its cache; return those that are written to the stores."""
         cache = cached.cache
+        is_first = not cached.is_put
         with cache.moving:
             kept = [cached.positions, *cached.gathered_values, *cached.evicted_values]
             self._follow_cache(cache, kept, compute)
-            return cache.put(cached, values, self.device, compute)
+            written = cache.put(cached, values, self.device, compute)
+        if is_first:
+            self.counters.count_cache(
+                CacheCounts(
+                    self._last_lent,
+                    len(cached.rows),
+                    len(cached.moves.hits),
+                    cached.n_evicted,
+                    cached.n_gathered * cache.row_nbytes,
+                )
+            )
+        self._count_cache_write(cache, cached.n_bypassed + cached.n_evicted, written)
+        return written
+
+    def _count_cache_write(
+        self, cache: RowCache, n_rows: int, values: Sequence[Tensor | None]
+    ) -> None:
+        """Count rows of a cache's table that are written; those of a store without values stay."""
+        written = [
+            row_nbytes(store)
+            for store, tensor in zip(cache.stores, values, strict=True)
+            if tensor is not None
+        ]
+        if written:
+            self.counters.count_cache_write(n_rows, n_rows * sum(written))
 
     def _follow_cache(self, cache: RowCache, kept: Sequence[Tensor], compute: Stream) -> None:
         """Let work in ``compute`` see the cache as it was left in the stream of then.
@@ -667,6 +696,7 @@ class Transfer:
             on_device = self.device.tensor(memory, slots.shape, slots.dtype)
             self.device.copy(staged, on_device, compute)
             values = cache.values(on_device, len(rows), self.device, compute)
+        self._count_cache_write(cache, len(rows), values)
         group = RowGroup(rows, 0, cache.stores)
         pending = self._pending(log, self._last_lent, [group], [values])
         # The copy of the slots may read this until the values are computed.

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pinfeed.profiling.spans import THREADS, Span, clipped, ready, tracks
+
+if TYPE_CHECKING:
+    from pinfeed.profiling.timeline import CacheCounts
 
 _PID = 1
 # Thread ids; each further reader thread has the next one.
@@ -45,6 +48,24 @@ def trace(
         _count("depth", max(at_s, start_s), depth=depth) for at_s, depth in depths if at_s <= end_s
     ]
     return {"displayTimeUnit": "ms", "otherData": {"verdict": verdict}, "traceEvents": events}
+
+
+def cache_events(caches: Sequence[tuple[float, CacheCounts]]) -> list[dict[str, Any]]:
+    """Return counters of the rows of batches that were in a cache, read, and evicted.
+
+    Args:
+        caches: Times in seconds, each with the counts of a batch.
+    """
+    return [
+        _count(
+            "rows of tables with a cache",
+            at_s,
+            hits=counts.hits,
+            read=counts.lookups - counts.hits,
+            evicted=counts.evictions,
+        )
+        for at_s, counts in caches
+    ]
 
 
 def _thread_names(threads: set[tuple[str, int]]) -> list[dict[str, Any]]:

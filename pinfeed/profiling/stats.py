@@ -142,6 +142,18 @@ class Totals:
     """Time in which the writer thread wrote rows back."""
     late: int = 0
     """Batches that were not ready when the loop asked for them."""
+    cache_lookups: int = 0
+    """Distinct rows of each batch in tables with a cache on the device."""
+    cache_hits: int = 0
+    """Those of them that were in the cache; the others were read from their stores."""
+    cache_evictions: int = 0
+    """Rows that left a cache for others."""
+    cache_rows_written: int = 0
+    """Rows of tables with a cache that were written to their stores."""
+    cache_bytes_read: int = 0
+    """Bytes of rows of such tables that were read from their stores."""
+    cache_bytes_written: int = 0
+    """Bytes of rows of such tables that were written to their stores."""
     depth: int = 0
     """Batches prefetched ahead of the loop."""
     n_readers: int = 1
@@ -178,6 +190,25 @@ class Totals:
     def gb_per_s(self) -> float:
         """Gigabytes (1e9 bytes) per second."""
         return self.bytes / self.seconds / 1e9 if self.seconds else 0.0
+
+    @property
+    def cache_hit_rate(self) -> float:
+        """Share of the rows of batches that were in a cache on the device; 0 without a cache."""
+        return self.cache_hits / self.cache_lookups if self.cache_lookups else 0.0
+
+    @property
+    def cache_in_words(self) -> str:
+        """Hit rate of the caches, and rows and bytes moved a batch; empty without a cache."""
+        if not self.cache_lookups:
+            return ""
+        n = max(1, self.batches)
+        read = self.cache_lookups - self.cache_hits
+        return (
+            f"{self.cache_hit_rate:.0%} of the rows of batches were on the device; a batch, "
+            f"{read / n:,.0f} rows ({human(self.cache_bytes_read / n)}) were read and "
+            f"{self.cache_rows_written / n:,.0f} ({human(self.cache_bytes_written / n)}) written, "
+            f"{self.cache_evictions / n:,.0f} evicted"
+        )
 
     @property
     def rates(self) -> str:
@@ -242,6 +273,12 @@ class Totals:
             "loop_s": self.seconds,
             "rows_per_s": self.rows_per_s,
             "gb_per_s": self.gb_per_s,
+            "cache_hit_percent": 100 * self.cache_hit_rate,
+            "cache_evictions": self.cache_evictions,
+            "cache_rows_read": self.cache_lookups - self.cache_hits,
+            "cache_rows_written": self.cache_rows_written,
+            "cache_bytes_read": self.cache_bytes_read,
+            "cache_bytes_written": self.cache_bytes_written,
             "starved_percent": 100 * self.starved,
             "readers_busy_percent": 100 * self.readers_busy,
         }
@@ -256,8 +293,10 @@ class Totals:
 
     def __str__(self) -> str:
         seconds = f"{self.seconds:.2f} s" if self.seconds >= 0.1 else f"{1e3 * self.seconds:.1f} ms"
+        cache = f"; cache: {self.cache_in_words}" if self.cache_lookups else ""
         return (
             f"{self.batches} batches, {self.rows} rows in {seconds}: {self.rates}; {self.verdict}"
+            f"{cache}"
         )
 
 
@@ -307,6 +346,8 @@ class FeederStats(Totals):
             ("readers were busy", f"{self.readers_busy:.0%} of {threads}"),
             ("prefetching", self.depth_in_words),
         ]
+        if self.cache_lookups:
+            rows.append(("cache", self.cache_in_words))
         rows += [(f"memory, {name}", text) for name, text in self.memory._texts()]
         table = tabulate(rows, tablefmt="html", disable_numparse=True)
         return f"<p>{html.escape(self.verdict)}</p>{table}"

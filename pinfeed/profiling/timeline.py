@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pinfeed.devices.base import Event
 from pinfeed.errors import ArgumentError, MissingDependency
 from pinfeed.profiling import plot
-from pinfeed.profiling.chrome_trace import trace
+from pinfeed.profiling.chrome_trace import cache_events, trace
 from pinfeed.profiling.spans import Lane, Span, extent, middle, totals
 from pinfeed.profiling.stats import Totals
 from pinfeed.validation.safe_repr import safe_repr
@@ -23,6 +23,20 @@ MOST_SPANS = 300_000
 """Spans that are kept by default, those of some 50,000 batches."""
 PICTURED_BATCHES = 30
 """Batches that a picture shows by default."""
+
+
+class CacheCounts(NamedTuple):
+    """Rows of a table with a cache on the device, in one batch."""
+
+    batch: int
+    lookups: int
+    """Rows that the batch looks up."""
+    hits: int
+    """Those of them that were in the cache; the others were read from their stores."""
+    evictions: int
+    """Rows that left the cache after the batch."""
+    bytes_read: int
+    """Bytes of the rows that were read."""
 
 
 class _Timed(NamedTuple):
@@ -53,6 +67,7 @@ class Timeline:
         self._settling = threading.Lock()
         self._loop = -1
         self._zero_s = 0.0
+        self._caches: deque[tuple[float, CacheCounts]] = deque(maxlen=most_spans)
         # When each depth began, on the clock.
         self._depths: list[tuple[float, int]] = []
         self._n_readers = 1
@@ -109,6 +124,14 @@ class Timeline:
         """
         return [(at_s - self._zero_s, depth) for at_s, depth in self._depths]
 
+    @property
+    def caches(self) -> list[tuple[float, CacheCounts]]:
+        """Rows of each batch in tables with a cache, as pairs of a time and the counts.
+
+        Times are seconds since the first batch was asked for.
+        """
+        return [(at_s - self._zero_s, counts) for at_s, counts in self._caches.copy()]
+
     def begin(
         self,
         now: float,
@@ -148,6 +171,10 @@ class Timeline:
     ) -> None:
         """Record something that has ended, with times of the clock. Any thread may call this."""
         self._taken.append((lane, batch, start, end, self._loop, n_batches, rows, nbytes))
+
+    def add_cache(self, now: float, counts: CacheCounts) -> None:
+        """Record the rows of a batch in a table with a cache; called by the training thread."""
+        self._caches.append((now, counts))
 
     def add_timed(
         self, lane: Lane, batch: int, start: Event, end: Event, n_batches: int = 1
@@ -217,7 +244,11 @@ class Timeline:
         found = self._totals(spans, start, end)
         if name.endswith(".json"):
             with open(name, "w") as file:
-                json.dump(trace(spans, start, end, found.verdict, self.depths), file)
+                made = trace(spans, start, end, found.verdict, self.depths)
+                made["traceEvents"] += cache_events(
+                    [(at_s, counts) for at_s, counts in self.caches if start <= at_s <= end]
+                )
+                json.dump(made, file)
         else:
             plot.draw(spans, start, end, found, name)
 

@@ -141,7 +141,7 @@ class SimDevice:
         return array
 
     def copy(self, src: Any, dst: Any, stream: SimStream) -> None:
-        for host in (x for x in (src, dst) if isinstance(x, np.ndarray)):
+        for host in (x for x in (src, dst) if isinstance(x, np.ndarray) and x.size):
             assert any(np.shares_memory(host, p) for p in self._pinned.values()), (
                 "asynchronous copy of pageable memory"
             )
@@ -171,8 +171,8 @@ class SimDevice:
         return self._direct
 
     def index_dtype(self, stores: Sequence[Store], rows: Rows) -> np.dtype[Any] | None:
-        # As on a GPU, consecutive rows need none.
-        return None if run_of(rows) is not None else np.dtype(np.int32)
+        # As on a GPU, consecutive rows need none, nor do no rows.
+        return None if not len(rows) or run_of(rows) is not None else np.dtype(np.int32)
 
     def read(
         self,

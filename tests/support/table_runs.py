@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 from support.depth_choices import script
+from support.random_policy import random_policy
 from torch import nn
 from torch.nn import functional
 
@@ -96,6 +97,18 @@ class Run:
     """One program as a loop over train_rows and as the synchronous loop.
 
     It trains two tables, and looks one of them up twice in a batch.
+
+    Args:
+        optimizer: Key of ``OPTIMIZERS``.
+        batches: Ids of each batch.
+        does: Actions of the training steps, over and over.
+        stop_after: Number of batches after which the loop is left; None for all.
+        switch_after: Number of batches after which the loop changes its stream after each batch.
+        ways: For each slot, whether the loop is synchronous from then on.
+        caches: ``device_cache`` of both tables.
+        policy: Seed of random decisions of the caches; None for those of the real policy.
+        n_ahead: Number of batches that are drawn before it is decided about one; None as it is.
+        n_epochs: Number of loops over the batches.
     """
 
     def __init__(
@@ -107,12 +120,20 @@ class Run:
         stop_after: int | None = None,
         switch_after: int | None = None,
         ways: Sequence[bool] | None = None,
+        caches: tuple[Any, Any] = (None, None),
+        policy: int | None = None,
+        n_ahead: int | None = None,
+        n_epochs: int = 1,
     ) -> None:
         self.optimizer_class, self.options, self.initial = OPTIMIZERS[optimizer]
         self.does = does
         self.stop_after = stop_after
         self.switch_after = switch_after
         self.ways = ways
+        self.caches = caches
+        self.policy = policy
+        self.n_ahead = n_ahead
+        self.n_epochs = n_epochs
         rng = np.random.default_rng(len(batches))
         self.tables = [rng.standard_normal(shape).astype("f4") for shape in (USERS, ITEMS)]
         self.batches = [
@@ -155,7 +176,7 @@ class Run:
             for t in self.tables
         ]
         begun, own = False, [{}, {}]
-        for i, batch in enumerate(self.batches[: self.stop_after]):
+        for i, batch in enumerate(self.n_epochs * self.batches[: self.stop_after]):
             unique = [np.unique(batch["user"]), np.unique(torch.cat(batch["item"]))]
             blocks = [
                 nn.Parameter(torch.from_numpy(table[ids]))
@@ -216,26 +237,36 @@ class Run:
     ) -> "Run":
         host = getattr(device, "host", lambda value: value.cpu().clone())
         users, items = (
-            HostEmbedding(*t.shape, store=stores(t), name=name)
-            for t, name in zip(self.tables, ("users", "items"), strict=True)
+            HostEmbedding(*t.shape, store=stores(t), name=name, device_cache=cache)
+            for t, name, cache in zip(self.tables, ("users", "items"), self.caches, strict=True)
         )
         optimizer = RowOptimizer(self.optimizer_class, [users, items], **self.options)
         looked_up = {users: lambda batch: batch["user"], items: "item"}
-        loop = train_rows(
-            self.batches, looked_up, optimizer=optimizer, device=device, depth=depth, verify=verify
-        )
+        with random_policy(self.policy):
+            loop = train_rows(
+                self.batches,
+                looked_up,
+                optimizer=optimizer,
+                device=device,
+                depth=depth,
+                verify=verify,
+            )
+        if self.n_ahead is not None:
+            loop._row_source._n_ahead = self.n_ahead
         if self.ways is not None:
             script(loop, self.ways)
         losses: list[torch.Tensor] = []
         with loop:
-            for i, batch in enumerate(loop):
-                self.body(i, batch, users, items, optimizer, losses)
-                if i + 1 == self.stop_after:
-                    break
-                if self.switch_after is not None and i + 1 >= self.switch_after:
-                    switch(device, ("compute", "another")[(i - self.switch_after) % 2])
-                # The batch is dropped before the next one, so that its memory can be reused.
-                del batch
+            for epoch in range(self.n_epochs):
+                first = epoch * len(self.batches[: self.stop_after])
+                for i, batch in enumerate(loop, first):
+                    self.body(i, batch, users, items, optimizer, losses)
+                    if i + 1 - first == self.stop_after:
+                        break
+                    if self.switch_after is not None and i + 1 >= self.switch_after:
+                        switch(device, ("compute", "another")[(i - self.switch_after) % 2])
+                    # Dropped before the next batch, so that its memory can be reused.
+                    del batch
         # The rows as the user reads them right after the loop.
         self.tables = [table.store.array.copy() for table in (users, items)]
         if optimizer.tables[users].is_initialized:

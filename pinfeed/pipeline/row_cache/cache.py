@@ -67,7 +67,8 @@ class CachedRows:
     @property
     def gathered(self) -> Rows:
         """Rows that are not in the cache."""
-        return self.rows[np.concatenate([self.moves.bypassed, self.moves.admitted])]
+        gathered: Rows = self.rows[np.concatenate([self.moves.bypassed, self.moves.admitted])]
+        return gathered
 
     @property
     def written(self) -> Rows:
@@ -115,6 +116,7 @@ class RowCache:
         capacity: Number of rows that the cache holds, at least 1.
 
     Attributes:
+        row_nbytes: Bytes of a row in all stores.
         stream: Stream in which the device has used the cache last; None before its first use.
     """
 
@@ -122,6 +124,7 @@ class RowCache:
         self.name = name
         self.stores = stores
         self.capacity = capacity
+        self.row_nbytes = sum(map(row_nbytes, stores))
         self.stream: Stream | None = None
         self._policy = CachePolicy(stores[0].n_rows, capacity)
         self._tensors: list[Tensor] = []
@@ -139,7 +142,7 @@ class RowCache:
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the cache takes."""
-        return self.capacity * sum(map(row_nbytes, self.stores))
+        return self.capacity * self.row_nbytes
 
     @property
     def bookkeeping_nbytes(self) -> int:

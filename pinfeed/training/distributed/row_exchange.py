@@ -1,9 +1,9 @@
 """RowExchange: the rows of one batch, sent between ranks while the loop is at earlier batches.
 
 Each rank asks the ranks that have its rows, and these send them. A row may still change if a recent
-batch looks it up, too. Such a row is deferred: ``ShardedDeviceBatch`` sends it when its batch is
-lent. All other rows are sent here. Every row is therefore sent once, with the values of the
-synchronous loop.
+batch looks it up, too, and a row in the cache of its rank has its newest value on the device. Such
+rows are deferred: ``ShardedDeviceBatch`` sends them when their batch is lent. All other rows are
+sent here. Every row is therefore sent once, with the values of the synchronous loop.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from pinfeed.pipeline.row_cache.cache import CachedRows, RowCache
 from pinfeed.rows.distinct import distinct_rows, sort_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
@@ -37,6 +38,8 @@ class ExchangedTable:
     """Store of this rank's rows."""
     n_recent: int
     """Number of preceding batches whose changes the store may lack when rows are gathered."""
+    is_trained: bool
+    """Whether the loop changes the rows."""
 
 
 class Counts(NamedTuple):
@@ -75,6 +78,8 @@ class ExchangePlan:
     """The part of ``order`` that is deferred."""
     deferred_out: Positions
     """The part of ``given`` that is deferred."""
+    cached: CachedRows | None
+    """The rows of ``own`` in the cache of the table; None without a cache."""
     counts: Counts
     """Lengths of ``order``, ``given``, ``deferred_in`` and ``deferred_out``, by rank."""
 
@@ -85,13 +90,20 @@ class RowExchange:
     Args:
         lockstep: The ranks' lockstep, which nothing else uses at the same time.
         tables: The tables.
+        caches: Cache of this rank's rows of each table; None for a table without one.
     """
 
-    def __init__(self, lockstep: Lockstep, tables: Sequence[ExchangedTable]) -> None:
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        tables: Sequence[ExchangedTable],
+        caches: Sequence[RowCache | None],
+    ) -> None:
         self._lockstep = lockstep
         self._tables = tables
-        # For each table, the own rows of the preceding batches.
-        self._recent: list[deque[Rows]] = [deque(maxlen=table.n_recent) for table in tables]
+        self._changing = [
+            _ChangingRows(table, cache) for table, cache in zip(tables, caches, strict=True)
+        ]
 
     def exchange(self, number: int, wanted: Sequence[Rows]) -> list[ExchangePlan]:
         """Exchange the rows of a batch.
@@ -153,7 +165,7 @@ class RowExchange:
         try:
             return [
                 _Offer(*of_table)
-                for of_table in zip(self._tables, self._recent, asked, n_asked, strict=True)
+                for of_table in zip(self._tables, self._changing, asked, n_asked, strict=True)
             ]
         except BaseException as error:
             self._lockstep.leave(RankStep.BAD_BATCH, repr(error), number)
@@ -188,25 +200,57 @@ class _Request:
     n_by_rank: list[int]
 
 
+class _ChangingRows:
+    """Own rows of a table whose newest values its store may lack.
+
+    Args:
+        table: The table.
+        cache: Cache of the rows; None for a table without one.
+    """
+
+    def __init__(self, table: ExchangedTable, cache: RowCache | None) -> None:
+        # Rows of the preceding batches, and those that left the cache after each of them.
+        self._recent: deque[Rows] = deque(maxlen=table.n_recent)
+        self._is_trained = table.is_trained
+        self._cache = cache
+
+    def find(self, rows: Rows) -> Array:
+        """Tell which rows of a batch are among these."""
+        found = np.isin(rows, np.concatenate([np.empty(0, np.int64), *self._recent]))
+        if self._cache is not None and self._is_trained:
+            found |= self._cache.contains(rows)
+        return found
+
+    def add(self, rows: Rows) -> CachedRows | None:
+        """Add the rows of a batch; return what becomes of them in the cache."""
+        if self._cache is None:
+            self._recent.append(rows)
+            return None
+        self._cache.announce(rows)
+        cached = self._cache.plan(rows)
+        self._recent.append(np.concatenate([rows, cached.moves.evicted_rows]))
+        return cached
+
+
 class _Offer:
     """The rows of one table that a rank has for the others, for one batch.
 
     Args:
         table: The table.
-        recent: This rank's rows of the preceding batches; those of this one are added.
+        changing: This rank's rows that may have newer values; those of this batch are added.
         asked: Rows that the ranks ask for, those of rank 0 first.
         n_given: Number of rows that each rank asks for.
     """
 
     def __init__(
-        self, table: ExchangedTable, recent: deque[Rows], asked: Rows, n_given: list[int]
+        self, table: ExchangedTable, changing: _ChangingRows, asked: Rows, n_given: list[int]
     ) -> None:
         self.n_given = n_given
         own, given = distinct_rows(asked)
         self.own = own
         self.given = given
-        is_changing = np.isin(own, np.concatenate([np.empty(0, np.int64), *recent]))
-        recent.append(own)
+        is_changing = changing.find(own)
+        self._cached = changing.add(own)
         final = np.flatnonzero(~is_changing)
         values = np.empty((len(final), *table.weights.row_shape), table.weights.dtype)
         table.weights.gather(own[final], values)
@@ -242,6 +286,7 @@ class _Offer:
             n_by_row=np.bincount(self.given, minlength=len(self.own)),
             deferred_in=order[is_deferred],
             deferred_out=self.given[self.is_deferred],
+            cached=self._cached,
             counts=Counts(request.n_by_rank, self.n_given, n_deferred, self.n_deferred),
         )
 

@@ -18,7 +18,6 @@ from pinfeed.errors import ClosedError
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import HostLeaf, is_end
-from pinfeed.stores.base import StoreRows
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.training.distributed.batch_rows import (
     RowPositions,
@@ -39,7 +38,9 @@ from pinfeed.training.embeddings.source import (
     HostLookup,
     TableRowSource,
     TableSpec,
+    add_rows,
     position_parts,
+    take_rows,
 )
 
 
@@ -109,6 +110,7 @@ class ShardedSource(TableRowSource):
                 RowPartition(spec.table.n_rows, group.size),
                 spec.table.stores[0],
                 schedule.max_unseen_writes * spec.trained,
+                spec.trained,
             )
             for spec in tables
         ]
@@ -183,7 +185,7 @@ class ShardedSource(TableRowSource):
         return super().epoch(number, start, checksum, batches_per_slot)
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
-        exchange = RowExchange(self._lockstep, self._exchanged_tables)
+        exchange = RowExchange(self._lockstep, self._exchanged_tables, self.caches)
         for number in itertools.count(self._first):
             try:
                 try:
@@ -222,13 +224,11 @@ class ShardedSource(TableRowSource):
         parts = list(load.parts)
         tables = []
         for spec, lookup, plan in zip(self._specs, lookups, plans, strict=True):
-            stores = spec.table.stores
             positions = [torch.from_numpy(getattr(plan, name)) for name in RowPositions._fields]
             parts += map(
                 HostLeaf, (torch.from_numpy(lookup.rows), to_torch(plan.values), *positions)
             )
-            group = RowGroup(plan.own, len(parts), stores)
-            parts += [StoreRows(store, plan.own) for store in stores]
+            group = add_rows(parts, plan.own, spec.table.stores, plan.cached)
             parts += position_parts(lookup)
             tables.append(_BatchTable(spec, lookup, plan.counts, group))
         rebuild = functools.partial(self._device_batch, load, tables, number)
@@ -248,11 +248,11 @@ class ShardedSource(TableRowSource):
             ids = next(tensors)
             values = next(tensors)
             row_positions = RowPositions(*(next(tensors) for _ in RowPositions._fields))
-            own = [next(tensors) for _ in table.group.stores]
+            own = take_rows(table.group, tensors)
             positions = [(batch[part], next(tensors)) for part, _ in table.lookup.positions]
             found.append(
                 ShardedDeviceRows(
-                    rows=table.group.rows,
+                    rows=table.group.batch_rows,
                     ids=ids,
                     tensors=own,
                     positions=positions,

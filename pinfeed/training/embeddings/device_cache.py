@@ -25,15 +25,14 @@ def check_device_cache(size: Any) -> CacheSize | None:
         "expected bytes as an int (pinfeed.GiB(4)), a share of the rows as a float (0.1), "
         "'auto' or None"
     )
-    if isinstance(size, bool) or not isinstance(size, numbers.Real):
-        raise ArgumentError(f"device_cache={size!r}: {expected}")
     if isinstance(size, numbers.Integral):
-        if size < 1:
-            raise ArgumentError(f"device_cache={size!r}: {expected}")
-        return int(size)
-    if not 0 < size <= 1:
-        raise ArgumentError(f"device_cache={size!r}: {expected}, above 0 and at most 1.0")
-    return float(size)
+        if not isinstance(size, bool) and int(size) >= 1:
+            return int(size)
+    elif isinstance(size, numbers.Real):
+        if 0 < float(size) <= 1:
+            return float(size)
+        expected += "; a share is above 0 and at most 1.0"
+    raise ArgumentError(f"device_cache={size!r}: {expected}")
 
 
 def n_cached_rows(size: int | float, n_rows: int, row_nbytes: int, name: str) -> int:

@@ -22,7 +22,7 @@ from pinfeed.rows.distinct import distinct_rows
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
-from pinfeed.stores.base import StoreRows
+from pinfeed.stores.base import HostArray, StoreRows
 from pinfeed.tensors.numpy_torch import to_numpy
 from pinfeed.training.embeddings.batch_rows import BatchRows
 
@@ -240,13 +240,7 @@ class TableRowSource(LoaderSource):
         groups = []
         for table, lookup, cached in zip(self._tables, lookups, every_cached, strict=True):
             parts.append(HostLeaf(torch.from_numpy(lookup.rows)))
-            rows = lookup.rows
-            if cached is not None:
-                rows = cached.gathered
-                cached.part = len(parts)
-                parts.append(HostLeaf(torch.from_numpy(cached.packed_positions)))
-            groups.append(RowGroup(rows, len(parts), table.stores, cached=cached))
-            parts += [StoreRows(store, rows) for store in table.stores]
+            groups.append(add_rows(parts, lookup.rows, table.stores, cached))
             parts += position_parts(lookup)
         rebuild = functools.partial(self._rebuild, load, groups, lookups)
         return HostBatch(parts, rebuild, load.batches, groups)
@@ -269,10 +263,7 @@ class TableRowSource(LoaderSource):
         tables = []
         for group, lookup in zip(groups, lookups, strict=True):
             ids = next(tensors)
-            if group.cached is not None:
-                # The positions concern the cache alone.
-                next(tensors)
-            rows = [next(tensors) for _ in group.stores]
+            rows = take_rows(group, tensors)
             positions = [(batch[part], next(tensors)) for part, _ in lookup.positions]
             tables.append(DeviceRows(lookup.rows, ids, rows, positions))
         return DeviceBatch(load.rebuild(iter(batch)), tables)
@@ -303,6 +294,34 @@ def _ahead(items: Iterator[T], n: int) -> Generator[T, None, None]:
         finally:
             # The error's traceback keeps this frame, which must not keep the error.
             del failure
+
+
+def add_rows(
+    parts: list[HostArray], rows: Rows, stores: Sequence[Store], cached: CachedRows | None
+) -> RowGroup:
+    """Add rows of a table to the parts of a batch, and return their group.
+
+    Args:
+        parts: The parts, which are added to.
+        rows: Indices of the rows.
+        stores: Stores of the rows.
+        cached: The same rows in the cache of the table; None without a cache.
+    """
+    if cached is not None:
+        rows = cached.gathered
+        cached.part = len(parts)
+        parts.append(HostLeaf(torch.from_numpy(cached.packed_positions)))
+    group = RowGroup(rows, len(parts), stores, cached=cached)
+    parts += [StoreRows(store, rows) for store in stores]
+    return group
+
+
+def take_rows(group: RowGroup, tensors: Iterator[Tensor]) -> list[Tensor]:
+    """Take the tensors of the parts that ``add_rows`` has added; return those of the rows."""
+    if group.cached is not None:
+        # The positions concern the cache alone.
+        next(tensors)
+    return [next(tensors) for _ in group.stores]
 
 
 def position_parts(lookup: HostLookup) -> list[HostLeaf]:

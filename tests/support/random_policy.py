@@ -1,0 +1,80 @@
+"""A policy of a row cache that decides at random, so that rows enter and leave in every way."""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from pinfeed.pipeline.row_cache.policy import CacheMoves
+
+
+class RandomPolicy:
+    """A policy with the interface of ``CachePolicy``, without its sense.
+
+    Args:
+        n_rows: Rows of the table.
+        capacity: Rows of the cache.
+        seed: Seed of the decisions.
+    """
+
+    nbytes = 0
+
+    def __init__(self, n_rows: int, capacity: int, seed: int = 0) -> None:
+        self.capacity = capacity
+        self._rng = np.random.default_rng(seed)
+        self.begin()
+
+    def begin(self) -> None:
+        self.rows_of_slots = np.full(self.capacity, -1, np.int64)
+        self.last_used = np.zeros(self.capacity, np.int64)
+        self._announced: list[np.ndarray] = []
+        self._n = 0
+
+    def announce(self, rows: np.ndarray) -> None:
+        self._announced.append(rows)
+
+    def contains(self, rows: np.ndarray) -> Any:
+        return np.isin(rows, self.rows_of_slots)
+
+    def decide(self, rows: np.ndarray) -> CacheMoves:
+        assert self._announced.pop(0) is rows
+        is_hit = self.contains(rows)
+        hits, misses = np.flatnonzero(is_hit), np.flatnonzero(~is_hit)
+        slot_of = {row: slot for slot, row in enumerate(self.rows_of_slots.tolist())}
+        hit_slots = [slot_of[row] for row in rows[hits].tolist()]
+        is_free = self.rows_of_slots < 0
+        is_free[hit_slots] = True
+        evicted = self._some(np.flatnonzero(~is_free))
+        evicted_rows = self.rows_of_slots[evicted]
+        self.rows_of_slots[evicted] = -1
+        free = self._rng.permutation(np.flatnonzero(self.rows_of_slots < 0))
+        admitted = np.sort(self._some(misses)[: len(free)])
+        slots = free[: len(admitted)]
+        self.rows_of_slots[slots] = rows[admitted]
+        self.last_used[[*slots, *hit_slots]] = self._n
+        self._n += 1
+        bypassed = np.setdiff1d(misses, admitted)
+        return CacheMoves(
+            *(np.asarray(x, np.int32) for x in (bypassed, admitted, hits, slots, hit_slots)),
+            evicted_rows,
+            evicted.astype(np.int32),
+        )
+
+    def _some(self, numbers: np.ndarray) -> np.ndarray:
+        """Return none, some or all of the numbers, in any order."""
+        n = self._rng.choice([0, len(numbers), self._rng.integers(0, len(numbers) + 1)])
+        return self._rng.permutation(numbers)[:n]
+
+
+@contextlib.contextmanager
+def random_policy(seed: int | None) -> Iterator[None]:
+    """Let caches that are made decide at random; with None they decide as they do."""
+    if seed is None:
+        yield
+        return
+    policy = partial(RandomPolicy, seed=seed)
+    with mock.patch("pinfeed.pipeline.row_cache.cache.CachePolicy", policy):
+        yield
