@@ -297,13 +297,15 @@ def test_frequent_ids_are_a_share_of_the_batch_as_by_zipfs_law() -> None:
 def test_losses_with_a_cache_are_compared_bit_for_bit() -> None:
     cell = SkewedCell(16, 64, table_bytes=64 << 10)
 
-    def wrong(*arguments: Any) -> Iterator[Any]:
-        for loss in prefetched(*arguments):
+    def wrong(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for loss in prefetched(*arguments, **options):
             yield loss * (1 + 1e-6)
 
     contest = Contest(cell, "cpu", 2, 0.0, 1, 12, {**CACHES, "cache of wrong rows": wrong})
     for name in ("cache of 5%", "cache of 100%"):
-        assert contest.small(name)["losses"] == "equal"
+        found = contest.small(name)
+        assert found["losses"] == "equal"
+        assert found["rows_read"] > 0
     assert "different: cache of wrong rows" in contest.small("cache of wrong rows")["losses"]
 
 

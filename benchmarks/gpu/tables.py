@@ -7,6 +7,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -63,8 +64,12 @@ class Contest:
         """Compare the losses of some steps, then time steps of a model that takes little time."""
         run = self._run(name)
         losses = "none" if name == STEP_ALONE else self._compared(name, run)
+        loops: list[Any] = []
+        if name in self.cached:
+            run = functools.partial(run, loops=loops)
         self.small_ms[name] = self._step_ms(run, 0)
-        return {"losses": losses, "step_ms": self.small_ms[name]}
+        moved = _moved_rows(loops[0]) if loops else {}
+        return {"losses": losses, "step_ms": self.small_ms[name], **moved}
 
     def large(self, name: str) -> Fields:
         """Time steps of a model that takes about as long as the transfer."""
@@ -107,6 +112,16 @@ class Contest:
         body = Body(self.cell, self.device, n_products)
         step_s = rowsteps.step_s(run, self.cell, body, self.ids, self.n_warm, self.cap_s)
         return round(step_s * 1e3, 4)
+
+
+def _moved_rows(loop: Any) -> Fields:
+    """Return the hit rate of a loop's caches, and the rows that a step moved, its end included."""
+    stats = loop.stats
+    return {
+        "hit_rate": round(stats.cache_hit_rate, 4),
+        "rows_read": round((stats.cache_lookups - stats.cache_hits) / stats.batches, 1),
+        "rows_written": round(stats.cache_rows_written / stats.batches, 1),
+    }
 
 
 def tables(run: Run) -> list[Cell]:
