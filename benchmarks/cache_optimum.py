@@ -60,4 +60,4 @@ class InformedPolicy(CachePolicy):
         super().__init__(len(probabilities), capacity)
         # Any factor is right that leaves counts which float32 can hold.
         self._counts[:] = probabilities / probabilities.max()
-        self._use = np.float32(0)
+        self._use = 0.0

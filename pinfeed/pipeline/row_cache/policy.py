@@ -1,9 +1,8 @@
 """CachePolicy: which rows of a table the device keeps between batches.
 
-A row that an announced batch needs is worth more than one that no announced batch needs, and more
-the sooner it is needed, as in Belady's optimum. The other rows are ordered by the number of batches
-that used them. A later batch counts more, so that old counts age without a pass over them (LFU with
-exponential ageing).
+Rows that announced batches need are kept first, those that are needed soonest before the others, as
+in Belady's optimum. The other rows are ordered by the number of batches that used them. A later
+batch counts more, so that old counts age without a pass over them (LFU with exponential ageing).
 
 The rows that a batch misses are compared with the rows in some of the slots, the *window*, which
 moves over all slots from batch to batch. The best of both are in the cache afterwards.
@@ -25,7 +24,8 @@ Indices = npt.NDArray[np.intp]
 Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
-# A use counts half as much as one that is so many times the capacity, in used rows, later.
+# A count is halved while the batches use so many times the rows of the capacity. A row at the edge
+# of the cache is then used often enough to be told from a row outside it.
 _HALF_LIFE = 64
 # Counts are scaled down when a use counts more than this.
 _MAX_USE = 2.0**60
@@ -33,7 +33,8 @@ _MAX_USE = 2.0**60
 # later batches are ordered as if those batches were not announced.
 _KEY_STEP = np.float32(2.0**94)
 _MAX_BATCHES = np.int32(1 << 24)
-# The window has at least so many slots, and so many for each row that is missed.
+# The window has at least so many slots, and so many for each row that is missed. Larger windows
+# lower the misses by less than 1 %.
 _MIN_WINDOW = 1 << 12
 _WINDOW_PER_MISS = 1
 
@@ -91,9 +92,10 @@ class CachePolicy:
         self._is_whole = capacity == n_rows
         n_counted, n_compared = (0, 0) if self._is_whole else (n_rows, capacity)
         self._next_uses = NextUses(n_counted)
-        # Counts of the rows, but of those in the slots, and what one use counts.
+        # Counts of the rows that are in no slot; those of the others are out of date here.
         self._counts = np.zeros(n_counted, np.float32)
-        self._use = np.float32(1)
+        # The count of one use.
+        self._use = 1.0
         # Counts of the rows in the slots, and numbers of the announced batches that use them next.
         self._held_counts = np.zeros(n_compared, np.float32)
         self._held_uses = np.full(n_compared, NEVER, np.int32)
@@ -254,12 +256,12 @@ class CachePolicy:
         return is_admitted, np.flatnonzero(is_evicted) + begin
 
     def _age(self, n_rows: int) -> None:
-        """Let a use count more after a batch of so many rows, twice as much at most."""
-        self._use *= np.float32(2.0 ** min(1.0, n_rows / (_HALF_LIFE * self.capacity)))
+        """Let later uses count more, after a batch of so many rows; twice as much at most."""
+        self._use *= 2.0 ** min(1.0, n_rows / (_HALF_LIFE * self.capacity))
         if self._use > _MAX_USE:
             self._counts /= self._use
             self._held_counts /= self._use
-            self._use = np.float32(1)
+            self._use = 1.0
 
 
 def _keys(counts: Floats, next_uses: npt.NDArray[np.int32]) -> Floats:
