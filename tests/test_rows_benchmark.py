@@ -50,10 +50,13 @@ def test_the_report_names_cells_in_which_prefetching_is_not_faster() -> None:
     ms = {"step alone": 1.0, "prefetch": 3.0, "synchronous": 3.0}
     values = {"small_ms": ms, "small_ratio": 1.0, "small_choice": "0 ahead"}
     values |= {"large_ms": ms, "large_ratio": 0.99, "large_choice": ""}
+    values |= {"small_chosen_ratio": 1.04, "large_chosen_ratio": 1.06}
     few = {"cell": "few", "n_ids": 1024, **values}
     many = {"cell": "many", "n_ids": 8192, **values}
     report = rows.report([few, many])
     assert "small model, cells from 8,192 ids on in which prefetch / synchronous" in report
     assert "below 1.0: many (1.00)" in report
     assert "below 1.0: none" in report
+    assert "depth chosen / synchronous is not below 1.05: none" in report
+    assert "depth chosen / synchronous is not below 1.05: few (1.06); many (1.06)" in report
     assert "small model: depth=None chose\n  few: 0 ahead\n  many: 0 ahead" in report

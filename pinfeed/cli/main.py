@@ -97,12 +97,18 @@ _device = click.option(
     metavar="DIR",
     help="Measure the disk of this folder, by a scratch file that is removed.",
 )
+@click.option(
+    "--ids",
+    metavar="FILE",
+    help="Row indices in the order of training (.npy): say which cache on the device helps.",
+)
 @reporting
 def doctor(**options: Any) -> Report:
     """Say what this machine can do, and whether pinfeed helps.
 
     Limits in force, GPU, ceilings measured in seconds, packages that are missing; and,
     given FILE or --rows and --row-bytes, whether pinfeed would help with such data.
+    Given --ids, too, how large a cache on the device would help.
     """
     from pinfeed.cli.doctor import command
 

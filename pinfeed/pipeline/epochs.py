@@ -62,7 +62,7 @@ class EpochRunner:
         self._progress = progress
         self._position = EpochPosition(source)
         self._counters = Counters(timeline=Timeline() if timeline else None)
-        self._starvation = StarvationMonitor(self._counters, source.hint)
+        self._starvation = StarvationMonitor(self._counters, source.hint, source.transfer_hint)
         transfer = HostTransfer if device.unified else Transfer
         self._transfer = transfer(device, schedule.n_slots, capacity, self._counters)
         self._active = ActiveRun()

@@ -45,14 +45,22 @@ class StarvationMonitor:
         counters: The counts of the loops.
         hint: Returns what to change if reading is too slow, given the share of the reading time in
             which the source was asked for what to read.
+        transfer_hint: Returns how fewer bytes would be moved, for loops that stall on copying or
+            writing; empty if it is unknown.
 
     Attributes:
         look_at: The number of batches at which to call ``look`` again.
     """
 
-    def __init__(self, counters: Counters, hint: Callable[[float], str]) -> None:
+    def __init__(
+        self,
+        counters: Counters,
+        hint: Callable[[float], str],
+        transfer_hint: Callable[[], str] = str,
+    ) -> None:
         self._counters = counters
         self._hint = hint
+        self._transfer_hint = transfer_hint
         # Counts of the stretch that is being judged, which may span several loops.
         self._stretch = Totals()
         # Counts at the last look at the running loop; None before the first.
@@ -99,21 +107,27 @@ class StarvationMonitor:
         if self._stretch.seconds < STRETCH_S or self._stretch.batches < STRETCH_BATCHES:
             return
         if self._stretch.starved > STARVED:
-            logger.warning("%s", explanation(self._stretch, self._hint))
+            text = explanation(self._stretch, self._hint, self._transfer_hint)
+            logger.warning("%s", text)
             self._has_warned = True
             self.look_at = math.inf
         self._stretch = Totals()
 
 
-def explanation(totals: Totals, hint: Callable[[float], str]) -> str:
+def explanation(
+    totals: Totals, hint: Callable[[float], str], transfer_hint: Callable[[], str] = str
+) -> str:
     """Return the verdict, the numbers behind it, and what to change.
 
     Args:
         totals: Counts of the stretch.
         hint: As for ``StarvationMonitor``.
+        transfer_hint: As for ``StarvationMonitor``.
     """
     cause = totals.bottleneck
     change = _HINTS.get(cause) or hint(totals.source_s / totals.read_s if totals.read_s else 0.0)
+    if cause in ("copying", "writing"):
+        change = f"{change} {transfer_hint()}".rstrip()
     if cause == "overhead" and not totals.is_measured:
         change += f" {_WITHOUT_THREADS}"
     verdict = totals.verdict.replace("of the time", f"of the last {totals.seconds:.1f} s", 1)

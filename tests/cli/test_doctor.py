@@ -13,7 +13,9 @@ from support.command import ROOT, no_gpu, python, run, values
 from pinfeed import GiB, MiB
 from pinfeed.cli.doctor import disk
 from pinfeed.cli.doctor.advice import Ceilings, Data, advise, spelled
+from pinfeed.cli.doctor.cache import advise_on_cache
 from pinfeed.cli.doctor.machine import Gpu, Host, Package, gpu_problem, install_line, packages
+from pinfeed.errors import RowIndexError
 from pinfeed.memory.host import free_host_bytes, host_limits, lock_limit
 
 
@@ -85,7 +87,8 @@ def test_doctor_sees_the_limits_of_the_process() -> None:
 
 @pytest.mark.usefixtures("small")
 def test_doctor_of_a_file() -> None:
-    result = run("doctor", "x.npy", "--batch-size", "10")
+    np.save("ids.npy", np.tile(np.arange(0, 500, 25), 40))
+    result = run("doctor", "x.npy", "--batch-size", "10", "--ids", "ids.npy")
     assert result.exit_code == 0, result.output
     for said in (
         "This machine",
@@ -95,13 +98,49 @@ def test_doctor_of_a_file() -> None:
         "Would pinfeed help?",
         "x.npy: 500 rows",
         "batches of 10 rows",
+        "Would a cache on the device help?  Yes",
+        "ids.npy: 800 row indices, in batches of 10.",
+        "HostEmbedding(device_cache=0.05)",
     ):
         assert said in result.stdout
     assert max(len(line) for line in result.stdout.splitlines() if "pip install" not in line) <= 80
-    found = values("doctor", "--rows", "1000000000", "--row-bytes", "1MiB", "--batch-size", "2")
+    table = ("--rows", "1000000000", "--row-bytes", "1MiB", "--batch-size", "2")
+    found = values("doctor", *table, "--ids", "ids.npy")
     assert found["data"]["nbytes"] == 1_000_000_000 << 20
     assert found["data"]["batch_ms"]["memory"] > 0
     assert found["advice"]["helps"] == "yes"
+    assert (found["cache"]["helps"], found["cache"]["n_read"]) == ("yes", 800)
+
+
+def test_whether_a_cache_helps() -> None:
+    rng = np.random.default_rng(0)
+    data = Data(n_rows=5_000, row_nbytes=400, batch_size=500)
+    np.save("uniform.npy", rng.integers(0, 5_000, 30_000, np.int32))
+    np.save("pairs.npy", np.minimum(rng.zipf(1.5, (20_000, 2)), 5_000) - 1)
+    uniform = advise_on_cache("uniform.npy", data)
+    pairs = advise_on_cache("pairs.npy", data)
+    assert (uniform.helps, uniform.best, uniform.n_read) == ("no", None, 30_000)
+    assert "as for uniform row indices" in " ".join(uniform.text(data).split())
+    assert (pairs.helps, pairs.n_read) == ("yes", 40_000)
+    assert pairs.best in pairs.sizes
+    assert "\n     5%   97.7 KiB" in pairs.text(data)
+    assert pairs.values(data)["sizes"][1]["nbytes"] == 100_000
+    np.save("few.npy", np.zeros(4_000, np.int64))
+    few = advise_on_cache("few.npy", data)
+    assert few.helps == "unknown"
+    assert "too few" in few.text(data)
+
+
+def test_files_without_row_indices_of_the_table() -> None:
+    data = Data(n_rows=5_000, row_nbytes=400, batch_size=500)
+    with pytest.raises(RowIndexError, match=r"--ids x\.npy: float32; expected integers"):
+        advise_on_cache("x.npy", data)
+    np.save("ids.npy", np.arange(4_000, 6_000))
+    with pytest.raises(RowIndexError, match=r"--ids ids\.npy: row 5499 is out of range"):
+        advise_on_cache("ids.npy", data)
+    result = run("doctor", "--ids", "ids.npy")
+    assert result.exit_code == 2
+    assert "--ids: row indices of which rows?" in result.output
 
 
 def test_packages(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 
 import click
 
 from pinfeed.cli.doctor.advice import Ceilings, Data, advise
+from pinfeed.cli.doctor.cache import advise_on_cache
 from pinfeed.cli.doctor.disk import look_at_disk
 from pinfeed.cli.doctor.machine import Gpu, Host, Package, packages
 from pinfeed.cli.doctor.report import Diagnosis, Subject
@@ -32,6 +34,7 @@ def doctor(
     row_bytes: int | None,
     batch_size: int | None,
     directory: str | None,
+    ids: str | None,
 ) -> Report:
     """Report on the machine and, if the data is known, on whether pinfeed helps.
 
@@ -46,11 +49,16 @@ def doctor(
             "--rows and --row-bytes go together: "
             "1,000,000 rows of 512 bytes are --rows 1000000 --row-bytes 512"
         )
+    if ids is not None and not files and rows is None:
+        raise click.UsageError(
+            "--ids: row indices of which rows? Give FILE, or --rows and --row-bytes of the table"
+        )
     subject = _subject_of(files, batch_size) if files else None
     if rows is not None and row_bytes is not None:
         data = Data(rows, row_bytes, batch_size or usual_batch(row_bytes))
         subject = Subject(data, f"{rows:,} rows of {human(row_bytes)}, {human(data.nbytes)}")
-    diagnosis = _diagnosis(subject, directory)
+    cache = advise_on_cache(ids, subject.data) if ids is not None and subject else None
+    diagnosis = replace(_diagnosis(subject, directory), cache=cache)
     findings = (diagnosis.gpu.problem,) if diagnosis.gpu.problem else ()
     return Report(diagnosis.values, diagnosis.text, findings)
 

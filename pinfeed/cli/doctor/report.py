@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from pinfeed.cli.doctor.advice import Advice, Ceilings, Data, spelled
+from pinfeed.cli.doctor.cache import CacheAdvice
 from pinfeed.cli.doctor.disk import Disk
 from pinfeed.cli.doctor.machine import Gpu, Host, Package, install_line, limit_values
 from pinfeed.cli.terminal.output import facts, sections, table, wrapped
@@ -53,6 +54,7 @@ class Diagnosis:
     route: str
     subject: Subject | None
     advice: Advice | None
+    cache: CacheAdvice | None = None
 
     @property
     def values(self) -> dict[str, Any]:
@@ -75,6 +77,7 @@ class Diagnosis:
             "data": self.subject and self._data_values(self.subject.data),
             "route": self.route,
             "advice": self.advice and asdict(self.advice),
+            "cache": self.subject and self.cache and self.cache.values(self.subject.data),
         }
 
     @property
@@ -88,6 +91,9 @@ class Diagnosis:
             "Route": wrapped(self.route, "  ", "  "),
             f"Would pinfeed help?{answer}": self._advice(),
         }
+        if self.cache and self.subject:
+            title = f"Would a cache on the device help?  {self.cache.helps.capitalize()}"
+            parts[title] = self.cache.text(self.subject.data)
         return sections(parts)
 
     def _data_values(self, data: Data) -> dict[str, Any]:

@@ -166,3 +166,10 @@ class Source(Protocol):
                 is the time that reading their parts takes.
         """
         ...
+
+    def transfer_hint(self) -> str:
+        """Return whole sentences that say how fewer bytes would be moved; empty if it is unknown.
+
+        They follow the fixed hint if a loop stalls on copying or writing.
+        """
+        ...

@@ -198,6 +198,10 @@ class LoaderSource:
             "__getitem__ and collate_fn cheaper."
         )
 
+    def transfer_hint(self) -> str:
+        """Return nothing, because every byte of the batches has to be moved."""
+        return ""
+
     def draw(self, batch: Any) -> BatchThunk:
         """Make the thunk of a batch. Reader threads call this in the order of batches."""
         return functools.partial(load_of, batch)

@@ -80,6 +80,10 @@ class ReaderSource:
             "time, if they may be called so; or make them cheaper."
         )
 
+    def transfer_hint(self) -> str:
+        """Return nothing, because every byte of the batches has to be moved."""
+        return ""
+
     def _read(self, identities: Rows, each: OrderedMap, opened: contextlib.ExitStack) -> HostBatch:
         batches = [
             (reader.apply_name, reader.batch(identities, each, opened)) for reader in self._readers

@@ -67,6 +67,10 @@ class RowSource:
         largest = max(range(len(self.stores)), key=lambda i: row_nbytes(self.stores[i]))
         return self.strategies[largest].hint
 
+    def transfer_hint(self) -> str:
+        """Return nothing, because every byte of the batches has to be moved."""
+        return ""
+
     def _host_batch(
         self, indices: RowIndices, parts: Sequence[Callable[[Rows], HostRows]]
     ) -> HostBatch:

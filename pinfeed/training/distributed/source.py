@@ -231,8 +231,10 @@ class ShardedSource(TableRowSource):
             group = add_rows(parts, plan.own, spec.table.stores, plan.cached)
             parts += position_parts(lookup)
             tables.append(_BatchTable(spec, lookup, plan.counts, group))
+        groups = [table.group for table in tables]
+        self._cache_hint.add(groups)
         rebuild = functools.partial(self._device_batch, load, tables, number)
-        return HostBatch(parts, rebuild, load.batches, [table.group for table in tables])
+        return HostBatch(parts, rebuild, load.batches, groups)
 
     def _device_batch(
         self,

@@ -9,11 +9,11 @@ from typing import Any, Literal
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
 
-CacheSize = int | float | Literal["auto"]
+DeviceCacheSize = int | float | Literal["auto"]
 """Bytes as an int, a share of the rows as a float, or what memory limits leave."""
 
 
-def check_device_cache(size: Any) -> CacheSize | None:
+def check_device_cache(size: Any) -> DeviceCacheSize | None:
     """Return the size of a cache, as an int, a float or ``"auto"``; None for no cache.
 
     Raises:
@@ -26,7 +26,7 @@ def check_device_cache(size: Any) -> CacheSize | None:
         "'auto' or None"
     )
     if isinstance(size, numbers.Integral):
-        if not isinstance(size, bool) and int(size) >= 1:
+        if int(size) >= 1 and size is not True:
             return int(size)
     elif isinstance(size, numbers.Real):
         if 0 < float(size) <= 1:

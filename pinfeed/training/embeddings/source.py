@@ -25,6 +25,7 @@ from pinfeed.stores import Store
 from pinfeed.stores.base import HostArray, StoreRows
 from pinfeed.tensors.numpy_torch import to_numpy
 from pinfeed.training.embeddings.batch_rows import BatchRows
+from pinfeed.training.embeddings.cache_hint import CacheHint, gains_from_cache
 
 T = TypeVar("T")
 
@@ -139,6 +140,7 @@ class TableRowSource(LoaderSource):
         self.caches: Sequence[RowCache | None] = [None] * len(tables)
         """For each table, the cache of its rows on the device; None for a table without one."""
         self._n_ahead = n_ahead
+        self._cache_hint = CacheHint()
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:  # type: ignore[override]  # a constant there
@@ -173,10 +175,31 @@ class TableRowSource(LoaderSource):
         """
         return contextlib.nullcontext()
 
+    def watch_reuse(self, *, is_unified: bool) -> None:
+        """Note from now on how often rows are looked up again, for ``transfer_hint``.
+
+        Only tables without a cache are watched.
+
+        Args:
+            is_unified: Whether the device of the loop is the CPU.
+        """
+        self._cache_hint = CacheHint(
+            (table.name, table.stores)
+            if cache is None and gains_from_cache(table.stores, is_unified=is_unified)
+            else None
+            for table, cache in zip(self._tables, self.caches, strict=True)
+        )
+
+    def begin(self) -> None:
+        super().begin()
+        self._cache_hint.begin_epoch()
+
     def hint(self, source_share: float) -> str:
         if source_share >= 0.5:
             return super().hint(source_share)
         names = ", ".join(table.name for table in self._tables)
+        if cache := self.transfer_hint():
+            return f"Most of it is gathering rows of {names}. {cache}"
         return (
             f"Most of it is gathering rows of {names}: a table in memory (store=None) is faster "
             "than one in a file, and a smaller dtype, or fewer different ids in a batch, leave "
@@ -189,6 +212,9 @@ class TableRowSource(LoaderSource):
         for cache in filter(None, self.caches):
             cache.begin()
         return super().epoch(number, start, checksum, batches_per_slot)
+
+    def transfer_hint(self) -> str:
+        return self._cache_hint.text()
 
     def draw(self, batch: Any) -> BatchThunk:
         # The user's functions run here, one batch at a time. Any reader thread that is free
@@ -242,6 +268,7 @@ class TableRowSource(LoaderSource):
             parts.append(HostLeaf(torch.from_numpy(lookup.rows)))
             groups.append(add_rows(parts, lookup.rows, table.stores, cached))
             parts += position_parts(lookup)
+        self._cache_hint.add(groups)
         rebuild = functools.partial(self._rebuild, load, groups, lookups)
         return HostBatch(parts, rebuild, load.batches, groups)
 

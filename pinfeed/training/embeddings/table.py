@@ -21,7 +21,7 @@ from pinfeed.stores.pinned import Pin
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.training.embeddings.arguments import HINTS, checked_padding, integer_tensor
 from pinfeed.training.embeddings.batch_rows import BatchRows, position_in
-from pinfeed.training.embeddings.device_cache import CacheSize, check_device_cache
+from pinfeed.training.embeddings.device_cache import DeviceCacheSize, check_device_cache
 from pinfeed.training.embeddings.initializers import Fill, Init, find_initializer
 from pinfeed.training.embeddings.table_store import (
     NewTable,
@@ -130,7 +130,7 @@ class HostEmbedding(nn.Module):
         pin: Pin = "auto",
         overwrite: bool = False,
         name: str | None = None,
-        device_cache: CacheSize | None = None,
+        device_cache: DeviceCacheSize | None = None,
     ) -> None:
         super().__init__()
         self.num_embeddings = whole_number(num_embeddings, "num_embeddings", most=sys.maxsize)

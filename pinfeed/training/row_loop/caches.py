@@ -9,8 +9,8 @@ from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Allocation, Place
 from pinfeed.pipeline.row_cache.cache import RowCache
-from pinfeed.stores import ArrayStore
 from pinfeed.stores.base import row_nbytes
+from pinfeed.training.embeddings.cache_hint import gains_from_cache
 from pinfeed.training.embeddings.device_cache import n_cached_rows
 from pinfeed.training.row_loop.lent_table import LentTable
 
@@ -40,7 +40,8 @@ def row_caches(
     automatic = [
         i
         for i, lent in enumerate(tables)
-        if lent.table.device_cache == "auto" and not _is_there(lent, device)
+        if lent.table.device_cache == "auto"
+        and gains_from_cache(lent.stores, is_unified=device.unified)
     ]
     if not automatic:
         return found
@@ -96,11 +97,6 @@ def _cache(lent: LentTable, size: int | float) -> RowCache:
 def _nbytes(lent: LentTable) -> int:
     """Return the bytes of a whole table with its optimizer state."""
     return lent.stores[0].n_rows * sum(map(row_nbytes, lent.stores))
-
-
-def _is_there(lent: LentTable, device: Device) -> bool:
-    """Tell whether the rows of a table are in the memory of the device already."""
-    return device.unified and all(isinstance(store, ArrayStore) for store in lent.stores)
 
 
 def _limit(device: Device, config: MemoryLimits | None) -> int:

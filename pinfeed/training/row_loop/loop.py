@@ -319,6 +319,7 @@ class RowLoop(LoaderFeeder):
         # Chosen before the loop takes its streams, because the route decides how many there are.
         self._route = found.choose_route(self._stores, 0, self._wanted_route)
         self._row_source.caches = row_caches(self._tables, found, self._config)
+        self._row_source.watch_reuse(is_unified=found.unified)
         return found
 
     def _generator(self) -> GeneratorType[Any, None, None] | None:

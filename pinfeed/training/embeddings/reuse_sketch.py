@@ -1,0 +1,243 @@
+"""ReuseSketch: the hit rates that caches of several sizes would have, from a sample of look-ups."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.rows.orders import Rows
+
+CACHE_SHARES = (0.01, 0.05, 0.1, 0.25, 0.5)
+"""Sizes of caches that are compared, as shares of the rows."""
+
+# Look-ups that are kept, and the fewest rows that are sampled for them. When no more are kept, each
+# row of the table has been looked up two to four times on average.
+_MOST_LOOKUPS = 1 << 15
+_FEWEST_ROWS = 1 << 13
+# A hit rate of fewer look-ups, or of fewer batches, is mostly chance or first look-ups.
+_FEWEST_LOOKUPS = 512
+_FEWEST_BATCHES = 20
+# A cache is worth its memory if its hit rate exceeds its share of the rows by this. For uniform row
+# indices, the two are equal.
+_LEAST_GAIN = 0.2
+
+# Consecutive multiples of this number, modulo 2**64, are spread evenly (Fibonacci hashing).
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
+
+_Counts = npt.NDArray[np.int64]
+
+
+class CacheSize(NamedTuple):
+    """A size of a cache, and what it serves."""
+
+    share: float
+    """Rows of the cache, as a share of the rows of the table."""
+    hit_rate: float
+    """Share of the looked-up rows that are in the cache."""
+
+
+class ReuseSketch:
+    """Estimate of the hit rates of row caches, from a sample of the rows that batches look up.
+
+    A row is sampled if the hash of its index is below a threshold, so that every look-up of the row
+    is in the sample or none is. The sample of a cache of C rows is a cache of C x rate rows
+    (SHARDS: Waldspurger et al., "Efficient MRC Construction with SHARDS", FAST 2015). When the
+    memory, 256 KiB, is full, half of the sampled rows are dropped. When few rows are left, further
+    look-ups are not noted. Any thread may call the methods.
+
+    Args:
+        n_rows: Number of rows of the table.
+    """
+
+    def __init__(self, n_rows: int) -> None:
+        self._n_rows = n_rows
+        self._rate = 1.0
+        self._lock = threading.Lock()
+        # Sampled look-ups in their order: row + epoch * n_rows.
+        self._lookups = np.empty(_MOST_LOOKUPS, np.int64)
+        self._n_lookups = 0
+        self._n_batches = 0
+        self._epoch = 0
+        self._n_rows_seen = 0
+        self._analysis: _Analysis | None = None
+
+    @property
+    def is_full(self) -> bool:
+        """Whether further look-ups change nothing."""
+        return self._n_lookups == _MOST_LOOKUPS and not self._can_drop_rows
+
+    @property
+    def is_informative(self) -> bool:
+        """Whether enough batches were seen."""
+        return self._n_batches >= _FEWEST_BATCHES and self._n_lookups >= _FEWEST_LOOKUPS
+
+    @property
+    def rows_per_batch(self) -> float:
+        """Number of rows that a batch looks up on average."""
+        return self._n_rows_seen / max(1, self._n_batches)
+
+    def begin_epoch(self) -> None:
+        """Count further look-ups as those of caches that are empty again."""
+        with self._lock:
+            self._epoch += 1
+
+    def add(self, rows: Rows) -> None:
+        """Note the rows that a batch looks up.
+
+        Args:
+            rows: Row indices, each once.
+        """
+        if self.is_full:
+            return
+        with self._lock:
+            sampled = rows[self._is_sampled(rows)]
+            while self._n_lookups + len(sampled) > _MOST_LOOKUPS and self._can_drop_rows:
+                self._drop_half_of_rows()
+                sampled = sampled[self._is_sampled(sampled)]
+            start = self._n_lookups
+            stop = min(start + len(sampled), _MOST_LOOKUPS)
+            self._lookups[start:stop] = sampled[: stop - start] + self._epoch * self._n_rows
+            self._n_lookups = stop
+            self._n_batches += 1
+            self._n_rows_seen += len(rows)
+
+    def hit_rate(self, capacity: float) -> float:
+        """Return the share of looked-up rows that would have been in a cache of ``capacity`` rows.
+
+        The cache keeps either the rows that were used last, or those that were used most, whichever
+        serves more. It is empty at the start of each epoch. The rows that were used most are those
+        of the first half of the look-ups, and are compared with the second half.
+        """
+        return self._analysed().hit_rate(capacity)
+
+    def best_size(self) -> CacheSize | None:
+        """Return the size whose hit rate exceeds its share of the rows most.
+
+        It is None if no size is worth its memory, or too few batches were seen.
+        """
+        if not self.is_informative:
+            return None
+        hit_rate = self._analysed().hit_rate
+        sizes = [CacheSize(share, hit_rate(share * self._n_rows)) for share in CACHE_SHARES]
+        best = max(sizes, key=lambda size: size.hit_rate - size.share)
+        return best if best.hit_rate - best.share >= _LEAST_GAIN else None
+
+    @property
+    def _can_drop_rows(self) -> bool:
+        """Whether enough rows are sampled to drop half of them."""
+        return self._n_rows * self._rate >= 2 * _FEWEST_ROWS
+
+    def _is_sampled(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Tell for each row whether its look-ups are kept."""
+        return _hash(rows) <= np.uint64(int(2**64 * self._rate) - 1)
+
+    def _drop_half_of_rows(self) -> None:
+        """Sample half as many rows, and drop the look-ups of the others."""
+        self._rate /= 2
+        lookups = self._lookups[: self._n_lookups]
+        kept = lookups[self._is_sampled(lookups % self._n_rows)]
+        self._lookups[: len(kept)] = kept
+        self._n_lookups = len(kept)
+
+    def _analysed(self) -> _Analysis:
+        """Return the analysis of the look-ups so far."""
+        with self._lock:
+            if self._analysis is None or self._analysis.n_batches != self._n_batches:
+                lookups = self._lookups[: self._n_lookups]
+                self._analysis = _Analysis.of(lookups, self._n_rows, self._rate, self._n_batches)
+            return self._analysis
+
+
+class _Analysis(NamedTuple):
+    """The look-ups of a sample, by the smallest cache that serves them."""
+
+    n_batches: int
+    """Number of batches in the sample."""
+    n_lookups: int
+    rate: float
+    """Share of the rows that are sampled."""
+    distances: _Counts
+    """For each row that was looked up again, the distinct rows in between; ascending."""
+    ranks: _Counts
+    """Look-ups again in the second half, each the rank of its row by use in the first; ascending.
+
+    Use is counted before it is evaluated. Otherwise, the rows that uniform row indices happen to
+    repeat would seem to be hot.
+    """
+
+    @classmethod
+    def of(cls, lookups: Rows, n_rows: int, rate: float, n_batches: int) -> _Analysis:
+        """Analyse look-ups, each given as row + epoch * n_rows."""
+        previous = _previous_positions(lookups)
+        is_again = previous >= 0
+        # The rows between are those whose own previous look-up is not in between.
+        distances = _n_earlier_and_not_larger(previous) - (previous + 1)
+        # Rows of equal use are ranked by their hash, because row indices are often ordered by use.
+        hashes = _hash(lookups % n_rows)
+        half = len(lookups) // 2
+        rows, uses = np.unique(hashes[:half], return_counts=True)
+        by_use = rows[np.argsort(-uses, kind="stable")]
+        ranks = _positions_in(by_use, hashes[half:][is_again[half:]])
+        distances = np.sort(distances[is_again])
+        return cls(n_batches, len(lookups), rate, distances, np.sort(ranks[ranks >= 0]))
+
+    def hit_rate(self, capacity: float) -> float:
+        """Return the share of the look-ups that a cache of ``capacity`` rows serves."""
+        if self.n_lookups < 2:
+            return 0.0
+        n = capacity * self.rate
+        recent = np.searchsorted(self.distances, n) / self.n_lookups
+        frequent = np.searchsorted(self.ranks, n) / (self.n_lookups - self.n_lookups // 2)
+        return float(max(recent, frequent))
+
+
+def _hash(rows: npt.NDArray[Any]) -> npt.NDArray[np.uint64]:
+    hashes: npt.NDArray[np.uint64] = rows.astype(np.int64, copy=False).view(np.uint64) * _MULTIPLIER
+    return hashes
+
+
+def _previous_positions(values: Rows) -> _Counts:
+    """Return for each value the position at which it occurred last before; -1 if it did not."""
+    order = np.argsort(values, kind="stable")
+    ordered = values[order]
+    is_again = np.flatnonzero(ordered[1:] == ordered[:-1])
+    previous = np.full(len(values), -1)
+    previous[order[is_again + 1]] = order[is_again]
+    return previous
+
+
+def _positions_in(values: npt.NDArray[Any], wanted: npt.NDArray[Any]) -> _Counts:
+    """Return the positions at which ``values``, all distinct, has the wanted ones; -1 if not."""
+    if not len(values):
+        return np.full(len(wanted), -1)
+    order = np.argsort(values)
+    found = order[np.searchsorted(values, wanted, sorter=order) % len(values)]
+    return np.where(values[found] == wanted, found, -1)
+
+
+def _n_earlier_and_not_larger(values: _Counts) -> _Counts:
+    """Return for each value the number of earlier values that are not larger.
+
+    It is a merge sort that counts for each value of a right half those of the left half that
+    belong before it, for all pairs of halves of a level at once.
+    """
+    size = 1 << max(0, len(values) - 1).bit_length()
+    # Ranks are distinct. Of equal values, the earlier one has the lower rank.
+    ranks = np.arange(size)
+    ranks[np.argsort(values, kind="stable")] = np.arange(len(values))
+    counts = np.zeros(size, np.int64)
+    ordered = ranks.copy()
+    width = 1
+    while width < size:
+        halves = ordered.reshape(-1, 2, width)
+        pairs = np.arange(len(halves))[:, None]
+        left = (halves[:, 0] + pairs * size).ravel()
+        right = (halves[:, 1] + pairs * size).ravel()
+        found = np.searchsorted(left, right).reshape(-1, width) - pairs * width
+        counts[halves[:, 1]] += found
+        width *= 2
+        ordered = np.sort(ordered.reshape(-1, width), axis=1, kind="stable").ravel()
+    return counts[ranks[: len(values)]]
