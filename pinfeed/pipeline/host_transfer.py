@@ -72,7 +72,8 @@ class HostTransfer(Transfer):
                 # A group that stays unchanged has no tensors.
                 pairs = zip(group.stores, held, strict=False)
                 changed = [(store, tensor) for store, tensor in pairs if tensor is not None]
-                self.device.write(changed, group.rows, self._write)
+                if len(group.rows):
+                    self.device.write(changed, group.rows, self._write)
         except BaseException:
             log.has_failed = True
             raise

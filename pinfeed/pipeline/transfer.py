@@ -101,7 +101,8 @@ from pinfeed.memory.page_locked import unlock_freed
 from pinfeed.pipeline.forwarding import Positions, Write, WriteLog, forwards
 from pinfeed.pipeline.part_memory import PartMemory, Staging
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite, StagedRows
-from pinfeed.pipeline.row_cache.cache import CachedRows, RowCache
+from pinfeed.pipeline.row_cache.cache import RowCache
+from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.slot_gather import Gathered, SlotGather
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
@@ -335,12 +336,12 @@ class Transfer:
                 continue
             # A log of its own, so that these rows are written even if another write has failed.
             log = WriteLog[HeldValues]()
-            rows, slots = cache.changed_rows()
+            rows, slots = cache.decisions.changed_rows()
             step = max(1, _FLUSH_BYTES // cache.row_nbytes)
             for begin in range(0, len(rows), step):
                 chunk = slice(begin, begin + step)
                 yield self._changed_chunk(cache, rows[chunk], slots[chunk], log)
-            cache.note_flushed()
+            cache.decisions.note_flushed()
 
     def begin_write(self, pending: PendingWrite, earlier: Sequence[Pending[None]]) -> None:
         """Queue copies of held values to staging memory, or to their stores (first writer).

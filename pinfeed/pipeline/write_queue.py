@@ -50,11 +50,19 @@ class WriteQueue:
                 break
         if check:
             self.check()
-        self._threads.require_running()
+        self.require_running()
         if self._threads.is_inline:
             self._write_now(write)
         else:
             self._calls.append(self._submit(write))
+
+    def require_running(self) -> None:
+        """Check that the loop runs, in this process.
+
+        Raises:
+            ClosedError: If it does not.
+        """
+        self._threads.require_running()
 
     def check(self) -> None:
         """Raise the error of a write-back that has failed."""

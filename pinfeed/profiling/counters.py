@@ -8,9 +8,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
 
 from pinfeed.profiling.stats import FeederStats, ProcessMemory, Totals
 from pinfeed.profiling.timeline import CacheCounts, Timeline
+
+_CACHE_COUNTS = [field.name for field in fields(Totals) if field.name.startswith("cache_")]
 
 
 class Counters:
@@ -46,12 +50,7 @@ class Counters:
         self.source_s = 0.0
         self.copy_wait_s = 0.0
         self.write_s = 0.0
-        self.cache_lookups = 0
-        self.cache_hits = 0
-        self.cache_evictions = 0
-        self.cache_rows_written = 0
-        self.cache_bytes_read = 0
-        self.cache_bytes_written = 0
+        self._cache: dict[str, Any] = dict.fromkeys(_CACHE_COUNTS, 0)
         self.asked_s = 0.0
         """When the running request began, or the last one."""
         # When the batch of the running request was ready; infinite until that is known.
@@ -175,17 +174,17 @@ class Counters:
 
     def count_cache(self, moved: CacheCounts) -> None:
         """Count the rows of a batch in a table with a cache."""
-        self.cache_lookups += moved.lookups
-        self.cache_hits += moved.hits
-        self.cache_evictions += moved.evictions
-        self.cache_bytes_read += moved.bytes_read
+        self._cache["cache_lookups"] += moved.lookups
+        self._cache["cache_hits"] += moved.hits
+        self._cache["cache_evictions"] += moved.evictions
+        self._cache["cache_bytes_read"] += moved.bytes_read
         if self.timeline is not None:
             self.timeline.add_cache(self.now(), moved)
 
     def count_cache_write(self, n_rows: int, nbytes: int) -> None:
         """Count rows of a table with a cache that are written to their stores."""
-        self.cache_rows_written += n_rows
-        self.cache_bytes_written += nbytes
+        self._cache["cache_rows_written"] += n_rows
+        self._cache["cache_bytes_written"] += nbytes
 
     def leave(self) -> None:
         """Count a loop that ends."""
@@ -218,12 +217,7 @@ class Counters:
             copy_wait_s=self.copy_wait_s,
             write_s=self.write_s,
             late=self.late,
-            cache_lookups=self.cache_lookups,
-            cache_hits=self.cache_hits,
-            cache_evictions=self.cache_evictions,
-            cache_rows_written=self.cache_rows_written,
-            cache_bytes_read=self.cache_bytes_read,
-            cache_bytes_written=self.cache_bytes_written,
+            **self._cache,
             depth=self._depth,
             n_readers=self._n_readers,
             asynchronous=self._asynchronous,

@@ -77,10 +77,8 @@ def test_waiting_for_write_backs_is_seen(fast: tuple[str, ...], counted_s: float
     write_queue = WriteQueue(transfer, threads, limit=1)
     counters.enter(1, 1, asynchronous=True)
     for batch in range(5):
-        write_queue.add(
-            PendingWrite(log.append(batch, [], HeldValues([], stream, stream.record())), [], log),
-            check=True,
-        )
+        write = log.append(batch, [], HeldValues([], stream, stream.record()))
+        write_queue.add(PendingWrite(batch, write, [], log), check=True)
     write_queue.drain()
     threads.join_writers()
     assert counters.stats().write_wait_s == counted_s

@@ -5,106 +5,26 @@ state of a table enter and leave together. While a row is in the cache, its slot
 the synchronous loop, and the stores may have an older one.
 
 Reader threads decide, in the order of batches, which rows of a batch are in the cache, which of the
-others enter it after the batch, and which rows leave it for them (``plan``). The training thread
-carries that out in its own stream: ``lend`` copies cached rows into the batch, and ``put`` copies
-new values into the cache and collects the rows that are to be written to the stores. So a cached
-row is up to date without any wait, however far ahead the batch was gathered.
-
-The readers are ahead of the training thread. The batches that are planned and not ``put`` yet are
-kept, so that the rows which the device really has can be written back at any time.
+others enter it after the batch, and which rows leave it for them (``decisions.py``). The training
+thread carries that out in its own stream: ``lend`` copies cached rows into the batch, and ``put``
+copies new values into the cache and collects the rows that are to be written to the stores. So a
+cached row is up to date without any wait, however far ahead the batch was gathered.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
 
 from pinfeed.devices.base import Device, Stream, Tensor
-from pinfeed.errors import BudgetError, described
+from pinfeed.errors import BudgetError, ClosedError, described
 from pinfeed.memory.units import human
-from pinfeed.pipeline.forwarding import Positions
-from pinfeed.pipeline.row_cache.policy import CacheMoves, CachePolicy
+from pinfeed.pipeline.row_cache.decisions import CacheDecisions, CachedRows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Store, row_nbytes
 
 Span = tuple[int, int]
-
-
-@dataclass(eq=False)
-class CachedRows:
-    """The rows of a group in one batch: those in the cache, and those that enter and leave it.
-
-    The rows that are gathered are the bypassed ones, then the admitted ones. The rows that are
-    written to the stores are the bypassed ones, then the evicted ones.
-    """
-
-    cache: RowCache
-    rows: Rows
-    """All rows of the batch, ascending, each once."""
-    moves: CacheMoves
-    part: int = -1
-    """Index of the part of the batch that has the positions on the device."""
-    positions: Tensor | None = None
-    """``packed_positions`` on the device, while the batch is lent."""
-    gathered_values: list[Tensor] = field(default_factory=list)
-    """Values of the gathered rows for each store, as they were lent."""
-    evicted_values: list[Tensor] = field(default_factory=list)
-    """Values of the evicted rows for each store, once they have left the cache."""
-    is_put: bool = False
-    """Whether the rows have entered and left the cache."""
-
-    def release(self) -> None:
-        """Free the device memory of the rows, because their batch is over."""
-        self.positions = None
-        self.gathered_values = []
-        self.evicted_values = []
-
-    @property
-    def gathered(self) -> Rows:
-        """Rows that are not in the cache."""
-        gathered: Rows = self.rows[np.concatenate([self.moves.bypassed, self.moves.admitted])]
-        return gathered
-
-    @property
-    def written(self) -> Rows:
-        """Rows that the batch writes to the stores."""
-        return np.concatenate([self.rows[self.moves.bypassed], self.moves.evicted_rows])
-
-    @property
-    def packed_positions(self) -> Positions:
-        """Positions and slots of the rows, one after the other, as they are copied to the device.
-
-        Positions in the batch of bypassed, admitted and hit rows; then slots of the last two, and
-        of evicted rows.
-        """
-        moves = self.moves
-        return np.concatenate(
-            [
-                moves.bypassed,
-                moves.admitted,
-                moves.hits,
-                moves.admitted_slots,
-                moves.hit_slots,
-                moves.evicted_slots,
-            ]
-        )
-
-    @property
-    def n_bypassed(self) -> int:
-        return len(self.moves.bypassed)
-
-    @property
-    def n_gathered(self) -> int:
-        return self.n_bypassed + len(self.moves.admitted)
-
-    @property
-    def n_evicted(self) -> int:
-        return len(self.moves.evicted_rows)
 
 
 class RowCache:
@@ -117,6 +37,7 @@ class RowCache:
 
     Attributes:
         row_nbytes: Bytes of a row in all stores.
+        decisions: Decisions which rows are in the cache.
         stream: Stream in which the device has used the cache last; None before its first use.
     """
 
@@ -126,16 +47,10 @@ class RowCache:
         self.capacity = capacity
         self.row_nbytes = sum(map(row_nbytes, stores))
         self.stream: Stream | None = None
-        self._policy = CachePolicy(stores[0].n_rows, capacity)
+        self.decisions = CacheDecisions(stores[0].n_rows, capacity)
         self._tensors: list[Tensor] = []
         # For each store, whether the loop has changed a row.
         self._is_changed = [False] * len(stores)
-        self._planned: deque[CachedRows] = deque()
-        # Numbers of batches since the loop began.
-        self._n_put = 0
-        self._n_flushed = 0
-        # Held while a decision is made, and while the rows in the cache are listed.
-        self._planning = threading.Lock()
         # Held while rows enter and leave, because another thread may close the feeder.
         self.moving = threading.Lock()
 
@@ -144,36 +59,17 @@ class RowCache:
         """Bytes of device memory that the cache takes."""
         return self.capacity * self.row_nbytes
 
-    @property
-    def bookkeeping_nbytes(self) -> int:
-        """Bytes of host memory in which it is known which rows are in the cache."""
-        return self._policy.nbytes
-
     def begin(self) -> None:
         """Empty the cache, because a loop begins and the stores may have changed since the last.
 
         No reader thread runs when this is called.
         """
-        self._policy.begin()
-        self._planned.clear()
+        self.decisions.begin()
         self._is_changed = [False] * len(self.stores)
-        self._n_put = 0
-        self._n_flushed = 0
-
-    def announce(self, rows: Rows) -> None:
-        """Note the distinct rows of a batch that was drawn (reader; in the order of batches)."""
-        self._policy.announce(rows)
 
     def plan(self, rows: Rows) -> CachedRows:
         """Decide about the oldest batch that was announced (reader; in the order of batches)."""
-        with self._planning:
-            cached = CachedRows(self, rows, self._policy.decide(rows))
-            self._planned.append(cached)
-        return cached
-
-    def contains(self, rows: Rows) -> np.ndarray[tuple[int], np.dtype[np.bool_]]:
-        """Tell which rows are in the cache for the next batch that is planned (reader)."""
-        return self._policy.contains(rows)
+        return self.decisions.decide(self, rows)
 
     def lend(
         self, cached: CachedRows, gathered: list[Tensor], device: Device, compute: Stream
@@ -221,7 +117,12 @@ class RowCache:
         Returns:
             For each store the values of the rows that are written to it, or None if the loop has
             not changed that store.
+
+        Raises:
+            ClosedError: If another thread has closed the loop.
         """
+        if not self._tensors:
+            raise ClosedError(f"the loop has ended, and the cache of {self.name} with it")
         new = values if values is not None else [None] * len(self.stores)
         self._is_changed = [
             changed or value is not None
@@ -240,28 +141,6 @@ class RowCache:
             slots = self._cut(cached, (n, 2 * n - cached.n_bypassed), device)
             device.copy_rows(pairs, taken, slots, compute)
         return self._written(cached, new, device, compute)
-
-    def changed_rows(self) -> tuple[Rows, Positions]:
-        """Return the rows that may differ from their stores, ascending, and their slots.
-
-        No reader need have ended. ``note_flushed`` is called when the rows have been written.
-        """
-        with self._planning:
-            rows = self._policy.rows_of_slots.copy()
-            is_changed = self._policy.last_used >= self._n_flushed
-            for cached in reversed(self._planned):
-                # The readers have decided this, and the device has not done it.
-                moves = cached.moves
-                rows[moves.admitted_slots] = -1
-                rows[moves.evicted_slots] = moves.evicted_rows
-                is_changed[moves.evicted_slots] = True
-        slots = np.flatnonzero(is_changed & (rows >= 0))
-        order = np.argsort(rows[slots])
-        return rows[slots][order], slots[order].astype(np.int32)
-
-    def note_flushed(self) -> None:
-        """Note that all changed rows were written; those of the current batch may change again."""
-        self._n_flushed = max(0, self._n_put - 1)
 
     def values(self, slots: Tensor, n: int, device: Device, compute: Stream) -> list[Tensor | None]:
         """Return a copy of the rows in some slots, for each store that the loop has changed.
@@ -289,7 +168,6 @@ class RowCache:
     def close(self) -> None:
         """Free the device memory, because the loop has ended."""
         self._tensors = []
-        self._planned.clear()
         self.stream = None
 
     def _exchange(
@@ -319,8 +197,7 @@ class RowCache:
             slots = self._cut(cached, (n, n + n_admitted), device)
             device.copy_rows(unchanged, None, slots, compute)
         cached.is_put = True
-        self._planned.popleft()
-        self._n_put += 1
+        self.decisions.note_done()
 
     def _written(
         self,

@@ -17,7 +17,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from pinfeed.pipeline.row_cache.cache import CachedRows, RowCache
+from pinfeed.pipeline.row_cache.cache import RowCache
+from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.rows.distinct import distinct_rows, sort_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
@@ -218,7 +219,7 @@ class _ChangingRows:
         """Tell which rows of a batch are among these."""
         found = np.isin(rows, np.concatenate([np.empty(0, np.int64), *self._recent]))
         if self._cache is not None and self._is_trained:
-            found |= self._cache.contains(rows)
+            found |= self._cache.decisions.contains(rows)
         return found
 
     def add(self, rows: Rows) -> CachedRows | None:
@@ -226,7 +227,7 @@ class _ChangingRows:
         if self._cache is None:
             self._recent.append(rows)
             return None
-        self._cache.announce(rows)
+        self._cache.decisions.announce(rows)
         cached = self._cache.plan(rows)
         self._recent.append(np.concatenate([rows, cached.moves.evicted_rows]))
         return cached

@@ -15,7 +15,8 @@ from torch import nn
 
 from pinfeed.devices.base import Tensor
 from pinfeed.errors import RowIndexError, StoreError, described
-from pinfeed.pipeline.row_cache.cache import CachedRows, RowCache
+from pinfeed.pipeline.row_cache.cache import RowCache
+from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import HostLeaf, LoaderSource, is_end, load_of
 from pinfeed.rows.distinct import distinct_rows
@@ -124,8 +125,8 @@ class TableRowSource(LoaderSource):
     Args:
         loader: A loader, as for ``wrap_loader``.
         tables: The tables.
-        n_ahead: Number of batches that are drawn before it is decided which rows of a batch stay on
-            the device.
+        look_ahead: Number of batches that are drawn before it is decided which rows of a batch stay
+            on the device.
 
     Raises:
         ArgumentError: If the loader cannot be iterated.
@@ -134,12 +135,12 @@ class TableRowSource(LoaderSource):
     writes_always = False
     """Whether a batch that changed nothing counts as a write."""
 
-    def __init__(self, loader: Any, tables: Sequence[TableSpec], n_ahead: int = 0) -> None:
+    def __init__(self, loader: Any, tables: Sequence[TableSpec], look_ahead: int = 0) -> None:
         super().__init__(loader)
         self._tables = tables
         self.caches: Sequence[RowCache | None] = [None] * len(tables)
         """For each table, the cache of its rows on the device; None for a table without one."""
-        self._n_ahead = n_ahead
+        self._look_ahead = look_ahead
         self._cache_hint = CacheHint()
 
     @property
@@ -227,7 +228,7 @@ class TableRowSource(LoaderSource):
             yield from super()._draws(batches)
             return
         # What a cache does with a batch depends on the batches before, so lookups are made here.
-        for load, lookups in _ahead(self._lookups(batches), self._n_ahead):
+        for load, lookups in _ahead(self._lookups(batches), self._look_ahead):
             cached = [
                 None if cache is None else cache.plan(lookup.rows)
                 for cache, lookup in zip(self.caches, lookups, strict=True)
@@ -248,7 +249,7 @@ class TableRowSource(LoaderSource):
             load, lookups = self._looked_up(batch, [table.ids_of(batch) for table in self._tables])
             for cache, lookup in zip(self.caches, lookups, strict=True):
                 if cache is not None:
-                    cache.announce(lookup.rows)
+                    cache.decisions.announce(lookup.rows)
             yield load, lookups
 
     def _load(self, batch: Any, ids: Sequence[Any]) -> HostBatch:
@@ -297,24 +298,27 @@ class TableRowSource(LoaderSource):
 
 
 def _ahead(items: Iterator[T], n: int) -> Generator[T, None, None]:
-    """Yield each item when the ``n`` items after it are known.
+    """Yield each item when the ``n`` items after it are known, or fewer at first.
 
-    An error is raised after the items that came before it.
+    Two items are drawn for each that is yielded, so that the first is not late. An error is raised
+    after the items that came before it.
     """
     waiting: deque[T] = deque()
     failure: Exception | None = None
-    while failure is None:
-        try:
-            waiting.append(next(items))
-        except StopIteration:
-            break
-        except Exception as error:
-            failure = error
-        else:
-            if len(waiting) > n:
-                yield waiting.popleft()
-    while waiting:
-        yield waiting.popleft()
+    is_over = False
+    while waiting or not is_over:
+        for _ in range(min(2, n + 1 - len(waiting))):
+            if is_over:
+                break
+            try:
+                waiting.append(next(items))
+            except StopIteration:
+                is_over = True
+            except Exception as error:
+                failure = error
+                is_over = True
+        if waiting:
+            yield waiting.popleft()
     if failure is not None:
         try:
             raise failure

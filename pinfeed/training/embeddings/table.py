@@ -148,10 +148,8 @@ class HostEmbedding(nn.Module):
         self.trainable = True
         self._batch_rows: BatchRows | None = None
         self._lender: RowLender | None = None
-        wanted = NewTable(
-            self.name, (self._n_own_rows(), self.embedding_dim), dtype, pin, overwrite
-        )
-        opened = open_table_store(store, wanted)
+        shape = (self._n_own_rows(), self.embedding_dim)
+        opened = open_table_store(store, NewTable(self.name, shape, dtype, pin, overwrite))
         self._store = opened.store
         self._owned = opened.is_owned
         self.awaits_resume = opened.awaits_resume

@@ -12,7 +12,7 @@ import torch
 from pinfeed.errors import EstimateError
 from pinfeed.memory import limits
 from pinfeed.memory.demand import Demand, plan_allocations
-from pinfeed.memory.plan import Plan
+from pinfeed.memory.plan import Allocation, Place, Plan
 from pinfeed.training.memory_model.budget import Budget, largest_that_fits, refusal
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.probe import measure_steps
@@ -37,6 +37,7 @@ class BatchBounds:
         preferred_batch_size: Most samples of a batch; None for no preference.
         total_sample_count: Reads of an epoch; None if unknown.
         depth: Batches prefetched ahead of the loop.
+        device_cache: Bytes of the caches of tables.
     """
 
     cpu_limit: int
@@ -45,6 +46,7 @@ class BatchBounds:
     preferred_batch_size: int | None
     total_sample_count: int | None
     depth: int
+    device_cache: int = 0
 
 
 class BatchSearch:
@@ -127,6 +129,9 @@ class BatchSearch:
             staged=(is_on_gpu,) * len(nbytes),
         )
         items = plan_allocations(demand, batch_size, bounds.depth)
+        if bounds.device_cache:
+            place: Place = "device" if is_on_gpu else "host"
+            items += (Allocation("caches of tables", place, 1, bounds.device_cache),)
         feeder = Plan(batch_size, bounds.depth, demand.route, items)
         if seen is None:
             share = _INEXACT_MARGIN if step.confidence != "exact" else 0

@@ -82,6 +82,8 @@ class Config(limits.MemoryLimits):
         autocast: The dtype of autocast; None for no autocast.
         device: Device of training: ``"cuda"``, ``"cpu"``, or ``"auto"``: a GPU if there is one or
             a ``gpu_memory_limit``.
+        device_cache: Device memory for the caches of tables in ``train_rows``, in bytes, which the
+            limit includes. A table with ``device_cache="auto"`` gets its part of it.
         seen: Measured memory of a step, relative to the estimate; ``probe`` sets it.
 
     Raises:
@@ -104,10 +106,12 @@ class Config(limits.MemoryLimits):
     optimizer: Any = None
     autocast: torch.dtype | None = None
     device: Any = "auto"
+    device_cache: int | None = None
     seen: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        self._check_whole("device_cache", " (bytes: pinfeed.GiB(1)), or None")
         for name in ("total_sample_count", "one_read_count"):
             value = getattr(self, name)
             if not (value is None and name == "total_sample_count"):
@@ -257,6 +261,7 @@ class Config(limits.MemoryLimits):
             self.preferred_batch_size,
             self.total_sample_count,
             self._depth,
+            self.device_cache or 0,
         )
         targets = None
         if self.output_shape is not None:

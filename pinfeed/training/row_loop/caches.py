@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from pinfeed.devices.base import Device
+from pinfeed.errors import BudgetError
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Allocation, Place
+from pinfeed.memory.units import human
 from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.stores.base import row_nbytes
 from pinfeed.training.embeddings.cache_hint import gains_from_cache
 from pinfeed.training.embeddings.device_cache import n_cached_rows
+from pinfeed.training.memory_model.config import Config
 from pinfeed.training.row_loop.lent_table import LentTable
 
 # Share of the memory that is left for caches of the size "auto". The rest is for the rows of the
@@ -31,26 +34,24 @@ def row_caches(
 
     Raises:
         ArgumentError: If a cache does not hold a row.
+        BudgetError: If the caches take more than the limits leave.
     """
     found: list[RowCache | None] = [None] * len(tables)
     for i, lent in enumerate(tables):
         size = lent.table.device_cache
         if isinstance(size, (int, float)):
             found[i] = _cache(lent, size)
+    left = _left(device, config, [cache for cache in found if cache is not None])
     automatic = [
         i
         for i, lent in enumerate(tables)
         if lent.table.device_cache == "auto"
         and gains_from_cache(lent.stores, is_unified=device.unified)
     ]
-    if not automatic:
-        return found
-    taken = sum(cache.nbytes for cache in found if cache is not None)
-    left = max(0, int(_AUTO_SHARE * _limit(device, config)) - taken)
     wanted = sum(_nbytes(tables[i]) for i in automatic)
     for i in automatic:
         share = min(left, wanted) * _nbytes(tables[i]) // wanted
-        if share >= _nbytes(tables[i]) // tables[i].stores[0].n_rows:
+        if share >= sum(map(row_nbytes, tables[i].stores)):
             found[i] = _cache(tables[i], share)
     return found
 
@@ -64,9 +65,10 @@ def cache_allocations(caches: Sequence[RowCache | None], device: Device) -> tupl
         n_rows = cache.stores[0].n_rows
         rows = "all" if cache.capacity == n_rows else f"{cache.capacity:,} of {n_rows:,}"
         place: Place = "host" if device.unified else "device"
+        use = f"cache of {cache.name}"
         items += [
-            Allocation(f"cache of {cache.name}: {rows} rows", place, 1, cache.nbytes),
-            Allocation(f"where rows of {cache.name} are", "host", 1, cache.bookkeeping_nbytes),
+            Allocation(f"{use}: {rows} rows", place, 1, cache.nbytes),
+            Allocation(f"bookkeeping of the {use}", "host", 1, cache.decisions.nbytes),
         ]
     return tuple(items)
 
@@ -99,9 +101,31 @@ def _nbytes(lent: LentTable) -> int:
     return lent.stores[0].n_rows * sum(map(row_nbytes, lent.stores))
 
 
-def _limit(device: Device, config: MemoryLimits | None) -> int:
-    """Return the memory that the loop may take, in bytes."""
+def _left(device: Device, config: MemoryLimits | None, made: Sequence[RowCache]) -> int:
+    """Return the bytes that are left for caches of the size ``"auto"``.
+
+    Args:
+        device: Device of the loop.
+        config: Memory limits; None for the free memory.
+        made: The other caches.
+
+    Raises:
+        BudgetError: If the other caches take more than the limits leave.
+    """
+    taken = sum(cache.nbytes for cache in made)
+    planned = config.device_cache if isinstance(config, Config) else None
     limits = config.for_feeder() if config is not None else MemoryLimits()
-    if device.unified:
-        return limits.host_limit(free_host_bytes())
-    return limits.device_limit(device.free_bytes())
+    if planned is None and device.unified:
+        limit = limits.host_limit(free_host_bytes())
+    elif planned is None:
+        limit = limits.device_limit(device.free_bytes())
+    else:
+        limit = planned
+    if config is not None and taken > limit:
+        names = ", ".join(f"{cache.name} ({human(cache.nbytes)})" for cache in made)
+        raise BudgetError(
+            f"device_cache: the caches of {names} take {human(taken)} with optimizer state; config "
+            f"leaves {human(max(0, limit))} for them; lower device_cache of the tables, or raise "
+            "the limits"
+        )
+    return max(0, (limit if planned is not None else int(_AUTO_SHARE * limit)) - taken)

@@ -30,7 +30,7 @@ from pinfeed.training.row_loop.lending import RowLending
 from pinfeed.training.row_loop.lent_table import LentTable, lent_tables
 from pinfeed.training.row_loop.replay import LoaderReplay, require_row_loop_state
 from pinfeed.training.row_loop.source import row_source
-from pinfeed.validation.arguments import check_flag, explain_arguments
+from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
 _MAX_READERS = 4
@@ -44,6 +44,7 @@ def train_rows(
     optimizer: RowOptimizer | Iterable[RowOptimizer] = (),
     config: MemoryLimits | None = None,
     depth: int | None = None,
+    look_ahead: int | None = None,
     device: Any = "auto",
     route: str | None = None,
     verify: bool = False,
@@ -80,13 +81,18 @@ def train_rows(
             loop, one batch at a time, in order.
         optimizer: The RowOptimizer, or several, that step in the loop; their state is moved with
             the rows.
-        config: Memory limits. They give ``depth``, and the size of caches with
-            ``device_cache="auto"``: three quarters of the device memory that they leave; the rest
-            is for the rows of the batches. None for the free memory.
+        config: Memory limits. They give ``depth``, and the size of the caches of tables with
+            ``device_cache="auto"``: ``Config(device_cache=...)``, or else three quarters of the
+            memory that the limits leave, since the rows of the batches need some, too. None for the
+            free memory.
         depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
             training thread asks for batches and ids. With None, the loop times some batches with 2
             of them ahead and some in the synchronous loop, and keeps the faster way, which
             ``depth_reason`` names. With ``verify`` or sharded tables, None is 2.
+        look_ahead: Number of batches that are drawn from the loader before it is decided which rows
+            of a batch stay in the cache of a table (``HostEmbedding(device_cache=...)``). The
+            drawn batches wait in host memory. With more of them, fewer rows travel. None is 2, or 0
+            in the synchronous loop; without caches, and for sharded tables, there is no look-ahead.
         device: Target device, as for ``Feeder``.
         route: Route of rows of page-locked stores to a GPU, as for ``Feeder``.
         verify: Whether to keep a copy of every row that was lent, run the synchronous loop on it,
@@ -97,7 +103,8 @@ def train_rows(
 
     Raises:
         ArgumentError: If there are no tables, tables share rows, some tables are sharded and some
-            are not, or an optimizer is not a RowOptimizer.
+            are not, an optimizer is not a RowOptimizer, or a cache does not hold a row.
+        BudgetError: If caches take more memory than ``config`` leaves.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
         DeviceError: If the device does not exist.
     """
@@ -106,13 +113,20 @@ def train_rows(
     depth = check_optional_depth(depth)
     if depth is None and config is not None:
         depth = config.depth
+    if look_ahead is not None:
+        look_ahead = whole_number(look_ahead, "look_ahead", least=0)
     check_flag(verify, "verify")
     check_flag(progress, "progress")
     check_flag(timeline, "timeline")
-    options: FeederOptions = {"verify": verify, "progress": progress, "timeline": timeline}
-    lent = lent_tables(tables, optimizer)
     return RowLoop(
-        loader, lent, config=config, depth=depth, device=device, route=route, options=options
+        loader,
+        lent_tables(tables, optimizer),
+        config=config,
+        depth=depth,
+        look_ahead=look_ahead,
+        device=device,
+        route=route,
+        options={"verify": verify, "progress": progress, "timeline": timeline},
     )
 
 
@@ -126,6 +140,7 @@ class RowLoop(LoaderFeeder):
         tables: The tables, with their optimizers.
         config: Memory limits; None for the free memory.
         depth: Number of batches to prefetch; None is chosen by measurement.
+        look_ahead: Number of batches to draw before decisions on caches; None is chosen.
         device: Target device, as the user named it.
         route: Route of rows of page-locked stores to a GPU; None is the faster one.
         options: Whether the loop is verified, and how it is observed.
@@ -138,6 +153,7 @@ class RowLoop(LoaderFeeder):
         *,
         config: MemoryLimits | None,
         depth: int | None,
+        look_ahead: int | None,
         device: Any,
         route: str | None,
         options: FeederOptions,
@@ -148,7 +164,9 @@ class RowLoop(LoaderFeeder):
         self._stores = [store for lent in tables for store in lent.stores]
         schedule = _schedule(depth, tables, verify=options["verify"])
         self._schedule = schedule
-        self._row_source = row_source(loader, tables, schedule, options["verify"])
+        self._row_source = row_source(
+            loader, tables, schedule, look_ahead=look_ahead, verify=options["verify"]
+        )
         # For each batch: rows of every store, ids of every table, and leaves of the loader's batch.
         n_spare = (len(self._stores) + len(tables) + 4) * (2 * schedule.depth + 2)
         super().__init__(

@@ -12,12 +12,17 @@ from pinfeed.training.distributed.table import ShardedEmbedding
 from pinfeed.training.embeddings.source import TableRowSource
 from pinfeed.training.row_loop.lent_table import LentTable
 
-# Batches that are drawn before it is decided which rows of a batch stay on the device.
-_N_AHEAD = 2
+# More batches ahead gain little, unless they are many.
+_LOOK_AHEAD = 2
 
 
 def row_source(
-    loader: Any, tables: Sequence[LentTable], schedule: PrefetchSchedule, verify: bool
+    loader: Any,
+    tables: Sequence[LentTable],
+    schedule: PrefetchSchedule,
+    *,
+    look_ahead: int | None,
+    verify: bool,
 ) -> TableRowSource:
     """Return the source of the loader's batches, with rows of local or of sharded tables.
 
@@ -25,6 +30,8 @@ def row_source(
         loader: Iterable of batches on the host.
         tables: The tables.
         schedule: Number of batches to prefetch.
+        look_ahead: Number of batches to draw before it is decided which rows of a batch stay on the
+            device; None is chosen. Sharded tables have none.
         verify: Whether the loop compares all rows with those of the synchronous loop.
 
     Raises:
@@ -34,8 +41,10 @@ def row_source(
     specs = [lent.spec for lent in tables]
     sharded = [lent.table for lent in tables if isinstance(lent.table, ShardedEmbedding)]
     if not sharded:
-        # The synchronous loop draws each batch when it is asked for.
-        return TableRowSource(loader, specs, _N_AHEAD if schedule.depth else 0)
+        if look_ahead is None:
+            # The synchronous loop draws each batch when it is asked for.
+            look_ahead = _LOOK_AHEAD if schedule.depth else 0
+        return TableRowSource(loader, specs, look_ahead)
     peers = sharded[0].rank_group
     if len(sharded) < len(tables) or any(table.rank_group is not peers for table in sharded):
         raise ArgumentError(

@@ -73,6 +73,7 @@ def sharded(
     *,
     size: int,
     depth: int,
+    device_cache: float | None = None,
     **options: Any,
 ) -> list[tuple[list[torch.Tensor], list[torch.Tensor]]]:
     """Train on ranks; return the whole tables as each rank reads them, and the rows it read."""
@@ -86,6 +87,7 @@ def sharded(
                 process_group=ranks.groups[rank],
                 gradients="sum",
                 name=f"table {i}",
+                device_cache=device_cache,
             )
             for i, array in enumerate(whole_tables())
         ]
@@ -140,15 +142,27 @@ def programs(draw: Any) -> tuple[int, list[Batch], list[str]]:
     return size, batches, [draw(st.sampled_from(ACTIONS)) for _ in batches]
 
 
-@given(programs(), st.integers(0, 3))
+@given(programs(), st.integers(0, 3), st.sampled_from([None, 0.3, 0.7, 1.0]))
 @settings(max_examples=20, deadline=None)
 def test_any_ids_at_any_depth_on_any_number_of_ranks(
-    program: tuple[int, list[Batch], list[str]], depth: int
+    program: tuple[int, list[Batch], list[str]], depth: int, device_cache: float | None
 ) -> None:
     size, batches, does = program
     want = dense(batches, does, SGD, 0.5)
-    for got in sharded(batches, does, SGD, 0.5, size=size, depth=depth):
+    options: Any = {"size": size, "depth": depth, "device_cache": device_cache}
+    for got in sharded(batches, does, SGD, 0.5, **options):
         assert_equal(got, want)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_rows_that_a_rank_caches_are_sent_from_its_device(depth: int) -> None:
+    """Other ranks do not get a cached row from its store, which is out of date."""
+    batches = [*FIXED, *FIXED[::-1]]
+    does = ["step"] * len(batches)
+    want = sharded(batches, does, ADAGRAD, 0.1, size=2, depth=0)
+    options: Any = {"size": 2, "depth": depth, "device_cache": 0.5, "verify": True}
+    for got, expected in zip(sharded(batches, does, ADAGRAD, 0.1, **options), want, strict=True):
+        assert_equal(got, expected)
 
 
 class Late(ArrayStore):

@@ -1,0 +1,170 @@
+"""CachedRows: what a cache does with the rows of a batch; and CacheDecisions, which decides it.
+
+Reader threads decide, in the order of batches, and are ahead of the training thread. The batches
+that are decided and not carried out yet are kept, so that the rows which the device really has can
+be listed at any time.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.devices.base import Tensor
+from pinfeed.pipeline.forwarding import Positions
+from pinfeed.pipeline.row_cache.policy import CacheMoves, CachePolicy
+from pinfeed.rows.orders import Rows
+
+if TYPE_CHECKING:
+    from pinfeed.pipeline.row_cache.cache import RowCache
+
+
+@dataclass(eq=False)
+class CachedRows:
+    """The rows of a group in one batch: those in the cache, and those that enter and leave it.
+
+    The rows that are gathered are the bypassed ones, then the admitted ones. The rows that are
+    written to the stores are the bypassed ones, then the evicted ones.
+    """
+
+    cache: RowCache
+    rows: Rows
+    """All rows of the batch, ascending, each once."""
+    moves: CacheMoves
+    part: int = -1
+    """Index of the part of the batch that has the positions on the device."""
+    positions: Tensor | None = None
+    """``packed_positions`` on the device, while the batch is lent."""
+    gathered_values: list[Tensor] = field(default_factory=list)
+    """Values of the gathered rows for each store, as they were lent."""
+    evicted_values: list[Tensor] = field(default_factory=list)
+    """Values of the evicted rows for each store, once they have left the cache."""
+    is_put: bool = False
+    """Whether the rows have entered and left the cache."""
+
+    def release(self) -> None:
+        """Free the device memory of the rows, because their batch is over."""
+        self.positions = None
+        self.gathered_values = []
+        self.evicted_values = []
+
+    @property
+    def gathered(self) -> Rows:
+        """Rows that are not in the cache."""
+        gathered: Rows = self.rows[np.concatenate([self.moves.bypassed, self.moves.admitted])]
+        return gathered
+
+    @property
+    def written(self) -> Rows:
+        """Rows that the batch writes to the stores."""
+        return np.concatenate([self.rows[self.moves.bypassed], self.moves.evicted_rows])
+
+    @property
+    def packed_positions(self) -> Positions:
+        """Positions and slots of the rows, one after the other, as they are copied to the device.
+
+        Positions in the batch of bypassed, admitted and hit rows; then slots of the last two, and
+        of evicted rows.
+        """
+        moves = self.moves
+        return np.concatenate(
+            [
+                moves.bypassed,
+                moves.admitted,
+                moves.hits,
+                moves.admitted_slots,
+                moves.hit_slots,
+                moves.evicted_slots,
+            ]
+        )
+
+    @property
+    def n_bypassed(self) -> int:
+        return len(self.moves.bypassed)
+
+    @property
+    def n_gathered(self) -> int:
+        return self.n_bypassed + len(self.moves.admitted)
+
+    @property
+    def n_evicted(self) -> int:
+        return len(self.moves.evicted_rows)
+
+
+class CacheDecisions:
+    """Decisions about the rows of batches, and how many of them are carried out.
+
+    Args:
+        n_rows: Number of rows of the stores.
+        capacity: Number of rows that the cache holds.
+    """
+
+    def __init__(self, n_rows: int, capacity: int) -> None:
+        self._policy = CachePolicy(n_rows, capacity)
+        # Batches that are decided and not carried out.
+        self._ahead: deque[CachedRows] = deque()
+        # Batches that are carried out since the loop began, and those of them at the last flush
+        # without the last one, whose rows may have changed since.
+        self._n_done = 0
+        self._n_flushed = 0
+        # Held while a decision is made, and while the rows in the cache are listed.
+        self._deciding = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of host memory."""
+        return self._policy.nbytes
+
+    def begin(self) -> None:
+        """Empty the cache for a loop that begins; no reader thread runs then."""
+        self._policy.begin()
+        self._ahead.clear()
+        self._n_done = 0
+        self._n_flushed = 0
+
+    def announce(self, rows: Rows) -> None:
+        """Note the distinct rows of a batch that was drawn (reader; in the order of batches)."""
+        self._policy.announce(rows)
+
+    def decide(self, cache: RowCache, rows: Rows) -> CachedRows:
+        """Decide about the oldest batch that was announced (reader; in the order of batches)."""
+        with self._deciding:
+            cached = CachedRows(cache, rows, self._policy.decide(rows))
+            self._ahead.append(cached)
+        return cached
+
+    def contains(self, rows: Rows) -> npt.NDArray[np.bool_]:
+        """Tell which rows are in the cache for the next batch that is decided (reader)."""
+        return self._policy.contains(rows)
+
+    def note_done(self) -> None:
+        """Note that the oldest decision is carried out (consumer)."""
+        self._ahead.popleft()
+        self._n_done += 1
+
+    def changed_rows(self) -> tuple[Rows, Positions]:
+        """Return the rows that may have changed since the last flush, ascending, and their slots.
+
+        These are rows that the device has now. The readers may go on.
+        """
+        with self._deciding:
+            rows = self._policy.rows_of_slots.copy()
+            is_changed = self._policy.last_used >= self._n_flushed
+            for cached in reversed(self._ahead):
+                # The device has not done this yet.
+                moves = cached.moves
+                rows[moves.admitted_slots] = -1
+                rows[moves.evicted_slots] = moves.evicted_rows
+                is_changed[moves.evicted_slots] = True
+        slots = np.flatnonzero(is_changed & (rows >= 0))
+        order = np.argsort(rows[slots])
+        return rows[slots][order], slots[order].astype(np.int32)
+
+    def note_flushed(self) -> None:
+        """Note that all changed rows were written (consumer)."""
+        self._n_flushed = max(0, self._n_done - 1)
