@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -206,15 +207,18 @@ def step_s(
     steps = run(cell, body, ids)
     for _ in range(n_warm):
         next(steps)
-    return _mean_s(steps, body, cap_s)
+    return _mean_s(steps, len(ids) - n_warm, body, cap_s)
 
 
-def _mean_s(steps: Iterator[torch.Tensor], body: Body, cap_s: float) -> float:
-    """Return the mean seconds of steps, which run for up to ``cap_s``."""
+def _mean_s(steps: Iterator[torch.Tensor], n_steps: int, body: Body, cap_s: float) -> float:
+    """Return the mean seconds of ``n_steps`` steps, which run for up to ``cap_s``.
+
+    The end of ``steps`` is not timed, because it frees the tables.
+    """
     wait(body)
     begin = time.perf_counter()
     n = 0
-    for _ in steps:
+    for _ in itertools.islice(steps, n_steps):
         n += 1
         if time.perf_counter() - begin > cap_s:
             break
@@ -280,7 +284,7 @@ def _chosen_step_s(cell: RowCell, body: Body, timing: Timing) -> tuple[float, st
             break
     for _ in range(timing.n_warm):
         next(steps)
-    return _mean_s(steps, body, timing.cap_s), loops[0].depth_reason
+    return _mean_s(steps, timing.n_steps, body, timing.cap_s), loops[0].depth_reason
 
 
 def first_losses(name: str, given_cell: dict[str, Any], device: str) -> list[float]:

@@ -329,9 +329,15 @@ class Transfer:
             held.append(kept)
         return self._pending(self.log, batch, [group.as_written() for group in groups], held)
 
-    def changed_rows(self) -> Iterator[PendingWrite]:
-        """Yield writes of all rows in the caches that may differ from their stores (consumer)."""
+    def changed_rows(self, *, is_last: bool) -> Iterator[PendingWrite]:
+        """Yield writes of all rows in the caches that may differ from their stores (consumer).
+
+        Args:
+            is_last: Whether the loop ends, so that no row may change any more.
+        """
         for cache in self._caches:
+            if is_last:
+                cache.seal()
             if not cache.has_changed:
                 continue
             # A log of its own, so that these rows are written even if another write has failed.
@@ -633,7 +639,7 @@ class Transfer:
         parts = slice(group.first, group.first + len(group.stores))
         cached.positions = slot.tensors[cached.part]
         self._follow_cache(cache, [], compute)
-        slot.tensors[parts] = cache.lend(cached, slot.tensors[parts], self.device, compute)
+        slot.tensors[parts] = cache.lend(cached, slot.tensors[parts])
 
     def _put(
         self, cached: CachedRows, values: Sequence[Tensor | None] | None, compute: Stream
@@ -644,7 +650,7 @@ class Transfer:
         with cache.moving:
             kept = [cached.positions, *cached.gathered_values, *cached.evicted_values]
             self._follow_cache(cache, kept, compute)
-            written = cache.put(cached, values, self.device, compute)
+            written = cache.put(cached, values)
         if is_first:
             self.counters.count_cache(
                 CacheCounts(
@@ -696,7 +702,7 @@ class Transfer:
             memory = self.device.empty(slots.nbytes, compute)
             on_device = self.device.tensor(memory, slots.shape, slots.dtype)
             self.device.copy(staged, on_device, compute)
-            values = cache.values(on_device, len(rows), self.device, compute)
+            values = cache.values(on_device, len(rows))
         self._count_cache_write(cache, len(rows), values)
         group = RowGroup(rows, 0, cache.stores)
         pending = self._pending(log, self._last_lent, [group], [values])

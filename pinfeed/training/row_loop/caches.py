@@ -40,7 +40,7 @@ def row_caches(
     for i, lent in enumerate(tables):
         size = lent.table.device_cache
         if isinstance(size, (int, float)):
-            found[i] = _cache(lent, size)
+            found[i] = _cache(lent, size, device)
     left = _left(device, config, [cache for cache in found if cache is not None])
     automatic = [
         i
@@ -52,7 +52,7 @@ def row_caches(
     for i in automatic:
         share = min(left, wanted) * _nbytes(tables[i]) // wanted
         if share >= sum(map(row_nbytes, tables[i].stores)):
-            found[i] = _cache(tables[i], share)
+            found[i] = _cache(tables[i], share, device)
     return found
 
 
@@ -88,12 +88,12 @@ def cache_notes(tables: Sequence[LentTable], caches: Sequence[RowCache | None]) 
     return tuple(notes)
 
 
-def _cache(lent: LentTable, size: int | float) -> RowCache:
+def _cache(lent: LentTable, size: int | float, device: Device) -> RowCache:
     """Return the cache of a table, for its weights and its optimizer state."""
     nbytes = sum(map(row_nbytes, lent.stores))
     n_rows = lent.stores[0].n_rows
     capacity = n_cached_rows(size, n_rows, nbytes, lent.table.name)
-    return RowCache(lent.table.name, lent.stores, capacity)
+    return RowCache(lent.table.name, lent.stores, capacity, device)
 
 
 def _nbytes(lent: LentTable) -> int:
