@@ -41,13 +41,16 @@ def row_caches(
         size = lent.table.device_cache
         if isinstance(size, (int, float)):
             found[i] = _cache(lent, size, device)
-    left = _left(device, config, [cache for cache in found if cache is not None])
     automatic = [
         i
         for i, lent in enumerate(tables)
         if lent.table.device_cache == "auto"
         and gains_from_cache(lent.stores, is_unified=device.unified)
     ]
+    made = [cache for cache in found if cache is not None]
+    if not automatic and (config is None or not made):
+        return found
+    left = _left(device, config, made)
     wanted = sum(_nbytes(tables[i]) for i in automatic)
     for i in automatic:
         share = min(left, wanted) * _nbytes(tables[i]) // wanted
