@@ -2,7 +2,7 @@
 
 Rows are counted, not timed, so no GPU is needed. Run it from the root:
 
-    python -m benchmarks.cache            (eight minutes)
+    python -m benchmarks.cache            (six minutes)
     python -m benchmarks.cache --quick    (small tables; saves nothing)
 
 The policy, Belady's offline optimum and a loop without a cache see the same batches; a checksum

@@ -13,6 +13,7 @@ import pytest
 
 from benchmarks.gpu.__main__ import PARTS
 from benchmarks.gpu.bench import Bench, Samples, as_rows
+from benchmarks.gpu.cache import CACHES, SkewedCell
 from benchmarks.gpu.ceilings import Ceilings
 from benchmarks.gpu.conditions import gpu_state, host_state, memory_state
 from benchmarks.gpu.correctness import summary
@@ -20,6 +21,8 @@ from benchmarks.gpu.movers import Staging
 from benchmarks.gpu.processes import Part, new_file, run_part, run_parts
 from benchmarks.gpu.recorder import Cell, Recorder, Run, Skipped
 from benchmarks.gpu.steady import N_WARM, Loop, rounds, timed
+from benchmarks.gpu.tables import Contest
+from benchmarks.rowsteps import prefetched
 from pinfeed.stores.base import StoreRows
 
 MODULE = """
@@ -279,6 +282,31 @@ def test_rows_gathered_by_the_cpu_are_compared() -> None:
         table.array[7] += 1
         with pytest.raises(AssertionError, match="gathered by the CPU are wrong"):
             staging.compare()
+
+
+def test_frequent_ids_are_a_share_of_the_batch_as_by_zipfs_law() -> None:
+    cell = SkewedCell(16, 4096, table_bytes=64 << 10, exponent=1.2)
+    first, second = cell.batches(2)
+    assert np.array_equal(first, cell.batches(1)[0])
+    counts = np.bincount(np.concatenate([first, second]), minlength=cell.n_rows)
+    expected = np.arange(1, cell.n_rows + 1) ** -1.2
+    shares = np.sort(counts)[::-1] / counts.sum()
+    assert shares[:10] == pytest.approx((expected / expected.sum())[:10], abs=0.02)
+
+
+def test_losses_with_a_cache_are_compared_bit_for_bit() -> None:
+    cell = SkewedCell(16, 64, table_bytes=64 << 10)
+
+    def wrong(*arguments: Any, **options: Any) -> Iterator[Any]:
+        for loss in prefetched(*arguments, **options):
+            yield loss * (1 + 1e-6)
+
+    contest = Contest(cell, "cpu", 2, 0.0, 1, 12, {**CACHES, "cache of wrong rows": wrong})
+    for name in ("cache of 5%", "cache of 100%"):
+        found = contest.small(name)
+        assert found["losses"] == "equal"
+        assert found["rows_read"] > 0
+    assert "different: cache of wrong rows" in contest.small("cache of wrong rows")["losses"]
 
 
 def test_a_loop_is_timed_after_its_first_batches() -> None:

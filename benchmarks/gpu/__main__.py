@@ -35,6 +35,7 @@ PARTS = (
     Part("files", "link", 50, "benchmarks.gpu.files:files"),
     Part("rows", "link", 160, "benchmarks.gpu.rows:sweep"),
     Part("tables", "training", 220, "benchmarks.gpu.tables:tables"),
+    Part("cache", "training", 100, "benchmarks.gpu.cache:caches"),
     Part("large-batches", "training", 80, "benchmarks.gpu.large_batches:large_batches"),
     Part("profile", "training", 60, "benchmarks.gpu.profiling:profile"),
     Part("loops", "training", 60, "benchmarks.gpu.loops:loops"),

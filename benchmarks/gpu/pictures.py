@@ -27,6 +27,7 @@ def draw(results: Sequence[Path], out: Path, prefix: str) -> list[Path]:
         "overlap": ("overlap", draw_overlap),
         "movers": ("movers", draw_movers),
         "tables": ("tables", draw_tables),
+        "cache": ("cache", draw_tables),
     }
     written = []
     for part, (name, draw_it) in pictures.items():

@@ -136,8 +136,8 @@ class Prefetcher:
                 stack.callback(self._threads.join_writers)
                 stack.callback(self.write_queue.finish)
                 # Once more if an interrupt ends it, because the rows are nowhere else.
-                stack.callback(self.flush_caches)
-                stack.callback(self.flush_caches)
+                stack.callback(self.flush_caches, is_last=True)
+                stack.callback(self.flush_caches, is_last=True)
                 if self._filler is not None:
                     stack.callback(self._filler.close)
                 # Fills that have not begun are not cancelled: each one that was submitted takes its
@@ -146,9 +146,13 @@ class Prefetcher:
                 self._transfer.stop()
             self._threads.has_ended = True
 
-    def flush_caches(self) -> None:
-        """Queue writes of all rows in caches that may differ from their stores."""
-        for write in self._transfer.changed_rows():
+    def flush_caches(self, *, is_last: bool = False) -> None:
+        """Queue writes of all rows in caches that may differ from their stores.
+
+        Args:
+            is_last: Whether the loop ends, so that no row may change any more.
+        """
+        for write in self._transfer.changed_rows(is_last=is_last):
             self.write_queue.add(write, check=False)
 
     @property

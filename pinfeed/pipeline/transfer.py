@@ -1,8 +1,8 @@
 """Transfer: the stream and event protocol of batches and of rows that are written back.
 
 Rule 1: every wait, record and sync of batches and rows is in this file, and each wait names the
-        hazard that it prevents. Those of activations are in
-        training/offload/offload_transfer.py.
+        hazard that it prevents. Those of caches are in cache_transfer.py, and those of activations
+        in training/offload/offload_transfer.py.
 Rule 2: this file knows neither threads nor CUDA. It is given a Device, and its methods say which
         thread calls them: the consumer (the training thread), a reader or one of two writers.
 Rule 3: the consumer allocates device memory, on its own stream. So any thread may free it, at any
@@ -64,8 +64,7 @@ Each wait prevents a hazard:
     (8) the values may not have arrived yet
     (9) copies may still write memory that was not lent; and those of a write that was begun and,
         after an interrupt or an error, not finished may still use memory that is about to be freed
-   (10) work on the cache may not be done yet, in another stream; this thread does all of it, so
-        there is no wait as long as it keeps its stream
+   (10) work on the cache may not be done yet, in another stream
 
 Two write-backs overlap: the copies of one are queued before the rows of the other are scattered.
 Scatters are in the order of the writes.
@@ -98,22 +97,16 @@ import numpy.typing as npt
 from pinfeed.devices.base import Device, Event, Stream, Tensor
 from pinfeed.errors import WriteBackError
 from pinfeed.memory.page_locked import unlock_freed
-from pinfeed.pipeline.forwarding import Positions, Write, WriteLog, forwards
+from pinfeed.pipeline.cache_transfer import CacheTransfer
+from pinfeed.pipeline.forwarding import Write, WriteLog, forwards
 from pinfeed.pipeline.part_memory import PartMemory, Staging
 from pinfeed.pipeline.pending_write import HeldValues, PendingWrite, StagedRows
-from pinfeed.pipeline.row_cache.cache import RowCache
-from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.pipeline.slot import Cancelled, Slot
 from pinfeed.pipeline.slot_gather import Gathered, SlotGather
 from pinfeed.pipeline.sources.base import HostBatch, RowGroup
 from pinfeed.profiling.counters import Counters
-from pinfeed.profiling.timeline import CacheCounts
-from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Store, row_nbytes
+from pinfeed.stores.base import Store
 from pinfeed.threads.call import Call, Pending
-
-# Rows of a cache are written back in writes of so many bytes, which several threads share.
-_FLUSH_BYTES = 16 << 20
 
 
 class _TimedWork(NamedTuple):
@@ -170,10 +163,7 @@ class Transfer:
         # Time at which the last write-back was completed.
         self._written_s = 0.0
         self.log: WriteLog[HeldValues] = WriteLog()
-        # Number of the batch that was lent last.
-        self._last_lent = 0
-        # Caches of which the running loop has lent rows.
-        self._caches: list[RowCache] = []
+        self._cache_transfer = CacheTransfer(device, counters)
         self._is_stopping = False
         # Event behind the work that the loop had queued when it last asked for a batch.
         self._asked: Event | None = None
@@ -320,7 +310,7 @@ class Transfer:
         for group, tensors in zip(groups, values, strict=True):
             kept = list(tensors) if tensors is not None else []
             if group.cached is not None:
-                kept = self._put(group.cached, tensors, compute)
+                kept = self._cache_transfer.put(group.cached, tensors, compute)
             elif copied:
                 kept = [
                     None if tensor is None else self._copy(tensor, group, i, compute)
@@ -329,23 +319,20 @@ class Transfer:
             held.append(kept)
         return self._pending(self.log, batch, [group.as_written() for group in groups], held)
 
-    def changed_rows(self) -> Iterator[PendingWrite]:
-        """Yield writes of all rows in the caches that may differ from their stores (consumer)."""
-        for cache in self._caches:
-            if not cache.has_changed:
-                continue
+    def changed_rows(self, *, is_last: bool) -> Iterator[PendingWrite]:
+        """Yield writes of all rows in caches that may differ from their stores (consumer).
+
+        Args:
+            is_last: Whether the loop ends, so that no row may change any more.
+        """
+        for cache in self._cache_transfer.caches:
             # A log of its own, so that these rows are written even if another write has failed.
             log = WriteLog[HeldValues]()
-            # The consumer moves no rows meanwhile, if another thread closes the feeder.
-            with cache.moving:
-                if cache.leaving is not None and cache.leaving.evicted_values:
-                    yield self._evicted_rows(cache, cache.leaving, log)
-                rows, slots = cache.decisions.changed_rows()
-                step = max(1, _FLUSH_BYTES // cache.row_nbytes)
-                for begin in range(0, len(rows), step):
-                    chunk = slice(begin, begin + step)
-                    yield self._changed_chunk(cache, rows[chunk], slots[chunk], log)
-                cache.note_flushed()
+            for chunk in self._cache_transfer.changed_rows(cache, is_last=is_last):
+                group = RowGroup(chunk.rows, 0, cache.stores)
+                pending = self._pending(log, chunk.batch, [group], [chunk.values])
+                pending.sources.append(chunk.staged)
+                yield pending
 
     def begin_write(self, pending: PendingWrite, earlier: Sequence[Pending[None]]) -> None:
         """Queue copies of held values to staging memory, or to their stores (first writer).
@@ -484,9 +471,7 @@ class Transfer:
             slot.memory = []
             slot.index_memory = []
             slot.sources = []
-        for cache in self._caches:
-            cache.close()
-        self._caches = []
+        self._cache_transfer.close()
         self.log = WriteLog()
 
     def close(self) -> None:
@@ -502,10 +487,10 @@ class Transfer:
         assert batch is not None
         if batch.shared is not None and (writes := self.log.since(slot.seen)):
             self._forward(writes, slot, compute)
+        tensors = slot.tensors
         for group in batch.groups:
             if group.cached is not None:
-                self._lend_cached(slot, group, group.cached, compute)
-        tensors = slot.tensors
+                self._cache_transfer.lend(group, group.cached, tensors, slot.number, compute)
         # The positions of shared rows are not a part of the batch.
         del tensors[len(batch.parts) :]
         slot.nbytes = sum(slot.needed[: len(batch.parts)])
@@ -515,7 +500,6 @@ class Transfer:
             self._parts.learn(slot.needed, self._batches_per_slot)
         slot.tensors = []
         slot.batch = None
-        self._last_lent = slot.number
         self.counters.read_s += slot.read_s
         self.counters.source_s += slot.source_s
         return tensors
@@ -626,99 +610,6 @@ class Transfer:
                     self.device.cut(positions, *ends) for ends in (span.earlier, span.later)
                 )
                 self.device.copy_rows(pairs, earlier, later, compute)
-
-    def _lend_cached(
-        self, slot: Slot, group: RowGroup, cached: CachedRows, compute: Stream
-    ) -> None:
-        """Replace the gathered rows of a group by all rows of the batch."""
-        cache = cached.cache
-        if cache not in self._caches:
-            self._caches.append(cache)
-        parts = slice(group.first, group.first + len(group.stores))
-        cached.positions = slot.tensors[cached.part]
-        self._follow_cache(cache, [], compute)
-        slot.tensors[parts] = cache.lend(cached, slot.tensors[parts], self.device, compute)
-
-    def _put(
-        self, cached: CachedRows, values: Sequence[Tensor | None] | None, compute: Stream
-    ) -> list[Tensor | None]:
-        """Put values of a batch into its cache; return those that are written to the stores."""
-        cache = cached.cache
-        is_first = not cached.is_put
-        with cache.moving:
-            kept = [
-                cached.positions,
-                *cached.gathered_values,
-                *cached.evicted_values,
-                *cached.written_values,
-            ]
-            self._follow_cache(cache, kept, compute)
-            written = cache.put(cached, values, self.device, compute)
-        if is_first:
-            self.counters.count_cache(
-                CacheCounts(
-                    self._last_lent,
-                    len(cached.rows),
-                    len(cached.moves.hits),
-                    cached.n_evicted,
-                    cached.n_gathered * cache.row_nbytes,
-                )
-            )
-        self._count_cache_write(cache, cached.n_bypassed + cached.n_evicted, written)
-        return written
-
-    def _count_cache_write(
-        self, cache: RowCache, n_rows: int, values: Sequence[Tensor | None]
-    ) -> None:
-        """Count rows of a cache's table that are written; those of a store without values stay."""
-        written = [
-            row_nbytes(store)
-            for store, tensor in zip(cache.stores, values, strict=True)
-            if tensor is not None
-        ]
-        if written:
-            self.counters.count_cache_write(n_rows, n_rows * sum(written))
-
-    def _follow_cache(self, cache: RowCache, kept: Sequence[Tensor], compute: Stream) -> None:
-        """Let work in ``compute`` see the cache as it was left in the stream of then.
-
-        Args:
-            cache: The cache.
-            kept: Tensors of a batch that were used there, and are used now.
-            compute: Stream of the training thread.
-        """
-        if cache.stream is not None and compute != cache.stream:
-            compute.wait(cache.stream.record())  # work on the cache may not be done yet
-            for tensor in (*cache.tensors, *kept):
-                self.device.share(tensor, compute)
-        cache.stream = compute
-
-    def _evicted_rows(
-        self, cache: RowCache, leaving: CachedRows, log: WriteLog[HeldValues]
-    ) -> PendingWrite:
-        """Return the write of rows that left a cache last, which may not have been queued."""
-        self._follow_cache(cache, leaving.evicted_values, self.device.current_stream())
-        group = RowGroup(leaving.moves.evicted_rows, 0, cache.stores)
-        return self._pending(log, self._last_lent, [group], [cache.evicted_values()])
-
-    def _changed_chunk(
-        self, cache: RowCache, rows: Rows, slots: Positions, log: WriteLog[HeldValues]
-    ) -> PendingWrite:
-        """Return the write of some rows in a cache."""
-        compute = self.device.current_stream()
-        self._follow_cache(cache, [], compute)
-        staged = self.device.staging(slots.nbytes).view(slots.dtype)
-        staged[...] = slots
-        memory = self.device.empty(slots.nbytes, compute)
-        on_device = self.device.tensor(memory, slots.shape, slots.dtype)
-        self.device.copy(staged, on_device, compute)
-        values = cache.values(on_device, len(rows), self.device, compute)
-        self._count_cache_write(cache, len(rows), values)
-        group = RowGroup(rows, 0, cache.stores)
-        pending = self._pending(log, self._last_lent, [group], [values])
-        # The copy of the slots may read this until the values are computed.
-        pending.sources.append(staged)
-        return pending
 
     def _pending(
         self,

@@ -11,7 +11,7 @@ from support.schedules import SLOTS, STREAMS
 
 from pinfeed import ArrayStore
 from pinfeed.errors import BudgetError, ClosedError
-from pinfeed.pipeline import transfer
+from pinfeed.pipeline import cache_transfer
 from pinfeed.testing import SimDevice, favour, lazy
 
 BATCHES = [[0, 1, 2], [3, 4, 5], [1, 2], [8, 9], [0, 2, 9], [], [1], [10, 11], [1, 8, 9]]
@@ -149,7 +149,7 @@ def test_rows_in_the_cache_are_written_after_a_write_has_failed(n_left: int, dep
 @pytest.mark.parametrize("choose", [lazy, favour("compute"), favour(*SLOTS)], ids=["", "c", "s"])
 def test_a_flush_whose_first_part_fails(choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """No memory that queued copies read is freed with the parts after it."""
-    monkeypatch.setattr(transfer, "_FLUSH_BYTES", 40)
+    monkeypatch.setattr(cache_transfer, "_FLUSH_BYTES", 40)
     run = CachedRun(BATCHES, capacity=N, policy=1)
     sim = SimDevice(choose)
     runner = run.runner(sim, 2, Failing)

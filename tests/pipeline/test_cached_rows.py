@@ -157,7 +157,7 @@ def test_memory_used_in_another_stream_must_be_shared_with_it(of_cache: bool) ->
     class Forgetful(SimDevice):
         def share(self, tensor: Any, stream: Any) -> None:
             caller = sys._getframe(1)
-            if caller.f_code.co_name == "_follow_cache":
+            if caller.f_code.co_name == "_follow":
                 tensors = caller.f_locals["cache"].tensors
                 if of_cache == any(tensor is one for one in tensors):
                     return

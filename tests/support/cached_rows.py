@@ -147,7 +147,7 @@ class CachedRun:
     def runner(self, device: Any, depth: int, make: Any = ArrayStore) -> EpochRunner:
         stores = list(map(make, self.arrays))
         with random_policy(self.policy):
-            cache = RowCache("rows", stores[:2], self.capacity)
+            cache = RowCache("rows", stores[:2], self.capacity, device)
         source = CachedSource(self.batches, stores, cache, self.n_ahead)
         schedule = PrefetchSchedule(depth, n_readers=1 + depth % 2, writes=True)
         runner = EpochRunner(

@@ -13,18 +13,18 @@ cached row is up to date without any wait, however far ahead the batch was gathe
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Sequence
 
 from pinfeed.devices.base import Device, Stream, Tensor
 from pinfeed.errors import BudgetError, ClosedError, described
 from pinfeed.memory.units import human
-from pinfeed.pipeline.row_cache.decisions import CacheDecisions, CachedRows
+from pinfeed.pipeline.row_cache.decisions import CacheDecisions, CachedRows, Span
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Store, row_nbytes
 
-Span = tuple[int, int]
+Values = Sequence[Tensor | None]
+"""A tensor for each store; None for a store that stays unchanged."""
 
 
 class RowCache:
@@ -34,33 +34,44 @@ class RowCache:
         name: Name of the rows, for errors.
         stores: Stores of the rows.
         capacity: Number of rows that the cache holds, at least 1.
+        device: Device of the cache.
 
     Attributes:
         row_nbytes: Bytes of a row in all stores.
         decisions: Decisions which rows are in the cache.
-        stream: Stream in which the device has used the cache last; None before its first use.
-        leaving: The batch whose rows have left the cache last, or are leaving it; None if none has.
+        tensors: Device memory for each store, shape (capacity, *row_shape); empty between loops.
+        stream: Stream in which the device works on the cache; None before its first use.
+        leaving: The batch that rows have left the cache for last, or are leaving it for; None if
+            there is none.
+        moving: Lock that is held while rows are copied, because another thread may close the
+            feeder.
     """
 
-    def __init__(self, name: str, stores: Sequence[Store], capacity: int) -> None:
+    def __init__(self, name: str, stores: Sequence[Store], capacity: int, device: Device) -> None:
         self.name = name
         self.stores = stores
         self.capacity = capacity
         self.row_nbytes = sum(map(row_nbytes, stores))
-        self.stream: Stream | None = None
         self.decisions = CacheDecisions(stores[0].n_rows, capacity)
-        self._tensors: list[Tensor] = []
+        self.tensors: list[Tensor] = []
+        self.stream: Stream | None = None
+        self.leaving: CachedRows | None = None
+        self.moving = threading.Lock()
+        self._device = device
         # For each store, whether the loop has changed a row.
         self._is_changed = [False] * len(stores)
         self._is_flushed = False
-        self.leaving: CachedRows | None = None
-        # Held while rows enter and leave, because another thread may close the feeder.
-        self.moving = threading.RLock()
+        self._is_sealed = False
 
     @property
     def nbytes(self) -> int:
         """Bytes of device memory that the cache takes."""
         return self.capacity * self.row_nbytes
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the loop may have changed a row since the last flush."""
+        return any(self._is_changed) and not self._is_flushed
 
     def begin(self) -> None:
         """Empty the cache, because a loop begins and the stores may have changed since the last.
@@ -69,63 +80,51 @@ class RowCache:
         """
         self.decisions.begin()
         self._is_changed = [False] * len(self.stores)
+        self._is_sealed = False
 
     def plan(self, rows: Rows) -> CachedRows:
         """Decide about the oldest batch that was announced (reader; in the order of batches)."""
         return self.decisions.decide(self, rows)
 
-    def lend(
-        self, cached: CachedRows, gathered: list[Tensor], device: Device, compute: Stream
-    ) -> list[Tensor]:
+    def lend(self, cached: CachedRows, gathered: list[Tensor]) -> list[Tensor]:
         """Return the rows of a batch for each store: gathered ones and cached ones (consumer).
 
         Args:
             cached: The rows of the batch.
             gathered: Values of the rows that were gathered, for each store.
-            device: Device of the cache.
-            compute: Stream of the copies.
+
+        Raises:
+            BudgetError: If the device has no memory for the cache, which is made for the first
+                batch.
         """
-        if not self._tensors:
-            self._tensors = self._allocated(device, compute)
+        if not self.tensors:
+            self.tensors = self._allocated()
         cached.gathered_values = gathered
-        lent = self._empty(len(cached.rows), device, compute)
-        if n := cached.n_gathered:
-            into = self._cut(cached, (0, n), device)
-            device.copy_rows(list(zip(gathered, lent, strict=True)), None, into, compute)
-        if n_hits := len(cached.moves.hits):
-            pairs = list(zip(self._tensors, lent, strict=True))
-            begin = len(cached.rows) + len(cached.moves.admitted)
-            slots = self._cut(cached, (begin, begin + n_hits), device)
-            into = self._cut(cached, (n, n + n_hits), device)
-            device.copy_rows(pairs, slots, into, compute)
+        lent = self._empty(len(cached.rows))
+        self._copy(cached, gathered, lent, into=cached.gathered_positions)
+        self._copy(cached, self.tensors, lent, cached.hit_slots, cached.hit_positions)
         return lent
 
-    def put(
-        self,
-        cached: CachedRows,
-        values: Sequence[Tensor | None] | None,
-        device: Device,
-        compute: Stream,
-    ) -> list[Tensor | None]:
+    def put(self, cached: CachedRows, values: Values | None) -> list[Tensor | None]:
         """Put the values of a batch into the cache (consumer).
 
         It may be called again with newer values of the same batch.
 
         Args:
             cached: The rows of the batch, which were lent.
-            values: Values of all its rows for each store; None leaves a store, or all, unchanged.
-            device: Device of the cache.
-            compute: Stream of the copies.
+            values: Values of all its rows for each store; None leaves all stores unchanged.
 
         Returns:
-            For each store the values of the rows that are written to it, or None if the loop has
-            not changed that store.
+            Values of the rows that are written to each store that the loop has changed.
 
         Raises:
             ClosedError: If another thread has closed the loop.
         """
-        if not self._tensors:
-            raise ClosedError(f"the loop has ended, and the cache of {self.name} with it")
+        if self._is_sealed:
+            raise ClosedError(
+                f"the loop was closed by another thread, which writes the cache of {self.name} to "
+                "its stores; join that thread before"
+            )
         new = values if values is not None else [None] * len(self.stores)
         self._is_changed = [
             changed or value is not None
@@ -133,152 +132,138 @@ class RowCache:
         ]
         self._is_flushed = False
         self.leaving = cached
-        # If memory is missing for what is written, the cache is as it was.
+        # The cache changes last. Before that, an error or an interrupt leaves it as it was, and
+        # after that, the rows that leave it are in ``evicted_values``.
         if not cached.is_begun:
-            self._take_evicted(cached, device, compute)
-        written = self._written(cached, new, device, compute)
+            evicted = self._empty(cached.n_evicted)
+            self._copy(cached, self.tensors, evicted, cached.evicted_slots)
+            cached.evicted_values = evicted
+        cached.written_values = self._written(cached, new)
         cached.is_begun = True
-        self._renew(cached, new, device, compute)
+        if not cached.is_put:
+            self._copy(cached, self._admitted(cached), self.tensors, into=cached.admitted_slots)
+        self._copy(cached, new, self.tensors, cached.held_positions, cached.held_slots)
         if not cached.is_put:
             self.decisions.note_done(cached)
-        return written
+        return self._changed_only(cached.written_values)
 
-    def values(self, slots: Tensor, n: int, device: Device, compute: Stream) -> list[Tensor | None]:
+    def evicted_values(self, leaving: CachedRows) -> list[Tensor | None]:
+        """Return the rows that leave the cache, for each store that the loop has changed."""
+        return self._changed_only(leaving.evicted_values)
+
+    def values(self, slots: Tensor, n: int) -> list[Tensor | None]:
         """Return a copy of the rows in some slots, for each store that the loop has changed.
 
         Args:
             slots: The slots, int32, on the device.
             n: Number of slots.
-            device: Device of the cache.
-            compute: Stream of the copies.
         """
-        copies = self._empty(n, device, compute)
-        device.copy_rows(list(zip(self._tensors, copies, strict=True)), slots, None, compute)
+        copies = self._empty(n)
+        pairs = list(zip(self.tensors, copies, strict=True))
+        self._device.copy_rows(pairs, slots, None, self.stream)
         return self._changed_only(copies)
 
-    @property
-    def has_changed(self) -> bool:
-        """Whether the loop has changed rows since the last flush."""
-        return any(self._is_changed) and not self._is_flushed
-
     def note_flushed(self) -> None:
-        """Note that all changed rows were written."""
+        """Note that all changed rows were written (consumer)."""
         self.decisions.note_flushed()
         self._is_flushed = True
 
-    def evicted_values(self) -> list[Tensor | None]:
-        """Return the values of the rows that are leaving, for each store that has changed."""
-        assert self.leaving is not None
-        return self._changed_only(self.leaving.evicted_values)
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """Device memory of the cache, for each store."""
-        return self._tensors
+    def seal(self) -> None:
+        """Refuse further changes, because the loop ends and its rows are written to the stores."""
+        with self.moving:
+            self._is_sealed = True
 
     def close(self) -> None:
         """Free the device memory, because the loop has ended."""
         self._is_flushed = True
         self.decisions.close()
-        self._tensors = []
         self.leaving = None
+        self.tensors = []
         self.stream = None
 
-    def _take_evicted(self, cached: CachedRows, device: Device, compute: Stream) -> None:
-        """Copy the rows that leave the cache."""
-        if n_evicted := cached.n_evicted:
-            values = self._empty(n_evicted, device, compute)
-            begin = 2 * len(cached.rows) - cached.n_bypassed
-            slots = self._cut(cached, (begin, begin + n_evicted), device)
-            pairs = list(zip(self._tensors, values, strict=True))
-            device.copy_rows(pairs, slots, None, compute)
-            cached.evicted_values = values
+    def _admitted(self, cached: CachedRows) -> list[Tensor]:
+        """Return the gathered values of the rows that enter the cache."""
+        span = (cached.n_bypassed, cached.n_gathered)
+        return [self._device.cut(values, *span) for values in cached.gathered_values]
 
-    def _renew(
-        self,
-        cached: CachedRows,
-        new: Sequence[Tensor | None],
-        device: Device,
-        compute: Stream,
-    ) -> None:
-        """Copy new values into the cache, and at first the unchanged ones of rows that enter it."""
-        n = len(cached.rows)
-        admitted = (cached.n_bypassed, cached.n_gathered)
-        unchanged = []
-        changed = []
-        for gathered, value, tensor in zip(cached.gathered_values, new, self._tensors, strict=True):
-            if value is not None:
-                changed.append((value, tensor))
-            elif not cached.is_put:
-                unchanged.append((device.cut(gathered, *admitted), tensor))
-        if unchanged and (n_admitted := len(cached.moves.admitted)):
-            slots = self._cut(cached, (n, n + n_admitted), device)
-            device.copy_rows(unchanged, None, slots, compute)
-        if changed and n > cached.n_bypassed:
-            taken = self._cut(cached, (cached.n_bypassed, n), device)
-            slots = self._cut(cached, (n, 2 * n - cached.n_bypassed), device)
-            device.copy_rows(changed, taken, slots, compute)
-
-    def _written(
-        self,
-        cached: CachedRows,
-        new: Sequence[Tensor | None],
-        device: Device,
-        compute: Stream,
-    ) -> list[Tensor | None]:
-        """Return the values of the bypassed and evicted rows, for each store that has changed."""
+    def _written(self, cached: CachedRows, new: Values) -> list[Tensor]:
+        """Return for each store the values of the bypassed rows, then of the evicted ones."""
         n = cached.n_bypassed
         if not n:
-            return self._changed_only(cached.evicted_values or self._empty(0, device, compute))
-        written = self._empty(n + cached.n_evicted, device, compute)
-        heads = [device.cut(tensor, 0, n) for tensor in written]
-        pairs = [(value, head) for value, head in zip(new, heads, strict=True) if value is not None]
-        if pairs:
-            device.copy_rows(pairs, self._cut(cached, (0, n), device), None, compute)
-        for value, gathered, head in zip(new, cached.gathered_values, heads, strict=True):
-            if value is None:
-                device.copy(device.cut(gathered, 0, n), head, compute)
-        for tensor, evicted in zip(written, cached.evicted_values, strict=False):
-            device.copy(evicted, device.cut(tensor, n, n + cached.n_evicted), compute)
-        if cached.written_values:
-            # The batch has written these stores before, and has not changed them since.
-            for i, value in enumerate(new):
-                if value is None:
-                    written[i] = cached.written_values[i]
-        cached.written_values = written
-        return self._changed_only(written)
+            return cached.evicted_values
+        device = self._device
+        written = self._empty(n + cached.n_evicted)
+        bypassed = [device.cut(tensor, 0, n) for tensor in written]
+        self._copy(cached, new, bypassed, cached.bypassed_positions)
+        for i, tensor in enumerate(written):
+            if new[i] is None and cached.written_values:
+                # The batch was written before, and has not changed this store since.
+                written[i] = cached.written_values[i]
+                continue
+            if new[i] is None:
+                device.copy(device.cut(cached.gathered_values[i], 0, n), bypassed[i], self.stream)
+            evicted = device.cut(tensor, n, n + cached.n_evicted)
+            device.copy(cached.evicted_values[i], evicted, self.stream)
+        return written
 
-    def _changed_only(self, values: list[Tensor]) -> list[Tensor | None]:
+    def _copy(
+        self,
+        cached: CachedRows,
+        sources: Values,
+        targets: Sequence[Tensor],
+        taken: Span | None = None,
+        into: Span | None = None,
+    ) -> None:
+        """Copy rows from each source that is not None to its target.
+
+        Args:
+            cached: The batch that has the positions.
+            sources: Tensors with one row for each position, or more.
+            targets: Tensors of the same rows.
+            taken: Part of the positions that are rows of the sources; None for all rows in order.
+            into: Part of the positions that are rows of the targets; likewise.
+        """
+        pairs = [
+            (source, target)
+            for source, target in zip(sources, targets, strict=True)
+            if source is not None
+        ]
+        begin, end = taken or into or (0, 0)
+        if not pairs or begin == end:
+            return
+        src_pos, dst_pos = (
+            None if span is None else self._device.cut(cached.positions, *span)
+            for span in (taken, into)
+        )
+        self._device.copy_rows(pairs, src_pos, dst_pos, self.stream)
+
+    def _changed_only(self, values: Sequence[Tensor]) -> list[Tensor | None]:
         """Return values with None for the stores that the loop has not changed."""
+        pairs = zip(values, self._is_changed, strict=True)
+        return [value if changed else None for value, changed in pairs]
+
+    def _empty(self, n: int) -> list[Tensor]:
+        """Return new tensors of ``n`` rows, one for each store."""
         return [
-            value if changed else None
-            for value, changed in zip(values, self._is_changed, strict=True)
+            self._device.tensor(
+                self._device.empty(n * row_nbytes(store), self.stream),
+                (n, *store.row_shape),
+                store.dtype,
+            )
+            for store in self.stores
         ]
 
-    def _cut(self, cached: CachedRows, span: Span, device: Device) -> Tensor:
-        """Return a part of the positions of a batch on the device."""
-        return device.cut(cached.positions, *span)
-
-    def _empty(self, n: int, device: Device, compute: Stream) -> list[Tensor]:
-        """Return new tensors of ``n`` rows, one for each store."""
-        tensors = []
-        for store in self.stores:
-            shape = (n, *store.row_shape)
-            nbytes = math.prod(shape) * store.dtype.itemsize
-            tensors.append(device.tensor(device.empty(nbytes, compute), shape, store.dtype))
-        return tensors
-
-    def _allocated(self, device: Device, compute: Stream) -> list[Tensor]:
+    def _allocated(self) -> list[Tensor]:
         """Return the memory of the cache.
 
         Raises:
             BudgetError: If the device has not enough memory.
         """
         try:
-            return self._empty(self.capacity, device, compute)
+            return self._empty(self.capacity)
         except (MemoryError, RuntimeError) as error:
             raise BudgetError(
-                f"device_cache of {self.name}: {device.name} has no memory for {self.capacity:,} "
-                f"rows with their optimizer state, {human(self.nbytes)} ({described(error)}); "
-                "give a smaller device_cache, or smaller batches"
+                f"device_cache of {self.name}: {self._device.name} has no memory for "
+                f"{self.capacity:,} rows with their optimizer state, {human(self.nbytes)} "
+                f"({described(error)}); give a smaller device_cache, or smaller batches"
             ) from error

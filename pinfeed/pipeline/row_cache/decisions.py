@@ -23,6 +23,9 @@ from pinfeed.rows.orders import Rows
 if TYPE_CHECKING:
     from pinfeed.pipeline.row_cache.cache import RowCache
 
+Span = tuple[int, int]
+"""Range [begin, end) of the positions of a batch."""
+
 
 @dataclass(eq=False)
 class CachedRows:
@@ -73,10 +76,10 @@ class CachedRows:
 
     @property
     def packed_positions(self) -> Positions:
-        """Positions and slots of the rows, one after the other, as they are copied to the device.
+        """All positions of rows in the batch and all slots, as they are copied to the device.
 
-        Positions in the batch of bypassed, admitted and hit rows; then slots of the last two, and
-        of evicted rows.
+        These are the positions of bypassed, admitted and hit rows, and then the slots of admitted,
+        hit and evicted rows. The spans below divide them.
         """
         moves = self.moves
         return np.concatenate(
@@ -100,7 +103,42 @@ class CachedRows:
 
     @property
     def n_evicted(self) -> int:
-        return len(self.moves.evicted_rows)
+        return len(self.moves.evicted_slots)
+
+    @property
+    def bypassed_positions(self) -> Span:
+        return 0, self.n_bypassed
+
+    @property
+    def gathered_positions(self) -> Span:
+        return 0, self.n_gathered
+
+    @property
+    def hit_positions(self) -> Span:
+        return self.n_gathered, len(self.rows)
+
+    @property
+    def held_positions(self) -> Span:
+        """Rows that are in the cache after the batch: admitted and hit ones."""
+        return self.n_bypassed, len(self.rows)
+
+    @property
+    def admitted_slots(self) -> Span:
+        return len(self.rows), len(self.rows) + len(self.moves.admitted)
+
+    @property
+    def hit_slots(self) -> Span:
+        return self.admitted_slots[1], self.held_slots[1]
+
+    @property
+    def held_slots(self) -> Span:
+        """Slots of the rows of ``held_positions``."""
+        return len(self.rows), 2 * len(self.rows) - self.n_bypassed
+
+    @property
+    def evicted_slots(self) -> Span:
+        end = self.held_slots[1]
+        return end, end + self.n_evicted
 
 
 class _Slots(NamedTuple):

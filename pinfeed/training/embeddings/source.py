@@ -377,14 +377,14 @@ def _unique(ids: Sequence[np.ndarray[Any, Any]], table: TableSpec) -> tuple[Rows
     Raises:
         RowIndexError: If an id is out of range.
     """
-    every = np.concatenate(
-        [np.empty(0, np.int64), *[array for array in ids if array.size]],
-        dtype=np.int64,
-        casting="unsafe",
-    )
+    # Most batches have one array of ids, which needs neither a copy nor a split.
+    arrays = [array.astype(np.int64, copy=False) for array in ids]
+    every = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     rows, positions = distinct_rows(every)
     check_rows(rows, table.n_rows, f"{table.name}: ids of the batch")
-    return rows, np.split(positions, np.cumsum([array.size for array in ids])[:-1])
+    if len(arrays) == 1:
+        return rows, [positions]
+    return rows, np.split(positions, np.cumsum([array.size for array in arrays])[:-1])
 
 
 def _part_index(leaf: Any, load: HostBatch) -> int | None:

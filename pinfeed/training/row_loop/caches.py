@@ -40,19 +40,22 @@ def row_caches(
     for i, lent in enumerate(tables):
         size = lent.table.device_cache
         if isinstance(size, (int, float)):
-            found[i] = _cache(lent, size)
-    left = _left(device, config, [cache for cache in found if cache is not None])
+            found[i] = _cache(lent, size, device)
     automatic = [
         i
         for i, lent in enumerate(tables)
         if lent.table.device_cache == "auto"
         and gains_from_cache(lent.stores, is_unified=device.unified)
     ]
+    made = [cache for cache in found if cache is not None]
+    if not automatic and (config is None or not made):
+        return found
+    left = _left(device, config, made)
     wanted = sum(_nbytes(tables[i]) for i in automatic)
     for i in automatic:
         share = min(left, wanted) * _nbytes(tables[i]) // wanted
         if share >= sum(map(row_nbytes, tables[i].stores)):
-            found[i] = _cache(tables[i], share)
+            found[i] = _cache(tables[i], share, device)
     return found
 
 
@@ -88,12 +91,12 @@ def cache_notes(tables: Sequence[LentTable], caches: Sequence[RowCache | None]) 
     return tuple(notes)
 
 
-def _cache(lent: LentTable, size: int | float) -> RowCache:
+def _cache(lent: LentTable, size: int | float, device: Device) -> RowCache:
     """Return the cache of a table, for its weights and its optimizer state."""
     nbytes = sum(map(row_nbytes, lent.stores))
     n_rows = lent.stores[0].n_rows
     capacity = n_cached_rows(size, n_rows, nbytes, lent.table.name)
-    return RowCache(lent.table.name, lent.stores, capacity)
+    return RowCache(lent.table.name, lent.stores, capacity, device)
 
 
 def _nbytes(lent: LentTable) -> int:

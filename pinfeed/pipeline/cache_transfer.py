@@ -1,0 +1,197 @@
+"""CacheTransfer: moves rows between batches and the caches of their tables, in the right order.
+
+The training thread does all work on a cache in its current stream: in the order of the program, a
+batch gets the rows that the batches before it have put there. So there is one wait only. It is
+needed if the user makes another stream the current one between two batches:
+
+    (10) work on the cache may not be done yet, in the stream of then
+
+The rows that a cache gives up, and those that are written at a flush, are copies. They are written
+back like other values, by ``transfer.py``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.devices.base import Device, Stream, Tensor
+from pinfeed.pipeline.forwarding import Positions
+from pinfeed.pipeline.row_cache.cache import RowCache
+from pinfeed.pipeline.row_cache.decisions import CachedRows
+from pinfeed.pipeline.sources.base import RowGroup
+from pinfeed.profiling.counters import Counters
+from pinfeed.profiling.timeline import CacheCounts
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import row_nbytes
+
+# Rows of a cache are written back in writes of so many bytes, which several threads share.
+_FLUSH_BYTES = 16 << 20
+
+
+class ChangedRows(NamedTuple):
+    """Some rows of a cache that may differ from their stores."""
+
+    batch: int
+    """Number of the batch that was lent last."""
+    rows: Rows
+    values: list[Tensor | None]
+    """Values of the rows for each store; None for a store that the loop has not changed."""
+    staged: npt.NDArray[Any]
+    """Staging memory that the device may read until the values are computed."""
+
+
+class CacheTransfer:
+    """Moves rows into and out of caches, for one loop at a time; the training thread calls it.
+
+    Args:
+        device: Device of the caches.
+        counters: Counters of the rows that are found, read and written.
+    """
+
+    def __init__(self, device: Device, counters: Counters) -> None:
+        self._device = device
+        self._counters = counters
+        self.caches: list[RowCache] = []
+        """Caches of which the running loop has lent rows."""
+        self._batch = 0
+
+    def lend(
+        self,
+        group: RowGroup,
+        cached: CachedRows,
+        tensors: list[Tensor],
+        batch: int,
+        compute: Stream,
+    ) -> None:
+        """Replace the gathered rows of a group by all rows of the batch.
+
+        Args:
+            group: The group.
+            cached: Its rows in the cache.
+            tensors: Tensors of all parts of the batch, some of which are replaced.
+            batch: Number of the batch.
+            compute: Stream of the training thread.
+        """
+        cache = cached.cache
+        if cache not in self.caches:
+            self.caches.append(cache)
+        self._batch = batch
+        cached.positions = tensors[cached.part]
+        parts = slice(group.first, group.first + len(group.stores))
+        self._follow(cache, [], compute)
+        tensors[parts] = cache.lend(cached, tensors[parts])
+
+    def put(
+        self, cached: CachedRows, values: Sequence[Tensor | None] | None, compute: Stream
+    ) -> list[Tensor | None]:
+        """Put the values of a batch into its cache.
+
+        Args:
+            cached: The rows of the batch.
+            values: Their values for each store; None leaves a store, or all, unchanged.
+            compute: Stream of the training thread.
+
+        Returns:
+            Values of ``cached.written`` for each store; None for a store that is not changed.
+
+        Raises:
+            ClosedError: If another thread closes the loop.
+        """
+        cache = cached.cache
+        is_first = not cached.is_put
+        with cache.moving:
+            kept = [
+                cached.positions,
+                *cached.gathered_values,
+                *cached.evicted_values,
+                *cached.written_values,
+            ]
+            self._follow(cache, kept, compute)
+            written = cache.put(cached, values)
+        if is_first:
+            self._counters.count_cache(
+                CacheCounts(
+                    self._batch,
+                    len(cached.rows),
+                    len(cached.moves.hits),
+                    cached.n_evicted,
+                    cached.n_gathered * cache.row_nbytes,
+                )
+            )
+        self._count_written(cache, cached.n_bypassed + cached.n_evicted, written)
+        return written
+
+    def changed_rows(self, cache: RowCache, *, is_last: bool) -> Iterator[ChangedRows]:
+        """Yield copies of all rows in a cache that may differ from their stores, in chunks.
+
+        Args:
+            cache: The cache.
+            is_last: Whether the loop ends, so that no row may change any more.
+        """
+        if is_last:
+            cache.seal()
+        if not cache.has_changed:
+            return
+        leaving = cache.leaving
+        if leaving is not None and leaving.evicted_values and leaving.n_evicted:
+            yield self._left(cache, leaving)
+        rows, slots = cache.decisions.changed_rows()
+        step = max(1, _FLUSH_BYTES // cache.row_nbytes)
+        for begin in range(0, len(rows), step):
+            chunk = slice(begin, begin + step)
+            yield self._copied(cache, rows[chunk], slots[chunk])
+        cache.note_flushed()
+
+    def close(self) -> None:
+        """Free the caches, because the loop has ended."""
+        for cache in self.caches:
+            cache.close()
+        self.caches = []
+
+    def _left(self, cache: RowCache, leaving: CachedRows) -> ChangedRows:
+        """Return the rows that have left a cache last, whose write may not have been queued."""
+        with cache.moving:
+            self._follow(cache, leaving.evicted_values, self._device.current_stream())
+        values = cache.evicted_values(leaving)
+        self._count_written(cache, leaving.n_evicted, values)
+        return ChangedRows(self._batch, leaving.moves.evicted_rows, values, np.empty(0, np.uint8))
+
+    def _copied(self, cache: RowCache, rows: Rows, slots: Positions) -> ChangedRows:
+        """Return a copy of some rows of a cache."""
+        device = self._device
+        compute = device.current_stream()
+        with cache.moving:
+            self._follow(cache, [], compute)
+            staged = device.staging(slots.nbytes).view(slots.dtype)
+            staged[...] = slots
+            memory = device.empty(slots.nbytes, compute)
+            on_device = device.tensor(memory, slots.shape, slots.dtype)
+            device.copy(staged, on_device, compute)
+            values = cache.values(on_device, len(rows))
+        self._count_written(cache, len(rows), values)
+        return ChangedRows(self._batch, rows, values, staged)
+
+    def _follow(self, cache: RowCache, kept: Sequence[Tensor], compute: Stream) -> None:
+        """Let work in ``compute`` see the cache as it was left in the stream of then.
+
+        Args:
+            cache: The cache.
+            kept: Tensors of a batch that were used there, and are used now.
+            compute: Stream of the training thread.
+        """
+        if cache.stream is not None and compute != cache.stream:
+            compute.wait(cache.stream.record())  # work on the cache may not be done yet
+            for tensor in (*cache.tensors, *kept):
+                self._device.share(tensor, compute)
+        cache.stream = compute
+
+    def _count_written(self, cache: RowCache, n_rows: int, values: Sequence[Tensor | None]) -> None:
+        """Count rows that are written to the stores for which there are values."""
+        pairs = zip(cache.stores, values, strict=True)
+        nbytes = [row_nbytes(store) for store, tensor in pairs if tensor is not None]
+        if nbytes:
+            self._counters.count_cache_write(n_rows, n_rows * sum(nbytes))
