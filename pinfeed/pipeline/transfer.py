@@ -326,9 +326,10 @@ class Transfer:
             is_last: Whether the loop ends, so that no row may change any more.
         """
         for cache in self._cache_transfer.caches:
-            # A log of its own, so that these rows are written even if another write has failed.
-            log = WriteLog[HeldValues]()
             for chunk in self._cache_transfer.changed_rows(cache, is_last=is_last):
+                # A log of its own, so that these rows are written even if another write has failed,
+                # and that nothing keeps their values afterwards.
+                log = WriteLog[HeldValues]()
                 group = RowGroup(chunk.rows, 0, cache.stores)
                 pending = self._pending(log, chunk.batch, [group], [chunk.values])
                 pending.sources.append(chunk.staged)
