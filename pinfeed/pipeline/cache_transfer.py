@@ -75,6 +75,9 @@ class CacheTransfer:
             tensors: Tensors of all parts of the batch, some of which are replaced.
             batch: Number of the batch.
             compute: Stream of the training thread.
+
+        Raises:
+            ClosedError: If another thread closes the loop.
         """
         cache = cached.cache
         if cache not in self.caches:
@@ -82,8 +85,10 @@ class CacheTransfer:
         self._batch = batch
         cached.positions = tensors[cached.part]
         parts = slice(group.first, group.first + len(group.stores))
-        self._follow(cache, [], compute)
-        tensors[parts] = cache.lend(cached, tensors[parts])
+        with cache.moving:
+            cache.require_open()
+            self._follow(cache, [], compute)
+            tensors[parts] = cache.lend(cached, tensors[parts])
 
     def put(
         self, cached: CachedRows, values: Sequence[Tensor | None] | None, compute: Stream
@@ -110,6 +115,7 @@ class CacheTransfer:
                 *cached.evicted_values,
                 *cached.written_values,
             ]
+            cache.require_open()
             self._follow(cache, kept, compute)
             written = cache.put(cached, values)
         if is_first:

@@ -182,8 +182,9 @@ class CacheDecisions:
         # without the last one, whose rows may have changed since.
         self._n_done = 0
         self._n_flushed = 0
-        # Held while a decision is made, and while the rows in the cache are listed.
-        self._deciding = threading.Lock()
+        # Held while a decision is made, and while the rows in the cache are listed; a signal handler
+        # may close the feeder then.
+        self._deciding = threading.RLock()
 
     @property
     def nbytes(self) -> int:
