@@ -18,6 +18,7 @@ from pinfeed import ArrayStore
 from pinfeed.errors import BudgetError, ClosedError
 from pinfeed.pipeline import cache_transfer
 from pinfeed.testing import SimDevice, favour, lazy
+from pinfeed.threads.exit import exit_hook
 
 BATCHES = [[0, 1, 2], [3, 4, 5], [1, 2], [8, 9], [0, 2, 9], [], [1], [10, 11], [1, 8, 9]]
 DEVICES = {"late": lambda: SimDevice(lazy), "at once": lambda: SimDevice(favour(*STREAMS, *SLOTS))}
@@ -77,6 +78,21 @@ def test_another_thread_closes_the_loop() -> None:
     with pytest.raises(ClosedError, match="closed by another thread"):
         next(batches)
     assert_equal(run, 4)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_the_program_ends_while_a_loop_is_suspended(depth: int) -> None:
+    run = CachedRun(BATCHES, capacity=8, policy=1)
+    sim = SimDevice(favour(*STREAMS, *SLOTS))
+    runner = run.runner(sim, depth)
+    batches = runner.run(lambda lent: lent)
+    for i in range(4):
+        run.step(sim, runner, i, next(batches))
+    # Python calls this before it waits for threads, while the stores are open.
+    exit_hook._save()
+    sim.drain()
+    assert_equal(run, 4)
+    runner.close()
 
 
 class Full(SimDevice):

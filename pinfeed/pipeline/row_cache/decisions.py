@@ -182,8 +182,8 @@ class CacheDecisions:
         # without the last one, whose rows may have changed since.
         self._n_done = 0
         self._n_flushed = 0
-        # Held while a decision is made, and while the rows in the cache are listed; a signal handler
-        # may close the feeder then.
+        # Held while a decision is made, and while the rows in the cache are listed. A handler of a
+        # signal may close the feeder then.
         self._deciding = threading.RLock()
 
     @property
