@@ -87,7 +87,8 @@ class CacheTransfer:
         parts = slice(group.first, group.first + len(group.stores))
         with cache.moving:
             cache.require_open()
-            self._follow(cache, [], compute)
+            self._follow(cache, compute)
+            cached.stream = compute
             tensors[parts] = cache.lend(cached, tensors[parts])
 
     def put(
@@ -109,14 +110,12 @@ class CacheTransfer:
         cache = cached.cache
         is_first = not cached.is_put
         with cache.moving:
-            kept = [
-                cached.positions,
-                *cached.gathered_values,
-                *cached.evicted_values,
-                *cached.written_values,
-            ]
             cache.require_open()
-            self._follow(cache, kept, compute)
+            self._follow(cache, compute)
+            if compute != cached.stream:
+                for tensor in cached.tensors:
+                    self._device.share(tensor, compute)
+                cached.stream = compute
             written = cache.put(cached, values)
         if is_first:
             self._counters.count_cache(
@@ -161,7 +160,7 @@ class CacheTransfer:
     def _left(self, cache: RowCache, leaving: CachedRows) -> ChangedRows:
         """Return the rows that have left a cache last, whose write may not have been queued."""
         with cache.moving:
-            self._follow(cache, leaving.evicted_values, self._device.current_stream())
+            self._follow(cache, self._device.current_stream())
         values = cache.evicted_values(leaving)
         self._count_written(cache, leaving.n_evicted, values)
         return ChangedRows(self._batch, leaving.moves.evicted_rows, values, np.empty(0, np.uint8))
@@ -171,7 +170,7 @@ class CacheTransfer:
         device = self._device
         compute = device.current_stream()
         with cache.moving:
-            self._follow(cache, [], compute)
+            self._follow(cache, compute)
             staged = device.staging(slots.nbytes).view(slots.dtype)
             staged[...] = slots
             memory = device.empty(slots.nbytes, compute)
@@ -181,17 +180,11 @@ class CacheTransfer:
         self._count_written(cache, len(rows), values)
         return ChangedRows(self._batch, rows, values, staged)
 
-    def _follow(self, cache: RowCache, kept: Sequence[Tensor], compute: Stream) -> None:
-        """Let work in ``compute`` see the cache as it was left in the stream of then.
-
-        Args:
-            cache: The cache.
-            kept: Tensors of a batch that were used there, and are used now.
-            compute: Stream of the training thread.
-        """
+    def _follow(self, cache: RowCache, compute: Stream) -> None:
+        """Let work in ``compute`` see the cache as it was left in the stream of then."""
         if cache.stream is not None and compute != cache.stream:
             compute.wait(cache.stream.record())  # work on the cache may not be done yet
-            for tensor in (*cache.tensors, *kept):
+            for tensor in cache.tensors:
                 self._device.share(tensor, compute)
         cache.stream = compute
 
