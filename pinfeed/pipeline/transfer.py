@@ -156,6 +156,8 @@ class Transfer:
         self._n_writes = 0
         # Two write-backs overlap, each with staging memory of its own.
         self._write_staging: tuple[Staging, Staging] = ({}, {})
+        # Number of those that were begun. An interrupt may keep one from that.
+        self._n_begun = 0
         # Write-backs that were begun and not finished, by number.
         self._begun: dict[int, PendingWrite] = {}
         # Whether some rows of the last write-back were staged.
@@ -354,6 +356,8 @@ class Transfer:
             call.exception()  # a scatter may still read this staging memory, or be overtaken
         pending.started_s = self.counters.now()
         self._begun[pending.number] = pending
+        staging = self._write_staging[self._n_begun % 2]
+        self._n_begun += 1
         try:
             self._write.wait(write.values.ready)  # the values may not be computed yet
             # The memory that they are computed from is kept until then, in any case.
@@ -362,7 +366,6 @@ class Transfer:
             pending.begun = self._write.record(timed=True) if self._timed else None
             tensors = write.values.tensors
             for group, held, are_reached in zip(pending.groups, tensors, reached, strict=True):
-                staging = self._write_staging[pending.number % 2]
                 pending.staged += self._copy_to_host(group, held, are_reached, staging)
         except BaseException:
             pending.log.has_failed = True

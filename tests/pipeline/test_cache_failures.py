@@ -207,6 +207,31 @@ def test_a_flush_takes_the_memory_of_a_few_parts(
     runner.close()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_an_interrupt_before_a_write_is_queued(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The writes after it do not use staging memory that earlier rows are scattered from."""
+    monkeypatch.setattr(cache_transfer, "_FLUSH_BYTES", 60)
+    run = CachedRun(BATCHES, capacity=4, policy=seed)
+    sim = SimDevice(favour("compute", "read", "write", "pinfeed-read", "pinfeed-write"))
+    runner = run.runner(sim, 2)
+    batches = runner.run(lambda lent: lent)
+    for i in range(4):
+        run.step(sim, runner, i, next(batches))
+    lent = next(batches)
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(runner._prefetcher.write_queue, "add", interrupted)
+        run.step(sim, runner, 4, lent)
+    del lent
+    runner.close()
+    for array, before, behind in zip(run.arrays, after(4), after(5), strict=True):
+        is_one = (array == before) | (array == behind)
+        assert is_one.reshape(N, -1).all(axis=1).all()
+
+
+def interrupted(*args: object, **kwargs: object) -> None:
+    raise KeyboardInterrupt
+
+
 class Interrupt:
     """Raises KeyboardInterrupt before a line of the cache is executed, once.
 
