@@ -86,6 +86,7 @@ timestamps are read after they have completed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -152,8 +153,8 @@ class Transfer:
         self._batches_per_slot = 1
         # Bytes of the parts that were lent last.
         self._needed: list[int] = []
-        # Number of write-backs so far.
-        self._n_writes = 0
+        # Numbers of write-backs. Another thread that closes the feeder may take one, too.
+        self._numbers = itertools.count()
         # Two write-backs overlap, each with staging memory of its own.
         self._write_staging: tuple[Staging, Staging] = ({}, {})
         # Number of those that were begun. An interrupt may keep one from that.
@@ -629,8 +630,7 @@ class Transfer:
             all(tensor is not None for tensor in tensors) if tensors else None for tensors in held
         ]
         write = log.append(batch, is_whole, HeldValues(held, compute, compute.record()))
-        self._n_writes += 1
-        return PendingWrite(self._n_writes, write, groups, log)
+        return PendingWrite(next(self._numbers), write, groups, log)
 
     def _record_device_span(self, end: Event) -> None:
         """Record the loop's work on the batches that it was lent; it has queued all of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 from pinfeed.pipeline.loop_threads import LoopThreads
@@ -30,6 +31,9 @@ class WriteQueue:
         self._threads = threads
         self._limit = max(limit, 1)
         self._calls: deque[Pending[None]] = deque()
+        # A write-back waits for earlier ones, so a thread that closes the feeder, or a signal
+        # handler that does so in this one, adds its own in turn.
+        self._adding = threading.RLock()
         self._has_failed = False
         self.failure: BaseException | None = None
         """The first error of a write-back, until it is raised. Later errors only follow from it."""
@@ -51,10 +55,11 @@ class WriteQueue:
         if check:
             self.check()
         self.require_running()
-        if self._threads.is_inline:
-            self._write_now(write)
-        else:
-            self._calls.append(self._submit(write))
+        with self._adding:
+            if self._threads.is_inline:
+                self._write_now(write)
+            else:
+                self._calls.append(self._submit(write))
 
     def require_running(self) -> None:
         """Check that the loop runs, in this process.
