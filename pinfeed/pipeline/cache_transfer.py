@@ -146,9 +146,19 @@ class CacheTransfer:
             yield self._left(cache, leaving)
         rows, slots = cache.decisions.changed_rows()
         step = max(1, _FLUSH_BYTES // cache.row_nbytes)
-        for begin in range(0, len(rows), step):
+        begin = 0
+        while begin < len(rows):
             chunk = slice(begin, begin + step)
-            yield self._copied(cache, rows[chunk], slots[chunk])
+            try:
+                copied = self._copied(cache, rows[chunk], slots[chunk])
+            except (MemoryError, RuntimeError):
+                # A loop that ends because memory is missing leaves little for the copies.
+                if step == 1:
+                    raise
+                step //= 2
+                continue
+            begin += step
+            yield copied
         cache.note_flushed()
 
     def close(self) -> None:

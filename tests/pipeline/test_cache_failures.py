@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from support.cached_rows import CachedRun, N
+from support.cached_rows import CachedRun, D, N
 from support.schedules import SLOTS, STREAMS
 
 from pinfeed import ArrayStore
@@ -205,6 +205,30 @@ def test_a_flush_takes_the_memory_of_a_few_parts(
             # A part has two rows of 20 bytes, and their slots.
             assert 0 < sim.peak_bytes - before <= 3 * (2 * 20 + 2 * 4)
     runner.close()
+
+
+class Small(SimDevice):
+    """A device that has little memory left."""
+
+    most = 1 << 20
+
+    def empty(self, nbytes: int, stream: Any) -> Any:
+        if nbytes > self.most:
+            raise MemoryError("no memory")
+        return super().empty(nbytes, stream)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_a_loop_that_ends_because_memory_is_missing(depth: int) -> None:
+    run = CachedRun(BATCHES, capacity=8, policy=1)
+    sim = Small(favour(*STREAMS, *SLOTS))
+    runner = run.runner(sim, depth)
+    batches = runner.run(lambda lent: lent)
+    for i in range(6):
+        run.step(sim, runner, i, next(batches))
+    sim.most = 2 * D * 8
+    runner.close()
+    assert_equal(run, 6)
 
 
 @pytest.mark.parametrize("seed", range(4))
