@@ -17,6 +17,7 @@ from support.schedules import SLOTS, STREAMS
 from pinfeed import ArrayStore
 from pinfeed.errors import BudgetError, ClosedError
 from pinfeed.pipeline import cache_transfer
+from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.testing import SimDevice, favour, lazy
 
 BATCHES = [[0, 1, 2], [3, 4, 5], [1, 2], [8, 9], [0, 2, 9], [], [1], [10, 11], [1, 8, 9]]
@@ -169,6 +170,30 @@ def test_a_flush_whose_first_part_fails(choose: Any, monkeypatch: pytest.MonkeyP
     assert failing.n_left == 0
     gc.collect()
     sim.drain()
+    runner.close()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_interrupt_of_the_last_flush(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An impatient user loses nothing, because the loop begins the flush again."""
+    n_left = 2
+    values = RowCache.values
+
+    def interrupted(self: RowCache, *args: Any) -> Any:
+        nonlocal n_left
+        n_left -= 1
+        if n_left == 0:
+            raise KeyboardInterrupt
+        return values(self, *args)
+
+    monkeypatch.setattr(cache_transfer, "_FLUSH_BYTES", 40)
+    monkeypatch.setattr(RowCache, "values", interrupted)
+    run = CachedRun(BATCHES, capacity=N, policy=None)
+    sim = SimDevice(favour(*STREAMS, *SLOTS))
+    runner = run.runner(sim, depth)
+    with pytest.raises(KeyboardInterrupt):
+        run.loop(sim, runner)
+    assert_equal(run, len(BATCHES))
     runner.close()
 
 

@@ -214,31 +214,36 @@ def test_a_frozen_table_that_is_renormalised(size: float, writable: bool, depth:
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("size", SIZES)
 def test_steps_without_training_between_steps_with(size: float, depth: int) -> None:
-    """Some steps evaluate, one of them after it has flushed what it had changed."""
+    """Some steps evaluate, and some of these after they have flushed a change."""
     found = []
     for cache in (None, size):
-        rows = np.ones((N, DIM), np.float32)
-        table = HostEmbedding(N, DIM, store=ArrayStore(rows), device_cache=cache)
-        optimizer = RowOptimizer(torch.optim.Adagrad, [table], lr=0.1)
-        loop = train_rows(
-            3 * loader(), {table: same}, optimizer=optimizer, depth=depth if cache else 0
+        arrays = [np.ones((N, DIM), np.float32) for _ in range(2)]
+        table, other = (
+            HostEmbedding(N, DIM, store=ArrayStore(array), name=name, device_cache=cache)
+            for array, name in zip(arrays, ("table", "other"), strict=True)
         )
-        seen: list[Any] = []
+        optimizer = RowOptimizer(torch.optim.Adagrad, [table, other], lr=0.1)
+        loop = train_rows(
+            3 * loader(),
+            {table: same, other: same},
+            optimizer=optimizer,
+            depth=depth if cache else 0,
+            device="cpu",
+        )
         for i, ids in enumerate(loop):
-            table.train(i % 3 > 0)
-            if table.training and i % 4:
-                table(ids).pow(2).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            elif i % 2:
-                # torch does not count this change, and the second write has no values.
+            if i % 3 == 2:
+                # torch does not count this change, so the second write is without values.
                 table.train()
                 table.weight.data.mul_(0.5)
                 loop.flush_writes()
-                table.eval()
-            seen.append(table(ids).tolist())
-        state = next(iter(optimizer.tables.values())).stores[0]
-        found.append([seen, rows.tolist(), state.array.tolist()])
+            table.train(i % 3 == 0)
+            (table(ids).pow(2).sum() * table.training + other(ids).pow(2).sum()).backward()
+            if not table.training:
+                table.weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [stores.stores[0].array for stores in optimizer.tables.values()]
+        found.append([array.tolist() for array in (*arrays, *states)])
     assert found[0] == found[1]
 
 
