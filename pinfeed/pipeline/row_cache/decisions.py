@@ -7,6 +7,7 @@ carried out, which is one assignment, so that an error or an interrupt comes bef
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections import deque
 from dataclasses import dataclass, field
@@ -69,9 +70,9 @@ class CachedRows:
         gathered: Rows = self.rows[np.concatenate([self.moves.bypassed, self.moves.admitted])]
         return gathered
 
-    @property
+    @functools.cached_property
     def written(self) -> Rows:
-        """Rows that the batch writes to the stores."""
+        """Rows that the batch writes to the stores; a reader computes them for the consumer."""
         return np.concatenate([self.rows[self.moves.bypassed], self.moves.evicted_rows])
 
     @property
