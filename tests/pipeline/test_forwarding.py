@@ -256,7 +256,7 @@ class CachingLoop(Loop):
 DISTINCT = st.lists(st.integers(0, N - 1), max_size=8, unique=True).map(rows_of)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=100)
 @given(
     st.lists(
         st.tuples(
