@@ -210,8 +210,8 @@ def report(records: list[Record]) -> str:
     return (
         f"Shares of the rows that travel without a cache, and cost of the policy:\n\n{policy}\n\n"
         "Late misses divided by those of Belady's optimum, if the probabilities of the rows are "
-        f"known:\n\n{optima}\n\nGoals, with a look-ahead of {DEFAULT_LOOK_AHEAD} batches, and beside Belady "
-        f"with {max(LOOK_AHEADS)}:\n\n{lines}"
+        f"known:\n\n{optima}\n\nGoals, with a look-ahead of {DEFAULT_LOOK_AHEAD} batches, and of "
+        f"{max(LOOK_AHEADS)} beside Belady:\n\n{lines}"
     )
 
 
