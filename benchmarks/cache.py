@@ -48,7 +48,8 @@ RANDOM_STREAMS: list[tuple[Callable[[Size], Stream], int]] = [
 N_WORD2VEC = 1000
 QUICK_PART = 10
 SHARES = (0.01, 0.05, 0.1)
-LOOK_AHEADS = (0, 2, 8)
+DEFAULT_LOOK_AHEAD = 2
+LOOK_AHEADS = (0, DEFAULT_LOOK_AHEAD, 8, 256)
 INFORMED_LOOK_AHEADS = (0, 8, 32, 128, 256)
 GOAL_LINK = {("Zipf(1.05)", 0.1): 0.3, ("Zipf(1.2)", 0.1): 0.1}
 GOAL_MISSES = 1.15
@@ -209,18 +210,20 @@ def report(records: list[Record]) -> str:
     return (
         f"Shares of the rows that travel without a cache, and cost of the policy:\n\n{policy}\n\n"
         "Late misses divided by those of Belady's optimum, if the probabilities of the rows are "
-        f"known:\n\n{optima}\n\nGoals, with a look-ahead of {max(LOOK_AHEADS)} batches:\n\n{lines}"
+        f"known:\n\n{optima}\n\nGoals, with a look-ahead of {DEFAULT_LOOK_AHEAD} batches, and of "
+        f"{max(LOOK_AHEADS)} beside Belady:\n\n{lines}"
     )
 
 
 def goals(records: list[Record]) -> Iterator[str]:
-    """Yield a line for each goal, with the longest look-ahead."""
+    """Yield a line for each goal."""
     for record in records:
-        found = record["look_aheads"][max(LOOK_AHEADS)]
+        found = record["look_aheads"][DEFAULT_LOOK_AHEAD]
+        longest = record["look_aheads"][max(LOOK_AHEADS)]
         name = f"{record['stream']}, {record['cache']:.0%}"
         limits = [
             ("late rows over the link", found["late_in"], GOAL_LINK.get(key_of(record), 1.0)),
-            ("late misses / Belady", found["ratio"], GOAL_MISSES),
+            ("late misses / Belady", longest["ratio"], GOAL_MISSES),
             ("ns per id", found["ns"], GOAL_NS),
         ]
         for what, value, limit in limits:

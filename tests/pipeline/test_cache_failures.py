@@ -17,6 +17,7 @@ from support.schedules import SLOTS, STREAMS
 from pinfeed import ArrayStore
 from pinfeed.errors import BudgetError, ClosedError
 from pinfeed.pipeline import cache_transfer
+from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.testing import SimDevice, favour, lazy
 from pinfeed.threads.exit import exit_hook
 
@@ -254,6 +255,30 @@ def test_an_interrupt_before_a_write_is_queued(seed: int, monkeypatch: pytest.Mo
 
 def interrupted(*args: object, **kwargs: object) -> None:
     raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_interrupt_of_the_last_flush(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An impatient user loses nothing, because the loop begins the flush again."""
+    n_left = 2
+    values = RowCache.values
+
+    def interrupted(self: RowCache, *args: Any) -> Any:
+        nonlocal n_left
+        n_left -= 1
+        if n_left == 0:
+            raise KeyboardInterrupt
+        return values(self, *args)
+
+    monkeypatch.setattr(cache_transfer, "_FLUSH_BYTES", 40)
+    monkeypatch.setattr(RowCache, "values", interrupted)
+    run = CachedRun(BATCHES, capacity=N, policy=None)
+    sim = SimDevice(favour(*STREAMS, *SLOTS))
+    runner = run.runner(sim, depth)
+    with pytest.raises(KeyboardInterrupt):
+        run.loop(sim, runner)
+    assert_equal(run, len(BATCHES))
+    runner.close()
 
 
 class Interrupt:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.resumable_training import Training
 from support.schedules import corners, randomly
-from support.table_runs import MIXED, OPTIMIZERS, PLAIN, Ids, check, looked_up
+from support.table_runs import MIXED, OPTIMIZERS, Ids, check, looked_up
 
 from pinfeed import ArrayStore, HostEmbedding, MmapStore, RowOptimizer, checkpoint, train_rows
 from pinfeed.errors import BudgetError
@@ -48,22 +48,21 @@ def some_run(rng: random.Random) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize("does", [PLAIN, MIXED], ids=["plain", "mixed"])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_every_optimizer(optimizer: str, does: tuple[str, ...]) -> None:
-    rng = random.Random(optimizer + does[0])
+def test_every_optimizer(optimizer: str) -> None:
+    rng = random.Random(optimizer)
     check(
         "cpu",
         rng.randint(0, 5),
         optimizer,
-        does=does,
+        does=MIXED,
         caches=(rng.choice(SIZES), rng.choice(SIZES)),
         policy=rng.choice([None, 1]),
         n_epochs=2,
     )
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(12))
 def test_random_runs(seed: int) -> None:
     rng = random.Random(seed)
     options = some_run(rng)
@@ -101,7 +100,7 @@ def test_any_run(
 CORNERS = corners({"compute": (20, 150), "read": (9, 60)})
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_random_runs_on_the_simulated_device(seed: int) -> None:
     rng = random.Random(seed)
     choose = rng.choice([randomly(seed), rng.choice(list(CORNERS.values()))()])
@@ -152,7 +151,7 @@ def same(batch: Any) -> Any:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [0.3, 1.0])
 def test_tables_and_state_in_files(tmp_path: Path, size: float, depth: int) -> None:
     found = []
     for cache in (None, size):
@@ -179,7 +178,7 @@ def test_tables_and_state_in_files(tmp_path: Path, size: float, depth: int) -> N
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [0.3, 1.0])
 def test_frozen_tables(tmp_path: Path, size: float, depth: int) -> None:
     """Rows that stay unchanged are not written, and a file may be read-only."""
 
@@ -199,7 +198,7 @@ def test_frozen_tables(tmp_path: Path, size: float, depth: int) -> None:
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("writable", [True, False])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [0.3, 1.0])
 def test_a_frozen_table_that_is_renormalised(size: float, writable: bool, depth: int) -> None:
     rows = np.arange(1, 1 + N * DIM, dtype=np.float32).reshape(N, DIM)
     dense = torch.nn.Embedding.from_pretrained(torch.from_numpy(rows.copy()), max_norm=1.0)
@@ -212,33 +211,38 @@ def test_a_frozen_table_that_is_renormalised(size: float, writable: bool, depth:
 
 
 @pytest.mark.parametrize("depth", [0, 2])
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("size", [0.3, 1.0])
 def test_steps_without_training_between_steps_with(size: float, depth: int) -> None:
-    """Some steps evaluate, one of them after it has flushed what it had changed."""
+    """Some steps evaluate, and some of these after they have flushed a change."""
     found = []
     for cache in (None, size):
-        rows = np.ones((N, DIM), np.float32)
-        table = HostEmbedding(N, DIM, store=ArrayStore(rows), device_cache=cache)
-        optimizer = RowOptimizer(torch.optim.Adagrad, [table], lr=0.1)
-        loop = train_rows(
-            3 * loader(), {table: same}, optimizer=optimizer, depth=depth if cache else 0
+        arrays = [np.ones((N, DIM), np.float32) for _ in range(2)]
+        table, other = (
+            HostEmbedding(N, DIM, store=ArrayStore(array), name=name, device_cache=cache)
+            for array, name in zip(arrays, ("table", "other"), strict=True)
         )
-        seen: list[Any] = []
+        optimizer = RowOptimizer(torch.optim.Adagrad, [table, other], lr=0.1)
+        loop = train_rows(
+            3 * loader(),
+            {table: same, other: same},
+            optimizer=optimizer,
+            depth=depth if cache else 0,
+            device="cpu",
+        )
         for i, ids in enumerate(loop):
-            table.train(i % 3 > 0)
-            if table.training and i % 4:
-                table(ids).pow(2).sum().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            elif i % 2:
-                # torch does not count this change, and the second write has no values.
+            if i % 3 == 2:
+                # torch does not count this change, so the second write is without values.
                 table.train()
                 table.weight.data.mul_(0.5)
                 loop.flush_writes()
-                table.eval()
-            seen.append(table(ids).tolist())
-        state = next(iter(optimizer.tables.values())).stores[0]
-        found.append([seen, rows.tolist(), state.array.tolist()])
+            table.train(i % 3 == 0)
+            (table(ids).pow(2).sum() * table.training + other(ids).pow(2).sum()).backward()
+            if not table.training:
+                table.weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [stores.stores[0].array for stores in optimizer.tables.values()]
+        found.append([array.tolist() for array in (*arrays, *states)])
     assert found[0] == found[1]
 
 
