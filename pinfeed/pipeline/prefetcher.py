@@ -167,8 +167,9 @@ class Prefetcher:
         Args:
             is_last: Whether the loop ends, so that no row may change any more.
         """
-        for write in self._transfer.changed_rows(is_last=is_last):
-            self.write_queue.add(write, check=False)
+        with self.write_queue.adding:
+            for write in self._transfer.changed_rows(is_last=is_last):
+                self.write_queue.add(write, check=False)
 
     @property
     def is_forked(self) -> bool:

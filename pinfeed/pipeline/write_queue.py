@@ -31,9 +31,9 @@ class WriteQueue:
         self._threads = threads
         self._limit = max(limit, 1)
         self._calls: deque[Pending[None]] = deque()
-        # A write-back waits for earlier ones, so a thread that closes the feeder, or a signal
-        # handler that does so in this one, adds its own in turn.
-        self._adding = threading.RLock()
+        self.adding = threading.RLock()
+        """Held from taking values until they are queued. Another thread, or a signal handler, that
+        closes the feeder must not take the values of caches in between, nor queue them."""
         self._has_failed = False
         self.failure: BaseException | None = None
         """The first error of a write-back, until it is raised. Later errors only follow from it."""
@@ -55,11 +55,10 @@ class WriteQueue:
         if check:
             self.check()
         self.require_running()
-        with self._adding:
-            if self._threads.is_inline:
-                self._write_now(write)
-            else:
-                self._calls.append(self._submit(write))
+        if self._threads.is_inline:
+            self._write_now(write)
+        else:
+            self._calls.append(self._submit(write))
 
     def require_running(self) -> None:
         """Check that the loop runs, in this process.
