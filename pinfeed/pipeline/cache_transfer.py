@@ -159,7 +159,11 @@ class CacheTransfer:
                 continue
             begin += step
             yield copied
-        cache.note_flushed()
+
+    def note_flushed(self) -> None:
+        """Note that all changed rows of the caches were written."""
+        for cache in self.caches:
+            cache.note_flushed()
 
     def close(self) -> None:
         """Free the caches, because the loop has ended."""

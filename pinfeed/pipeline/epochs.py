@@ -178,11 +178,9 @@ class EpochRunner:
         """
         if self._prefetcher is not None:
             self._prefetcher.require_not_forked()
-            if self._active.is_running:
-                self._prefetcher.flush_caches()
-            else:
+            if not self._active.is_running:
                 self._prefetcher.end()
-            self._prefetcher.write_queue.drain()
+            self._prefetcher.drain()
 
     def close(self) -> None:
         """End the run, join its threads and complete its write-backs. It may be called again.

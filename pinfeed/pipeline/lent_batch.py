@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -122,7 +123,8 @@ class LentBatch:
             check: Whether to raise the error of an earlier write-back. With False it is raised at
                 the end of the loop.
         """
-        with self._write_queue.adding:
+        is_cached = any(group.cached is not None for group in self._slot_groups)
+        with self._write_queue.adding if is_cached else contextlib.nullcontext():
             self._write_queue.require_running()
             held = self._transfer.hold(self.groups, values, self.number, copied=copied)
             self._write_queue.add(held, check=check)

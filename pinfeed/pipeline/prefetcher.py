@@ -167,9 +167,24 @@ class Prefetcher:
         Args:
             is_last: Whether the loop ends, so that no row may change any more.
         """
+        if not self._transfer.has_caches:
+            return
         with self.write_queue.adding:
             for write in self._transfer.changed_rows(is_last=is_last):
                 self.write_queue.add(write, check=False)
+        if is_last:
+            self._transfer.note_flushed()
+
+    def drain(self) -> None:
+        """Wait until all values so far are in their stores, those in caches, too.
+
+        Raises:
+            Exception: If a write-back failed, its error. The loop then writes the rows of caches
+                once more when it ends.
+        """
+        self.flush_caches()
+        self.write_queue.drain()
+        self._transfer.note_flushed()
 
     @property
     def is_forked(self) -> bool:

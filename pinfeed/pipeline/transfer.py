@@ -322,6 +322,11 @@ class Transfer:
             held.append(kept)
         return self._pending(self.log, batch, [group.as_written() for group in groups], held)
 
+    @property
+    def has_caches(self) -> bool:
+        """Whether the running loop has lent rows of a cache."""
+        return bool(self._cache_transfer.caches)
+
     def changed_rows(self, *, is_last: bool) -> Iterator[PendingWrite]:
         """Yield writes of all rows in caches that may differ from their stores (consumer).
 
@@ -337,6 +342,10 @@ class Transfer:
                 pending = self._pending(log, chunk.batch, [group], [chunk.values])
                 pending.sources.append(chunk.staged)
                 yield pending
+
+    def note_flushed(self) -> None:
+        """Note that the rows of ``changed_rows`` were written (consumer)."""
+        self._cache_transfer.note_flushed()
 
     def begin_write(self, pending: PendingWrite, earlier: Sequence[Pending[None]]) -> None:
         """Queue copies of held values to staging memory, or to their stores (first writer).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
+from pinfeed.errors import WriteBackError
 from pinfeed.pipeline.loop_threads import LoopThreads
 from pinfeed.pipeline.pending_write import PendingWrite
 from pinfeed.pipeline.sources.guarded import guarded
@@ -32,8 +33,11 @@ class WriteQueue:
         self._limit = max(limit, 1)
         self._calls: deque[Pending[None]] = deque()
         self.adding = threading.RLock()
-        """Held from taking values until they are queued. Another thread, or a signal handler, that
-        closes the feeder must not take the values of caches in between, nor queue them."""
+        """Held from taking values of a cache until they are queued.
+
+        Another thread, or a signal handler, that closes the feeder must not take the values of
+        caches in between, nor queue them.
+        """
         self._has_failed = False
         self.failure: BaseException | None = None
         """The first error of a write-back, until it is raised. Later errors only follow from it."""
@@ -69,9 +73,18 @@ class WriteQueue:
         self._threads.require_running()
 
     def check(self) -> None:
-        """Raise the error of a write-back that has failed."""
+        """Raise the error of a write-back that has failed.
+
+        Raises:
+            WriteBackError: If it was raised before, and the loop goes on.
+        """
         while self._calls and self._is_oldest_done():
             self._take()
+        if self._has_failed and self.failure is None and self._transfer.log.has_failed:
+            raise WriteBackError(
+                "an earlier write_back of this loop failed, so that none after it is made; leave "
+                "the loop, and begin another one when the cause is removed"
+            )
         if self.failure is not None:
             failure = self.failure
             self.failure = None
