@@ -198,16 +198,16 @@ class Totals:
 
     @property
     def cache_in_words(self) -> str:
-        """Hit rate of the caches, and rows and bytes moved a batch; empty without a cache."""
+        """Hit rate of the caches, and what a batch moved on average; empty without a cache."""
         if not self.cache_lookups:
             return ""
         n = max(1, self.batches)
         read = self.cache_lookups - self.cache_hits
         return (
-            f"{self.cache_hit_rate:.0%} of the rows of batches were on the device; a batch, "
-            f"{read / n:,.0f} rows ({human(self.cache_bytes_read / n)}) were read and "
-            f"{self.cache_rows_written / n:,.0f} ({human(self.cache_bytes_written / n)}) written, "
-            f"{self.cache_evictions / n:,.0f} evicted"
+            f"{self.cache_hit_rate:.0%} of the rows of batches were on the device; on average, a "
+            f"batch read {read / n:,.0f} rows ({human(self.cache_bytes_read / n)}), wrote "
+            f"{self.cache_rows_written / n:,.0f} ({human(self.cache_bytes_written / n)}) and "
+            f"evicted {self.cache_evictions / n:,.0f}"
         )
 
     @property
