@@ -125,8 +125,8 @@ class TableRowSource(LoaderSource):
     Args:
         loader: A loader, as for ``wrap_loader``.
         tables: The tables.
-        look_ahead: Number of batches that are drawn before it is decided which rows of a batch stay
-            on the device.
+        look_ahead: Number of later batches that caches know when they decide which rows of a batch
+            to keep.
 
     Raises:
         ArgumentError: If the loader cannot be iterated.
@@ -230,7 +230,7 @@ class TableRowSource(LoaderSource):
         # What a cache does with a batch depends on the batches before, so lookups are made here.
         for load, lookups in _ahead(self._lookups(batches), self._look_ahead):
             cached = [
-                None if cache is None else cache.plan(lookup.rows)
+                None if cache is None else cache.decide(lookup.rows)
                 for cache, lookup in zip(self.caches, lookups, strict=True)
             ]
             yield functools.partial(self._host_batch, load, lookups, cached)
