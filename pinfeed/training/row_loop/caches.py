@@ -13,7 +13,7 @@ from pinfeed.memory.units import human
 from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.stores.base import row_nbytes
 from pinfeed.training.embeddings.cache_hint import gains_from_cache
-from pinfeed.training.embeddings.device_cache import n_cached_rows
+from pinfeed.training.embeddings.device_cache import check_device_cache, n_cached_rows
 from pinfeed.training.memory_model.config import Config
 from pinfeed.training.row_loop.lent_table import LentTable
 
@@ -37,15 +37,15 @@ def row_caches(
         BudgetError: If the caches take more than the limits leave.
     """
     found: list[RowCache | None] = [None] * len(tables)
-    for i, lent in enumerate(tables):
-        size = lent.table.device_cache
+    # Checked again, because users may have changed the attribute of a table.
+    sizes = [check_device_cache(lent.table.device_cache) for lent in tables]
+    for i, size in enumerate(sizes):
         if isinstance(size, (int, float)):
-            found[i] = _cache(lent, size, device)
+            found[i] = _cache(tables[i], size, device)
     automatic = [
         i
         for i, lent in enumerate(tables)
-        if lent.table.device_cache == "auto"
-        and gains_from_cache(lent.stores, is_unified=device.unified)
+        if sizes[i] == "auto" and gains_from_cache(lent.stores, is_unified=device.unified)
     ]
     made = [cache for cache in found if cache is not None]
     if not automatic and (config is None or not made):

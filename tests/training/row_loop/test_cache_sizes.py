@@ -63,6 +63,10 @@ def test_a_table_that_fits_its_cache(size: float) -> None:
 def test_what_is_no_size(size: Any) -> None:
     with pytest.raises(ArgumentError, match=r"^device_cache=.*: expected bytes as an int"):
         table_of(size)
+    table = table_of(None)
+    table.device_cache = size
+    with pytest.raises(ArgumentError, match=r"^device_cache="):
+        loop_over(table)
 
 
 def test_bytes_that_hold_no_row() -> None:
