@@ -9,9 +9,10 @@ The policy, Belady's offline optimum and a loop without a cache see the same bat
 asserts it. Four figures are shares of the rows that travel without a cache, where each distinct row
 of a batch goes to the device and back:
 
-- *first*: rows to the device in the first tenth of the batches, with an empty cache and no counts
-- *late in*, *late out*: rows to the device and back in the last quarter of the batches
-- *loop*: rows both ways in the whole loop, with the write-back of the cached rows at its end
+- *first tenth*: rows to the device in the first tenth of the batches, with an empty cache and no
+  counts
+- *late, in* and *late, out*: rows to the device and back in the last quarter of the batches
+- *all*: rows both ways in the whole loop, with the write-back of the cached rows at its end
 
 Misses in the last quarter are compared with Belady's, with those of a cache which has always held
 the most probable rows, and with those of the same policy with probabilities instead of counts. If
