@@ -49,7 +49,8 @@ RANDOM_STREAMS: list[tuple[Callable[[Size], Stream], int]] = [
 N_WORD2VEC = 1000
 QUICK_PART = 10
 SHARES = (0.01, 0.05, 0.1)
-LOOK_AHEADS = (0, 2, 8)
+DEFAULT_LOOK_AHEAD = 2
+LOOK_AHEADS = (0, DEFAULT_LOOK_AHEAD, 8, 256)
 INFORMED_LOOK_AHEADS = (0, 8, 32, 128, 256)
 GOAL_LINK = {("Zipf(1.05)", 0.1): 0.3, ("Zipf(1.2)", 0.1): 0.1}
 GOAL_MISSES = 1.15
@@ -215,18 +216,20 @@ def report(records: list[Record]) -> str:
         "The share of Belady's optimum in the last quarter of the loop, and the misses of policies "
         "that know the probabilities of all rows, divided by those of the optimum:\n\n"
         f"{optima}\n<!-- --8<-- [end:tables] -->\n\n"
-        f"Goals, with a look-ahead of {max(LOOK_AHEADS)} batches:\n\n{lines}"
+        f"Goals, with a look-ahead of {DEFAULT_LOOK_AHEAD} batches, or of {max(LOOK_AHEADS)} for "
+        f"misses / Belady:\n\n{lines}"
     )
 
 
 def goals(records: list[Record]) -> Iterator[str]:
-    """Yield a line for each goal, with the longest look-ahead."""
+    """Yield a line for each goal."""
     for record in records:
-        found = record["look_aheads"][max(LOOK_AHEADS)]
+        found = record["look_aheads"][DEFAULT_LOOK_AHEAD]
+        longest = record["look_aheads"][max(LOOK_AHEADS)]
         name = f"{record['stream']}, {record['cache']:.0%}"
         limits = [
             ("late rows over the link", found["late_in"], GOAL_LINK.get(key_of(record), 1.0)),
-            ("late misses / Belady", found["ratio"], GOAL_MISSES),
+            ("late misses / Belady", longest["ratio"], GOAL_MISSES),
             ("ns per id", found["ns"], GOAL_NS),
         ]
         for what, value, limit in limits:

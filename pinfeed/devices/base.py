@@ -132,8 +132,9 @@ class Device(Protocol):
 
         Args:
             pairs: Tensors with equal rows; different pairs may have different ones.
-            src_pos: Positions, int32, shape (n,), on the device; None for all rows in order.
-            dst_pos: The same of the other tensor. One of the two is not None.
+            src_pos: Positions in ``src``, int32, shape (n,), on the device; None for all rows in
+                order.
+            dst_pos: Positions in ``dst``, likewise. At least one of the two is given.
             stream: Stream of the copies.
         """
 

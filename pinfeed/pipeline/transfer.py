@@ -351,12 +351,13 @@ class Transfer:
         self._was_staged = not all(map(all, reached))
         for call in earlier if overtakes else earlier[:-1]:
             call.exception()  # a scatter may still read this staging memory, or be overtaken
-        if pending.log.has_failed:
-            raise WriteBackError("not written: an earlier write_back of this loop failed")
         pending.started_s = self.counters.now()
         self._begun[pending.number] = pending
         try:
             self._write.wait(write.values.ready)  # the values may not be computed yet
+            # The memory that they are computed from is kept until then, in any case.
+            if pending.log.has_failed:
+                raise WriteBackError("not written: an earlier write_back of this loop failed")
             pending.begun = self._write.record(timed=True) if self._timed else None
             tensors = write.values.tensors
             for group, held, are_reached in zip(pending.groups, tensors, reached, strict=True):

@@ -78,6 +78,33 @@ class DeviceTests:
         dst[[1, 4]] = src[[5, 0]]
         np.testing.assert_array_equal(self.download(device, b, (5, 3), dtype, stream), dst)
 
+    @pytest.mark.parametrize("name", sorted(DTYPES))
+    def test_copy_rows_with_positions_in_one_tensor(self, device: Device, name: str) -> None:
+        stream, dtype = device.current_stream(), DTYPES[name]
+        many, few = sample(6, (3,), dtype), sample(20, (3,), dtype)[-2:]
+        a, _x = self.upload(device, many, stream)
+        b, _y = self.upload(device, few, stream)
+        c, _z = self.upload(device, few, stream)
+        positions, _p = self.upload(device, np.array([5, 0], np.int32), stream)
+        device.copy_rows([(a, b), (a, b)], positions, None, stream)
+        np.testing.assert_array_equal(self.download(device, b, (2, 3), dtype, stream), many[[5, 0]])
+        device.copy_rows([(c, a)], None, positions, stream)
+        many = many.copy()
+        many[[5, 0]] = few
+        np.testing.assert_array_equal(self.download(device, a, (6, 3), dtype, stream), many)
+
+    def test_no_rows_are_copied(self, device: Device) -> None:
+        stream = device.current_stream()
+        some, _x = self.upload(device, np.arange(6.0).reshape(2, 3), stream)
+        none, _y = self.upload(device, np.empty((0, 3)), stream)
+        positions, _p = self.upload(device, np.empty(0, np.int32), stream)
+        device.copy_rows([(some, none)], positions, None, stream)
+        device.copy_rows([(none, some)], None, positions, stream)
+        device.copy_rows([(some, some)], positions, positions, stream)
+        assert self.download(device, none, (0, 3), np.float64, stream).shape == (0, 3)
+        found = self.download(device, some, (2, 3), np.float64, stream)
+        np.testing.assert_array_equal(found, [[0, 1, 2], [3, 4, 5]])
+
     def store(self, array: Array) -> ArrayStore:
         """Return a store whose rows the device may reach."""
         return ArrayStore(array)

@@ -106,6 +106,12 @@ def test_rows_of_every_dtype_are_copied_as_words(
         wanted = dst.copy()
         wanted[dst_pos.numpy()] = src[src_pos.numpy()]
         np.testing.assert_array_equal(to_numpy(out, "out"), wanted)
+        cuda._copy_rows(cuda._words(tensor[:4]), None, cuda._words(out), dst_pos)
+        wanted[dst_pos.numpy()] = src[:4]
+        np.testing.assert_array_equal(to_numpy(out, "out"), wanted)
+        cuda._copy_rows(cuda._words(tensor), src_pos, cuda._words(out[:4]), None)
+        wanted[:4] = src[src_pos.numpy()]
+        np.testing.assert_array_equal(to_numpy(out, "out"), wanted)
 
 
 class DriftingGpu:

@@ -1,7 +1,12 @@
 """Rows in a cache reach their stores, whatever ends the loop."""
 
+import contextlib
 import gc
+import itertools
+import linecache
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +17,7 @@ from support.schedules import SLOTS, STREAMS
 from pinfeed import ArrayStore
 from pinfeed.errors import BudgetError, ClosedError
 from pinfeed.pipeline import cache_transfer
+from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.testing import SimDevice, favour, lazy
 
 BATCHES = [[0, 1, 2], [3, 4, 5], [1, 2], [8, 9], [0, 2, 9], [], [1], [10, 11], [1, 8, 9]]
@@ -146,20 +152,103 @@ def test_rows_in_the_cache_are_written_after_a_write_has_failed(n_left: int, dep
     runner.close()
 
 
-@pytest.mark.parametrize("choose", [lazy, favour("compute"), favour(*SLOTS)], ids=["", "c", "s"])
+@pytest.mark.parametrize("choose", [lazy, favour("compute"), favour(*SLOTS)])
 def test_a_flush_whose_first_part_fails(choose: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No memory that queued copies read is freed with the parts after it."""
+    """Memory that queued copies read is not freed with the parts that are refused then."""
     monkeypatch.setattr(cache_transfer, "_FLUSH_BYTES", 40)
-    run = CachedRun(BATCHES, capacity=N, policy=1)
+    run = CachedRun(BATCHES, capacity=N, policy=None)
     sim = SimDevice(choose)
     runner = run.runner(sim, 2, Failing)
-    runner.source._stores[0].n_left = 1000
-    with pytest.raises(OSError, match="the disk is full"):
-        for i, lent in enumerate(runner.run(lambda lent: lent)):
-            run.step(sim, runner, i, lent)
-            del lent
-            if i == 5:
-                runner.source._stores[0].n_left = 1
-                runner.drain()
-    runner.close()
+    failing = runner.source._stores[0]
+    failing.n_left = 1000
+    batches = runner.run(lambda lent: lent)
+    for i in range(4):
+        run.step(sim, runner, i, next(batches))
+    failing.n_left = 1
+    with contextlib.suppress(OSError):
+        runner.drain()
+    assert failing.n_left == 0
+    gc.collect()
     sim.drain()
+    runner.close()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+def test_an_interrupt_of_the_last_flush(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An impatient user loses nothing, because the loop begins the flush again."""
+    n_left = 2
+    values = RowCache.values
+
+    def interrupted(self: RowCache, *args: Any) -> Any:
+        nonlocal n_left
+        n_left -= 1
+        if n_left == 0:
+            raise KeyboardInterrupt
+        return values(self, *args)
+
+    monkeypatch.setattr(cache_transfer, "_FLUSH_BYTES", 40)
+    monkeypatch.setattr(RowCache, "values", interrupted)
+    run = CachedRun(BATCHES, capacity=N, policy=None)
+    sim = SimDevice(favour(*STREAMS, *SLOTS))
+    runner = run.runner(sim, depth)
+    with pytest.raises(KeyboardInterrupt):
+        run.loop(sim, runner)
+    assert_equal(run, len(BATCHES))
+    runner.close()
+
+
+class Interrupt:
+    """Raises KeyboardInterrupt before a line of the cache is executed, once.
+
+    Args:
+        at: Number of the line among all that are executed.
+    """
+
+    files = ("cache.py", "decisions.py", "policy.py", "cache_transfer.py", "lent_batch.py")
+
+    def __init__(self, at: int) -> None:
+        self.n_left = at
+
+    def __enter__(self) -> None:
+        self._before = sys.gettrace()
+        sys.settrace(self._call)
+
+    def __exit__(self, *args: object) -> None:
+        sys.settrace(self._before)
+
+    def _call(self, frame: Any, event: str, arg: Any) -> Any:
+        path = Path(frame.f_code.co_filename)
+        return self._line if path.name in self.files and "pinfeed" in path.parts else None
+
+    def _line(self, frame: Any, event: str, arg: Any) -> Any:
+        line = linecache.getline(frame.f_code.co_filename, frame.f_lineno)
+        # An interrupt cannot come between the end of a block and the release of its lock.
+        if event == "line" and not line.lstrip().startswith("with "):
+            self.n_left -= 1
+            if self.n_left == 0:
+                raise KeyboardInterrupt
+        return self._line
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("every", [331, pytest.param(7, marks=pytest.mark.stress)])
+def test_interrupts_leave_each_row_as_before_or_after_the_step(every: int, depth: int) -> None:
+    for at in itertools.count(1, every):
+        run = CachedRun(BATCHES, capacity=4, policy=1)
+        sim = SimDevice(favour(*STREAMS, *SLOTS))
+        runner = run.runner(sim, depth)
+        n_begun = 0
+        interrupt = Interrupt(at)
+        with contextlib.suppress(KeyboardInterrupt), interrupt:
+            for i, lent in enumerate(runner.run(lambda lent: lent)):
+                n_begun = i + 1
+                run.step(sim, runner, i, lent)
+        runner.close()
+        states = after(max(0, n_begun - 1)), after(n_begun)
+        for array, *possible in zip(run.arrays, *states, strict=True):
+            is_one = np.zeros(N, bool)
+            for expected in possible:
+                is_one |= (array == expected).reshape(N, -1).all(axis=1)
+            assert is_one.all(), f"line {at}: {np.flatnonzero(~is_one)}"
+        if interrupt.n_left > 0:
+            break

@@ -33,7 +33,7 @@ CORNERS = corners(dict.fromkeys(("compute", "read"), (5, 9, 14, 20, 27, 35)))
 @pytest.mark.parametrize("corner", CORNERS)
 def test_corner_schedules(corner: str) -> None:
     rng = random.Random(corner)
-    for depth in rng.sample((0, 1, 2, 4), 2):
+    for depth in (0, rng.choice([1, 2, 4])):
         device = SimDevice(CORNERS[corner](), direct=rng.random() < 0.5, duplex=rng.random() < 0.7)
         check_cached(
             device,
@@ -49,7 +49,7 @@ def test_corner_schedules(corner: str) -> None:
         )
 
 
-@pytest.mark.parametrize("seed", range(60))
+@pytest.mark.parametrize("seed", range(40))
 def test_random_schedules(seed: int) -> None:
     rng = random.Random(seed)
     batches = [sorted(rng.sample(range(N), rng.randint(0, 5))) for _ in range(rng.randint(1, 9))]
@@ -82,7 +82,7 @@ row_batches = st.lists(
     st.tuples(st.booleans(), st.booleans()),
     st.sampled_from([{}, {"stop_after": 5}, {"switch_after": 2}]),
 )
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_any_schedule(
     moves: list[int],
     batches: list[list[int]],

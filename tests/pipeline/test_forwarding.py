@@ -241,3 +241,50 @@ def test_a_write_is_no_value() -> None:
     write = log.append(0, [True], np.zeros(2))
     assert write in [write]
     assert write != Write(0, 0, [True], np.zeros(2))
+
+
+class CachingLoop(Loop):
+    """A loop that gathers some rows of a batch, and writes others."""
+
+    def gather_some(self, number: int, rows: np.ndarray, written: np.ndarray) -> None:
+        pending = self.log.pending_batches()
+        shared, _ = self.recent.add(number, [rows * self.scale], pending, [written * self.scale])
+        self.rows[number] = written
+        self.gathered.append((number, rows, self.stores[:, rows], self.log.completed, shared))
+
+
+DISTINCT = st.lists(st.integers(0, N - 1), max_size=8, unique=True).map(rows_of)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.lists(
+        st.tuples(
+            DISTINCT,
+            DISTINCT,
+            st.lists(st.sampled_from(STORES), max_size=2),
+            st.tuples(st.integers(0, 3), st.integers(0, 3)),
+        ),
+        max_size=20,
+    ),
+    st.integers(1, 4),
+    st.sampled_from([1, 1 << 52]),
+)
+def test_a_batch_that_gathers_and_writes_other_rows(
+    batches: list[Any], ahead: int, scale: int
+) -> None:
+    """The rows that a batch writes need not be in any order, and may be none that it gathers."""
+    loop = CachingLoop(ahead, scale, 0)
+    for i in range(len(batches) + ahead):
+        if i < len(batches):
+            rows, written, _, (n, _) = batches[i]
+            loop.complete(n)
+            loop.gather_some(i, rows, written)
+        if i >= ahead:
+            _, _, writes, (_, n) = batches[i - ahead]
+            loop.complete(n)
+            number = loop.lend()
+            for j, what in enumerate(writes):
+                loop.write(number, what, i + j / 10)
+    loop.complete(100)
+    assert np.array_equal(loop.stores, loop.truth)

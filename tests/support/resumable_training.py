@@ -28,6 +28,7 @@ class Training:
         path: pathlib.Path | None = None,
         n: int = SAMPLES,
         drop_last: bool = False,
+        device_cache: float | None = None,
     ) -> None:
         torch.manual_seed(7)
         ids, y = torch.randint(0, N, (n, 3)), torch.randn(n)
@@ -42,7 +43,11 @@ class Training:
             drop_last=drop_last,
         )
         self.table = HostEmbedding(
-            N, DIM, name="words", store=None if path is None else path / "words.npy"
+            N,
+            DIM,
+            name="words",
+            store=None if path is None else path / "words.npy",
+            device_cache=device_cache,
         )
         self.rows = RowOptimizer(torch.optim.Adam, [self.table], lr=0.05, amsgrad=True)
         self.model = nn.Sequential(nn.Dropout(0.3), nn.Linear(DIM, 1))

@@ -107,7 +107,7 @@ class Run:
         ways: For each slot, whether the loop is synchronous from then on.
         caches: ``device_cache`` of both tables.
         policy: Seed of random decisions of the caches; None for those of the real policy.
-        n_ahead: Number of batches that are drawn before it is decided about one; None as it is.
+        look_ahead: ``look_ahead`` of ``train_rows``.
         n_epochs: Number of loops over the batches.
     """
 
@@ -122,7 +122,7 @@ class Run:
         ways: Sequence[bool] | None = None,
         caches: tuple[Any, Any] = (None, None),
         policy: int | None = None,
-        n_ahead: int | None = None,
+        look_ahead: int | None = None,
         n_epochs: int = 1,
     ) -> None:
         self.optimizer_class, self.options, self.initial = OPTIMIZERS[optimizer]
@@ -132,7 +132,7 @@ class Run:
         self.ways = ways
         self.caches = caches
         self.policy = policy
-        self.n_ahead = n_ahead
+        self.look_ahead = look_ahead
         self.n_epochs = n_epochs
         rng = np.random.default_rng(len(batches))
         self.tables = [rng.standard_normal(shape).astype("f4") for shape in (USERS, ITEMS)]
@@ -249,10 +249,9 @@ class Run:
                 optimizer=optimizer,
                 device=device,
                 depth=depth,
+                look_ahead=self.look_ahead,
                 verify=verify,
             )
-        if self.n_ahead is not None:
-            loop._row_source._n_ahead = self.n_ahead
         if self.ways is not None:
             script(loop, self.ways)
         losses: list[torch.Tensor] = []

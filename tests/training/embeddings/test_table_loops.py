@@ -81,9 +81,11 @@ OPTIONS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-@pytest.mark.parametrize("depth", [0, 3])
-def test_options_are_those_of_nn_embedding(options: dict[str, Any], depth: int) -> None:
-    table = HostEmbedding(N, DIM, **options)
+@pytest.mark.parametrize(("depth", "cache"), [(0, None), (3, None), (0, 0.2), (3, 0.5)])
+def test_options_are_those_of_nn_embedding(
+    options: dict[str, Any], depth: int, cache: float | None
+) -> None:
+    table = HostEmbedding(N, DIM, device_cache=cache, **options)
     trained_as(
         table,
         table.to_embedding(),
@@ -292,9 +294,9 @@ def test_loaders(kind: str) -> None:
 
 
 @pytest.mark.parametrize("how", ["break", "error", "close", "dropped"])
-@pytest.mark.parametrize("depth", [0, 2])
-def test_what_was_stepped_is_in_the_store(how: str, depth: int) -> None:
-    table = HostEmbedding(N, DIM, init="zeros")
+@pytest.mark.parametrize(("depth", "cache"), [(0, None), (2, None), (0, 1.0), (2, 0.1)])
+def test_what_was_stepped_is_in_the_store(how: str, depth: int, cache: float | None) -> None:
+    table = HostEmbedding(N, DIM, init="zeros", device_cache=cache)
     optimizer = SGD([table])
     loop = train_rows(
         [torch.tensor([i, i + 1]) for i in range(9)],
@@ -355,10 +357,12 @@ def test_losses_that_are_kept_do_no_harm() -> None:
     ],
 )
 @pytest.mark.parametrize("options", [{}, {"padding_idx": 3}, {"max_norm": 1.5}], ids=str)
-def test_bags(mode: str, form: str, options: dict[str, Any]) -> None:
+@pytest.mark.parametrize("cache", [None, 0.3])
+def test_bags(mode: str, form: str, options: dict[str, Any], cache: float | None) -> None:
     table = HostEmbeddingBag(
         N, DIM, mode=mode, include_last_offset=form == "last offset", **options
     )
+    table.device_cache = cache
     dense = nn.EmbeddingBag(N, DIM, mode=mode, include_last_offset=form == "last offset", **options)
     dense.weight.data.copy_(table.read(range(N)))
     offsets = {

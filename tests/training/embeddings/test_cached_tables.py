@@ -1,0 +1,270 @@
+"""Loops over tables with a cache on the device equal the synchronous loop without one."""
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.resumable_training import Training
+from support.schedules import corners, randomly
+from support.table_runs import MIXED, OPTIMIZERS, Ids, check, looked_up
+
+from pinfeed import ArrayStore, HostEmbedding, MmapStore, RowOptimizer, checkpoint, train_rows
+from pinfeed.errors import BudgetError
+from pinfeed.testing.simtorch import SimTorchDevice
+
+ACTIONS = (*MIXED, "look")
+SIZES = [1 / 12, 0.3, 0.7, 1.0]
+DENSE = [name for name in OPTIMIZERS if name != "SparseAdam"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Use one torch thread, because more of them slow down work on small tensors."""
+    n_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(n_threads)
+
+
+def some_run(rng: random.Random) -> dict[str, Any]:
+    """Return options of ``Run`` with caches."""
+    batches = [
+        tuple([rng.randrange(below) for _ in range(n)] for below in (12, 9, 9))
+        for n in (rng.randint(1, 6) for _ in range(rng.randint(1, 7)))
+    ]
+    return {
+        "batches": batches,
+        "does": [rng.choice(ACTIONS) for _ in range(rng.randint(1, 4))],
+        "stop_after": rng.choice([None, None, 3]),
+        "caches": (rng.choice(SIZES), rng.choice([None, *SIZES])),
+        "policy": rng.choice([None, rng.randrange(1000)]),
+        "look_ahead": rng.choice([0, 1, 2, 9]),
+    }
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_every_optimizer(optimizer: str) -> None:
+    rng = random.Random(optimizer)
+    check(
+        "cpu",
+        rng.randint(0, 5),
+        optimizer,
+        does=MIXED,
+        caches=(rng.choice(SIZES), rng.choice(SIZES)),
+        policy=rng.choice([None, 1]),
+        n_epochs=2,
+    )
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_runs(seed: int) -> None:
+    rng = random.Random(seed)
+    options = some_run(rng)
+    depth = rng.randint(0, 5)
+    if depth and rng.random() < 0.3:
+        options["ways"] = [rng.random() < 0.5 for _ in range(6)]
+    check(
+        "cpu",
+        depth,
+        rng.choice(list(OPTIMIZERS)),
+        n_epochs=rng.randint(1, 3),
+        verify=rng.random() < 0.3,
+        **options,
+    )
+
+
+@given(
+    st.lists(st.integers(1, 5).flatmap(looked_up), min_size=1, max_size=6),
+    st.lists(st.sampled_from(ACTIONS), min_size=1, max_size=4),
+    st.tuples(st.sampled_from(SIZES), st.sampled_from([None, *SIZES])),
+    st.tuples(st.integers(0, 3), st.integers(0, 3), st.integers(0, 99)),
+)
+@settings(max_examples=10, deadline=None)
+def test_any_run(
+    batches: list[tuple[Ids, Ids, Ids]],
+    does: list[str],
+    caches: tuple[Any, Any],
+    numbers: tuple[int, int, int],
+) -> None:
+    depth, look_ahead, policy = numbers
+    options = {"does": does, "caches": caches, "policy": policy, "look_ahead": look_ahead}
+    check("cpu", depth, "Adam", batches, **options)
+
+
+CORNERS = corners({"compute": (20, 150), "read": (9, 60)})
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_runs_on_the_simulated_device(seed: int) -> None:
+    rng = random.Random(seed)
+    choose = rng.choice([randomly(seed), rng.choice(list(CORNERS.values()))()])
+    device = SimTorchDevice(choose, direct=rng.random() < 0.5)
+    options = some_run(rng)
+    options["switch_after"] = rng.choice([None, 1])
+    check(device, rng.randint(0, 3), rng.choice(DENSE), verify=rng.random() < 0.2, **options)
+
+
+@pytest.mark.stress
+@pytest.mark.parametrize("start", range(1000, 3000, 100))
+def test_many_random_runs_on_the_simulated_device(start: int) -> None:
+    for seed in range(start, start + 100):
+        test_random_runs_on_the_simulated_device(seed)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("in_step", [True, False])
+def test_a_resumed_run(tmp_path: Path, in_step: bool, depth: int) -> None:
+    """A checkpoint in a step, and one between loops, have all rows of the cache."""
+    whole = Training(depth=depth).run(3)
+    saved = Training(depth=depth, device_cache=0.3)
+    save_at = 5 if in_step else 9
+    if in_step:
+        saved.run(3, save_at=save_at, path=tmp_path, stop=True)
+    else:
+        checkpoint.save(tmp_path, step=save_at, **saved.run(1).parts)
+    assert saved.losses == whole.losses[:save_at]
+    resumed = Training(depth=depth, device_cache=0.7)
+    torch.manual_seed(99)
+    checkpoint.resume(tmp_path, **resumed.parts)
+    resumed.run(3)
+    assert resumed.losses == whole.losses[save_at:]
+    for one, other in zip(resumed.result, whole.result, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+N, DIM = 12, 3
+IDS = [[0, 1, 2], [4, 4], [], [1, 2, 7], [0, 9], [1, 1, 2], [4, 7, 9, 0]]
+
+
+def loader() -> list[torch.Tensor]:
+    return [torch.tensor(ids, dtype=torch.int64) for ids in IDS]
+
+
+def same(batch: Any) -> Any:
+    return batch
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("size", [0.3, 1.0])
+def test_tables_and_state_in_files(tmp_path: Path, size: float, depth: int) -> None:
+    found = []
+    for cache in (None, size):
+        path = tmp_path / f"{cache}.npy"
+        table = HostEmbedding(N, DIM, store=path, init="ones", device_cache=cache)
+        optimizer = RowOptimizer(torch.optim.Adam, [table], lr=0.1)
+        loop = train_rows(
+            loader(), {table: same}, optimizer=optimizer, depth=depth if cache else 0, device="cpu"
+        )
+        for i, ids in enumerate(loop):
+            table(ids).pow(2).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if i == 3:
+                table.export(tmp_path / f"exported {cache}.npy")
+        optimizer.close()
+        table.close()
+        pattern = f"{cache}*.npy"
+        found.append([np.load(file) for file in sorted(tmp_path.glob(pattern))])
+        found[-1].append(np.load(tmp_path / f"exported {cache}.npy"))
+    assert len(found[0]) == 4
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("size", [0.3, 1.0])
+def test_frozen_tables(tmp_path: Path, size: float, depth: int) -> None:
+    """Rows that stay unchanged are not written, and a file may be read-only."""
+
+    class Unwritten(ArrayStore):
+        def scatter(self, rows: Any, values: Any) -> None:
+            raise AssertionError("a frozen row is written")
+
+    rows = np.arange(N * DIM, dtype=np.float32).reshape(N, DIM)
+    np.save(tmp_path / "table.npy", rows)
+    with MmapStore(tmp_path / "table.npy") as file:
+        for store in (Unwritten(rows.copy()), file):
+            table = HostEmbedding.from_pretrained(store, device_cache=size)
+            for _ in range(2):
+                for ids in train_rows(loader(), {table: same}, depth=depth, device="cpu"):
+                    assert table(ids).tolist() == rows[ids].tolist()
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("writable", [True, False])
+@pytest.mark.parametrize("size", [0.3, 1.0])
+def test_a_frozen_table_that_is_renormalised(size: float, writable: bool, depth: int) -> None:
+    rows = np.arange(1, 1 + N * DIM, dtype=np.float32).reshape(N, DIM)
+    dense = torch.nn.Embedding.from_pretrained(torch.from_numpy(rows.copy()), max_norm=1.0)
+    start = rows.copy()
+    rows.flags.writeable = writable
+    table = HostEmbedding.from_pretrained(ArrayStore(rows), max_norm=1.0, device_cache=size)
+    for ids in train_rows(loader(), {table: same}, depth=depth, device="cpu"):
+        assert torch.equal(table(ids), dense(ids))
+    np.testing.assert_array_equal(rows, dense.weight.numpy() if writable else start)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("size", [0.3, 1.0])
+def test_steps_without_training_between_steps_with(size: float, depth: int) -> None:
+    """Some steps evaluate, and some of these after they have flushed a change."""
+    found = []
+    for cache in (None, size):
+        arrays = [np.ones((N, DIM), np.float32) for _ in range(2)]
+        table, other = (
+            HostEmbedding(N, DIM, store=ArrayStore(array), name=name, device_cache=cache)
+            for array, name in zip(arrays, ("table", "other"), strict=True)
+        )
+        optimizer = RowOptimizer(torch.optim.Adagrad, [table, other], lr=0.1)
+        loop = train_rows(
+            3 * loader(),
+            {table: same, other: same},
+            optimizer=optimizer,
+            depth=depth if cache else 0,
+            device="cpu",
+        )
+        for i, ids in enumerate(loop):
+            if i % 3 == 2:
+                # torch does not count this change, so the second write is without values.
+                table.train()
+                table.weight.data.mul_(0.5)
+                loop.flush_writes()
+            table.train(i % 3 == 0)
+            (table(ids).pow(2).sum() * table.training + other(ids).pow(2).sum()).backward()
+            if not table.training:
+                table.weight.grad = None
+            optimizer.step()
+            optimizer.zero_grad()
+        states = [stores.stores[0].array for stores in optimizer.tables.values()]
+        found.append([array.tolist() for array in (*arrays, *states)])
+    assert found[0] == found[1]
+
+
+class Full(SimTorchDevice):
+    """A device with little memory."""
+
+    limit = 1 << 12
+
+    def empty(self, nbytes: int, stream: Any) -> Any:
+        if nbytes > self.limit:
+            raise MemoryError("the device is full")
+        return super().empty(nbytes, stream)
+
+
+def test_a_cache_that_has_no_memory_is_an_error_that_says_what_to_lower() -> None:
+    device = Full()
+    table = HostEmbedding(1000, DIM, name="words", init="zeros", device_cache=1.0)
+    with device.factories():
+        loop = train_rows(loader(), {table: same}, device=device, depth=2)
+        match = "device_cache of words: meta has no memory for 1,000 rows .* a smaller device_cache"
+        with pytest.raises(BudgetError, match=match):
+            next(iter(loop))
+        table.require_idle()
+        device.limit = 1 << 20
+        assert len(list(loop)) == len(IDS)
