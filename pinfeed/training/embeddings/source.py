@@ -211,7 +211,7 @@ class TableRowSource(LoaderSource):
         if not any(self.caches):
             yield from super()._draws(batches)
             return
-        # What a cache does with a batch depends on the batches before, so lookups are made here.
+        # A cache decides about batches in their order, so that one thread finds their rows here.
         for load, lookups in _ahead(self._lookups(batches), self._look_ahead):
             cached = [
                 None if cache is None else cache.decide(lookup.rows)
@@ -284,10 +284,10 @@ class TableRowSource(LoaderSource):
 
 
 def _ahead(items: Iterator[T], n: int) -> Generator[T, None, None]:
-    """Yield each item when the ``n`` items after it are known, or fewer at first.
+    """Yield each item when the ``n`` items after it are known.
 
-    Two items are drawn for each that is yielded, so that the first is not late. An error is raised
-    after the items that came before it.
+    At the beginning fewer are known: two items are drawn for each one that is yielded, so that the
+    first is not late. An error is raised after the items that came before it.
     """
     waiting: deque[T] = deque()
     failure: Exception | None = None
