@@ -35,7 +35,7 @@ class CacheCounts(NamedTuple):
     lookups: int
     """Rows that the batch looks up."""
     hits: int
-    """Those of them that were in the cache; the others were read from their stores."""
+    """Looked-up rows that were in the cache; the others were read from their stores."""
     evictions: int
     """Rows that left the cache after the batch."""
     bytes_read: int
