@@ -231,5 +231,8 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     nbytes = rows.shape[1]
     for width, dtype in ((8, torch.int64), (4, torch.int32), (2, torch.int16)):
         if nbytes % width == 0:
+            if rows.storage_offset() % width:
+                # Values of the user may be a part of a larger tensor.
+                rows = rows.clone()
             return rows.view(dtype)
     return rows

@@ -75,6 +75,9 @@ class CacheTransfer:
             tensors: Tensors of all parts of the batch, some of which are replaced.
             batch: Number of the batch.
             compute: Stream of the training thread.
+
+        Raises:
+            ClosedError: If another thread closes the loop.
         """
         cache = cached.cache
         if cache not in self.caches:
@@ -82,8 +85,11 @@ class CacheTransfer:
         self._batch = batch
         cached.positions = tensors[cached.part]
         parts = slice(group.first, group.first + len(group.stores))
-        self._follow(cache, [], compute)
-        tensors[parts] = cache.lend(cached, tensors[parts])
+        with cache.moving:
+            cache.require_open()
+            self._follow(cache, compute)
+            cached.stream = compute
+            tensors[parts] = cache.lend(cached, tensors[parts])
 
     def put(
         self, cached: CachedRows, values: Sequence[Tensor | None] | None, compute: Stream
@@ -104,13 +110,12 @@ class CacheTransfer:
         cache = cached.cache
         is_first = not cached.is_put
         with cache.moving:
-            kept = [
-                cached.positions,
-                *cached.gathered_values,
-                *cached.evicted_values,
-                *cached.written_values,
-            ]
-            self._follow(cache, kept, compute)
+            cache.require_open()
+            self._follow(cache, compute)
+            if compute != cached.stream:
+                for tensor in cached.tensors:
+                    self._device.share(tensor, compute)
+                cached.stream = compute
             written = cache.put(cached, values)
         if is_first:
             self._counters.count_cache(
@@ -142,9 +147,19 @@ class CacheTransfer:
             yield self._evicted(cache, leaving)
         rows, slots = cache.decisions.changed_rows()
         step = max(1, _FLUSH_BYTES // cache.row_nbytes)
-        for begin in range(0, len(rows), step):
+        begin = 0
+        while begin < len(rows):
             chunk = slice(begin, begin + step)
-            yield self._copied(cache, rows[chunk], slots[chunk])
+            try:
+                copied = self._copied(cache, rows[chunk], slots[chunk])
+            except (MemoryError, RuntimeError):
+                # A loop that ends because memory is missing leaves little for the copies.
+                if step == 1:
+                    raise
+                step //= 2
+                continue
+            begin += step
+            yield copied
         cache.note_flushed()
 
     def close(self) -> None:
@@ -156,7 +171,7 @@ class CacheTransfer:
     def _evicted(self, cache: RowCache, leaving: CachedRows) -> ChangedRows:
         """Return the rows that have left a cache last, whose write may not have been queued."""
         with cache.moving:
-            self._follow(cache, leaving.evicted_values, self._device.current_stream())
+            self._follow(cache, self._device.current_stream())
         values = cache.evicted_values(leaving)
         self._count_written(cache, leaving.n_evicted, values)
         return ChangedRows(self._batch, leaving.moves.evicted_rows, values, np.empty(0, np.uint8))
@@ -166,7 +181,7 @@ class CacheTransfer:
         device = self._device
         compute = device.current_stream()
         with cache.moving:
-            self._follow(cache, [], compute)
+            self._follow(cache, compute)
             staged = device.staging(slots.nbytes).view(slots.dtype)
             staged[...] = slots
             memory = device.empty(slots.nbytes, compute)
@@ -176,17 +191,11 @@ class CacheTransfer:
         self._count_written(cache, len(rows), values)
         return ChangedRows(self._batch, rows, values, staged)
 
-    def _follow(self, cache: RowCache, kept: Sequence[Tensor], compute: Stream) -> None:
-        """Queue further work on a cache in ``compute``, behind that in the stream before.
-
-        Args:
-            cache: The cache.
-            kept: Tensors of a batch that were used in the stream before, and are used again.
-            compute: Stream of the training thread.
-        """
+    def _follow(self, cache: RowCache, compute: Stream) -> None:
+        """Queue further work on a cache in ``compute``, behind that in the stream before."""
         if cache.stream is not None and compute != cache.stream:
             compute.wait(cache.stream.record())  # work on the cache may not be done yet
-            for tensor in (*cache.tensors, *kept):
+            for tensor in cache.tensors:
                 self._device.share(tensor, compute)
         cache.stream = compute
 

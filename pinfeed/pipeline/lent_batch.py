@@ -122,7 +122,8 @@ class LentBatch:
             check: Whether to raise the error of an earlier write-back. With False it is raised at
                 the end of the loop.
         """
-        self._write_queue.require_running()
-        held = self._transfer.hold(self.groups, values, self.number, copied=copied)
-        self._write_queue.add(held, check=check)
+        with self._write_queue.adding:
+            self._write_queue.require_running()
+            held = self._transfer.hold(self.groups, values, self.number, copied=copied)
+            self._write_queue.add(held, check=check)
         self._is_written = True

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import logging
 import threading
+import weakref
 from collections import deque
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass, field
@@ -25,6 +27,9 @@ from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.pipeline.transfer import Transfer
 from pinfeed.pipeline.write_queue import WriteQueue
 from pinfeed.threads.call import Pending
+from pinfeed.threads.exit import exit_hook
+
+logger = logging.getLogger("pinfeed")
 
 _CLOSED_WHILE_WAITING = "the feeder was closed while its loop was waiting for a batch"
 
@@ -61,6 +66,8 @@ class Prefetcher:
         self._turns = itertools.count()
         self.consumer: int | None = None
         """Identifier of the thread that batches are lent to."""
+        self.owner = threading.current_thread()
+        self._reference = weakref.ref(self)
         # The loop, close() and the garbage collector may end it at the same time.
         self._ending = threading.RLock()
         is_named = transfer.counters.timeline is not None and not device.unified
@@ -145,6 +152,14 @@ class Prefetcher:
                 stack.callback(self._threads.join_readers)
                 self._transfer.stop()
             self._threads.has_ended = True
+            exit_hook.loops.discard(self._reference)
+
+    def save(self) -> None:
+        """Queue writes of all rows in caches, because the program ends and the loop has not."""
+        try:
+            self.flush_caches()
+        except Exception:
+            logger.exception("rows in a device cache were not written when the program ended")
 
     def flush_caches(self, *, is_last: bool = False) -> None:
         """Queue writes of all rows in caches that may differ from their stores.
@@ -152,8 +167,9 @@ class Prefetcher:
         Args:
             is_last: Whether the loop ends, so that no row may change any more.
         """
-        for write in self._transfer.changed_rows(is_last=is_last):
-            self.write_queue.add(write, check=False)
+        with self.write_queue.adding:
+            for write in self._transfer.changed_rows(is_last=is_last):
+                self.write_queue.add(write, check=False)
 
     @property
     def is_forked(self) -> bool:
@@ -173,6 +189,7 @@ class Prefetcher:
         schedule = self._schedule
         self.consumer = threading.get_ident()
         self._filler = SlotFiller(self._transfer, thunks, self._first, schedule)
+        exit_hook.loops.add(self._reference)
         slots = self._transfer.begin(schedule.n_slots, schedule.batches_per_slot)
         self._choice.begin()
         return _Slots(deque(slots))

@@ -86,6 +86,7 @@ timestamps are read after they have completed.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -152,10 +153,12 @@ class Transfer:
         self._batches_per_slot = 1
         # Bytes of the parts that were lent last.
         self._needed: list[int] = []
-        # Number of write-backs so far.
-        self._n_writes = 0
+        # Numbers of write-backs. Another thread that closes the feeder may take one, too.
+        self._numbers = itertools.count()
         # Two write-backs overlap, each with staging memory of its own.
         self._write_staging: tuple[Staging, Staging] = ({}, {})
+        # Number of those that were begun. An interrupt may keep one from that.
+        self._n_begun = 0
         # Write-backs that were begun and not finished, by number.
         self._begun: dict[int, PendingWrite] = {}
         # Whether some rows of the last write-back were staged.
@@ -326,9 +329,10 @@ class Transfer:
             is_last: Whether the loop ends, so that no row may change any more.
         """
         for cache in self._cache_transfer.caches:
-            # A log of its own, so that these rows are written even if another write has failed.
-            log = WriteLog[HeldValues]()
             for chunk in self._cache_transfer.changed_rows(cache, is_last=is_last):
+                # A log of its own, so that these rows are written even if another write has failed,
+                # and that nothing keeps their values afterwards.
+                log = WriteLog[HeldValues]()
                 group = RowGroup(chunk.rows, 0, cache.stores)
                 pending = self._pending(log, chunk.batch, [group], [chunk.values])
                 pending.sources.append(chunk.staged)
@@ -353,6 +357,8 @@ class Transfer:
             call.exception()  # a scatter may still read this staging memory, or be overtaken
         pending.started_s = self.counters.now()
         self._begun[pending.number] = pending
+        staging = self._write_staging[self._n_begun % 2]
+        self._n_begun += 1
         try:
             self._write.wait(write.values.ready)  # the values may not be computed yet
             # The memory that they are computed from is kept until then, in any case.
@@ -361,7 +367,6 @@ class Transfer:
             pending.begun = self._write.record(timed=True) if self._timed else None
             tensors = write.values.tensors
             for group, held, are_reached in zip(pending.groups, tensors, reached, strict=True):
-                staging = self._write_staging[pending.number % 2]
                 pending.staged += self._copy_to_host(group, held, are_reached, staging)
         except BaseException:
             pending.log.has_failed = True
@@ -625,8 +630,7 @@ class Transfer:
             all(tensor is not None for tensor in tensors) if tensors else None for tensors in held
         ]
         write = log.append(batch, is_whole, HeldValues(held, compute, compute.record()))
-        self._n_writes += 1
-        return PendingWrite(self._n_writes, write, groups, log)
+        return PendingWrite(next(self._numbers), write, groups, log)
 
     def _record_device_span(self, end: Event) -> None:
         """Record the loop's work on the batches that it was lent; it has queued all of it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 
 from pinfeed.pipeline.loop_threads import LoopThreads
@@ -30,6 +31,9 @@ class WriteQueue:
         self._threads = threads
         self._limit = max(limit, 1)
         self._calls: deque[Pending[None]] = deque()
+        self.adding = threading.RLock()
+        """Held from taking values until they are queued. Another thread, or a signal handler, that
+        closes the feeder must not take the values of caches in between, nor queue them."""
         self._has_failed = False
         self.failure: BaseException | None = None
         """The first error of a write-back, until it is raised. Later errors only follow from it."""

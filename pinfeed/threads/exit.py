@@ -1,4 +1,4 @@
-"""ExitHook: ends the threads of all pools when the program ends.
+"""ExitHook: saves the rows of suspended loops and ends all threads when the program ends.
 
 Python waits at exit for all threads that are no daemons. Those of a pool wait for calls, so the
 exit hook must tell them that no more calls follow. It does so as soon as no thread of the program's
@@ -30,6 +30,16 @@ class Pool(Protocol):
     def shutdown(self, wait: bool = True) -> None: ...
 
 
+class Loop(Protocol):
+    """A loop, as the exit hook sees it."""
+
+    owner: threading.Thread
+    """The thread in which the loop runs."""
+
+    def save(self) -> None:
+        """Queue writes of all rows that only the device has; no error is raised."""
+
+
 class PoolThread(threading.Thread):
     """A thread of a pool.
 
@@ -49,6 +59,8 @@ class ExitHook:
 
     Attributes:
         pools: The pools that have not ended.
+        loops: The loops that have not ended. One that cannot continue is saved before its pools
+            end, because its stores may be closed when Python frees it.
         n_forks: Number of forks between the first process that imported pinfeed and this one.
             Asking for it costs less than asking the system for the process's identifier.
     """
@@ -61,6 +73,7 @@ class ExitHook:
         """Forget all pools: a forked process does not have their threads."""
         self.n_forks += 1
         self.pools: set[weakref.ref[Any]] = set()
+        self.loops: set[weakref.ref[Any]] = set()
         self._main_has_ended = False
         self._is_watching = False
         self._is_over = False
@@ -72,6 +85,7 @@ class ExitHook:
         """
         self._main_has_ended = True
         main = threading.main_thread()
+        self._save()
         self._end(lambda pool: pool.owner is main or not pool.owner.is_alive())
         if self.pools:
             self._watch()
@@ -101,9 +115,19 @@ class ExitHook:
         while others := self._own_threads():
             for thread in others:
                 thread.join()
+        self._save()
         # This is set first, because a daemon thread may make a pool now.
         self._is_over = True
         self._end(lambda pool: True)
+
+    def _save(self) -> None:
+        """Save the loops of the main thread, which has ended, and of other threads that have."""
+        for reference in self.loops.copy():
+            loop = reference()
+            if loop is None:
+                self.loops.discard(reference)
+            elif loop.owner is threading.main_thread() or not loop.owner.is_alive():
+                loop.save()
 
     def _end(self, is_done: Callable[[Pool], bool]) -> None:
         for reference in self.pools.copy():

@@ -152,15 +152,19 @@ def test_every_wait_for_a_cache_is_needed() -> None:
         )
 
 
+def test_flushes_in_another_stream_than_that_of_the_batch() -> None:
+    for choose, policy, capacity in itertools.product(WORST, range(6), (3, 5)):
+        options: Any = {"policy": policy, "capacity": capacity}
+        check_cached(SimDevice(choose()), 2, FIXED, switches_within=True, flushes=True, **options)
+
+
 @pytest.mark.parametrize("of_cache", [True, False], ids=["the cache", "a batch"])
 def test_memory_used_in_another_stream_must_be_shared_with_it(of_cache: bool) -> None:
     class Forgetful(SimDevice):
         def share(self, tensor: Any, stream: Any) -> None:
             caller = sys._getframe(1)
-            if caller.f_code.co_name == "_follow":
-                tensors = caller.f_locals["cache"].tensors
-                if of_cache == any(tensor is one for one in tensors):
-                    return
+            if caller.f_code.co_name == ("_follow" if of_cache else "put"):
+                return
             super().share(tensor, stream)
 
     assert any(

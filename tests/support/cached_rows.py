@@ -189,6 +189,9 @@ class CachedRun:
         tensors = lent.take()
         if self.switches_within:
             self.switch(device, ("another", "compute")[i % 2], tensors)
+            if self.flushes:
+                # Then the cache has worked in this stream before it gets the batch's values.
+                runner.drain()
         for s, tensor in enumerate(tensors):
             device.launch(lambda t, s=s: self.seen.__setitem__((i, s), t.copy()), tensor)
         self.change(device, i, lent, tensors)

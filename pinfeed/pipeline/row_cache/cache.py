@@ -43,8 +43,8 @@ class RowCache:
         stream: Stream in which the device works on the cache; None before its first use.
         leaving: The batch that rows have left the cache for last, or are leaving it for; None if
             there is none.
-        moving: Lock that is held while rows are copied, because another thread may close the
-            feeder.
+        moving: Lock that is held while rows are copied, because another thread, or a signal
+            handler in the same one, may close the feeder.
     """
 
     def __init__(self, name: str, stores: Sequence[Store], capacity: int, device: Device) -> None:
@@ -56,7 +56,7 @@ class RowCache:
         self.tensors: list[Tensor] = []
         self.stream: Stream | None = None
         self.leaving: CachedRows | None = None
-        self.moving = threading.Lock()
+        self.moving = threading.RLock()
         self._device = device
         # For each store, whether the loop has changed a row.
         self._is_changed = [False] * len(stores)
@@ -116,15 +116,7 @@ class RowCache:
 
         Returns:
             Values of the rows that are written to each store that the loop has changed.
-
-        Raises:
-            ClosedError: If another thread has closed the loop.
         """
-        if self._is_sealed:
-            raise ClosedError(
-                f"the loop was closed by another thread, which writes the cache of {self.name} to "
-                "its stores; close a loop after its last training step"
-            )
         new = values if values is not None else [None] * len(self.stores)
         self._is_changed = [
             changed or value is not None
@@ -169,9 +161,21 @@ class RowCache:
         self._is_flushed = True
 
     def seal(self) -> None:
-        """Refuse further changes, because the loop ends and its rows are written to the stores."""
+        """Refuse further batches, because the loop ends and its rows are written to the stores."""
         with self.moving:
             self._is_sealed = True
+
+    def require_open(self) -> None:
+        """Check that the loop may use the cache.
+
+        Raises:
+            ClosedError: If another thread closes the loop.
+        """
+        if self._is_sealed:
+            raise ClosedError(
+                f"the loop was closed by another thread, which writes the cache of {self.name} to "
+                "its stores; join that thread before"
+            )
 
     def close(self) -> None:
         """Free the device memory, because the loop has ended."""

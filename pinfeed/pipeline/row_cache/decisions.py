@@ -8,15 +8,17 @@ carried out, which is one assignment, so that an error or an interrupt comes bef
 from __future__ import annotations
 
 import functools
+import itertools
 import threading
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from pinfeed.devices.base import Tensor
+from pinfeed.devices.base import Stream, Tensor
 from pinfeed.pipeline.forwarding import Positions
 from pinfeed.pipeline.row_cache.policy import CacheMoves, CachePolicy
 from pinfeed.rows.orders import Rows
@@ -52,6 +54,8 @@ class CachedRows:
     """Values of the evicted rows for each store, once they have been copied from the cache."""
     written_values: list[Tensor] = field(default_factory=list)
     """Values of the rows that the batch has written last, for each store."""
+    stream: Stream | None = None
+    """Stream in which these values were used last."""
     is_begun: bool = False
     """Whether slots of rows that enter and leave the cache may have been overwritten."""
     is_put: bool = False
@@ -63,6 +67,13 @@ class CachedRows:
         self.gathered_values = []
         self.evicted_values = []
         self.written_values = []
+
+    @property
+    def tensors(self) -> Sequence[Tensor]:
+        """The tensors of the batch that the cache needs until the batch is over."""
+        assert self.positions is not None
+        values = (self.gathered_values, self.evicted_values, self.written_values)
+        return [self.positions, *itertools.chain.from_iterable(values)]
 
     @property
     def gathered(self) -> Rows:
@@ -182,8 +193,9 @@ class CacheDecisions:
         # without the last one, whose rows may have changed since.
         self._n_done = 0
         self._n_flushed = 0
-        # Held while a decision is made, and while the rows in the cache are listed.
-        self._deciding = threading.Lock()
+        # Held while a decision is made, and while the rows in the cache are listed. A handler of a
+        # signal may close the feeder then.
+        self._deciding = threading.RLock()
 
     @property
     def nbytes(self) -> int:
