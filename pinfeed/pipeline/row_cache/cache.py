@@ -174,7 +174,7 @@ class RowCache:
         if self._is_sealed:
             raise ClosedError(
                 f"the loop was closed by another thread, which writes the cache of {self.name} to "
-                "its stores; join that thread before"
+                "its stores; join the thread of the loop before closing it"
             )
 
     def close(self) -> None:
