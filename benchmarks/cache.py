@@ -9,9 +9,10 @@ The policy, Belady's offline optimum and a loop without a cache see the same bat
 asserts it. Four figures are shares of the rows that travel without a cache, where each distinct row
 of a batch goes to the device and back:
 
-- *first*: rows to the device in the first tenth of the batches, with an empty cache and no counts
-- *late in*, *late out*: rows to the device and back in the last quarter of the batches
-- *loop*: rows both ways in the whole loop, with the write-back of the cached rows at its end
+- *first tenth*: rows to the device in the first tenth of the batches, with an empty cache and no
+  counts
+- *late, in* and *late, out*: rows to the device and back in the last quarter of the batches
+- *all*: rows both ways in the whole loop, with the write-back of the cached rows at its end
 
 Misses in the last quarter are compared with Belady's, with those of a cache which has always held
 the most probable rows, and with those of the same policy with probabilities instead of counts. If
@@ -194,8 +195,8 @@ def report(records: list[Record]) -> str:
             cells = [f"{cell:.3f}" for cell in cells] + [f"{one:.2f}" for one in ratios]
             costs = [f"{found['ns']:.1f}", f"{record['nbytes'] / 2**20:.1f}"]
             rows.append([record["stream"], f"{record['cache']:.0%}", n_ahead, *cells, *costs])
-    heads = ["ids", "cache", "look-ahead", "first", "late in", "late out", "loop"]
-    heads += ["late misses / Belady", "all misses / Belady", "ns per id", "MiB"]
+    heads = ["ids", "cache", "look-ahead", "first tenth", "late, in", "late, out", "all"]
+    heads += ["late misses / Belady", "all misses / Belady", "ns per id", "policy, MiB"]
     policy = tabulate(rows, heads, tablefmt="github", disable_numparse=True)
 
     rows = []
@@ -203,15 +204,20 @@ def report(records: list[Record]) -> str:
         ratios = [record["fixed_ratio"], *record["informed_ratios"].values()]
         cells = [f"{record['belady']:.3f}", *(f"{one:.2f}" for one in ratios)]
         rows.append([record["stream"], f"{record['cache']:.0%}", *cells])
-    heads = ["ids", "cache", "Belady, late in", "most probable rows"]
+    heads = ["ids", "cache", "Belady", "most probable rows"]
     heads += [f"look-ahead {n}" for n in INFORMED_LOOK_AHEADS]
     optima = tabulate(rows, heads, tablefmt="github", disable_numparse=True)
     lines = "\n".join(f"- {line}" for line in goals(records))
     return (
-        f"Shares of the rows that travel without a cache, and cost of the policy:\n\n{policy}\n\n"
-        "Late misses divided by those of Belady's optimum, if the probabilities of the rows are "
-        f"known:\n\n{optima}\n\nGoals, with a look-ahead of {DEFAULT_LOOK_AHEAD} batches, and of "
-        f"{max(LOOK_AHEADS)} beside Belady:\n\n{lines}"
+        "<!-- --8<-- [start:tables] -->\n"
+        "Rows that travel to the device (in) and from it (out), as shares of those that travel "
+        "without a cache. Late is the last quarter of the loop. The CPU time and the memory are "
+        f"those of the policy.\n\n{policy}\n\n"
+        "The share of Belady's optimum in the last quarter of the loop, and the misses of policies "
+        "that know the probabilities of all rows, divided by those of the optimum:\n\n"
+        f"{optima}\n<!-- --8<-- [end:tables] -->\n\n"
+        f"Goals, with a look-ahead of {DEFAULT_LOOK_AHEAD} batches, or of {max(LOOK_AHEADS)} for "
+        f"misses / Belady:\n\n{lines}"
     )
 
 

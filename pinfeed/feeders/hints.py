@@ -22,6 +22,7 @@ _WORKER_ARGUMENTS = (
 )
 _MEMORY_ARGUMENTS = ("pin_memory", "pin_memory_device")
 
+_LIMITS_TOGETHER = "limits are given together: config=pinfeed.Config({}=...)"
 _COLLATE = "change the batch in the loop, or give pinfeed.wrap_loader(DataLoader(...))"
 
 FEEDER_HINTS = {
@@ -43,7 +44,7 @@ FEEDER_HINTS = {
     ),
     **dict.fromkeys(("dataset", "data", "path", "x"), "the source comes first, without a name"),
     **{
-        name: f"limits are given together: config=pinfeed.Config({name}=...)"
+        name: _LIMITS_TOGETHER.format(name)
         for name in ("gpu_memory_limit", "cpu_memory_limit", "preferred_batch_size", "headroom")
     },
     **{
@@ -94,7 +95,17 @@ LOADER_HINTS = {
     "ranks": "the DataLoader has the order: give it sampler=DistributedSampler(dataset)",
     "transform": "give it to the dataset, or apply it to the batch in the loop",
 }
-"""Advice for ``wrap_loader`` and ``train_rows``."""
+"""Advice for ``wrap_loader``."""
+
+TABLE_LOOP_HINTS = {
+    **LOADER_HINTS,
+    **{
+        name: _LIMITS_TOGETHER.format(name)
+        for name in ("gpu_memory_limit", "cpu_memory_limit", "headroom")
+    },
+    "device_cache": "give it to the table: HostEmbedding(..., device_cache=...)",
+}
+"""Advice for ``train_rows``."""
 
 DATASET_HINTS = {
     **{

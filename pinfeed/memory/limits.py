@@ -75,7 +75,8 @@ class MemoryLimits:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if value != field.default:
-                shown = human(value) if field.name.endswith("_limit") else repr(value)
+                is_bytes = field.name.endswith(("_limit", "_cache"))
+                shown = human(value) if is_bytes else repr(value)
                 given.append(f"{field.name}={shown}")
         return f"<{type(self).__name__}: {', '.join(given) or 'all by default'}>"
 

@@ -1,13 +1,13 @@
 """CacheTransfer: moves rows between batches and the caches of their tables, in the right order.
 
-The training thread does all work on a cache in its current stream: in the order of the program, a
-batch gets the rows that the batches before it have put there. So there is one wait only. It is
-needed if the user makes another stream the current one between two batches:
+The training thread queues all work on a cache in its current stream. So a batch gets the rows as
+the batches before it have left them, without any wait. One wait is needed if the user makes another
+stream the current one between two batches:
 
-    (10) work on the cache may not be done yet, in the stream of then
+    (10) work on the cache may not be done yet, in another stream
 
-The rows that a cache gives up, and those that are written at a flush, are copies. They are written
-back like other values, by ``transfer.py``.
+Evicted rows, and the rows that a flush writes, are copied first. The copies are written back like
+other values, by ``transfer.py``.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ class CacheTransfer:
         if is_first:
             self._counters.count_cache(
                 CacheCounts(
+                    cache.name,
                     self._batch,
                     len(cached.rows),
                     len(cached.moves.hits),
@@ -143,7 +144,7 @@ class CacheTransfer:
             return
         leaving = cache.leaving
         if leaving is not None and leaving.evicted_values and leaving.n_evicted:
-            yield self._left(cache, leaving)
+            yield self._evicted(cache, leaving)
         rows, slots = cache.decisions.changed_rows()
         step = max(1, _FLUSH_BYTES // cache.row_nbytes)
         begin = 0
@@ -171,7 +172,7 @@ class CacheTransfer:
             cache.close()
         self.caches = []
 
-    def _left(self, cache: RowCache, leaving: CachedRows) -> ChangedRows:
+    def _evicted(self, cache: RowCache, leaving: CachedRows) -> ChangedRows:
         """Return the rows that have left a cache last, whose write may not have been queued."""
         with cache.moving:
             self._follow(cache, self._device.current_stream())
@@ -195,7 +196,7 @@ class CacheTransfer:
         return ChangedRows(self._batch, rows, values, staged)
 
     def _follow(self, cache: RowCache, compute: Stream) -> None:
-        """Let work in ``compute`` see the cache as it was left in the stream of then."""
+        """Queue further work on a cache in ``compute``, behind that in the stream before."""
         if cache.stream is not None and compute != cache.stream:
             compute.wait(cache.stream.record())  # work on the cache may not be done yet
             for tensor in cache.tensors:

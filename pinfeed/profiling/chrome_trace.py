@@ -51,14 +51,14 @@ def trace(
 
 
 def cache_events(caches: Sequence[tuple[float, CacheCounts]]) -> list[dict[str, Any]]:
-    """Return counters of the rows of batches that were in a cache, read, and evicted.
+    """Return counters, one for each table, of rows that were in its cache, read, and evicted.
 
     Args:
-        caches: Times in seconds, each with the counts of a batch.
+        caches: Times in seconds, each with the counts of a batch in a table.
     """
     return [
         _count(
-            "rows of tables with a cache",
+            f"cache of {counts.table}, rows",
             at_s,
             hits=counts.hits,
             read=counts.lookups - counts.hits,

@@ -143,17 +143,17 @@ class Totals:
     late: int = 0
     """Batches that were not ready when the loop asked for them."""
     cache_lookups: int = 0
-    """Distinct rows of each batch in tables with a cache on the device."""
+    """Rows of tables with a cache on the device that batches looked up; distinct in a batch."""
     cache_hits: int = 0
-    """Those of them that were in the cache; the others were read from their stores."""
+    """Looked-up rows that were in a cache; the others were read from their stores."""
     cache_evictions: int = 0
     """Rows that left a cache for others."""
     cache_rows_written: int = 0
     """Rows of tables with a cache that were written to their stores."""
     cache_bytes_read: int = 0
-    """Bytes of rows of such tables that were read from their stores."""
+    """Bytes of rows of tables with a cache that were read from their stores."""
     cache_bytes_written: int = 0
-    """Bytes of rows of such tables that were written to their stores."""
+    """Bytes of rows of tables with a cache that were written to their stores."""
     depth: int = 0
     """Batches prefetched ahead of the loop."""
     n_readers: int = 1
@@ -198,16 +198,16 @@ class Totals:
 
     @property
     def cache_in_words(self) -> str:
-        """Hit rate of the caches, and rows and bytes moved a batch; empty without a cache."""
+        """Hit rate of the caches, and what a batch moved on average; empty without a cache."""
         if not self.cache_lookups:
             return ""
         n = max(1, self.batches)
         read = self.cache_lookups - self.cache_hits
         return (
-            f"{self.cache_hit_rate:.0%} of the rows of batches were on the device; a batch, "
-            f"{read / n:,.0f} rows ({human(self.cache_bytes_read / n)}) were read and "
-            f"{self.cache_rows_written / n:,.0f} ({human(self.cache_bytes_written / n)}) written, "
-            f"{self.cache_evictions / n:,.0f} evicted"
+            f"{self.cache_hit_rate:.0%} of the rows of batches were on the device; on average, a "
+            f"batch read {read / n:,.0f} rows ({human(self.cache_bytes_read / n)}), wrote "
+            f"{self.cache_rows_written / n:,.0f} ({human(self.cache_bytes_written / n)}) and "
+            f"evicted {self.cache_evictions / n:,.0f}"
         )
 
     @property
@@ -255,7 +255,7 @@ class Totals:
 
     def as_dict(self) -> dict[str, float]:
         """Return numbers for a logger, with the units in their names."""
-        return {
+        found = {
             "batches": self.batches,
             "rows": self.rows,
             "bytes": self.bytes,
@@ -273,15 +273,19 @@ class Totals:
             "loop_s": self.seconds,
             "rows_per_s": self.rows_per_s,
             "gb_per_s": self.gb_per_s,
-            "cache_hit_percent": 100 * self.cache_hit_rate,
-            "cache_evicted_rows": self.cache_evictions,
-            "cache_read_rows": self.cache_lookups - self.cache_hits,
-            "cache_written_rows": self.cache_rows_written,
-            "cache_read_bytes": self.cache_bytes_read,
-            "cache_written_bytes": self.cache_bytes_written,
             "starved_percent": 100 * self.starved,
             "readers_busy_percent": 100 * self.readers_busy,
         }
+        if self.cache_lookups:
+            found |= {
+                "cache_hit_percent": 100 * self.cache_hit_rate,
+                "cache_evicted_rows": self.cache_evictions,
+                "cache_read_rows": self.cache_lookups - self.cache_hits,
+                "cache_written_rows": self.cache_rows_written,
+                "cache_read_bytes": self.cache_bytes_read,
+                "cache_written_bytes": self.cache_bytes_written,
+            }
+        return found
 
     def __sub__(self: T, earlier: Totals) -> T:
         changed = {name: getattr(self, name) - getattr(earlier, name) for name in _COUNTED}

@@ -28,11 +28,14 @@ PICTURED_BATCHES = 30
 class CacheCounts(NamedTuple):
     """Rows of a table with a cache on the device, in one batch."""
 
+    table: str
+    """Name of the table."""
     batch: int
+    """Number of the batch."""
     lookups: int
     """Rows that the batch looks up."""
     hits: int
-    """Those of them that were in the cache; the others were read from their stores."""
+    """Looked-up rows that were in the cache; the others were read from their stores."""
     evictions: int
     """Rows that left the cache after the batch."""
     bytes_read: int
@@ -126,9 +129,9 @@ class Timeline:
 
     @property
     def caches(self) -> list[tuple[float, CacheCounts]]:
-        """Rows of each batch in tables with a cache, as pairs of a time and the counts.
+        """Rows of each batch in each table with a cache, as pairs of a time and the counts.
 
-        Times are seconds since the first batch was asked for.
+        Times are seconds since the first batch was asked for. Old batches are dropped, like spans.
         """
         return [(at_s - self._zero_s, counts) for at_s, counts in self._caches.copy()]
 

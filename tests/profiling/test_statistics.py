@@ -1,5 +1,6 @@
 """Statistics: what is counted, what held a loop up, and the progress bar."""
 
+import dataclasses
 import io
 import re
 from types import SimpleNamespace
@@ -39,6 +40,26 @@ def test_statistics_of_an_interval_as_a_dict() -> None:
     units = ("batches", "rows", "bytes", "_s", "_percent")
     assert all(key.endswith(units) for key in found)
     assert {"memory_peak_bytes", "starved_percent", "wait_s", "compute_s"} <= found.keys()
+    assert not any(key.startswith("cache") for key in found)
+
+
+def test_statistics_of_caches() -> None:
+    without = Totals(batches=10, rows=100)
+    assert without.cache_in_words == ""
+    assert without.cache_hit_rate == 0
+    counts = {"cache_lookups": 4000, "cache_hits": 3000, "cache_evictions": 500}
+    counts |= {"cache_rows_written": 900, "cache_bytes_read": 10240, "cache_bytes_written": 9216}
+    totals = dataclasses.replace(without, **counts) + dataclasses.replace(without, **counts)
+    text = (
+        "75% of the rows of batches were on the device; on average, a batch read 100 rows "
+        "(1.0 KiB), wrote 90 (922 B) and evicted 50"
+    )
+    assert totals.cache_in_words == text
+    assert str(totals).endswith(f"; cache: {text}")
+    found = totals.as_dict()
+    assert found["cache_hit_percent"] == 75
+    assert found["cache_read_rows"] == 2000
+    assert found["cache_written_bytes"] == 18432
 
 
 @pytest.mark.parametrize(("fast", "is_starved"), [(("read",), False), (("read", "compute"), True)])

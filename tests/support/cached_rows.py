@@ -65,7 +65,7 @@ class CachedSource:
         for i, rows in enumerate(known):
             for later in known[i + self._n_ahead : i + self._n_ahead + 1]:
                 self.cache.decisions.announce(later)
-            yield partial(self._batch, rows, self.cache.plan(rows))
+            yield partial(self._batch, rows, self.cache.decide(rows))
 
     def _batch(self, rows: np.ndarray, cached: Any) -> HostBatch:
         cached.part = 0

@@ -82,7 +82,7 @@ class RowCache:
         self._is_changed = [False] * len(self.stores)
         self._is_sealed = False
 
-    def plan(self, rows: Rows) -> CachedRows:
+    def decide(self, rows: Rows) -> CachedRows:
         """Decide about the oldest batch that was announced (reader; in the order of batches)."""
         return self.decisions.decide(self, rows)
 
@@ -174,7 +174,7 @@ class RowCache:
         if self._is_sealed:
             raise ClosedError(
                 f"the loop was closed by another thread, which writes the cache of {self.name} to "
-                "its stores; join that thread before"
+                "its stores; join the thread of the loop before closing it"
             )
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""CachedRows: what a cache does with the rows of a batch; and CacheDecisions, which decides it.
+"""CachedRows and CacheDecisions: the rows of a batch that enter, use and leave a cache.
 
 Reader threads decide, in the order of batches, and are ahead of the training thread. So the rows
-that the device really has are kept beside those of the policy. A batch changes them when it is
+that the device has now are kept apart from those of the policy. A batch changes them when it is
 carried out, which is one assignment, so that an error or an interrupt comes before or after it.
 """
 
@@ -162,7 +162,7 @@ class _Slots(NamedTuple):
     """Number of the last batch that used the row."""
 
     def move(self, cached: CachedRows) -> None:
-        """Carry the decision about a batch out.
+        """Carry out the decision about a batch.
 
         While it is being carried out, the rows that enter the cache have their old values in the
         stores, and those that leave it are in ``evicted_values``.
@@ -184,9 +184,9 @@ class CacheDecisions:
 
     def __init__(self, n_rows: int, capacity: int) -> None:
         self._policy = CachePolicy(n_rows, capacity)
-        # The slots of the device before the batches that are kept.
+        # Slots on the device, before the batches in _kept.
         self._slots = _Slots(np.full(capacity, -1, np.int64), np.full(capacity, -1, np.int32))
-        # Batches that are decided: maybe some that are carried out, then those that are not.
+        # Decided batches: some may have been carried out, and the later ones have not.
         self._kept: deque[CachedRows] = deque()
         self._n_decided = 0
         # Batches that are carried out since the loop began, and those of them at the last flush

@@ -24,18 +24,18 @@ Indices = npt.NDArray[np.intp]
 Floats = npt.NDArray[np.float32]
 Mask = npt.NDArray[np.bool_]
 
-# A count is halved while the batches use so many times the rows of the capacity. A row at the edge
-# of the cache is then used often enough to be told from a row outside it.
+# Counts halve while batches use this many times as many rows as the cache holds. That is enough to
+# tell the least frequent rows that belong in the cache from slightly less frequent ones.
 _HALF_LIFE = 64
 # Counts are scaled down when a use counts more than this.
 _MAX_USE = 2.0**60
-# Counts are below the keys of announced rows, which fall by a step from batch to batch. Rows of
-# later batches are ordered as if those batches were not announced.
+# The keys of announced rows are above all counts, and fall by a step from batch to batch. From this
+# number of batches on, announced rows are ordered by their counts alone.
 _KEY_STEP = np.float32(2.0**94)
 _MAX_BATCHES = np.int32(1 << 24)
-# The window has at least so many slots. Otherwise it has one for each announced row that is missed,
-# and one for so many missed rows. A larger window lowers the misses by less than 1 %, and moves
-# more rows in and out.
+# The window has one slot for each missed row that is announced, and one for every so many missed
+# rows, but at least the former number of slots. A larger window lowers the misses by less than 1 %,
+# and moves more rows in and out.
 _MIN_WINDOW = 1 << 13
 _MISSES_PER_SLOT = 4
 
@@ -268,7 +268,7 @@ class CachePolicy:
 
 
 def _keys(counts: Floats, next_uses: npt.NDArray[np.int32]) -> Floats:
-    """Return numbers that are higher for rows that the cache should rather hold."""
+    """Return numbers that are higher for rows that are worth more to the cache."""
     # A row that is not announced gets a negative number here.
     announced = (_MAX_BATCHES - next_uses).astype(np.float32)
     announced *= _KEY_STEP

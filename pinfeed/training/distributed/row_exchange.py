@@ -228,7 +228,7 @@ class _ChangingRows:
             self._recent.append(rows)
             return None
         self._cache.decisions.announce(rows)
-        cached = self._cache.plan(rows)
+        cached = self._cache.decide(rows)
         self._recent.append(np.concatenate([rows, cached.moves.evicted_rows]))
         return cached
 

@@ -33,13 +33,12 @@ from pinfeed.training.distributed.row_exchange import (
     RowExchange,
 )
 from pinfeed.training.distributed.row_partition import RowPartition
+from pinfeed.training.embeddings.lookup import HostLookup, position_parts
 from pinfeed.training.embeddings.source import (
     Exchanged,
-    HostLookup,
     TableRowSource,
     TableSpec,
     add_rows,
-    position_parts,
     take_rows,
 )
 

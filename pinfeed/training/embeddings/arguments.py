@@ -1,4 +1,4 @@
-"""Arguments of embedding tables: their checks, and advice for those that torch alone has."""
+"""Arguments of embedding tables: their checks, and advice for those that they do not have."""
 
 from __future__ import annotations
 
@@ -32,8 +32,12 @@ HINTS = {
     "mode": "bags of rows are a HostEmbeddingBag(num_embeddings, embedding_dim, mode=...)",
     "path": _PATH_HINT,
     "filename": _PATH_HINT,
+    **dict.fromkeys(
+        ("cache", "cache_size", "cache_ratio", "cache_load_factor", "gpu_cache"),
+        "the size of a cache on the device is device_cache=",
+    ),
 }
-"""Advice for arguments that torch has and HostEmbedding has not, by their names."""
+"""Advice for arguments that torch or other libraries have and HostEmbedding has not."""
 
 
 def integer_tensor(values: Any, name: str) -> torch.Tensor:

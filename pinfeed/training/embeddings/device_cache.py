@@ -1,8 +1,7 @@
-"""The size of a table's cache on the device, as the user gives it, in rows."""
+"""The size of a table's cache on the device: as the user gives it, and in rows."""
 
 from __future__ import annotations
 
-import math
 import numbers
 from typing import Any, Literal
 
@@ -10,7 +9,7 @@ from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
 
 DeviceCacheSize = int | float | Literal["auto"]
-"""Bytes as an int, a share of the rows as a float, or what memory limits leave."""
+"""Bytes as an int, a share of the rows as a float, or ``"auto"`` for what memory limits leave."""
 
 
 def check_device_cache(size: Any) -> DeviceCacheSize | None:
@@ -19,27 +18,26 @@ def check_device_cache(size: Any) -> DeviceCacheSize | None:
     Raises:
         ArgumentError: If it is something else, or not above 0, or a share above 1.
     """
-    if size is None or size == "auto":
-        return None if size is None else "auto"
-    expected = (
-        "expected bytes as an int (pinfeed.GiB(4)), a share of the rows as a float (0.1), "
-        "'auto' or None"
-    )
+    if size is None:
+        return None
+    if isinstance(size, str) and size == "auto":
+        return "auto"
     if isinstance(size, numbers.Integral):
         if int(size) >= 1 and size is not True:
             return int(size)
-    elif isinstance(size, numbers.Real):
-        if 0 < float(size) <= 1:
-            return float(size)
-        expected += "; a share is above 0 and at most 1.0"
-    raise ArgumentError(f"device_cache={size!r}: {expected}")
+    elif isinstance(size, numbers.Real) and 0 < float(size) <= 1:
+        return float(size)
+    raise ArgumentError(
+        f"device_cache={size!r}: expected bytes as an int of at least 1 (pinfeed.GiB(4)), a share "
+        "of the rows as a float above 0 and up to 1.0 (0.1), 'auto', or None for no cache"
+    )
 
 
 def n_cached_rows(size: int | float, n_rows: int, row_nbytes: int, name: str) -> int:
-    """Return the number of rows that a cache of some size holds, at most all rows.
+    """Return the number of rows that a cache holds: not more than its size, nor than all rows.
 
     Args:
-        size: Bytes, or a share of the rows.
+        size: Bytes, or a share of the rows, which is at least one row.
         n_rows: Rows of the table.
         row_nbytes: Bytes of a row with its optimizer state.
         name: Name of the table in errors.
@@ -48,7 +46,7 @@ def n_cached_rows(size: int | float, n_rows: int, row_nbytes: int, name: str) ->
         ArgumentError: If it does not hold a row.
     """
     if isinstance(size, float):
-        return min(n_rows, math.ceil(size * n_rows))
+        return max(1, int(size * n_rows))
     n = size // row_nbytes
     if not n:
         raise ArgumentError(

@@ -9,24 +9,20 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import nn
 
 from pinfeed.devices.base import Tensor
-from pinfeed.errors import RowIndexError, StoreError, described
 from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
 from pinfeed.pipeline.sources.dataloader import HostLeaf, LoaderSource, is_end, load_of
-from pinfeed.rows.distinct import distinct_rows
-from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.stores.base import HostArray, StoreRows
-from pinfeed.tensors.numpy_torch import to_numpy
 from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.embeddings.cache_hint import CacheHint, gains_from_cache
+from pinfeed.training.embeddings.lookup import HostLookup, look_up, position_parts
 
 T = TypeVar("T")
 
@@ -92,18 +88,6 @@ class DeviceBatch:
         """
 
 
-class HostLookup(NamedTuple):
-    """The ids that a batch looks up in a table, on the host."""
-
-    rows: Rows
-    """The ids, ascending, each once."""
-    positions: list[tuple[int, Rows]]
-    """For ids that are a part of the batch: the index of the part, and their positions in ``rows``.
-
-    The positions have the shape of the ids.
-    """
-
-
 class Exchanged(NamedTuple):
     """Bytes that this rank has sent to other ranks; all 0 for tables that are not sharded."""
 
@@ -125,8 +109,8 @@ class TableRowSource(LoaderSource):
     Args:
         loader: A loader, as for ``wrap_loader``.
         tables: The tables.
-        look_ahead: Number of batches that are drawn before it is decided which rows of a batch stay
-            on the device.
+        look_ahead: Number of later batches that caches know when they decide which rows of a batch
+            to keep.
 
     Raises:
         ArgumentError: If the loader cannot be iterated.
@@ -227,10 +211,10 @@ class TableRowSource(LoaderSource):
         if not any(self.caches):
             yield from super()._draws(batches)
             return
-        # What a cache does with a batch depends on the batches before, so lookups are made here.
+        # A cache decides about batches in their order, so that one thread finds their rows here.
         for load, lookups in _ahead(self._lookups(batches), self._look_ahead):
             cached = [
-                None if cache is None else cache.plan(lookup.rows)
+                None if cache is None else cache.decide(lookup.rows)
                 for cache, lookup in zip(self.caches, lookups, strict=True)
             ]
             yield functools.partial(self._host_batch, load, lookups, cached)
@@ -277,7 +261,9 @@ class TableRowSource(LoaderSource):
         """Return the batch itself, and its lookup in each table."""
         load = load_of(batch)
         pairs = zip(self._tables, ids, strict=True)
-        return load, [_look_up(load, of_table, table) for table, of_table in pairs]
+        return load, [
+            look_up(load, of_table, table.name, table.n_rows) for table, of_table in pairs
+        ]
 
     @staticmethod
     def _rebuild(
@@ -298,10 +284,10 @@ class TableRowSource(LoaderSource):
 
 
 def _ahead(items: Iterator[T], n: int) -> Generator[T, None, None]:
-    """Yield each item when the ``n`` items after it are known, or fewer at first.
+    """Yield each item when the ``n`` items after it are known.
 
-    Two items are drawn for each that is yielded, so that the first is not late. An error is raised
-    after the items that came before it.
+    At the beginning fewer are known: two items are drawn for each one that is yielded, so that the
+    first is not late. An error is raised after the items that came before it.
     """
     waiting: deque[T] = deque()
     failure: Exception | None = None
@@ -353,74 +339,3 @@ def take_rows(group: RowGroup, tensors: Iterator[Tensor]) -> list[Tensor]:
         # The positions concern the cache alone.
         next(tensors)
     return [next(tensors) for _ in group.stores]
-
-
-def position_parts(lookup: HostLookup) -> list[HostLeaf]:
-    """Return the positions of a lookup as parts that are copied to the device."""
-    return [HostLeaf(torch.from_numpy(positions)) for _, positions in lookup.positions]
-
-
-def _look_up(load: HostBatch, ids: Any, table: TableSpec) -> HostLookup:
-    leaves = _leaves(ids)
-    rows, positions = _unique([_flat(leaf, table.name) for leaf in leaves], table)
-    known = []
-    for leaf, found in zip(leaves, positions, strict=True):
-        part = _part_index(leaf, load)
-        if part is not None:
-            known.append((part, found.reshape(leaf.shape)))
-    return HostLookup(rows, known)
-
-
-def _unique(ids: Sequence[np.ndarray[Any, Any]], table: TableSpec) -> tuple[Rows, list[Rows]]:
-    """Return the distinct ids, ascending, and the positions of each array's ids in them, as int64.
-
-    Raises:
-        RowIndexError: If an id is out of range.
-    """
-    # Most batches have one array of ids, which needs neither a copy nor a split.
-    arrays = [array.astype(np.int64, copy=False) for array in ids]
-    every = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
-    rows, positions = distinct_rows(every)
-    check_rows(rows, table.n_rows, f"{table.name}: ids of the batch")
-    if len(arrays) == 1:
-        return rows, [positions]
-    return rows, np.split(positions, np.cumsum([array.size for array in arrays])[:-1])
-
-
-def _part_index(leaf: Any, load: HostBatch) -> int | None:
-    """Return the index of the batch's part that the ids are, unchanged; None for other ids."""
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    for i, part in enumerate(load.parts):
-        if getattr(part, "host_value", None) is leaf:
-            return i
-    return None
-
-
-def _leaves(ids: Any) -> list[Any]:
-    """Return the arrays in a nested structure of ids; a list of numbers is one array."""
-    if isinstance(ids, Mapping):
-        ids = list(ids.values())
-    if isinstance(ids, (list, tuple)) and any(map(_is_array_or_nested, ids)):
-        return [found for leaf in ids for found in _leaves(leaf)]
-    return [ids]
-
-
-def _is_array_or_nested(value: Any) -> bool:
-    return hasattr(value, "ndim") or isinstance(value, (list, tuple, Mapping))
-
-
-def _flat(ids: Any, name: str) -> np.ndarray[Any, Any]:
-    """Return ids as a flat array.
-
-    Raises:
-        RowIndexError: If they are not integers.
-    """
-    try:
-        array = to_numpy(ids, name) if isinstance(ids, torch.Tensor) else np.asarray(ids)
-    except (StoreError, ValueError, TypeError) as error:
-        raise RowIndexError(f"{name}: ids of the batch: {described(error)}") from None
-    if array.size and array.dtype.kind not in "iu":
-        hint = " (of a mask: ids[mask])" if array.dtype == bool else ""
-        raise RowIndexError(f"{name}: ids of the batch are {array.dtype}; expected integers{hint}")
-    return array.reshape(-1)

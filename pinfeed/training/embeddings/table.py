@@ -98,10 +98,10 @@ class HostEmbedding(nn.Module):
         pin: Whether memory is pinned, as in ``PinnedStore``.
         overwrite: Whether an existing file is replaced by a new one at once.
         name: Name of the table in errors and checkpoints; by default its type and shape.
-        device_cache: Size of the cache that keeps the rows which batches need most on the device in
-            a loop, with their optimizer state: bytes as an int (``pinfeed.GiB(4)``), a share of the
-            rows as a float (``0.1``), or ``"auto"`` for what ``train_rows(config=...)`` leaves, or
-            the free memory. Results are the same. None for no cache.
+        device_cache: Size of the cache that keeps frequent rows on the device during a loop, with
+            their optimizer state: bytes as an int (``pinfeed.GiB(4)``), a share of the rows as a
+            float (``0.1``), or ``"auto"`` for what the limits of ``train_rows(config=...)`` or the
+            free memory leave. Results are the same. None for no cache.
 
     Raises:
         ArgumentError: If a size, an option or an initializer is invalid, or ``init`` returns

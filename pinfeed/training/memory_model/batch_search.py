@@ -13,7 +13,7 @@ from pinfeed.errors import EstimateError
 from pinfeed.memory import limits
 from pinfeed.memory.demand import Demand, plan_allocations
 from pinfeed.memory.plan import Allocation, Place, Plan
-from pinfeed.training.memory_model.budget import Budget, largest_that_fits, refusal
+from pinfeed.training.memory_model.budget import CACHES, Budget, largest_that_fits, refusal
 from pinfeed.training.memory_model.estimate import StepEstimator
 from pinfeed.training.memory_model.probe import measure_steps
 
@@ -131,7 +131,7 @@ class BatchSearch:
         items = plan_allocations(demand, batch_size, bounds.depth)
         if bounds.device_cache:
             place: Place = "device" if is_on_gpu else "host"
-            items += (Allocation("caches of tables", place, 1, bounds.device_cache),)
+            items += (Allocation(CACHES, place, 1, bounds.device_cache),)
         feeder = Plan(batch_size, bounds.depth, demand.route, items)
         if seen is None:
             share = _INEXACT_MARGIN if step.confidence != "exact" else 0

@@ -12,6 +12,9 @@ from pinfeed.memory.plan import Allocation, Plan
 from pinfeed.memory.units import human
 from pinfeed.training.memory_model.report import Estimate
 
+CACHES = "caches of tables"
+"""Use of the memory that ``Config(device_cache=...)`` reserves."""
+
 
 @dataclass(frozen=True)
 class Budget:
@@ -104,10 +107,11 @@ def refusal(least: Budget, n_samples: int) -> BudgetError:
     items = [item for item in least.items if (item.place == "device") == on_device]
     uses = ", ".join(f"{human(item.total)} {item.what}" for item in items)
     depth = least.feeder.depth
-    lower_depth = f"lower depth (now {depth}), " if depth else ""
+    advice = f"lower depth (now {depth}), " if depth else ""
+    advice += "lower device_cache, " if any(item.what == CACHES for item in items) else ""
     return error(
         f"a batch of {n_samples} needs {human(need)} ({need} bytes): {uses}; {name} is "
-        f"{human(limit or 0)} ({limit} bytes); raise {name}, {lower_depth}or train in chunks"
+        f"{human(limit or 0)} ({limit} bytes); raise {name}, {advice}or train in chunks"
     )
 
 

@@ -82,8 +82,9 @@ class Config(limits.MemoryLimits):
         autocast: The dtype of autocast; None for no autocast.
         device: Device of training: ``"cuda"``, ``"cpu"``, or ``"auto"``: a GPU if there is one or
             a ``gpu_memory_limit``.
-        device_cache: Device memory for the caches of tables in ``train_rows``, in bytes, which the
-            limit includes. A table with ``device_cache="auto"`` gets its part of it.
+        device_cache: Device memory for the caches of tables in ``train_rows``, in bytes, which
+            ``gpu_memory_limit`` includes. Tables with ``device_cache="auto"`` share what tables
+            with caches of a given size leave.
         seen: Measured memory of a step, relative to the estimate; ``probe`` sets it.
 
     Raises:
@@ -112,6 +113,11 @@ class Config(limits.MemoryLimits):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._check_whole("device_cache", " (bytes: pinfeed.GiB(1)), or None")
+        if self.gpu_memory_limit is not None and (self.device_cache or 0) > self.gpu_memory_limit:
+            raise ArgumentError(
+                f"device_cache={self.device_cache}: expected at most gpu_memory_limit, "
+                f"{self.gpu_memory_limit}, which includes it; lower device_cache"
+            )
         for name in ("total_sample_count", "one_read_count"):
             value = getattr(self, name)
             if not (value is None and name == "total_sample_count"):

@@ -13,7 +13,7 @@ from pinfeed.memory.units import human
 from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.stores.base import row_nbytes
 from pinfeed.training.embeddings.cache_hint import gains_from_cache
-from pinfeed.training.embeddings.device_cache import n_cached_rows
+from pinfeed.training.embeddings.device_cache import check_device_cache, n_cached_rows
 from pinfeed.training.memory_model.config import Config
 from pinfeed.training.row_loop.lent_table import LentTable
 
@@ -25,7 +25,7 @@ _AUTO_SHARE = 0.75
 def row_caches(
     tables: Sequence[LentTable], device: Device, config: MemoryLimits | None
 ) -> list[RowCache | None]:
-    """Return a cache for each table that is to have one, and None for the others.
+    """Return the cache of each table; None for a table without one.
 
     Args:
         tables: The tables.
@@ -37,15 +37,15 @@ def row_caches(
         BudgetError: If the caches take more than the limits leave.
     """
     found: list[RowCache | None] = [None] * len(tables)
-    for i, lent in enumerate(tables):
-        size = lent.table.device_cache
+    # Checked again, because users may have changed the attribute of a table.
+    sizes = [check_device_cache(lent.table.device_cache) for lent in tables]
+    for i, size in enumerate(sizes):
         if isinstance(size, (int, float)):
-            found[i] = _cache(lent, size, device)
+            found[i] = _cache(tables[i], size, device)
     automatic = [
         i
         for i, lent in enumerate(tables)
-        if lent.table.device_cache == "auto"
-        and gains_from_cache(lent.stores, is_unified=device.unified)
+        if sizes[i] == "auto" and gains_from_cache(lent.stores, is_unified=device.unified)
     ]
     made = [cache for cache in found if cache is not None]
     if not automatic and (config is None or not made):
@@ -76,18 +76,24 @@ def cache_allocations(caches: Sequence[RowCache | None], device: Device) -> tupl
     return tuple(items)
 
 
-def cache_notes(tables: Sequence[LentTable], caches: Sequence[RowCache | None]) -> tuple[str, ...]:
+def cache_notes(
+    tables: Sequence[LentTable], caches: Sequence[RowCache | None], device: Device
+) -> tuple[str, ...]:
     """Return sentences on tables that fit their caches, and on those that get none."""
     notes = []
     for lent, cache in zip(tables, caches, strict=True):
         name = lent.table.name
-        if cache is None and lent.table.device_cache is not None:
-            notes.append(f"{name} has no cache: its rows are in memory of the device, or none fits")
-        elif cache is not None and cache.capacity == cache.stores[0].n_rows:
-            notes.append(
-                f"{name} fits its cache as a whole: a row travels to the device once in a loop, "
-                "and back when the loop ends"
-            )
+        if cache is not None:
+            if cache.capacity == cache.stores[0].n_rows:
+                notes.append(
+                    f"{name} fits its cache as a whole: a row travels to the device at most once "
+                    "in a loop, and back when the loop ends"
+                )
+        elif lent.table.device_cache is not None:
+            reason = "the memory that is left holds not one row with its optimizer state"
+            if not gains_from_cache(lent.stores, is_unified=device.unified):
+                reason = "on the CPU, reading rows in memory is as fast as a cache"
+            notes.append(f"{name} has no cache: {reason}")
     return tuple(notes)
 
 
@@ -118,17 +124,20 @@ def _left(device: Device, config: MemoryLimits | None, made: Sequence[RowCache])
     taken = sum(cache.nbytes for cache in made)
     planned = config.device_cache if isinstance(config, Config) else None
     limits = config.for_feeder() if config is not None else MemoryLimits()
-    if planned is None and device.unified:
-        limit = limits.host_limit(free_host_bytes())
-    elif planned is None:
-        limit = limits.device_limit(device.free_bytes())
-    else:
+    if planned is not None:
+        limit_name = "device_cache"
         limit = planned
+    elif device.unified:
+        limit_name = "cpu_memory_limit"
+        limit = limits.host_limit(free_host_bytes())
+    else:
+        limit_name = "gpu_memory_limit"
+        limit = limits.device_limit(device.free_bytes())
     if config is not None and taken > limit:
-        names = ", ".join(f"{cache.name} ({human(cache.nbytes)})" for cache in made)
+        sizes = ", ".join(f"{human(cache.nbytes)} of {cache.name}" for cache in made)
         raise BudgetError(
-            f"device_cache: the caches of {names} take {human(taken)} with optimizer state; config "
+            f"device_cache: the caches take {human(taken)} with optimizer state ({sizes}); config "
             f"leaves {human(max(0, limit))} for them; lower device_cache of the tables, or raise "
-            "the limits"
+            f"{limit_name} of the config"
         )
     return max(0, (limit if planned is not None else int(_AUTO_SHARE * limit)) - taken)

@@ -12,7 +12,7 @@ from typing import Any, cast
 from pinfeed.devices.base import Device
 from pinfeed.errors import ArgumentError
 from pinfeed.feeders.dataloader import LoaderFeeder
-from pinfeed.feeders.hints import LOADER_HINTS
+from pinfeed.feeders.hints import TABLE_LOOP_HINTS
 from pinfeed.feeders.options import FeederOptions
 from pinfeed.memory.depth import DEFAULT_DEPTH, check_optional_depth
 from pinfeed.memory.limits import MemoryLimits
@@ -36,7 +36,7 @@ from pinfeed.validation.safe_repr import safe_repr
 _MAX_READERS = 4
 
 
-@explain_arguments(LOADER_HINTS)
+@explain_arguments(TABLE_LOOP_HINTS)
 def train_rows(
     loader: Any,
     tables: Mapping[HostEmbedding, Any],
@@ -81,18 +81,18 @@ def train_rows(
             loop, one batch at a time, in order.
         optimizer: The RowOptimizer, or several, that step in the loop; their state is moved with
             the rows.
-        config: Memory limits. They give ``depth``, and the size of the caches of tables with
-            ``device_cache="auto"``: ``Config(device_cache=...)``, or else three quarters of the
-            memory that the limits leave, since the rows of the batches need some, too. None for the
-            free memory.
+        config: Memory limits, which bound the caches of tables (``device_cache``). Caches of the
+            size ``"auto"`` take ``Config(device_cache=...)`` bytes, or else three quarters of what
+            the limits leave, because the rows of the batches need memory, too. None for the free
+            memory. Its ``depth`` is taken if none is given here.
         depth: Number of batches to prefetch, at most 1,024. 0 is the synchronous loop, in which the
             training thread asks for batches and ids. With None, the loop times some batches with 2
             of them ahead and some in the synchronous loop, and keeps the faster way, which
             ``depth_reason`` names. With ``verify`` or sharded tables, None is 2.
-        look_ahead: Number of batches that are drawn from the loader before it is decided which rows
-            of a batch stay in the cache of a table (``HostEmbedding(device_cache=...)``). The
-            drawn batches wait in host memory. With more of them, fewer rows travel. None is 2, or 0
-            in the synchronous loop; without caches, and for sharded tables, there is no look-ahead.
+        look_ahead: Number of later batches that the caches of tables know when they decide which
+            rows of a batch to keep. The loader is asked for these batches in advance, and they wait
+            in host memory. With more of them, somewhat fewer rows travel. None is 2, or 0 in the
+            synchronous loop. It has no effect without caches, or if tables are sharded.
         device: Target device, as for ``Feeder``.
         route: Route of rows of page-locked stores to a GPU, as for ``Feeder``.
         verify: Whether to keep a copy of every row that was lent, run the synchronous loop on it,
@@ -140,7 +140,7 @@ class RowLoop(LoaderFeeder):
         tables: The tables, with their optimizers.
         config: Memory limits; None for the free memory.
         depth: Number of batches to prefetch; None is chosen by measurement.
-        look_ahead: Number of batches to draw before decisions on caches; None is chosen.
+        look_ahead: Number of later batches that caches know; None for the default.
         device: Target device, as the user named it.
         route: Route of rows of page-locked stores to a GPU; None is the faster one.
         options: Whether the loop is verified, and how it is observed.
@@ -219,13 +219,14 @@ class RowLoop(LoaderFeeder):
     def plan(self) -> Plan:
         """Memory of the caches of the tables. That of the batches is not known in advance."""
         caches = self._row_source.caches
+        notes = cache_notes(self._tables, caches, self._device)
         is_direct = all(map(self._device.reaches, self._stores))
         return Plan(
             0,
             self._schedule.depth,
             "direct" if is_direct else "staged",
             cache_allocations(caches, self._device),
-            notes=(*[self._route] * bool(self._route), *cache_notes(self._tables, caches)),
+            notes=(*[self._route] * bool(self._route), *notes),
             measures_depth=self._schedule.measures_depth,
         )
 

@@ -30,8 +30,8 @@ def row_source(
         loader: Iterable of batches on the host.
         tables: The tables.
         schedule: Number of batches to prefetch.
-        look_ahead: Number of batches to draw before it is decided which rows of a batch stay on the
-            device; None is chosen. Sharded tables have none.
+        look_ahead: Number of later batches that caches know when they decide which rows of a batch
+            to keep; None for the default. Sharded tables have no look-ahead.
         verify: Whether the loop compares all rows with those of the synchronous loop.
 
     Raises:

@@ -1,0 +1,113 @@
+"""HostLookup: the ids that a batch looks up in a table, on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from pinfeed.errors import RowIndexError, StoreError, described
+from pinfeed.pipeline.sources.base import HostBatch
+from pinfeed.pipeline.sources.dataloader import HostLeaf
+from pinfeed.rows.distinct import distinct_rows
+from pinfeed.rows.indices import check_rows
+from pinfeed.rows.orders import Rows
+from pinfeed.tensors.numpy_torch import to_numpy
+
+
+class HostLookup(NamedTuple):
+    """The ids that a batch looks up in a table, on the host."""
+
+    rows: Rows
+    """The ids, ascending, each once."""
+    positions: list[tuple[int, Rows]]
+    """For ids that are a part of the batch: the index of the part, and their positions in ``rows``.
+
+    The positions have the shape of the ids.
+    """
+
+
+def position_parts(lookup: HostLookup) -> list[HostLeaf]:
+    """Return the positions of a lookup as parts that are copied to the device."""
+    return [HostLeaf(torch.from_numpy(positions)) for _, positions in lookup.positions]
+
+
+def look_up(load: HostBatch, ids: Any, name: str, n_rows: int) -> HostLookup:
+    """Return the ids that a batch looks up in a table, each once.
+
+    Args:
+        load: The batch.
+        ids: The ids, in a tensor or array, or in a structure of several.
+        name: Name of the table in errors.
+        n_rows: Number of its rows.
+
+    Raises:
+        RowIndexError: If an id is out of range, or not an integer.
+    """
+    leaves = _leaves(ids)
+    rows, positions = _distinct([_flat(leaf, name) for leaf in leaves], name, n_rows)
+    known = []
+    for leaf, found in zip(leaves, positions, strict=True):
+        part = _part_index(leaf, load)
+        if part is not None:
+            known.append((part, found.reshape(leaf.shape)))
+    return HostLookup(rows, known)
+
+
+def _distinct(
+    ids: Sequence[np.ndarray[Any, Any]], name: str, n_rows: int
+) -> tuple[Rows, list[Rows]]:
+    """Return the distinct ids, ascending, and the positions of each array's ids in them, as int64.
+
+    Raises:
+        RowIndexError: If an id is out of range.
+    """
+    # Most batches have one array of ids, which needs neither a copy nor a split.
+    arrays = [array.astype(np.int64, copy=False) for array in ids]
+    every = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
+    rows, positions = distinct_rows(every)
+    check_rows(rows, n_rows, f"{name}: ids of the batch")
+    if len(arrays) == 1:
+        return rows, [positions]
+    return rows, np.split(positions, np.cumsum([array.size for array in arrays])[:-1])
+
+
+def _part_index(leaf: Any, load: HostBatch) -> int | None:
+    """Return the index of the batch's part that the ids are, unchanged; None for other ids."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    for i, part in enumerate(load.parts):
+        if getattr(part, "host_value", None) is leaf:
+            return i
+    return None
+
+
+def _leaves(ids: Any) -> list[Any]:
+    """Return the arrays in a nested structure of ids; a list of numbers is one array."""
+    if isinstance(ids, Mapping):
+        ids = list(ids.values())
+    if isinstance(ids, (list, tuple)) and any(map(_is_array_or_nested, ids)):
+        return [found for leaf in ids for found in _leaves(leaf)]
+    return [ids]
+
+
+def _is_array_or_nested(value: Any) -> bool:
+    return hasattr(value, "ndim") or isinstance(value, (list, tuple, Mapping))
+
+
+def _flat(ids: Any, name: str) -> np.ndarray[Any, Any]:
+    """Return ids as a flat array.
+
+    Raises:
+        RowIndexError: If they are not integers.
+    """
+    try:
+        array = to_numpy(ids, name) if isinstance(ids, torch.Tensor) else np.asarray(ids)
+    except (StoreError, ValueError, TypeError) as error:
+        raise RowIndexError(f"{name}: ids of the batch: {described(error)}") from None
+    if array.size and array.dtype.kind not in "iu":
+        hint = " (of a mask: ids[mask])" if array.dtype == bool else ""
+        raise RowIndexError(f"{name}: ids of the batch are {array.dtype}; expected integers{hint}")
+    return array.reshape(-1)
