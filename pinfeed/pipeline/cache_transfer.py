@@ -15,7 +15,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
 import numpy.typing as npt
 
 from pinfeed.devices.base import Device, Stream, Tensor
@@ -40,7 +39,7 @@ class ChangedRows(NamedTuple):
     rows: Rows
     values: list[Tensor | None]
     """Values of the rows for each store; None for a store that the loop has not changed."""
-    staged: npt.NDArray[Any]
+    staged: npt.NDArray[Any] | None = None
     """Staging memory that the device may read until the values are computed."""
 
 
@@ -108,7 +107,7 @@ class CacheTransfer:
             ClosedError: If another thread closes the loop.
         """
         cache = cached.cache
-        is_first = not cached.is_put
+        is_first = not cached.has_moved
         with cache.moving:
             cache.require_open()
             self._follow(cache, compute)
@@ -178,7 +177,7 @@ class CacheTransfer:
             self._follow(cache, self._device.current_stream())
         values = cache.evicted_values(leaving)
         self._count_written(cache, leaving.n_evicted, values)
-        return ChangedRows(self._batch, leaving.moves.evicted_rows, values, np.empty(0, np.uint8))
+        return ChangedRows(self._batch, leaving.moves.evicted_rows, values)
 
     def _copied(self, cache: RowCache, rows: Rows, slots: Positions) -> ChangedRows:
         """Return a copy of some rows of a cache."""

@@ -73,7 +73,7 @@ class PendingWrite:
     """Event behind the copies."""
     begun: Event | None = None
     """Timed event before the copies; None if they are not timed."""
-    sources: list[npt.NDArray[Any]] = field(default_factory=list)
+    source: npt.NDArray[Any] | None = None
     """Staging memory from which the device computes the values."""
     started_s: float = 0.0
     """Time at which the copies were queued."""

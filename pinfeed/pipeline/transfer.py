@@ -340,7 +340,7 @@ class Transfer:
                 log = WriteLog[HeldValues]()
                 group = RowGroup(chunk.rows, 0, cache.stores)
                 pending = self._pending(log, chunk.batch, [group], [chunk.values])
-                pending.sources.append(chunk.staged)
+                pending.source = chunk.staged
                 yield pending
 
     def note_flushed(self) -> None:

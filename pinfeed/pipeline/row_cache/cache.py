@@ -126,16 +126,16 @@ class RowCache:
         self.leaving = cached
         # The cache changes last. Before that, an error or an interrupt leaves it as it was, and
         # after that, the rows that leave it are in ``evicted_values``.
-        if not cached.is_begun:
+        if not cached.may_have_moved:
             evicted = self._empty(cached.n_evicted)
             self._copy(cached, self.tensors, evicted, cached.evicted_slots)
             cached.evicted_values = evicted
         cached.written_values = self._written(cached, new)
-        cached.is_begun = True
-        if not cached.is_put:
+        cached.may_have_moved = True
+        if not cached.has_moved:
             self._copy(cached, self._admitted(cached), self.tensors, into=cached.admitted_slots)
         self._copy(cached, new, self.tensors, cached.held_positions, cached.held_slots)
-        if not cached.is_put:
+        if not cached.has_moved:
             self.decisions.note_done(cached)
         return self._changed_only(cached.written_values)
 

@@ -56,9 +56,9 @@ class CachedRows:
     """Values of the rows that the batch has written last, for each store."""
     stream: Stream | None = None
     """Stream in which these values were used last."""
-    is_begun: bool = False
+    may_have_moved: bool = False
     """Whether slots of rows that enter and leave the cache may have been overwritten."""
-    is_put: bool = False
+    has_moved: bool = False
     """Whether the rows have entered and left the cache."""
 
     def release(self) -> None:
@@ -169,7 +169,7 @@ class _Slots(NamedTuple):
         """
         moves = cached.moves
         self.rows[moves.evicted_slots] = -1
-        self.rows[moves.admitted_slots] = cached.rows[moves.admitted] if cached.is_put else -1
+        self.rows[moves.admitted_slots] = cached.rows[moves.admitted] if cached.has_moved else -1
         self.used[moves.admitted_slots] = cached.number
         self.used[moves.hit_slots] = cached.number
 
@@ -224,7 +224,7 @@ class CacheDecisions:
         with self._deciding:
             cached = CachedRows(cache, rows, self._policy.decide(rows), self._n_decided)
             self._n_decided += 1
-            while self._kept and self._kept[0].is_put:
+            while self._kept and self._kept[0].has_moved:
                 self._slots.move(self._kept[0])
                 self._kept.popleft()
             self._kept.append(cached)
@@ -237,7 +237,7 @@ class CacheDecisions:
     def note_done(self, cached: CachedRows) -> None:
         """Note that a decision is carried out (consumer; in the order of batches)."""
         self._n_done = cached.number + 1
-        cached.is_put = True
+        cached.has_moved = True
 
     def changed_rows(self) -> tuple[Rows, Positions]:
         """Return the rows that may have changed since the last flush, ascending, and their slots.
@@ -247,7 +247,7 @@ class CacheDecisions:
         with self._deciding:
             now = _Slots(self._slots.rows.copy(), self._slots.used.copy())
             for cached in self._kept:
-                if cached.is_begun:
+                if cached.may_have_moved:
                     now.move(cached)
         slots = np.flatnonzero((now.used >= self._n_flushed) & (now.rows >= 0))
         order = np.argsort(now.rows[slots])
