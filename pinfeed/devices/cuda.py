@@ -136,7 +136,7 @@ class CudaDevice(DirectAccess):
             target_pos = None if dst_pos is None else dst_pos.long()
             for src, dst in pairs:
                 if src.numel() and dst.numel():
-                    _copy_rows(_words(src), src_pos, _words(dst), target_pos)
+                    _copy_rows(_words(_aligned(src)), src_pos, _words(dst), target_pos)
 
     def adopt(self, part: HostArray, stream: CudaStream) -> Any:
         value = getattr(part, "host_value", None)
@@ -222,6 +222,15 @@ def _copy_rows(
         target.index_copy_(0, into, source.index_select(0, chosen))
 
 
+def _aligned(values: torch.Tensor) -> torch.Tensor:
+    """Return values that begin at a multiple of 8 bytes of their memory, as ``_words`` needs.
+
+    Those of the user may be a part of a larger tensor. Tensors that pinfeed makes are aligned.
+    """
+    begin = values.storage_offset() * values.element_size()
+    return values.clone() if begin % 8 else values
+
+
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """Return rows as the widest integers that fit them, shape (n, words).
 
@@ -231,8 +240,5 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     nbytes = rows.shape[1]
     for width, dtype in ((8, torch.int64), (4, torch.int32), (2, torch.int16)):
         if nbytes % width == 0:
-            if rows.storage_offset() % width:
-                # Values of the user may be a part of a larger tensor.
-                rows = rows.clone()
             return rows.view(dtype)
     return rows

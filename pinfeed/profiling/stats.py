@@ -104,7 +104,7 @@ class Totals:
     batches: int = 0
     rows: int = 0
     bytes: int = 0
-    """Bytes lent to the loop."""
+    """Bytes lent to the loop, without those of rows that were in a cache on the device."""
     seconds: float = 0.0
     """Time within loops, in seconds as all times here."""
     wait_s: float = 0.0

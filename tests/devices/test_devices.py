@@ -114,6 +114,17 @@ def test_rows_of_every_dtype_are_copied_as_words(
         np.testing.assert_array_equal(to_numpy(out, "out"), wanted)
 
 
+def test_values_that_begin_anywhere_in_a_tensor_are_copied_as_words() -> None:
+    whole = torch.arange(9, dtype=torch.float32)
+    values = whole[1:].view(4, 2)
+    with pytest.raises(RuntimeError, match="storage_offset"):
+        cuda._words(values)
+    out = torch.zeros(4, 2)
+    cuda._copy_rows(cuda._words(cuda._aligned(values)), None, cuda._words(out), torch.arange(4))
+    assert torch.equal(out, values)
+    assert cuda._aligned(out) is out
+
+
 class DriftingGpu:
     """A GPU whose clock is fast by ``drift``, and takes events at the host's time ``now_s``."""
 

@@ -207,14 +207,7 @@ class LoaderSource:
         return functools.partial(load_of, batch)
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration as stop:
-                if is_end(stop):
-                    return
-                # In a generator, this becomes a RuntimeError.
-                raise
+        while (batch := next_batch(batches)) is not END:
             yield self.draw(batch)
 
 
@@ -243,6 +236,21 @@ class StatefulSource(LoaderSource):
         rebuild = host_batch.rebuild
         host_batch.rebuild = lambda tensors: (rebuild(tensors), state)
         return host_batch
+
+
+END = object()
+"""Stands for the batch after the last one."""
+
+
+def next_batch(batches: Iterator[Any]) -> Any:
+    """Return the next batch of a loader; ``END`` after the last one."""
+    try:
+        return next(batches)
+    except StopIteration as stop:
+        if is_end(stop):
+            return END
+        # In a generator, this becomes a RuntimeError.
+        raise
 
 
 def is_end(stop: StopIteration) -> bool:

@@ -17,7 +17,7 @@ from pinfeed.devices.base import Tensor
 from pinfeed.errors import ClosedError
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
-from pinfeed.pipeline.sources.dataloader import HostLeaf, is_end
+from pinfeed.pipeline.sources.dataloader import END, HostLeaf, next_batch
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.training.distributed.batch_rows import (
     RowPositions,
@@ -187,13 +187,9 @@ class ShardedSource(TableRowSource):
         exchange = RowExchange(self._lockstep, self._exchanged_tables, self.caches)
         for number in itertools.count(self._first):
             try:
-                try:
-                    batch = next(batches)
-                except StopIteration as stop:
-                    if is_end(stop):
-                        self._end(exchange, number)
-                        return
-                    raise
+                if (batch := next_batch(batches)) is END:
+                    self._end(exchange, number)
+                    return
                 ids = [table.ids_of(batch) for table in self._tables]
                 load, lookups = self._looked_up(batch, ids)
             except Exception as error:

@@ -16,7 +16,13 @@ from pinfeed.devices.base import Tensor
 from pinfeed.pipeline.row_cache.cache import RowCache
 from pinfeed.pipeline.row_cache.decisions import CachedRows
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
-from pinfeed.pipeline.sources.dataloader import HostLeaf, LoaderSource, is_end, load_of
+from pinfeed.pipeline.sources.dataloader import (
+    END,
+    HostLeaf,
+    LoaderSource,
+    load_of,
+    next_batch,
+)
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.stores.base import HostArray, StoreRows
@@ -223,13 +229,7 @@ class TableRowSource(LoaderSource):
         self, batches: Iterator[Any]
     ) -> Generator[tuple[HostBatch, list[HostLookup]], None, None]:
         """Yield each batch with its lookups, which the caches know from then on."""
-        while True:
-            try:
-                batch = next(batches)
-            except StopIteration as stop:
-                if is_end(stop):
-                    return
-                raise
+        while (batch := next_batch(batches)) is not END:
             load, lookups = self._looked_up(batch, [table.ids_of(batch) for table in self._tables])
             for cache, lookup in zip(self.caches, lookups, strict=True):
                 if cache is not None:
