@@ -176,6 +176,35 @@ def test_a_batch_that_moves_itself() -> None:
             assert got["a", "b"].shape == (0,)
 
 
+# PyG calls a deprecated function when it is imported.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("depth", [0, 2])
+def test_batches_of_pyg(depth: int) -> None:
+    from torch_geometric.data import Data, HeteroData
+
+    graphs = []
+    for ids in ids_of_batches():
+        nodes = ids.reshape(-1)
+        item = {"n_id": nodes, "size": len(nodes)}
+        graphs.append((Data(n_id=nodes), HeteroData({"item": item, "user": {"n_id": nodes % 3}})))
+    fetch = {
+        "x": (FEATURES, lambda pair: pair[0].n_id),
+        "item": (FEATURES, lambda pair: pair[1]["item"].n_id),
+        "user": (LABELS, lambda pair: pair[1]["user"].n_id),
+    }
+    with wrap_loader(graphs, fetch=fetch, device="cpu", depth=depth) as loop:
+        for ((data, hetero), got), ids in zip(loop, ids_of_batches(), strict=True):
+            nodes = ids.reshape(-1)
+            assert torch.equal(data.n_id, nodes)
+            assert hetero["item"].size == len(nodes)
+            assert torch.equal(got["x"], torch.from_numpy(FEATURES)[nodes.long()])
+            assert torch.equal(got["item"], got["x"])
+            assert torch.equal(got["user"], torch.from_numpy(LABELS)[nodes.long() % 3])
+    with wrap_loader([graphs[0][0]], fetch={"x": (FEATURES, "n_id")}, device="cpu") as one:
+        ((_, got),) = one
+    assert torch.equal(got["x"], torch.from_numpy(FEATURES)[ids_of_batches()[0]])
+
+
 def test_functions_run_in_order_one_at_a_time() -> None:
     numbers: list[int] = []
 
