@@ -16,7 +16,7 @@ from pinfeed.memory.host import free_page_cache_bytes
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_scatter
 from pinfeed.stores.disk import linux_aio
-from pinfeed.stores.disk.file_reader import FileReader, inode_of
+from pinfeed.stores.disk.file_reader import SPAN_BYTES, FileReader, inode_of
 from pinfeed.stores.disk.file_system import is_safe_to_map
 from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.stores.mapped_file import MappedFileStore
@@ -25,6 +25,8 @@ from pinfeed.validation.arguments import check_flag
 
 # Rows are written in chunks of this size, of which a scatter may make copies.
 _CHUNK_BYTES = 4 << 20
+# Gathers that run at the same time: windows are read ahead by so many threads.
+_N_GATHERS = 4
 
 
 class LocalFileStore(ShardedStore[FileReader]):
@@ -87,15 +89,21 @@ class LocalFileStore(ShardedStore[FileReader]):
 
     @property
     def resident_bytes(self) -> int:  # type: ignore[override]  # as above
-        """Memory that a scatter takes to reorder and byte-swap rows, in bytes."""
-        return 2 * _CHUNK_BYTES if self.writable else 0
+        """Memory that a scatter takes, or a gather of rows that overlap or have gaps, in bytes.
+
+        A scatter reorders and byte-swaps rows. A gather reads a span of the file for several rows.
+        """
+        if self.writable:
+            return 2 * _CHUNK_BYTES
+        has_spans = any(layout.gap for layout in self._layouts)
+        return _N_GATHERS * (SPAN_BYTES + self.row_nbytes) if has_spans else 0
 
     @functools.cached_property
     def keep_cache(self) -> bool:
         """Whether the page cache keeps what is read."""
         if self._keep_cache is not None:
             return self._keep_cache
-        return self.n_rows * self.row_nbytes <= free_page_cache_bytes()
+        return self.nbytes <= free_page_cache_bytes()
 
     @property
     def can_map(self) -> bool:
