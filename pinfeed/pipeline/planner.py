@@ -15,11 +15,10 @@ from pinfeed.memory.host import free_host_bytes, free_page_cache_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.readahead import FreeMemory, ReadPlan, choose, window_sizes
+from pinfeed.readahead import FreeMemory, ReadPlan, choose, file_of, window_sizes
 from pinfeed.rows.orders import Order, is_distinct
 from pinfeed.rows.sampler_batches import largest_batch
 from pinfeed.stores.base import Store, row_nbytes
-from pinfeed.stores.sharded_file import ShardedStore
 
 
 @dataclass(frozen=True)
@@ -119,7 +118,7 @@ def _free_host_bytes(stores: Sequence[Store], config: MemoryLimits | None) -> in
     Without a config, rows of files may take half of the free memory. The processes that torchrun
     starts on one machine share it.
     """
-    reads_files = any(isinstance(store, ShardedStore) for store in stores)
+    reads_files = any(file_of(store) is not None for store in stores)
     if config is None and not reads_files:
         return 0
     return free_host_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))

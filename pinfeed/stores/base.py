@@ -121,6 +121,25 @@ class Gatherable(Protocol):
     def gather(self, rows: Rows, out: Array) -> None: ...
 
 
+class FileStore(Store, Protocol):
+    """Store whose rows are in files, as strategies that read ahead need it."""
+
+    @property
+    def label(self) -> str:
+        """Short name of the files."""
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row."""
+
+    @property
+    def version(self) -> object:
+        """A value that differs once the rows have changed, if that is known without reading."""
+
+    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
+        """Copy rows into ``out[positions]``. The caller has checked all arguments."""
+
+
 class UncheckedGatherable(Gatherable, Protocol):
     """Rows that can also be gathered without checks."""
 
