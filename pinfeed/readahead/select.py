@@ -32,7 +32,7 @@ from pinfeed.stores.sharded_file import AnyShardedStore, ShardedStore
 # 60,000 random reads per second, and 1.2 to 2.5 GB/s in sequence.
 _SEEK_BYTES = 64 << 10
 
-# Chunks in a block of a block-shuffled order that is advised. A block begins anywhere, so it decodes
+# Chunks in a block of a block-shuffled order that is advised. A block begins anywhere, and decodes
 # one chunk more than it has, and a window of 16 blocks should not be too large.
 _BLOCK_CHUNKS = 4
 

@@ -28,7 +28,7 @@ _KEPT_BYTES = 32 << 20
 # Gathers that decode at the same time.
 _MAX_GATHERS = 4
 # Consecutive chunks are decoded in one call of the library, up to this size.
-_RUN_BYTES = 8 << 20
+_RUN_BYTES = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class ChunkedStore:
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_kept", "_slots")
     _decoding_chunks = 2
     """Memory that decoding a run of chunks takes besides the result, in sizes of the run."""
+    _max_decodes = _MAX_GATHERS
+    """Runs that the library decodes at the same time."""
 
     native: LocalFileStore | None = None
     """Store that reads the same rows without the library, if they are stored as plain bytes."""
@@ -161,7 +163,7 @@ class ChunkedStore:
         run = max(self.chunk_nbytes, min(_RUN_BYTES, self.nbytes))
         # A gather may still copy from a chunk that is not kept any more.
         held = (self._n_kept + self._n_slots - 1) * self.chunk_nbytes
-        return held + self._n_slots * self._decoding_chunks * run
+        return held + min(self._n_slots, self._max_decodes) * self._decoding_chunks * run
 
     @property
     def version(self) -> object:

@@ -61,6 +61,7 @@ class HDF5Store(ChunkedStore):
     """
 
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_dataset")
+    _max_decodes = 1
 
     def __init__(self, source: Any, name: str | None = None) -> None:
         h5py = _import_h5py()
