@@ -133,7 +133,8 @@ def _limited_plan(
 ) -> Plan:
     """Plan the largest batch that fits.
 
-    The windows of the order count as needed memory if they leave half of the host limit.
+    The windows of the order count as needed memory if they leave half of the host limit, and if the
+    rest fits beside them.
     """
     free_device = 0
     if config.gpu_memory_limit is None and not device.unified:
@@ -141,11 +142,20 @@ def _limited_plan(
     least = sum(window_allocation(*sizes, n_batch_rows=1).total for sizes in windows)
     if least > config.host_limit(free) // 2:
         windows = ()
-    plan = config.plan(
-        dataclasses.replace(demand, windows=windows),
-        free_host_bytes=free,
-        free_device_bytes=free_device,
-    )
+
+    def plan_with(windows: tuple[tuple[int, int], ...]) -> Plan:
+        return config.plan(
+            dataclasses.replace(demand, windows=windows),
+            free_host_bytes=free,
+            free_device_bytes=free_device,
+        )
+
+    try:
+        plan = plan_with(windows)
+    except BudgetError:
+        if not windows:
+            raise
+        plan = plan_with(())
     return dataclasses.replace(plan, items=plan_allocations(demand, plan.batch_size, plan.depth))
 
 

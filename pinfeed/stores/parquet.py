@@ -256,12 +256,13 @@ def _check_leaf(chunk: Any, n_rows: int, row_shape: tuple[int, ...], label: str)
     Raises:
         StoreError: If the column has nulls, or lists of different lengths.
     """
-    statistics = chunk.statistics
-    if statistics is not None and statistics.has_null_count and statistics.null_count:
-        raise nulls_error(label)
     if chunk.num_values != n_rows * math.prod(row_shape):
         mean = chunk.num_values / n_rows
         raise StoreError(
-            f"{label}: lists of different lengths: the first has {math.prod(row_shape)} values, "
-            f"others {mean:.4g} on average; {RAGGED_ADVICE}"
+            f"{label}: lists of different lengths, or null lists: the first has "
+            f"{math.prod(row_shape)} values, those of a row group {mean:.4g} on average; "
+            f"{RAGGED_ADVICE}"
         )
+    statistics = chunk.statistics
+    if statistics is not None and statistics.has_null_count and statistics.null_count:
+        raise nulls_error(label)
