@@ -42,6 +42,8 @@ class ChunkLayout:
     row_shape: tuple[int, ...]
     bounds: Rows
     """First row of each chunk, and behind them the number of rows; ascending."""
+    paths: tuple[str, ...] = ()
+    """The files, as far as they have paths."""
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, ChunkLayout):
@@ -117,6 +119,11 @@ class ChunkedStore:
     def label(self) -> str:
         """Short name of the file and of what is read of it."""
         return self._layout.label
+
+    @property
+    def paths(self) -> list[str]:
+        """The files, in the order of their rows, as far as they have paths."""
+        return list(self._layout.paths)
 
     @property
     def n_rows(self) -> int:

@@ -217,7 +217,8 @@ def _layout(dataset: Any) -> ChunkLayout:
     Raises:
         StoreError: If its rows cannot be served.
     """
-    label = f"{os.path.basename(os.fsdecode(dataset.file.filename))}:{dataset.name}"
+    path = os.fsdecode(dataset.file.filename)
+    label = f"{os.path.basename(path)}:{dataset.name}"
     if not dataset.shape:
         raise StoreError(
             f"{label} has shape {dataset.shape}, which has no rows; expected (n_rows, ...)"
@@ -228,7 +229,7 @@ def _layout(dataset: Any) -> ChunkLayout:
     if dataset.chunks is not None:
         chunk_rows = dataset.chunks[0]
     bounds = even_bounds(n_rows, chunk_rows)
-    return ChunkLayout(label, dataset.dtype, tuple(row_shape), bounds)
+    return ChunkLayout(label, dataset.dtype, tuple(row_shape), bounds, (path,))
 
 
 def _check_type(dtype: np.dtype[Any], label: str) -> None:

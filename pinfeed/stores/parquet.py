@@ -215,7 +215,8 @@ def _layout(
             _check_leaf(found.column(leaf), found.num_rows, row_shape, label)
         counts.append(found.num_rows)
     bounds = np.array([0, *itertools.accumulate(counts)], np.int64)
-    return ChunkLayout(label, first.dtype, row_shape, bounds)
+    paths = tuple(file.path for file in files)
+    return ChunkLayout(label, first.dtype, row_shape, bounds, paths)
 
 
 def _check_kinds(files: Sequence[_ParquetFile], column: str, label: str) -> None:

@@ -153,4 +153,5 @@ def _layout(array: Any, path: str | None) -> ChunkLayout:
     check_dtype(dtype, label)
     n_rows, *row_shape = array.shape
     bounds = even_bounds(n_rows, (array.shards or array.chunks)[0])
-    return ChunkLayout(label, dtype, tuple(row_shape), bounds)
+    paths = () if path is None else (path,)
+    return ChunkLayout(label, dtype, tuple(row_shape), bounds, paths)

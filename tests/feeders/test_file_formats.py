@@ -1,4 +1,4 @@
-"""Epochs over HDF5, Zarr and Parquet files equal those over the array that they were written from."""
+"""Epochs over HDF5, Zarr and Parquet files equal those over the array that they hold."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -106,7 +106,7 @@ def pandas_column(values: Any, **options: Any) -> pd.DataFrame:
 @pytest.mark.parametrize(
     ("frame", "hint"),
     [
-        (pandas_column([1, None], dtype="Int64"), r"source\['x'\]: has nulls.*df.fillna.*df.dropna"),
+        (pandas_column([1, None], dtype="Int64"), r"'x'\]: has nulls.*df.fillna.*df.dropna"),
         (pandas_column([1, None], dtype=pd.ArrowDtype(pa.int64())), "has nulls.*fillna"),
         (pandas_column(["a", "b"]), r"pandas.factorize\(df\[name\]\)"),
         (pandas_column(["a", "b"], dtype="category"), r"df\[name\].cat.codes"),
