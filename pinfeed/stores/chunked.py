@@ -25,8 +25,8 @@ from pinfeed.validation.safe_repr import safe_repr
 # Decoded chunks that are kept, so that batches which share a chunk decode it once.
 _MAX_KEPT = 8
 _KEPT_BYTES = 32 << 20
-# Gathers that decode at the same time.
-_MAX_GATHERS = 4
+MAX_GATHERS = 4
+"""Gathers that decode at the same time, at most."""
 # Consecutive chunks are decoded in one call of the library, up to this size.
 _RUN_BYTES = 2 << 20
 
@@ -74,7 +74,7 @@ class ChunkedStore:
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_kept", "_slots")
     _decoding_chunks = 2
     """Memory that decoding a run of chunks takes besides the result, in sizes of the run."""
-    _max_decodes = _MAX_GATHERS
+    _max_decodes = MAX_GATHERS
     """Runs that the library decodes at the same time."""
 
     native: LocalFileStore | None = None
@@ -92,7 +92,7 @@ class ChunkedStore:
         """Make what belongs to one process; a forked process makes it anew."""
         n = _KEPT_BYTES // max(1, self.chunk_nbytes)
         self._n_kept = min(max(1, n), _MAX_KEPT)
-        self._n_slots = min(max(1, n), _MAX_GATHERS)
+        self._n_slots = min(max(1, n), MAX_GATHERS)
         self._kept = _KeptChunks(self._n_kept, self._decode)
         self._slots = threading.BoundedSemaphore(self._n_slots)
         _stores.add(self)

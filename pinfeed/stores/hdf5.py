@@ -18,8 +18,9 @@ from pinfeed.errors import (
     described,
 )
 from pinfeed.stores.base import Array
-from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, even_bounds
+from pinfeed.stores.chunked import MAX_GATHERS, ChunkedStore, ChunkLayout, even_bounds
 from pinfeed.stores.file import MmapStore
+from pinfeed.stores.formats.hdf5_chunks import RawChunks
 from pinfeed.stores.paths import Path, local_path
 from pinfeed.tensors.dtypes import check_dtype
 
@@ -61,7 +62,6 @@ class HDF5Store(ChunkedStore):
     """
 
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_dataset")
-    _max_decodes = 1
 
     def __init__(self, source: Any, name: str | None = None) -> None:
         h5py = _import_h5py()
@@ -84,6 +84,9 @@ class HDF5Store(ChunkedStore):
             self._name = dataset.name
             super().__init__(_layout(dataset))
             self.native = _native(dataset, self._given is not None)
+            self._raw = _raw_chunks(dataset)
+            # HDF5 itself decodes one chunk at a time.
+            self._max_decodes = MAX_GATHERS if self._raw is not None else 1
         except BaseException:
             if self._given is None:
                 dataset.file.close()
@@ -109,19 +112,50 @@ class HDF5Store(ChunkedStore):
         return self._path is not None
 
     def _read_chunks(self, start: int, stop: int, out: Array) -> None:
+        if self._raw is None:
+            self._read_rows(start, stop, out)
+            return
+        for first in range(start, stop, self.chunk_rows):
+            end = min(first + self.chunk_rows, stop)
+            rows = out[first - start : end - start]
+            if not all(self._decode_chunk(offset, rows) for offset in self._raw.offsets(first)):
+                # A chunk that was never written, or one about which HDF5 says what is wrong.
+                self._read_rows(first, end, rows)
+
+    def _read_rows(self, start: int, stop: int, out: Array) -> None:
+        """Let HDF5 read the rows [start, stop)."""
         with _reading:
-            if self._dataset is None:
-                assert self._path is not None
-                dataset = _open(self._path, self._name)
-                if _layout(dataset) != self._layout:
-                    dataset.file.close()
-                    raise StoreError(
-                        f"{self!r}: the file was replaced, and its dataset has other rows; open it "
-                        "again"
-                    )
-                self._dataset = dataset
-            _require_open(self._dataset, repr(self))
-            self._dataset.read_direct(out, np.s_[start:stop])
+            self._opened().read_direct(out, np.s_[start:stop])
+
+    def _decode_chunk(self, offset: tuple[int, ...], out: Array) -> bool:
+        """Read one chunk as it is in the file, and decode it; return whether that was possible."""
+        with _reading:
+            dataset = self._opened()
+            if self._raw is None:
+                # The path was opened again, and the file was replaced.
+                return False
+            try:
+                filters_left_out, raw = dataset.id.read_direct_chunk(offset)
+            except (OSError, RuntimeError, ValueError):
+                return False
+            chunks = self._raw
+        return not filters_left_out and chunks.decode(raw, offset, out)
+
+    def _opened(self) -> Any:
+        """Return the open dataset. The caller holds the lock."""
+        if self._dataset is None:
+            assert self._path is not None
+            dataset = _open(self._path, self._name)
+            if _layout(dataset) != self._layout:
+                dataset.file.close()
+                raise StoreError(
+                    f"{self!r}: the file was replaced, and its dataset has other rows; open it "
+                    "again"
+                )
+            self._raw = _raw_chunks(dataset)
+            self._dataset = dataset
+        _require_open(self._dataset, repr(self))
+        return self._dataset
 
     def _close_file(self) -> None:
         with _reading:
@@ -255,6 +289,21 @@ def _check_type(dtype: np.dtype[Any], label: str) -> None:
     check_dtype(dtype, label)
 
 
+def _is_stored_as_in_memory(dataset: Any) -> bool:
+    """Return whether the bytes of items in the file are those of the dtype that h5py gives."""
+    import h5py
+
+    in_memory = h5py.h5t.py_create(dataset.dtype, logical=True)
+    return bool(dataset.id.get_type().equal(in_memory))
+
+
+def _raw_chunks(dataset: Any) -> RawChunks | None:
+    """Return the chunks of a dataset, if they can be decoded without HDF5."""
+    if RawChunks.can_read(dataset) and _is_stored_as_in_memory(dataset):
+        return RawChunks(dataset)
+    return None
+
+
 def _native(dataset: Any, is_given: bool) -> MmapStore | None:
     """Return a store of the bytes of a dataset, if these are certain to be its rows.
 
@@ -273,7 +322,7 @@ def _native(dataset: Any, is_given: bool) -> MmapStore | None:
         or properties.get_external_count()
         or dataset.id.get_storage_size() != dataset.nbytes
         or not dataset.nbytes
-        or not dataset.id.get_type().equal(h5py.h5t.py_create(dataset.dtype, logical=True))
+        or not _is_stored_as_in_memory(dataset)
     ):
         return None
     offset = dataset.id.get_offset()

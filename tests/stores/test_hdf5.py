@@ -127,6 +127,32 @@ def test_a_dataset_of_the_user_stays_open(tmp_path: Path) -> None:
         HDF5Store(dataset)
 
 
+def test_what_is_not_flushed_yet(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file.create_dataset("x", data=X, chunks=(50, 6), compression="gzip")
+        np.testing.assert_array_equal(gathered(HDF5Store(file["x"]), range(200)), X)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"compression": "gzip"},
+        {"compression": "lzf", "shuffle": True},
+        {"compression": "gzip", "fletcher32": True},
+        {"scaleoffset": 2},
+    ],
+    ids=str,
+)
+def test_filters(tmp_path: Path, options: dict[str, Any]) -> None:
+    """Those that are not undone without the library are undone by it."""
+    path = written(tmp_path / "x.h5", X, chunks=(30, 4), **options)
+    store = HDF5Store(path)
+    np.testing.assert_array_equal(gathered(store, [199, 0, 30, 30]), X[[199, 0, 30, 30]])
+    np.testing.assert_array_equal(gathered(store, range(200)), X)
+    store.close()
+
+
 def test_a_moved_file_of_the_user_is_read_by_h5py(tmp_path: Path) -> None:
     written(tmp_path / "x.h5", X)
     with h5py.File(tmp_path / "x.h5") as file:
