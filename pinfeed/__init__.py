@@ -44,7 +44,17 @@ from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import GiB, KiB, MiB
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.rows.ranks import Ranks
-from pinfeed.stores import ArrayStore, ArrowStore, MmapStore, PinnedStore, RemoteStore, Store
+from pinfeed.stores import (
+    ArrayStore,
+    ArrowStore,
+    HDF5Store,
+    MmapStore,
+    ParquetStore,
+    PinnedStore,
+    RemoteStore,
+    Store,
+    ZarrStore,
+)
 
 if TYPE_CHECKING:
     from pinfeed.feeders.dataset import RowDataset as RowDataset
@@ -98,6 +108,7 @@ __all__ = [
     "FeederStats",
     "FileMissing",
     "GiB",
+    "HDF5Store",
     "HostEmbedding",
     "HostEmbeddingBag",
     "KiB",
@@ -108,6 +119,7 @@ __all__ = [
     "NotEnoughCPUMemory",
     "NotEnoughGPUMemory",
     "Offload",
+    "ParquetStore",
     "PinfeedError",
     "PinnedStore",
     "Plan",
@@ -127,6 +139,7 @@ __all__ = [
     "VerificationError",
     "WorkerError",
     "WriteBackError",
+    "ZarrStore",
     "checkpoint",
     "errors",
     "estimate",

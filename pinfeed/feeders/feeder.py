@@ -60,8 +60,9 @@ class Feeder(ResumableFeeder):
             or Store. Or tuples, lists and dicts of these, with equally many rows; batches have the
             same structure. Several paths in a tuple or a list are separate sources, such as inputs
             and labels. Several files that are shards of one source are given as a pattern or as
-            ``MmapStore([...])``. An Arrow table and a Hugging Face dataset are dicts of their
-            columns.
+            ``MmapStore([...])``. An Arrow table, a Hugging Face dataset, a pandas or polars
+            DataFrame and the path of a Parquet file are dicts of their columns. An open
+            ``h5py.Dataset`` or ``zarr.Array`` is one source.
         batch_size: Rows per batch. Give either this or ``config``; give neither if ``rows`` yields
             whole batches.
         config: Memory limits that decide the batch size.

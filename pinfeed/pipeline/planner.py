@@ -15,11 +15,10 @@ from pinfeed.memory.host import free_host_bytes, free_page_cache_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.readahead import FreeMemory, ReadPlan, choose, window_sizes
+from pinfeed.readahead import FreeMemory, ReadPlan, choose, file_of, window_sizes
 from pinfeed.rows.orders import Order, is_distinct
 from pinfeed.rows.sampler_batches import largest_batch
 from pinfeed.stores.base import Store, row_nbytes
-from pinfeed.stores.sharded_file import ShardedStore
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def _free_host_bytes(stores: Sequence[Store], config: MemoryLimits | None) -> in
     Without a config, rows of files may take half of the free memory. The processes that torchrun
     starts on one machine share it.
     """
-    reads_files = any(isinstance(store, ShardedStore) for store in stores)
+    reads_files = any(file_of(store) is not None for store in stores)
     if config is None and not reads_files:
         return 0
     return free_host_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
@@ -160,7 +159,8 @@ def _limited_plan(
 ) -> Plan:
     """Plan the largest batch that fits.
 
-    The windows of the order count as needed memory if they leave half of the host limit.
+    The windows of the order count as needed memory if they leave half of the host limit, and if the
+    rest fits beside them.
     """
     free_device = 0
     if config.gpu_memory_limit is None and not device.unified:
@@ -168,11 +168,20 @@ def _limited_plan(
     least = sum(window_allocation(*sizes, n_batch_rows=1).total for sizes in windows)
     if least > config.host_limit(free) // 2:
         windows = ()
-    plan = config.plan(
-        dataclasses.replace(demand, windows=windows),
-        free_host_bytes=free,
-        free_device_bytes=free_device,
-    )
+
+    def plan_with(windows: tuple[tuple[int, int], ...]) -> Plan:
+        return config.plan(
+            dataclasses.replace(demand, windows=windows),
+            free_host_bytes=free,
+            free_device_bytes=free_device,
+        )
+
+    try:
+        plan = plan_with(windows)
+    except BudgetError:
+        if not windows:
+            raise
+        plan = plan_with(())
     return dataclasses.replace(plan, items=plan_allocations(demand, plan.batch_size, plan.depth))
 
 

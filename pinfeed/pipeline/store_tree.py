@@ -21,9 +21,9 @@ from pinfeed.pipeline.source_structure import (
 )
 from pinfeed.pipeline.write_check import WriteCheck
 from pinfeed.rows.orders import Rows
-from pinfeed.stores import ArrayStore, ArrowStore, MmapStore, RemoteStore, Store
-from pinfeed.stores.arrow_tables import is_column
+from pinfeed.stores import ArrayStore, MmapStore, RemoteStore, Store
 from pinfeed.stores.memory_map import store_of_map
+from pinfeed.stores.opened import store_of_array
 from pinfeed.stores.paths import has_protocol
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import flatten
@@ -48,7 +48,8 @@ class StoreTree:
     """
 
     def __init__(self, source: Any, name: str = "source") -> None:
-        leaves, self.rebuild = flatten(with_columns(source, name), is_leaf=is_store_or_array)
+        opened, made = with_columns(source, name)
+        leaves, self.rebuild = flatten(opened, is_leaf=is_store_or_array)
         if not leaves:
             raise StoreError(
                 f"{name}={source!r} has no arrays in it; expected at least one path, array, tensor "
@@ -56,7 +57,7 @@ class StoreTree:
             )
         self.names = [f"{name}{path}" for path, _ in leaves]
         self.stores: list[Store] = []
-        self._owned: list[Store] = []
+        self._owned = made
         try:
             for (_, leaf), leaf_name in zip(leaves, self.names, strict=True):
                 self.stores.append(self._open(leaf, leaf_name))
@@ -164,13 +165,13 @@ class StoreTree:
         """Return the store of a leaf; a leaf that is a store is checked."""
         if isinstance(leaf, Store) and not isinstance(leaf, type):
             return _checked(leaf, name)
-        if is_column(leaf):
-            store: Store = ArrowStore(leaf, name=name)
-        elif has_protocol(leaf):
-            store = RemoteStore(leaf)
+        if has_protocol(leaf):
+            store: Store | None = RemoteStore(leaf)
         elif isinstance(leaf, (str, os.PathLike)):
             store = MmapStore(leaf)
-        elif (store := store_of_map(leaf)) is None:  # type: ignore[assignment]
+        else:
+            store = store_of_map(leaf) or store_of_array(leaf, name)
+        if store is None:
             return ArrayStore(leaf, name=name)
         self._owned.append(store)
         return store

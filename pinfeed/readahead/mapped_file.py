@@ -34,7 +34,7 @@ class MappedFile(WholeFile):
         in_sequence: bool,
         counted: Sequence[AnyShardedStore] = (),
     ) -> None:
-        super().__init__(store, in_sequence=in_sequence)
+        super().__init__(store, waits=in_sequence)
         nbytes = store.nbytes_beside(counted)
         if nbytes:
             self.items = (Allocation("rows of a file", "page cache", 1, nbytes),)

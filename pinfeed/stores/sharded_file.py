@@ -149,10 +149,6 @@ class ShardedStore(Generic[R]):
     def dtype(self) -> np.dtype[Any]:
         return self._dtype
 
-    def rows_in(self, nbytes: int) -> int:
-        """Return how many consecutive rows begin within ``nbytes`` bytes of a file, at least 1."""
-        return max(1, nbytes * self.n_rows // max(1, self.nbytes))
-
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``, C-contiguous, shape (n, *row_shape), of the store's dtype.
 

@@ -41,7 +41,7 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
     if not isinstance(value, torch.Tensor):
         raise StoreError(
             f"{name}: got {type(value).__name__}; expected a path, a numpy array, a CPU tensor, "
-            f"an Arrow table or a Store; {suggestions.of_object(value)}"
+            f"an Arrow table, a DataFrame or a Store; {suggestions.of_object(value)}"
         )
     if value.is_meta:
         raise StoreError(
