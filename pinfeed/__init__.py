@@ -44,7 +44,15 @@ from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import GiB, KiB, MiB
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.rows.ranks import Ranks
-from pinfeed.stores import ArrayStore, ArrowStore, MmapStore, PinnedStore, RemoteStore, Store
+from pinfeed.stores import (
+    ArrayStore,
+    ArrowStore,
+    MmapStore,
+    PinnedStore,
+    RaggedStore,
+    RemoteStore,
+    Store,
+)
 
 if TYPE_CHECKING:
     from pinfeed.feeders.dataset import RowDataset as RowDataset
@@ -111,6 +119,7 @@ __all__ = [
     "PinfeedError",
     "PinnedStore",
     "Plan",
+    "RaggedStore",
     "RankError",
     "Ranks",
     "ReadError",

@@ -133,7 +133,11 @@ class Feeder(ResumableFeeder):
         self._stores = StoreTree(source)
         try:
             schedule = choose_schedule(
-                self._stores.stores, selection.batch_size, selection.config, depth
+                self._stores.stores,
+                selection.batch_size,
+                selection.config,
+                depth,
+                self._stores.ragged,
             )
             self._open_device(device, self._n_buffers(schedule))
             schedule = schedule.on(self._device, may_measure=self._may_measure)
@@ -215,7 +219,7 @@ class Feeder(ResumableFeeder):
     def _n_buffers(self, schedule: PrefetchSchedule) -> int:
         """Return how many device buffers a loop uses at most, over all stores."""
         n_batches = schedule.n_slots + 1 + n_held(_schedule_with_writes(schedule).depth)
-        return len(self._stores.stores) * n_batches
+        return (len(self._stores.stores) + 2 * len(self._stores.ragged)) * n_batches
 
     def _plan_batches(
         self, selection: RowSelection, schedule: PrefetchSchedule, route: str | None
@@ -223,7 +227,9 @@ class Feeder(ResumableFeeder):
         """Plan the memory and how each store is read, and return the batches that follow."""
         stores = self._stores.stores
         n_rows = self._stores.n_rows
-        request = PlanRequest(stores, selection.order, selection.batch_size, selection.config)
+        request = PlanRequest(
+            stores, selection.order, selection.batch_size, selection.config, self._stores.ragged
+        )
         plan, self._read_plan = make_plan(request, schedule, self._device, route)
         batches = selection.batches(n_rows, plan)
         self._plan = plan
@@ -236,8 +242,12 @@ class Feeder(ResumableFeeder):
     ) -> None:
         """Make the runner of the epochs, which owns the buffers and threads of a loop."""
         tree = self._stores
-        source = RowSource(tree.stores, self._read_plan.strategies, tree.rebuild, batches)
+        reads = self._read_plan
+        source = RowSource(tree.stores, reads.strategies, tree.rebuild, batches, reads.ragged)
         batch_size = self._plan.batch_size
+        if batches.is_bounded_by_elements:
+            # Most batches have far fewer rows than the largest possible one.
+            batch_size = 0
         capacity = [batch_size * row_nbytes(store) for store in tree.stores] if batch_size else []
         self._loop = EpochRunner(
             source,
@@ -250,8 +260,8 @@ class Feeder(ResumableFeeder):
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         stack.callback(self._stores.close)
-        for strategy in self._read_plan.strategies:
-            stack.callback(strategy.close)
+        for close in self._read_plan.closes:
+            stack.callback(close)
 
     @property
     def _may_measure(self) -> bool:

@@ -12,6 +12,7 @@ from pinfeed.devices.base import Device
 from pinfeed.memory.depth import DEFAULT_DEPTH
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.stores.base import Store, row_nbytes
+from pinfeed.stores.ragged import RaggedStore
 
 # Small batches are gathered together, until a slot is some hundred microseconds of work.
 _SLOT_BYTES = 2 << 20
@@ -108,7 +109,11 @@ def measured_schedule(depth: int = DEFAULT_DEPTH, batches_per_slot: int = 1) -> 
 
 
 def choose_schedule(
-    stores: Sequence[Store], batch_size: int | None, config: MemoryLimits | None, depth: int | None
+    stores: Sequence[Store],
+    batch_size: int | None,
+    config: MemoryLimits | None,
+    depth: int | None,
+    ragged: Sequence[RaggedStore] = (),
 ) -> PrefetchSchedule:
     """Choose how far to prefetch, and with how many reader threads.
 
@@ -118,13 +123,16 @@ def choose_schedule(
         config: Memory limits; they may give the depth and the batch size.
         depth: The user's choice. With None, 2 batches are prefetched, or four slots of small ones,
             unless the loop measures that it is faster without prefetching.
+        ragged: Ragged rows, of which each slot has one batch.
     """
     if config is not None:
         depth = config.depth if depth is None else depth
         batch_size = config.preferred_batch_size
-    nbytes = (batch_size or 0) * sum(row_nbytes(store) for store in stores)
+    nbytes_of_row = sum(row_nbytes(store) for store in stores)
+    nbytes_of_row += math.ceil(sum(store.mean_row_nbytes for store in ragged))
+    nbytes = (batch_size or 0) * nbytes_of_row
     batches_per_slot = 1
-    if nbytes and depth is None:
+    if nbytes and depth is None and not ragged:
         batches_per_slot = min(_SLOT_BYTES // nbytes, _MAX_BATCHES_PER_SLOT)
     if config is not None and config.cpu_memory_limit is not None and batches_per_slot > 1:
         batches_per_slot = min(batches_per_slot, config.cpu_memory_limit // 4 // (5 * nbytes))

@@ -27,12 +27,16 @@ class WriteCheck:
     Args:
         names: Name of each store, which begins with ``source``.
         stores: Stores of the feeder.
+        ragged: Names of the ragged stores of the feeder, which are read-only.
     """
 
-    def __init__(self, names: Sequence[str], stores: Sequence[Store]) -> None:
+    def __init__(
+        self, names: Sequence[str], stores: Sequence[Store], ragged: Sequence[str] = ()
+    ) -> None:
         self._names = names
-        self._name_set = frozenset(names)
+        self._name_set = frozenset((*names, *ragged))
         self._stores = stores
+        self._ragged = ragged
 
     def check(self, values: Any, n_rows: int, device: Device) -> list[Tensor | None]:
         """Return the tensors in ``values``, one per store, if they can be written.
@@ -51,6 +55,8 @@ class WriteCheck:
                 "they are need no write_back"
             )
         given = {f"source{path}": value for path, value in flatten(values)[0]}
+        for name in self._ragged:
+            self._require_none(name, given)
         if given.keys() != self._name_set:
             structure = ", in the structure of the source (None for what stays as it is)"
             raise WriteBackError(
@@ -68,10 +74,20 @@ class WriteCheck:
             )
         return tensors
 
+    @staticmethod
+    def _require_none(name: str, given: Mapping[str, Any]) -> None:
+        """Raise WriteBackError if there are values for a ragged store."""
+        for path, value in given.items():
+            if value is not None and (path == name or path.startswith((f"{name}[", f"{name}."))):
+                raise WriteBackError(
+                    f"write_back to {name}, whose rows are ragged and read-only; expected None in "
+                    "place of its values"
+                )
+
     @property
     def _is_single(self) -> bool:
         """Whether the source is one store, and not a structure of stores."""
-        return list(self._names) == ["source"]
+        return self._name_set == {"source"}
 
     def _expected(self, n_rows: int, device: Device) -> str:
         """Describe the tensors that a write to ``n_rows`` rows takes."""
