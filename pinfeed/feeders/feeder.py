@@ -132,13 +132,7 @@ class Feeder(ResumableFeeder):
         self._begin = functools.partial(note_workers, ranks, arguments.order)
         self._stores = StoreTree(source)
         try:
-            schedule = choose_schedule(
-                self._stores.stores,
-                selection.batch_size,
-                selection.config,
-                depth,
-                self._stores.ragged,
-            )
+            schedule = choose_schedule(self._stores, selection.batch_size, selection.config, depth)
             self._open_device(device, self._n_buffers(schedule))
             schedule = schedule.on(self._device, may_measure=self._may_measure)
             batches = self._plan_batches(selection, schedule, route)

@@ -17,8 +17,8 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.readahead import FreeMemory, ReadPlan, choose, choose_ragged, window_sizes
-from pinfeed.rows.element_batches import ElementBatches
 from pinfeed.rows.orders import Order, is_distinct
+from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.sampler_batches import largest_batch
 from pinfeed.stores.base import Store, row_nbytes
 from pinfeed.stores.ragged import RaggedStore

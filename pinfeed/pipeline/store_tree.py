@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from pinfeed.pipeline.write_check import WriteCheck
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import ArrayStore, ArrowStore, MmapStore, RemoteStore, Store
 from pinfeed.stores.arrow_tables import is_column
+from pinfeed.stores.base import row_nbytes
 from pinfeed.stores.memory_map import store_of_memmap
 from pinfeed.stores.paths import has_protocol
 from pinfeed.stores.ragged import RaggedStore
@@ -58,7 +60,7 @@ class StoreTree:
             )
         self.names: list[str] = []
         self.stores: list[Store] = []
-        self.ragged: list[RaggedStore] = []
+        self.ragged: Sequence[RaggedStore] = []
         # Every leaf, in the order of the structure.
         self._leaves: list[tuple[str, Store | RaggedStore]] = []
         self._owned: list[Store] = []
@@ -76,14 +78,20 @@ class StoreTree:
         except BaseException:
             self.close()
             raise
-        read_only = [name for name, leaf in self._leaves if isinstance(leaf, RaggedStore)]
-        self._write_check = WriteCheck(self.names, self.stores, read_only)
+        items = {name: leaf.items for name, leaf in self._leaves if isinstance(leaf, RaggedStore)}
+        self._write_check = WriteCheck(self.names, self.stores, items)
 
     def __str__(self) -> str:
         """Describe the stores, for the ``repr`` of a feeder."""
         stores = [f"{name} {_shape_of(store)} {store.dtype}" for name, store in self._leaves]
         more = f", and {len(stores) - _N_SHOWN} more" if len(stores) > _N_SHOWN else ""
         return f"{self.n_rows:,} rows of {', '.join(stores[:_N_SHOWN])}{more}"
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row of all stores together, on average."""
+        ragged = sum(store.mean_row_nbytes for store in self.ragged)
+        return sum(map(row_nbytes, self.stores)) + math.ceil(ragged)
 
     @property
     def leaves(self) -> list[Store | RaggedStore]:
@@ -184,7 +192,7 @@ class StoreTree:
     def _add(self, leaf: Any, name: str) -> None:
         """Add a leaf of the source."""
         if isinstance(leaf, RaggedStore):
-            self.ragged.append(leaf)
+            self.ragged = [*self.ragged, leaf]
             self._leaves.append((name, leaf))
             return
         store = self._open(leaf, name)

@@ -27,11 +27,11 @@ class WriteCheck:
     Args:
         names: Name of each store, which begins with ``source``.
         stores: Stores of the feeder.
-        ragged: Names of the ragged stores of the feeder, which are read-only.
+        ragged: Items of each ragged store of the feeder, by its name. Their rows are read-only.
     """
 
     def __init__(
-        self, names: Sequence[str], stores: Sequence[Store], ragged: Sequence[str] = ()
+        self, names: Sequence[str], stores: Sequence[Store], ragged: Mapping[str, Store]
     ) -> None:
         self._names = names
         self._name_set = frozenset((*names, *ragged))
@@ -92,16 +92,16 @@ class WriteCheck:
     def _expected(self, n_rows: int, device: Device) -> str:
         """Describe the tensors that a write to ``n_rows`` rows takes."""
         tensors = [_tensor_of(store, n_rows, device) for store in self._stores]
-        if self._is_single:
+        if self._is_single and tensors:
             return tensors[0]
-        return " and ".join(
-            f"{tensor} for {name}" for tensor, name in zip(tensors, self._names, strict=True)
-        )
+        parts = [f"{tensor} for {name}" for tensor, name in zip(tensors, self._names, strict=True)]
+        return " and ".join([*parts, *(f"None for {name}" for name in self._ragged)])
 
     def _differences(self, given: Mapping[str, Any]) -> str:
         """Say which names are missing in ``given``, and which the source does not have."""
-        missing = [name.removeprefix("source") for name in self._names if name not in given]
-        unknown = [name.removeprefix("source") for name in given if name not in self._names]
+        names = (*self._names, *self._ragged)
+        missing = [name.removeprefix("source") for name in names if name not in given]
+        unknown = [name.removeprefix("source") for name in given if name not in names]
         parts = []
         if any(missing):
             parts.append(f" without {', '.join(missing)}")
@@ -111,7 +111,7 @@ class WriteCheck:
 
     @functools.cached_property
     def _aliases(self) -> str:
-        return aliases(self._names, self._stores)
+        return aliases((*self._names, *self._ragged), (*self._stores, *self._ragged.values()))
 
 
 def aliases(names: Sequence[str], stores: Sequence[Store]) -> str:

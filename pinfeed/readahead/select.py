@@ -45,7 +45,7 @@ class ReadPlan:
     notes: tuple[str, ...]
     """A line for each file: the strategy, and the reason for it."""
     ragged: Sequence[RaggedReads] = ()
-    """How the rows of each ragged store are read."""
+    """Way in which the rows of each ragged store are read."""
 
     @property
     def items(self) -> tuple[Allocation, ...]:

@@ -11,8 +11,8 @@ from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.page_cache import PageCacheReadahead
 from pinfeed.readahead.ragged import RaggedReads
 from pinfeed.readahead.select import SEEK_BYTES, is_in_sequence
-from pinfeed.rows.element_batches import ElementBatches
 from pinfeed.rows.orders import Order
+from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.windows import windows
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.ragged import RaggedStore

@@ -75,25 +75,27 @@ class Runs(NamedTuple):
         end = self.places.item(-1) + self.lengths.item(-1)
         return slice(begin, end) if end - begin == self.n_rows else None
 
-    def by_file(self, ends: Rows) -> Iterator[tuple[int, Runs]]:
-        """Cut runs at the ends of files, and yield the runs of each file, which it counts anew.
+    def by_part(self, ends: Rows) -> Iterator[tuple[int, Runs]]:
+        """Cut runs at the ends of parts, such as files, and yield the runs of each part.
+
+        The rows of a part are counted from its first one.
 
         Args:
-            ends: Row behind the last one of each file, shape (n_files,).
+            ends: Row behind the last one of each part, shape (n_parts,).
         """
         runs = self.take(np.flatnonzero(self.lengths))
         stops = runs.starts + runs.lengths
         first = np.searchsorted(ends, runs.starts, side="right")
         last = np.searchsorted(ends, stops, side="left")
         counts = last - first + 1
-        files = _expanded(first, counts)
-        begins = np.concatenate(([0], ends[:-1]))[files]
+        parts = _expanded(first, counts)
+        begins = np.concatenate(([0], ends[:-1]))[parts]
         starts = np.maximum(np.repeat(runs.starts, counts), begins)
-        lengths = np.minimum(np.repeat(stops, counts), ends[files]) - starts
+        lengths = np.minimum(np.repeat(stops, counts), ends[parts]) - starts
         places = np.repeat(runs.places - runs.starts, counts) + starts
         cut = Runs(starts - begins, lengths, places)
-        for number in np.unique(files).tolist():
-            yield number, cut.take(np.flatnonzero(files == number))
+        for number in np.unique(parts).tolist():
+            yield number, cut.take(np.flatnonzero(parts == number))
 
 
 def _expanded(starts: Rows, lengths: Rows) -> Rows:

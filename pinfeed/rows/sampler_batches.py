@@ -11,9 +11,9 @@ import numpy as np
 
 from pinfeed.errors import ArgumentError, WorkerError
 from pinfeed.rows.batches import RowBatches, RowIndices
-from pinfeed.rows.element_batches import ElementBatches
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.windows import Windows
 
 _EPOCHS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

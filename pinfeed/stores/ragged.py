@@ -14,6 +14,7 @@ from pinfeed.rows.orders import Rows
 from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
+from pinfeed.stores.arrow_lists import items_and_offsets
 from pinfeed.stores.arrow_tables import is_column
 from pinfeed.stores.base import Array, Store, row_nbytes
 from pinfeed.stores.file import MmapStore
@@ -104,6 +105,31 @@ class RaggedStore:
         except BaseException:
             self.close()
             raise
+
+    @classmethod
+    def from_arrow(
+        cls, column: Any, *, layout: Layout = "offsets", padding: complex = 0
+    ) -> RaggedStore:
+        """Return the lists of an Arrow column as ragged rows; the items are not copied.
+
+            store = RaggedStore.from_arrow(dataset.data.column("input_ids"))
+
+        The rows of a Hugging Face dataset that was shuffled or filtered are those of its table;
+        call ``dataset.flatten_indices()`` first.
+
+        Args:
+            column: Column of lists of numbers, without nulls: a pyarrow.ListArray, a
+                LargeListArray, or a ChunkedArray of these.
+            layout: As for the class.
+            padding: As for the class.
+
+        Raises:
+            MissingDependency: If pyarrow is not installed.
+            StoreError: If ``column`` is no column of lists of numbers, has nulls, or has no items.
+            ArgumentError: As for the class.
+        """
+        items, offsets = items_and_offsets(column)
+        return cls(ArrowStore(items, name="from_arrow"), offsets, layout=layout, padding=padding)
 
     @safe_repr
     def __repr__(self) -> str:
@@ -259,8 +285,9 @@ def _read_offsets(offsets: Any) -> Rows:
         found = _offsets_of_file(offsets)
         name = os.fspath(offsets)
     else:
-        found = ArrayStore(np.asarray(offsets) if isinstance(offsets, list) else offsets).array
         name = "offsets"
+        given = np.asarray(offsets) if isinstance(offsets, list) else offsets
+        found = ArrayStore(given, name=name).array
     if found.ndim != 1 or found.dtype.kind not in "iu" or len(found) < 2:
         raise StoreError(
             f"{name}: shape {found.shape} of {found.dtype}; expected integers of shape "

@@ -79,10 +79,10 @@ def run_gather(store: Gatherable) -> RunGather:
                 return found
             if not replaced.isdisjoint(vars(kind)):
                 break
-    return functools.partial(_gather_rows, store)
+    return functools.partial(gather_rows, store)
 
 
-def _gather_rows(store: Gatherable, runs: Runs, out: Array) -> None:
+def gather_rows(store: Gatherable, runs: Runs, out: Array) -> None:
     """Gather the rows of runs by their row indices."""
     gather = unchecked_gather(store)
     rows = runs.rows()

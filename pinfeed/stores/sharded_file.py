@@ -178,7 +178,7 @@ class ShardedStore(Generic[R]):
         A subclass offers this as ``gather_runs`` if its readers have ``read_runs``.
         """
         target = as_bytes(out)
-        found = [(0, runs)] if len(self._layouts) == 1 else runs.by_file(self._ends)
+        found = [(0, runs)] if len(self._layouts) == 1 else runs.by_part(self._ends)
         for number, part in found:
             if len(part.lengths):
                 self._reader(number).read_runs(part, target)

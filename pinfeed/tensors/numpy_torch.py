@@ -51,7 +51,8 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
     if value.is_nested:
         raise StoreError(
             f"{name}: a nested tensor, whose rows differ in length; "
-            "pad them: tensor.to_padded_tensor(0)"
+            "give pinfeed.RaggedStore(tensor.values(), tensor.offsets()), or pad them: "
+            "tensor.to_padded_tensor(0)"
         )
     if value.device.type != "cpu":
         raise StoreError(

@@ -113,8 +113,8 @@ def ragged_error(name: str, one: tuple[int, ...], other: tuple[int, ...]) -> Sto
     """Return the error about rows of different shapes."""
     return StoreError(
         f"{name}: lists of different lengths (rows of shape {one} and {other}); pad them to one "
-        "length, or batch them with a collate_fn: pinfeed.wrap_loader(DataLoader(dataset, "
-        "collate_fn=...))"
+        "length, give pinfeed.RaggedStore.from_arrow(column), or batch them with a collate_fn: "
+        "pinfeed.wrap_loader(DataLoader(dataset, collate_fn=...))"
     )
 
 

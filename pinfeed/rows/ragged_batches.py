@@ -41,7 +41,7 @@ def element_batches(
     """Return batches of ragged rows with at most ``max_elements`` elements each, for ``rows=``.
 
         store = pinfeed.RaggedStore("tokens.npy", "offsets.npy")
-        batches = pinfeed.rows.element_batches(
+        batches = pinfeed.rows.ragged_batches(
             store.lengths, 16384, order=pinfeed.rows.shuffled(seed=1)
         )
         feeder = pinfeed.Feeder(store, rows=batches)
