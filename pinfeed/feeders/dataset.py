@@ -23,8 +23,9 @@ class RowDataset(Dataset[Any]):
     """Rows of arrays and files by index, as CPU tensors in the structure of the source.
 
     ``dataset[i]`` is row i. ``dataset[[3, 1, 4]]`` and ``dataset[10:20]`` are batches. The tensors
-    belong to the caller. Use it for evaluation, to look at some rows, and wherever a map-style
-    ``torch.utils.data.Dataset`` is required:
+    belong to the caller. Of a ``RaggedStore``, a single row is a tensor of its own length, and a
+    batch has the store's layout. Use it for evaluation, to look at some rows, and wherever a
+    map-style ``torch.utils.data.Dataset`` is required:
 
         loader = DataLoader(pinfeed.RowDataset("x.npy"), batch_size=256, num_workers=4)
 

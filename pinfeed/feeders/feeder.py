@@ -56,12 +56,12 @@ class Feeder(ResumableFeeder):
     batch. ``RowDataset`` gives single rows by index.
 
     Args:
-        source: Path of a .npy file (or a pattern of shards), numpy array, CPU tensor, Arrow column
-            or Store. Or tuples, lists and dicts of these, with equally many rows; batches have the
-            same structure. Several paths in a tuple or a list are separate sources, such as inputs
-            and labels. Several files that are shards of one source are given as a pattern or as
-            ``MmapStore([...])``. An Arrow table and a Hugging Face dataset are dicts of their
-            columns.
+        source: Path of a .npy file (or a pattern of shards), numpy array, CPU tensor, Arrow column,
+            Store, or RaggedStore for rows of unequal length. Or tuples, lists and dicts of these,
+            with equally many rows; batches have the same structure. Several paths in a tuple or a
+            list are separate sources, such as inputs and labels. Several files that are shards of
+            one source are given as a pattern or as ``MmapStore([...])``. An Arrow table and a
+            Hugging Face dataset are dicts of their columns.
         batch_size: Rows per batch. Give either this or ``config``; give neither if ``rows`` yields
             whole batches.
         config: Memory limits that decide the batch size.
@@ -165,7 +165,7 @@ class Feeder(ResumableFeeder):
 
         Returns:
             Iterator over batches: tensors on the device, in the structure of the source, each of
-            shape (n, *row_shape).
+            shape (n, *row_shape); of ragged rows, what the layout of their ``RaggedStore`` says.
 
         Raises:
             ClosedError: If the feeder is closed, or another loop over it runs.
