@@ -7,7 +7,7 @@ rows that an epoch has.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from pinfeed.readahead.chunk_reads import ChunkReads
 from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
 from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.page_cache import PageCacheReadahead
+from pinfeed.readahead.ragged import RaggedReads
 from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows.orders import Order, PerRank, Sequential
 from pinfeed.rows.windows import Windows, windows
@@ -28,9 +29,11 @@ from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file import MmapStore
 from pinfeed.stores.sharded_file import AnyShardedStore, ShardedStore
 
-# Bytes that a disk reads in sequence in the time of one random read. Measured disks gave 20,000 to
-# 60,000 random reads per second, and 1.2 to 2.5 GB/s in sequence.
-_SEEK_BYTES = 64 << 10
+SEEK_BYTES = 64 << 10
+"""Bytes that a disk reads in sequence in the time of one random read.
+
+Measured disks gave 20,000 to 60,000 random reads per second, and 1.2 to 2.5 GB/s in sequence.
+"""
 
 # Chunks in a block of a block-shuffled order that is advised. A block begins anywhere, and decodes
 # one chunk more than it has, and a window of 16 blocks should not be too large.
@@ -47,11 +50,21 @@ class ReadPlan:
     strategies: Sequence[ReadStrategy]
     notes: tuple[str, ...]
     """A line for each file: the strategy, and the reason for it."""
+    ragged: Sequence[RaggedReads] = ()
+    """Way in which the rows of each ragged store are read."""
 
     @property
     def items(self) -> tuple[Allocation, ...]:
         """Memory that the strategies take at most."""
-        return tuple(item for strategy in self.strategies for item in strategy.items)
+        found = tuple(item for strategy in self.strategies for item in strategy.items)
+        return found + tuple(item for reads in self.ragged for item in reads.items)
+
+    @property
+    def closes(self) -> list[Callable[[], None]]:
+        """Functions that free the memory of each strategy."""
+        return [strategy.close for strategy in self.strategies] + [
+            reads.close for reads in self.ragged
+        ]
 
 
 class FreeMemory(NamedTuple):
@@ -132,7 +145,7 @@ def _choose_for_file(
     found_map = _map(store, order, share, free.page_cache, mapped)
     if found_map is not None:
         return found_map, "rows come from the page cache, through a memory map: it fits"
-    if _in_sequence(order):
+    if is_in_sequence(order):
         hint = f"{store.label} is read in sequence, {DISK_SPEED} {whole_file_hint(store)}"
         return DirectReads(store, hint), "read in sequence"
     if _may_copy(store) and share > 0.5 and copy_allocation(store).total <= free.memory:
@@ -170,7 +183,7 @@ def _read_windows(store: AnyShardedStore, windows: Windows, n_batch_rows: int, f
 def _choose_for_chunks(
     store: ChunkedStore, order: Any, n_batch_rows: int, free: FreeMemory
 ) -> Choice:
-    if _in_sequence(order):
+    if is_in_sequence(order):
         hint = f"{store.label} is decoded in sequence. {whole_file_hint(store)}"
         return ChunkReads(store, hint), "decoded in sequence, each chunk once"
     share = _share(store, order)
@@ -222,12 +235,12 @@ def _map(
     if not store.can_map:
         return None
     if share <= 0.5:
-        in_runs = _in_sequence(order) or _windows(store, order) is not None
+        in_runs = is_in_sequence(order) or _windows(store, order) is not None
         if in_runs or not _is_read_whole(store, share):
             return None
     # The system may refuse address space. A file that has changed is an error when it is read.
     with contextlib.suppress(OSError):
-        return MappedFile(store, in_sequence=_in_sequence(order), counted=mapped)
+        return MappedFile(store, in_sequence=is_in_sequence(order), counted=mapped)
     return None
 
 
@@ -238,11 +251,11 @@ def _may_copy(store: AnyShardedStore | ChunkedStore) -> bool:
 
 def _is_read_whole(store: AnyShardedStore, share: float) -> bool:
     """Return whether reading the whole file in sequence is faster than its rows at random."""
-    return share * _SEEK_BYTES >= store.row_nbytes
+    return share * SEEK_BYTES >= store.row_nbytes
 
 
 def _read_one_by_one(store: AnyShardedStore) -> Choice:
-    block_rows = -(-_SEEK_BYTES * store.n_rows // store.nbytes)
+    block_rows = -(-SEEK_BYTES * store.n_rows // store.nbytes)
     hint = (
         f"Rows of {store.label} are read one by one; neighbours come together, and are read in "
         f"long runs, with rows=pinfeed.rows.block_shuffled(seed, block_rows={block_rows}). "
@@ -255,7 +268,7 @@ def _read_one_by_one(store: AnyShardedStore) -> Choice:
     return DirectReads(store, hint), reason
 
 
-def _in_sequence(order: Any) -> bool:
+def is_in_sequence(order: Any) -> bool:
     """Return whether the rows of a batch are consecutive.
 
     A rank of ``Ranks`` has whole batches of a sequential order, not every n-th row.
@@ -275,7 +288,7 @@ def _windows(store: FileStore, order: Any) -> Windows | None:
     found = windows(order, store.n_rows, 0)
     if found is None or isinstance(store, ChunkedStore):
         return found
-    return found if found.order.block_rows * store.nbytes >= _SEEK_BYTES * store.n_rows else None
+    return found if found.order.block_rows * store.nbytes >= SEEK_BYTES * store.n_rows else None
 
 
 def _share(store: FileStore, order: Any) -> float:

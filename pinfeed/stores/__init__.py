@@ -7,6 +7,7 @@ from pinfeed.stores.file import MmapStore
 from pinfeed.stores.hdf5 import HDF5Store
 from pinfeed.stores.parquet import ParquetStore
 from pinfeed.stores.pinned import PinnedStore
+from pinfeed.stores.ragged import RaggedStore
 from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.zarr import ZarrStore
 
@@ -17,6 +18,7 @@ __all__ = [
     "MmapStore",
     "ParquetStore",
     "PinnedStore",
+    "RaggedStore",
     "RemoteStore",
     "Store",
     "ZarrStore",

@@ -1,4 +1,4 @@
-"""Stores of what other libraries opened, and of files of columns, recognized without an import."""
+"""Stores of the sources that users give: paths, arrays, and what other libraries have opened."""
 
 from __future__ import annotations
 
@@ -8,13 +8,17 @@ import sys
 from collections.abc import Mapping
 from typing import Any
 
+from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.arrow import ArrowStore
 from pinfeed.stores.arrow_tables import columns_of, is_column
 from pinfeed.stores.base import Store
+from pinfeed.stores.file import MmapStore
 from pinfeed.stores.frames import frame_columns
 from pinfeed.stores.hdf5 import HDF5Store
+from pinfeed.stores.memory_map import store_of_map
 from pinfeed.stores.parquet import ParquetStore
 from pinfeed.stores.paths import has_protocol
+from pinfeed.stores.remote import RemoteStore
 from pinfeed.stores.zarr import ZarrStore
 
 
@@ -37,16 +41,29 @@ def stores_of_columns(source: Any, name: str) -> Mapping[Any, Store] | None:
     return columns_of(source, name) if found is None else found
 
 
-def store_of_array(source: Any, name: str) -> Store | None:
-    """Return a store of an array that another library opened; None for anything else.
+def open_store(source: Any, name: str) -> Store:
+    """Return a new store of a path, an array or a tensor.
 
     Args:
-        source: An Arrow column, an ``h5py.Dataset``, a ``zarr.Array``, or anything else.
+        source: Path or URL of a .npy file, a pattern, a numpy array or memory map, a CPU tensor, an
+            Arrow column, an ``h5py.Dataset`` or a ``zarr.Array``.
         name: Name of the source in errors.
 
     Raises:
         StoreError: If its rows cannot be served.
     """
+    if has_protocol(source):
+        return RemoteStore(source)
+    if isinstance(source, (str, os.PathLike)):
+        return MmapStore(source)
+    for store in (store_of_map(source), _store_of_array(source, name)):
+        if store is not None:
+            return store
+    return ArrayStore(source, name=name)
+
+
+def _store_of_array(source: Any, name: str) -> Store | None:
+    """Return a store of an array that another library opened; None for anything else."""
     if is_column(source):
         return ArrowStore(source, name=name)
     # If a library is not loaded, the source cannot be one of its arrays.

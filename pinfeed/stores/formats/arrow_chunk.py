@@ -27,7 +27,7 @@ _REFUSED = {
     "is_decimal": 'cast it to "float64" (dataset.cast_column, or column.cast)',
 }
 RAGGED_ADVICE = (
-    "give pinfeed.RaggedStore(values, offsets), pad them to one length, or batch them with a "
+    "give pinfeed.RaggedStore.from_arrow(column), pad them to one length, or batch them with a "
     "collate_fn: pinfeed.wrap_loader(DataLoader(dataset, collate_fn=...))"
 )
 """Advice for lists of different lengths."""
