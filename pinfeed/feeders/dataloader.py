@@ -28,10 +28,10 @@ _STATE_METHODS = ("state_dict", "load_state_dict")
 def wrap_loader(
     loader: Any,
     *,
-    fetch: Mapping[Any, tuple[Any, Any]] | None = None,
-    config: MemoryLimits | None = None,
     device: Any = "auto",
     depth: int | None = None,
+    fetch: Mapping[Any, tuple[Any, Any]] | None = None,
+    config: MemoryLimits | None = None,
     progress: bool = False,
     timeline: bool = False,
 ) -> LoaderFeeder:
@@ -84,6 +84,11 @@ def wrap_loader(
             again for the next epoch. Each batch must have memory of its own, because a batch that
             the loader fills again would change while it waits. A dataset, an array, a tensor
             or a dict of them is refused, because iterating it yields single samples or names.
+        device: Target device, as for ``Feeder``.
+        depth: Number of batches to prefetch, at most 1,024; 0 is the loader itself, with its
+            batches moved. None is 2. On the CPU, the loop measures whether 0 is faster for short
+            batches, and ``depth_reason`` says what it chose. It does not measure with ``fetch``
+            from files. The batches are the same.
         fetch: For each key, a pair (source, ids). The source is one that ``Feeder`` takes: a path,
             array, tensor or store, of any dtype and row shape, or a structure of several with
             equally many rows. The ids are a function of the batch on the host, or a key of the
@@ -92,11 +97,6 @@ def wrap_loader(
             thread.
         config: Memory limits for the files behind ``fetch``, half of which is left for the batches.
             None for the free memory. Its ``depth`` is taken if none is given here.
-        device: Target device, as for ``Feeder``.
-        depth: Number of batches to prefetch, at most 1,024; 0 is the loader itself, with its
-            batches moved. None is 2. On the CPU, the loop measures whether 0 is faster for short
-            batches, and ``depth_reason`` says what it chose. It does not measure with ``fetch``
-            from files. The batches are the same.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
 

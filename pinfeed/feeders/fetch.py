@@ -26,7 +26,7 @@ class FetchStores:
         config: Memory limits for the rows of files; None for the free memory.
 
     Raises:
-        ArgumentError: If ``fetch`` is no such mapping.
+        ArgumentError: If ``fetch`` is no such mapping, or a source has ragged rows.
         StoreError: If a source cannot be read.
     """
 
@@ -39,6 +39,7 @@ class FetchStores:
             for key, (source, _) in pairs.items():
                 trees.append(StoreTree(source, f"fetch[{key!r}]"))
                 stack.callback(trees[-1].close)
+                _require_equal_rows(key, trees[-1])
             self.stores: list[Store] = [store for tree in trees for store in tree.stores]
             self._read_plan = plan_reads_by_id(self.stores, config)
             for strategy in self._read_plan.strategies:
@@ -79,6 +80,19 @@ class FetchStores:
     def close(self) -> None:
         """Close the stores that were opened here. A second call does nothing."""
         self._opened.close()
+
+
+def _require_equal_rows(key: Any, tree: StoreTree) -> None:
+    """Refuse sources whose rows have different lengths.
+
+    Raises:
+        ArgumentError: If there are any.
+    """
+    if tree.ragged:
+        raise ArgumentError(
+            f"fetch[{key!r}] has a RaggedStore; expected rows of one shape; pad the rows to one "
+            "length, or give the RaggedStore to a Feeder"
+        )
 
 
 def _checked_pairs(fetch: Any) -> dict[Any, tuple[Any, Any]]:

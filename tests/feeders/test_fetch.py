@@ -371,6 +371,9 @@ def test_fetch_that_is_no_mapping_to_pairs(fetch: Any) -> None:
 def test_sources_that_cannot_be_read(path: Path) -> None:
     with pytest.raises(pinfeed.FileMissing, match=r"missing\.npy"):
         wrap_loader(batches(), fetch={"x": (path, "n_id"), "y": ("missing.npy", "n_id")})
+    ragged = pinfeed.RaggedStore(LABELS, [0, 3, 5])
+    with pytest.raises(ArgumentError, match=r"fetch\['y'\] has a RaggedStore"):
+        wrap_loader(batches(), fetch={"y": (ragged, "n_id")})
     with pytest.raises(StoreError, match=r"fetch\['y'\]\[1\] has 3"):
         wrap_loader(batches(), fetch={"y": ((LABELS, np.zeros(3)), "n_id")})
 

@@ -128,6 +128,7 @@ def test_ranks_share_an_epoch(
     data=st.data(),
 )
 @settings(deadline=None)
+@settings(deadline=None)
 def test_an_epoch_goes_on_with_other_ranks(
     n: int, worlds: list[int], order: Order, uneven: Uneven, data: st.DataObject
 ) -> None:
@@ -195,6 +196,7 @@ def test_split_batches_go_on_with_the_very_next_one(
     uneven=UNEVEN,
     data=st.data(),
 )
+@settings(deadline=None)
 def test_windows_are_those_of_the_rows(
     n: int, world_size: int, size: int, uneven: Uneven, data: st.DataObject
 ) -> None:
