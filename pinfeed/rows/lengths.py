@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -54,6 +55,22 @@ class RowLengths:
             before = ends.item(n_whole - 1) if n_whole else 0
             elements += (n_rows - before) * kinds.item(n_whole)
         return elements
+
+    def usual_elements(self, n_rows: int, *, padded: bool) -> int:
+        """Return a number of elements that few batches of ``n_rows`` random rows exceed.
+
+        Args:
+            n_rows: Number of rows of a batch.
+            padded: Whether each row counts as many elements as the longest one of the batch.
+        """
+        if padded:
+            # About one batch in 64 has a row that is longer.
+            n_longer = self.n_rows - np.cumsum(self._counts)
+            kind = int((n_longer * 64 * n_rows <= self.n_rows).argmax())
+            return n_rows * self._kinds.item(kind)
+        mean = self.mean
+        variance = float(self._counts @ (self._kinds - mean) ** 2) / self.n_rows
+        return math.ceil(n_rows * mean + 6 * math.sqrt(n_rows * variance))
 
     def most_rows(self, max_elements: int, *, padded: bool, repeats: bool) -> int:
         """Return the most rows that a batch of at most ``max_elements`` elements may have.

@@ -210,6 +210,15 @@ class RaggedStore:
         bounds = n_rows if self.layout == "padded" else n_rows + 1
         return elements * row_nbytes(self.items), bounds * _INDEX_NBYTES
 
+    def usual_nbytes(self, n_rows: int) -> int:
+        """Return bytes of the items of a batch that few batches of random rows exceed.
+
+        Args:
+            n_rows: Number of rows of the batch.
+        """
+        elements = self.table.usual_elements(n_rows, padded=self.layout == "padded")
+        return elements * row_nbytes(self.items)
+
     def parts(self, rows: Rows, gather: RunGather, layout: Layout | None = None) -> RaggedParts:
         """Return the two arrays of a batch, the items still to be gathered.
 

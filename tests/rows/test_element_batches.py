@@ -90,6 +90,19 @@ def test_lengths_too_long_for_a_table_have_the_same_bounds() -> None:
     assert (table.longest, table.n_rows) == (1 << 21, 3)
 
 
+def test_few_batches_exceed_the_usual_elements() -> None:
+    lengths = np.repeat([10, 20, 1000], [9000, 989, 11])
+    table = RowLengths(lengths)
+    rng = np.random.default_rng(0)
+    batches = rng.permuted(np.tile(lengths, (20, 1)), axis=1).reshape(-1, 5)
+    assert table.usual_elements(5, padded=True) == 5 * 20
+    assert np.mean(batches.max(axis=1) > 20) < 1 / 64
+    assert table.usual_elements(50, padded=True) == 50 * 1000
+    usual = table.usual_elements(50, padded=False)
+    assert np.mean(batches.reshape(-1, 50).sum(axis=1) > usual) < 1 / 64
+    assert usual < 50 * 110
+
+
 def test_the_largest_batch_is_known_and_the_number_of_batches_is_not() -> None:
     batches = element_batches(LENGTHS, 6)
     # The rows without elements, those with one, and the row with two.

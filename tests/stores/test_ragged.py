@@ -137,6 +137,7 @@ def test_runs_of_any_kind(given_runs: list[tuple[int, int, int]]) -> None:
     for short, piece in ((0, 4), (1000, 4), (1000, 1000)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(array, "_SHORT_RUN", short)
+            patch.setattr(array, "_SHORT_RUN_WITH_GAPS", short)
             patch.setattr(array, "_PIECE_ROWS", piece)
             patch.setattr(runs, "_STEP_ROWS", piece)
             for store in (ArrayStore(source), Plain(source)):
