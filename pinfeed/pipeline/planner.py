@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.devices.base import Device
-from pinfeed.errors import BudgetError
+from pinfeed.errors import BudgetError, DeviceError
 from pinfeed.memory.demand import Demand, plan_allocations, window_allocation
 from pinfeed.memory.host import free_host_bytes, free_page_cache_bytes
 from pinfeed.memory.limits import MemoryLimits
@@ -66,6 +66,11 @@ def make_plan(
         BudgetError: If the limits cannot hold one row per slot, or the batches that ``rows`` gives.
         DeviceError: If the device does not support the route.
     """
+    if route == "direct" and request.ragged and not device.unified:
+        raise DeviceError(
+            "route='direct': ragged rows are gathered by the CPU; expected no RaggedStore; leave "
+            "route out"
+        )
     stores = request.stores
     config = request.config
     largest = request.largest

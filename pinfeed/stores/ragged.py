@@ -102,6 +102,11 @@ class RaggedStore:
         try:
             _check_offsets(self._offsets, self.items.n_rows)
             self.padding = _padding(padding, self.items.dtype)
+            if layout == "jagged":
+                # Imported here, because torch need not be loaded for numpy arrays.
+                from pinfeed.tensors.numpy_torch import load_jagged
+
+                load_jagged()
         except BaseException:
             self.close()
             raise
@@ -253,7 +258,6 @@ class RaggedStore:
         """Return a batch in the form of the layout, made of the tensors of its two arrays."""
         if self.layout != "jagged":
             return items, bounds
-        # Imported here, because torch need not be loaded for numpy arrays.
         from pinfeed.tensors.numpy_torch import jagged
 
         return jagged(items, bounds)

@@ -18,6 +18,7 @@ from pinfeed import (
     ArrayStore,
     BudgetError,
     Config,
+    DeviceError,
     Feeder,
     MiB,
     MmapStore,
@@ -73,22 +74,26 @@ def test_batches_equal_those_of_a_plain_loop(
 ) -> None:
     source = source_of(kind, tmp_path)
     with RaggedStore(source, PLAIN.offsets, layout=layout, padding=5) as store:
-        lengths = store.lengths
-        for order in ORDERS:
-            bounded = rows.element_batches(lengths, 20, order=order, padded=layout == "padded")
-            for chosen in ({"batch_size": 7, "rows": order}, {"rows": bounded}):
-                with Feeder(
-                    {"x": [store], "label": LABELS}, device="cpu", depth=depth, **chosen
-                ) as feeder:
-                    for epoch in range(2):
-                        # All batches are kept, and stay as they are.
-                        kept = [(batch.rows.tolist(), batch.data) for batch in feeder.batches()]
-                        assert list(itertools.chain(*(r for r, _ in kept))) == shuffled_rows(
-                            order, epoch
-                        )
-                        for wanted, data in kept:
-                            require_equal(data["x"][0], wanted, layout, 5)
-                            np.testing.assert_array_equal(data["label"], LABELS[wanted])
+        padded = layout == "padded"
+        for order, is_bounded in (
+            (None, True),
+            (ORDERS[1], False),
+            *((o, True) for o in ORDERS[1:]),
+        ):
+            chosen: Any = {"batch_size": 7, "rows": order}
+            if is_bounded:
+                bounded = rows.element_batches(store.lengths, 20, order=order, padded=padded)
+                chosen = {"rows": bounded}
+            parts = {"x": [store], "label": LABELS}
+            with Feeder(parts, device="cpu", depth=depth, **chosen) as feeder:
+                for epoch in range(2):
+                    # All batches are kept, and stay as they are.
+                    kept = [(batch.rows.tolist(), batch.data) for batch in feeder.batches()]
+                    got = list(itertools.chain(*(wanted for wanted, _ in kept)))
+                    assert got == shuffled_rows(order, epoch)
+                    for wanted, data in kept:
+                        require_equal(data["x"][0], wanted, layout, 5)
+                        np.testing.assert_array_equal(data["label"], LABELS[wanted])
     if isinstance(source, MmapStore):
         source.close()
 
@@ -418,6 +423,12 @@ def test_windows_are_read_ahead_from_a_resumed_batch(
             for got, wanted in zip(feeder, want[-2:], strict=True):
                 assert torch.equal(got[0], wanted[0])
             assert sum(stop - start for start, stop in announced) < store.lengths.sum()
+
+
+def test_ragged_rows_are_not_read_by_the_device_itself() -> None:
+    store = RaggedStore(PLAIN.values, PLAIN.offsets)
+    with pytest.raises(DeviceError, match="ragged rows are gathered by the CPU"):
+        Feeder(store, batch_size=2, device=SimDevice(lazy), route="direct")
 
 
 # -- structure -------------------------------------------------------------------------------------
