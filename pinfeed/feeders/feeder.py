@@ -19,7 +19,7 @@ from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.planner import PlanRequest, make_plan
+from pinfeed.pipeline.planner import PlanRequest, make_plan, part_capacity
 from pinfeed.pipeline.rank_plan import plan_of_rank
 from pinfeed.pipeline.schedule import PrefetchSchedule, choose_schedule
 from pinfeed.pipeline.sources.store_rows import RowSource
@@ -28,7 +28,6 @@ from pinfeed.rows.batches import RowBatches
 from pinfeed.rows.orders import Order
 from pinfeed.rows.rank_warnings import note_workers
 from pinfeed.rows.ranks import Ranks
-from pinfeed.stores.base import row_nbytes
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
 
@@ -228,6 +227,7 @@ class Feeder(ResumableFeeder):
         plan, self._read_plan = make_plan(request, schedule, self._device, route)
         batches = selection.batches(n_rows, plan)
         self._plan = plan
+        self._capacity = part_capacity(request, plan.batch_size)
         if selection.shard is not None:
             self._plan = plan_of_rank(selection.shard, plan, n_rows)
         return batches
@@ -239,15 +239,10 @@ class Feeder(ResumableFeeder):
         tree = self._stores
         reads = self._read_plan
         source = RowSource(tree.stores, reads.strategies, tree.rebuild, batches, reads.ragged)
-        batch_size = self._plan.batch_size
-        if batches.is_bounded_by_elements:
-            # Most batches have far fewer rows than the largest possible one.
-            batch_size = 0
-        capacity = [batch_size * row_nbytes(store) for store in tree.stores] if batch_size else []
         self._loop = EpochRunner(
             source,
             self._device,
-            capacity=capacity,
+            capacity=self._capacity,
             schedule=schedule,
             progress=options["progress"],
             timeline=options["timeline"],

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pinfeed.devices.base import Device
-from pinfeed.errors import BudgetError
+from pinfeed.errors import BudgetError, DeviceError
 from pinfeed.memory.demand import Demand, plan_allocations, window_allocation
 from pinfeed.memory.host import free_host_bytes, free_page_cache_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
+from pinfeed.pipeline.ragged_sizes import RaggedSizes
 from pinfeed.pipeline.schedule import PrefetchSchedule
 from pinfeed.readahead import FreeMemory, ReadPlan, choose, choose_ragged, file_of, window_sizes
 from pinfeed.rows.orders import Order, is_distinct
@@ -39,6 +39,10 @@ class PlanRequest:
     def n_rows(self) -> int:
         """Number of rows of each store."""
         return self.stores[0].n_rows if self.stores else self.ragged[0].n_rows
+
+    def sizes(self, store: RaggedStore) -> RaggedSizes:
+        """Return the bytes of the batches of a ragged store."""
+        return RaggedSizes(store, self.rows, is_limited=self.config is not None)
 
     @property
     def sources(self) -> Sequence[Store]:
@@ -66,6 +70,11 @@ def make_plan(
         BudgetError: If the limits cannot hold one row per slot, or the batches that ``rows`` gives.
         DeviceError: If the device does not support the route.
     """
+    if route == "direct" and request.ragged and not device.unified:
+        raise DeviceError(
+            "route='direct': ragged rows are gathered by the CPU; expected no RaggedStore; leave "
+            "route out"
+        )
     stores = request.stores
     config = request.config
     largest = request.largest
@@ -115,6 +124,24 @@ def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> Re
     return choose(stores, (), 0, limits)
 
 
+def part_capacity(request: PlanRequest, batch_size: int) -> list[int]:
+    """Return the bytes to reserve for each part of a batch, as far as they are known in advance.
+
+    Args:
+        request: The user's arguments.
+        batch_size: Rows of the largest batch; 0 if it is unknown.
+    """
+    if not batch_size:
+        return []
+    # Batches that are bounded by elements have far fewer rows than the largest possible one. Memory
+    # of stores whose rows are equally long then grows with the batches that occur.
+    n_rows = 0 if isinstance(request.rows, ElementBatches) else batch_size
+    capacity = [n_rows * row_nbytes(store) for store in request.stores]
+    for store in request.ragged:
+        capacity += request.sizes(store).reserved(batch_size)
+    return capacity
+
+
 def _demand(
     request: PlanRequest, schedule: PrefetchSchedule, device: Device, largest: int | None
 ) -> Demand:
@@ -136,23 +163,8 @@ def _demand(
         staged=tuple(not device.reaches(store) for store in stores),
         batches_per_slot=schedule.batches_per_slot,
         repeats=not is_distinct(request.rows),
-        ragged=tuple(_batch_bound(store, request.rows) for store in request.ragged),
+        ragged=tuple(request.sizes(store).most for store in request.ragged),
     )
-
-
-def _batch_bound(store: RaggedStore, rows: Any) -> Callable[[int], Sequence[int]]:
-    """Return a function from the rows of a batch to the most bytes of a ragged store's parts."""
-    is_padded = store.layout == "padded"
-    if not isinstance(rows, ElementBatches):
-        bound = functools.partial(store.batch_nbytes, repeats=not is_distinct(rows))
-    else:
-        bound = functools.partial(
-            store.batch_nbytes,
-            repeats=not is_distinct(rows.order),
-            max_elements=rows.most_elements(store.lengths, padded=is_padded),
-        )
-    # Memory for a batch that is larger than any before is rounded up by a sixteenth at most.
-    return lambda n_rows: [nbytes + -(-nbytes // 16) for nbytes in bound(n_rows)]
 
 
 def _choose_reads(request: PlanRequest, n_batch_rows: int, free: FreeMemory) -> ReadPlan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,9 @@ class RowLengths:
             kinds, counts = np.unique(lengths, return_counts=True)
         self._kinds = kinds.astype(np.int64)
         self._counts = counts
+        # Rows and elements of the longest rows together, by how many lengths these have.
+        self._most_rows = np.cumsum(counts[::-1])
+        self._most_elements = np.cumsum((counts * self._kinds)[::-1])
 
     @property
     def n_rows(self) -> int:
@@ -42,18 +46,32 @@ class RowLengths:
     @property
     def nbytes(self) -> int:
         """Bytes of the table."""
-        return self._kinds.nbytes + self._counts.nbytes
+        return 4 * self._kinds.nbytes
 
     def most_elements(self, n_rows: int) -> int:
         """Return the elements of the ``n_rows`` longest rows together."""
-        kinds = self._kinds[::-1]
-        ends = np.cumsum(self._counts[::-1])
-        n_whole = int(np.searchsorted(ends, n_rows, side="right"))
-        elements = int(self._counts[::-1][:n_whole] @ kinds[:n_whole])
-        if n_whole < len(kinds):
-            before = ends.item(n_whole - 1) if n_whole else 0
-            elements += (n_rows - before) * kinds.item(n_whole)
-        return elements
+        n_whole = int(np.searchsorted(self._most_rows, n_rows, side="right"))
+        rows = self._most_rows.item(n_whole - 1) if n_whole else 0
+        elements = self._most_elements.item(n_whole - 1) if n_whole else 0
+        if n_whole == len(self._kinds):
+            return elements
+        return elements + (n_rows - rows) * self._kinds.item(-1 - n_whole)
+
+    def usual_elements(self, n_rows: int, *, padded: bool) -> int:
+        """Return a number of elements that few batches of ``n_rows`` random rows exceed.
+
+        Args:
+            n_rows: Number of rows of a batch.
+            padded: Whether each row counts as many elements as the longest one of the batch.
+        """
+        if padded:
+            # About one batch in 64 has a row that is longer.
+            n_longer = self.n_rows - np.cumsum(self._counts)
+            kind = int((n_longer * 64 * n_rows <= self.n_rows).argmax())
+            return n_rows * self._kinds.item(kind)
+        mean = self.mean
+        variance = float(self._counts @ (self._kinds - mean) ** 2) / self.n_rows
+        return math.ceil(n_rows * mean + 6 * math.sqrt(n_rows * variance))
 
     def most_rows(self, max_elements: int, *, padded: bool, repeats: bool) -> int:
         """Return the most rows that a batch of at most ``max_elements`` elements may have.

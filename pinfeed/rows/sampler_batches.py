@@ -78,10 +78,6 @@ class SamplerBatches(RowBatches):
         return [self._check(batch, i) for i, batch in enumerate(rows)]
 
     @property
-    def is_bounded_by_elements(self) -> bool:
-        return isinstance(self._rows, ElementBatches)
-
-    @property
     def fingerprint(self) -> dict[str, Any]:
         return {
             "order": self._name,

@@ -100,6 +100,11 @@ class RaggedStore:
         try:
             _check_offsets(self._offsets, self.items.n_rows)
             self.padding = _padding(padding, self.items.dtype)
+            if layout == "jagged":
+                # Imported here, because torch need not be loaded for numpy arrays.
+                from pinfeed.tensors.numpy_torch import load_jagged
+
+                load_jagged()
         except BaseException:
             self.close()
             raise
@@ -208,6 +213,15 @@ class RaggedStore:
         bounds = n_rows if self.layout == "padded" else n_rows + 1
         return elements * row_nbytes(self.items), bounds * _INDEX_NBYTES
 
+    def usual_nbytes(self, n_rows: int) -> int:
+        """Return bytes of the items of a batch that few batches of random rows exceed.
+
+        Args:
+            n_rows: Number of rows of the batch.
+        """
+        elements = self.table.usual_elements(n_rows, padded=self.layout == "padded")
+        return elements * row_nbytes(self.items)
+
     def parts(self, rows: Rows, gather: RunGather, layout: Layout | None = None) -> RaggedParts:
         """Return the two arrays of a batch, the items still to be gathered.
 
@@ -242,7 +256,6 @@ class RaggedStore:
         """Return a batch in the form of the layout, made of the tensors of its two arrays."""
         if self.layout != "jagged":
             return items, bounds
-        # Imported here, because torch need not be loaded for numpy arrays.
         from pinfeed.tensors.numpy_torch import jagged
 
         return jagged(items, bounds)

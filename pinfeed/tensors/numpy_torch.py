@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
@@ -101,6 +102,12 @@ def version_of(tensor: torch.Tensor) -> int:
     It is 0 for an inference tensor, whose changes torch does not count.
     """
     return 0 if tensor.is_inference() else tensor._version
+
+
+@functools.cache
+def load_jagged() -> None:
+    """Load what torch needs for nested tensors, about two seconds, before a loop needs it."""
+    jagged(torch.zeros(1), torch.tensor([0, 1]))
 
 
 def jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

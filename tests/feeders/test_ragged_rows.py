@@ -18,6 +18,7 @@ from pinfeed import (
     ArrayStore,
     BudgetError,
     Config,
+    DeviceError,
     Feeder,
     MiB,
     MmapStore,
@@ -73,22 +74,26 @@ def test_batches_equal_those_of_a_plain_loop(
 ) -> None:
     source = source_of(kind, tmp_path)
     with RaggedStore(source, PLAIN.offsets, layout=layout, padding=5) as store:
-        lengths = store.lengths
-        for order in ORDERS:
-            bounded = rows.element_batches(lengths, 20, order=order, padded=layout == "padded")
-            for chosen in ({"batch_size": 7, "rows": order}, {"rows": bounded}):
-                with Feeder(
-                    {"x": [store], "label": LABELS}, device="cpu", depth=depth, **chosen
-                ) as feeder:
-                    for epoch in range(2):
-                        # All batches are kept, and stay as they are.
-                        kept = [(batch.rows.tolist(), batch.data) for batch in feeder.batches()]
-                        assert list(itertools.chain(*(r for r, _ in kept))) == shuffled_rows(
-                            order, epoch
-                        )
-                        for wanted, data in kept:
-                            require_equal(data["x"][0], wanted, layout, 5)
-                            np.testing.assert_array_equal(data["label"], LABELS[wanted])
+        padded = layout == "padded"
+        for order, is_bounded in (
+            (None, True),
+            (ORDERS[1], False),
+            *((o, True) for o in ORDERS[1:]),
+        ):
+            chosen: Any = {"batch_size": 7, "rows": order}
+            if is_bounded:
+                bounded = rows.element_batches(store.lengths, 20, order=order, padded=padded)
+                chosen = {"rows": bounded}
+            parts = {"x": [store], "label": LABELS}
+            with Feeder(parts, device="cpu", depth=depth, **chosen) as feeder:
+                for epoch in range(2):
+                    # All batches are kept, and stay as they are.
+                    kept = [(batch.rows.tolist(), batch.data) for batch in feeder.batches()]
+                    got = list(itertools.chain(*(wanted for wanted, _ in kept)))
+                    assert got == shuffled_rows(order, epoch)
+                    for wanted, data in kept:
+                        require_equal(data["x"][0], wanted, layout, 5)
+                        np.testing.assert_array_equal(data["label"], LABELS[wanted])
     if isinstance(source, MmapStore):
         source.close()
 
@@ -249,8 +254,8 @@ def test_verification_finds_changed_items(layout: Any, device: Any) -> None:
 
 
 # -- memory ----------------------------------------------------------------------------------------
-def lengths_with_one_long_row() -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.full(400, 50)
+def lengths_with_one_long_row(n_rows: int = 400) -> tuple[np.ndarray, np.ndarray]:
+    lengths = np.full(n_rows, 50)
     lengths[7] = 5000
     return lengths, np.concatenate(([0], np.cumsum(lengths)))
 
@@ -284,20 +289,43 @@ def test_the_plan_counts_the_longest_rows() -> None:
             [item] = [item for item in feeder.plan.items if item.what == "batches"]
             return item.nbytes
 
-    def about(elements: int) -> Any:
-        # A sixteenth is for memory that grows, and small parts take a page.
-        return pytest.approx(elements * 4 * 17 / 16, abs=2048)
+    def about(elements: float) -> Any:
+        # Offsets or lengths are the other part.
+        return pytest.approx(elements * 4, abs=2048)
 
-    assert batch_nbytes("offsets", batch_size=10) == about(5000 + 9 * 50)
-    assert batch_nbytes("padded", batch_size=10) == about(10 * 5000)
-    assert batch_nbytes("offsets", rows=[[0, 1], [2]]) == about(2 * 5000)
+    limits = Config(preferred_batch_size=10, gpu_memory_limit=MiB(9), cpu_memory_limit=MiB(32))
+    assert batch_nbytes("offsets", config=limits) == about(5000 + 9 * 50)
+    assert batch_nbytes("padded", config=limits) == about(10 * 5000)
+    # Without limits, memory grows in steps of a sixteenth.
+    assert batch_nbytes("offsets", batch_size=10) == about((5000 + 9 * 50) * 17 / 16)
+    assert batch_nbytes("padded", batch_size=10) == about(10 * 5000 * 17 / 16)
+    assert batch_nbytes("offsets", rows=[[0, 1], [2]]) == about(2 * 5000 * 17 / 16)
     bounded = rows.element_batches(lengths, 6000, padded=True)
     assert batch_nbytes("padded", rows=bounded) == about(6000)
     assert batch_nbytes("offsets", rows=bounded) == about(6000)
     # The bound of rows that are not padded holds for such batches only.
     bounded = rows.element_batches(lengths, 6000)
     assert batch_nbytes("offsets", rows=bounded) == about(6000)
-    assert batch_nbytes("padded", rows=bounded) == about(5000 * 120)
+    assert batch_nbytes("padded", rows=bounded) == about(5000 * 120 * 17 / 16)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[:2])
+def test_one_long_row_does_not_multiply_the_memory_of_all_batches(layout: Any) -> None:
+    _, offsets = lengths_with_one_long_row(10_000)
+    store = RaggedStore(np.zeros(offsets[-1], np.float32), offsets, layout=layout)
+    device = SimDevice(favour("compute", "read", "pinfeed-read"))
+    others = [np.arange(i, i + 8) for i in range(8, 392, 8)]
+    with Feeder(store, rows=BatchSampler(others), device=device, depth=2) as feeder:
+        for batch in feeder:
+            del batch
+        n_batches = feeder.plan.items[0].count
+        assert device.peak_bytes <= n_batches * 8 * 160 * 4 < feeder.plan.device_bytes / 10
+
+
+class BatchSampler(list[Any]):
+    """Batches of which only the largest size is known."""
+
+    batch_size = 8
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[:2])
@@ -395,6 +423,12 @@ def test_windows_are_read_ahead_from_a_resumed_batch(
             for got, wanted in zip(feeder, want[-2:], strict=True):
                 assert torch.equal(got[0], wanted[0])
             assert sum(stop - start for start, stop in announced) < store.lengths.sum()
+
+
+def test_ragged_rows_are_not_read_by_the_device_itself() -> None:
+    store = RaggedStore(PLAIN.values, PLAIN.offsets)
+    with pytest.raises(DeviceError, match="ragged rows are gathered by the CPU"):
+        Feeder(store, batch_size=2, device=SimDevice(lazy), route="direct")
 
 
 # -- structure -------------------------------------------------------------------------------------

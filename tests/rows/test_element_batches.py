@@ -34,7 +34,7 @@ def epoch_of(order: Any, n: int, epoch: int) -> list[int]:
     st.booleans(),
     st.integers(1, 50),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_batches_equal_those_of_a_plain_loop(
     lengths: list[int],
     more: int,
@@ -67,7 +67,7 @@ def test_batches_equal_those_of_a_plain_loop(
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=7), st.integers(1, 20))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 def test_bounds_are_those_of_all_subsets(lengths: list[int], most: int) -> None:
     table = RowLengths(np.array(lengths))
     most = max(most, *lengths)
@@ -88,6 +88,19 @@ def test_lengths_too_long_for_a_table_have_the_same_bounds() -> None:
     table = RowLengths(np.array([1 << 21, 3, 3]))
     assert [table.most_elements(n) for n in (1, 2, 3)] == [1 << 21, (1 << 21) + 3, (1 << 21) + 6]
     assert (table.longest, table.n_rows) == (1 << 21, 3)
+
+
+def test_few_batches_exceed_the_usual_elements() -> None:
+    lengths = np.repeat([10, 20, 1000], [9000, 989, 11])
+    table = RowLengths(lengths)
+    rng = np.random.default_rng(0)
+    batches = rng.permuted(np.tile(lengths, (20, 1)), axis=1).reshape(-1, 5)
+    assert table.usual_elements(5, padded=True) == 5 * 20
+    assert np.mean(batches.max(axis=1) > 20) < 1 / 64
+    assert table.usual_elements(50, padded=True) == 50 * 1000
+    usual = table.usual_elements(50, padded=False)
+    assert np.mean(batches.reshape(-1, 50).sum(axis=1) > usual) < 1 / 64
+    assert usual < 50 * 110
 
 
 def test_the_largest_batch_is_known_and_the_number_of_batches_is_not() -> None:

@@ -124,7 +124,7 @@ def test_rows_of_a_store_with_a_gather_of_its_own() -> None:
 
 
 @given(st.lists(st.tuples(st.integers(0, 90), st.integers(0, 9), st.integers(0, 2)), max_size=12))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_runs_of_any_kind(given_runs: list[tuple[int, int, int]]) -> None:
     starts, lengths, gaps = np.array(given_runs, np.int64).reshape(-1, 3).T
     places = np.cumsum(gaps) + np.cumsum(lengths) - lengths
@@ -137,6 +137,7 @@ def test_runs_of_any_kind(given_runs: list[tuple[int, int, int]]) -> None:
     for short, piece in ((0, 4), (1000, 4), (1000, 1000)):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(array, "_SHORT_RUN", short)
+            patch.setattr(array, "_SHORT_RUN_WITH_GAPS", short)
             patch.setattr(array, "_PIECE_ROWS", piece)
             patch.setattr(runs, "_STEP_ROWS", piece)
             for store in (ArrayStore(source), Plain(source)):

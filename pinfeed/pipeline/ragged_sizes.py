@@ -1,0 +1,55 @@
+"""RaggedSizes: bytes of the batches of a ragged store, at most and as reserved in advance."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pinfeed.rows.orders import is_distinct
+from pinfeed.rows.ragged_batches import ElementBatches
+from pinfeed.stores.ragged import RaggedStore
+
+
+class RaggedSizes:
+    """Bytes of the two arrays of a batch of ragged rows, as a function of its number of rows.
+
+    With limits, or with batches that are bounded by elements, memory for the largest batch is
+    reserved for every batch. Otherwise one row that is far longer than the others would multiply
+    the memory of all batches. Memory for usual batches is reserved then, and grows if a larger
+    batch occurs.
+
+    Args:
+        store: The ragged rows.
+        rows: An order, or any other iterable of row indices or batches.
+        is_limited: Whether there are memory limits.
+    """
+
+    def __init__(self, store: RaggedStore, rows: Any, *, is_limited: bool) -> None:
+        self._store = store
+        self._max_elements = None
+        self._repeats = not is_distinct(rows)
+        if isinstance(rows, ElementBatches):
+            is_padded = store.layout == "padded"
+            self._max_elements = rows.most_elements(store.lengths, padded=is_padded)
+            self._repeats = not is_distinct(rows.order)
+        self._is_exact = is_limited or self._max_elements is not None
+
+    def most(self, n_rows: int) -> tuple[int, int]:
+        """Return the most bytes that the memory of each array of a batch may have."""
+        found = self._most(n_rows)
+        if self._is_exact:
+            return found
+        # Memory that grows is rounded up by a sixteenth at most.
+        items, bounds = found
+        return items + -(-items // 16), bounds + -(-bounds // 16)
+
+    def reserved(self, n_rows: int) -> tuple[int, int]:
+        """Return the bytes of each array that every batch gets in advance."""
+        items, bounds = self._most(n_rows)
+        if not self._is_exact:
+            items = min(items, self._store.usual_nbytes(n_rows))
+        return items, bounds
+
+    def _most(self, n_rows: int) -> tuple[int, int]:
+        return self._store.batch_nbytes(
+            n_rows, repeats=self._repeats, max_elements=self._max_elements
+        )
