@@ -162,7 +162,8 @@ def _choose_for_chunks(
 ) -> Choice:
     if _in_sequence(order):
         hint = f"{store.label} is decoded in sequence. {whole_file_hint(store)}"
-        return ChunkReads(store, hint), "decoded in sequence, each chunk once"
+        in_sequence = ChunkReads(store, hint, in_sequence=True)
+        return in_sequence, "decoded in sequence, each chunk once"
     share = _share(store, order)
     if share > 0.5 and copy_allocation(store).total <= free.memory:
         # The system may refuse memory that it reports as free.
