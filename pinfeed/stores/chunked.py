@@ -28,7 +28,7 @@ _KEPT_BYTES = 32 << 20
 MAX_DECODES = 4
 """Threads that decode at the same time, at most."""
 _DECODED_BYTES = 16 << 20
-# Consecutive chunks are decoded in one call of the library, up to this size.
+# Consecutive chunks are decoded in one call, up to this size.
 _RUN_BYTES = 2 << 20
 
 

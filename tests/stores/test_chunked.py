@@ -368,3 +368,16 @@ def test_a_limit_that_holds_no_windows_is_no_error(monkeypatch: pytest.MonkeyPat
     with Feeder(store, config=limit, rows=order, device="cpu") as feeder:
         assert "memory for windows would be 1.8 MiB" in feeder.plan.notes[0]
     store.close()
+
+
+@pytest.mark.parametrize("order", [rows.shuffled(1), BLOCKS, rows.sequential()], ids=str)
+def test_a_damaged_chunk_is_an_error_in_the_loop(store: Decoding, order: Order) -> None:
+    def fail() -> None:
+        store.failures = 1
+
+    store.wait = fail
+    with (
+        Feeder(store, batch_size=60, rows=order, device="cpu") as feeder,
+        pytest.raises(errors.ReadError, match="cannot be read"),
+    ):
+        next(iter(feeder))
