@@ -44,18 +44,25 @@ class ChunkReads:
             yield self._opener(lambda rows: None)
             return
         with ThreadPool(1, "pinfeed-decode") as thread:
-            # Chunks before this one were decoded, or are being decoded.
-            begun = 0
+            # The first row that no batch has asked for yet, and the chunk to decode ahead next. Two
+            # readers may decode a chunk ahead at the same time, which does no harm.
+            reached = 0
+            following = 0
 
             def decode_ahead(rows: Rows) -> None:
-                nonlocal begun
+                nonlocal following, reached
+                reached = max(reached, int(rows[-1]) + 1)
                 number = self._next_chunk(rows)
-                # Two readers may decode ahead at the same time, which does no harm.
-                if number is not None and number >= begun:
-                    begun = number + 1
+                if number is not None and number >= following:
+                    following = number + 1
                     # The last batches may be read when the epoch has ended.
                     with contextlib.suppress(ClosedError):
-                        thread.submit(self._decode_ahead, number)
+                        thread.submit(decode, number)
+
+            def decode(number: int) -> None:
+                # Batches that were faster have decoded the chunk themselves.
+                if reached <= self._store.bounds[number]:
+                    self._decode_ahead(number)
 
             try:
                 yield self._opener(decode_ahead)
