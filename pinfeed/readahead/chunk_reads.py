@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from pinfeed.errors import ClosedError
 from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.base import OpenBatch
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.chunked import ChunkedStore
+from pinfeed.threads.pool import ThreadPool
 
 # Rows are gathered in steps, because a loop that ends waits for the current step.
 _STEP_BYTES = 16 << 20
@@ -25,45 +27,100 @@ class ChunkReads:
     Args:
         store: The rows.
         hint: Advice for a loop that waits for them.
+        in_sequence: Whether consecutive batches have consecutive rows. Then the next chunk is
+            decoded while the last rows of a chunk are served.
     """
 
     items: tuple[Allocation, ...] = ()
 
-    def __init__(self, store: ChunkedStore, hint: str) -> None:
+    def __init__(self, store: ChunkedStore, hint: str, *, in_sequence: bool = False) -> None:
         self._store = store
         self.hint = hint
+        self._decodes_ahead = in_sequence and store.n_kept > 1
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:
-        def rows_of_batch(rows: Rows) -> _ChunkRows:
-            return _ChunkRows(self._store, rows)
+        if not self._decodes_ahead:
+            yield self._opener(lambda rows: None)
+            return
+        with ThreadPool(1, "pinfeed-decode") as thread:
+            # The first row that no batch has asked for yet, and the chunk to decode ahead next. Two
+            # readers may decode a chunk ahead at the same time, which does no harm.
+            reached = 0
+            following = 0
 
-        def open_batch(position: int, n: int) -> Callable[[Rows], _ChunkRows]:
-            return rows_of_batch
+            def decode_ahead(rows: Rows) -> None:
+                nonlocal following, reached
+                reached = max(reached, int(rows[-1]) + 1)
+                number = self._next_chunk(rows)
+                if number is not None and number >= following:
+                    following = number + 1
+                    # The last batches may be read when the epoch has ended.
+                    with contextlib.suppress(ClosedError):
+                        thread.submit(decode, number)
 
-        yield open_batch
+            def decode(number: int) -> None:
+                # Batches that were faster have decoded the chunk themselves.
+                if reached <= self._store.bounds[number]:
+                    self._decode_ahead(number)
+
+            try:
+                yield self._opener(decode_ahead)
+            finally:
+                thread.shutdown(cancel_futures=True)
 
     def close(self) -> None:
         """Do nothing: the strategy has no memory of its own."""
+
+    def _opener(self, decode_ahead: Callable[[Rows], None]) -> OpenBatch:
+        def rows_of_batch(rows: Rows) -> _ChunkRows:
+            return _ChunkRows(self._store, rows, decode_ahead)
+
+        return lambda position, n: rows_of_batch
+
+    def _next_chunk(self, rows: Rows) -> int | None:
+        """Return the chunk to decode ahead; None if the rows are far from it.
+
+        Args:
+            rows: Row indices of a batch, ascending.
+        """
+        bounds = self._store.bounds
+        number = int(np.searchsorted(bounds, rows[-1], side="right"))
+        is_last = number == len(bounds) - 1
+        # Readers that are one batch behind still need the chunk before.
+        if is_last or rows[-1] < (bounds[number - 1] + bounds[number]) // 2:
+            return None
+        # Batches that are larger than a chunk decode it as a whole, straight into the batch.
+        return number if len(rows) < bounds[number + 1] - bounds[number] else None
+
+    def _decode_ahead(self, number: int) -> None:
+        # The batch that needs the chunk tries again, and raises the error in its turn.
+        with contextlib.suppress(Exception):
+            self._store.decode_ahead(number)
 
 
 class _ChunkRows:
     """Rows of a store in chunks that a batch needs."""
 
-    def __init__(self, store: ChunkedStore, rows: Rows) -> None:
+    def __init__(
+        self, store: ChunkedStore, rows: Rows, decode_ahead: Callable[[Rows], None]
+    ) -> None:
         self._store = store
         self._rows = rows
+        self._decode_ahead = decode_ahead
         self.shape = (len(rows), *store.row_shape)
         self.dtype = store.dtype
 
     def cut(self, begin: int, end: int) -> _ChunkRows:
         """Return rows [begin, end) of these."""
-        return _ChunkRows(self._store, self._rows[begin:end])
+        return _ChunkRows(self._store, self._rows[begin:end], self._decode_ahead)
 
     def read(self, out: npt.NDArray[Any]) -> Iterator[None]:
         """Gather the rows into ``out``; no chunk is divided between steps."""
         order = np.argsort(self._rows, kind="stable")
         rows = self._rows[order]
+        if len(rows):
+            self._decode_ahead(rows)
         for begin, end in self._steps(rows):
             self._store.gather_at(rows[begin:end], out, order[begin:end])
             yield

@@ -7,8 +7,7 @@ import math
 import os
 import threading
 import weakref
-from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple
 
@@ -17,17 +16,19 @@ import numpy as np
 from pinfeed.errors import ClosedError, CopyError, PinfeedError, ReadError, StoreError, described
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_gather, run_of
+from pinfeed.stores.kept_chunks import KeptChunks
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.tensors.dtypes import check_dtype
-from pinfeed.threads.call import Call
 from pinfeed.validation.safe_repr import safe_repr
 
-# Decoded chunks that are kept, so that batches which share a chunk decode it once.
+# Decoded chunks that are kept, so that batches which share a chunk decode it once. Two are needed
+# to decode one while the rows of another are gathered.
 _MAX_KEPT = 8
 _KEPT_BYTES = 32 << 20
-MAX_GATHERS = 4
-"""Gathers that decode at the same time, at most."""
-# Consecutive chunks are decoded in one call of the library, up to this size.
+MAX_DECODES = 4
+"""Threads that decode at the same time, at most."""
+_DECODED_BYTES = 16 << 20
+# Consecutive chunks are decoded in one call, up to this size.
 _RUN_BYTES = 2 << 20
 
 
@@ -71,11 +72,11 @@ class ChunkedStore:
 
     writable = False
     # Attributes that belong to one process, and are not pickled.
-    _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_kept", "_slots")
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_kept", "_decodes")
     _decoding_chunks = 2
     """Memory that decoding a run of chunks takes besides the result, in sizes of the run."""
-    _max_decodes = MAX_GATHERS
-    """Runs that the library decodes at the same time."""
+    _max_decodes = MAX_DECODES
+    """Runs that are decoded at the same time, at most."""
 
     native: LocalFileStore | None = None
     """Store that reads the same rows without the library, if they are stored as plain bytes."""
@@ -90,11 +91,8 @@ class ChunkedStore:
 
     def _init_process_state(self) -> None:
         """Make what belongs to one process; a forked process makes it anew."""
-        n = _KEPT_BYTES // max(1, self.chunk_nbytes)
-        self._n_kept = min(max(1, n), _MAX_KEPT)
-        self._n_slots = min(max(1, n), MAX_GATHERS)
-        self._kept = _KeptChunks(self._n_kept, self._decode)
-        self._slots = threading.BoundedSemaphore(self._n_slots)
+        self._kept = KeptChunks(self.n_kept, self._decode)
+        self._decodes = threading.BoundedSemaphore(self._n_decodes)
         _stores.add(self)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -168,9 +166,19 @@ class ChunkedStore:
         if self.native is not None:
             return self.native.resident_bytes
         run = max(self.chunk_nbytes, min(_RUN_BYTES, self.nbytes))
-        # A gather may still copy from a chunk that is not kept any more.
-        held = (self._n_kept + self._n_slots - 1) * self.chunk_nbytes
-        return held + min(self._n_slots, self._max_decodes) * self._decoding_chunks * run
+        return self.n_kept * self.chunk_nbytes + self._n_decodes * self._decoding_chunks * run
+
+    @property
+    def n_kept(self) -> int:
+        """Number of decoded chunks that are kept."""
+        n = _KEPT_BYTES // max(1, self.chunk_nbytes)
+        return min(max(2, n), _MAX_KEPT, len(self.bounds) - 1)
+
+    @property
+    def _n_decodes(self) -> int:
+        """Number of runs that are decoded at the same time."""
+        n = _DECODED_BYTES // max(_RUN_BYTES, self.chunk_nbytes)
+        return min(max(1, n), self._max_decodes)
 
     @property
     def version(self) -> object:
@@ -205,14 +213,19 @@ class ChunkedStore:
             self.native.gather_at(rows, out, positions)
             return
         for piece in self._pieces(rows, positions):
-            with self._slots:
-                if piece.number is None:
-                    n = piece.stop - piece.start
-                    place = int(piece.positions[0])
-                    self._read(piece.start, piece.stop, out[place : place + n])
-                else:
-                    chunk = self._kept.get(piece.number)
+            if piece.number is None:
+                n = piece.stop - piece.start
+                place = int(piece.positions[0])
+                self._read(piece.start, piece.stop, out[place : place + n])
+            else:
+                with self._kept.use(piece.number) as chunk:
                     out[piece.positions] = chunk[piece.rows - piece.start]
+
+    def decode_ahead(self, number: int) -> None:
+        """Decode a chunk, of which rows will be gathered soon, and keep it."""
+        if self.native is None and not self._closed:
+            with self._kept.use(number):
+                pass
 
     def scatter(self, rows: Rows, values: Array) -> None:
         """Refuse to write: the store is read-only.
@@ -244,7 +257,8 @@ class ChunkedStore:
     def _read(self, start: int, stop: int, out: Array) -> None:
         """Decode whole chunks into ``out``; say which rows could not be read."""
         try:
-            self._read_chunks(start, stop, out)
+            with self._decodes:
+                self._read_chunks(start, stop, out)
         except (PinfeedError, MemoryError):
             raise
         except Exception as error:
@@ -318,43 +332,6 @@ class _Piece(NamedTuple):
             and int(other.positions[0]) == place
             and other.stop - self.start <= most_rows
         )
-
-
-class _KeptChunks:
-    """The chunks that were used last; a chunk that several threads need is decoded by one.
-
-    Args:
-        capacity: Number of chunks that are kept, including those that are being decoded.
-        decode: Returns the rows of a chunk, given its number.
-    """
-
-    def __init__(self, capacity: int, decode: Callable[[int], Array]) -> None:
-        self._capacity = capacity
-        self._decode = decode
-        self._lock = threading.Lock()
-        self._chunks: OrderedDict[int, Call[Array]] = OrderedDict()
-
-    def get(self, number: int) -> Array:
-        """Return a chunk; decode it if it is not kept."""
-        with self._lock:
-            found = self._chunks.pop(number, None)
-            call = found or Call(self._decode, number)
-            while len(self._chunks) >= self._capacity:
-                self._chunks.popitem(last=False)
-            self._chunks[number] = call
-        if found is None:
-            call.run()
-            if call.exception() is not None:
-                # The next gather of this chunk tries again.
-                with self._lock:
-                    if self._chunks.get(number) is call:
-                        del self._chunks[number]
-        return call.result()
-
-    def clear(self) -> None:
-        """Free all chunks."""
-        with self._lock:
-            self._chunks.clear()
 
 
 _stores: weakref.WeakSet[ChunkedStore] = weakref.WeakSet()

@@ -18,7 +18,7 @@ from pinfeed.errors import (
     described,
 )
 from pinfeed.stores.base import Array
-from pinfeed.stores.chunked import MAX_GATHERS, ChunkedStore, ChunkLayout, even_bounds
+from pinfeed.stores.chunked import MAX_DECODES, ChunkedStore, ChunkLayout, even_bounds
 from pinfeed.stores.file import MmapStore
 from pinfeed.stores.formats.hdf5_chunks import RawChunks
 from pinfeed.stores.paths import Path, local_path
@@ -62,6 +62,8 @@ class HDF5Store(ChunkedStore):
     """
 
     _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_dataset")
+    # The chunk as it is in the file, without gzip, and without shuffle.
+    _decoding_chunks = 3
 
     def __init__(self, source: Any, name: str | None = None) -> None:
         h5py = _import_h5py()
@@ -82,11 +84,11 @@ class HDF5Store(ChunkedStore):
             )
         try:
             self._name = dataset.name
-            super().__init__(_layout(dataset))
-            self.native = _native(dataset, self._given is not None)
             self._raw = _raw_chunks(dataset)
             # HDF5 itself decodes one chunk at a time.
-            self._max_decodes = MAX_GATHERS if self._raw is not None else 1
+            self._max_decodes = MAX_DECODES if self._raw is not None else 1
+            super().__init__(_layout(dataset))
+            self.native = _native(dataset, self._given is not None)
         except BaseException:
             if self._given is None:
                 dataset.file.close()

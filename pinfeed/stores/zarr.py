@@ -72,6 +72,14 @@ class ZarrStore(ChunkedStore):
         super().__init__(_layout(array, self._path))
         self._array = array
 
+    def close(self) -> None:
+        """Free the chunks, and close the array if the store opened it."""
+        super().close()
+        array = self._array
+        if self._path is not None and array is not None:
+            self._array = None
+            array.store.close()
+
     def _init_process_state(self) -> None:
         super()._init_process_state()
         # A path is opened again when rows are read.

@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import queue
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -24,6 +25,7 @@ from pinfeed.rows.orders import Order
 from pinfeed.rows.windows import windows as windows_of
 from pinfeed.stores import chunked
 from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, even_bounds
+from pinfeed.stores.kept_chunks import KeptChunks
 from pinfeed.testing.suites import ReadOnlyStoreTests
 
 UNEVEN = [0, 3, 4, 9, 25, 26, 40, 50]
@@ -129,6 +131,25 @@ def test_threads_that_need_one_chunk_decode_it_once() -> None:
     assert store.decoded == {3: 1}
 
 
+def test_a_chunk_in_use_is_not_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else more chunks than are counted would be in memory."""
+    store = small()
+    kept = KeptChunks(1, store._decode)
+    with ThreadPoolExecutor(1) as thread:
+        with kept.use(0):
+
+            def use_other() -> float:
+                with kept.use(1) as chunk:
+                    return float(chunk[0, 0])
+
+            call = thread.submit(use_other)
+            with kept.use(0) as again:
+                assert again[0, 1] == 1
+            assert not store.decoded[1]
+        assert call.result() == 6
+    assert store.decoded == {0: 1, 1: 1}
+
+
 def test_a_chunk_that_failed_is_tried_again() -> None:
     store = small()
     store.failures = 1
@@ -141,10 +162,14 @@ def test_a_chunk_that_failed_is_tried_again() -> None:
 
 def test_the_memory_of_large_chunks_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(chunked, "_KEPT_BYTES", 256)
-    # One chunk of 400 bytes is kept, and one gather at a time decodes.
+    monkeypatch.setattr(chunked, "_DECODED_BYTES", 256)
+    monkeypatch.setattr(chunked, "_RUN_BYTES", 16)
+    # The one chunk of 400 bytes is kept, and one thread at a time decodes.
     assert small(50, [0, 50]).resident_bytes == 400 + 2 * 400
-    # Chunks of 8 bytes: eight are kept, and four gathers decode at the same time.
-    assert small(50, even_bounds(50, 1)).resident_bytes == (8 + 3) * 8 + 4 * 2 * 400
+    # Two chunks of 160 bytes are kept, although they are larger than wanted.
+    assert small(50, [0, 20, 40, 50]).resident_bytes == 2 * 160 + 2 * 160
+    # Eight chunks of 8 bytes are kept, and four threads decode two at a time.
+    assert small(50, even_bounds(50, 1)).resident_bytes == 8 * 8 + 4 * 2 * 16
 
 
 def test_a_closed_store(tmp_path: Path) -> None:
@@ -261,6 +286,37 @@ def test_a_batch_is_gathered_chunk_by_chunk(
     assert set(store.decoded.values()) == {1}
 
 
+@pytest.mark.parametrize("stop", [N, 330])
+def test_the_next_chunk_of_a_sequence_is_decoded_ahead(store: Decoding, stop: int) -> None:
+    strategy = ChunkReads(store, "", in_sequence=True)
+    ahead: queue.SimpleQueue[int] = queue.SimpleQueue()
+
+    def decode_ahead(number: int) -> None:
+        ChunkedStore.decode_ahead(store, number)
+        ahead.put(number)
+
+    store.decode_ahead = decode_ahead  # type: ignore[method-assign]
+    following = 1
+    with strategy.open_epoch(None, 0, stop) as open_batch:
+        for start in range(0, stop, 10):
+            wanted = np.arange(start, start + 10)
+            part = open_batch(start, 10)(wanted)
+            out = np.empty(part.shape, part.dtype)
+            for _ in part.read(out):
+                pass
+            np.testing.assert_array_equal(out, store.array[wanted])
+            # The last row is in the second half of a chunk, of 25 rows, and not of the last one.
+            if start + 9 >= following * 25 - 13 and following < N // 25:
+                assert ahead.get(timeout=30) == following
+                following += 1
+    assert ahead.empty()
+    assert store.decoded == Counter(dict.fromkeys(range(following), 1))
+    # The last batches may be read after the end of the epoch.
+    late = open_batch(stop - 10, 10)(np.arange(stop - 10, stop))
+    for _ in late.read(np.empty(late.shape, late.dtype)):
+        pass
+
+
 def test_the_choice_of_a_strategy(store: Decoding) -> None:
     def chosen(order: Any, free: int) -> tuple[type, str]:
         plan = choose([store], order, 100, FreeMemory(free, free))
@@ -312,3 +368,16 @@ def test_a_limit_that_holds_no_windows_is_no_error(monkeypatch: pytest.MonkeyPat
     with Feeder(store, config=limit, rows=order, device="cpu") as feeder:
         assert "memory for windows would be 1.8 MiB" in feeder.plan.notes[0]
     store.close()
+
+
+@pytest.mark.parametrize("order", [rows.shuffled(1), BLOCKS, rows.sequential()], ids=str)
+def test_a_damaged_chunk_is_an_error_in_the_loop(store: Decoding, order: Order) -> None:
+    def fail() -> None:
+        store.failures = 1
+
+    store.wait = fail
+    with (
+        Feeder(store, batch_size=60, rows=order, device="cpu") as feeder,
+        pytest.raises(errors.ReadError, match="cannot be read"),
+    ):
+        next(iter(feeder))

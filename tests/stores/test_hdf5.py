@@ -3,7 +3,6 @@
 import os
 import pickle
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -67,25 +66,15 @@ class TestContiguous(HDF5Tests):
         return store
 
 
-class TestOpenForWriting(HDF5Tests):
-    @pytest.fixture(params=["bool"])
-    def dtype(self, request: pytest.FixtureRequest) -> Any:
-        return DTYPES[request.param]
-
-    @pytest.fixture(autouse=True)
-    def _files(self) -> Iterator[None]:
-        self.files: list[Any] = []
-        yield
-        for file in self.files:
-            file.close()
-
-    def make(self, array: np.ndarray, tmp_path: Path) -> HDF5Store:
-        file = h5py.File(tmp_path / "x.h5", "w")
-        self.files.append(file)
-        file["x"] = array
+def test_a_contiguous_dataset_that_is_open_for_writing(tmp_path: Path) -> None:
+    with h5py.File(tmp_path / "x.h5", "w") as file:
+        file["x"] = np.arange(200_000)
         store = HDF5Store(file["x"])
         assert store.native is None
-        return store
+        assert len(store.bounds) == 8
+        wanted = [199_999, 5, 40_000, 5]
+        assert gathered(store, wanted).tolist() == wanted
+        assert gathered(store, range(1000, 150_000)).tolist() == list(range(1000, 150_000))
 
 
 @pytest.mark.parametrize("options", [{}, {"chunks": (7, 6)}])

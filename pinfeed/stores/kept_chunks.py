@@ -1,0 +1,77 @@
+"""KeptChunks: the decoded chunks that were used last."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+
+from pinfeed.errors import ReadError
+from pinfeed.stores.base import Array
+from pinfeed.threads.call import Call
+
+
+class KeptChunks:
+    """The decoded chunks that were used last; a chunk that several threads need is decoded once.
+
+    Args:
+        capacity: Number of chunks that are in memory at most, including those that are decoded.
+        decode: Returns the rows of a chunk, given its number.
+    """
+
+    def __init__(self, capacity: int, decode: Callable[[int], Array]) -> None:
+        self._capacity = capacity
+        self._decode = decode
+        # Notified when a chunk is not used any more.
+        self._unused = threading.Condition()
+        self._chunks: OrderedDict[int, _Chunk] = OrderedDict()
+
+    @contextlib.contextmanager
+    def use(self, number: int) -> Iterator[Array]:
+        """Lend a chunk, which is decoded if it is not kept; it is kept until the context ends.
+
+        A thread uses one chunk at a time, because it may wait for others to end their use of one.
+        """
+        with self._unused:
+            self._unused.wait_for(lambda: number in self._chunks or self._make_room())
+            is_new = number not in self._chunks
+            chunk = self._chunks.setdefault(number, _Chunk(Call(self._decode, number)))
+            self._chunks.move_to_end(number)
+            chunk.n_users += 1
+        try:
+            if is_new:
+                chunk.decoding.run()
+            yield chunk.decoding.result()
+        finally:
+            if is_new and not chunk.decoding.done():
+                # An interrupt came before the call, for which other threads wait.
+                chunk.decoding.fail(ReadError("the decoding of a chunk was interrupted; try again"))
+            with self._unused:
+                chunk.n_users -= 1
+                if chunk.decoding.exception() is not None and self._chunks.get(number) is chunk:
+                    # The next gather of this chunk tries again.
+                    del self._chunks[number]
+                self._unused.notify_all()
+
+    def clear(self) -> None:
+        """Free all chunks."""
+        with self._unused:
+            self._chunks.clear()
+            self._unused.notify_all()
+
+    def _make_room(self) -> bool:
+        """Drop chunks that were not used for longest; return whether there is room for one."""
+        for number in [n for n, chunk in self._chunks.items() if not chunk.n_users]:
+            if len(self._chunks) < self._capacity:
+                break
+            del self._chunks[number]
+        return len(self._chunks) < self._capacity
+
+
+class _Chunk:
+    """A chunk that is decoded, or is being decoded."""
+
+    def __init__(self, decoding: Call[Array]) -> None:
+        self.decoding = decoding
+        self.n_users = 0
