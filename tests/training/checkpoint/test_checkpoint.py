@@ -25,8 +25,7 @@ def assert_equal(one: Training, other: Training) -> None:
 
 
 @pytest.mark.parametrize("save_at", [1, 4, 9, 13, 18])
-@pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize(("depth", "generator"), [(0, False), (1, True), (3, False), (3, True)])
 def test_a_resumed_run_equals_one_that_was_not_interrupted(
     tmp_path: pathlib.Path, save_at: int, depth: int, generator: bool
 ) -> None:
