@@ -126,5 +126,6 @@ def served() -> Iterator[Programs]:
         try:
             yield Programs(here)
         finally:
-            here.close()
+            # Forked processes may still hold this socket.
+            here.shutdown(socket.SHUT_RDWR)
             process.wait()
