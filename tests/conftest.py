@@ -15,6 +15,7 @@ from multiprocessing import forkserver
 
 import pytest
 import torch
+from support.programs import Programs, served
 
 from pinfeed.devices import route_cache
 
@@ -44,6 +45,13 @@ def _fork_server() -> None:
     """Start the processes that multiprocessing keeps for all later ones, by default since 3.14."""
     if sys.version_info >= (3, 14):
         forkserver.ensure_running()
+
+
+@pytest.fixture(scope="session")
+def programs() -> Iterator[Programs]:
+    """Run programs in processes that need not load torch again."""
+    with served() as programs:
+        yield programs
 
 
 def open_files() -> set[str]:

@@ -1,6 +1,7 @@
 """The rules of CONTRIBUTING that a program can check: sizes, parameters, docstrings, layers."""
 
 import ast
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -50,9 +51,14 @@ class Definition(NamedTuple):
         return ast.get_docstring(self.node) or ""
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text())
+
+
 def definitions(path: Path) -> Iterator[Definition]:
     """Yield the functions and classes of a file, inner ones too."""
-    yield from _definitions(path, ast.parse(path.read_text()), "", is_public=True)
+    yield from _definitions(path, parsed(path), "", is_public=True)
 
 
 def _definitions(
@@ -97,7 +103,7 @@ def n_parameters(definition: Definition) -> int:
 
 def docstrings(path: Path) -> Iterator[tuple[str, str]]:
     """Yield the docstrings of a file with their place: module, classes, functions, attributes."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(parsed(path)):
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else []:
             if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
@@ -112,10 +118,23 @@ def entries(docstring: str, section: str) -> list[str]:
     return re.findall(r"^    (\S.*)", found[1], re.MULTILINE) if found else []
 
 
-ALL = [definition for path in FILES for definition in definitions(path)]
-FUNCTIONS = [one for one in ALL if isinstance(one.node, Function)]
-CLASSES = [one for one in ALL if isinstance(one.node, ast.ClassDef)]
-DOCSTRINGS = [found for path in FILES for found in docstrings(path)]
+# The files are read by the first test that needs them, and not where tests are collected.
+@functools.cache
+def every_definition() -> list[Definition]:
+    return [definition for path in FILES for definition in definitions(path)]
+
+
+def functions() -> list[Definition]:
+    return [one for one in every_definition() if isinstance(one.node, Function)]
+
+
+def classes() -> list[Definition]:
+    return [one for one in every_definition() if isinstance(one.node, ast.ClassDef)]
+
+
+@functools.cache
+def every_docstring() -> list[tuple[str, str]]:
+    return [found for path in FILES for found in docstrings(path)]
 
 
 def refuse(found: list[str]) -> None:
@@ -131,19 +150,19 @@ def test_the_import_contract_has_few_layers() -> None:
 
 
 def test_functions_are_short() -> None:
-    long = [str(one) for one in FUNCTIONS if n_lines(one.node) > MOST_FUNCTION_LINES]
+    long = [str(one) for one in functions() if n_lines(one.node) > MOST_FUNCTION_LINES]
     refuse(long)
 
 
 def test_a_long_class_says_why_it_is_one() -> None:
-    long = [one for one in CLASSES if n_lines(one.node) > MOST_CLASS_LINES]
+    long = [one for one in classes() if n_lines(one.node) > MOST_CLASS_LINES]
     refuse([str(one) for one in long if not REASON.search(one.docstring)])
 
 
 def test_functions_have_few_parameters() -> None:
     many = [
         f"{one}: {n_parameters(one)}"
-        for one in FUNCTIONS
+        for one in functions()
         if n_parameters(one) > (MOST_PUBLIC_PARAMETERS if one.is_public else MOST_PARAMETERS)
         and str(one) not in TORCH_SIGNATURES
     ]
@@ -159,7 +178,7 @@ def test_a_statement_sets_one_attribute() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{node.lineno}"
         for path in FILES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(parsed(path))
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple)
         for target in node.targets
         if isinstance(target, ast.Tuple | ast.List)
@@ -169,7 +188,7 @@ def test_a_statement_sets_one_attribute() -> None:
 
 
 def test_docstrings_begin_with_a_sentence() -> None:
-    refuse([place for place, text in DOCSTRINGS if re.match(FRAGMENT, text)])
+    refuse([place for place, text in every_docstring() if re.match(FRAGMENT, text)])
 
 
 @pytest.mark.parametrize("section", ["Args", "Attributes", "Raises"])
@@ -177,7 +196,7 @@ def test_entries_of_docstrings_begin_with_a_sentence(section: str) -> None:
     begin = re.compile(rf"[\w*`., ]+: {FRAGMENT}")
     found = [
         f"{place} {entry}"
-        for place, text in DOCSTRINGS
+        for place, text in every_docstring()
         for entry in entries(text, section)
         if begin.match(entry)
     ]
@@ -188,7 +207,7 @@ def test_entries_of_docstrings_begin_with_a_sentence(section: str) -> None:
 def test_results_in_docstrings_begin_with_a_sentence(section: str) -> None:
     found = [
         f"{place} {entry}"
-        for place, text in DOCSTRINGS
+        for place, text in every_docstring()
         for entry in entries(text, section)[:1]
         if re.match(FRAGMENT, entry)
     ]
@@ -198,7 +217,7 @@ def test_results_in_docstrings_begin_with_a_sentence(section: str) -> None:
 def test_errors_in_docstrings_begin_with_their_condition() -> None:
     found = [
         f"{place} {entry}"
-        for place, text in DOCSTRINGS
+        for place, text in every_docstring()
         for entry in entries(text, "Raises")
         if not re.match(r"[\w.]+: (?:If|Always|As for)\b", entry)
     ]

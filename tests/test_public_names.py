@@ -8,6 +8,7 @@ import sys
 
 import numpy as np
 import pytest
+from support.programs import Programs
 from torch.utils.data import DataLoader, TensorDataset
 
 import pinfeed
@@ -58,11 +59,11 @@ def test_dir_has_the_public_names_and_loads_nothing() -> None:
     assert torch_is_loaded == "False"
 
 
-def test_a_star_import_has_the_public_names() -> None:
+def test_a_star_import_has_the_public_names(programs: Programs) -> None:
     program = (
         "from pinfeed import *; print(*sorted(name for name in dir() if not name.startswith('__')))"
     )
-    assert run(program).split() == sorted(pinfeed.__all__)
+    assert programs.run(program).stdout.split() == sorted(pinfeed.__all__)
 
 
 def test_dir_of_devices_has_those_that_load_torch() -> None:

@@ -12,7 +12,6 @@ import random
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 import traceback
@@ -25,6 +24,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.programs import Programs
 from torch.utils.data import DataLoader
 
 from pinfeed import (
@@ -466,14 +466,13 @@ print("end", flush=True)
 """
 
 
-def test_the_interpreter_ends_amid_loops(tmp_path: Path) -> None:
+def test_the_interpreter_ends_amid_loops(tmp_path: Path, programs: Programs) -> None:
     """The interpreter ends silently, and every write-back is complete.
 
     The loops are in globals, in daemon threads, and over a loader with processes.
     """
     np.save(tmp_path / "x.npy", np.zeros((100, 2)))
-    command = [sys.executable, "-W", "error", "-c", textwrap.dedent(EXIT), str(tmp_path / "x.npy")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = programs.run(EXIT, tmp_path / "x.npy", warnings="error")
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
     np.testing.assert_array_equal(np.load(tmp_path / "x.npy")[:, 0], [7, 7] + [0] * 98)
 
@@ -528,14 +527,13 @@ ThreadPoolExecutor(1).submit(run, "a feeder")
 """
 
 
-def test_loops_in_threads_outlive_the_main_thread(tmp_path: Path) -> None:
+def test_loops_in_threads_outlive_the_main_thread(tmp_path: Path, programs: Programs) -> None:
     """Each loop gives all its batches, and so does a loop that begins then.
 
     Python lets threads that are no daemons run on.
     """
     np.save(tmp_path / "x.npy", np.zeros((500, 2)))
-    command = [sys.executable, "-W", "error", "-c", OUTLIVED, str(tmp_path / "x.npy")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = programs.run(OUTLIVED, tmp_path / "x.npy", warnings="error")
     assert (done.returncode, done.stderr) == (0, "")
     loops = [
         "a feeder",
@@ -573,14 +571,14 @@ import pinfeed
 def run():
     threading.main_thread().join()
     import numpy as np
-    feeder = pinfeed.Feeder(np.zeros((100, 2)), batch_size=10, depth=int(sys.argv[1]), device="cpu")
+    feeder = pinfeed.Feeder(np.zeros((100, 2)), batch_size=10, depth=0, device="cpu")
     print(sum(1 for _ in feeder), flush=True)
     for thread in threading.enumerate():
         if thread not in (threading.current_thread(), threading.main_thread()):
             thread.join()
     print("joined", flush=True)
 
-if sys.argv[2] == "suspended":
+if sys.argv[1] == "suspended":
     import numpy as np
     loop = iter(pinfeed.Feeder(np.zeros((100, 2)), batch_size=10, device="cpu"))
     next(loop)
@@ -588,9 +586,13 @@ threading.Thread(target=run).start()
 """
 
 
-@pytest.mark.parametrize(("depth", "before"), [(0, "nothing"), (0, "suspended")])
-def test_the_first_feeder_is_made_when_the_main_thread_has_ended(depth: int, before: str) -> None:
-    """torch is imported late; a thread that joins all others waits for no abandoned loop."""
-    command = [sys.executable, "-W", "error", "-c", LATE, str(depth), before]
+def test_the_first_feeder_is_made_when_the_main_thread_has_ended() -> None:
+    """torch is imported late."""
+    command = [sys.executable, "-W", "error", "-c", LATE, "nothing"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "10\njoined\n", "")
+
+
+def test_a_thread_that_joins_all_others_waits_for_no_abandoned_loop(programs: Programs) -> None:
+    done = programs.run(LATE, "suspended", warnings="error")
     assert (done.returncode, done.stdout, done.stderr) == (0, "10\njoined\n", "")

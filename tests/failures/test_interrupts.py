@@ -1,11 +1,13 @@
 """Ctrl-C, and the end of the interpreter, with a loop that is running."""
 
+import os
 import signal
 import subprocess
 import sys
 import textwrap
 
 import pytest
+from support.programs import Programs
 
 PROGRAM = """
     import sys, time, numpy as np, threading, pinfeed
@@ -40,7 +42,7 @@ PROGRAM = """
 
 @pytest.mark.parametrize("depth", [0, 2])
 @pytest.mark.parametrize("slow", [False, True], ids=["in the body", "in a large batch"])
-def test_ctrl_c_ends_a_loop_at_once(depth: int, slow: bool) -> None:
+def test_ctrl_c_ends_a_loop_at_once(depth: int, slow: bool, programs: Programs) -> None:
     """A batch of 256 MiB is gathered in sixteen steps of half a second each.
 
     The loop does not wait for the last one.
@@ -48,15 +50,18 @@ def test_ctrl_c_ends_a_loop_at_once(depth: int, slow: bool) -> None:
     program = textwrap.dedent(
         PROGRAM.format(depth=depth, slow=slow, batch_size=1 << 16 if slow else 10)
     )
-    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "ready\n"
-    process.send_signal(signal.SIGINT)
-    out, _ = process.communicate(timeout=60)
+    read, write = os.pipe()
+    with open(read) as stdout:
+        with open(write, "w") as output:
+            running = programs.start(program, stdout=output, stderr=sys.__stderr__)
+        assert stdout.readline() == "ready\n"
+        os.kill(running.pid, signal.SIGINT)
+        status = running.wait()
+        out = stdout.read()
     left, n_steps = out.rpartition("interrupted ")[2].split("#")
     assert left == "[] "
     assert not slow or int(n_steps) < 16, "the steps before the signal, and the one that it came in"
-    assert process.returncode == 0
+    assert status == 0
 
 
 def test_the_interpreter_can_end_with_a_live_feeder() -> None:

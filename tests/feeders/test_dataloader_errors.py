@@ -3,7 +3,6 @@
 import gc
 import multiprocessing
 import re
-import subprocess
 import sys
 import traceback
 import weakref
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from support.loaders import DEPTHS, SIZE, N, Numbers, Stream, queues_closed, starts
+from support.programs import Programs
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -152,7 +152,7 @@ def test_stop_iteration_in_a_worker_is_an_error(depth: int) -> None:
     assert not multiprocessing.active_children()
 
 
-def test_system_exit_in_a_worker_is_an_error() -> None:
+def test_system_exit_in_a_worker_is_an_error(programs: Programs) -> None:
     """The test runs in a process of its own.
 
     torch's handler for the death of a worker process raises wherever the main thread is.
@@ -178,9 +178,7 @@ def test_system_exit_in_a_worker_is_an_error() -> None:
         else:
             print("silence")
         """
-    run = subprocess.run(
-        [sys.executable, "-c", "if True:" + program], capture_output=True, text=True, timeout=100
-    )
+    run = programs.run("if True:" + program, timeout_s=100)
     assert run.stdout.startswith("an error:"), run
 
 

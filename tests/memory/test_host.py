@@ -10,6 +10,7 @@ import numpy as np
 import psutil
 import pytest
 import torch
+from support.programs import Programs
 
 from pinfeed import Feeder, MiB
 from pinfeed.memory.host import (
@@ -274,20 +275,17 @@ from pinfeed.training.trainer.recorder import Recorder
 """A program in a container that hides ``/proc``."""
 
 
-def without_proc(program: str, *arguments: str) -> str:
+def without_proc(programs: Programs, program: str, *arguments: str) -> str:
     """Return what a program prints without ``/proc``."""
-    done = subprocess.run(
-        [sys.executable, "-c", HIDDEN + program, *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = programs.run(HIDDEN + program, *arguments)
     assert done.returncode == 0, done.stderr
     return done.stdout + done.stderr
 
 
-def test_statistics_without_proc_say_what_is_unknown() -> None:
-    said = without_proc("""
+def test_statistics_without_proc_say_what_is_unknown(programs: Programs) -> None:
+    said = without_proc(
+        programs,
+        """
 with Feeder(np.zeros((100, 4), "f4"), batch_size=10, device="cpu") as feeder:
     list(feeder)
     print(feeder.stats)
@@ -297,15 +295,17 @@ print(feeder.stats.memory.anonymous, found["memory_anonymous_bytes"], has_peak)
 monitor = MemoryMonitor()
 monitor.snapshot("here")
 print(monitor)
-""")
+""",
+    )
     assert "memory: anonymous unknown, file unknown, shared unknown, pinned 0 B, peak " in said
     assert "None nan True" in said
     assert "here" in said
 
 
-def test_files_and_limits_without_proc(tmp_path: Path) -> None:
+def test_files_and_limits_without_proc(tmp_path: Path, programs: Programs) -> None:
     np.save(tmp_path / "x.npy", np.zeros((100, 4), np.float32))
     said = without_proc(
+        programs,
         """
 import resource, sys
 with Feeder(sys.argv[1], config=Config(preferred_batch_size=10), device="cpu") as feeder:
@@ -325,8 +325,11 @@ print(0 < unbound, 0 <= free_host_bytes() < 1 << 28)
     assert "True True" in said
 
 
-def test_what_a_step_takes_cannot_be_measured_without_proc(tmp_path: Path) -> None:
+def test_what_a_step_takes_cannot_be_measured_without_proc(
+    tmp_path: Path, programs: Programs
+) -> None:
     said = without_proc(
+        programs,
         """
 import sys
 config = Config(
@@ -448,6 +451,8 @@ def stream(path, order, limit, keep):
             taken = plan.host_bytes, plan.page_cache_bytes, memory.file
             print(memory.peak - before, *taken, plan.notes[0], flush=True)
 
+with Feeder(np.zeros((4, 1024), np.float32), batch_size=2) as first:
+    list(first)
 for order, limit, keep in eval(sys.argv[2]):
     # Each has a process of its own, which need not import everything again.
     child = os.fork()
@@ -470,12 +475,11 @@ WAYS = {
 }
 
 
-def test_resident_memory_stays_within_the_plan(tmp_path: Path) -> None:
+def test_resident_memory_stays_within_the_plan(tmp_path: Path, programs: Programs) -> None:
     """The peak grows by at most the plan and 32 MiB, in every way in which a file is read."""
     # The file is a hole, which takes no room on the disk.
     np.lib.format.open_memmap(tmp_path / "x.npy", "w+", np.float32, (MiB(256) // 4096, 1024))
-    command = [sys.executable, "-c", PROGRAM, str(tmp_path / "x.npy"), repr(list(WAYS))]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    done = programs.run(PROGRAM, tmp_path / "x.npy", list(WAYS), timeout_s=100)
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     for line, (case, way) in zip(lines, WAYS.items(), strict=True):

@@ -207,8 +207,10 @@ def test_seeds_and_blocks_are_integers() -> None:
         block_shuffled(1, block_rows=4.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("batch_size", [1, 1000, 100_000])
-@pytest.mark.parametrize("n", [65536, 65537, 10**7])
+@pytest.mark.parametrize(
+    ("n", "batch_size"),
+    [(65536, 1), (65536, 100_000), (65537, 1000), (10**7, 1), (10**7, 1000), (10**7, 100_000)],
+)
 @pytest.mark.parametrize(
     "order",
     [

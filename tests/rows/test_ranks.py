@@ -3,9 +3,6 @@
 import itertools
 import json
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.programs import Programs
 from support.rank_job import CRASH, EXAMPLE, GLOBAL_BATCH, N_ROWS, WORLDS, model, normal, parameters
 from torch.nn.functional import mse_loss
 
@@ -21,40 +19,31 @@ from pinfeed import rows
 ROOT = Path(__file__).parents[2]
 # Jobs take some seconds. A job that hangs fails after this time.
 TIMEOUT_S = 100
+TORCHRUN = "from torch.distributed.run import main; main()"
 
 Reports = dict[int, list[dict[str, Any]]]
 
 
-def launch(*arguments: str, status: int = 0) -> str:
-    """Return the output of ``python ARGUMENTS``, and end all processes that it has started."""
+def launch(programs: Programs, program: str | Path, *arguments: str, warnings: str = "") -> str:
+    """Return the output of a program, and end all processes that it has started."""
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")
     }
     environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    options: Any = {
-        "env": environment,
-        "stdout": subprocess.PIPE,
-        "stderr": subprocess.STDOUT,
-        "text": True,
-        "start_new_session": True,
-    }
-    with subprocess.Popen([sys.executable, *arguments], **options) as process:
-        try:
-            output = process.communicate(timeout=TIMEOUT_S)[0]
-        except BaseException:
-            os.killpg(process.pid, signal.SIGKILL)
-            raise
-    assert process.returncode == status, output
-    return str(output)
+    done = programs.run(
+        program, *arguments, timeout_s=TIMEOUT_S, warnings=warnings, environment=environment
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout + done.stderr
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, programs: Programs) -> Path:
     """The folder in which the processes have left their reports."""
     folder = tmp_path_factory.mktemp("ranks")
-    launch("-W", "error", str(ROOT / "tests" / "support" / "rank_job.py"), str(folder))
+    launch(programs, ROOT / "tests" / "support" / "rank_job.py", str(folder), warnings="error")
     return folder
 
 
@@ -173,12 +162,12 @@ def test_a_rank_that_fails_leaves_no_rank_waiting(
     assert json.loads((folder / f"{world}.json").read_text()) == [CRASH] * world
 
 
-def test_two_processes_of_torchrun_resume_the_example_of_one(folder: Path) -> None:
+def test_two_processes_of_torchrun_resume_the_example_of_one(
+    folder: Path, programs: Programs
+) -> None:
     """They end with the losses of one process that ran the whole example."""
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    output = launch(
-        *torchrun, str(ROOT / "examples" / "ddp.py"), "--folder", str(folder / "left"), *EXAMPLE
-    )
+    options = ["--standalone", "--nproc-per-node", "2", str(ROOT / "examples" / "ddp.py")]
+    output = launch(programs, TORCHRUN, *options, "--folder", str(folder / "left"), *EXAMPLE)
     for rank in (0, 1):
         assert (
             f"rank {rank} of 2: 1000 of 2000 rows (drop), "
@@ -193,16 +182,9 @@ def test_two_processes_of_torchrun_resume_the_example_of_one(folder: Path) -> No
 
 
 @pytest.mark.gpu
-def test_a_process_of_a_gpu_job_takes_its_gpu(tmp_path: Path) -> None:
-    torchrun = [
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        str(torch.cuda.device_count()),
-    ]
-    output = launch(
-        *torchrun, str(ROOT / "examples" / "ddp.py"), "--folder", str(tmp_path), *EXAMPLE
-    )
+def test_a_process_of_a_gpu_job_takes_its_gpu(tmp_path: Path, programs: Programs) -> None:
+    count = str(torch.cuda.device_count())
+    options = ["--standalone", "--nproc-per-node", count, str(ROOT / "examples" / "ddp.py")]
+    output = launch(programs, TORCHRUN, *options, "--folder", str(tmp_path), *EXAMPLE)
     for index in range(torch.cuda.device_count()):
         assert f"on cuda:{index}, nccl" in output

@@ -63,8 +63,8 @@ def test_mmap_store_writes_through(tmp_path: Path) -> None:
 
 
 def test_mmap_store_does_not_keep_the_file_in_memory(tmp_path: Path) -> None:
-    # The file has 64 MiB.
-    path = saved(tmp_path / "x.npy", sample(1 << 14, (1 << 12,), np.dtype(np.uint8)))
+    # The file has 16 MiB.
+    path = saved(tmp_path / "x.npy", sample(1 << 12, (1 << 12,), np.dtype(np.uint8)))
     with MmapStore(path) as store:
         before = resident_bytes()["file"]
         rows = np.random.default_rng(0).permutation(store.n_rows)

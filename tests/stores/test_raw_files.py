@@ -1,13 +1,12 @@
 """Rows of files without a header."""
 
 import itertools
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from support.programs import Programs
 from support.stores import FileTests
 
 from pinfeed import MmapStore, errors
@@ -109,7 +108,9 @@ def test_raw_of_what_is_no_file(tmp_path: Path) -> None:
         MmapStore.raw(tmp_path, shape=(-1,), dtype="u1")
 
 
-def test_shards_that_hold_more_than_the_limit_of_descriptors(tmp_path: Path) -> None:
+def test_shards_that_hold_more_than_the_limit_of_descriptors(
+    tmp_path: Path, programs: Programs
+) -> None:
     for i in range(1000):
         (tmp_path / f"{i:04}.bin").write_bytes(np.array([i, i + 0.5]).tobytes())
     code = f"""
@@ -126,4 +127,5 @@ with MmapStore.raw({str(tmp_path / "*.bin")!r}, shape=(2,), dtype="f8", mode="r+
     store.gather(np.arange(2000), out)
     assert (out == -np.arange(2000) / 2).all()
 """
-    subprocess.run([sys.executable, "-W", "error", "-c", code], check=True, timeout=100)
+    done = programs.run(code, warnings="error")
+    assert done.returncode == 0, done.stderr

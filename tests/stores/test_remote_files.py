@@ -143,7 +143,7 @@ def test_a_gather_takes_no_more_memory_than_it_says(case: str) -> None:
 
 
 def test_requests_wait_at_the_same_time() -> None:
-    array = sample(32, (1 << 20,), np.dtype(np.uint8))
+    array = np.repeat(np.arange(32, dtype=np.uint8)[:, None], 1 << 20, axis=1)
     # Eight ranges are a window.
     Crowd.content = npy(array)
     Crowd.least = 8

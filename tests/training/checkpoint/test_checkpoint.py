@@ -3,8 +3,6 @@
 import json
 import os
 import pathlib
-import subprocess
-import sys
 import tracemalloc
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.programs import Programs
 from support.resumable_training import SAMPLES, SIZE, Training
 
 import pinfeed
@@ -26,8 +25,7 @@ def assert_equal(one: Training, other: Training) -> None:
 
 
 @pytest.mark.parametrize("save_at", [1, 4, 9, 13, 18])
-@pytest.mark.parametrize("depth", [0, 1, 3])
-@pytest.mark.parametrize("generator", [False, True])
+@pytest.mark.parametrize(("depth", "generator"), [(0, False), (1, True), (3, False), (3, True)])
 def test_a_resumed_run_equals_one_that_was_not_interrupted(
     tmp_path: pathlib.Path, save_at: int, depth: int, generator: bool
 ) -> None:
@@ -170,7 +168,9 @@ def test_memory_is_one_piece(tmp_path: pathlib.Path) -> None:
 
 RUNS = """
 import os, pathlib, signal, sys
+import torch._dynamo  # for the optimizers
 sys.path.insert(0, {tests!r})
+from support.programs import Programs
 from support.resumable_training import Training
 from pinfeed import checkpoint
 
@@ -201,16 +201,12 @@ for killed_after in [*map(float, sys.argv[2:]), 0]:
 """
 
 
-def test_killed_at_any_moment(tmp_path: pathlib.Path) -> None:
+def test_killed_at_any_moment(tmp_path: pathlib.Path, programs: Programs) -> None:
     """A run that saves at every step is killed again and again, and ends as one that was not."""
-    script = tmp_path / "runs.py"
-    script.write_text(RUNS.format(tests=str(pathlib.Path(__file__).parents[2])))
+    program = RUNS.format(tests=str(pathlib.Path(__file__).parents[2]))
     # The result must be the same, whatever the signals interrupt.
     moments = np.random.default_rng(5).uniform(0.02, 0.3, 3).astype(str)
-    done = subprocess.run(
-        [sys.executable, script, tmp_path / "checkpoint", *moments],
-        capture_output=True, text=True, timeout=100, env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
+    done = programs.run(program, tmp_path / "checkpoint", *moments, timeout_s=100)
     assert done.returncode == 0, done.stderr
     n_done, result = done.stdout.rpartition("ended ")[2].split(" ", 1)
     assert int(n_done) == 5 * -(-SAMPLES // SIZE)

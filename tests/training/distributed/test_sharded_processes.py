@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support import sharded_ranks
+from support.programs import Programs
 from support.sharded_programs import N
 from torch import distributed
 
@@ -86,19 +87,15 @@ def test_groups_wait_as_long_as_the_one_that_they_were_made_beside(
     assert timeouts == [100, 100, 7, 7, 1800, 1800]
 
 
-def test_processes(tmp_path: Path) -> None:
+def test_processes(tmp_path: Path, programs: Programs) -> None:
     """Ranks work as processes: 2 and 4 over gloo, the example, and a pair of which one hangs.
 
     DistributedDataParallel trains the dense part.
     """
-    out = in_time(
-        str(ROOT / "tests" / "support" / "sharded_ranks.py"),
-        str(tmp_path),
-        "2",
-        "4",
-        "example",
-        "absent",
-    )
+    script = ROOT / "tests" / "support" / "sharded_ranks.py"
+    done = programs.run(script, tmp_path, "2", "4", "example", "absent")
+    assert done.returncode == 0, done
+    out = done.stdout
     lonely = torch.load(tmp_path / "absent" / "0.pt")
     assert "RankError('rank 0 of 2 lost the others while they exchanged words: " in lonely["read"]
     assert (

@@ -66,8 +66,9 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(n_threads)
 
 
-@pytest.mark.parametrize("does", [PLAIN, MIXED], ids=["plain", "mixed"])
-@pytest.mark.parametrize("depth", [0, 1, 2, 4])
+@pytest.mark.parametrize(
+    ("depth", "does"), [(0, MIXED), (1, PLAIN), (1, MIXED), (2, MIXED), (4, MIXED)]
+)
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_every_optimizer_on_the_cpu(optimizer: str, depth: int, does: Sequence[str]) -> None:
     check("cpu", depth, optimizer, does=does, stop_after=None if depth % 2 else 7)
@@ -126,14 +127,14 @@ CROSS = list(itertools.product(DENSE, (0, 1, 2, 4), (False, True), (PLAIN, MIXED
 
 @pytest.mark.parametrize("corner", CORNERS)
 def test_corner_schedules(corner: str) -> None:
-    for optimizer, depth, direct, does, stop_after in random.Random(corner).sample(CROSS, 2):
-        check(
-            SimTorchDevice(CORNERS[corner](), direct=direct),
-            depth,
-            optimizer,
-            does=does,
-            stop_after=stop_after,
-        )
+    optimizer, depth, direct, does, stop_after = random.Random(corner).choice(CROSS)
+    check(
+        SimTorchDevice(CORNERS[corner](), direct=direct),
+        depth,
+        optimizer,
+        does=does,
+        stop_after=stop_after,
+    )
 
 
 @pytest.mark.parametrize("optimizer", DENSE)
@@ -164,7 +165,7 @@ def random_run(seed: int) -> None:
     )
 
 
-@pytest.mark.parametrize("seed", range(50))
+@pytest.mark.parametrize("seed", range(30))
 def test_random_schedules(seed: int) -> None:
     random_run(seed)
 
@@ -211,17 +212,18 @@ def test_any_schedule(
     check(SimTorchDevice(choose, direct=direct), depth, optimizer, batches, does=MIXED)
 
 
+# The schedules and loops that miss most waits are first.
 WORST = (
+    "fast index+pinfeed-read",
+    "compute stalls after 40, all else late but read",
     "fast ",
     "fast read+pinfeed-read",
-    "fast index+pinfeed-read",
     "fast compute+pinfeed-read",
-    "compute stalls after 40, all else late but read",
 )
 VARIANTS: list[tuple[bool, dict[str, Any]]] = [
     (direct, kwargs)
+    for kwargs in ({}, {"stop_after": 3}, {"batches": GROWING}, {"batches": SCATTERED})
     for direct in (False, True)
-    for kwargs in ({}, {"batches": GROWING}, {"batches": SCATTERED}, {"stop_after": 3})
 ]
 
 

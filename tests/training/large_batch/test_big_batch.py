@@ -134,25 +134,25 @@ def test_what_would_be_wrong_is_refused() -> None:
 def test_a_limit_chooses() -> None:
     def made(strategy: str, limit: int, *middle: nn.Module) -> str:
         model = nn.Sequential(
-            nn.Linear(100, 1000),
+            nn.Linear(100, 300),
             *middle,
-            *(layer for _ in range(6) for layer in (nn.ReLU(), nn.Linear(1000, 1000))),
+            *(layer for _ in range(6) for layer in (nn.ReLU(), nn.Linear(300, 300))),
         )
         config = Config(
             cpu_memory_limit=MiB(4096), gpu_memory_limit=limit, optimizer=torch.optim.SGD
         )
         with BigBatch(model, nn.MSELoss(), config=config, strategy=strategy) as big:
-            big.backward(torch.zeros(6000, 100), torch.zeros(6000, 1000))
+            big.backward(torch.zeros(3000, 100), torch.zeros(3000, 300))
             assert big.chosen is not None
             if big.chosen.device_bytes[big.chosen.strategy] is not None:
                 assert big.chosen.device_bytes[big.chosen.strategy] <= limit  # type: ignore[operator]
             return big.chosen.strategy
 
-    assert made("auto", MiB(1000)) == "plain"
-    assert made("auto", MiB(140)) == "accumulate"
-    assert made("auto", MiB(320), nn.BatchNorm1d(1000)) in ("offload", "checkpoint")
+    assert made("auto", MiB(100)) == "plain"
+    assert made("auto", MiB(50)) == "accumulate"
+    assert made("auto", MiB(70), nn.BatchNorm1d(300)) in ("offload", "checkpoint")
     with pytest.raises(errors.NotEnoughGPUMemory, match="chunks of one sample need"):
-        made("auto", MiB(40))
+        made("auto", MiB(20))
 
 
 def test_gradients_that_are_there_are_added_to() -> None:

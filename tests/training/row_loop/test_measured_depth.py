@@ -196,12 +196,15 @@ def test_any_schedule(
     check(device, depth, optimizer, batches, does=MIXED, ways=ways)
 
 
-@pytest.mark.parametrize("corner", CORNERS)
-def test_corner_schedules(corner: str) -> None:
-    for direct, ways in ((False, [False, False, True]), (True, [True, True, False, False, True])):
-        for does, stop_after in ((MIXED, None), (PLAIN, 5)):
-            device = SimTorchDevice(CORNERS[corner](), direct=direct)
-            check(device, 2, "momentum", does=does, stop_after=stop_after, ways=ways)
+@pytest.mark.parametrize(("number", "corner"), list(enumerate(CORNERS)))
+def test_corner_schedules(number: int, corner: str) -> None:
+    """Every schedule meets both devices and both loops, and every other one each pair of them."""
+    loops = [(MIXED, None), (PLAIN, 5)]
+    ways = [[False, False, True], [True, True, False, False, True]]
+    for direct in (False, True):
+        does, stop_after = loops[(number + direct) % 2]
+        device = SimTorchDevice(CORNERS[corner](), direct=direct)
+        check(device, 2, "momentum", does=does, stop_after=stop_after, ways=ways[direct])
 
 
 @pytest.mark.parametrize("way", WAYS)
