@@ -39,6 +39,7 @@ PARTS = (
     Part("large-batches", "training", 80, "benchmarks.gpu.large_batches:large_batches"),
     Part("profile", "training", 60, "benchmarks.gpu.profiling:profile"),
     Part("loops", "training", 60, "benchmarks.gpu.loops:loops"),
+    Part("fetch", "training", 40, "benchmarks.gpu.fetch:fetches"),
     Part("doctor", "training", 30, "benchmarks.gpu.loops:doctor"),
     Part("estimate", "training", 90, "benchmarks.gpu.loops:estimate"),
 )

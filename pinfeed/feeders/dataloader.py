@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pinfeed.errors import ArgumentError
 from pinfeed.feeders.base import BaseFeeder
+from pinfeed.feeders.fetch import FetchStores
 from pinfeed.feeders.hints import LOADER_HINTS
 from pinfeed.memory.depth import check_optional_depth
+from pinfeed.memory.limits import MemoryLimits
+from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.epochs import EpochRunner
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule
+from pinfeed.pipeline.schedule import PrefetchSchedule, measured_schedule, n_id_readers
 from pinfeed.pipeline.sources.dataloader import LoaderSource, StatefulSource
 from pinfeed.validation.arguments import check_flag, explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
@@ -23,6 +28,8 @@ _STATE_METHODS = ("state_dict", "load_state_dict")
 def wrap_loader(
     loader: Any,
     *,
+    fetch: Mapping[Any, tuple[Any, Any]] | None = None,
+    config: MemoryLimits | None = None,
     device: Any = "auto",
     depth: int | None = None,
     progress: bool = False,
@@ -60,37 +67,93 @@ def wrap_loader(
     loader tells about its position (for example Accelerate's, about the last batch) is the loader's
     own position, which is ahead of the loop.
 
+    With ``fetch``, background threads also read the rows that each batch names by ids, such as the
+    features of the nodes of a sampled graph. The loop then yields pairs of the batch and a dict of
+    rows:
+
+        fetch = {"x": ("features.npy", "n_id"), "y": (labels, lambda batch: batch["seeds"])}
+        for batch, rows in pinfeed.wrap_loader(loader, fetch=fetch):
+            loss = model(rows["x"], batch["edges"], rows["y"])
+
+    Rows of a key have the shape of the ids, then that of a row, and the dtype of the source. Row
+    ``i`` is that of id ``i``, and ids may repeat; each distinct row of a batch is read once. While
+    a loop runs, nothing may change the sources: prefetched batches do not see it.
+
     Args:
         loader: A ``torch.utils.data.DataLoader``, or any iterable of batches that can be iterated
             again for the next epoch. Each batch must have memory of its own, because a batch that
             the loader fills again would change while it waits. A dataset, an array, a tensor
             or a dict of them is refused, because iterating it yields single samples or names.
+        fetch: For each key, a pair (source, ids). The source is one that ``Feeder`` takes: a path,
+            array, tensor or store, of any dtype and row shape, or a structure of several with
+            equally many rows. The ids are a function of the batch on the host, or a key of the
+            batch: a tensor, array or list of integers of any shape, empty or not. The function is
+            called like that of ``train_rows``: in order, one batch at a time, in a background
+            thread.
+        config: Memory limits for the files behind ``fetch``, half of which is left for the batches.
+            None for the free memory. Its ``depth`` is taken if none is given here.
         device: Target device, as for ``Feeder``.
         depth: Number of batches to prefetch, at most 1,024; 0 is the loader itself, with its
             batches moved. None is 2. On the CPU, the loop measures whether 0 is faster for short
-            batches, and ``depth_reason`` says what it chose. The batches are the same.
+            batches, and ``depth_reason`` says what it chose. It does not measure with ``fetch``
+            from files. The batches are the same.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
 
     Raises:
         DeviceError: If the device does not exist.
         ArgumentError: If ``depth`` is not None or a whole number from 0 to 1,024, ``progress`` or
-            ``timeline`` is not a bool, or ``loader`` cannot be iterated or does not yield batches.
+            ``timeline`` is not a bool, ``loader`` cannot be iterated or does not yield batches, or
+            ``fetch`` is no mapping to pairs.
+        StoreError: If a source of ``fetch`` cannot be read.
         UnknownArgument: If an argument does not exist. The message says where it belongs.
     """
     check_flag(progress, "progress")
     check_flag(timeline, "timeline")
     depth = check_optional_depth(depth)
+    if config is not None:
+        depth = _depth_of_limits(config, fetch, depth)
     has_state = all(callable(getattr(loader, name, None)) for name in _STATE_METHODS)
     feeder = StatefulLoaderFeeder if has_state else LoaderFeeder
     source = StatefulSource if has_state else LoaderSource
-    return feeder(
-        source(loader),
-        device=device,
-        schedule=measured_schedule() if depth is None else PrefetchSchedule(depth),
-        progress=progress,
-        timeline=timeline,
-    )
+    batches = source(loader)
+    stores = None if fetch is None else FetchStores(fetch, config)
+    try:
+        return feeder(
+            batches,
+            device=device,
+            schedule=_schedule(depth, stores),
+            progress=progress,
+            timeline=timeline,
+            fetch=stores,
+        )
+    except BaseException:
+        if stores is not None:
+            stores.close()
+        raise
+
+
+def _depth_of_limits(config: Any, fetch: Any, depth: int | None) -> int | None:
+    """Return the user's depth, or else that of ``config``, after a check of ``config``."""
+    if not isinstance(config, MemoryLimits):
+        raise ArgumentError(f"config={config!r}: expected a pinfeed.Config")
+    if fetch is None:
+        raise ArgumentError(
+            "config was given without fetch; it limits the memory for rows of files behind fetch=, "
+            "and the loader decides the size of its batches; leave config out"
+        )
+    return config.depth if depth is None else depth
+
+
+def _schedule(depth: int | None, stores: FetchStores | None) -> PrefetchSchedule:
+    """Return the schedule of a loop, which measures its depth if none was given."""
+    schedule = measured_schedule() if depth is None else PrefetchSchedule(depth)
+    if stores is None:
+        return schedule
+    # A file may be slow again after it was measured, which prefetching hides.
+    measures = schedule.measures_depth and stores.are_in_memory
+    n_readers = n_id_readers(schedule.depth)
+    return dataclasses.replace(schedule, n_readers=n_readers, measures_depth=measures)
 
 
 class LoaderFeeder(BaseFeeder):
@@ -105,8 +168,9 @@ class LoaderFeeder(BaseFeeder):
         schedule: Number of batches to prefetch; it is measured only if the device permits it.
         progress: Whether to show a progress bar.
         timeline: Whether to record what takes time in every batch.
-        n_spare: Number of device buffers that may be kept for reuse; None is one per batch that is
-            on the device at a time.
+        n_spare: Number of device buffers that may be kept for reuse; None is one per store, or one
+            without ``fetch``, for each batch that is on the device at a time.
+        fetch: Stores of the rows that the batches name by ids; None if there are none.
     """
 
     def __init__(
@@ -118,10 +182,17 @@ class LoaderFeeder(BaseFeeder):
         progress: bool,
         timeline: bool,
         n_spare: int | None = None,
+        fetch: FetchStores | None = None,
     ) -> None:
         self._source = source
         self._loader = source.loader
-        self._open_device(device, schedule.depth + 2 if n_spare is None else n_spare)
+        self._fetch = fetch
+        self._depth = schedule.depth
+        if n_spare is None:
+            n_spare = (schedule.depth + 2) * (1 if fetch is None else len(fetch.stores))
+        self._open_device(device, n_spare)
+        if fetch is not None:
+            source.fetch = fetch.on(self._device)
         self._loop = EpochRunner(
             source,
             self._device,
@@ -137,6 +208,13 @@ class LoaderFeeder(BaseFeeder):
         batches = f"batches of {size:,}" if isinstance(size, int) else "its batches"
         loader = type(self._loader).__name__
         return f"<{type(self).__name__}: a {loader}, {batches} on {self.device}, {self._loop}>"
+
+    @property
+    def plan(self) -> Plan:
+        """Memory that the files behind ``fetch`` take. That of the batches is not known."""
+        if self._fetch is None:
+            return Plan(0, self._depth, "staged", ())
+        return self._fetch.plan(self._depth, self._device)
 
     def __len__(self) -> int:
         """Return the number of batches in an epoch, as the loader reports it.
@@ -205,6 +283,8 @@ class LoaderFeeder(BaseFeeder):
                 target.set_epoch(number)
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
+        if self._fetch is not None:
+            stack.callback(self._fetch.close)
         stack.callback(self._source.end)
 
 

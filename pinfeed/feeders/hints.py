@@ -88,6 +88,10 @@ LOADER_HINTS = {
         _MEMORY_ARGUMENTS,
         "tensors go through page-locked memory where there is a GPU; leave it out",
     ),
+    **{
+        name: _LIMITS_TOGETHER.format(name)
+        for name in ("gpu_memory_limit", "cpu_memory_limit", "headroom")
+    },
     "prefetch_factor": "give it to the DataLoader, for its worker processes; the batches that are "
     "ready on the device are depth=",
     "seed": "the DataLoader draws the order: give it generator=torch.Generator().manual_seed(seed)",
@@ -99,10 +103,6 @@ LOADER_HINTS = {
 
 TABLE_LOOP_HINTS = {
     **LOADER_HINTS,
-    **{
-        name: _LIMITS_TOGETHER.format(name)
-        for name in ("gpu_memory_limit", "cpu_memory_limit", "headroom")
-    },
     "device_cache": "give it to the table: HostEmbedding(..., device_cache=...)",
 }
 """Advice for ``train_rows``."""

@@ -60,6 +60,7 @@ def make_plan(
     why = device.choose_route(stores, request.batch_size or preferred or largest or 0, route)
     demand = _demand(request, schedule, device, largest)
     free = _free_host_bytes(stores, config)
+    limits = _file_limits(config, free)
     if config is None:
         size = largest or 0
         if request.batch_size is not None:
@@ -67,8 +68,6 @@ def make_plan(
         plan = Plan(
             size, schedule.depth, demand.route, plan_allocations(demand, size, schedule.depth)
         )
-        limit = free // 2
-        page_cache = free_page_cache_bytes() if free else 0
     else:
         # Batches that rows gives have their size already, so the usual bound does not apply.
         config = dataclasses.replace(
@@ -76,18 +75,31 @@ def make_plan(
         )
         windows = window_sizes(stores, request.rows)
         plan = _limited_plan(config, demand, free, windows, device)
-        limit = config.host_limit(free)
-        is_limited = config.cpu_memory_limit is not None
-        page_cache = limit if is_limited else free_page_cache_bytes()
         _require_room(plan, largest)
     n_ahead = schedule.depth + 1 + schedule.batches_per_slot
-    left = FreeMemory(limit - plan.host_bytes, page_cache - plan.host_bytes)
+    left = FreeMemory(limits.memory - plan.host_bytes, limits.page_cache - plan.host_bytes)
     choice = choose(stores, request.rows, n_ahead * plan.batch_size, left)
     notes = (*[why] * bool(why), *choice.notes, *plan.notes)
     items = plan.items + choice.items
     measures = schedule.measures_depth
     plan = dataclasses.replace(plan, items=items, notes=notes, measures_depth=measures)
     return plan, choice
+
+
+def plan_reads_by_id(stores: Sequence[Store], config: MemoryLimits | None) -> ReadPlan:
+    """Choose how the rows of each store are read that batches name by ids.
+
+    Which rows, and how many, is not known before a batch is there. Half of a limit is therefore
+    left for the batches.
+
+    Args:
+        stores: The stores, which need not have equally many rows.
+        config: Memory limits; None for the free memory.
+    """
+    limits = _file_limits(config, _free_host_bytes(stores, config))
+    if config is not None:
+        limits = FreeMemory(limits.memory // 2, limits.page_cache // 2)
+    return choose(stores, (), 0, limits)
 
 
 def _demand(
@@ -123,6 +135,20 @@ def _free_host_bytes(stores: Sequence[Store], config: MemoryLimits | None) -> in
     if config is None and not reads_files:
         return 0
     return free_host_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
+
+
+def _file_limits(config: MemoryLimits | None, free: int) -> FreeMemory:
+    """Return the host memory that batches and rows of files may take.
+
+    Args:
+        config: Memory limits; None for half of the free memory.
+        free: Free host memory of this process, in bytes.
+    """
+    if config is None:
+        return FreeMemory(free // 2, free_page_cache_bytes() if free else 0)
+    limit = config.host_limit(free)
+    is_limited = config.cpu_memory_limit is not None
+    return FreeMemory(limit, limit if is_limited else free_page_cache_bytes())
 
 
 def _limited_plan(

@@ -19,6 +19,7 @@ _MAX_BATCHES_PER_SLOT = 8
 # A smaller slot is gathered sooner than a second thread wakes up.
 _PARALLEL_BYTES = 256 << 10
 _MAX_READERS = 8
+_MAX_ID_READERS = 4
 
 SHORT_BATCH_S = 2e-3
 """Seconds of a batch, training step included, above which threads are worth their cost.
@@ -105,6 +106,16 @@ def measured_schedule(depth: int = DEFAULT_DEPTH, batches_per_slot: int = 1) -> 
     return PrefetchSchedule(
         depth, batches_per_slot, measures_depth=True, measured_below_s=SHORT_BATCH_S
     )
+
+
+def n_id_readers(depth: int) -> int:
+    """Return the number of reader threads of a loop whose batches name rows by ids.
+
+    They use at most half of the cores, because the loader, the training step and the writer thread
+    have work of their own.
+    """
+    n_cores = len(os.sched_getaffinity(0))
+    return max(1, min(depth + 1, n_cores // 2, _MAX_ID_READERS))
 
 
 def choose_schedule(

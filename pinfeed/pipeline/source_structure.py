@@ -35,10 +35,15 @@ def is_store_or_array(value: Any) -> bool:
     return isinstance(value, Store) or (is_array_like(value) and not is_structure)
 
 
-def with_columns(source: Any) -> Any:
-    """Replace each table and each dataset in a source by a dict of its columns."""
+def with_columns(source: Any, name: str) -> Any:
+    """Replace each table and each dataset in a source by a dict of its columns.
+
+    Args:
+        source: The user's source.
+        name: Name of the source in errors.
+    """
     leaves, rebuild = flatten(source, is_leaf=is_store_or_array)
-    found = [columns_of(leaf, f"source{path}") for path, leaf in leaves]
+    found = [columns_of(leaf, f"{name}{path}") for path, leaf in leaves]
     if all(columns is None for columns in found):
         return source
     return rebuild(

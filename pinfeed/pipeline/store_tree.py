@@ -41,24 +41,25 @@ class StoreTree:
     Args:
         source: Source as ``Feeder`` takes it. A leaf that is not a store is opened here, and
             closed with ``close``.
+        name: Name of the source in errors.
 
     Raises:
         StoreError: If a leaf cannot be opened, or stores have unequal numbers of rows.
     """
 
-    def __init__(self, source: Any) -> None:
-        leaves, self.rebuild = flatten(with_columns(source), is_leaf=is_store_or_array)
+    def __init__(self, source: Any, name: str = "source") -> None:
+        leaves, self.rebuild = flatten(with_columns(source, name), is_leaf=is_store_or_array)
         if not leaves:
             raise StoreError(
-                f"source={source!r} has no arrays in it; expected at least one path, array, tensor "
+                f"{name}={source!r} has no arrays in it; expected at least one path, array, tensor "
                 "or Store"
             )
-        self.names = [f"source{path}" for path, _ in leaves]
+        self.names = [f"{name}{path}" for path, _ in leaves]
         self.stores: list[Store] = []
         self._owned: list[Store] = []
         try:
-            for (_, leaf), name in zip(leaves, self.names, strict=True):
-                self.stores.append(self._open(leaf, name))
+            for (_, leaf), leaf_name in zip(leaves, self.names, strict=True):
+                self.stores.append(self._open(leaf, leaf_name))
             given_as_path = [
                 store
                 for (_, leaf), store in zip(leaves, self.stores, strict=True)

@@ -1,8 +1,9 @@
-"""sort_rows and distinct_rows: row indices in ascending order, with positions."""
+"""Row indices in ascending order, or each distinct one once, with positions."""
 
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from pinfeed.rows.orders import Rows
 
@@ -43,8 +44,7 @@ def distinct_rows(rows: Rows) -> tuple[Rows, Rows]:
         shape (n,).
     """
     ascending, order = sort_rows(rows)
-    is_first = np.ones(len(rows), bool)
-    np.not_equal(ascending[1:], ascending[:-1], out=is_first[1:])
+    is_first = _differs_from_last(ascending)
     distinct = ascending[is_first]
     # The array is used again, because touching new memory takes longer than the sums.
     places = np.cumsum(is_first, out=ascending)
@@ -52,3 +52,39 @@ def distinct_rows(rows: Rows) -> tuple[Rows, Rows]:
     positions = np.empty(len(rows), np.int64)
     positions[order] = places
     return distinct, positions
+
+
+def first_occurrences(rows: Rows) -> tuple[Rows, Rows | None]:
+    """Find the distinct rows among row indices, in the order in which they first occur.
+
+    Args:
+        rows: Row indices, shape (n,); they may repeat.
+
+    Returns:
+        The distinct rows, and for each of ``rows`` its position among them, shape (n,). No position
+        is greater than that of the row itself. If no row repeats, these are ``rows`` and None.
+    """
+    if bool((rows[1:] > rows[:-1]).all()):
+        return rows, None
+    ascending, order = sort_rows(rows)
+    is_first = _differs_from_last(ascending)
+    if bool(is_first.all()):
+        return rows, None
+    # Equal rows keep their order, so that the first of them is the one that occurs first.
+    first = order[is_first]
+    occurs_first = np.zeros(len(rows), bool)
+    occurs_first[first] = True
+    rank = np.cumsum(occurs_first)
+    rank -= 1
+    places = np.cumsum(is_first, out=ascending)
+    places -= 1
+    positions = np.empty(len(rows), np.int64)
+    positions[order] = rank[first][places]
+    return rows[occurs_first], positions
+
+
+def _differs_from_last(rows: Rows) -> npt.NDArray[np.bool_]:
+    """Return for each row whether it differs from the one before it, shape (n,)."""
+    differs = np.ones(len(rows), bool)
+    np.not_equal(rows[1:], rows[:-1], out=differs[1:])
+    return differs

@@ -319,6 +319,29 @@ def test_wrap_loader() -> None:
         )
 
 
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_rows_for_the_ids_of_a_loader(pinned: bool, depth: int) -> None:
+    rows = np.random.default_rng(0).normal(size=(5000, 3, 8)).astype(np.float32)
+    rng = np.random.default_rng(1)
+    every_ids = [
+        *(torch.from_numpy(rng.integers(0, 5000, (40, 50))) for _ in range(10)),
+        torch.from_numpy(rng.permutation(5000)[:900]),
+        torch.zeros(0, dtype=torch.int64),
+        torch.full((7,), 3),
+    ]
+    source = PinnedStore(rows, pin=True) if pinned else rows
+    fetch = {"x": ((source, np.arange(5000)), lambda ids: ids)}
+    with wrap_loader(every_ids, fetch=fetch, device="cuda", depth=depth) as loop:
+        for _ in range(2):
+            for (ids, got), expected in zip(loop, every_ids, strict=True):
+                x, number = got["x"]
+                assert x.is_cuda
+                np.testing.assert_array_equal(x.cpu().numpy(), rows[expected.numpy()])
+                assert torch.equal(number.cpu(), expected)
+                assert torch.equal(ids.cpu(), expected)
+
+
 def test_pinned_store_takes_exactly_what_it_needs_and_gives_it_back() -> None:
     pytest.importorskip("cupy")
     store = PinnedStore.zeros((100_000, 33))

@@ -1,9 +1,9 @@
-"""Tests of sort_rows and distinct_rows: the same results as numpy's own functions."""
+"""Tests of rows in ascending order and of distinct rows: the same results as numpy's functions."""
 
 import numpy as np
 import pytest
 
-from pinfeed.rows.distinct import distinct_rows, sort_rows
+from pinfeed.rows.distinct import distinct_rows, first_occurrences, sort_rows
 
 _RNG = np.random.default_rng(0)
 _LARGEST = np.iinfo(np.int64).max
@@ -47,6 +47,16 @@ def test_distinct_rows_are_those_of_unique(rows):
         assert array.dtype == np.int64
         assert np.array_equal(array, expected)
     assert np.array_equal(found[0][found[1]], rows)
+
+
+def test_first_occurrences_keep_the_order_of_the_rows(rows):
+    distinct, positions = first_occurrences(rows)
+    first = np.sort(np.unique(rows, return_index=True)[1])
+    assert np.array_equal(distinct, rows[first])
+    assert (positions is None) == (len(first) == len(rows))
+    if positions is not None:
+        assert np.array_equal(distinct[positions], rows)
+        assert (positions <= np.arange(len(rows))).all()
 
 
 def test_rows_may_be_a_part_of_an_array():

@@ -39,7 +39,9 @@ class CopyingDevice(HostDevice):
         self._direct = direct
 
     def adopt(self, part: Any, stream: Any) -> Any:
-        value = part.host_value
+        value = getattr(part, "host_value", None)
+        if value is None:
+            return None
         plain = (
             type(value) is torch.Tensor
             and value.layout is torch.strided

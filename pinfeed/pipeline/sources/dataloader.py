@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import os
 import traceback
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError, WorkerError
 from pinfeed.pipeline.sources.base import BatchThunk, HostBatch
+from pinfeed.pipeline.sources.fetch import RowFetch
 from pinfeed.pipeline.sources.guarded import guarded
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.tensors.pytree import Rebuild, flatten
@@ -101,6 +103,10 @@ class LoaderSource:
     Args:
         loader: Loader that is iterated once per epoch.
 
+    Attributes:
+        fetch: Rows that are added to each batch; None for the loader's batches alone. It is set
+            before the first epoch.
+
     Raises:
         ArgumentError: If ``loader`` cannot be iterated, or gives single samples or names.
     """
@@ -110,6 +116,7 @@ class LoaderSource:
     def __init__(self, loader: Any) -> None:
         check_loader(loader)
         self.loader = loader
+        self.fetch: RowFetch | None = None
         self._begun: Iterator[Any] | None = None
         # A loader that is an iterator itself serves one epoch.
         self._is_used_up = False
@@ -182,6 +189,8 @@ class LoaderSource:
     def hint(self, source_share: float) -> str:
         """Return what to change if a loop stalls on this loader."""
         n_workers = getattr(self.loader, "num_workers", None)
+        if source_share < 0.5 and self.fetch is not None:
+            return self.fetch.hint()
         if source_share < 0.5:
             return (
                 "Most of it is copying the tensors of the batches: a smaller dtype leaves less to "
@@ -204,11 +213,16 @@ class LoaderSource:
 
     def draw(self, batch: Any) -> BatchThunk:
         """Make the thunk of a batch. Reader threads call this in the order of batches."""
-        return functools.partial(load_of, batch)
+        if self.fetch is None:
+            return functools.partial(load_of, batch)
+        # The user's functions run here, one batch at a time. Any reader thread that is free gathers
+        # the rows.
+        return functools.partial(_load_with_rows, self.fetch, batch, self.fetch.ids(batch))
 
     def _draws(self, batches: Iterator[Any]) -> Generator[BatchThunk, None, None]:
-        while (batch := next_batch(batches)) is not END:
-            yield self.draw(batch)
+        with self.fetch.open_epoch() if self.fetch is not None else contextlib.nullcontext():
+            while (batch := next_batch(batches)) is not END:
+                yield self.draw(batch)
 
 
 class StatefulSource(LoaderSource):
@@ -228,11 +242,11 @@ class StatefulSource(LoaderSource):
             return error
 
     def draw(self, batch: Any) -> BatchThunk:
-        return functools.partial(self._with_state, batch, self.state())
+        return functools.partial(self._with_state, super().draw(batch), self.state())
 
     @staticmethod
-    def _with_state(batch: Any, state: Any) -> HostBatch:
-        host_batch = load_of(batch)
+    def _with_state(thunk: BatchThunk, state: Any) -> HostBatch:
+        host_batch = thunk()
         rebuild = host_batch.rebuild
         host_batch.rebuild = lambda tensors: (rebuild(tensors), state)
         return host_batch
@@ -274,6 +288,11 @@ def load_of(batch: Any) -> HostBatch:
     if len(parts) < len(leaves):
         rebuild = _with_kept([leaf for _, leaf in leaves], rebuild)
     return HostBatch(parts, rebuild, [(_n_samples(leaves), 0)])
+
+
+def _load_with_rows(fetch: RowFetch, batch: Any, ids: Sequence[Any]) -> HostBatch:
+    """Make a HostBatch of a loader's batch and of the rows that it names by ids."""
+    return fetch.add(load_of(batch), ids)
 
 
 def _with_kept(leaves: list[Any], rebuild: Rebuild) -> Rebuild:

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from pinfeed.errors import RowIndexError, StoreError, described
 from pinfeed.pipeline.sources.base import HostBatch
 from pinfeed.pipeline.sources.dataloader import HostLeaf
+from pinfeed.pipeline.sources.ids import ids_array
 from pinfeed.rows.distinct import distinct_rows
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
-from pinfeed.tensors.numpy_torch import to_numpy
 
 
 class HostLookup(NamedTuple):
@@ -47,7 +46,9 @@ def look_up(load: HostBatch, ids: Any, name: str, n_rows: int) -> HostLookup:
         RowIndexError: If an id is out of range, or not an integer.
     """
     leaves = _leaves(ids)
-    rows, positions = _distinct([_flat(leaf, name) for leaf in leaves], name, n_rows)
+    rows, positions = _distinct(
+        [ids_array(leaf, name).reshape(-1) for leaf in leaves], name, n_rows
+    )
     known = []
     for leaf, found in zip(leaves, positions, strict=True):
         part = _part_index(leaf, load)
@@ -95,19 +96,3 @@ def _leaves(ids: Any) -> list[Any]:
 
 def _is_array_or_nested(value: Any) -> bool:
     return hasattr(value, "ndim") or isinstance(value, (list, tuple, Mapping))
-
-
-def _flat(ids: Any, name: str) -> np.ndarray[Any, Any]:
-    """Return ids as a flat array.
-
-    Raises:
-        RowIndexError: If they are not integers.
-    """
-    try:
-        array = to_numpy(ids, name) if isinstance(ids, torch.Tensor) else np.asarray(ids)
-    except (StoreError, ValueError, TypeError) as error:
-        raise RowIndexError(f"{name}: ids of the batch: {described(error)}") from None
-    if array.size and array.dtype.kind not in "iu":
-        hint = " (of a mask: ids[mask])" if array.dtype == bool else ""
-        raise RowIndexError(f"{name}: ids of the batch are {array.dtype}; expected integers{hint}")
-    return array.reshape(-1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -23,6 +23,7 @@ from pinfeed.pipeline.sources.dataloader import (
     load_of,
     next_batch,
 )
+from pinfeed.pipeline.sources.ids import IdsOf
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import Store
 from pinfeed.stores.base import HostArray, StoreRows
@@ -31,8 +32,6 @@ from pinfeed.training.embeddings.cache_hint import CacheHint, gains_from_cache
 from pinfeed.training.embeddings.lookup import HostLookup, look_up, position_parts
 
 T = TypeVar("T")
-
-IdsOf = Callable[[Any], Any]
 
 
 @dataclass(frozen=True)

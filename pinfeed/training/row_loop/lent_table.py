@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from pinfeed.errors import ArgumentError
+from pinfeed.pipeline.sources.ids import ids_function
 from pinfeed.pipeline.write_check import aliases
 from pinfeed.stores import Store
 from pinfeed.training.embeddings.batch_rows import BatchRows
 from pinfeed.training.embeddings.optimizer import RowOptimizer
-from pinfeed.training.embeddings.source import IdsOf, TableSpec
+from pinfeed.training.embeddings.source import TableSpec
 from pinfeed.training.embeddings.table import HostEmbedding
 
 if TYPE_CHECKING:
@@ -44,7 +45,7 @@ class LentTable:
         self.trainable = table.trainable
         self.names = ["weight"]
         self.stores: list[Store] = [table.store]
-        self._ids_of = _ids_function(table, ids)
+        self._ids_of = ids_function(ids, table.name)
         self._has_warned = False
         if optimizer is not None:
             state = optimizer.tables[table]
@@ -197,24 +198,3 @@ def _optimizers_by_table(
                 raise ArgumentError(f"{table.name} is trained by two optimizers; expected one")
             found[table] = one
     return found
-
-
-def _ids_function(table: HostEmbedding, ids: Any) -> IdsOf:
-    """Return the function that gives the ids of a batch, from the user's function or key."""
-    if callable(ids):
-        function: IdsOf = ids
-        return function
-
-    def ids_at_key(batch: Any) -> Any:
-        try:
-            return batch[ids]
-        except (LookupError, TypeError) as error:
-            found = type(batch).__name__
-            if isinstance(batch, Mapping):
-                found = f"keys {', '.join(map(repr, batch))}"
-            raise ArgumentError(
-                f"{table.name}: ids at {ids!r} of a batch that has {found}; expected the key of "
-                "its ids"
-            ) from error
-
-    return ids_at_key

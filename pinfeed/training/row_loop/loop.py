@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import weakref
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from types import GeneratorType
@@ -20,7 +19,7 @@ from pinfeed.memory.plan import Plan, check_route
 from pinfeed.pipeline.abandoned import is_abandoned
 from pinfeed.pipeline.active_run import has_ended, is_suspended
 from pinfeed.pipeline.lent_batch import LentBatch
-from pinfeed.pipeline.schedule import PrefetchSchedule
+from pinfeed.pipeline.schedule import PrefetchSchedule, n_id_readers
 from pinfeed.training.distributed.table import ShardedEmbedding
 from pinfeed.training.embeddings.optimizer import RowOptimizer
 from pinfeed.training.embeddings.source import Exchanged
@@ -32,8 +31,6 @@ from pinfeed.training.row_loop.replay import LoaderReplay, require_row_loop_stat
 from pinfeed.training.row_loop.source import row_source
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
 from pinfeed.validation.safe_repr import safe_repr
-
-_MAX_READERS = 4
 
 
 @explain_arguments(TABLE_LOOP_HINTS)
@@ -379,20 +376,11 @@ def _schedule(depth: int | None, tables: Sequence[LentTable], *, verify: bool) -
     The ranks of sharded tables must do the same, and a loop that is verified is slow either way.
     """
     if depth is not None:
-        return PrefetchSchedule(depth, n_readers=_n_readers(depth), writes=True)
+        return PrefetchSchedule(depth, n_readers=n_id_readers(depth), writes=True)
     is_sharded = any(isinstance(lent.table, ShardedEmbedding) for lent in tables)
     return PrefetchSchedule(
         DEFAULT_DEPTH,
-        n_readers=_n_readers(DEFAULT_DEPTH),
+        n_readers=n_id_readers(DEFAULT_DEPTH),
         writes=True,
         measures_depth=not verify and not is_sharded,
     )
-
-
-def _n_readers(depth: int) -> int:
-    """Return the number of reader threads of a loop.
-
-    They use at most half of the cores, because the loop and the writer have work of their own.
-    """
-    n_cores = len(os.sched_getaffinity(0))
-    return max(1, min(depth + 1, n_cores // 2, _MAX_READERS))

@@ -1,0 +1,219 @@
+"""RowFetch: the rows of stores that the batches of a loader name by their ids."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from pinfeed.devices.base import Device, Tensor
+from pinfeed.pipeline.sources.base import ArrayPart, HostBatch, RowGroup
+from pinfeed.pipeline.sources.ids import IdsOf, ids_array
+from pinfeed.readahead import HostRows, ReadStrategy
+from pinfeed.rows.distinct import first_occurrences
+from pinfeed.rows.indices import check_rows
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import Array, HostArray, Store, row_nbytes
+from pinfeed.tensors.pytree import Rebuild
+
+# Rows are copied to their positions in pieces of this size, which stay in the processor's cache.
+_PIECE_BYTES = 256 << 10
+
+Serve = Callable[[Rows], HostRows]
+"""Returns rows of one store that are still to be gathered."""
+
+
+@dataclass(frozen=True)
+class FetchSpec:
+    """One entry of ``fetch=``: stores with equally many rows, and the ids of a batch."""
+
+    key: Hashable
+    """Key of the rows in what the loop yields."""
+    ids_of: IdsOf
+    stores: Sequence[Store]
+    strategies: Sequence[ReadStrategy]
+    """For each store, how its rows are read."""
+    rebuild: Rebuild
+    """Makes the structure that the user gave from one tensor per store."""
+
+    @property
+    def name(self) -> str:
+        """Name of the entry in errors."""
+        return f"fetch[{self.key!r}]"
+
+
+class RepeatedRows:
+    """Rows of a batch that repeat: a ``HostArray`` that gathers each distinct row once.
+
+    Args:
+        distinct: The distinct rows, m of them, in the order in which they first occur.
+        positions: For each row of the batch its position among the distinct ones, shape (n,); no
+            position is greater than that of the row itself.
+    """
+
+    def __init__(self, distinct: HostRows, positions: Rows) -> None:
+        self._distinct = distinct
+        self._positions = positions
+        self.shape = (len(positions), *distinct.shape[1:])
+        self.dtype = distinct.dtype
+
+    def read(self, out: Array) -> Iterator[None]:
+        """Gather the distinct rows into the beginning of ``out``, then copy each to its places."""
+        yield from self._distinct.read(out[: self._distinct.shape[0]])
+        positions = self._positions
+        n = len(positions)
+        # The rows before the first one that repeats are in their places.
+        first = int(np.argmax(positions != np.arange(n)))
+        step = max(1, _PIECE_BYTES * n // max(1, out.nbytes))
+        # A row comes from its own position or from one before it. From the end backwards, no row is
+        # overwritten before it was copied.
+        for end in range(n, first, -step):
+            begin = max(first, end - step)
+            out[begin:end] = out.take(positions[begin:end], axis=0)
+            yield
+
+
+class _Fetched(NamedTuple):
+    """Rows that a batch asked for."""
+
+    spec: FetchSpec
+    shape: tuple[int, ...]
+    """Shape of the ids."""
+    positions: Rows | None
+    """Positions to which the device copies each distinct row; None if the rows are in place."""
+
+
+class RowFetch:
+    """Adds to the batches of a loader the rows that they name by their ids.
+
+    Args:
+        specs: Entries of ``fetch=``.
+        device: Device that the batches are moved to.
+    """
+
+    def __init__(self, specs: Sequence[FetchSpec], device: Device) -> None:
+        self._specs = specs
+        self._device = device
+        self._serving: list[list[Serve]] = []
+
+    @contextlib.contextmanager
+    def open_epoch(self) -> Generator[None, None, None]:
+        """Serve the rows of an epoch; background reads end with the context."""
+        with contextlib.ExitStack() as stack:
+            self._serving = [
+                [
+                    # Ids come in any order and number, so the position in an epoch has no meaning.
+                    stack.enter_context(strategy.open_epoch(None, 0, 0))(0, 0)
+                    for strategy in spec.strategies
+                ]
+                for spec in self._specs
+            ]
+            yield
+
+    def ids(self, batch: Any) -> list[Any]:
+        """Return the ids that a batch on the host names, for each entry.
+
+        The user's functions run here. Called for one batch at a time, in order.
+        """
+        return [spec.ids_of(batch) for spec in self._specs]
+
+    def add(self, load: HostBatch, ids: Sequence[Any]) -> HostBatch:
+        """Return a batch whose parts are those of ``load``, and then those of each entry.
+
+        These are the rows of all entries, and then the positions for those that need them.
+
+        Raises:
+            RowIndexError: If ids are out of range, or not integers.
+        """
+        parts = list(load.parts)
+        groups: list[RowGroup] = []
+        found = [
+            self._add_rows(spec, serving, of_spec, parts, groups)
+            for spec, serving, of_spec in zip(self._specs, self._serving, ids, strict=True)
+        ]
+        positions = [fetched.positions for fetched in found if fetched.positions is not None]
+        parts += [ArrayPart(of_entry.astype(np.int32)) for of_entry in positions]
+        rebuild = functools.partial(self._rebuild, load.rebuild, len(load.parts), found)
+        return HostBatch(parts, rebuild, load.batches, groups)
+
+    def hint(self) -> str:
+        """Return what to change if a loop stalls on gathering these rows."""
+        pairs = [
+            (row_nbytes(store), strategy.hint)
+            for spec in self._specs
+            for store, strategy in zip(spec.stores, spec.strategies, strict=True)
+        ]
+        names = ", ".join(spec.name for spec in self._specs)
+        return f"Most of it is gathering rows of {names}. {max(pairs)[1]}"
+
+    def _add_rows(
+        self,
+        spec: FetchSpec,
+        serving: Sequence[Serve],
+        ids: Any,
+        parts: list[HostArray],
+        groups: list[RowGroup],
+    ) -> _Fetched:
+        """Add the rows of one entry to the parts of a batch."""
+        array = ids_array(ids, spec.name)
+        checked = check_rows(array.reshape(-1), spec.stores[0].n_rows, f"{spec.name}: ids")
+        rows, positions = first_occurrences(checked)
+        if not self._device.unified:
+            groups.append(RowGroup(rows, len(parts), spec.stores))
+        distinct = [serve(rows) for serve in serving]
+        if positions is not None and self._device.unified:
+            parts += [RepeatedRows(of_store, positions) for of_store in distinct]
+            positions = None
+        else:
+            parts += distinct
+        return _Fetched(spec, array.shape, positions)
+
+    def _rebuild(
+        self,
+        rebuild: Rebuild,
+        n_parts: int,
+        found: Sequence[_Fetched],
+        tensors: Iterator[Tensor],
+    ) -> tuple[Any, dict[Hashable, Any]]:
+        """Return the loader's batch and the fetched rows, from the parts of ``add``."""
+        batch = rebuild(iter([next(tensors) for _ in range(n_parts)]))
+        every_rows = [[next(tensors) for _ in fetched.spec.stores] for fetched in found]
+        return batch, {
+            fetched.spec.key: self._rows(fetched, rows, tensors)
+            for fetched, rows in zip(found, every_rows, strict=True)
+        }
+
+    def _rows(self, fetched: _Fetched, rows: list[Tensor], positions: Iterator[Tensor]) -> Any:
+        """Return the rows of one entry, in the shape of its ids (training thread)."""
+        stores = fetched.spec.stores
+        if fetched.positions is not None:
+            of_entry = next(positions)
+            n = math.prod(fetched.shape)
+            rows = [
+                self._spread(of_store, of_entry, (n, *store.row_shape), store.dtype)
+                for of_store, store in zip(rows, stores, strict=True)
+            ]
+        if len(fetched.shape) != 1:
+            rows = [
+                of_store.reshape((*fetched.shape, *store.row_shape))
+                for of_store, store in zip(rows, stores, strict=True)
+            ]
+        return fetched.spec.rebuild(iter(rows))
+
+    def _spread(
+        self, distinct: Tensor, positions: Tensor, shape: tuple[int, ...], dtype: np.dtype[Any]
+    ) -> Tensor:
+        """Copy each distinct row to its positions, on a device that has memory of its own.
+
+        The batch is lent, so the current stream has waited for its copies.
+        """
+        compute = self._device.current_stream()
+        memory = self._device.empty(math.prod(shape) * dtype.itemsize, compute)
+        out = self._device.tensor(memory, shape, dtype)
+        self._device.copy_rows([(distinct, out)], positions, None, compute)
+        return out

@@ -1,0 +1,67 @@
+"""The ids that a loader's batch names: the user's function or key, and arrays of the ids."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from pinfeed.errors import ArgumentError, RowIndexError, StoreError, described
+from pinfeed.stores.base import Array
+
+IdsOf = Callable[[Any], Any]
+"""Given a batch on the host, returns the ids whose rows the batch needs."""
+
+
+def ids_function(ids: Any, name: str) -> IdsOf:
+    """Return the function that gives the ids of a batch, from the user's function or key.
+
+    Args:
+        ids: A function of the batch, or the key of the batch under which its ids are.
+        name: Name of the ids in errors.
+    """
+    if callable(ids):
+        function: IdsOf = ids
+        return function
+
+    def ids_at_key(batch: Any) -> Any:
+        try:
+            return batch[ids]
+        except (LookupError, TypeError) as error:
+            found = type(batch).__name__
+            if isinstance(batch, Mapping):
+                found = f"keys {', '.join(map(repr, batch))}"
+            raise ArgumentError(
+                f"{name}: ids at {ids!r} of a batch that has {found}; expected the key of its ids"
+            ) from error
+
+    return ids_at_key
+
+
+def ids_array(ids: Any, name: str) -> Array:
+    """Return ids as an array of integers, in the shape that they have.
+
+    Args:
+        ids: Tensor, array, or sequence of integers.
+        name: Name of the ids in errors.
+
+    Raises:
+        RowIndexError: If they are not integers.
+    """
+    torch = sys.modules.get("torch")
+    try:
+        if torch is not None and isinstance(ids, torch.Tensor):
+            # Imported here, because the pipeline is loaded without torch.
+            from pinfeed.tensors.numpy_torch import to_numpy
+
+            array = to_numpy(ids, name)
+        else:
+            array = np.asarray(ids)
+    except (StoreError, ValueError, TypeError) as error:
+        raise RowIndexError(f"{name}: ids of the batch: {described(error)}") from None
+    if array.size and array.dtype.kind not in "iu":
+        hint = " (of a mask: ids[mask])" if array.dtype == bool else ""
+        raise RowIndexError(f"{name}: ids of the batch are {array.dtype}; expected integers{hint}")
+    return array
