@@ -77,7 +77,7 @@ def whole_file_hint(store: AnyShardedStore) -> str:
     """Return advice about memory for the whole file."""
     if isinstance(store, LocalFileStore) and store.writable and not store.can_map:
         return "If it is opened for reading only, it can be loaded into memory."
-    needed = human(store.n_rows * store.row_nbytes)
+    needed = human(store.nbytes)
     return (
         f"With {needed} of memory for the whole file (a larger cpu_memory_limit of a Config, or "
         "more free memory), it is loaded into memory once."

@@ -24,8 +24,7 @@ class MappedFile(WholeFile):
 
     def __init__(self, store: LocalFileStore, *, in_sequence: bool) -> None:
         super().__init__(store, in_sequence=in_sequence)
-        nbytes = store.n_rows * store.row_nbytes
-        self.items = (Allocation("rows of a file", "page cache", 1, nbytes),)
+        self.items = (Allocation("rows of a file", "page cache", 1, store.nbytes),)
         self._rows = store.map_rows()
 
     def close(self) -> None:

@@ -34,7 +34,7 @@ class PageCacheReadahead:
         self._store = store
         self._n_advised = 0
         self._stopping = False
-        self._chunk_rows = max(1, _CHUNK_BYTES // max(1, store.row_nbytes))
+        self._chunk_rows = store.rows_in(_CHUNK_BYTES)
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:

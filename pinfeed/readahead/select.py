@@ -78,7 +78,7 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
             strategy, reason = _choose_for_file(store, order, n_batch_rows, free)
             for item in strategy.items:
                 free = free.without(item)
-            notes.append(f"{store.label}, {human(_nbytes(store))}: {reason}")
+            notes.append(f"{store.label}, {human(store.nbytes)}: {reason}")
         elif isinstance(store, ArrayStore):
             strategy = DirectReads(store)
         else:
@@ -93,7 +93,7 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
 
 def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], ...]:
     """Return rows of a window and bytes of a row, for each file whose windows can be read ahead."""
-    files = [store for store in stores if isinstance(store, ShardedStore) and not store.writable]
+    files = [store for store in stores if isinstance(store, ShardedStore) and _may_copy(store)]
     found = [(_windows(store, order), store.row_nbytes) for store in files]
     return tuple(
         (windows.window_rows, row_nbytes) for windows, row_nbytes in found if windows is not None
@@ -110,7 +110,7 @@ def _choose_for_file(
     if _in_sequence(order):
         hint = f"{store.label} is read in sequence, {DISK_SPEED} {whole_file_hint(store)}"
         return DirectReads(store, hint), "read in sequence"
-    if not store.writable and share > 0.5 and copy_allocation(store).total <= free.memory:
+    if _may_copy(store) and share > 0.5 and copy_allocation(store).total <= free.memory:
         # The system may refuse memory that it reports as free.
         with contextlib.suppress(MemoryError):
             return InMemoryCopy(store), (
@@ -131,6 +131,8 @@ def _read_windows(store: AnyShardedStore, windows: Windows, n_batch_rows: int, f
     item = window_allocation(windows.window_rows, store.row_nbytes, n_batch_rows)
     if store.writable:
         problem = "it is open for writing"
+    elif store.overlaps:
+        problem = "its rows overlap, so copies of them would take more memory than the file"
     elif item.total > free:
         problem = f"memory for them would be {human(item.total)}, {human(max(0, free))} are left"
     else:
@@ -146,7 +148,7 @@ def _map(store: AnyShardedStore, order: Any, share: float, page_cache: int) -> M
     If an epoch has half of the rows or less, it is worth it only if the rows are short and come in
     random order.
     """
-    if not isinstance(store, MmapStore) or _nbytes(store) > page_cache or not store.can_map:
+    if not isinstance(store, MmapStore) or store.nbytes > page_cache or not store.can_map:
         return None
     if share <= 0.5:
         in_runs = _in_sequence(order) or _windows(store, order) is not None
@@ -158,17 +160,18 @@ def _map(store: AnyShardedStore, order: Any, share: float, page_cache: int) -> M
     return None
 
 
+def _may_copy(store: AnyShardedStore) -> bool:
+    """Return whether rows may be copied into memory before they are needed."""
+    return not store.writable and not store.overlaps
+
+
 def _is_read_whole(store: AnyShardedStore, share: float) -> bool:
     """Return whether reading the whole file in sequence is faster than its rows at random."""
     return share * _SEEK_BYTES >= store.row_nbytes
 
 
-def _nbytes(store: AnyShardedStore) -> int:
-    return store.n_rows * store.row_nbytes
-
-
 def _read_one_by_one(store: AnyShardedStore) -> Choice:
-    block_rows = -(-_SEEK_BYTES // store.row_nbytes)
+    block_rows = -(-_SEEK_BYTES * store.n_rows // store.nbytes)
     hint = (
         f"Rows of {store.label} are read one by one; neighbours come together, and are read in "
         f"long runs, with rows=pinfeed.rows.block_shuffled(seed, block_rows={block_rows}). "
@@ -196,13 +199,17 @@ def _windows(store: AnyShardedStore, order: Any) -> Windows | None:
     if not isinstance(order, Order):
         return None
     found = windows(order, store.n_rows, 0)
-    if found is None or found.order.block_rows * store.row_nbytes < _SEEK_BYTES:
+    if found is None or found.order.block_rows * store.nbytes < _SEEK_BYTES * store.n_rows:
         return None
     return found
 
 
 def _share(store: AnyShardedStore, order: Any) -> float:
-    """Return the share of the rows that an epoch has; 1 if it is unknown."""
+    """Return the share of the file that an epoch has at most; 1 if it is unknown.
+
+    Each row that an order repeats, and each byte of rows that overlap, counts as often as it is
+    read.
+    """
     if not isinstance(order, Order):
         return 1.0
-    return min(1.0, order.length(store.n_rows) / store.n_rows)
+    return min(1.0, order.length(store.n_rows) * store.row_nbytes / store.nbytes)

@@ -67,7 +67,7 @@ class WholeFile:
         self.row_shape = store.row_shape
         self.dtype = store.dtype
         self._in_sequence = in_sequence
-        self._chunk_rows = max(1, CHUNK_BYTES // max(1, store.row_nbytes))
+        self._chunk_rows = store.rows_in(CHUNK_BYTES)
         n_chunks = -(-store.n_rows // self._chunk_rows)
         self._is_loaded = np.zeros(n_chunks, np.bool_)
         self._complete = False

@@ -2,9 +2,10 @@
 
 # Pickled orders name their classes by this package.
 from pinfeed.rows.orders import BlockShuffled as BlockShuffled
-from pinfeed.rows.orders import Order, block_shuffled, per_rank, sequential, shuffled
+from pinfeed.rows.orders import Drawn as Drawn
+from pinfeed.rows.orders import Order, block_shuffled, drawn, per_rank, sequential, shuffled
 from pinfeed.rows.orders import PerRank as PerRank
 from pinfeed.rows.orders import Sequential as Sequential
 from pinfeed.rows.orders import Shuffled as Shuffled
 
-__all__ = ["Order", "block_shuffled", "per_rank", "sequential", "shuffled"]
+__all__ = ["Order", "block_shuffled", "drawn", "per_rank", "sequential", "shuffled"]

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.permutation import keys_of, permutation
+from pinfeed.rows.permutation import draws, keys_of, permutation
 from pinfeed.rows.rank_partition import Progress, RankPartition, StridedSlice, Uneven, positions_of
 from pinfeed.validation.arguments import (
     check_flag,
@@ -63,6 +63,22 @@ def shuffled(seed: int = 0) -> Order:
         ArgumentError: If ``seed`` is no whole number.
     """
     return Shuffled(check_seed(seed))
+
+
+def drawn(n: int, seed: int = 0) -> Order:
+    """Return an order of random rows with replacement: each position has any row, independently.
+
+    An epoch has ``n`` positions, however many rows the store has. Rows may repeat. The order is the
+    same for the same seed and epoch, on every machine and in every version.
+
+    Args:
+        n: Rows of an epoch.
+        seed: Seed of the draws; a row is a function of (seed, epoch, position).
+
+    Raises:
+        ArgumentError: If ``n`` is not a whole number above 0, or ``seed`` is no whole number.
+    """
+    return Drawn(whole_number(n, "n"), check_seed(seed))
 
 
 @explain_arguments(
@@ -144,6 +160,20 @@ class Shuffled:
 
     def bind(self, n_rows: int, epoch: int) -> At:
         return permutation(n_rows, f"{self.seed}/{epoch}")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Independent random rows, with replacement."""
+
+    n: int
+    seed: int
+
+    def length(self, n_rows: int) -> int:
+        return self.n if n_rows else 0
+
+    def bind(self, n_rows: int, epoch: int) -> At:
+        return draws(n_rows, f"{self.seed}/{epoch}/drawn")
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Random permutations of any size, computed at any position without a table."""
+"""Random permutations and draws, computed at any position without a table."""
 
 from __future__ import annotations
 
@@ -25,6 +25,9 @@ _SHIFT_15 = np.array(15, np.uint32)
 _SHIFT_16 = np.array(16, np.uint32)
 _FACTOR = np.array(0x7FEB352D, np.uint32)
 _LAST_FACTOR = np.array(0x846CA68B, np.uint32)
+
+# Odd integer nearest to 2^64 divided by the golden ratio: the distance of SplitMix64's states.
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
@@ -70,6 +73,25 @@ def permutation(n: int, salt: str) -> Callable[[Numbers], Numbers]:
             found[outside] = again = network(found[outside])
             outside = outside[again >= n]
         return found.astype(np.int64, copy=False)
+
+    return at
+
+
+def draws(n: int, salt: str) -> Callable[[Numbers], Numbers]:
+    """Return independent draws from [0, n) as a function of positions.
+
+    They are the outputs of SplitMix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number
+    Generators", 2014) modulo ``n``. A number is more probable than another one by at most n / 2^64.
+
+    Args:
+        n: Number of values, at least 1.
+        salt: Text that the draws are a function of.
+    """
+    key = keys_of(salt, 1)[0]
+
+    def at(positions: Numbers) -> Numbers:
+        states = positions.astype(np.uint64) * _GOLDEN + key
+        return (_mix(states) % np.uint64(n)).astype(np.int64)
 
     return at
 

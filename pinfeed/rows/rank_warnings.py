@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 from pinfeed.errors import ArgumentError
-from pinfeed.rows.orders import BlockShuffled, Sequential, Shuffled
+from pinfeed.rows.orders import BlockShuffled, Drawn, Sequential, Shuffled
 from pinfeed.rows.ranks import Ranks, world
 
 logger = logging.getLogger("pinfeed")
@@ -31,7 +31,7 @@ def note_workers(ranks: Ranks | str | None, order: Any) -> None:
     if info is None or info.num_workers < 2 or info.id != 0:
         return
     is_meant = ranks == "all" or (isinstance(ranks, Ranks) and ranks.rank is not None)
-    if not is_meant and isinstance(order, (Sequential, Shuffled, BlockShuffled)):
+    if not is_meant and isinstance(order, (Sequential, Shuffled, BlockShuffled, Drawn)):
         _warn_of_workers(info.num_workers)
 
 
@@ -41,7 +41,7 @@ def note_processes(order: Any) -> None:
     Args:
         order: The user's argument ``rows``.
     """
-    if not isinstance(order, (Sequential, Shuffled, BlockShuffled)):
+    if not isinstance(order, (Sequential, Shuffled, BlockShuffled, Drawn)):
         return
     # The user has not asked for ranks, so an invalid environment is no error.
     with contextlib.suppress(ArgumentError):
@@ -66,7 +66,7 @@ def _warn_of_workers(num_workers: int) -> None:
 @functools.cache
 def _warn_of_processes(world_size: int) -> None:
     logger.warning(
-        "each of the %d processes iterates all rows; ranks='pad' (or 'drop', 'join') gives each "
-        "its share, ranks='all' says it is meant so",
+        "each of the %d processes iterates the same rows; ranks='pad' (or 'drop', 'join') gives "
+        "each its share, ranks='all' says it is meant so",
         world_size,
     )

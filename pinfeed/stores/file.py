@@ -21,6 +21,7 @@ from pinfeed.stores.formats.npy import create, holds, read_header
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.paths import Path, local_path, local_paths
 from pinfeed.stores.raw_file import raw_layout
+from pinfeed.stores.sliding_windows import SlidingWindows, series_layout
 from pinfeed.tensors.dtypes import dtype_of
 from pinfeed.validation.arguments import (
     check_file_to_make,
@@ -46,7 +47,7 @@ HINTS = {
 
 
 class MmapStore(LocalFileStore):
-    """Rows of a .npy file on disk; ``raw`` and ``safetensors`` open other files.
+    """Rows of a .npy file; ``raw``, ``windows`` and ``safetensors`` open other files.
 
     Args:
         path: A file, a pattern (``"features-*.npy"``, in sorted order) or a sequence of files.
@@ -125,6 +126,61 @@ class MmapStore(LocalFileStore):
         store = cls.__new__(cls)
         layouts = [raw_layout(p, shape, dtype, offset) for p in local_paths(path)]
         LocalFileStore.__init__(store, layouts, mode, keep_cache, memory_map)
+        return store
+
+    @classmethod
+    def windows(
+        cls,
+        path: Path | Sequence[Path],
+        *,
+        length: int,
+        step: int = 1,
+        dtype: npt.DTypeLike | None = None,
+        start: int = 0,
+        span: int | None = None,
+        offset: int = 0,
+        keep_cache: bool | None = None,
+        memory_map: bool = True,
+    ) -> MmapStore:
+        """Open windows of consecutive items of a flat file, such as tokens or a time series.
+
+        Row i has the items ``[i * step + start, i * step + start + length)`` of the file. Windows
+        may overlap, and are read from the one file. The rows cannot be written.
+
+        Args:
+            path: As for the class. The items are the first axis of a .npy file, or the numbers in a
+                file without a header. A window has items of one file alone. Files that are shorter
+                than ``span`` have no windows.
+            length: Items of a window. Items of shape (C,) make rows of shape (length, C).
+            step: Items from the beginning of one window to the beginning of the next.
+            dtype: Dtype of the items of a file without a header, which needs it; as for the class
+                for a .npy file.
+            start: Items from ``i * step`` to the beginning of window i.
+            span: Items that must exist from ``i * step`` on, ``start + length`` by default. Stores
+                with equal ``step`` and ``span`` have the same number of rows in each file, so they
+                can be inputs and targets of one feeder.
+            offset: Bytes before the first item of a file without a header.
+            keep_cache: As for the class.
+            memory_map: As for the class.
+
+        Raises:
+            FileMissing: As for the class.
+            StoreError: If no file has ``span`` items, a file without a header has no ``dtype``,
+                bytes are left over, or a .npy file is one that the class refuses.
+            ArgumentError: If ``length`` or ``step`` is below 1, ``start`` or ``offset`` is
+                negative, ``span`` ends before the window, or ``offset`` is given for a .npy file.
+
+        Example::
+
+            # Inputs and targets of a forecast of 24 hours from 96 hours.
+            past = MmapStore.windows("series.npy", length=96, span=120)
+            future = MmapStore.windows("series.npy", length=24, start=96, span=120)
+            feeder = Feeder((past, future), batch_size=64, shuffle=True)
+        """
+        windows = SlidingWindows.of_arguments(length, step, start, span)
+        store = cls.__new__(cls)
+        layouts = windows.layouts([series_layout(p, dtype, offset) for p in local_paths(path)])
+        LocalFileStore.__init__(store, layouts, "r", keep_cache, memory_map)
         return store
 
     @classmethod

@@ -16,7 +16,7 @@ from pinfeed.memory.host import free_page_cache_bytes
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_scatter
 from pinfeed.stores.disk import linux_aio
-from pinfeed.stores.disk.file_reader import FileReader, inode_of
+from pinfeed.stores.disk.file_reader import SPAN_BYTES, FileReader, inode_of
 from pinfeed.stores.disk.file_system import is_safe_to_map
 from pinfeed.stores.formats.row_layout import RowLayout
 from pinfeed.stores.mapped_file import MappedFileStore
@@ -87,15 +87,21 @@ class LocalFileStore(ShardedStore[FileReader]):
 
     @property
     def resident_bytes(self) -> int:  # type: ignore[override]  # as above
-        """Memory that a scatter takes to reorder and byte-swap rows, in bytes."""
-        return 2 * _CHUNK_BYTES if self.writable else 0
+        """Memory that a scatter, or a gather of rows that do not touch, takes, in bytes.
+
+        A scatter reorders and byte-swaps rows. A gather reads rows that overlap together.
+        """
+        of_gather = 0
+        if any(layout.gap for layout in self._layouts):
+            of_gather = SPAN_BYTES + self.row_nbytes
+        return 2 * _CHUNK_BYTES if self.writable else of_gather
 
     @functools.cached_property
     def keep_cache(self) -> bool:
         """Whether the page cache keeps what is read."""
         if self._keep_cache is not None:
             return self._keep_cache
-        return self.n_rows * self.row_nbytes <= free_page_cache_bytes()
+        return self.nbytes <= free_page_cache_bytes()
 
     @property
     def can_map(self) -> bool:

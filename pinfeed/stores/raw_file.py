@@ -30,7 +30,7 @@ def raw_layout(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: in
             over with n_rows -1, or torch does not have the dtype.
     """
     items = numpy_dtype_of(dtype, path)
-    size = _size_of(path)
+    size = size_of(path)
     n_rows, *row_shape = whole_numbers(shape, path)
     if type(offset) is bool or not hasattr(offset, "__index__"):
         raise StoreError(f"{path}: offset={offset!r}; expected a whole number of bytes")
@@ -56,7 +56,13 @@ def raw_layout(path: str, shape: Sequence[int], dtype: npt.DTypeLike, offset: in
     return RowLayout(path, items, n_rows, tuple(row_shape), int(offset)).check(size)
 
 
-def _size_of(path: str) -> int:
+def size_of(path: str) -> int:
+    """Return the size of a file, in bytes.
+
+    Raises:
+        FileMissing: If there is no such file.
+        StoreError: If the path is a directory, a pipe, a socket or a device.
+    """
     try:
         require_regular(path)
         status = os.stat(path)

@@ -130,8 +130,22 @@ class ShardedStore(Generic[R]):
         return self._layouts[0].row_nbytes
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of the files from the first row to the last, where each byte counts once."""
+        return sum(layout.end - layout.offset for layout in self._layouts)
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether consecutive rows share bytes of a file, as overlapping windows do."""
+        return any(layout.gap < 0 for layout in self._layouts)
+
+    @property
     def dtype(self) -> np.dtype[Any]:
         return self._dtype
+
+    def rows_in(self, nbytes: int) -> int:
+        """Return how many consecutive rows begin within ``nbytes`` bytes of a file, at least 1."""
+        return max(1, nbytes * self.n_rows // max(1, self.nbytes))
 
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``, C-contiguous, shape (n, *row_shape), of the store's dtype.

@@ -113,7 +113,7 @@ def test_a_feeder_that_was_told_nothing_of_ranks_warns_once(reports: Reports, wo
         assert len(report["warnings"]["said"]) == (1 if world > 1 and rank == 0 else 0)
     if world > 1:
         assert (
-            f"each of the {world} processes iterates all rows"
+            f"each of the {world} processes iterates the same rows"
             in reports[world][0]["warnings"]["said"][0]
         )
 

@@ -6,7 +6,7 @@ import ctypes
 import errno
 import mmap
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import numpy.typing as npt
@@ -57,8 +57,14 @@ class FileMap:
         # The map is unmapped with the last array on it.
         self._bytes = np.frombuffer(mapping, np.uint8)
         self._address = self._bytes.ctypes.data
-        rows = self._bytes[layout.offset :]
-        self._rows = rows.reshape(layout.n_rows, layout.row_nbytes)
+        n, nbytes = layout.n_rows, layout.row_nbytes
+        begin, strides = layout.offset, (layout.stride, 1)
+        self._rows: Bytes = np.ndarray((n, nbytes), np.uint8, self._bytes, begin, strides)
+        # Rows with a distance, each as one item, because take would copy the whole file first.
+        self._items: npt.NDArray[np.void] | None = None
+        if layout.gap:
+            item = np.dtype((np.void, nbytes))
+            self._items = np.ndarray((n,), item, self._bytes, begin, strides[:1])
 
     def read_run(self, first: int, out: Bytes) -> None:
         """Copy the rows from ``first`` on into ``out``, shape (n, row_nbytes).
@@ -79,8 +85,12 @@ class FileMap:
             self.read_run(run.start, out)
             return
         self._check_size()
-        # With mode="raise", numpy would gather into a buffer of its own and copy that.
-        self._rows.take(rows, axis=0, out=out, mode="clip")
+        if self._items is None:
+            # With mode="raise", numpy would gather into a buffer of its own and copy that.
+            self._rows.take(rows, axis=0, out=out, mode="clip")
+            return
+        for piece in self._pieces(len(rows)):
+            out[piece] = self._take(rows[piece])
 
     def read_rows(self, rows: Rows, out: Bytes, positions: Rows) -> None:
         """Copy rows in any order into ``out[positions]``.
@@ -97,10 +107,8 @@ class FileMap:
             self.read_all(rows, out[run])
             return
         self._check_size()
-        step = max(1, _PIECE_BYTES // self._layout.row_nbytes)
-        for i in range(0, len(rows), step):
-            piece = self._rows.take(rows[i : i + step], axis=0, mode="clip")
-            put_rows(out, positions[i : i + step], piece)
+        for piece in self._pieces(len(rows)):
+            put_rows(out, positions[piece], self._take(rows[piece]))
 
     def populate(self, first: int, n_rows: int) -> None:
         """Load rows into the page cache, and fill the page tables of the map.
@@ -135,9 +143,20 @@ class FileMap:
                 return False
         return True
 
+    def _pieces(self, n_rows: int) -> Iterator[slice]:
+        """Yield slices of ``n_rows`` rows, each of which stays in the processor's cache."""
+        step = max(1, _PIECE_BYTES // self._layout.row_nbytes)
+        for i in range(0, n_rows, step):
+            yield slice(i, i + step)
+
+    def _take(self, rows: Rows) -> Bytes:
+        """Return copies of rows, shape (n, row_nbytes)."""
+        if self._items is None:
+            return self._rows.take(rows, axis=0, mode="clip")
+        return self._items[rows].view(np.uint8).reshape(len(rows), self._layout.row_nbytes)
+
     def _pages(self, first: int, n_rows: int) -> tuple[int, int]:
         """Return the address of the first page of rows, and the bytes from there to their end."""
-        nbytes = self._layout.row_nbytes
-        start = self._layout.offset + first * nbytes
+        start = self._layout.begin(first)
         begin = start // PAGE * PAGE
-        return self._address + begin, start + n_rows * nbytes - begin
+        return self._address + begin, start + self._layout.span(n_rows) - begin

@@ -23,6 +23,9 @@ Bytes = npt.NDArray[np.uint8]
 # Reads that wait for the disk at the same time. On a virtual disk and on NVMe, more were no faster
 # and fewer did not saturate the disk.
 _MAX_THREADS = 16
+SPAN_BYTES = 1 << 20
+"""Bytes of a file that are read at once for rows that overlap, without the end of the last row."""
+
 # Fewest rows for which it is worth starting a thread.
 _ROWS_PER_THREAD = 4
 
@@ -83,8 +86,27 @@ class FileReader:
         Raises:
             ReadError: If the file has shrunk or cannot be read.
         """
-        begin = self._layout.offset + first * self._layout.row_nbytes
-        view = out.reshape(-1).data
+        if not self._layout.gap:
+            self._read_bytes(self._layout.begin(first), out.reshape(-1))
+        elif self._layout.gap > mmap.PAGESIZE:
+            self.read_rows(np.arange(first, first + len(out)), out, np.arange(len(out)))
+        else:
+            self._read_spans(first, out)
+
+    def _read_spans(self, first: int, out: Bytes) -> None:
+        """Read consecutive rows that overlap or have short gaps. Most bytes are read once."""
+        layout = self._layout
+        step = max(1, SPAN_BYTES // layout.stride)
+        for i in range(0, len(out), step):
+            n = min(step, len(out) - i)
+            span = np.empty(layout.span(n), np.uint8)
+            self._read_bytes(layout.begin(first + i), span)
+            strides = (layout.stride, 1)
+            out[i : i + n] = np.ndarray((n, layout.row_nbytes), np.uint8, span, 0, strides)
+
+    def _read_bytes(self, begin: int, out: Bytes) -> None:
+        """Read the bytes from ``begin`` on into ``out``, which has one axis."""
+        view = out.data
         done = 0
         while done < len(view):
             try:
@@ -160,7 +182,7 @@ class FileReader:
                 )
                 unwritten = np.flatnonzero(results != nbytes)
         for i in unwritten.tolist():
-            self._write(self._layout.offset + int(rows[i]) * nbytes, values[i].data)
+            self._write(self._layout.begin(int(rows[i])), values[i].data)
 
     def map(self) -> FileMap:
         """Map the file, for gathers from the page cache."""
@@ -168,9 +190,11 @@ class FileReader:
 
     def will_read(self, first: int, n_rows: int) -> None:
         """Advise the kernel to read rows into the page cache, because they will be read soon."""
-        nbytes = self._layout.row_nbytes
         os.posix_fadvise(
-            self._fd, self._layout.offset + first * nbytes, n_rows * nbytes, os.POSIX_FADV_WILLNEED
+            self._fd,
+            self._layout.begin(first),
+            self._layout.span(n_rows),
+            os.POSIX_FADV_WILLNEED,
         )
 
     def flush(self) -> None:
@@ -203,10 +227,10 @@ class FileReader:
     def _read_all(self, rows: Rows, out: Bytes, positions: Rows) -> None:
         for i in self._read_some(rows, out, positions).tolist():
             # This raises an error if the row cannot be read.
-            self.read_run(int(rows[i]), out[positions[i]])
+            self._read_bytes(self._layout.begin(int(rows[i])), out[positions[i]])
 
     def _offsets(self, rows: Rows) -> Rows:
-        return self._layout.offset + rows * self._layout.row_nbytes
+        return self._layout.offset + rows * self._layout.stride
 
     def _write(self, offset: int, values: memoryview) -> None:
         done = 0

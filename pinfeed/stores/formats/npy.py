@@ -22,6 +22,9 @@ from pinfeed.stores.formats.row_layout import RowLayout, require_regular
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.suggestions import of_file
 
+MAGIC = b"\x93NUMPY"
+"""First bytes of every .npy file."""
+
 # Limit of numpy.
 # CPython counts the depth of the literals that it parses for all threads together. If two threads
 # parse at the same time, as when shards are opened, one of them may fail with a SystemError.
@@ -188,7 +191,7 @@ def parse_header(path: str, file: IO[bytes]) -> Header:
 
 
 def _header_length(path: str, start: bytes) -> int:
-    if len(start) < 12 or start[:6] != b"\x93NUMPY":
+    if len(start) < 12 or not start.startswith(MAGIC):
         raise StoreError(strange(path, start))
     if start[6] not in (1, 2, 3) or start[7] != 0:
         raise StoreError(

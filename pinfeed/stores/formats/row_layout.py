@@ -16,7 +16,7 @@ from pinfeed.errors import StoreError
 
 @dataclass(frozen=True)
 class RowLayout:
-    """Layout of rows that are stored one after another in a file."""
+    """Layout of rows that begin at equal distances in a file; they may overlap."""
 
     path: str
     dtype: np.dtype[Any]
@@ -25,15 +25,30 @@ class RowLayout:
     row_shape: tuple[int, ...]
     offset: int
     """Bytes before the first row."""
+    gap: int = 0
+    """Bytes from the end of one row to the beginning of the next; negative if rows overlap."""
 
     @property
     def row_nbytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.row_shape)
 
     @property
+    def stride(self) -> int:
+        """Bytes from the beginning of one row to the beginning of the next."""
+        return self.row_nbytes + self.gap
+
+    @property
     def end(self) -> int:
         """Smallest size of the file, in bytes."""
-        return self.offset + self.n_rows * self.row_nbytes
+        return self.offset + self.span(self.n_rows)
+
+    def span(self, n_rows: int) -> int:
+        """Return the bytes from the beginning of a row to the end of ``n_rows`` rows."""
+        return n_rows * self.stride - self.gap if n_rows else 0
+
+    def begin(self, row: int) -> int:
+        """Return the bytes before a row."""
+        return self.offset + row * self.stride
 
     def check(self, size: int) -> RowLayout:
         """Return the layout itself, if a file of ``size`` bytes holds it.

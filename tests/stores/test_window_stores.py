@@ -1,0 +1,345 @@
+"""Rows that are windows of consecutive items of flat files."""
+
+import os
+import pickle
+import tracemalloc
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.lib.stride_tricks import sliding_window_view
+from support.stores import gathered, saved
+
+from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
+from pinfeed.readahead import FreeMemory, choose
+from pinfeed.readahead.base import DirectReads, ReadStrategy
+from pinfeed.readahead.in_memory import InMemoryCopy
+from pinfeed.readahead.mapped_file import MappedFile
+from pinfeed.readahead.page_cache import PageCacheReadahead
+from pinfeed.readahead.windows import WindowReadahead
+from pinfeed.stores.disk import file_map, file_reader, linux_aio
+from pinfeed.testing.suites import ReadOnlyStoreTests
+
+
+class TestWindowsThatTouch(ReadOnlyStoreTests):
+    step_more = 0
+
+    @pytest.fixture(autouse=True)
+    def forbid(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        # The system takes 30 ms to destroy each context. The property test has native AIO.
+        monkeypatch.setattr(linux_aio.AioContext, "create", lambda: None)
+
+    def make(self, array: np.ndarray, tmp_path: Path) -> MmapStore:
+        if array.ndim == 1:
+            pytest.skip("a window has an axis of items")
+        n, length = array.shape[:2]
+        step = length + self.step_more
+        series = np.zeros((n, step, *array.shape[2:]), array.dtype)
+        series[:, self.step_more :] = array
+        np.save(tmp_path / "x.npy", series.reshape(n * step, *array.shape[2:]))
+        return MmapStore.windows(
+            tmp_path / "x.npy", length=length, step=step, start=self.step_more, dtype=array.dtype
+        )
+
+
+class TestWindowsWithLongGaps(TestWindowsThatTouch):
+    # Without a page between them, so that the rows of a run are read one by one.
+    step_more = 5000
+
+
+def windows_of(series: np.ndarray, length: int, step: int, start: int, span: int) -> np.ndarray:
+    """Return all windows of one file, shape (n, length, *item_shape), by numpy alone."""
+    first = range(0, len(series) - span + 1, step)
+    found = [series[i + start : i + start + length] for i in first]
+    return np.array(found, series.dtype).reshape(len(first), length, *series.shape[1:])
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 60), min_size=1, max_size=4),
+    item_shape=st.sampled_from([(), (3,), (2, 5)]),
+    dtype=st.sampled_from(["<f4", ">f4", "|u1", ">i2"]),
+    length=st.integers(1, 12),
+    step=st.integers(1, 15),
+    start=st.integers(0, 6),
+    more=st.integers(0, 6),
+    data=st.data(),
+)
+def test_windows_are_those_of_the_files(
+    sizes: list[int],
+    item_shape: tuple[int, ...],
+    dtype: str,
+    length: int,
+    step: int,
+    start: int,
+    more: int,
+    data: st.DataObject,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    span = start + length + more
+    folder = tmp_path_factory.mktemp("windows")
+    native = np.dtype(dtype).newbyteorder("=")
+    shards = []
+    for i, n in enumerate(sizes):
+        shard = np.random.default_rng(i).integers(0, 100, (n, *item_shape)).astype(dtype)
+        saved(folder / f"{i}.npy", shard)
+        shards.append(windows_of(shard.astype(native), length, step, start, span))
+    whole = np.concatenate(shards)
+    files = [folder / f"{i}.npy" for i in range(len(sizes))]
+    if not len(whole):
+        with pytest.raises(errors.StoreError, match="items; expected at least"):
+            MmapStore.windows(files, length=length, step=step, start=start, span=span)
+        return
+    numbers = np.array(data.draw(st.lists(st.integers(0, len(whole) - 1), max_size=60)), np.int64)
+    places = np.random.default_rng(0).permutation(len(numbers) + 3)[: len(numbers)]
+    with MmapStore.windows(files, length=length, step=step, start=start, span=span) as store:
+        assert store.n_rows == len(whole)
+        mapped = store.map_rows()
+        mapped.populate(0, len(whole))
+        for source in (store, mapped):
+            for wanted in (numbers, np.arange(len(whole)), np.sort(numbers)):
+                np.testing.assert_array_equal(gathered(source, wanted), whole[wanted])
+            out = np.zeros((len(numbers) + 3, *store.row_shape), native)
+            source.gather_at(numbers, out, places)
+            np.testing.assert_array_equal(out[places], whole[numbers])
+        mapped.close()
+
+
+@pytest.fixture
+def tokens() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 50_000, 6000).astype(np.uint16)
+
+
+@pytest.fixture
+def path(tokens: np.ndarray, tmp_path: Path) -> Path:
+    tokens.tofile(tmp_path / "train.bin")
+    return tmp_path / "train.bin"
+
+
+@pytest.mark.parametrize("step", [1, 5, 33, 40])
+@pytest.mark.parametrize("offset", [0, 6])
+def test_a_file_without_a_header(path: Path, tokens: np.ndarray, step: int, offset: int) -> None:
+    expected = sliding_window_view(tokens[offset // 2 :], 33)[::step]
+    with MmapStore.windows(path, length=33, step=step, dtype="uint16", offset=offset) as store:
+        assert (store.n_rows, store.row_shape, store.dtype) == (len(expected), (33,), np.uint16)
+        assert not store.writable
+        np.testing.assert_array_equal(gathered(store, np.arange(len(expected))), expected)
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_long_runs_are_read_in_parts(
+    path: Path, tokens: np.ndarray, memory_map: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(file_reader, "SPAN_BYTES", 50)
+    monkeypatch.setattr(file_map, "_PIECE_BYTES", 100)
+    expected = sliding_window_view(tokens, 33)[::3]
+    shuffled = np.random.default_rng(0).permutation(len(expected))
+    with MmapStore.windows(path, length=33, step=3, dtype="uint16") as store:
+        source = store.map_rows() if memory_map else store
+        for wanted in (np.arange(len(expected)), shuffled):
+            np.testing.assert_array_equal(gathered(source, wanted), expected[wanted])
+        source.close()
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+@pytest.mark.parametrize("memory_map", [True, False])
+@pytest.mark.parametrize(
+    "order",
+    [
+        rows.sequential(),
+        rows.shuffled(1),
+        rows.block_shuffled(1, block_rows=100),
+        rows.drawn(700, seed=1),
+    ],
+    ids=str,
+)
+def test_a_feeder_gives_the_windows_at_any_depth(
+    path: Path, tokens: np.ndarray, order: Any, memory_map: bool, depth: int
+) -> None:
+    expected = sliding_window_view(tokens, 33)
+    with (
+        MmapStore.windows(path, length=33, dtype="uint16", memory_map=memory_map) as store,
+        Feeder(store, batch_size=500, rows=order, depth=depth) as feeder,
+    ):
+        numbers = order.bind(len(expected), 0)(np.arange(order.length(len(expected))))
+        found = np.concatenate([x.numpy() for x in feeder])
+        np.testing.assert_array_equal(found, expected[numbers])
+
+
+def test_stores_with_the_same_span_have_the_same_rows(tmp_path: Path) -> None:
+    """Targets follow their inputs, and no window crosses a file."""
+    for i, n in enumerate([50, 7, 40]):
+        saved(tmp_path / f"{i}.npy", 1000.0 * i + np.arange(n)[:, None] + [0, 0.5])
+    files = str(tmp_path / "*.npy")
+    with (
+        MmapStore.windows(files, length=8, span=12, step=3) as past,
+        MmapStore.windows(files, length=4, start=8, span=12, step=3) as future,
+        Feeder({"x": past, "y": future}, batch_size=8, shuffle=True, seed=0) as feeder,
+    ):
+        # The second file is too short.
+        assert past.n_rows == future.n_rows == 13 + 10
+        for batch in feeder:
+            assert batch["x"].shape[1:] == (8, 2)
+            assert batch["y"].shape[1:] == (4, 2)
+            both = np.concatenate([batch["x"].numpy(), batch["y"].numpy()], axis=1)
+            np.testing.assert_array_equal(np.diff(both, axis=1), np.ones_like(both[:, 1:]))
+
+
+def strategy_of(store: Any, order: Any, free: int) -> ReadStrategy:
+    [strategy] = choose([store], order, 300, FreeMemory(free, free)).strategies
+    strategy.close()
+    return strategy
+
+
+def test_the_plan_counts_the_file_once(path: Path) -> None:
+    with MmapStore.windows(path, length=1024, dtype="uint16") as store:
+        assert store.nbytes == os.path.getsize(path)
+        strategy = strategy_of(store, rows.shuffled(0), KiB(100))
+        assert isinstance(strategy, MappedFile)
+        assert [(item.place, item.total) for item in strategy.items] == [("page cache", 12_000)]
+        config = Config(cpu_memory_limit=MiB(8), preferred_batch_size=4)
+        with Feeder(store, shuffle=True, config=config) as feeder:
+            assert "train.bin, 11.7 KiB: rows come from the page cache" in str(feeder.plan)
+
+
+@pytest.mark.parametrize(
+    ("order", "expected"),
+    [
+        (rows.sequential(), DirectReads),
+        (rows.shuffled(0), PageCacheReadahead),
+        (rows.block_shuffled(0, block_rows=1 << 15), PageCacheReadahead),
+    ],
+    ids=["sequential", "shuffled", "block_shuffled"],
+)
+def test_windows_that_overlap_are_not_copied(tmp_path: Path, order: Any, expected: type) -> None:
+    np.arange(1 << 18, dtype=np.uint16).tofile(tmp_path / "x.bin")
+    with MmapStore.windows(
+        tmp_path / "x.bin", length=64, dtype="uint16", memory_map=False
+    ) as store:
+        strategy = strategy_of(store, order, MiB(100))
+        assert type(strategy) is expected
+        assert strategy.items == ()
+
+
+def test_windows_that_do_not_overlap_are_read_as_other_rows(tmp_path: Path) -> None:
+    np.arange(1 << 18, dtype=np.uint16).tofile(tmp_path / "x.bin")
+    with MmapStore.windows(
+        tmp_path / "x.bin", length=64, step=64, dtype="uint16", memory_map=False
+    ) as store:
+        assert isinstance(strategy_of(store, rows.shuffled(0), MiB(100)), InMemoryCopy)
+        blocks = rows.block_shuffled(0, block_rows=512, window_blocks=2)
+        assert isinstance(strategy_of(store, blocks, KiB(500)), WindowReadahead)
+
+
+def test_a_gather_takes_memory_for_a_part_of_the_rows(tmp_path: Path) -> None:
+    """The windows have 8 GiB in all, and the file 8 MiB."""
+    np.zeros(1 << 23, np.uint8).tofile(tmp_path / "x.bin")
+    numbers = np.random.default_rng(0).permutation(1 << 22)[:1024]
+    out = np.empty((len(numbers), 1024), np.uint8)
+    with MmapStore.windows(tmp_path / "x.bin", length=1024, dtype="uint8") as store:
+        mapped = store.map_rows()
+        tracemalloc.start()
+        for source in (store, mapped):
+            source.gather(numbers, out)
+            source.gather(np.arange(len(out)), out)
+        assert tracemalloc.get_traced_memory()[1] < 2 << 20
+        tracemalloc.stop()
+        mapped.close()
+
+
+@pytest.mark.parametrize("memory_map", [True, False])
+def test_a_file_that_shrinks_is_an_error(path: Path, memory_map: bool) -> None:
+    with MmapStore.windows(path, length=33, dtype="uint16") as store:
+        source = store.map_rows() if memory_map else store
+        last = [store.n_rows - 1]
+        gathered(source, last)
+        os.truncate(path, 11_998)
+        with pytest.raises(errors.ReadError, match="has shrunk to 11998 bytes"):
+            gathered(source, last)
+        source.close()
+
+
+def test_a_store_of_windows_can_be_pickled(path: Path, tokens: np.ndarray) -> None:
+    with (
+        MmapStore.windows(path, length=33, step=2, dtype="uint16") as store,
+        pickle.loads(pickle.dumps(store)) as copy,
+    ):
+        numbers = [5, 0, 2983]
+        np.testing.assert_array_equal(gathered(copy, numbers), gathered(store, numbers))
+    with pytest.raises(errors.ClosedError):
+        gathered(store, [0])
+
+
+def test_windows_cannot_be_written(path: Path) -> None:
+    with MmapStore.windows(path, length=33, dtype="uint16") as store:
+        with pytest.raises(errors.WriteBackError, match="read-only"):
+            store.scatter(np.array([0]), np.zeros((1, 33), np.uint16))
+        with pytest.raises(errors.StoreError, match="cannot be filled"), store.mapped():
+            pass
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ({"length": 0}, "length=0: expected a whole number, at least 1"),
+        ({"length": 2.0}, "length=2.0: expected a whole number"),
+        ({"length": 8, "step": 0}, "step=0: expected a whole number, at least 1"),
+        ({"length": 8, "start": -1}, "start=-1: expected a whole number, at least 0"),
+        ({"length": 8, "start": 3, "span": 10}, "span=10: .* at least 11, because start=3 and len"),
+        ({"length": 8, "offset": -2}, "offset=-2: expected a whole number, at least 0"),
+        ({"length": 8, "dtype": None}, "no header .* expected a .npy file, or dtype="),
+        ({"length": 8, "offset": 1}, "bytes more"),
+        ({"length": 6001}, "has 6,000 items; expected at least 6,001, which one window of len"),
+        ({"length": 8, "span": 7000}, "has 6,000 items; expected at least 7,000"),
+        ({"length": 1 << 80}, "has 6,000 items"),
+        ({"length": 8, "keep_cache": 3}, "keep_cache=3"),
+    ],
+    ids=str,
+)
+def test_arguments_that_are_refused(path: Path, how: dict[str, Any], message: str) -> None:
+    with pytest.raises((errors.ArgumentError, errors.StoreError), match=message):
+        MmapStore.windows(path, **{"dtype": "uint16", **how})
+
+
+def test_a_step_may_be_longer_than_the_file(path: Path, tokens: np.ndarray) -> None:
+    with MmapStore.windows(path, length=8, step=1 << 80, dtype="uint16") as store:
+        np.testing.assert_array_equal(gathered(store, [0]), tokens[None, :8])
+
+
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    npy = saved(tmp_path / "x.npy", np.zeros(50, np.float32))
+    empty = saved(tmp_path / "empty.npy", np.zeros((50, 0), np.float32))
+    damaged = tmp_path / "damaged.npy"
+    damaged.write_bytes(bytes(100))
+    archive = tmp_path / "x.npz"
+    np.savez(archive, x=np.zeros(4))
+    cases: list[tuple[Any, dict[str, Any], str]] = [
+        (npy, {"offset": 128}, r"offset=128: it is a \.npy file.*give start="),
+        (npy, {"dtype": "uint16"}, "items of dtype float32"),
+        (empty, {}, "have no bytes"),
+        (damaged, {"dtype": "uint8"}, r"not a \.npy file"),
+        (archive, {}, "it looks like a .npz archive"),
+        (tmp_path, {"dtype": "uint8"}, "is a directory"),
+        (tmp_path / "none.bin", {"dtype": "uint8"}, "no such file"),
+    ]
+    for file, how, message in cases:
+        with pytest.raises((errors.ArgumentError, errors.StoreError), match=message):
+            MmapStore.windows(file, length=4, **how)
+
+
+def test_a_npy_file_may_have_any_name(tmp_path: Path) -> None:
+    with open(tmp_path / "x.bin", "wb") as file:
+        np.save(file, np.arange(9))
+    for dtype in (None, "int64"):
+        with MmapStore.windows(tmp_path / "x.bin", length=4, dtype=dtype) as store:
+            np.testing.assert_array_equal(gathered(store, [5]), [[5, 6, 7, 8]])
+
+
+def test_windows_of_any_two_files_do_not_mix(tmp_path: Path) -> None:
+    saved(tmp_path / "0.npy", np.zeros(50, np.float32))
+    saved(tmp_path / "1.npy", np.zeros(50, np.float64))
+    with pytest.raises(errors.StoreError, match="shards do not match"):
+        MmapStore.windows(str(tmp_path / "*.npy"), length=4)
