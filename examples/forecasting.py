@@ -52,7 +52,7 @@ def train(batches: Iterable[list[torch.Tensor]]) -> list[float]:
     return losses
 
 
-def main(n_times: int = 17_420, n_series: int = 7) -> None:
+def main(n_times: int = 5000, n_series: int = 7) -> None:
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "series.npy"

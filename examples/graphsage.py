@@ -61,10 +61,9 @@ class GraphSAGE(nn.Module):
 
     def forward(self, x: torch.Tensor, edges: torch.Tensor) -> torch.Tensor:
         source, target = edges
+        n_near = torch.bincount(target, minlength=len(x)).clamp(min=1)[:, None]
         for own, near in zip(self.own, self.near, strict=True):
-            means = torch.zeros_like(x).index_reduce_(
-                0, target, x[source], "mean", include_self=False
-            )
+            means = torch.zeros_like(x).index_add_(0, target, x[source]) / n_near
             x = (own(x) + near(means)).tanh()
         return x
 

@@ -11,8 +11,8 @@ Every way of a program runs in a process of its own. The batches of a run and th
 one are compared first, and must be equal bit for bit. The ways then run in turn, without a training
 step and with one, and the figures are medians of the rounds. The time is that between two batches
 on warm files, with one torch thread. Memory is that of a new process with its worker processes,
-at its peak and beyond what it had before: its own, and mapped pages of files, which the kernel may
-drop. A training step is part of the run whose memory is measured.
+in a run without a training step, at its peak and beyond what it had before: its own, and mapped
+pages of files, which the kernel may drop.
 """
 
 from __future__ import annotations

@@ -10,37 +10,33 @@ from benchmarks.programs.program import OURS
 
 HEADERS = (
     "program",
-    "lines removed / added",
-    "equal batches / losses",
-    "ms per batch",
-    "ratio",
+    "lines removed, added",
+    "equal batches, losses",
+    "ms of a batch",
+    "times as fast",
     "ms with a step",
-    "ratio",
-    "memory, MiB: own / mapped",
+    "times as fast",
+    "memory in MiB, own + mapped",
 )
 
 
 def table(programs: list[dict[str, Any]]) -> str:
-    """Return the table: a line for each way of each program.
-
-    A ratio is the time of a way in that of pinfeed.
-    """
+    """Return the table: a line for each way of each program, and the original first."""
     lines = []
     for found in programs:
+        changed = f"-{found['lines']['removed']} +{found['lines']['added']}"
+        equal = f"{found['equal']['batches']:,}, {found['equal']['losses']}"
         for way, figures in found["ways"].items():
-            is_first = way == next(iter(found["ways"]))
-            is_ours = way == OURS
-            changed = f"-{found['lines']['removed']} / +{found['lines']['added']}"
-            equal = f"{found['equal']['batches']} / {found['equal']['losses']}"
+            is_original = way == next(iter(found["ways"]))
             lines.append(
                 [
-                    f"**{found['title']}**, {way}" if is_first else way,
-                    changed if is_ours else "",
-                    equal if is_ours else "",
+                    f"**{found['title']}**: {way}" if is_original else way,
+                    changed if way == OURS else "",
+                    equal if way == OURS else "",
                     f"{figures['ms']:.2f}",
-                    "" if is_ours else f"{figures['times_as_fast']:.2f}",
+                    "" if is_original else f"{figures['times_as_fast']:.2f}",
                     f"{figures['step_ms']:.2f}",
-                    "" if is_ours else f"{figures['step_times_as_fast']:.2f}",
+                    "" if is_original else f"{figures['step_times_as_fast']:.2f}",
                     _memory(figures["memory"]),
                 ]
             )
@@ -49,4 +45,4 @@ def table(programs: list[dict[str, Any]]) -> str:
 
 
 def _memory(memory: dict[str, int]) -> str:
-    return " / ".join(f"{memory[kind] / 2**20:.0f}" for kind in ("own", "mapped"))
+    return " + ".join(f"{memory[kind] / 2**20:.0f}" for kind in ("own", "mapped"))

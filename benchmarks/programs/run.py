@@ -144,8 +144,7 @@ def batch_ms(name: str, size_name: str, way: str, folder: str, has_step: bool) -
 
 
 def once(name: str, size_name: str, way: str, folder: str) -> None:
-    """Run a way with its step, whose memory another process observes."""
+    """Run a way without a training step, while another process observes its memory."""
     program = _prepared(name)
     size = program.sizes[size_name]
-    step = program.make_step(size)
-    run(program, size, way, Path(folder), step, size.n_steps)
+    run(program, size, way, Path(folder), Clock(None), size.n_batches)
