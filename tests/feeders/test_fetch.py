@@ -205,6 +205,29 @@ def test_batches_of_pyg(depth: int) -> None:
     assert torch.equal(got["x"], torch.from_numpy(FEATURES)[ids_of_batches()[0]])
 
 
+@pytest.mark.parametrize(("depth", "depth_of_fetch"), [(0, 2), (2, 0), (2, 5)])
+def test_beside_tables_that_are_trained(depth: int, depth_of_fetch: int) -> None:
+    def losses(depth: int, depth_of_fetch: int) -> list[float]:
+        torch.manual_seed(0)
+        users = pinfeed.HostEmbedding(50, 6)
+        optimizer = pinfeed.RowOptimizer(torch.optim.Adam, [users], lr=0.1)
+        rng = np.random.default_rng(0)
+        loader = [torch.from_numpy(rng.integers(0, 50, 20)) for _ in range(6)]
+        fetch = {"x": (FEATURES.reshape(N_ROWS, 6).astype(np.float32), lambda ids: ids * 3)}
+        found = []
+        with wrap_loader(loader, fetch=fetch, device="cpu", depth=depth_of_fetch) as fetched:
+            tables = {users: lambda pair: pair[0]}
+            for ids, got in pinfeed.train_rows(fetched, tables, optimizer=optimizer, depth=depth):
+                loss = ((users(ids) - got["x"]) ** 2).mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                found.append(loss.item())
+        return found
+
+    assert losses(depth, depth_of_fetch) == losses(0, 0)
+
+
 def test_functions_run_in_order_one_at_a_time() -> None:
     numbers: list[int] = []
 
