@@ -23,7 +23,7 @@ from pinfeed.pipeline.write_check import WriteCheck
 from pinfeed.rows.orders import Rows
 from pinfeed.stores import ArrayStore, ArrowStore, MmapStore, RemoteStore, Store
 from pinfeed.stores.arrow_tables import is_column
-from pinfeed.stores.memory_map import store_of_memmap
+from pinfeed.stores.memory_map import store_of_map
 from pinfeed.stores.paths import has_protocol
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import flatten
@@ -170,7 +170,7 @@ class StoreTree:
             store = RemoteStore(leaf)
         elif isinstance(leaf, (str, os.PathLike)):
             store = MmapStore(leaf)
-        elif not isinstance(leaf, np.memmap) or (store := store_of_memmap(leaf)) is None:  # type: ignore[assignment]
+        elif (store := store_of_map(leaf)) is None:  # type: ignore[assignment]
             return ArrayStore(leaf, name=name)
         self._owned.append(store)
         return store

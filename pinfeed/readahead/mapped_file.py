@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.whole_file import WholeFile
 from pinfeed.stores.local_file import LocalFileStore
 from pinfeed.stores.mapped_file import MappedFileStore
+from pinfeed.stores.sharded_file import AnyShardedStore
 
 
 class MappedFile(WholeFile):
@@ -14,6 +17,8 @@ class MappedFile(WholeFile):
     Args:
         store: The rows.
         in_sequence: Whether consecutive batches have consecutive rows.
+        counted: Stores whose files are counted elsewhere. What the store shares with them, as
+            inputs and targets of one file do, is in the page cache once.
 
     Raises:
         OSError: If the system has no room for the maps, or a file has changed.
@@ -22,9 +27,17 @@ class MappedFile(WholeFile):
     _readers_load = False
     _rows: MappedFileStore
 
-    def __init__(self, store: LocalFileStore, *, in_sequence: bool) -> None:
+    def __init__(
+        self,
+        store: LocalFileStore,
+        *,
+        in_sequence: bool,
+        counted: Sequence[AnyShardedStore] = (),
+    ) -> None:
         super().__init__(store, in_sequence=in_sequence)
-        self.items = (Allocation("rows of a file", "page cache", 1, store.nbytes),)
+        nbytes = store.nbytes_beside(counted)
+        if nbytes:
+            self.items = (Allocation("rows of a file", "page cache", 1, nbytes),)
         self._rows = store.map_rows()
 
     def close(self) -> None:

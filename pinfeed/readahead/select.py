@@ -73,9 +73,12 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
     """
     strategies: list[ReadStrategy] = []
     notes: list[str] = []
+    mapped: list[AnyShardedStore] = []
     for store in stores:
         if isinstance(store, ShardedStore) and store.row_nbytes:
-            strategy, reason = _choose_for_file(store, order, n_batch_rows, free)
+            strategy, reason = _choose_for_file(store, order, n_batch_rows, free, mapped)
+            if isinstance(strategy, MappedFile):
+                mapped.append(store)
             for item in strategy.items:
                 free = free.without(item)
             notes.append(f"{store.label}, {human(store.nbytes)}: {reason}")
@@ -101,12 +104,17 @@ def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], 
 
 
 def _choose_for_file(
-    store: AnyShardedStore, order: Any, n_batch_rows: int, free: FreeMemory
+    store: AnyShardedStore,
+    order: Any,
+    n_batch_rows: int,
+    free: FreeMemory,
+    mapped: Sequence[AnyShardedStore],
 ) -> Choice:
+    """Choose a strategy for one store, given those whose files are mapped already."""
     share = _share(store, order)
-    mapped = _map(store, order, share, free.page_cache)
-    if mapped is not None:
-        return mapped, "rows come from the page cache, through a memory map: it fits"
+    found_map = _map(store, order, share, free.page_cache, mapped)
+    if found_map is not None:
+        return found_map, "rows come from the page cache, through a memory map: it fits"
     if _in_sequence(order):
         hint = f"{store.label} is read in sequence, {DISK_SPEED} {whole_file_hint(store)}"
         return DirectReads(store, hint), "read in sequence"
@@ -142,13 +150,21 @@ def _read_windows(store: AnyShardedStore, windows: Windows, n_batch_rows: int, f
     return PageCacheReadahead(store), reason
 
 
-def _map(store: AnyShardedStore, order: Any, share: float, page_cache: int) -> MappedFile | None:
+def _map(
+    store: AnyShardedStore,
+    order: Any,
+    share: float,
+    page_cache: int,
+    mapped: Sequence[AnyShardedStore],
+) -> MappedFile | None:
     """Map the files if the page cache can hold them, and if it is worth loading all of them.
 
     If an epoch has half of the rows or less, it is worth it only if the rows are short and come in
     random order.
     """
-    if not isinstance(store, MmapStore) or store.nbytes > page_cache or not store.can_map:
+    if not isinstance(store, MmapStore) or store.nbytes_beside(mapped) > page_cache:
+        return None
+    if not store.can_map:
         return None
     if share <= 0.5:
         in_runs = _in_sequence(order) or _windows(store, order) is not None
@@ -156,7 +172,7 @@ def _map(store: AnyShardedStore, order: Any, share: float, page_cache: int) -> M
             return None
     # The system may refuse address space. A file that has changed is an error when it is read.
     with contextlib.suppress(OSError):
-        return MappedFile(store, in_sequence=_in_sequence(order))
+        return MappedFile(store, in_sequence=_in_sequence(order), counted=mapped)
     return None
 
 

@@ -1,8 +1,9 @@
-"""Store of the file behind a numpy memory map."""
+"""Stores of the files behind numpy memory maps, and behind sliding windows over them."""
 
 from __future__ import annotations
 
 import logging
+import math
 import mmap
 import os
 from typing import Any
@@ -10,21 +11,32 @@ from typing import Any
 import numpy as np
 
 from pinfeed.errors import StoreError
+from pinfeed.stores.base import Array
 from pinfeed.stores.file import MmapStore
 from pinfeed.stores.formats.npy import read_header
+from pinfeed.stores.formats.row_layout import RowLayout
+from pinfeed.stores.local_file import LocalFileStore
 
 logger = logging.getLogger("pinfeed")
 
 
-def store_of_memmap(array: np.memmap[Any, Any]) -> MmapStore | None:
-    """Return a store of the file that ``numpy.load(path, mmap_mode=...)`` has mapped.
+def store_of_map(array: Any) -> MmapStore | None:
+    """Return a store of the file of a numpy memory map, or of sliding windows over one.
 
     A store is better than the map: a feeder reads its rows ahead and counts them in its plan, and
     a file that has shrunk is an error, where the map ends the process.
 
     Returns:
-        A store, or None for any other array.
+        A store, or None for anything else.
     """
+    store = _store_of_whole(array) if isinstance(array, np.memmap) else None
+    if store is None and isinstance(array, np.ndarray):
+        store = _store_of_windows(array)
+    return store
+
+
+def _store_of_whole(array: np.memmap[Any, Any]) -> MmapStore | None:
+    """Return a store of the file that ``numpy.load(path, mmap_mode=...)`` has mapped."""
     if (
         not isinstance(array.base, mmap.mmap)
         or array.filename is None
@@ -42,21 +54,68 @@ def store_of_memmap(array: np.memmap[Any, Any]) -> MmapStore | None:
         *array.shape,
     ):
         return None
+    return MmapStore(header.path, mode=array.mode) if _is_file_of(array) else None
+
+
+def _store_of_windows(array: Array) -> MmapStore | None:
+    """Return a read-only store of the file over which ``sliding_window_view`` has made windows.
+
+    Addresses and strides of the windows say where each row is in the file. An array is served as it
+    is if its rows do not overlap, or if the items of a row are not consecutive.
+    """
+    if array.ndim < 2 or not array.size:
+        return None
+    row_nbytes = array.itemsize * math.prod(array.shape[1:])
+    if not 0 < array.strides[0] < row_nbytes or not array[0].flags.c_contiguous:
+        return None
+    whole = _map_below(array)
+    if whole is None or whole.filename is None or whole.mode not in ("r", "r+"):
+        return None
+    begin = array.ctypes.data - whole.ctypes.data
+    gap = array.strides[0] - row_nbytes
+    layout = RowLayout(
+        os.fspath(whole.filename),
+        array.dtype,
+        len(array),
+        array.shape[1:],
+        whole.offset + begin,
+        gap,
+    )
+    if begin < 0 or layout.end > whole.offset + whole.nbytes or not _is_file_of(whole):
+        return None
+    store = MmapStore.__new__(MmapStore)
+    LocalFileStore.__init__(store, [layout.check(os.path.getsize(layout.path))], "r", None, True)
+    return store
+
+
+def _map_below(array: Array) -> np.memmap[Any, Any] | None:
+    """Return the memory map that an array is a view of, or None."""
+    owner: Any = array
+    while owner is not None:
+        below = getattr(owner, "base", None)
+        if isinstance(owner, np.memmap) and isinstance(below, mmap.mmap):
+            return owner
+        owner = below
+    return None
+
+
+def _is_file_of(array: np.memmap[Any, Any]) -> bool:
+    """Return whether the file of a map's name is the one that is mapped."""
+    path = os.fspath(array.filename or "")
     try:
-        inode = _mapped_inode(array.ctypes.data)
+        # Otherwise the file was replaced by another one since it was mapped.
+        return os.stat(path).st_ino == _mapped_inode(array.ctypes.data)
+    except FileNotFoundError:
+        return False
     except OSError as error:
         logger.warning(
             "%s: which file the memory map is of cannot be read (%s); the map is served as the "
             "array that it is, and what is touched of it stays resident; give the path in place "
             "of the map",
-            header.path,
+            path,
             error,
         )
-        return None
-    if os.stat(header.path).st_ino != inode:
-        # The file was replaced by another one since it was mapped.
-        return None
-    return MmapStore(header.path, mode=array.mode)
+        return False
 
 
 def _mapped_inode(address: int) -> int:

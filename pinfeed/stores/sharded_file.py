@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
 import sys
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
@@ -17,7 +18,7 @@ import numpy.typing as npt
 from pinfeed.errors import ClosedError, CopyError, StoreError
 from pinfeed.rows.orders import Rows
 from pinfeed.stores.base import Array, checked_gather, run_of
-from pinfeed.stores.formats.row_layout import RowLayout
+from pinfeed.stores.formats.row_layout import RowLayout, covered_nbytes
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
 
@@ -129,10 +130,15 @@ class ShardedStore(Generic[R]):
         """Bytes of one row."""
         return self._layouts[0].row_nbytes
 
-    @property
+    @functools.cached_property
     def nbytes(self) -> int:
         """Bytes of the files from the first row to the last, where each byte counts once."""
-        return sum(layout.end - layout.offset for layout in self._layouts)
+        return covered_nbytes(self._layouts)
+
+    def nbytes_beside(self, others: Iterable[AnyShardedStore]) -> int:
+        """Return ``nbytes`` without the bytes that are also rows of other stores."""
+        found = [layout for store in others for layout in store._layouts]
+        return covered_nbytes([*found, *self._layouts]) - covered_nbytes(found)
 
     @property
     def overlaps(self) -> bool:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from numpy.lib.stride_tricks import sliding_window_view
 from support.feeders import DEPTHS
 
 from pinfeed import ArrayStore, Feeder, MmapStore, errors
@@ -173,6 +174,13 @@ def test_a_memory_map_is_streamed_from_its_file(x: np.ndarray, tmp_path: Path) -
         (np.load(tmp_path / "x.npy", mmap_mode="c"), ArrayStore),
         (np.memmap(tmp_path / "x.npy", np.float32, "r", 128, (100, 3)), MmapStore),
         (np.memmap(tmp_path / "x.npy", np.float32, "r", 128, (50, 6)), ArrayStore),
+        (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "r", 128), 7)[5::2], MmapStore),
+        (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "r+", 256), 7), MmapStore),
+        (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "c", 128), 7), ArrayStore),
+        (sliding_window_view(np.memmap(tmp_path / "x.npy", "f4", "r", 128), 7)[::7], ArrayStore),
+        (sliding_window_view(np.load(tmp_path / "x.npy", mmap_mode="r"), (8, 3))[:, 0], MmapStore),
+        (sliding_window_view(np.load(tmp_path / "x.npy", mmap_mode="r"), 8, 0), ArrayStore),
+        (sliding_window_view(x.ravel(), 7), ArrayStore),
     ]:
         with Feeder(given, batch_size=7, shuffle=True) as feeder:
             assert type(feeder._stores.stores[0]) is kind
@@ -189,6 +197,10 @@ def test_a_memory_map_whose_file_was_replaced_is_what_was_mapped(
     (tmp_path / "other.npy").replace(tmp_path / "x.npy")
     with Feeder(mapped, batch_size=100) as feeder:
         np.testing.assert_array_equal(next(iter(feeder)).numpy(force=True), x)
+    windows = sliding_window_view(mapped, (8, 3))[:, 0]
+    with Feeder(windows, batch_size=100) as feeder:
+        assert type(feeder._stores.stores[0]) is ArrayStore
+        np.testing.assert_array_equal(next(iter(feeder)).numpy(force=True), windows)
 
 
 # ---- closing -------------------------------------------------------------------------------------

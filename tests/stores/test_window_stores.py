@@ -205,6 +205,25 @@ def test_the_plan_counts_the_file_once(path: Path) -> None:
             assert "train.bin, 11.7 KiB: rows come from the page cache" in str(feeder.plan)
 
 
+def test_the_plan_counts_a_file_of_inputs_and_targets_once(path: Path) -> None:
+    how: dict[str, Any] = {"dtype": "uint16", "span": 120}
+    with (
+        MmapStore.windows(path, length=96, **how) as past,
+        MmapStore.windows(path, length=24, start=96, **how) as future,
+    ):
+        plan = choose([past, future], rows.shuffled(0), 300, FreeMemory(0, 12_100))
+        assert [type(strategy) for strategy in plan.strategies] == [MappedFile, MappedFile]
+        # The inputs do not need the last 24 tokens, which the targets add.
+        assert [item.total for item in plan.items] == [2 * (6000 - 24), 2 * 24]
+        for strategy in plan.strategies:
+            strategy.close()
+
+
+def test_a_shard_that_is_given_twice_is_counted_once(path: Path) -> None:
+    with MmapStore.windows([path, path], length=4, dtype="uint16") as store:
+        assert (store.n_rows, store.nbytes) == (2 * 5997, 12_000)
+
+
 @pytest.mark.parametrize(
     ("order", "expected"),
     [

@@ -6,6 +6,7 @@ import math
 import os
 import stat
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +72,23 @@ class RowLayout:
                 "save it again"
             )
         return self
+
+
+def covered_nbytes(layouts: Iterable[RowLayout]) -> int:
+    """Return the bytes of files from the first row of each layout to its last.
+
+    A byte that several layouts cover counts once.
+    """
+    total = 0
+    path = None
+    reached = 0
+    for layout in sorted(layouts, key=lambda layout: (layout.path, layout.offset)):
+        if layout.path != path:
+            path = layout.path
+            reached = 0
+        total += max(0, layout.end - max(layout.offset, reached))
+        reached = max(reached, layout.end)
+    return total
 
 
 def require_regular(path: str) -> None:
