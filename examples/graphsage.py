@@ -3,13 +3,14 @@
 A DataLoader samples two hops of neighbours of the seeds in each batch. ``fetch`` names what belongs
 to the ids of a batch: the features of its nodes, and the labels of its seeds. Both are on the
 device when the loop receives the batch, and the plan keeps to the limit. The losses are those of a
-loop that has all features in memory. A batch may also be a ``Data`` or ``HeteroData`` of PyG.
+loop that has all features in memory. A batch may be any object: give ``main`` the class ``Data`` of
+PyG as ``make_batch``.
 """
 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +85,12 @@ def train(batches: Iterable[Any], n_features: int) -> list[float]:
     return losses
 
 
-def main(n_nodes: int = 200_000, n_features: int = 128, limit: float = 64) -> None:
+def main(
+    n_nodes: int = 200_000,
+    n_features: int = 128,
+    limit: float = 64,
+    make_batch: Callable[..., Any] = dict,
+) -> None:
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "features.npy"
@@ -92,7 +98,6 @@ def main(n_nodes: int = 200_000, n_features: int = 128, limit: float = 64) -> No
         labels = torch.from_numpy(rng.integers(N_CLASSES, size=n_nodes))
         sampler = TwoHops(torch.from_numpy(rng.integers(n_nodes, size=(n_nodes, 12))))
         seeds: Any = range(0, n_nodes, max(1, n_nodes // 4000))
-        loader = DataLoader(seeds, batch_size=128, collate_fn=sampler)
 
         # The loop as it was: all features are in memory.
         features = torch.from_numpy(np.load(path))
@@ -101,10 +106,13 @@ def main(n_nodes: int = 200_000, n_features: int = 128, limit: float = 64) -> No
                 {name: part.to(DEVICE) for name, part in batch.items()},
                 {"x": features[batch["n_id"]].to(DEVICE), "y": labels[batch["seeds"]].to(DEVICE)},
             )
-            for batch in loader
+            for batch in DataLoader(seeds, batch_size=128, collate_fn=sampler)
         )
         expected = train(plain, n_features)
 
+        loader = DataLoader(
+            seeds, batch_size=128, collate_fn=lambda some: make_batch(**sampler(some))
+        )
         # "n_id" is a key of the batch. A function of the batch works as well.
         fetch = {"x": (path, "n_id"), "y": (labels, lambda batch: batch["seeds"])}
         config = pinfeed.Config(cpu_memory_limit=pinfeed.MiB(limit))
