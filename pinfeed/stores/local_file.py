@@ -25,6 +25,8 @@ from pinfeed.validation.arguments import check_flag
 
 # Rows are written in chunks of this size, of which a scatter may make copies.
 _CHUNK_BYTES = 4 << 20
+# Gathers that run at the same time: windows are read ahead by so many threads.
+_N_GATHERS = 4
 
 
 class LocalFileStore(ShardedStore[FileReader]):
@@ -87,14 +89,14 @@ class LocalFileStore(ShardedStore[FileReader]):
 
     @property
     def resident_bytes(self) -> int:  # type: ignore[override]  # as above
-        """Memory that a scatter, or a gather of rows that do not touch, takes, in bytes.
+        """Memory that a scatter takes, or a gather of rows that overlap or have gaps, in bytes.
 
-        A scatter reorders and byte-swaps rows. A gather reads rows that overlap together.
+        A scatter reorders and byte-swaps rows. A gather reads a span of the file for several rows.
         """
-        of_gather = 0
-        if any(layout.gap for layout in self._layouts):
-            of_gather = SPAN_BYTES + self.row_nbytes
-        return 2 * _CHUNK_BYTES if self.writable else of_gather
+        if self.writable:
+            return 2 * _CHUNK_BYTES
+        has_spans = any(layout.gap for layout in self._layouts)
+        return _N_GATHERS * (SPAN_BYTES + self.row_nbytes) if has_spans else 0
 
     @functools.cached_property
     def keep_cache(self) -> bool:

@@ -103,10 +103,7 @@ def _is_file_of(array: np.memmap[Any, Any]) -> bool:
     """Return whether the file of a map's name is the one that is mapped."""
     path = os.fspath(array.filename or "")
     try:
-        # Otherwise the file was replaced by another one since it was mapped.
-        return os.stat(path).st_ino == _mapped_inode(array.ctypes.data)
-    except FileNotFoundError:
-        return False
+        inode = _mapped_inode(array.ctypes.data)
     except OSError as error:
         logger.warning(
             "%s: which file the memory map is of cannot be read (%s); the map is served as the "
@@ -116,6 +113,8 @@ def _is_file_of(array: np.memmap[Any, Any]) -> bool:
             error,
         )
         return False
+    # The file may have been removed, or replaced by another one, since it was mapped.
+    return os.path.exists(path) and os.stat(path).st_ino == inode
 
 
 def _mapped_inode(address: int) -> int:

@@ -12,8 +12,8 @@ import numpy.typing as npt
 from pinfeed.errors import ArgumentError, StoreError
 from pinfeed.stores.formats.npy import MAGIC, read_header, strange
 from pinfeed.stores.formats.row_layout import RowLayout
-from pinfeed.stores.raw_file import raw_layout, size_of
-from pinfeed.tensors.dtypes import dtype_of
+from pinfeed.stores.raw_file import size_of
+from pinfeed.tensors.dtypes import dtype_of, numpy_dtype_of
 from pinfeed.validation.arguments import whole_number
 from pinfeed.validation.suggestions import of_file
 
@@ -96,19 +96,32 @@ def series_layout(path: str, dtype: npt.DTypeLike | None, offset: int) -> RowLay
             or cannot be read as such a file.
     """
     offset = whole_number(offset, "offset", least=0)
-    size_of(path)
+    size = size_of(path)
     with open(path, "rb") as file:
         start = file.read(12)
     if not start.startswith(MAGIC):
         if dtype is None or path.endswith(".npy"):
             raise StoreError(_no_series(path, start))
-        return raw_layout(path, (-1,), dtype, offset)
+        return _flat_layout(path, size, dtype, offset)
     if offset:
         raise ArgumentError(
             f"{path}, offset={offset}: it is a .npy file, whose header says where the items begin; "
             "leave offset out, and give start= to begin at a later item"
         )
     return read_header(path, None if dtype is None else dtype_of(dtype, "MmapStore"))
+
+
+def _flat_layout(path: str, size: int, dtype: npt.DTypeLike, offset: int) -> RowLayout:
+    """Return the layout of all items of a file without a header, which has ``size`` bytes."""
+    items = numpy_dtype_of(dtype, path)
+    n_items, rest = divmod(max(0, size - offset), items.itemsize)
+    if rest:
+        raise StoreError(
+            f"{path}: {size:,} bytes less offset={offset} are {n_items:,} items of {items} and "
+            f"{rest} more bytes; expected whole items; give the dtype and the offset that the file "
+            "was written with"
+        )
+    return RowLayout(path, items, n_items, (), offset).check(size)
 
 
 def _no_series(path: str, start: bytes) -> str:

@@ -96,7 +96,7 @@ def test_an_error_of_the_disk(
                 for batch in feeder:
                     got.append(batch.numpy(force=True))  # noqa: PERF401
         assert caught.value.errno == errno.EIO
-        assert "read_run" in "".join(traceback.format_tb(caught.value.__traceback__))
+        assert "file_reader.py" in "".join(traceback.format_tb(caught.value.__traceback__))
         # The traceback of the error keeps the file open.
         del caught
         assert len(got) == n_good

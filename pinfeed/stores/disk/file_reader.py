@@ -23,7 +23,7 @@ Bytes = npt.NDArray[np.uint8]
 # Reads that wait for the disk at the same time. On a virtual disk and on NVMe, more were no faster
 # and fewer did not saturate the disk.
 _MAX_THREADS = 16
-SPAN_BYTES = 1 << 20
+SPAN_BYTES = 256 << 10
 """Bytes of a file that are read at once for rows that overlap, without the end of the last row."""
 
 # Fewest rows for which it is worth starting a thread.
