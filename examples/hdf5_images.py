@@ -32,9 +32,7 @@ def main(n_images: int = 20_000, limit: float = 64) -> None:
             file["labels"] = labels
 
         order = pinfeed.rows.block_shuffled(seed=1, block_rows=CHUNK)
-        config = pinfeed.Config(
-            cpu_memory_limit=pinfeed.MiB(limit), preferred_batch_size=128, gpu_memory_limit=None
-        )
+        config = pinfeed.Config(cpu_memory_limit=pinfeed.MiB(limit), preferred_batch_size=128)
         with h5py.File(path) as file:
             source = {"x": file["images"], "y": file["labels"]}
             with pinfeed.Feeder(source, config=config, rows=order) as feeder:
@@ -43,12 +41,11 @@ def main(n_images: int = 20_000, limit: float = 64) -> None:
                     assert np.array_equal(batch.data["x"].cpu(), images[batch.rows])
                     assert np.array_equal(batch.data["y"].cpu(), labels[batch.rows])
 
-        # A path is opened and closed by the store.
-        with (
-            pinfeed.HDF5Store(path, "images") as store,
-            pinfeed.Feeder(store, batch_size=500) as feeder,
-        ):
+        # A store opens a path itself, and closes it.
+        store = pinfeed.HDF5Store(path, "images")
+        with pinfeed.Feeder(store, batch_size=500) as feeder:
             whole = torch.cat([x.cpu() for x in feeder])
+        store.close()
         assert np.array_equal(whole, images)
         print(f"{n_images} images, equal in both orders")
 
