@@ -160,7 +160,7 @@ class Environment:
             self.program(NEWCOMER)
         self.mypy(NEWCOMER)
         assert "batch_sise" in self.mypy("-c", MISTAKE, fails=True), "types are seen"
-        for extra in ("cuda12", "cuda13,plot,remote,safetensors"):
+        for extra in ("cuda12", "cuda13,hdf5,parquet,plot,remote,safetensors,zarr"):
             self.pip("--dry-run", f"{wheel}[{extra}]")
 
 

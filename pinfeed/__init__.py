@@ -44,7 +44,18 @@ from pinfeed.memory.plan import Plan
 from pinfeed.memory.units import GiB, KiB, MiB
 from pinfeed.profiling.stats import FeederStats
 from pinfeed.rows.ranks import Ranks
-from pinfeed.stores import ArrayStore, ArrowStore, MmapStore, PinnedStore, RemoteStore, Store
+from pinfeed.stores import (
+    ArrayStore,
+    ArrowStore,
+    HDF5Store,
+    MmapStore,
+    ParquetStore,
+    PinnedStore,
+    RaggedStore,
+    RemoteStore,
+    Store,
+    ZarrStore,
+)
 
 if TYPE_CHECKING:
     from pinfeed.feeders.dataset import RowDataset as RowDataset
@@ -98,6 +109,7 @@ __all__ = [
     "FeederStats",
     "FileMissing",
     "GiB",
+    "HDF5Store",
     "HostEmbedding",
     "HostEmbeddingBag",
     "KiB",
@@ -108,9 +120,11 @@ __all__ = [
     "NotEnoughCPUMemory",
     "NotEnoughGPUMemory",
     "Offload",
+    "ParquetStore",
     "PinfeedError",
     "PinnedStore",
     "Plan",
+    "RaggedStore",
     "RankError",
     "Ranks",
     "ReadError",
@@ -127,6 +141,7 @@ __all__ = [
     "VerificationError",
     "WorkerError",
     "WriteBackError",
+    "ZarrStore",
     "checkpoint",
     "errors",
     "estimate",

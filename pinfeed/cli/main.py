@@ -29,7 +29,8 @@ def main() -> None:
     """Look at a machine, at files, and at what pinfeed would do with them.
 
     FILE is a .npy file, a quoted pattern of shards ("features-*.npy"), or several
-    files, which are shards of one source. Inputs and their labels are two sources:
+    files, which are shards of one source. plan and doctor also read x.h5:/images,
+    x.zarr and x.parquet:column. Inputs and their labels are two sources:
     plan images.npy --with labels.npy. Sizes are written 2GiB, 512MiB, 1.5e9.
 
     Exit status: 0 fine; 1 something was found (a damaged file, a plan that does not

@@ -30,7 +30,8 @@ class Batch:
     Attributes:
         rows: Row indices of the batch, shape (n,), int64.
         data: Tensors on the device, in the structure of the source, each of shape (n, *row_shape).
-            They belong to the caller, who may keep and change them.
+            Ragged rows have the layout of their ``RaggedStore``. The tensors belong to the caller,
+            who may keep and change them.
     """
 
     __slots__ = ("_device", "_lent", "_stores", "data", "rows")
@@ -57,8 +58,8 @@ class Batch:
         Args:
             values: Tensors on the device in the structure of the source, each of shape
                 (n, *row_shape) and of its store's dtype. None in place of a tensor leaves that
-                store unchanged. The tensors are copied, so they may change after the call, and may
-                be ``data`` itself.
+                store unchanged, and stands for ragged rows, which are read-only. The tensors are
+                copied, so they may change after the call, and may be ``data`` itself.
 
         Raises:
             WriteBackError: If the structure, shape, dtype or device of ``values`` is wrong, a store

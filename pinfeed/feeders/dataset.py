@@ -13,6 +13,7 @@ from pinfeed.feeders.hints import DATASET_HINTS
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
+from pinfeed.stores import RaggedStore, Store
 from pinfeed.tensors.numpy_torch import to_torch
 from pinfeed.validation.arguments import explain_arguments
 from pinfeed.validation.safe_repr import safe_repr
@@ -22,8 +23,9 @@ class RowDataset(Dataset[Any]):
     """Rows of arrays and files by index, as CPU tensors in the structure of the source.
 
     ``dataset[i]`` is row i. ``dataset[[3, 1, 4]]`` and ``dataset[10:20]`` are batches. The tensors
-    belong to the caller. Use it for evaluation, to look at some rows, and wherever a map-style
-    ``torch.utils.data.Dataset`` is required:
+    belong to the caller. Of a ``RaggedStore``, a single row is a tensor of its own length, and a
+    batch has the store's layout. Use it for evaluation, to look at some rows, and wherever a
+    map-style ``torch.utils.data.Dataset`` is required:
 
         loader = DataLoader(pinfeed.RowDataset("x.npy"), batch_size=256, num_workers=4)
 
@@ -70,9 +72,9 @@ class RowDataset(Dataset[Any]):
 
     def __getitems__(self, rows: Sequence[Any]) -> list[Any]:
         """Return several rows, which share the memory of one gather; a DataLoader collates them."""
-        tensors = self._gather(rows)
+        columns = self._gather(rows, as_samples=True)
         return [
-            self._tree.rebuild(iter([tensor[i] for tensor in tensors])) for i in range(len(rows))
+            self._tree.structure(iter([column[i] for column in columns])) for i in range(len(rows))
         ]
 
     def __getstate__(self) -> dict[str, Any]:
@@ -93,18 +95,31 @@ class RowDataset(Dataset[Any]):
 
     def _batch(self, rows: Any) -> Any:
         """Return rows as a batch, in the structure of the source."""
-        return self._tree.rebuild(iter(self._gather(rows)))
+        return self._tree.structure(iter(self._gather(rows, as_samples=False)))
 
-    def _gather(self, rows: Any) -> list[Any]:
-        """Return rows of every store, as a CPU tensor each."""
+    def _gather(self, rows: Any, *, as_samples: bool) -> list[Any]:
+        """Return rows of every leaf of the source, on the CPU.
+
+        Args:
+            rows: Row indices, as the user gave them.
+            as_samples: Whether ragged rows are a list of tensors, not a batch in their layout.
+        """
         if self._process != os.getpid():
             # After a fork, the process shares the file descriptors of its parent, but not the
             # kernel's queues for asynchronous reads.
             self._open()
         wanted: Rows = check_rows(rows, len(self))
-        tensors = []
-        for store in self._tree.stores:
-            out = np.empty((len(wanted), *store.row_shape), store.dtype)
-            store.gather(wanted, out)
-            tensors.append(to_torch(out))
-        return tensors
+        return [_gathered(leaf, wanted, as_samples) for leaf in self._tree.leaves]
+
+
+def _gathered(leaf: Store | RaggedStore, rows: Rows, as_samples: bool) -> Any:
+    """Return rows of one leaf of a source; a list of ragged ones if they are samples."""
+    if not isinstance(leaf, RaggedStore):
+        out = np.empty((len(rows), *leaf.row_shape), leaf.dtype)
+        leaf.gather(rows, out)
+        return to_torch(out)
+    if not as_samples:
+        items, bounds = leaf.read(rows)
+        return leaf.batch(to_torch(items), to_torch(bounds))
+    items, offsets = leaf.read(rows, "offsets")
+    return to_torch(items).tensor_split(to_torch(offsets)[1:-1])

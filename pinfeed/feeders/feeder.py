@@ -56,12 +56,13 @@ class Feeder(ResumableFeeder):
     batch. ``RowDataset`` gives single rows by index.
 
     Args:
-        source: Path of a .npy file (or a pattern of shards), numpy array, CPU tensor, Arrow column
-            or Store. Or tuples, lists and dicts of these, with equally many rows; batches have the
-            same structure. Several paths in a tuple or a list are separate sources, such as inputs
-            and labels. Several files that are shards of one source are given as a pattern or as
-            ``MmapStore([...])``. An Arrow table and a Hugging Face dataset are dicts of their
-            columns.
+        source: Path of a .npy file (or a pattern of shards), numpy array, CPU tensor, Arrow column,
+            Store, or RaggedStore for rows of unequal length. Or tuples, lists and dicts of these,
+            with equally many rows; batches have the same structure. Several paths in a tuple or a
+            list are separate sources, such as inputs and labels. Several files that are shards of
+            one source are given as a pattern or as ``MmapStore([...])``. An Arrow table, a Hugging
+            Face dataset, a pandas or polars DataFrame and the path of a Parquet file are dicts of
+            their columns. An open ``h5py.Dataset`` or ``zarr.Array`` is one source.
         batch_size: Rows per batch. Give either this or ``config``; give neither if ``rows`` yields
             whole batches.
         config: Memory limits that decide the batch size.
@@ -132,9 +133,7 @@ class Feeder(ResumableFeeder):
         self._begin = functools.partial(note_workers, ranks, arguments.order)
         self._stores = StoreTree(source)
         try:
-            schedule = choose_schedule(
-                self._stores.stores, selection.batch_size, selection.config, depth
-            )
+            schedule = choose_schedule(self._stores, selection.batch_size, selection.config, depth)
             self._open_device(device, self._n_buffers(schedule))
             schedule = schedule.on(self._device, may_measure=self._may_measure)
             batches = self._plan_batches(selection, schedule, route)
@@ -167,7 +166,7 @@ class Feeder(ResumableFeeder):
 
         Returns:
             Iterator over batches: tensors on the device, in the structure of the source, each of
-            shape (n, *row_shape).
+            shape (n, *row_shape); of ragged rows, what the layout of their ``RaggedStore`` says.
 
         Raises:
             ClosedError: If the feeder is closed, or another loop over it runs.
@@ -215,7 +214,7 @@ class Feeder(ResumableFeeder):
     def _n_buffers(self, schedule: PrefetchSchedule) -> int:
         """Return how many device buffers a loop uses at most, over all stores."""
         n_batches = schedule.n_slots + 1 + n_held(_schedule_with_writes(schedule).depth)
-        return len(self._stores.stores) * n_batches
+        return (len(self._stores.stores) + 2 * len(self._stores.ragged)) * n_batches
 
     def _plan_batches(
         self, selection: RowSelection, schedule: PrefetchSchedule, route: str | None
@@ -223,7 +222,9 @@ class Feeder(ResumableFeeder):
         """Plan the memory and how each store is read, and return the batches that follow."""
         stores = self._stores.stores
         n_rows = self._stores.n_rows
-        request = PlanRequest(stores, selection.order, selection.batch_size, selection.config)
+        request = PlanRequest(
+            stores, selection.order, selection.batch_size, selection.config, self._stores.ragged
+        )
         plan, self._read_plan = make_plan(request, schedule, self._device, route)
         batches = selection.batches(n_rows, plan)
         self._plan = plan
@@ -236,8 +237,12 @@ class Feeder(ResumableFeeder):
     ) -> None:
         """Make the runner of the epochs, which owns the buffers and threads of a loop."""
         tree = self._stores
-        source = RowSource(tree.stores, self._read_plan.strategies, tree.rebuild, batches)
+        reads = self._read_plan
+        source = RowSource(tree.stores, reads.strategies, tree.rebuild, batches, reads.ragged)
         batch_size = self._plan.batch_size
+        if batches.is_bounded_by_elements:
+            # Most batches have far fewer rows than the largest possible one.
+            batch_size = 0
         capacity = [batch_size * row_nbytes(store) for store in tree.stores] if batch_size else []
         self._loop = EpochRunner(
             source,
@@ -250,8 +255,8 @@ class Feeder(ResumableFeeder):
 
     def _close_sources(self, stack: contextlib.ExitStack) -> None:
         stack.callback(self._stores.close)
-        for strategy in self._read_plan.strategies:
-            stack.callback(strategy.close)
+        for close in self._read_plan.closes:
+            stack.callback(close)
 
     @property
     def _may_measure(self) -> bool:

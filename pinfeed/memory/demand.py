@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from pinfeed.memory.depth import DEFAULT_DEPTH, n_batches, n_held
@@ -50,11 +50,37 @@ class Demand:
     """Small batches that are gathered together."""
     repeats: bool = True
     """Whether a row may occur twice in an epoch."""
+    ragged: tuple[Callable[[int], Sequence[int]], ...] = ()
+    """For each ragged store, a function from the rows of a batch to the most bytes of its parts.
+
+    Its rows are staged, and read-only.
+    """
+
+    def part_nbytes(self, batch_size: int) -> list[int]:
+        """Return the most bytes of each part of a batch, first those of stores, then ragged ones.
+
+        Args:
+            batch_size: Rows of the batch.
+        """
+        fixed = [batch_size * nbytes for nbytes in self.row_nbytes]
+        return fixed + [nbytes for parts in self.ragged for nbytes in parts(batch_size)]
+
+    @property
+    def is_staged(self) -> tuple[bool, ...]:
+        """Whether the device does not reach a part of a batch, for each part."""
+        n_ragged = len(self.part_nbytes(1)) - len(self.staged)
+        return self.staged + (not self.unified,) * n_ragged
+
+    @property
+    def is_written(self) -> tuple[bool, ...]:
+        """Whether a part of a batch can be written back, for each part."""
+        n_ragged = len(self.part_nbytes(1)) - len(self.writable)
+        return self.writable + (False,) * n_ragged
 
     @property
     def route(self) -> Route:
         """The route of the batches: direct only if the device reaches every store."""
-        return "staged" if any(self.staged) else "direct"
+        return "staged" if any(self.is_staged) else "direct"
 
 
 def plan_allocations(demand: Demand, batch_size: int, depth: int) -> tuple[Allocation, ...]:
@@ -100,23 +126,25 @@ def _batch_buffers(demand: Demand, batch_size: int, depth: int, n_written: int) 
     place: Place = "host" if demand.unified else "device"
     block = _PAGE if demand.unified else _DEVICE_BLOCK
 
-    def batch_nbytes(stores: Sequence[bool], block: int) -> int:
+    nbytes_of = demand.part_nbytes(batch_size)
+
+    def batch_nbytes(parts: Sequence[bool], block: int) -> int:
         return sum(
-            max(block, _round_up(batch_size * nbytes, block))
-            for nbytes, is_chosen in zip(demand.row_nbytes, stores, strict=True)
+            max(block, _round_up(nbytes, block))
+            for nbytes, is_chosen in zip(nbytes_of, parts, strict=True)
             if is_chosen
         )
 
-    everything = batch_nbytes([True] * len(demand.row_nbytes), block)
+    everything = batch_nbytes([True] * len(nbytes_of), block)
     buffers = [Allocation("batches", place, n_batches(depth, demand.batches_per_slot), everything)]
     if n_written:
-        nbytes = batch_nbytes(demand.writable, block)
+        nbytes = batch_nbytes(demand.is_written, block)
         what = "values that are written back"
         buffers.append(Allocation(what, place, n_written, nbytes))
-    if not demand.unified and any(demand.staged):
-        nbytes = batch_nbytes(demand.staged, _PAGE)
+    if not demand.unified and any(demand.is_staged):
+        nbytes = batch_nbytes(demand.is_staged, _PAGE)
         buffers.append(Allocation("staging", "pinned", depth + 1, nbytes))
-        pairs = zip(demand.writable, demand.staged, strict=True)
+        pairs = zip(demand.is_written, demand.is_staged, strict=True)
         written = [writable and staged for writable, staged in pairs]
         if any(written):
             nbytes = batch_nbytes(written, _PAGE)

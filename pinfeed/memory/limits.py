@@ -99,7 +99,10 @@ class MemoryLimits:
             plan = plan_of(batch_size)
             return plan.host_bytes > cpu or (gpu is not None and plan.device_bytes > gpu)
 
-        usual = max(1, min(MOST_ROWS, MOST_BYTES // max(1, sum(demand.row_nbytes))))
+        def batch_nbytes(batch_size: int) -> int:
+            return sum(demand.part_nbytes(batch_size))
+
+        usual = max(1, bisect.bisect_right(range(1, MOST_ROWS + 1), MOST_BYTES, key=batch_nbytes))
         largest = min(demand.n_rows, self.preferred_batch_size or usual)
         # Memory grows with the batch, so a bisection finds the first size that does not fit.
         fitting = bisect.bisect_left(range(1, largest + 1), True, key=exceeds)

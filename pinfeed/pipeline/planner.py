@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +16,12 @@ from pinfeed.memory.host import free_host_bytes, free_page_cache_bytes
 from pinfeed.memory.limits import MemoryLimits
 from pinfeed.memory.plan import Plan
 from pinfeed.pipeline.schedule import PrefetchSchedule
-from pinfeed.readahead import FreeMemory, ReadPlan, choose, window_sizes
+from pinfeed.readahead import FreeMemory, ReadPlan, choose, choose_ragged, file_of, window_sizes
 from pinfeed.rows.orders import Order, is_distinct
+from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.sampler_batches import largest_batch
 from pinfeed.stores.base import Store, row_nbytes
-from pinfeed.stores.sharded_file import ShardedStore
+from pinfeed.stores.ragged import RaggedStore
 
 
 @dataclass(frozen=True)
@@ -31,6 +33,17 @@ class PlanRequest:
     """Sampling order of the rows."""
     batch_size: int | None
     config: MemoryLimits | None
+    ragged: Sequence[RaggedStore] = ()
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows of each store."""
+        return self.stores[0].n_rows if self.stores else self.ragged[0].n_rows
+
+    @property
+    def sources(self) -> Sequence[Store]:
+        """The stores, and those of the items of ragged rows."""
+        return [*self.stores, *(store.items for store in self.ragged)]
 
     @property
     def largest(self) -> int | None:
@@ -59,7 +72,7 @@ def make_plan(
     preferred = config.preferred_batch_size if config is not None else None
     why = device.choose_route(stores, request.batch_size or preferred or largest or 0, route)
     demand = _demand(request, schedule, device, largest)
-    free = _free_host_bytes(stores, config)
+    free = _free_host_bytes(request.sources, config)
     limits = _file_limits(config, free)
     if config is None:
         size = largest or 0
@@ -78,7 +91,7 @@ def make_plan(
         _require_room(plan, largest)
     n_ahead = schedule.depth + 1 + schedule.batches_per_slot
     left = FreeMemory(limits.memory - plan.host_bytes, limits.page_cache - plan.host_bytes)
-    choice = choose(stores, request.rows, n_ahead * plan.batch_size, left)
+    choice = _choose_reads(request, n_ahead * plan.batch_size, left)
     notes = (*[why] * bool(why), *choice.notes, *plan.notes)
     items = plan.items + choice.items
     measures = schedule.measures_depth
@@ -107,7 +120,7 @@ def _demand(
 ) -> Demand:
     """Describe the rows and batches that memory is needed for."""
     stores = request.stores
-    n_rows = stores[0].n_rows
+    n_rows = request.n_rows
     most = (
         max(1, request.rows.length(n_rows))
         if isinstance(request.rows, Order)
@@ -116,13 +129,45 @@ def _demand(
     return Demand(
         row_nbytes=tuple(row_nbytes(store) for store in stores),
         writable=tuple(store.writable for store in stores),
-        resident_bytes=sum(store.resident_bytes for store in stores),
+        resident_bytes=sum(store.resident_bytes for store in stores)
+        + sum(store.resident_bytes for store in request.ragged),
         n_rows=most,
         unified=device.unified,
         staged=tuple(not device.reaches(store) for store in stores),
         batches_per_slot=schedule.batches_per_slot,
         repeats=not is_distinct(request.rows),
+        ragged=tuple(_batch_bound(store, request.rows) for store in request.ragged),
     )
+
+
+def _batch_bound(store: RaggedStore, rows: Any) -> Callable[[int], Sequence[int]]:
+    """Return a function from the rows of a batch to the most bytes of a ragged store's parts."""
+    is_padded = store.layout == "padded"
+    if not isinstance(rows, ElementBatches):
+        bound = functools.partial(store.batch_nbytes, repeats=not is_distinct(rows))
+    else:
+        bound = functools.partial(
+            store.batch_nbytes,
+            repeats=not is_distinct(rows.order),
+            max_elements=rows.most_elements(store.lengths, padded=is_padded),
+        )
+    # Memory for a batch that is larger than any before is rounded up by a sixteenth at most.
+    return lambda n_rows: [nbytes + -(-nbytes // 16) for nbytes in bound(n_rows)]
+
+
+def _choose_reads(request: PlanRequest, n_batch_rows: int, free: FreeMemory) -> ReadPlan:
+    """Choose how each store is read."""
+    choice = choose(request.stores, request.rows, n_batch_rows, free)
+    for item in choice.items:
+        free = free.without(item)
+    ragged = []
+    for store in request.ragged:
+        reads = choose_ragged(store, request.rows, free.page_cache)
+        for item in reads.items:
+            free = free.without(item)
+        ragged.append(reads)
+    notes = tuple(reads.note for reads in ragged if reads.note)
+    return dataclasses.replace(choice, notes=choice.notes + notes, ragged=ragged)
 
 
 def _free_host_bytes(stores: Sequence[Store], config: MemoryLimits | None) -> int:
@@ -131,7 +176,7 @@ def _free_host_bytes(stores: Sequence[Store], config: MemoryLimits | None) -> in
     Without a config, rows of files may take half of the free memory. The processes that torchrun
     starts on one machine share it.
     """
-    reads_files = any(isinstance(store, ShardedStore) for store in stores)
+    reads_files = any(file_of(store) is not None for store in stores)
     if config is None and not reads_files:
         return 0
     return free_host_bytes() // max(1, int(os.environ.get("LOCAL_WORLD_SIZE") or 1))
@@ -160,7 +205,8 @@ def _limited_plan(
 ) -> Plan:
     """Plan the largest batch that fits.
 
-    The windows of the order count as needed memory if they leave half of the host limit.
+    The windows of the order count as needed memory if they leave half of the host limit, and if the
+    rest fits beside them.
     """
     free_device = 0
     if config.gpu_memory_limit is None and not device.unified:
@@ -168,11 +214,20 @@ def _limited_plan(
     least = sum(window_allocation(*sizes, n_batch_rows=1).total for sizes in windows)
     if least > config.host_limit(free) // 2:
         windows = ()
-    plan = config.plan(
-        dataclasses.replace(demand, windows=windows),
-        free_host_bytes=free,
-        free_device_bytes=free_device,
-    )
+
+    def plan_with(windows: tuple[tuple[int, int], ...]) -> Plan:
+        return config.plan(
+            dataclasses.replace(demand, windows=windows),
+            free_host_bytes=free,
+            free_device_bytes=free_device,
+        )
+
+    try:
+        plan = plan_with(windows)
+    except BudgetError:
+        if not windows:
+            raise
+        plan = plan_with(())
     return dataclasses.replace(plan, items=plan_allocations(demand, plan.batch_size, plan.depth))
 
 

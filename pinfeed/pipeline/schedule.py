@@ -7,11 +7,12 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from pinfeed.devices.base import Device
 from pinfeed.memory.depth import DEFAULT_DEPTH
 from pinfeed.memory.limits import MemoryLimits
-from pinfeed.stores.base import Store, row_nbytes
+from pinfeed.stores.ragged import RaggedStore
 
 # Small batches are gathered together, until a slot is some hundred microseconds of work.
 _SLOT_BYTES = 2 << 20
@@ -95,6 +96,17 @@ class PrefetchSchedule:
         return dataclasses.replace(self, measures_depth=False)
 
 
+class RowSizes(Protocol):
+    """The sizes of rows that a schedule depends on."""
+
+    ragged: Sequence[RaggedStore]
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row of all stores together, on average."""
+        ...
+
+
 def measured_schedule(depth: int = DEFAULT_DEPTH, batches_per_slot: int = 1) -> PrefetchSchedule:
     """Return the schedule of a loop for which the user gave no depth.
 
@@ -119,12 +131,12 @@ def n_id_readers(depth: int) -> int:
 
 
 def choose_schedule(
-    stores: Sequence[Store], batch_size: int | None, config: MemoryLimits | None, depth: int | None
+    sources: RowSizes, batch_size: int | None, config: MemoryLimits | None, depth: int | None
 ) -> PrefetchSchedule:
     """Choose how far to prefetch, and with how many reader threads.
 
     Args:
-        stores: Stores of the rows.
+        sources: Bytes of a row, and whether they differ between rows.
         batch_size: Rows per batch, if ``config`` is None.
         config: Memory limits; they may give the depth and the batch size.
         depth: The user's choice. With None, 2 batches are prefetched, or four slots of small ones,
@@ -133,9 +145,10 @@ def choose_schedule(
     if config is not None:
         depth = config.depth if depth is None else depth
         batch_size = config.preferred_batch_size
-    nbytes = (batch_size or 0) * sum(row_nbytes(store) for store in stores)
+    nbytes = (batch_size or 0) * sources.row_nbytes
     batches_per_slot = 1
-    if nbytes and depth is None:
+    # Batches that are gathered together are cut by rows, and ragged ones cannot be.
+    if nbytes and depth is None and not sources.ragged:
         batches_per_slot = min(_SLOT_BYTES // nbytes, _MAX_BATCHES_PER_SLOT)
     if config is not None and config.cpu_memory_limit is not None and batches_per_slot > 1:
         batches_per_slot = min(batches_per_slot, config.cpu_memory_limit // 4 // (5 * nbytes))

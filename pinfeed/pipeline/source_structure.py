@@ -11,7 +11,7 @@ import numpy as np
 
 from pinfeed.errors import StoreError
 from pinfeed.stores import Store
-from pinfeed.stores.arrow_tables import columns_of
+from pinfeed.stores.opened import is_zarr_group, stores_of_columns
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.tensors.pytree import flatten
 from pinfeed.validation.suggestions import is_array_like
@@ -32,24 +32,30 @@ def is_store_or_array(value: Any) -> bool:
     is_structure = bool(fields) and all(
         isinstance(field, np.ndarray) or hasattr(field, "data_ptr") for field in fields
     )
-    return isinstance(value, Store) or (is_array_like(value) and not is_structure)
+    is_array = is_array_like(value) and not is_structure
+    # A Zarr group is a dataclass, of whose fields none is a source.
+    return isinstance(value, Store) or is_array or is_zarr_group(value)
 
 
-def with_columns(source: Any, name: str) -> Any:
-    """Replace each table and each dataset in a source by a dict of its columns.
+def with_columns(source: Any, name: str) -> tuple[Any, list[Store]]:
+    """Replace each table, dataset, frame and Parquet file in a source by a dict of its columns.
 
     Args:
         source: The user's source.
         name: Name of the source in errors.
+
+    Returns:
+        The source, and the stores that were made for it.
     """
     leaves, rebuild = flatten(source, is_leaf=is_store_or_array)
-    found = [columns_of(leaf, f"{name}{path}") for path, leaf in leaves]
+    found = [stores_of_columns(leaf, f"{name}{path}") for path, leaf in leaves]
     if all(columns is None for columns in found):
-        return source
-    return rebuild(
+        return source, []
+    replaced = rebuild(
         leaf if columns is None else columns
         for columns, (_, leaf) in zip(found, leaves, strict=True)
     )
+    return replaced, [store for columns in found if columns for store in columns.values()]
 
 
 def require_columns(source: Any, stores: Sequence[Store]) -> None:

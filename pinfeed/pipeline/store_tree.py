@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,12 +22,12 @@ from pinfeed.pipeline.source_structure import (
 )
 from pinfeed.pipeline.write_check import WriteCheck
 from pinfeed.rows.orders import Rows
-from pinfeed.stores import ArrayStore, ArrowStore, MmapStore, RemoteStore, Store
-from pinfeed.stores.arrow_tables import is_column
-from pinfeed.stores.memory_map import store_of_map
-from pinfeed.stores.paths import has_protocol
+from pinfeed.stores import ArrayStore, Store
+from pinfeed.stores.base import row_nbytes
+from pinfeed.stores.opened import open_store
+from pinfeed.stores.ragged import RaggedStore
 from pinfeed.tensors.dtypes import check_dtype
-from pinfeed.tensors.pytree import flatten
+from pinfeed.tensors.pytree import Rebuild, flatten
 
 # Number of stores that the representation shows.
 _N_SHOWN = 4
@@ -38,6 +39,8 @@ CopyToHost = Callable[[Tensor, tuple[int, ...], np.dtype[Any]], npt.NDArray[Any]
 class StoreTree:
     """Stores with equally many rows, in the structure that the user gave.
 
+    A batch has one part for each of ``stores``, and behind these two for each of ``ragged``.
+
     Args:
         source: Source as ``Feeder`` takes it. A leaf that is not a store is opened here, and
             closed with ``close``.
@@ -48,45 +51,63 @@ class StoreTree:
     """
 
     def __init__(self, source: Any, name: str = "source") -> None:
-        leaves, self.rebuild = flatten(with_columns(source, name), is_leaf=is_store_or_array)
+        opened, made = with_columns(source, name)
+        leaves, self.structure = flatten(opened, is_leaf=is_store_or_array)
         if not leaves:
             raise StoreError(
                 f"{name}={source!r} has no arrays in it; expected at least one path, array, tensor "
                 "or Store"
             )
-        self.names = [f"{name}{path}" for path, _ in leaves]
+        self.names: list[str] = []
         self.stores: list[Store] = []
-        self._owned: list[Store] = []
+        self.ragged: Sequence[RaggedStore] = []
+        # Every leaf, in the order of the structure.
+        self._leaves: list[tuple[str, Store | RaggedStore]] = []
+        self._owned = made
         try:
-            for (_, leaf), leaf_name in zip(leaves, self.names, strict=True):
-                self.stores.append(self._open(leaf, leaf_name))
-            given_as_path = [
-                store
-                for (_, leaf), store in zip(leaves, self.stores, strict=True)
-                if isinstance(leaf, (str, os.PathLike))
-            ]
-            self.n_rows = self.stores[0].n_rows
+            given_as_path = []
+            for path, leaf in leaves:
+                self._add(leaf, f"{name}{path}")
+                if isinstance(leaf, (str, os.PathLike)):
+                    given_as_path.append(self.stores[-1])
+            self.n_rows = self._leaves[0][1].n_rows
             self._require_equal_lengths(given_as_path)
-            require_columns(source, self.stores)
-            self._note_possible_shards(given_as_path)
+            if not self.ragged:
+                require_columns(source, self.stores)
+                self._note_possible_shards(given_as_path)
         except BaseException:
             self.close()
             raise
-        self._write_check = WriteCheck(self.names, self.stores)
+        items = {name: leaf.items for name, leaf in self._leaves if isinstance(leaf, RaggedStore)}
+        self._write_check = WriteCheck(self.names, self.stores, items)
 
     def __str__(self) -> str:
         """Describe the stores, for the ``repr`` of a feeder."""
-        stores = [
-            f"{name} {store.row_shape} {store.dtype}"
-            for name, store in zip(self.names, self.stores, strict=True)
-        ]
+        stores = [f"{name} {_shape_of(store)} {store.dtype}" for name, store in self._leaves]
         more = f", and {len(stores) - _N_SHOWN} more" if len(stores) > _N_SHOWN else ""
         return f"{self.n_rows:,} rows of {', '.join(stores[:_N_SHOWN])}{more}"
 
     @property
+    def row_nbytes(self) -> int:
+        """Bytes of a row of all stores together, on average."""
+        ragged = sum(store.mean_row_nbytes for store in self.ragged)
+        return sum(map(row_nbytes, self.stores)) + math.ceil(ragged)
+
+    @property
+    def leaves(self) -> list[Store | RaggedStore]:
+        """Every store, in the order of the structure."""
+        return [leaf for _, leaf in self._leaves]
+
+    @property
     def are_in_memory(self) -> bool:
         """Whether all stores are arrays in memory."""
-        return all(isinstance(store, ArrayStore) for store in self.stores)
+        sources = [*self.stores, *(store.items for store in self.ragged)]
+        return all(isinstance(store, ArrayStore) for store in sources)
+
+    @property
+    def rebuild(self) -> Rebuild:
+        """Function that builds a batch, in the structure of the source, from its parts."""
+        return self._rebuild if self.ragged else self.structure
 
     def close(self) -> None:
         """Close all stores that were opened here, and raise the first error."""
@@ -116,13 +137,14 @@ class StoreTree:
         Raises:
             VerificationError: If a row differs.
         """
-        from pinfeed.tensors.numpy_torch import bytes_by_row
-
-        for (_, tensor), name, store in zip(flatten(data)[0], self.names, self.stores, strict=True):
-            expected = np.empty((len(rows), *store.row_shape), store.dtype)
-            store.gather(rows, expected)
-            lent = copy_to_host(tensor, expected.shape, expected.dtype)
-            differs = (bytes_by_row(lent) != bytes_by_row(expected)).any(axis=1)
+        tensors = [tensor for _, tensor in flatten(data)[0]]
+        for name, store in self._leaves:
+            if isinstance(store, RaggedStore):
+                differs = _ragged_differences(store, rows, tensors, copy_to_host)
+            else:
+                expected = np.empty((len(rows), *store.row_shape), store.dtype)
+                store.gather(rows, expected)
+                differs = _differences(tensors.pop(0), expected, copy_to_host)
             wrong = np.flatnonzero(differs)
             if len(wrong):
                 raise VerificationError(
@@ -138,12 +160,9 @@ class StoreTree:
         Args:
             given_as_path: Stores that the user gave as paths, which may be shards.
         """
-        if all(store.n_rows == self.n_rows for store in self.stores):
+        if all(store.n_rows == self.n_rows for _, store in self._leaves):
             return
-        counts = ", ".join(
-            f"{name} has {store.n_rows}"
-            for name, store in zip(self.names, self.stores, strict=True)
-        )
+        counts = ", ".join(f"{name} has {store.n_rows}" for name, store in self._leaves)
         hint = ""
         if len(given_as_path) > 1:
             kind = type(given_as_path[0]).__name__
@@ -156,24 +175,82 @@ class StoreTree:
     def _note_possible_shards(self, given_as_path: Sequence[Store]) -> None:
         """Warn of lists of files that may be shards of one source."""
         from_paths = set(map(id, given_as_path))
-        for stores in lists_of_stores(self.rebuild(iter(self.stores))):
+        for stores in lists_of_stores(self.structure(iter(self.stores))):
             if from_paths.issuperset(map(id, stores)):
                 note_possible_shards(stores)
+
+    def _rebuild(self, parts: Iterator[Any]) -> Any:
+        """Build a batch from its parts: one of each store, then two of each ragged store."""
+        found = list(parts)
+        fixed = iter(found[: len(self.stores)])
+        ragged = iter(found[len(self.stores) :])
+        return self.structure(
+            leaf.batch(next(ragged), next(ragged)) if isinstance(leaf, RaggedStore) else next(fixed)
+            for _, leaf in self._leaves
+        )
+
+    def _add(self, leaf: Any, name: str) -> None:
+        """Add a leaf of the source."""
+        if isinstance(leaf, RaggedStore):
+            self.ragged = [*self.ragged, leaf]
+            self._leaves.append((name, leaf))
+            return
+        store = self._open(leaf, name)
+        self.stores.append(store)
+        self.names.append(name)
+        self._leaves.append((name, store))
 
     def _open(self, leaf: Any, name: str) -> Store:
         """Return the store of a leaf; a leaf that is a store is checked."""
         if isinstance(leaf, Store) and not isinstance(leaf, type):
             return _checked(leaf, name)
-        if is_column(leaf):
-            store: Store = ArrowStore(leaf, name=name)
-        elif has_protocol(leaf):
-            store = RemoteStore(leaf)
-        elif isinstance(leaf, (str, os.PathLike)):
-            store = MmapStore(leaf)
-        elif (store := store_of_map(leaf)) is None:  # type: ignore[assignment]
-            return ArrayStore(leaf, name=name)
+        store = open_store(leaf, name)
         self._owned.append(store)
         return store
+
+
+def _shape_of(store: Store | RaggedStore) -> tuple[int | str, ...]:
+    """Return the shape of a row, as the representation shows it."""
+    if isinstance(store, RaggedStore):
+        return ("ragged", *store.item_shape)
+    return store.row_shape
+
+
+def _differences(
+    tensor: Tensor, expected: npt.NDArray[Any], copy_to_host: CopyToHost
+) -> npt.NDArray[np.bool_]:
+    """Return which rows of a tensor differ from the rows that are expected, shape (n,)."""
+    from pinfeed.tensors.numpy_torch import bytes_by_row
+
+    lent = copy_to_host(tensor, expected.shape, expected.dtype)
+    differs: npt.NDArray[np.bool_] = (bytes_by_row(lent) != bytes_by_row(expected)).any(axis=1)
+    return differs
+
+
+def _ragged_differences(
+    store: RaggedStore, rows: Rows, tensors: list[Tensor], copy_to_host: CopyToHost
+) -> npt.NDArray[np.bool_]:
+    """Return which ragged rows of a batch are not those of the store, shape (n,).
+
+    Args:
+        store: The store.
+        rows: Row indices of the batch.
+        tensors: Tensors of the batch; those of the store are first, and are removed.
+        copy_to_host: As for ``StoreTree.require_equal``.
+    """
+    if store.layout == "jagged":
+        items, bounds = store.tensors(tensors.pop(0))
+    else:
+        items, bounds = tensors.pop(0), tensors.pop(0)
+    expected, expected_bounds = store.read(rows)
+    differs = _differences(items, expected, copy_to_host)
+    if store.layout != "padded":
+        # Positions of items, as rows of the batch.
+        wrong = np.searchsorted(expected_bounds, np.flatnonzero(differs), side="right") - 1
+        differs = np.isin(np.arange(len(rows)), wrong)
+    # Offsets and lengths never change, unless the loop was given those of another batch.
+    different_bounds = _differences(bounds, expected_bounds, copy_to_host)
+    return differs | different_bounds[-len(rows) :] if len(rows) else differs
 
 
 def _checked(store: Store, name: str) -> Store:

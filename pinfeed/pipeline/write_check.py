@@ -27,12 +27,16 @@ class WriteCheck:
     Args:
         names: Name of each store, which begins with ``source``.
         stores: Stores of the feeder.
+        ragged: Items of each ragged store of the feeder, by its name. Their rows are read-only.
     """
 
-    def __init__(self, names: Sequence[str], stores: Sequence[Store]) -> None:
+    def __init__(
+        self, names: Sequence[str], stores: Sequence[Store], ragged: Mapping[str, Store]
+    ) -> None:
         self._names = names
-        self._name_set = frozenset(names)
+        self._name_set = frozenset((*names, *ragged))
         self._stores = stores
+        self._ragged = ragged
 
     def check(self, values: Any, n_rows: int, device: Device) -> list[Tensor | None]:
         """Return the tensors in ``values``, one per store, if they can be written.
@@ -51,6 +55,8 @@ class WriteCheck:
                 "they are need no write_back"
             )
         given = {f"source{path}": value for path, value in flatten(values)[0]}
+        for name in self._ragged:
+            self._require_none(name, given)
         if given.keys() != self._name_set:
             structure = ", in the structure of the source (None for what stays as it is)"
             raise WriteBackError(
@@ -68,24 +74,34 @@ class WriteCheck:
             )
         return tensors
 
+    @staticmethod
+    def _require_none(name: str, given: Mapping[str, Any]) -> None:
+        """Raise WriteBackError if there are values for a ragged store."""
+        for path, value in given.items():
+            if value is not None and (path == name or path.startswith((f"{name}[", f"{name}."))):
+                raise WriteBackError(
+                    f"write_back to {name}, whose rows are ragged and read-only; expected None in "
+                    "place of its values"
+                )
+
     @property
     def _is_single(self) -> bool:
         """Whether the source is one store, and not a structure of stores."""
-        return list(self._names) == ["source"]
+        return self._name_set == {"source"}
 
     def _expected(self, n_rows: int, device: Device) -> str:
         """Describe the tensors that a write to ``n_rows`` rows takes."""
         tensors = [_tensor_of(store, n_rows, device) for store in self._stores]
-        if self._is_single:
+        if self._is_single and tensors:
             return tensors[0]
-        return " and ".join(
-            f"{tensor} for {name}" for tensor, name in zip(tensors, self._names, strict=True)
-        )
+        parts = [f"{tensor} for {name}" for tensor, name in zip(tensors, self._names, strict=True)]
+        return " and ".join([*parts, *(f"None for {name}" for name in self._ragged)])
 
     def _differences(self, given: Mapping[str, Any]) -> str:
         """Say which names are missing in ``given``, and which the source does not have."""
-        missing = [name.removeprefix("source") for name in self._names if name not in given]
-        unknown = [name.removeprefix("source") for name in given if name not in self._names]
+        names = (*self._names, *self._ragged)
+        missing = [name.removeprefix("source") for name in names if name not in given]
+        unknown = [name.removeprefix("source") for name in given if name not in names]
         parts = []
         if any(missing):
             parts.append(f" without {', '.join(missing)}")
@@ -95,7 +111,7 @@ class WriteCheck:
 
     @functools.cached_property
     def _aliases(self) -> str:
-        return aliases(self._names, self._stores)
+        return aliases((*self._names, *self._ragged), (*self._stores, *self._ragged.values()))
 
 
 def aliases(names: Sequence[str], stores: Sequence[Store]) -> str:

@@ -1,6 +1,18 @@
 """Strategies that read the rows of a store: directly, or ahead into memory."""
 
 from pinfeed.readahead.base import HostRows, ReadStrategy
-from pinfeed.readahead.select import FreeMemory, ReadPlan, choose, window_sizes
+from pinfeed.readahead.ragged import RaggedReads
+from pinfeed.readahead.select import FreeMemory, ReadPlan, choose, file_of, window_sizes
+from pinfeed.readahead.select_ragged import choose_ragged
 
-__all__ = ["FreeMemory", "HostRows", "ReadPlan", "ReadStrategy", "choose", "window_sizes"]
+__all__ = [
+    "FreeMemory",
+    "HostRows",
+    "RaggedReads",
+    "ReadPlan",
+    "ReadStrategy",
+    "choose",
+    "choose_ragged",
+    "file_of",
+    "window_sizes",
+]

@@ -11,9 +11,8 @@ from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import Gatherable, HostArray, StoreRows, unchecked_gather
+from pinfeed.stores.base import FileStore, Gatherable, HostArray, StoreRows, unchecked_gather
 from pinfeed.stores.local_file import LocalFileStore
-from pinfeed.stores.sharded_file import AnyShardedStore
 
 
 class HostRows(HostArray, Protocol):
@@ -73,7 +72,7 @@ DISK_SPEED = "as fast as the disk gives it: a smaller dtype leaves less to read.
 """End of a sentence of advice about a file that is read at the speed of its disk."""
 
 
-def whole_file_hint(store: AnyShardedStore) -> str:
+def whole_file_hint(store: FileStore) -> str:
     """Return advice about memory for the whole file."""
     if isinstance(store, LocalFileStore) and store.writable and not store.can_map:
         return "If it is opened for reading only, it can be loaded into memory."

@@ -11,7 +11,8 @@ from pinfeed.memory.mapping import block_nbytes, huge
 from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.whole_file import WholeFile
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.sharded_file import AnyShardedStore
+from pinfeed.stores.base import FileStore
+from pinfeed.stores.chunked import ChunkedStore
 
 
 class InMemoryCopy(WholeFile):
@@ -26,8 +27,9 @@ class InMemoryCopy(WholeFile):
         MemoryError: If the system does not have so much memory.
     """
 
-    def __init__(self, store: AnyShardedStore) -> None:
-        super().__init__(store)
+    def __init__(self, store: FileStore) -> None:
+        # A row in a chunk is decoded with all of its chunk, so readers wait for the chunk instead.
+        super().__init__(store, waits=isinstance(store, ChunkedStore))
         self.items = (copy_allocation(store),)
         nbytes = store.n_rows * store.row_nbytes
         array: npt.NDArray[Any] = (
@@ -53,6 +55,6 @@ class InMemoryCopy(WholeFile):
         self._store.gather(np.arange(start, stop), self._array[start:stop])
 
 
-def copy_allocation(store: AnyShardedStore) -> Allocation:
+def copy_allocation(store: FileStore) -> Allocation:
     """Return the memory that a copy of all rows takes."""
     return Allocation("rows of a file", "host", 1, block_nbytes(store.n_rows * store.row_nbytes))

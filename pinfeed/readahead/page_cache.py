@@ -11,7 +11,7 @@ from pinfeed.readahead.base import OpenBatch, whole_file_hint
 from pinfeed.readahead.windows import RowRuns, WindowCursor
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import StoreRows
+from pinfeed.stores.base import StoreRows, rows_in
 from pinfeed.stores.sharded_file import AnyShardedStore
 from pinfeed.threads.pool import ThreadPool
 
@@ -34,7 +34,7 @@ class PageCacheReadahead:
         self._store = store
         self._n_advised = 0
         self._stopping = False
-        self._chunk_rows = store.rows_in(_CHUNK_BYTES)
+        self._chunk_rows = rows_in(store, _CHUNK_BYTES)
 
     @contextlib.contextmanager
     def open_epoch(self, windows: Windows | None, start: int, stop: int) -> Iterator[OpenBatch]:

@@ -7,7 +7,7 @@ rows that an epoch has.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,20 +15,29 @@ from pinfeed.memory.demand import window_allocation
 from pinfeed.memory.plan import Allocation
 from pinfeed.memory.units import human
 from pinfeed.readahead.base import DISK_SPEED, DirectReads, ReadStrategy, whole_file_hint
+from pinfeed.readahead.chunk_reads import ChunkReads
 from pinfeed.readahead.in_memory import InMemoryCopy, copy_allocation
 from pinfeed.readahead.mapped_file import MappedFile
 from pinfeed.readahead.page_cache import PageCacheReadahead
+from pinfeed.readahead.ragged import RaggedReads
 from pinfeed.readahead.windows import WindowReadahead
 from pinfeed.rows.orders import Order, PerRank, Sequential
 from pinfeed.rows.windows import Windows, windows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import Store
+from pinfeed.stores.base import FileStore, Store
+from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.stores.file import MmapStore
 from pinfeed.stores.sharded_file import AnyShardedStore, ShardedStore
 
-# Bytes that a disk reads in sequence in the time of one random read. Measured disks gave 20,000 to
-# 60,000 random reads per second, and 1.2 to 2.5 GB/s in sequence.
-_SEEK_BYTES = 64 << 10
+SEEK_BYTES = 64 << 10
+"""Bytes that a disk reads in sequence in the time of one random read.
+
+Measured disks gave 20,000 to 60,000 random reads per second, and 1.2 to 2.5 GB/s in sequence.
+"""
+
+# Chunks in a block of a block-shuffled order that is advised. A block begins anywhere, and decodes
+# one chunk more than it has, and a window of 16 blocks should not be too large.
+_BLOCK_CHUNKS = 4
 
 Choice = tuple[ReadStrategy, str]
 """A strategy, and the reason for it as the plan shows it."""
@@ -41,11 +50,21 @@ class ReadPlan:
     strategies: Sequence[ReadStrategy]
     notes: tuple[str, ...]
     """A line for each file: the strategy, and the reason for it."""
+    ragged: Sequence[RaggedReads] = ()
+    """Way in which the rows of each ragged store are read."""
 
     @property
     def items(self) -> tuple[Allocation, ...]:
         """Memory that the strategies take at most."""
-        return tuple(item for strategy in self.strategies for item in strategy.items)
+        found = tuple(item for strategy in self.strategies for item in strategy.items)
+        return found + tuple(item for reads in self.ragged for item in reads.items)
+
+    @property
+    def closes(self) -> list[Callable[[], None]]:
+        """Functions that free the memory of each strategy."""
+        return [strategy.close for strategy in self.strategies] + [
+            reads.close for reads in self.ragged
+        ]
 
 
 class FreeMemory(NamedTuple):
@@ -75,13 +94,17 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
     notes: list[str] = []
     mapped: list[AnyShardedStore] = []
     for store in stores:
-        if isinstance(store, ShardedStore) and store.row_nbytes:
-            strategy, reason = _choose_for_file(store, order, n_batch_rows, free, mapped)
-            if isinstance(strategy, MappedFile):
-                mapped.append(store)
+        file = file_of(store)
+        if file is not None and file.row_nbytes:
+            if isinstance(file, ChunkedStore):
+                strategy, reason = _choose_for_chunks(file, order, n_batch_rows, free)
+            else:
+                strategy, reason = _choose_for_file(file, order, n_batch_rows, free, mapped)
+                if isinstance(strategy, MappedFile):
+                    mapped.append(file)
             for item in strategy.items:
                 free = free.without(item)
-            notes.append(f"{store.label}, {human(store.nbytes)}: {reason}")
+            notes.append(f"{file.label}, {human(file.nbytes)}: {reason}")
         elif isinstance(store, ArrayStore):
             strategy = DirectReads(store)
         else:
@@ -96,11 +119,18 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
 
 def window_sizes(stores: Sequence[Store], order: Any) -> tuple[tuple[int, int], ...]:
     """Return rows of a window and bytes of a row, for each file whose windows can be read ahead."""
-    files = [store for store in stores if isinstance(store, ShardedStore) and _may_copy(store)]
-    found = [(_windows(store, order), store.row_nbytes) for store in files]
+    files = [file for file in map(file_of, stores) if file is not None and _may_copy(file)]
+    found = [(_windows(file, order), file.row_nbytes) for file in files]
     return tuple(
         (windows.window_rows, row_nbytes) for windows, row_nbytes in found if windows is not None
     )
+
+
+def file_of(store: Store) -> AnyShardedStore | ChunkedStore | None:
+    """Return the store that reads the rows of a store from files; None if they are elsewhere."""
+    if isinstance(store, ChunkedStore):
+        return store.native or store
+    return store if isinstance(store, ShardedStore) else None
 
 
 def _choose_for_file(
@@ -115,7 +145,7 @@ def _choose_for_file(
     found_map = _map(store, order, share, free.page_cache, mapped)
     if found_map is not None:
         return found_map, "rows come from the page cache, through a memory map: it fits"
-    if _in_sequence(order):
+    if is_in_sequence(order):
         hint = f"{store.label} is read in sequence, {DISK_SPEED} {whole_file_hint(store)}"
         return DirectReads(store, hint), "read in sequence"
     if _may_copy(store) and share > 0.5 and copy_allocation(store).total <= free.memory:
@@ -150,6 +180,44 @@ def _read_windows(store: AnyShardedStore, windows: Windows, n_batch_rows: int, f
     return PageCacheReadahead(store), reason
 
 
+def _choose_for_chunks(
+    store: ChunkedStore, order: Any, n_batch_rows: int, free: FreeMemory
+) -> Choice:
+    if is_in_sequence(order):
+        hint = f"{store.label} is decoded in sequence. {whole_file_hint(store)}"
+        return ChunkReads(store, hint), "decoded in sequence, each chunk once"
+    share = _share(store, order)
+    if share > 0.5 and copy_allocation(store).total <= free.memory:
+        # The system may refuse memory that it reports as free.
+        with contextlib.suppress(MemoryError):
+            return InMemoryCopy(store), (
+                "decoded into memory while its rows are served: it fits, and an epoch has "
+                f"{share:.0%} of its rows"
+            )
+    found = _windows(store, order)
+    problem = ""
+    if found is not None:
+        item = window_allocation(found.window_rows, store.row_nbytes, n_batch_rows)
+        if item.total <= free.memory:
+            strategy = WindowReadahead(store, found.window_rows, n_batch_rows)
+            return strategy, "its windows are read ahead, and decode each chunk once"
+        left = human(max(0, free.memory))
+        problem = f" (memory for windows would be {human(item.total)}, {left} are left)"
+    block_rows = _BLOCK_CHUNKS * store.chunk_rows
+    hint = (
+        f"Rows of {store.label} are decoded with all of their chunk of up to {store.chunk_rows:,} "
+        "rows, once for each batch. Each chunk is decoded little more than once in an epoch with "
+        f"rows=pinfeed.rows.block_shuffled(seed, block_rows={block_rows}, window_blocks=...), if "
+        f"two windows fit into memory; a copy in a .npy file is not decoded. "
+        f"{whole_file_hint(store)}"
+    )
+    reason = (
+        f"each batch decodes the chunks of its rows, of up to {human(store.chunk_nbytes)}{problem};"
+        f" a block_shuffled order with block_rows={block_rows} decodes fewer"
+    )
+    return ChunkReads(store, hint), reason
+
+
 def _map(
     store: AnyShardedStore,
     order: Any,
@@ -167,27 +235,27 @@ def _map(
     if not store.can_map:
         return None
     if share <= 0.5:
-        in_runs = _in_sequence(order) or _windows(store, order) is not None
+        in_runs = is_in_sequence(order) or _windows(store, order) is not None
         if in_runs or not _is_read_whole(store, share):
             return None
     # The system may refuse address space. A file that has changed is an error when it is read.
     with contextlib.suppress(OSError):
-        return MappedFile(store, in_sequence=_in_sequence(order), counted=mapped)
+        return MappedFile(store, in_sequence=is_in_sequence(order), counted=mapped)
     return None
 
 
-def _may_copy(store: AnyShardedStore) -> bool:
+def _may_copy(store: AnyShardedStore | ChunkedStore) -> bool:
     """Return whether rows may be copied into memory before they are needed."""
-    return not store.writable and not store.overlaps
+    return isinstance(store, ChunkedStore) or not (store.writable or store.overlaps)
 
 
 def _is_read_whole(store: AnyShardedStore, share: float) -> bool:
     """Return whether reading the whole file in sequence is faster than its rows at random."""
-    return share * _SEEK_BYTES >= store.row_nbytes
+    return share * SEEK_BYTES >= store.row_nbytes
 
 
 def _read_one_by_one(store: AnyShardedStore) -> Choice:
-    block_rows = -(-_SEEK_BYTES * store.n_rows // store.nbytes)
+    block_rows = -(-SEEK_BYTES * store.n_rows // store.nbytes)
     hint = (
         f"Rows of {store.label} are read one by one; neighbours come together, and are read in "
         f"long runs, with rows=pinfeed.rows.block_shuffled(seed, block_rows={block_rows}). "
@@ -200,7 +268,7 @@ def _read_one_by_one(store: AnyShardedStore) -> Choice:
     return DirectReads(store, hint), reason
 
 
-def _in_sequence(order: Any) -> bool:
+def is_in_sequence(order: Any) -> bool:
     """Return whether the rows of a batch are consecutive.
 
     A rank of ``Ranks`` has whole batches of a sequential order, not every n-th row.
@@ -210,17 +278,20 @@ def _in_sequence(order: Any) -> bool:
     return isinstance(order, Sequential)
 
 
-def _windows(store: AnyShardedStore, order: Any) -> Windows | None:
-    """Return the windows of an order, if its blocks are large enough to be worth a seek."""
+def _windows(store: FileStore, order: Any) -> Windows | None:
+    """Return the windows of an order, if its blocks are large enough to be worth a seek.
+
+    To decode a chunk takes longer than a seek, so windows of any size are worth it for chunks.
+    """
     if not isinstance(order, Order):
         return None
     found = windows(order, store.n_rows, 0)
-    if found is None or found.order.block_rows * store.nbytes < _SEEK_BYTES * store.n_rows:
-        return None
-    return found
+    if found is None or isinstance(store, ChunkedStore):
+        return found
+    return found if found.order.block_rows * store.nbytes >= SEEK_BYTES * store.n_rows else None
 
 
-def _share(store: AnyShardedStore, order: Any) -> float:
+def _share(store: FileStore, order: Any) -> float:
     """Return the share of the file that an epoch has at most; 1 if it is unknown.
 
     Each row that an order repeats, and each byte of rows that overlap, counts as often as it is

@@ -18,8 +18,8 @@ from pinfeed.memory.plan import Allocation
 from pinfeed.readahead.base import DISK_SPEED, IN_MEMORY_HINT, OpenBatch
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
-from pinfeed.stores.base import Array, StoreRows
-from pinfeed.stores.sharded_file import AnyShardedStore
+from pinfeed.stores.base import Array, FileStore, StoreRows, rows_in
+from pinfeed.stores.chunked import ChunkedStore, even_bounds
 from pinfeed.threads.pool import ThreadPool
 
 logger = logging.getLogger("pinfeed")
@@ -53,7 +53,7 @@ class WholeFile:
 
     Args:
         store: The rows.
-        in_sequence: Whether consecutive batches have consecutive rows.
+        waits: Whether readers always wait for the rows that they need, which are loaded first.
     """
 
     items: tuple[Allocation, ...] = ()
@@ -62,13 +62,15 @@ class WholeFile:
 
     _rows: LoadedRows
 
-    def __init__(self, store: AnyShardedStore, *, in_sequence: bool = False) -> None:
+    def __init__(self, store: FileStore, *, waits: bool = False) -> None:
         self._store = store
         self.row_shape = store.row_shape
         self.dtype = store.dtype
-        self._in_sequence = in_sequence
-        self._chunk_rows = store.rows_in(CHUNK_BYTES)
-        n_chunks = -(-store.n_rows // self._chunk_rows)
+        self._waits_always = waits
+        self._chunk_rows = rows_in(store, CHUNK_BYTES)
+        self._starts = _chunk_starts(store, self._chunk_rows)
+        self._is_even = not isinstance(store, ChunkedStore)
+        n_chunks = len(self._starts) - 1
         self._is_loaded = np.zeros(n_chunks, np.bool_)
         self._complete = False
         # Guards the chunks that are to be loaded, and the end of loading.
@@ -76,6 +78,7 @@ class WholeFile:
         self._is_begun = np.zeros(n_chunks, np.bool_)
         self._chunks_to_load: Iterator[int] = iter(())
         self._waits = False
+        self._continues = False
         self._stopping = False
         self._begun_s = 0.0
         self._n_loaded = 0
@@ -89,7 +92,9 @@ class WholeFile:
             return
         self._is_begun = self._is_loaded.copy()
         self._chunks_to_load = self._load_order(windows, start, stop)
-        self._waits = self._in_sequence or windows is not None
+        self._waits = self._waits_always or windows is not None
+        # The chunks of a window are in their order already.
+        self._continues = self._waits_always and windows is None
         self._stopping = False
         self._begun_s = time.monotonic()
         self._n_loaded = 0
@@ -105,7 +110,7 @@ class WholeFile:
         if self._complete:
             self._rows.gather_unchecked(rows, out)
             return
-        chunks = rows // self._chunk_rows
+        chunks = self._chunk_of(rows)
         self._wait_for(chunks)
         is_loaded = self._is_loaded[chunks]
         if is_loaded.all():
@@ -148,15 +153,22 @@ class WholeFile:
 
     def _bounds(self, chunk: int) -> tuple[int, int]:
         """Return the first row of a chunk, and the row behind its last one."""
-        start = chunk * self._chunk_rows
-        return start, min(start + self._chunk_rows, self._store.n_rows)
+        return int(self._starts[chunk]), int(self._starts[chunk + 1])
+
+    def _chunk_of(self, rows: Rows) -> Rows:
+        """Return the chunk of each row."""
+        if self._is_even:
+            return rows // self._chunk_rows
+        chunks: Rows = np.searchsorted(self._starts, rows, side="right") - 1
+        return chunks
 
     def _load_order(self, windows: Windows | None, start: int, stop: int) -> Iterator[int]:
         """Yield the chunks in the order in which to load them; some occur more than once."""
         if windows is not None:
             for number, _ in windows.spans(start, stop):
                 for first, end in windows.runs(number):
-                    yield from range(first // self._chunk_rows, -(-end // self._chunk_rows))
+                    begin, last = self._chunk_of(np.array([first, end - 1])).tolist()
+                    yield from range(begin, last + 1)
         yield from range(len(self._is_loaded))
 
     def _load_all(self) -> None:
@@ -196,7 +208,7 @@ class WholeFile:
         The waiting reader helps to load, if that is faster.
         """
         while len(missing := chunks[~self._is_loaded[chunks]]) and self._is_worth_waiting():
-            if self._in_sequence:
+            if self._continues:
                 self._continue_at(int(missing[0]))
             if not (self._readers_load and self._load_next()):
                 with self._changed:
@@ -219,3 +231,14 @@ class WholeFile:
         with self._changed:
             self._stopping = True
             self._changed.notify_all()
+
+
+def _chunk_starts(store: FileStore, n_rows: int) -> Rows:
+    """Return the first row of each chunk that is loaded at once, and the number of rows.
+
+    A chunk has ``n_rows`` rows. Chunks in which a file stores its rows are not divided.
+    """
+    even = even_bounds(store.n_rows, n_rows)
+    if not isinstance(store, ChunkedStore):
+        return even
+    return np.unique(store.bounds[np.searchsorted(store.bounds, even)])

@@ -17,8 +17,8 @@ from pinfeed.readahead.base import DISK_SPEED, OpenBatch, whole_file_hint
 from pinfeed.rows.orders import Rows
 from pinfeed.rows.windows import Windows
 from pinfeed.stores.array import ArrayStore
-from pinfeed.stores.base import StoreRows
-from pinfeed.stores.sharded_file import AnyShardedStore
+from pinfeed.stores.base import FileStore, StoreRows
+from pinfeed.stores.chunked import ChunkedStore
 from pinfeed.threads.call import Pending
 from pinfeed.threads.pool import ThreadPool
 
@@ -90,7 +90,7 @@ class WindowReadahead:
         n_batch_rows: Rows of all batches that are read at the same time.
     """
 
-    def __init__(self, store: AnyShardedStore, window_rows: int, n_batch_rows: int) -> None:
+    def __init__(self, store: FileStore, window_rows: int, n_batch_rows: int) -> None:
         self._store = store
         self._window_nbytes = window_rows * store.row_nbytes
         self.items = (window_allocation(window_rows, store.row_nbytes, n_batch_rows),)
@@ -135,7 +135,7 @@ class _Window:
 
     def __init__(
         self,
-        store: AnyShardedStore,
+        store: FileStore,
         runs: RowRuns,
         memory: npt.NDArray[np.uint8],
         threads: ThreadPool,
@@ -153,8 +153,8 @@ class _Window:
         )
         self._rows = ArrayStore(array)
         self._reads: Sequence[Pending[None]] = [
-            threads.submit(store.gather, np.arange(start, stop), array[end - (stop - start) : end])
-            for start, stop, end in zip(starts.tolist(), stops.tolist(), ends.tolist(), strict=True)
+            threads.submit(store.gather, rows, array[begin : begin + len(rows)])
+            for begin, rows in _joined(store, starts, stops)
         ]
 
     def gather(self, rows: Rows, out: npt.NDArray[Any]) -> None:
@@ -165,11 +165,33 @@ class _Window:
         self._rows.gather_unchecked(rows + self._shifts[run], out)
 
 
+def _joined(store: FileStore, starts: Rows, stops: Rows) -> Iterator[tuple[int, Rows]]:
+    """Yield the rows of each read of a window, with the position of the first in the window.
+
+    Each run is read alone, except that runs which share a chunk of the file are read together, so
+    that the chunk is decoded once.
+    """
+    runs = [np.arange(start, stop) for start, stop in zip(starts, stops, strict=True)]
+    joins = np.zeros(len(runs), np.bool_)
+    if isinstance(store, ChunkedStore):
+        first = np.searchsorted(store.bounds, starts, side="right")
+        last = np.searchsorted(store.bounds, stops - 1, side="right")
+        joins[1:] = first[1:] == last[:-1]
+    begin = 0
+    while runs:
+        n = next((i for i in range(1, len(runs)) if not joins[i]), len(runs))
+        rows = runs[0] if n == 1 else np.concatenate(runs[:n])
+        yield begin, rows
+        begin += len(rows)
+        runs = runs[n:]
+        joins = joins[n:]
+
+
 class _WindowRows:
     """Rows of consecutive windows that a batch needs."""
 
     def __init__(
-        self, store: AnyShardedStore, windows: Sequence[tuple[int, _Window]], rows: Rows
+        self, store: FileStore, windows: Sequence[tuple[int, _Window]], rows: Rows
     ) -> None:
         self._store = store
         self._rows = rows

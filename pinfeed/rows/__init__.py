@@ -7,5 +7,14 @@ from pinfeed.rows.orders import Order, block_shuffled, drawn, per_rank, sequenti
 from pinfeed.rows.orders import PerRank as PerRank
 from pinfeed.rows.orders import Sequential as Sequential
 from pinfeed.rows.orders import Shuffled as Shuffled
+from pinfeed.rows.ragged_batches import element_batches
 
-__all__ = ["Order", "block_shuffled", "drawn", "per_rank", "sequential", "shuffled"]
+__all__ = [
+    "Order",
+    "block_shuffled",
+    "drawn",
+    "element_batches",
+    "per_rank",
+    "sequential",
+    "shuffled",
+]

@@ -44,6 +44,11 @@ class RowBatches(EpochHooks, ABC):
         return False
 
     @property
+    def is_bounded_by_elements(self) -> bool:
+        """Whether batches may have far fewer rows than the largest possible one."""
+        return False
+
+    @property
     @abstractmethod
     def fingerprint(self) -> dict[str, Any]:
         """Plain values that are equal if and only if a saved position means the same batch."""

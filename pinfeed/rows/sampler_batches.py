@@ -13,6 +13,7 @@ from pinfeed.errors import ArgumentError, WorkerError
 from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.windows import Windows
 
 _EPOCHS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -60,6 +61,11 @@ class SamplerBatches(RowBatches):
         self._samplers = [sampler for sampler in samplers if hasattr(sampler, "set_epoch")]
         if isinstance(rows, (np.ndarray, Sequence)):
             self._rows = self._checked(rows)
+        if isinstance(rows, ElementBatches) and len(rows.lengths) != n_rows:
+            raise ArgumentError(
+                f"rows={rows!r}: {len(rows.lengths):,} lengths for {n_rows:,} rows; expected a "
+                "length for each row of the source"
+            )
 
     def _checked(self, rows: Any) -> Any:
         """Check an array or a list before any thread starts."""
@@ -70,6 +76,10 @@ class SamplerBatches(RowBatches):
             self._require_batch_size()
             return checked
         return [self._check(batch, i) for i, batch in enumerate(rows)]
+
+    @property
+    def is_bounded_by_elements(self) -> bool:
+        return isinstance(self._rows, ElementBatches)
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -192,6 +202,8 @@ class SamplerBatches(RowBatches):
             )
 
     def windows(self, number: int, start: int) -> tuple[Windows | None, int, int]:
+        if isinstance(self._rows, ElementBatches):
+            return self._rows.windows(number, start)
         return None, 0, 0
 
     def _changed(self, number: int) -> ArgumentError:

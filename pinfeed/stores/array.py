@@ -9,6 +9,7 @@ import numpy as np
 
 from pinfeed.errors import StoreError, WriteBackError
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import (
     SMALL_GATHER_BYTES,
     Array,
@@ -19,6 +20,12 @@ from pinfeed.stores.base import (
 )
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.validation.safe_repr import safe_repr
+
+# Runs of fewer rows are taken by row index. An index takes about 1.5 ns per row, and a slice about
+# 350 ns per run.
+_SHORT_RUN = 256
+# Rows that are taken by row index at once, so that the indices stay in the processor's cache.
+_PIECE_ROWS = 1 << 15
 
 
 class ArrayStore:
@@ -120,6 +127,10 @@ class ArrayStore:
         """Copy rows into ``out[positions]``. The caller has checked all arguments."""
         out[positions] = self._array[rows]
 
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
+        copy_runs(self._array, runs, out)
+
     def scatter(self, rows: Rows, values: Array) -> None:
         """Store rows in the array.
 
@@ -190,3 +201,19 @@ def put_rows(target: Array, rows: Rows, values: Array) -> None:
         np.put(target.reshape(-1).view(item), rows, values.reshape(-1).view(item), mode="clip")
     else:
         target[rows] = values
+
+
+def copy_runs(array: Array, runs: Runs, out: Array) -> None:
+    """Copy runs of rows of an array into ``out``, shape (m, *row_shape)."""
+    runs = runs.merged()
+    n_rows = runs.n_rows
+    if n_rows >= _SHORT_RUN * len(runs.lengths) or not array.flags.c_contiguous:
+        for start, length, place in zip(*(numbers.tolist() for numbers in runs), strict=True):
+            out[place : place + length] = array[start : start + length]
+        return
+    for piece in runs.pieces(_PIECE_ROWS):
+        # With mode="raise", numpy would gather into a buffer of its own and copy that.
+        if (target := piece.target) is not None:
+            array.take(piece.rows(), axis=0, out=out[target], mode="clip")
+        else:
+            put_rows(out, piece.positions(), array.take(piece.rows(), axis=0, mode="clip"))

@@ -9,8 +9,11 @@ import numpy as np
 from pinfeed.errors import MissingDependency, StoreError
 from pinfeed.rows.indices import check_rows
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.array import copy_runs
 from pinfeed.stores.base import Array, checked_gather, in_words, run_of
 from pinfeed.stores.formats.arrow_chunk import BYTES_PER_BIT, N_BITS, ragged_error, rows_of_chunk
+from pinfeed.stores.runs import gather_rows
 from pinfeed.validation.safe_repr import safe_repr
 
 # Bytes of rows that are gathered from several chunks at a time.
@@ -113,6 +116,16 @@ class ArrowStore:
             step = max(1, _COLLECTED_BYTES * len(out) // max(1, out.nbytes))
             for i in range(0, len(rows), step):
                 self._collect(rows[i : i + step], out[i : i + step])
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their places in ``out``. The caller has checked all arguments."""
+        chunks = [chunk for chunk in self._chunks if isinstance(chunk, np.ndarray)]
+        if self._indices is not None or len(chunks) < len(self._chunks):
+            gather_rows(self, runs, out)
+            return
+        ends = np.append(self._starts[1:], self._n_stored)
+        for number, part in runs.by_part(ends):
+            copy_runs(chunks[number], part, out)
 
     def scatter(self, rows: Rows, values: Array) -> None:
         """Refuse to write: Arrow columns do not change.

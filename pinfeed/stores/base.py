@@ -121,6 +121,29 @@ class Gatherable(Protocol):
     def gather(self, rows: Rows, out: Array) -> None: ...
 
 
+class FileStore(Store, Protocol):
+    """Store whose rows are in files, as strategies that read ahead need it."""
+
+    @property
+    def label(self) -> str:
+        """Short name of the files."""
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows, where bytes that rows share count once."""
+
+    @property
+    def version(self) -> object:
+        """A value that differs once the rows have changed, if that is known without reading."""
+
+    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
+        """Copy rows into ``out[positions]``. The caller has checked all arguments."""
+
+
 class UncheckedGatherable(Gatherable, Protocol):
     """Rows that can also be gathered without checks."""
 
@@ -232,6 +255,11 @@ def shape_to_make(shape: Any, dtype: np.dtype[Any], name: str) -> tuple[int, ...
 def row_nbytes(store: Store) -> int:
     """Return the number of bytes of one row."""
     return math.prod(store.row_shape) * store.dtype.itemsize
+
+
+def rows_in(store: FileStore, nbytes: int) -> int:
+    """Return how many consecutive rows begin within ``nbytes`` bytes of the rows, at least 1."""
+    return max(1, nbytes * store.n_rows // max(1, store.nbytes))
 
 
 def in_words(store: Store) -> str:

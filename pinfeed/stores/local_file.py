@@ -14,6 +14,7 @@ import numpy.typing as npt
 from pinfeed.errors import ArgumentError, WriteBackError
 from pinfeed.memory.host import free_page_cache_bytes
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, checked_scatter
 from pinfeed.stores.disk import linux_aio
 from pinfeed.stores.disk.file_reader import SPAN_BYTES, FileReader, inode_of
@@ -138,6 +139,14 @@ class LocalFileStore(ShardedStore[FileReader]):
             OSError: If a file cannot be mapped, has shrunk, or was replaced.
         """
         return MappedFileStore(self._layouts, lambda number: self._reader(number).map())
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their places in ``out``. The caller has checked all arguments.
+
+        Raises:
+            ReadError: If a file has shrunk or cannot be read.
+        """
+        self._gather_runs(runs, out)
 
     def will_gather(self, start: int, stop: int) -> None:
         """Advise the kernel to read the rows [start, stop) into the page cache."""

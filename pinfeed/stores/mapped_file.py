@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, checked_gather
 from pinfeed.stores.disk.file_map import FileMap
 from pinfeed.stores.formats.row_layout import RowLayout
@@ -49,6 +50,14 @@ class MappedFileStore(ShardedStore[FileMap]):
             self._reader(0).read_all(rows, as_bytes(out))
         else:
             self.gather_at(rows, out, np.arange(len(rows)))
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their places in ``out``. The caller has checked all arguments.
+
+        Raises:
+            ReadError: If a file has shrunk.
+        """
+        self._gather_runs(runs, out)
 
     def populate(self, start: int, stop: int) -> None:
         """Load the rows [start, stop) into the page cache, and fill the page tables of the maps.

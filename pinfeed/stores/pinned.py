@@ -16,6 +16,7 @@ from pinfeed.errors import ArgumentError, ClosedError, DeviceError, MissingDepen
 from pinfeed.memory.mapping import Bytes, anonymous
 from pinfeed.memory.page_locked import REGISTER, page_locked, unlock_freed
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
 from pinfeed.stores.array import ArrayStore
 from pinfeed.stores.base import Array, Store, in_words, shape_to_make
 from pinfeed.stores.file import MmapStore
@@ -203,6 +204,10 @@ class PinnedStore(ArrayStore):
     def gather(self, rows: Rows, out: Array) -> None:
         self._require_memory()
         super().gather(rows, out)
+
+    def gather_runs(self, runs: Runs, out: Array) -> None:
+        self._require_memory()
+        super().gather_runs(runs, out)
 
     def scatter(self, rows: Rows, values: Array) -> None:
         self._require_memory()

@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import ClosedError, CopyError, StoreError
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
 from pinfeed.stores.base import Array, checked_gather, run_of
 from pinfeed.stores.formats.row_layout import RowLayout, covered_nbytes
 from pinfeed.tensors.dtypes import check_dtype
@@ -40,6 +41,9 @@ class ShardReader(Protocol):
             out: C-contiguous, shape (n, row_nbytes).
             positions: Positions in ``out``, shape (m,).
         """
+
+    def read_runs(self, runs: Runs, out: npt.NDArray[np.uint8]) -> None:
+        """Read runs of rows to their places in ``out``, C-contiguous, shape (n, row_nbytes)."""
 
 
 R = TypeVar("R", bound=ShardReader)
@@ -149,10 +153,6 @@ class ShardedStore(Generic[R]):
     def dtype(self) -> np.dtype[Any]:
         return self._dtype
 
-    def rows_in(self, nbytes: int) -> int:
-        """Return how many consecutive rows begin within ``nbytes`` bytes of a file, at least 1."""
-        return max(1, nbytes * self.n_rows // max(1, self.nbytes))
-
     def gather(self, rows: Rows, out: Array) -> None:
         """Copy rows into ``out``, C-contiguous, shape (n, *row_shape), of the store's dtype.
 
@@ -186,6 +186,24 @@ class ShardedStore(Generic[R]):
             else:
                 reader.read_rows(shard_rows, target, places)
         if self._swapped:
+            out[positions] = out[positions].byteswap()
+
+    def _gather_runs(self, runs: Runs, out: Array) -> None:
+        """Copy runs of rows to their places in ``out``. The caller has checked all arguments.
+
+        A subclass offers this as ``gather_runs`` if its readers have ``read_runs``.
+        """
+        if any(layout.gap for layout in self._layouts):
+            # The bytes of consecutive rows do not follow each other.
+            self.gather_at(runs.rows(), out, runs.positions())
+            return
+        target = as_bytes(out)
+        found = [(0, runs)] if len(self._layouts) == 1 else runs.by_part(self._ends)
+        for number, part in found:
+            if len(part.lengths):
+                self._reader(number).read_runs(part, target)
+        if self._swapped:
+            positions = runs.target or runs.positions()
             out[positions] = out[positions].byteswap()
 
     @property

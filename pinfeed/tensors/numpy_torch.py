@@ -41,7 +41,7 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
     if not isinstance(value, torch.Tensor):
         raise StoreError(
             f"{name}: got {type(value).__name__}; expected a path, a numpy array, a CPU tensor, "
-            f"an Arrow table or a Store; {suggestions.of_object(value)}"
+            f"an Arrow table, a DataFrame or a Store; {suggestions.of_object(value)}"
         )
     if value.is_meta:
         raise StoreError(
@@ -51,7 +51,8 @@ def to_numpy(value: Any, name: str) -> npt.NDArray[Any]:
     if value.is_nested:
         raise StoreError(
             f"{name}: a nested tensor, whose rows differ in length; "
-            "pad them: tensor.to_padded_tensor(0)"
+            "give pinfeed.RaggedStore(tensor.values(), tensor.offsets()), or pad them: "
+            "tensor.to_padded_tensor(0)"
         )
     if value.device.type != "cpu":
         raise StoreError(
@@ -100,3 +101,13 @@ def version_of(tensor: torch.Tensor) -> int:
     It is 0 for an inference tensor, whose changes torch does not count.
     """
     return 0 if tensor.is_inference() else tensor._version
+
+
+def jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """Return a nested tensor of layout ``torch.jagged`` on the memory of values and offsets.
+
+    Args:
+        values: Elements of all rows, shape (total, *).
+        offsets: Offsets of the rows, shape (n + 1,), int64.
+    """
+    return torch.nested.nested_tensor_from_jagged(values, offsets)

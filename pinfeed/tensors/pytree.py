@@ -106,7 +106,7 @@ def _like(value: Any, contents: Any) -> Any:
     """Return ``contents`` in the type of ``value``, if that can be made of them alone."""
     try:
         return type(value)(contents)
-    except TypeError:
+    except (TypeError, ValueError):
         return contents
 
 

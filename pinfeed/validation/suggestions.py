@@ -15,21 +15,12 @@ _COPY = (
 _LOADER = "give pinfeed.wrap_loader(DataLoader(dataset, batch_size=...))"
 _FEEDER = "it is a feeder already: iterate it"
 
-_PANDAS = (
-    "give np.ascontiguousarray(df.to_numpy()) where all columns are numbers, "
-    "or {name: df[name].to_numpy(), ...}"
-)
-
 _BY_TYPE = {
-    ("pandas", "DataFrame"): _PANDAS,
     ("pandas", "Series"): "give series.to_numpy()",
     ("pandas", "Index"): "give index.to_numpy()",
-    ("polars", "DataFrame"): "give df.to_arrow()",
+    ("polars", "LazyFrame"): "compute it, and give frame.collect()",
     ("polars", "Series"): "give series.to_arrow()",
-    ("h5py", "Dataset"): _COPY,
-    ("h5py", "Group"): f"for each of its datasets, {_COPY}",
-    ("zarr", "Array"): _COPY,
-    ("zarr", "Group"): f"for each of its arrays, {_COPY}",
+    ("zarr", "Group"): "give a dict of its arrays, dict(group.arrays())",
     ("cupy", "ndarray"): "it is on the GPU already: index it, or give array.get()",
     ("torch", "TensorDataset"): "give dataset.tensors",
     ("torch", "DataLoader"): "give pinfeed.wrap_loader(loader)",
@@ -55,13 +46,10 @@ _KINDS = {
         ),
     ),
     b"\x80": ("a pickle", "load it where you trust it, and save plain arrays with np.save"),
-    b"\x89HDF": ("an HDF5 file", f"for each of its datasets, {_COPY}"),
+    b"\x89HDF": ("an HDF5 file", "give pinfeed.HDF5Store(path, name), with the name of a dataset"),
     b"PAR1": (
         "a Parquet file",
-        (
-            "give pyarrow.parquet.read_table(path), a table in memory, "
-            "or save its columns with np.save"
-        ),
+        "give pinfeed.ParquetStore.columns(path), or a path that ends with .parquet",
     ),
     b"ARROW1": (
         "an Arrow file",
@@ -101,7 +89,7 @@ _SUFFIXES = {
     ".jsonl": ("JSON by lines", "give pyarrow.json.read_json(path), a table in memory"),
     ".h5": _KINDS[b"\x89HDF"],
     ".hdf5": _KINDS[b"\x89HDF"],
-    ".zarr": ("a Zarr array", f"open it with zarr, and {_COPY}"),
+    ".zarr": ("a Zarr array", "give pinfeed.ZarrStore(path), or ZarrStore(path, name) of a group"),
 }
 """Kinds of files by the end of their names, where that says more than their first bytes."""
 

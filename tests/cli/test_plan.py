@@ -4,7 +4,10 @@ import json
 import re
 from typing import Any
 
+import h5py
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from support.command import X, no_gpu, run, values
 
@@ -93,6 +96,29 @@ def test_plan_of_sources_side_by_side() -> None:
     assert "\nwith s-0.npy and 1 more shard: 500 rows" in shown
     assert "\nwith y.npy: 500 rows of shape (), int64" in shown
     assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_plan_of_other_formats() -> None:
+    table = pa.table(
+        {"x": pa.FixedSizeListArray.from_arrays(pa.array(X.reshape(-1)), 24), "y": X[:, 0, 0]}
+    )
+    pq.write_table(table, "x.parquet")
+    with h5py.File("x.h5", "w") as file:
+        file.create_dataset("a/x", data=X, chunks=(100, 3, 8))
+    for name, said in (
+        ("x.h5", "x.h5:/a/x: 500"),
+        ("x.h5:/a/x", "x.h5:/a/x: 500"),
+        ("x.parquet:x", "x.parquet['x']: 500"),
+    ):
+        result = run("plan", name, "--shuffle", "--device", "cpu")
+        assert result.exit_code == 0
+        assert said in result.stdout.replace("\n  ", " ")
+        assert "decoded into memory" in result.stdout.replace("\n", " ")
+    result = run("plan", "x.parquet")
+    assert result.exit_code == 3
+    assert "expected one of them: x.parquet:x, x.parquet:y" in " ".join(result.stderr.split())
+    result = run("bench", "x.h5:a/x")
+    assert "is no .npy file" in " ".join(result.stderr.split())
 
 
 def test_sources_side_by_side_have_equally_many_rows() -> None:

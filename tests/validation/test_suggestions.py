@@ -23,6 +23,7 @@ from pinfeed import (
     Feeder,
     HostEmbedding,
     MmapStore,
+    ParquetStore,
     RowDataset,
     StoreError,
     wrap_loader,
@@ -72,9 +73,9 @@ class Lazy:
         return X[index]
 
 
-def of(package: str, name: str, *, base: type = object) -> Any:
+def of(package: str, name: str) -> Any:
     """An object of a class that another library has under this name."""
-    return type(name, (base,), {"__module__": f"{package}.inside"})()
+    return type(name, (), {"__module__": f"{package}.inside"})()
 
 
 def refusal(source: Any) -> str:
@@ -86,26 +87,14 @@ def refusal(source: Any) -> str:
 @pytest.mark.parametrize(
     ("source", "hint"),
     [
-        (
-            pandas.DataFrame({"a": [1.0, 2.0], "b": [3, 4]}),
-            "give np.ascontiguousarray(df.to_numpy()) where all columns are numbers",
-        ),
         (pandas.Series([1.0, 2.0]), "give series.to_numpy()"),
-        (of("polars", "DataFrame"), "give df.to_arrow()"),
-        (
-            of("h5py", "Dataset"),
-            "copy it in pieces into pinfeed.MmapStore.create(path, shape, dtype)",
-        ),
-        (
-            of("h5py", "File", base=type("Group", (), {"__module__": "h5py"})),
-            "for each of its datasets, copy it in pieces",
-        ),
-        (of("zarr", "Array"), "copy it in pieces into pinfeed.MmapStore.create"),
+        (of("polars", "LazyFrame"), "give frame.collect()"),
+        (of("zarr", "Group"), "give a dict of its arrays"),
         (
             Lazy(X),
             (
-                "source: got Lazy; expected a path, a numpy array, a CPU tensor, an Arrow table or "
-                "a Store; copy it in pieces"
+                "source: got Lazy; expected a path, a numpy array, a CPU tensor, an Arrow table, a "
+                "DataFrame or a Store; copy it in pieces"
             ),
         ),
         ({"x": X, "y": Lazy(X)}, "source['y']: got Lazy; "),
@@ -127,8 +116,8 @@ def refusal(source: Any) -> str:
         (
             [1, 2, 3],
             (
-                "source[0]: got int; expected a path, a numpy array, a CPU tensor, an Arrow table "
-                "or a Store; numbers in a list"
+                "source[0]: got int; expected a path, a numpy array, a CPU tensor, an Arrow table, "
+                "a DataFrame or a Store; numbers in a list"
             ),
         ),
         (3.5, "source: got float"),
@@ -215,9 +204,9 @@ def arrow(path: Path) -> None:
 
 
 WRITE: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "x.parquet": (
+    "x.pq": (
         lambda path: pyarrow.parquet.write_table(TABLE, path),
-        "a Parquet file: give pyarrow.parquet.read_table(path)",
+        "a Parquet file: give pinfeed.ParquetStore.columns(path)",
     ),
     "x.arrow": (
         arrow,
@@ -249,15 +238,15 @@ WRITE: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "x.h5": (
         lambda path: path.write_bytes(b"\x89HDF\r\n\x1a\n" + bytes(64)),
-        "an HDF5 file: for each of its datasets, copy it in pieces",
+        "an HDF5 file: give pinfeed.HDF5Store(path, name)",
     ),
     "x.hdf5": (
         lambda path: path.write_bytes(bytes(512)),
-        "an HDF5 file: for each of its datasets, copy it in pieces",
+        "an HDF5 file: give pinfeed.HDF5Store(path, name)",
     ),
     "x.zarr": (
         Path.mkdir,
-        "is a directory (it looks like a Zarr array: open it with zarr, and copy it in pieces",
+        "is a directory (it looks like a Zarr array: give pinfeed.ZarrStore(path)",
     ),
 }
 
@@ -273,7 +262,8 @@ def test_a_file_of_another_format(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "read"),
     [
-        ("x.parquet", pyarrow.parquet.read_table),
+        ("x.pq", pyarrow.parquet.read_table),
+        ("x.pq", ParquetStore.columns),
         ("x.arrow", lambda path: pyarrow.ipc.open_file(pyarrow.memory_map(path)).read_all()),
     ],
 )

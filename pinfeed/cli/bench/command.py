@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pinfeed.cli.bench.timing import Rate, Timing
 from pinfeed.cli.bench.trial import Trial
@@ -19,6 +19,10 @@ from pinfeed.cli.terminal.sources import (
 from pinfeed.errors import ArgumentError
 from pinfeed.memory.units import human
 from pinfeed.stores import MmapStore
+from pinfeed.stores.paths import has_protocol
+
+if TYPE_CHECKING:
+    from pinfeed.cli.terminal.sources import OpenedFile
 
 _LEGEND = (
     "1st, later: the first epoch, and later ones. The last row is the most that the machine gives "
@@ -55,20 +59,30 @@ def bench(
     """
     order, order_name = order_of(shuffle, block_rows, seed)
     with open_sources(files, others) as stores:
-        for store in stores:
-            if not isinstance(store, MmapStore):
-                raise ArgumentError(
-                    f"{store.paths[0]} is elsewhere; "
-                    "numpy.load, which is timed as well, reads local files"
-                )
-            if not store.row_nbytes:
-                raise ArgumentError(f"{store.paths[0]}: rows of no bytes; there is nothing to time")
-        size = batch_size or usual_batch(row_nbytes_of(stores))
-        trial = Trial(stores, order, size, device, seconds, step_ms / 1e3)
+        local = list(map(_local, stores))
+        size = batch_size or usual_batch(row_nbytes_of(local))
+        trial = Trial(local, order, size, device, seconds, step_ms / 1e3)
         trial.prepare(warm)
         ceilings = trial.ceilings()
         timings = list(trial.timings(workers))
     return _report(trial, order_name, ceilings, timings)
+
+
+def _local(store: OpenedFile) -> MmapStore:
+    """Return a store, if numpy can read its files as well.
+
+    Raises:
+        ArgumentError: If its files are elsewhere, of another format, or have rows of no bytes.
+    """
+    if not isinstance(store, MmapStore):
+        problem = "is elsewhere" if has_protocol(store.paths[0]) else "is no .npy file"
+        raise ArgumentError(
+            f"{store.paths[0]} {problem}; "
+            "numpy.load, which is timed as well, reads local .npy files"
+        )
+    if not store.row_nbytes:
+        raise ArgumentError(f"{store.paths[0]}: rows of no bytes; there is nothing to time")
+    return store
 
 
 def _report(

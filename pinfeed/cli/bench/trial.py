@@ -29,7 +29,7 @@ from pinfeed.feeders.feeder import Feeder
 from pinfeed.memory.host import free_host_bytes
 from pinfeed.memory.units import human
 from pinfeed.rows.batches import OrderBatches
-from pinfeed.stores.sharded_file import AnyShardedStore
+from pinfeed.stores import MmapStore
 
 # Longest time of reading files into the page cache; after that they are timed cold.
 _WARM_S = 10.0
@@ -63,7 +63,7 @@ class Trial:
 
     def __init__(
         self,
-        stores: Sequence[AnyShardedStore],
+        stores: Sequence[MmapStore],
         order: Any,
         batch_size: int,
         device: str,

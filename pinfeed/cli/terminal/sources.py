@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import glob
 import os
+import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,15 @@ from pinfeed.errors import StoreError
 from pinfeed.memory.units import human
 
 if TYPE_CHECKING:
+    from pinfeed.stores.chunked import ChunkedStore
     from pinfeed.stores.sharded_file import AnyShardedStore
+
+    OpenedFile = AnyShardedStore | ChunkedStore
+
+# A file of another format, and what is read of it, such as x.h5:/images.
+_FORMAT = re.compile(
+    r"(?P<path>.+\.(?P<format>h5|hdf5|zarr|parquet))(:(?P<name>.+))?", re.IGNORECASE
+)
 
 _BATCH_BYTES = 16 << 20
 _BATCH_ROWS = 1024
@@ -29,17 +38,21 @@ def expanded(files: Sequence[str]) -> list[str]:
     return names
 
 
-def open_rows(files: Sequence[str]) -> AnyShardedStore:
+def open_rows(files: Sequence[str]) -> OpenedFile:
     """Open one file, or the shards of one source; local, or remote (``s3://…``).
+
+    The name of a dataset or column follows a colon: ``x.h5:/images``, ``x.parquet:embedding``.
 
     The caller closes the store.
 
     Raises:
-        PinfeedError: If ``MmapStore`` or ``RemoteStore`` refuses the files.
+        PinfeedError: If the store of the files refuses them.
     """
     from pinfeed.stores import MmapStore, RemoteStore
     from pinfeed.stores.paths import has_protocol
 
+    if len(files) == 1 and (found := _FORMAT.fullmatch(files[0])) is not None:
+        return _open_format(found["path"], found["format"].lower(), found["name"])
     names = expanded(files)
     kind = RemoteStore if has_protocol(names[0]) else MmapStore
     try:
@@ -54,8 +67,24 @@ def open_rows(files: Sequence[str]) -> AnyShardedStore:
         ) from None
 
 
+def _open_format(path: str, kind: str, name: str | None) -> ChunkedStore:
+    from pinfeed.stores import HDF5Store, ParquetStore, ZarrStore
+
+    if kind == "zarr":
+        return ZarrStore(path, name)
+    if kind != "parquet":
+        return HDF5Store(path, name)
+    if name is not None:
+        return ParquetStore(path, name)
+    columns = ParquetStore.columns(path)
+    if len(columns) > 1:
+        names = ", ".join(f"{path}:{column}" for column in columns)
+        raise StoreError(f"{path} has {len(columns)} columns; expected one of them: {names}")
+    return next(iter(columns.values()))
+
+
 @contextlib.contextmanager
-def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[AnyShardedStore]]:
+def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[OpenedFile]]:
     """Open the files of each source, until the context ends.
 
     Raises:
@@ -76,12 +105,12 @@ def open_sources(files: Sequence[str], others: Sequence[str]) -> Iterator[list[A
         yield stores
 
 
-def source_of(stores: Sequence[AnyShardedStore]) -> Any:
+def source_of(stores: Sequence[OpenedFile]) -> Any:
     """Return the source of a ``Feeder``: the one store, or a tuple of several."""
     return stores[0] if len(stores) == 1 else tuple(stores)
 
 
-def row_nbytes_of(stores: Sequence[AnyShardedStore]) -> int:
+def row_nbytes_of(stores: Sequence[OpenedFile]) -> int:
     """Return the bytes of one row of all sources together."""
     return sum(store.row_nbytes for store in stores)
 
@@ -92,33 +121,35 @@ def usual_batch(row_nbytes: int) -> int:
     return 1 << (most.bit_length() - 1)
 
 
-def described(store: AnyShardedStore) -> str:
+def described(store: OpenedFile) -> str:
     """Describe a source in words."""
     nbytes = human(store.n_rows * store.row_nbytes)
     rows = f"{store.n_rows:,} rows of shape {store.row_shape}"
     return f"{_files_of(store)}: {rows}, {store.dtype}, {nbytes}"
 
 
-def all_described(stores: Sequence[AnyShardedStore]) -> str:
+def all_described(stores: Sequence[OpenedFile]) -> str:
     """Describe sources in words, a paragraph each."""
     return "\n".join(
         wrapped(described(store), "with " if i else "", "  ") for i, store in enumerate(stores)
     )
 
 
-def _files_of(store: AnyShardedStore) -> str:
+def _files_of(store: OpenedFile) -> str:
     n_more = len(store.paths) - 1
     if not n_more:
-        return store.paths[0]
+        folder = os.path.dirname(store.paths[0])
+        is_format = _FORMAT.fullmatch(store.paths[0]) is not None
+        return os.path.join(folder, store.label) if is_format else store.paths[0]
     return f"{store.paths[0]} and {n_more} more shard{'s' * (n_more > 1)}"
 
 
-def sources_values(stores: Sequence[AnyShardedStore]) -> dict[str, Any]:
+def sources_values(stores: Sequence[OpenedFile]) -> dict[str, Any]:
     """Describe the first source, and the others, for scripts."""
     return {"source": _values(stores[0]), "with": [_values(store) for store in stores[1:]]}
 
 
-def _values(store: AnyShardedStore) -> dict[str, Any]:
+def _values(store: OpenedFile) -> dict[str, Any]:
     return {
         "files": store.paths,
         "rows": store.n_rows,

@@ -4,34 +4,38 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from pinfeed.pipeline.sources.base import BatchThunk, HostBatch, RowGroup
-from pinfeed.readahead import HostRows, ReadStrategy
+from pinfeed.pipeline.sources.base import ArrayPart, BatchThunk, HostBatch, RowGroup
+from pinfeed.readahead import HostRows, RaggedReads, ReadStrategy
 from pinfeed.rows.batches import RowBatches, RowIndices
 from pinfeed.rows.epoch_hooks import EpochHooks
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.base import Store, row_nbytes
+from pinfeed.stores.base import HostArray, Store, row_nbytes
+from pinfeed.stores.ragged import RaggedParts
 from pinfeed.tensors.pytree import Rebuild
 
 
 @dataclass(frozen=True)
 class RowSource:
-    """Batches of the same rows of several stores.
+    """Batches of the same rows of several stores, the parts of ragged rows behind the others.
 
     Args:
         stores: Stores with equally many rows.
         strategies: For each store, how its rows are read.
-        rebuild: Makes a batch, in the structure that the user knows, from one tensor per store.
+        rebuild: Makes a batch, in the structure that the user knows, from one tensor per store, and
+            two per ragged store.
         batches: Row indices of the batches.
+        ragged: Way in which the rows of each ragged store are read.
     """
 
     stores: Sequence[Store]
     strategies: Sequence[ReadStrategy]
     rebuild: Rebuild
     batches: RowBatches
+    ragged: Sequence[RaggedReads] = ()
 
     @property
     def fingerprint(self) -> Mapping[str, Any]:
@@ -54,30 +58,50 @@ class RowSource:
                 stack.enter_context(strategy.open_epoch(windows, position, stop))
                 for strategy in self.strategies
             ]
+            serving_ragged = [
+                stack.enter_context(reads.open_epoch(windows, position, stop))
+                for reads in self.ragged
+            ]
             for indices in self.batches.epoch(number, start, checksum, batches_per_slot):
                 # Only the thunk keeps the parts: they may hold memory that is read ahead.
                 yield functools.partial(
                     self._host_batch,
                     indices,
                     [serve(position, indices.n_rows) for serve in serving],
+                    [serve(position, indices.n_rows) for serve in serving_ragged],
                 )
                 position += indices.n_rows
 
     def hint(self, source_share: float) -> str:
-        largest = max(range(len(self.stores)), key=lambda i: row_nbytes(self.stores[i]))
-        return self.strategies[largest].hint
+        pairs = zip(self.stores, self.strategies, strict=True)
+        found = [(float(row_nbytes(store)), strategy.hint) for store, strategy in pairs]
+        found += [(reads.store.mean_row_nbytes, reads.hint) for reads in self.ragged]
+        return max(found)[1]
 
     def transfer_hint(self) -> str:
         """Return nothing, because every byte of the batches has to be moved."""
         return ""
 
     def _host_batch(
-        self, indices: RowIndices, parts: Sequence[Callable[[Rows], HostRows]]
+        self,
+        indices: RowIndices,
+        parts: Sequence[Callable[[Rows], HostRows]],
+        ragged: Sequence[Callable[[Rows], RaggedParts]],
     ) -> HostBatch:
         rows = indices.rows()
         return HostBatch(
-            [part(rows) for part in parts],
+            [*(part(rows) for part in parts), *_ragged_parts(rows, ragged)],
             self.rebuild,
             indices.batches,
             [RowGroup(rows, 0, self.stores)],
         )
+
+
+def _ragged_parts(
+    rows: Rows, ragged: Sequence[Callable[[Rows], RaggedParts]]
+) -> Iterator[HostArray]:
+    """Yield the two parts of each ragged store."""
+    for make in ragged:
+        items, bounds = make(rows)
+        yield items
+        yield ArrayPart(bounds)

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from pinfeed.memory.mapping import PAGE, POPULATE_READ, advise_huge_pages
 from pinfeed.rows.orders import Rows
-from pinfeed.stores.array import put_rows
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.array import copy_runs, put_rows
 from pinfeed.stores.base import SMALL_GATHER_BYTES, run_of
 from pinfeed.stores.disk.page_cache import can_tell
 from pinfeed.stores.formats.row_layout import RowLayout
@@ -109,6 +110,15 @@ class FileMap:
         self._check_size()
         for piece in self._pieces(len(rows)):
             put_rows(out, positions[piece], self._take(rows[piece]))
+
+    def read_runs(self, runs: Runs, out: Bytes) -> None:
+        """Copy runs of rows to their places in ``out``, shape (n, row_nbytes).
+
+        Raises:
+            ReadError: If the file has shrunk.
+        """
+        self._check_size()
+        copy_runs(self._rows, runs, out)
 
     def populate(self, first: int, n_rows: int) -> None:
         """Load rows into the page cache, and fill the page tables of the map.

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from pinfeed.errors import FileMissing, ReadError
 from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
 from pinfeed.stores.disk import linux_aio
 from pinfeed.stores.disk.file_map import FileMap
 from pinfeed.stores.disk.page_cache import PageCache
@@ -133,30 +134,23 @@ class FileReader:
         Raises:
             ReadError: If the file has shrunk or cannot be read.
         """
-        if not self._layout.row_nbytes:
-            return
-        self._cache.expect_random_reads()
-        missing = self._read_some(rows, out, positions, linux_aio.NOWAIT)
-        if not len(missing):
-            return
-        # Sorted, so that one thread reads neighbours one after the other, and the kernel merges
-        # their reads.
-        missing = missing[np.argsort(rows[missing])]
-        # A row may begin within a page, so that a read loads up to a page more.
-        self._cache.add_read(
-            self._layout.offset, len(missing) * (self._layout.row_nbytes + mmap.PAGESIZE)
-        )
-        n_threads = min(_MAX_THREADS, len(missing) // _ROWS_PER_THREAD)
-        if n_threads < 2:
-            self._read_all(rows[missing], out, positions[missing])
-            return
-        calls = [
-            Call(self._read_all, rows[part], out, positions[part])
-            for part in np.array_split(missing, n_threads)
-        ]
-        with ThreadPool(n_threads, "pinfeed-disk", calls=calls):
-            for call in calls:
-                call.result()
+        self._read_each(Runs(rows, np.ones_like(rows), positions), out)
+
+    def read_runs(self, runs: Runs, out: Bytes) -> None:
+        """Read runs of rows to their places in ``out``, with one request for each run.
+
+        Args:
+            runs: Runs in range, whose rows follow each other in the file without gaps.
+            out: C-contiguous, shape (n, row_nbytes).
+
+        Raises:
+            ReadError: If the file has shrunk or cannot be read.
+        """
+        runs = runs.merged()
+        if len(runs.lengths) == 1:
+            self._read_one(runs, 0, out)
+        else:
+            self._read_each(runs, out)
 
     def write_rows(self, rows: Rows, values: Bytes) -> None:
         """Write distinct rows; ``values`` is C-contiguous, shape (n, row_nbytes).
@@ -204,30 +198,63 @@ class FileReader:
         except OSError as error:
             raise OSError(error.errno, error.strerror, self._layout.path) from error
 
-    def _read_some(self, rows: Rows, out: Bytes, positions: Rows, flags: int = 0) -> Rows:
-        """Read rows by one system call for many rows, and return those that were not read.
+    def _read_each(self, runs: Runs, out: Bytes) -> None:
+        """Read runs in any order, first those that are in the page cache."""
+        if not self._layout.row_nbytes or not len(runs.lengths):
+            return
+        self._cache.expect_random_reads()
+        missing = self._read_some(runs, out, linux_aio.NOWAIT)
+        if not len(missing):
+            return
+        # Sorted, so that one thread reads neighbours one after the other, and the kernel merges
+        # their reads. The places in ``out`` do not matter here.
+        unread = runs.take(missing[np.argsort(runs.starts[missing])])
+        # A run may begin within a page, so that a read loads up to a page more.
+        self._cache.add_read(
+            self._layout.offset,
+            unread.n_rows * self._layout.row_nbytes + len(missing) * mmap.PAGESIZE,
+        )
+        n_threads = min(_MAX_THREADS, len(missing) // _ROWS_PER_THREAD)
+        if n_threads < 2:
+            self._read_all(unread, out)
+            return
+        calls = [
+            Call(self._read_all, unread.take(part), out)
+            for part in np.array_split(np.arange(len(missing)), n_threads)
+        ]
+        with ThreadPool(n_threads, "pinfeed-disk", calls=calls):
+            for call in calls:
+                call.result()
+
+    def _read_some(self, runs: Runs, out: Bytes, flags: int = 0) -> Rows:
+        """Read runs by one system call for many runs, and return those that were not read.
 
         Returns:
-            Positions in ``rows`` of the rows that were not read, shape (k,).
+            Positions in ``runs`` of the runs that were not read, shape (k,).
         """
-        nbytes = self._layout.row_nbytes
+        nbytes = runs.lengths * self._layout.row_nbytes
         with self._contexts.take() as context:
             if context is None:
-                return np.arange(len(rows))
+                return np.arange(len(nbytes))
             results = context.run(
                 linux_aio.READ,
                 self._fd,
-                out.ctypes.data + positions * nbytes,
-                self._offsets(rows),
+                out.ctypes.data + runs.places * self._layout.row_nbytes,
+                self._offsets(runs.starts),
                 nbytes,
                 flags,
             )
         return np.flatnonzero(results != nbytes)
 
-    def _read_all(self, rows: Rows, out: Bytes, positions: Rows) -> None:
-        for i in self._read_some(rows, out, positions).tolist():
-            # This raises an error if the row cannot be read.
-            self._read_bytes(self._layout.begin(int(rows[i])), out[positions[i]])
+    def _read_all(self, runs: Runs, out: Bytes) -> None:
+        for i in self._read_some(runs, out).tolist():
+            # This raises an error if the run cannot be read.
+            self._read_one(runs, i, out)
+
+    def _read_one(self, runs: Runs, i: int, out: Bytes) -> None:
+        place = runs.places.item(i)
+        target = out[place : place + runs.lengths.item(i)]
+        self._read_bytes(self._layout.begin(runs.starts.item(i)), target.reshape(-1))
 
     def _offsets(self, rows: Rows) -> Rows:
         return self._layout.offset + rows * self._layout.stride

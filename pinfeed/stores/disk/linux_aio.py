@@ -106,10 +106,10 @@ class AioContext:
         fd: int,
         addresses: Integers,
         offsets: Integers,
-        nbytes: int,
+        nbytes: int | Integers,
         flags: int = 0,
     ) -> Integers:
-        """Make n requests, each of which moves ``nbytes`` bytes between memory and the file.
+        """Make n requests, each of which moves bytes between memory and the file.
 
         The interpreter's lock is released. The kernel does one request after another. With
         ``NOWAIT`` it skips requests for which it would have to wait.
@@ -119,7 +119,7 @@ class AioContext:
             fd: Descriptor of the file.
             addresses: Address in memory of each request, shape (n,).
             offsets: Offset in the file of each request, shape (n,).
-            nbytes: Bytes of each request.
+            nbytes: Bytes of each request, shape (n,), or one number for all.
             flags: ``NOWAIT``, or 0 to wait for the disk.
 
         Returns:
@@ -128,13 +128,14 @@ class AioContext:
             file. The caller makes those one by one.
         """
         results = np.zeros(len(offsets), np.int64)
+        sizes = np.broadcast_to(nbytes, len(offsets))
         for i in range(0, len(offsets), N_REQUESTS):
             n = min(N_REQUESTS, len(offsets) - i)
             iocbs = self._iocbs[:n]
             iocbs["opcode"] = opcode
             iocbs["rw_flags"] = flags
             iocbs["fd"] = fd
-            iocbs["nbytes"] = nbytes
+            iocbs["nbytes"] = sizes[i : i + n]
             iocbs["address"] = addresses[i : i + n]
             iocbs["offset"] = offsets[i : i + n]
             submitted = self._submit(n)

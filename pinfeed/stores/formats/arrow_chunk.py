@@ -26,6 +26,11 @@ _REFUSED = {
     "is_struct": "flatten it into columns of its fields (dataset.flatten(), or table.flatten())",
     "is_decimal": 'cast it to "float64" (dataset.cast_column, or column.cast)',
 }
+RAGGED_ADVICE = (
+    "give pinfeed.RaggedStore.from_arrow(column), pad them to one length, or batch them with a "
+    "collate_fn: pinfeed.wrap_loader(DataLoader(dataset, collate_fn=...))"
+)
+"""Advice for lists of different lengths."""
 _LEAVE_OUT = "or leave the column out (dataset.select_columns, table.select)"
 
 
@@ -69,10 +74,7 @@ def rows_of_chunk(array: Any, name: str) -> Array | PackedBooleans:
     while True:
         kind = array.type
         if array.null_count:
-            raise StoreError(
-                f"{name}: has nulls, which a tensor cannot have; fill them "
-                f"(pyarrow.compute.fill_null, dataset.map), {_LEAVE_OUT}"
-            )
+            raise nulls_error(name)
         # Only of types with a shape is it known that their storage has the numbers of the rows.
         if isinstance(kind, pyarrow.BaseExtensionType) and hasattr(kind, "shape"):
             if isinstance(kind, pyarrow.FixedShapeTensorType):
@@ -109,12 +111,19 @@ def _length(offsets: npt.NDArray[Any], name: str) -> int:
     return length
 
 
+def nulls_error(name: str) -> StoreError:
+    """Return the error about a column with nulls."""
+    return StoreError(
+        f"{name}: has nulls, which a tensor cannot have; fill them (pyarrow.compute.fill_null, "
+        f"dataset.map, fillna or fill_null of a frame), drop their rows (dropna, drop_nulls), "
+        f"{_LEAVE_OUT}"
+    )
+
+
 def ragged_error(name: str, one: tuple[int, ...], other: tuple[int, ...]) -> StoreError:
     """Return the error about rows of different shapes."""
     return StoreError(
-        f"{name}: lists of different lengths (rows of shape {one} and {other}); pad them to one "
-        "length, or batch them with a collate_fn: pinfeed.wrap_loader(DataLoader(dataset, "
-        "collate_fn=...))"
+        f"{name}: lists of different lengths (rows of shape {one} and {other}); {RAGGED_ADVICE}"
     )
 
 

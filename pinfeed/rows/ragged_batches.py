@@ -1,0 +1,284 @@
+"""ElementBatches: batches of ragged rows that are bounded by their number of elements."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from pinfeed.errors import ArgumentError, described
+from pinfeed.rows.indices import check_rows
+from pinfeed.rows.lengths import RowLengths
+from pinfeed.rows.orders import Order, Rows, Sequential, is_distinct
+from pinfeed.rows.windows import Windows, windows
+from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
+from pinfeed.validation.safe_repr import safe_repr
+
+# An order is asked for this many rows at once.
+_RUN_ROWS = 1 << 14
+
+
+@explain_arguments(
+    {
+        "max_tokens": "the most elements of a batch are max_elements=",
+        "rows": "the order of the rows is order=",
+        "shuffle": "give order=pinfeed.rows.shuffled(seed)",
+    }
+)
+def element_batches(
+    lengths: Any,
+    max_elements: int,
+    *,
+    batch_size: int | None = None,
+    order: Order | None = None,
+    padded: bool = False,
+    drop_last: bool = False,
+) -> ElementBatches:
+    """Return batches of ragged rows with at most ``max_elements`` elements each, for ``rows=``.
+
+        store = pinfeed.RaggedStore("tokens.npy", "offsets.npy")
+        batches = pinfeed.rows.ragged_batches(
+            store.lengths, 16384, order=pinfeed.rows.shuffled(seed=1)
+        )
+        feeder = pinfeed.Feeder(store, rows=batches)
+
+    A batch ends before the row that would make it too large. The batches are a function of the
+    arguments and the epoch, so a feeder resumes them from its state.
+
+    Args:
+        lengths: Number of elements of each row, shape (n_rows,), integers of 0 or more. For several
+            ragged stores, give the sum of their lengths, or the maximum.
+        max_elements: Most elements of a batch, at least the length of the longest row.
+        batch_size: Most rows of a batch; None is any number.
+        order: Order of the rows, from ``pinfeed.rows``; None is the order of the store.
+        padded: Count the elements of a padded batch: its number of rows times its longest row.
+        drop_last: Whether to leave out the last batch of an epoch if another row of one element
+            would fit in it.
+
+    Raises:
+        ArgumentError: If an argument is invalid, or a row has more than ``max_elements`` elements.
+    """
+    return ElementBatches(
+        lengths,
+        max_elements,
+        batch_size=batch_size,
+        order=order,
+        padded=padded,
+        drop_last=drop_last,
+    )
+
+
+class ElementBatches:
+    """Iterable over the batches of one epoch, as row indices; see ``element_batches``.
+
+    A feeder sets its epoch, as that of a sampler.
+
+    Attributes:
+        epoch: Epoch whose batches the next iteration yields.
+        lengths: Number of elements of each row, shape (n_rows,), int64, read-only.
+        max_elements: Most elements of a batch.
+        padded: Whether each row of a batch counts as many elements as the longest one.
+        order: Order of the rows.
+    """
+
+    def __init__(
+        self,
+        lengths: Any,
+        max_elements: int,
+        *,
+        batch_size: int | None,
+        order: Order | None,
+        padded: bool,
+        drop_last: bool,
+    ) -> None:
+        self.max_elements = whole_number(max_elements, "max_elements")
+        check_flag(padded, "padded")
+        check_flag(drop_last, "drop_last")
+        if order is not None and not isinstance(order, Order):
+            raise ArgumentError(
+                f"order={order!r}: expected an order of pinfeed.rows, as shuffled(seed=1)"
+            )
+        self.lengths = _checked(lengths)
+        table = RowLengths(self.lengths)
+        if table.longest > self.max_elements:
+            row = int(self.lengths.argmax())
+            raise ArgumentError(
+                f"row {row} has {table.longest:,} elements, and max_elements={self.max_elements:,}"
+                "; expected rows that fit in a batch; raise max_elements, or cut the row"
+            )
+        self.epoch = 0
+        self.padded = bool(padded)
+        self.order: Order = order or Sequential()
+        self._drop_last = bool(drop_last)
+        self._given_size = None if batch_size is None else whole_number(batch_size, "batch_size")
+        fitting = table.most_rows(
+            self.max_elements, padded=self.padded, repeats=not is_distinct(self.order)
+        )
+        most = self.order.length(len(self.lengths))
+        self._batch_size = max(1, min(most, fitting, self._given_size or most))
+
+    @safe_repr
+    def __repr__(self) -> str:
+        size = "" if self._given_size is None else f", batch_size={self._given_size}"
+        flags = ", padded=True" * self.padded + ", drop_last=True" * self._drop_last
+        return (
+            f"element_batches(<{len(self.lengths)} lengths>, {self.max_elements}{size}, "
+            f"order={self.order!r}{flags})"
+        )
+
+    def __iter__(self) -> Iterator[Rows]:
+        return self._batches(self.epoch)
+
+    @property
+    def batch_size(self) -> int:
+        """Most rows that a batch can have."""
+        return self._batch_size
+
+    def set_epoch(self, epoch: int) -> None:
+        """Let the next iteration yield the batches of an epoch."""
+        self.epoch = whole_number(epoch, "epoch", least=0)
+
+    def count(self, epoch: int | None = None) -> int:
+        """Return the number of batches of an epoch; None is the current one.
+
+        It cuts all rows of the epoch, some million per second. There is no ``len``, because the
+        number differs between the epochs of a shuffled order.
+        """
+        return sum(1 for _ in self._batches(self.epoch if epoch is None else epoch))
+
+    def most_elements(self, lengths: npt.NDArray[Any], *, padded: bool) -> int | None:
+        """Return ``max_elements`` if it bounds the batches of rows of other lengths, too.
+
+        Args:
+            lengths: Number of elements of each row, shape (n_rows,).
+            padded: Whether the batches are padded.
+
+        Returns:
+            The bound; None if ``max_elements`` is none.
+        """
+        is_bound = len(lengths) == len(self.lengths) and bool((lengths <= self.lengths).all())
+        return self.max_elements if is_bound and (self.padded or not padded) else None
+
+    def windows(self, epoch: int, start: int) -> tuple[Windows | None, int, int]:
+        """Return the windows of an epoch, or None, and the range of positions from ``start`` on."""
+        n_rows = len(self.lengths)
+        found = windows(self.order, n_rows, epoch)
+        if found is None:
+            return None, 0, 0
+        position = sum(map(len, itertools.islice(self._batches(epoch), start)))
+        return found, position, self.order.length(n_rows)
+
+    def _batches(self, epoch: int) -> Iterator[Rows]:
+        """Yield the row indices of each batch of an epoch."""
+        cut = _Cut(self.max_elements, self._given_size or sys.maxsize, self.padded)
+        pending: list[Rows] = []
+        for rows in self._rows(epoch):
+            begin = 0
+            for end in cut.ends(self.lengths[rows]):
+                yield np.concatenate([*pending, rows[begin:end]])
+                pending = []
+                begin = end
+            pending.append(rows[begin:])
+        last = np.concatenate(pending) if pending else np.empty(0, np.int64)
+        if len(last) and not (self._drop_last and cut.has_room):
+            yield last
+
+    def _rows(self, epoch: int) -> Iterator[Rows]:
+        """Yield the row indices of an epoch in long runs."""
+        n_rows = len(self.lengths)
+        at = self.order.bind(n_rows, epoch)
+        stop = self.order.length(n_rows)
+        for begin in range(0, stop, _RUN_ROWS):
+            positions = np.arange(begin, min(begin + _RUN_ROWS, stop))
+            yield check_rows(at(positions), n_rows, f"order={self.order!r}")
+
+
+class _Cut:
+    """Cuts a sequence of rows into batches; a batch is begun where the one before ends.
+
+    Args:
+        max_elements: Most elements of a batch.
+        batch_size: Most rows of a batch.
+        padded: Whether each row of a batch counts as many elements as the longest one.
+    """
+
+    def __init__(self, max_elements: int, batch_size: int, padded: bool) -> None:
+        self._max_elements = max_elements
+        self._batch_size = batch_size
+        self._padded = padded
+        self._n_rows = 0
+        self._n_elements = 0
+        self._longest = 0
+
+    def ends(self, lengths: Rows) -> list[int]:
+        """Return the positions in ``lengths``, the next rows, at which a batch begins."""
+        return self._ends_padded(lengths.tolist()) if self._padded else self._ends(lengths)
+
+    def _ends(self, lengths: Rows) -> list[int]:
+        totals = np.cumsum(lengths)
+        ends: list[int] = []
+        # Elements of the open batch less those in ``totals`` before it, and its first position.
+        before = self._n_elements
+        begin = -self._n_rows
+        while True:
+            end = int(totals.searchsorted(self._max_elements - before, side="right"))
+            end = min(end, begin + self._batch_size)
+            if end >= len(lengths):
+                break
+            ends.append(end)
+            before = -totals.item(end - 1) if end else 0
+            begin = end
+        self._n_rows = len(lengths) - begin
+        self._n_elements = before + totals.item(-1)
+        return ends
+
+    def _ends_padded(self, lengths: list[int]) -> list[int]:
+        # This loop runs once for each row. Local names and no calls make it several times as fast.
+        most = self._max_elements
+        most_rows = self._batch_size
+        n_rows = self._n_rows
+        longest = self._longest
+        ends: list[int] = []
+        for i, length in enumerate(lengths):
+            n_rows += 1
+            if length > longest:
+                longest = length
+            if n_rows * longest > most or n_rows > most_rows:
+                ends.append(i)
+                n_rows = 1
+                longest = length
+        self._n_rows = n_rows
+        self._longest = longest
+        return ends
+
+    @property
+    def has_room(self) -> bool:
+        """Whether a row of one element would fit in the batch that was begun last."""
+        n_rows = self._n_rows + 1
+        n_elements = n_rows * max(1, self._longest) if self._padded else self._n_elements + 1
+        return n_rows <= self._batch_size and n_elements <= self._max_elements
+
+
+def _checked(lengths: Any) -> Rows:
+    """Return lengths as an array of its own, shape (n_rows,), int64, read-only.
+
+    Raises:
+        ArgumentError: If they are not integers of 0 or more, or there are none.
+    """
+    expected = "expected an integer of 0 or more for each row, shape (n_rows,), as store.lengths"
+    try:
+        given = np.asarray(lengths)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ArgumentError(f"lengths: {described(error)}; {expected}") from None
+    if given.ndim != 1 or not len(given) or given.dtype.kind not in "iu":
+        raise ArgumentError(f"lengths: got shape {given.shape} of {given.dtype}; {expected}")
+    checked: Rows = given.astype(np.int64)
+    if checked.min() < 0:
+        row = int(checked.argmin())
+        raise ArgumentError(f"lengths: row {row} has {given[row]} elements; {expected}")
+    checked.flags.writeable = False
+    return checked

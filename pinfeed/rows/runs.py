@@ -1,0 +1,105 @@
+"""Runs: runs of consecutive rows, and their places in an array."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from pinfeed.rows.orders import Rows
+
+
+class Runs(NamedTuple):
+    """Runs of consecutive rows, each with the position in an array that it is copied to.
+
+    All three arrays have shape (n,), int64. The places ascend, and the copies do not overlap.
+    """
+
+    starts: Rows
+    """First row of each run."""
+    lengths: Rows
+    """Number of rows of each run, which may be 0."""
+    places: Rows
+    """Position of the first row of each run in the array."""
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows of all runs."""
+        return int(self.lengths.sum())
+
+    def merged(self) -> Runs:
+        """Join runs that follow each other in both store and array, and drop runs without rows."""
+        runs = self
+        if not runs.lengths.all():
+            runs = runs.take(np.flatnonzero(runs.lengths))
+        if len(runs.lengths) < 2:
+            return runs
+        starts, lengths, places = runs
+        is_first = starts[1:] != starts[:-1] + lengths[:-1]
+        is_first |= places[1:] != places[:-1] + lengths[:-1]
+        if is_first.all():
+            return runs
+        first = np.flatnonzero(np.concatenate(([True], is_first)))
+        return Runs(starts[first], np.add.reduceat(lengths, first), places[first])
+
+    def take(self, positions: Rows) -> Runs:
+        """Return the runs at some positions, in ascending order."""
+        return Runs(*(array[positions] for array in self))
+
+    def pieces(self, n_rows: int) -> Iterator[Runs]:
+        """Yield the runs in pieces of at most ``n_rows`` rows; a longer run is a piece itself."""
+        ends = np.cumsum(self.lengths)
+        begin = 0
+        before = 0
+        while begin < len(ends):
+            stop = max(begin + 1, int(np.searchsorted(ends, before + n_rows, side="right")))
+            yield Runs(*(array[begin:stop] for array in self))
+            begin = stop
+            before = ends.item(stop - 1)
+
+    def rows(self) -> Rows:
+        """Return the row indices of all runs, shape (n_rows,)."""
+        return _expanded(self.starts, self.lengths)
+
+    def positions(self) -> Rows:
+        """Return the position of each row in the array, shape (n_rows,)."""
+        return _expanded(self.places, self.lengths)
+
+    @property
+    def target(self) -> slice | None:
+        """The part of the array that the runs fill; None if they leave gaps."""
+        if not len(self.places):
+            return slice(0, 0)
+        begin = self.places.item(0)
+        end = self.places.item(-1) + self.lengths.item(-1)
+        return slice(begin, end) if end - begin == self.n_rows else None
+
+    def by_part(self, ends: Rows) -> Iterator[tuple[int, Runs]]:
+        """Cut runs at the ends of parts, such as files, and yield the runs of each part.
+
+        The rows of a part are counted from its first one.
+
+        Args:
+            ends: Row behind the last one of each part, shape (n_parts,).
+        """
+        runs = self.take(np.flatnonzero(self.lengths))
+        stops = runs.starts + runs.lengths
+        first = np.searchsorted(ends, runs.starts, side="right")
+        last = np.searchsorted(ends, stops, side="left")
+        counts = last - first + 1
+        parts = _expanded(first, counts)
+        begins = np.concatenate(([0], ends[:-1]))[parts]
+        starts = np.maximum(np.repeat(runs.starts, counts), begins)
+        lengths = np.minimum(np.repeat(stops, counts), ends[parts]) - starts
+        places = np.repeat(runs.places - runs.starts, counts) + starts
+        cut = Runs(starts - begins, lengths, places)
+        for number in np.unique(parts).tolist():
+            yield number, cut.take(np.flatnonzero(parts == number))
+
+
+def _expanded(starts: Rows, lengths: Rows) -> Rows:
+    """Return the numbers of all runs one after the other."""
+    numbers = np.repeat(starts - (np.cumsum(lengths) - lengths), lengths)
+    numbers += np.arange(len(numbers))
+    return numbers

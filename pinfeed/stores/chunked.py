@@ -1,0 +1,377 @@
+"""ChunkedStore: rows of files that are stored in chunks, each of which is decoded as a whole."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+import threading
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from pinfeed.errors import ClosedError, CopyError, PinfeedError, ReadError, StoreError, described
+from pinfeed.rows.orders import Rows
+from pinfeed.stores.base import Array, checked_gather, run_of
+from pinfeed.stores.local_file import LocalFileStore
+from pinfeed.tensors.dtypes import check_dtype
+from pinfeed.threads.call import Call
+from pinfeed.validation.safe_repr import safe_repr
+
+# Decoded chunks that are kept, so that batches which share a chunk decode it once.
+_MAX_KEPT = 8
+_KEPT_BYTES = 32 << 20
+MAX_GATHERS = 4
+"""Gathers that decode at the same time, at most."""
+# Consecutive chunks are decoded in one call of the library, up to this size.
+_RUN_BYTES = 2 << 20
+
+
+@dataclass(frozen=True)
+class ChunkLayout:
+    """Shape and dtype of rows, and the rows at which their chunks begin."""
+
+    label: str
+    """Short name of the file and of what is read of it."""
+    dtype: np.dtype[Any]
+    """Dtype as in the file, which may have the other byte order."""
+    row_shape: tuple[int, ...]
+    bounds: Rows
+    """First row of each chunk, and behind them the number of rows; ascending."""
+    paths: tuple[str, ...] = ()
+    """The files, as far as they have paths."""
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ChunkLayout):
+            return NotImplemented
+        same_rows = (self.dtype, self.row_shape) == (other.dtype, other.row_shape)
+        return same_rows and np.array_equal(self.bounds, other.bounds)
+
+    __hash__ = None  # type: ignore[assignment]  # the bounds are an array
+
+
+class ChunkedStore:
+    """Rows in chunks, read-only. Any thread may gather.
+
+    A gather decodes each chunk that it needs once. The chunks that were decoded last are kept, so
+    that batches with rows of the same chunk decode it once together. Chunks that are needed as a
+    whole are decoded straight into the batch, and are not kept. A store that was opened by path can
+    be pickled, and opens its file again in another process.
+
+    Args:
+        layout: Rows and chunks.
+
+    Raises:
+        StoreError: If there are no rows, or torch does not have the dtype.
+    """
+
+    writable = False
+    # Attributes that belong to one process, and are not pickled.
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = ("_kept", "_slots")
+    _decoding_chunks = 2
+    """Memory that decoding a run of chunks takes besides the result, in sizes of the run."""
+    _max_decodes = MAX_GATHERS
+    """Runs that the library decodes at the same time."""
+
+    native: LocalFileStore | None = None
+    """Store that reads the same rows without the library, if they are stored as plain bytes."""
+
+    def __init__(self, layout: ChunkLayout) -> None:
+        if len(layout.bounds) < 2 or layout.bounds[-1] < 1:
+            raise StoreError(f"{layout.label} has no rows; expected at least one")
+        self._layout = layout
+        self._dtype = check_dtype(layout.dtype, layout.label)
+        self._closed = False
+        self._init_process_state()
+
+    def _init_process_state(self) -> None:
+        """Make what belongs to one process; a forked process makes it anew."""
+        n = _KEPT_BYTES // max(1, self.chunk_nbytes)
+        self._n_kept = min(max(1, n), _MAX_KEPT)
+        self._n_slots = min(max(1, n), MAX_GATHERS)
+        self._kept = _KeptChunks(self._n_kept, self._decode)
+        self._slots = threading.BoundedSemaphore(self._n_slots)
+        _stores.add(self)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if not self._is_reopened:
+            raise CopyError(
+                f"{self!r} reads an object that was opened elsewhere, which another process does "
+                f"not have; give {type(self).__name__} the path, which each process opens itself"
+            )
+        return {
+            name: value for name, value in vars(self).items() if name not in self._PROCESS_STATE
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._init_process_state()
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.label})"
+
+    @property
+    def label(self) -> str:
+        """Short name of the file and of what is read of it."""
+        return self._layout.label
+
+    @property
+    def paths(self) -> list[str]:
+        """The files, in the order of their rows, as far as they have paths."""
+        return list(self._layout.paths)
+
+    @property
+    def n_rows(self) -> int:
+        return int(self._layout.bounds[-1])
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return self._layout.row_shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return self._dtype
+
+    @property
+    def row_nbytes(self) -> int:
+        """Bytes of one row."""
+        return self._dtype.itemsize * math.prod(self.row_shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all rows."""
+        return self.n_rows * self.row_nbytes
+
+    @property
+    def bounds(self) -> Rows:
+        """First row of each chunk, and behind them the number of rows."""
+        return self._layout.bounds
+
+    @property
+    def chunk_rows(self) -> int:
+        """Rows of the largest chunk."""
+        return int(np.diff(self._layout.bounds).max())
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """Bytes of the largest chunk, decoded."""
+        return self.chunk_rows * self.row_nbytes
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory for the chunks that are kept, and for decoding, in bytes."""
+        if self.native is not None:
+            return self.native.resident_bytes
+        run = max(self.chunk_nbytes, min(_RUN_BYTES, self.nbytes))
+        # A gather may still copy from a chunk that is not kept any more.
+        held = (self._n_kept + self._n_slots - 1) * self.chunk_nbytes
+        return held + min(self._n_slots, self._max_decodes) * self._decoding_chunks * run
+
+    @property
+    def version(self) -> object:
+        """Always the same value: the rows must not change while the store is open."""
+        return 0 if self.native is None else self.native.version
+
+    def gather(self, rows: Rows, out: Array) -> None:
+        """Copy rows into ``out``, like ``Store.gather``.
+
+        Raises:
+            ReadError: If a chunk cannot be read or decoded.
+            ClosedError: If the store, or the file that it reads, is closed.
+        """
+        rows = checked_gather(self, rows, out)
+        self.gather_at(rows, out, np.arange(len(rows)))
+
+    def gather_at(self, rows: Rows, out: Array, positions: Rows) -> None:
+        """Copy rows into ``out[positions]``. The caller has checked all arguments.
+
+        Args:
+            rows: Row indices, shape (m,).
+            out: C-contiguous, shape (n, *row_shape), of the store's dtype.
+            positions: Positions in ``out``, shape (m,).
+
+        Raises:
+            ReadError: As for ``gather``.
+            ClosedError: As for ``gather``.
+        """
+        if self._closed:
+            raise ClosedError(f"{self!r} is closed; open it again")
+        if self.native is not None:
+            self.native.gather_at(rows, out, positions)
+            return
+        for piece in self._pieces(rows, positions):
+            with self._slots:
+                if piece.number is None:
+                    n = piece.stop - piece.start
+                    place = int(piece.positions[0])
+                    self._read(piece.start, piece.stop, out[place : place + n])
+                else:
+                    chunk = self._kept.get(piece.number)
+                    out[piece.positions] = chunk[piece.rows - piece.start]
+
+    def scatter(self, rows: Rows, values: Array) -> None:
+        """Refuse to write: the store is read-only.
+
+        Raises:
+            StoreError: Always.
+        """
+        raise StoreError(f"{self!r} is read-only")
+
+    def flush(self) -> None:
+        """Do nothing, because nothing was written."""
+
+    def close(self) -> None:
+        """Free the chunks, and close what the store opened. Further calls do nothing."""
+        self._closed = True
+        self._kept.clear()
+        if self.native is not None:
+            self.native.close()
+
+    @property
+    def _is_reopened(self) -> bool:
+        """Whether the store was opened by path, so that another process can open it."""
+        raise NotImplementedError
+
+    def _read_chunks(self, start: int, stop: int, out: Array) -> None:
+        """Decode the rows [start, stop), which are whole chunks, into ``out``."""
+        raise NotImplementedError
+
+    def _read(self, start: int, stop: int, out: Array) -> None:
+        """Decode whole chunks into ``out``; say which rows could not be read."""
+        try:
+            self._read_chunks(start, stop, out)
+        except (PinfeedError, MemoryError):
+            raise
+        except Exception as error:
+            raise ReadError(
+                f"{self!r}: rows [{start}, {stop}) cannot be read ({described(error)}); check the "
+                "file with the library that wrote it"
+            ) from error
+
+    def _decode(self, number: int) -> Array:
+        """Return the rows of a chunk."""
+        start = int(self.bounds[number])
+        stop = int(self.bounds[number + 1])
+        chunk = np.empty((stop - start, *self.row_shape), self._dtype)
+        self._read(start, stop, chunk)
+        return chunk
+
+    def _pieces(self, rows: Rows, positions: Rows) -> Iterator[_Piece]:
+        """Divide rows by chunk; join neighbouring chunks of which all rows are wanted in order."""
+        if len(rows) > 1 and (rows[1:] < rows[:-1]).any():
+            order = np.argsort(rows, kind="stable")
+            rows = rows[order]
+            positions = positions[order]
+        most_rows = max(1, _RUN_BYTES // max(1, self.row_nbytes))
+        run: _Piece | None = None
+        for piece in self._by_chunk(rows, positions):
+            if run is not None and run.is_followed_by(piece, most_rows):
+                run = run._replace(stop=piece.stop)
+                continue
+            if run is not None:
+                yield run
+            run = piece
+        if run is not None:
+            yield run
+
+    def _by_chunk(self, rows: Rows, positions: Rows) -> Iterator[_Piece]:
+        """Divide ascending rows by chunk."""
+        chunk_of = np.searchsorted(self.bounds, rows, side="right") - 1
+        begins = np.flatnonzero(np.diff(chunk_of, prepend=-1)).tolist()
+        for begin, end in itertools.pairwise([*begins, len(rows)]):
+            number = int(chunk_of[begin])
+            start = int(self.bounds[number])
+            stop = int(self.bounds[number + 1])
+            wanted = rows[begin:end]
+            places = positions[begin:end]
+            is_whole = (
+                end - begin == stop - start
+                and run_of(wanted) is not None
+                and run_of(places) is not None
+            )
+            yield _Piece(None if is_whole else number, start, stop, wanted, places)
+
+
+class _Piece(NamedTuple):
+    """Rows of one chunk, or several whole chunks in a row."""
+
+    number: int | None
+    """Number of the chunk; None for whole chunks, whose positions are consecutive."""
+    start: int
+    """First row of the chunk, or of the first chunk."""
+    stop: int
+    rows: Rows
+    positions: Rows
+
+    def is_followed_by(self, other: _Piece, most_rows: int) -> bool:
+        """Return whether both are whole chunks that can be decoded in one call."""
+        place = int(self.positions[0]) + self.stop - self.start
+        return (
+            self.number is None
+            and other.number is None
+            and other.start == self.stop
+            and int(other.positions[0]) == place
+            and other.stop - self.start <= most_rows
+        )
+
+
+class _KeptChunks:
+    """The chunks that were used last; a chunk that several threads need is decoded by one.
+
+    Args:
+        capacity: Number of chunks that are kept, including those that are being decoded.
+        decode: Returns the rows of a chunk, given its number.
+    """
+
+    def __init__(self, capacity: int, decode: Callable[[int], Array]) -> None:
+        self._capacity = capacity
+        self._decode = decode
+        self._lock = threading.Lock()
+        self._chunks: OrderedDict[int, Call[Array]] = OrderedDict()
+
+    def get(self, number: int) -> Array:
+        """Return a chunk; decode it if it is not kept."""
+        with self._lock:
+            found = self._chunks.pop(number, None)
+            call = found or Call(self._decode, number)
+            while len(self._chunks) >= self._capacity:
+                self._chunks.popitem(last=False)
+            self._chunks[number] = call
+        if found is None:
+            call.run()
+            if call.exception() is not None:
+                # The next gather of this chunk tries again.
+                with self._lock:
+                    if self._chunks.get(number) is call:
+                        del self._chunks[number]
+        return call.result()
+
+    def clear(self) -> None:
+        """Free all chunks."""
+        with self._lock:
+            self._chunks.clear()
+
+
+_stores: weakref.WeakSet[ChunkedStore] = weakref.WeakSet()
+
+
+def _renew() -> None:
+    """Renew the process state of all stores in a forked process.
+
+    The thread that decodes a chunk, or holds a lock, does not exist there.
+    """
+    for store in list(_stores):
+        store._init_process_state()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+def even_bounds(n_rows: int, chunk_rows: int) -> Rows:
+    """Return the first row of each chunk of ``chunk_rows`` rows, and behind them ``n_rows``."""
+    return np.append(np.arange(0, n_rows, max(1, chunk_rows)), n_rows)

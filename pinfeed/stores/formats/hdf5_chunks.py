@@ -1,0 +1,88 @@
+"""RawChunks: chunks of an HDF5 dataset, decompressed by several threads at the same time."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import zlib
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+# Filters of HDF5 that are undone here, in the order in which they were applied.
+_DEFLATE = 1
+_SHUFFLE = 2
+_FILTERS = ((), (_DEFLATE,), (_SHUFFLE, _DEFLATE))
+
+
+class RawChunks:
+    """Chunks as they are in the file, of a dataset with no filters but gzip and shuffle.
+
+    The HDF5 library makes one call at a time, and a call that reads rows decompresses them. Here,
+    only the read of the compressed bytes is a call.
+
+    Args:
+        dataset: A dataset for which ``can_read`` is true, and whose type in the file is that of its
+            items in memory.
+    """
+
+    def __init__(self, dataset: Any) -> None:
+        self._shape: tuple[int, ...] = dataset.shape
+        self._chunks: tuple[int, ...] = dataset.chunks
+        self._dtype: np.dtype[Any] = dataset.dtype
+        self._filters = _filters_of(dataset)
+        self._nbytes = math.prod(self._chunks) * self._dtype.itemsize
+
+    @staticmethod
+    def can_read(dataset: Any) -> bool:
+        """Return whether the dataset has chunks, and no other filters than known ones."""
+        return dataset.chunks is not None and _filters_of(dataset) in _FILTERS
+
+    def offsets(self, start: int) -> list[tuple[int, ...]]:
+        """Return the positions in the dataset of the chunks with row ``start``."""
+        axes = zip(self._shape[1:], self._chunks[1:], strict=True)
+        others = [range(0, length, chunk) for length, chunk in axes]
+        return [(start, *offset) for offset in itertools.product(*others)]
+
+    def decode(self, raw: bytes, offset: tuple[int, ...], out: npt.NDArray[Any]) -> bool:
+        """Decode one chunk.
+
+        Args:
+            raw: The chunk as it is in the file.
+            offset: Position of the chunk in the dataset.
+            out: Rows from ``offset[0]`` on, shape (n, *row_shape).
+
+        Returns:
+            Whether it was possible; False if the chunk is damaged.
+        """
+        decoded: Any = raw
+        if _DEFLATE in self._filters:
+            try:
+                decoded = zlib.decompress(raw, bufsize=self._nbytes)
+            except zlib.error:
+                return False
+        if len(decoded) != self._nbytes:
+            return False
+        values = np.frombuffer(decoded, np.uint8)
+        if _SHUFFLE in self._filters:
+            # The first bytes of all items come first, then the second ones, and so on.
+            values = np.ascontiguousarray(values.reshape(self._dtype.itemsize, -1).T).reshape(-1)
+        block = values.view(self._dtype).reshape(self._chunks)
+        # A chunk at the end of an axis extends beyond it.
+        ends = [len(out), *self._shape[1:]]
+        begins = (0, *offset[1:])
+        sizes = [
+            min(chunk, end - begin)
+            for chunk, end, begin in zip(self._chunks, ends, begins, strict=True)
+        ]
+        target = tuple(
+            slice(begin, begin + size) for begin, size in zip(begins, sizes, strict=True)
+        )
+        out[target] = block[tuple(map(slice, sizes))]
+        return True
+
+
+def _filters_of(dataset: Any) -> tuple[int, ...]:
+    properties = dataset.id.get_create_plist()
+    return tuple(properties.get_filter(i)[0] for i in range(properties.get_nfilters()))

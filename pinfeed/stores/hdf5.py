@@ -1,0 +1,338 @@
+"""HDF5Store: rows of an HDF5 dataset, by h5py."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from typing import Any, ClassVar
+
+import numpy as np
+
+from pinfeed.errors import (
+    ArgumentError,
+    ClosedError,
+    FileMissing,
+    MissingDependency,
+    StoreError,
+    described,
+)
+from pinfeed.stores.base import Array
+from pinfeed.stores.chunked import MAX_GATHERS, ChunkedStore, ChunkLayout, even_bounds
+from pinfeed.stores.file import MmapStore
+from pinfeed.stores.formats.hdf5_chunks import RawChunks
+from pinfeed.stores.paths import Path, local_path
+from pinfeed.tensors.dtypes import check_dtype
+
+# Rows that are read at a time from a dataset without chunks.
+_PIECE_BYTES = 256 << 10
+_N_SHOWN = 8
+
+
+class HDF5Store(ChunkedStore):
+    """Rows of an HDF5 dataset, read-only, read with h5py.
+
+    The rows are those of the first axis. A dataset without chunks and filters, whose bytes are the
+    rows themselves, is read from the file as ``MmapStore`` reads it, if it was opened by path or
+    belongs to a file that is open for reading only.
+
+    The dataset must not change while the store is open, also if its file is open for writing.
+
+    Args:
+        source: Path of a file, which the store opens and closes, or an open ``h5py.Dataset``, which
+            stays open.
+        name: Name of the dataset in the file, such as ``"train/images"``. By default, the only
+            dataset of the file.
+
+    Raises:
+        MissingDependency: If h5py is not installed.
+        FileMissing: If there is no such file.
+        StoreError: If the file is no HDF5 file or has no such dataset, or if the dataset has no
+            rows or another type than numbers and booleans.
+        ArgumentError: If ``source`` is neither a path nor a dataset, or if a dataset is given
+            together with a name.
+        ClosedError: If the file of the dataset is closed.
+
+    Example::
+
+        store = HDF5Store("train.h5", "images")
+        rows = np.empty((2, *store.row_shape), store.dtype)
+        store.gather(np.array([7, 3]), rows)
+        store.close()
+    """
+
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_dataset")
+
+    def __init__(self, source: Any, name: str | None = None) -> None:
+        h5py = _import_h5py()
+        self._path: str | None = None
+        self._given: Any = None
+        if isinstance(source, (str, os.PathLike)):
+            self._path = os.path.abspath(local_path(source))
+            dataset = _open(self._path, name)
+        elif isinstance(source, h5py.Dataset):
+            if name is not None:
+                raise ArgumentError(f"name={name!r} with a dataset, which has a name; leave it out")
+            _require_open(source, "HDF5Store")
+            self._given = source
+            dataset = source
+        else:
+            raise ArgumentError(
+                f"HDF5Store: got {type(source).__name__}; expected a path or an h5py.Dataset"
+            )
+        try:
+            self._name = dataset.name
+            super().__init__(_layout(dataset))
+            self.native = _native(dataset, self._given is not None)
+            self._raw = _raw_chunks(dataset)
+            # HDF5 itself decodes one chunk at a time.
+            self._max_decodes = MAX_GATHERS if self._raw is not None else 1
+        except BaseException:
+            if self._given is None:
+                dataset.file.close()
+            raise
+        if self._given is None:
+            self._dataset = dataset
+            if self.native is not None:
+                self._close_file()
+
+    def close(self) -> None:
+        """Free the chunks, and close the file if the store opened it."""
+        super().close()
+        self._close_file()
+
+    def _init_process_state(self) -> None:
+        super()._init_process_state()
+        # A path is opened again when rows are read: in a forked process, both processes would share
+        # the state of one open file.
+        self._dataset = self._given
+
+    @property
+    def _is_reopened(self) -> bool:
+        return self._path is not None
+
+    def _read_chunks(self, start: int, stop: int, out: Array) -> None:
+        if self._raw is None:
+            self._read_rows(start, stop, out)
+            return
+        for first in range(start, stop, self.chunk_rows):
+            end = min(first + self.chunk_rows, stop)
+            rows = out[first - start : end - start]
+            if not all(self._decode_chunk(offset, rows) for offset in self._raw.offsets(first)):
+                # A chunk that was never written, or one about which HDF5 says what is wrong.
+                self._read_rows(first, end, rows)
+
+    def _read_rows(self, start: int, stop: int, out: Array) -> None:
+        """Let HDF5 read the rows [start, stop)."""
+        with _reading:
+            self._opened().read_direct(out, np.s_[start:stop])
+
+    def _decode_chunk(self, offset: tuple[int, ...], out: Array) -> bool:
+        """Read one chunk as it is in the file, and decode it; return whether that was possible."""
+        with _reading:
+            dataset = self._opened()
+            if self._raw is None:
+                # The path was opened again, and the file was replaced.
+                return False
+            try:
+                filters_left_out, raw = dataset.id.read_direct_chunk(offset)
+            except (OSError, RuntimeError, ValueError):
+                return False
+            chunks = self._raw
+        return not filters_left_out and chunks.decode(raw, offset, out)
+
+    def _opened(self) -> Any:
+        """Return the open dataset. The caller holds the lock."""
+        if self._dataset is None:
+            assert self._path is not None
+            dataset = _open(self._path, self._name)
+            if _layout(dataset) != self._layout:
+                dataset.file.close()
+                raise StoreError(
+                    f"{self!r}: the file was replaced, and its dataset has other rows; open it "
+                    "again"
+                )
+            self._raw = _raw_chunks(dataset)
+            self._dataset = dataset
+        _require_open(self._dataset, repr(self))
+        return self._dataset
+
+    def _close_file(self) -> None:
+        with _reading:
+            if self._path is not None and self._dataset is not None:
+                dataset = self._dataset
+                self._dataset = None
+                if dataset:
+                    dataset.file.close()
+
+
+# HDF5 makes one call at a time. Some releases of h5py crash if several threads read.
+_reading = threading.Lock()
+
+
+def _renew_lock() -> None:
+    global _reading
+    _reading = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
+
+
+def _import_h5py() -> Any:
+    try:
+        import h5py
+    except ImportError:
+        raise MissingDependency('HDF5Store: h5py is needed; pip install "pinfeed[hdf5]"') from None
+    return h5py
+
+
+def _open(path: Path, name: str | None) -> Any:
+    """Open a dataset of a file; the caller closes ``dataset.file``."""
+    import h5py
+
+    if not os.path.exists(path):
+        raise FileMissing(f"{path}: no such file (looked in {os.getcwd()})")
+    try:
+        # The store keeps chunks itself, so the library need not.
+        file = h5py.File(path, "r", rdcc_nbytes=0)
+    except OSError as error:
+        raise StoreError(
+            f"{path}: h5py cannot open it ({described(error)}); expected an HDF5 file that is not "
+            "open for writing; a dataset of a file that is open can be given itself"
+        ) from error
+    try:
+        return _dataset_of(file, name)
+    except BaseException:
+        file.close()
+        raise
+
+
+def _dataset_of(file: Any, name: str | None) -> Any:
+    """Return the dataset of a name, or the only one.
+
+    Raises:
+        StoreError: If there is no such dataset, or not only one.
+    """
+    import h5py
+
+    if name is not None and isinstance(file.get(name), h5py.Dataset):
+        return file[name]
+    found = dataset_names(file)
+    if name is None and len(found) == 1:
+        return file[found[0]]
+    shown = ", ".join(map(repr, found[:_N_SHOWN])) or "none"
+    more = f" and {len(found) - _N_SHOWN} more" if len(found) > _N_SHOWN else ""
+    asked = f"has no dataset {name!r}" if name is not None else f"has {len(found)} datasets"
+    raise StoreError(
+        f"{file.filename} {asked}; expected the name of one of its datasets: {shown}{more}; give "
+        "HDF5Store(path, name)"
+    )
+
+
+def dataset_names(file: Any) -> list[str]:
+    """Return the names of all datasets of an open file or group, in order."""
+    import h5py
+
+    found: list[str] = []
+    file.visititems(
+        lambda name, item: found.append(name) if isinstance(item, h5py.Dataset) else None
+    )
+    return found
+
+
+def _require_open(dataset: Any, name: str) -> None:
+    if not dataset:
+        raise ClosedError(f"{name}: the HDF5 file of the dataset is closed; open it again")
+
+
+def _layout(dataset: Any) -> ChunkLayout:
+    """Return the rows and chunks of a dataset.
+
+    Raises:
+        StoreError: If its rows cannot be served.
+    """
+    path = os.fsdecode(dataset.file.filename)
+    label = f"{os.path.basename(path)}:{dataset.name}"
+    if not dataset.shape:
+        raise StoreError(
+            f"{label} has shape {dataset.shape}, which has no rows; expected (n_rows, ...)"
+        )
+    _check_type(dataset.dtype, label)
+    n_rows, *row_shape = dataset.shape
+    chunk_rows = _PIECE_BYTES // max(1, dataset.dtype.itemsize * math.prod(row_shape))
+    if dataset.chunks is not None:
+        chunk_rows = dataset.chunks[0]
+    bounds = even_bounds(n_rows, chunk_rows)
+    return ChunkLayout(label, dataset.dtype, tuple(row_shape), bounds, (path,))
+
+
+def _check_type(dtype: np.dtype[Any], label: str) -> None:
+    """Refuse types that h5py reads as numbers of another meaning, or as Python objects."""
+    import h5py
+
+    problem = ""
+    if h5py.check_enum_dtype(dtype) is not None:
+        problem = "an enumerated type, whose numbers have names; save the numbers themselves"
+    elif h5py.check_string_dtype(dtype) is not None:
+        problem = "text; number it, np.unique(dataset.asstr()[:], return_inverse=True)[1]"
+    elif h5py.check_vlen_dtype(dtype) is not None:
+        problem = (
+            "rows of different lengths; give pinfeed.RaggedStore(values, offsets), or pad them to "
+            "one length"
+        )
+    elif h5py.check_ref_dtype(dtype) is not None:
+        problem = "references to other objects; give the dataset that they refer to"
+    elif dtype.subdtype is not None:
+        problem = "arrays as items; save them as further axes of the dataset"
+    if problem:
+        raise StoreError(f"{label} has {problem}")
+    check_dtype(dtype, label)
+
+
+def _is_stored_as_in_memory(dataset: Any) -> bool:
+    """Return whether the bytes of items in the file are those of the dtype that h5py gives."""
+    import h5py
+
+    in_memory = h5py.h5t.py_create(dataset.dtype, logical=True)
+    return bool(dataset.id.get_type().equal(in_memory))
+
+
+def _raw_chunks(dataset: Any) -> RawChunks | None:
+    """Return the chunks of a dataset, if they can be decoded without HDF5."""
+    if RawChunks.can_read(dataset) and _is_stored_as_in_memory(dataset):
+        return RawChunks(dataset)
+    return None
+
+
+def _native(dataset: Any, is_given: bool) -> MmapStore | None:
+    """Return a store of the bytes of a dataset, if these are certain to be its rows.
+
+    They are if the dataset is contiguous and complete, has the memory's own type, and the file is a
+    plain one that nobody writes in this process.
+    """
+    import h5py
+
+    file = dataset.file
+    properties = dataset.id.get_create_plist()
+    if (
+        file.driver != "sec2"
+        or (is_given and file.mode != "r")
+        or dataset.is_virtual
+        or properties.get_layout() != h5py.h5d.CONTIGUOUS
+        or properties.get_external_count()
+        or dataset.id.get_storage_size() != dataset.nbytes
+        or not dataset.nbytes
+        or not _is_stored_as_in_memory(dataset)
+    ):
+        return None
+    offset = dataset.id.get_offset()
+    path = os.path.abspath(os.fsdecode(file.filename))
+    try:
+        opened = os.fstat(file.id.get_vfd_handle())
+        found = os.stat(path)
+    except OSError:
+        return None
+    if offset is None or (opened.st_dev, opened.st_ino) != (found.st_dev, found.st_ino):
+        # The file was moved, or another one took its place.
+        return None
+    return MmapStore.raw(path, shape=dataset.shape, dtype=dataset.dtype, offset=offset)

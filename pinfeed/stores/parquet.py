@@ -1,0 +1,269 @@
+"""ParquetStore: rows of one column of Parquet files, by pyarrow."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from pinfeed.errors import (
+    ArgumentError,
+    FileMissing,
+    MissingDependency,
+    ReadError,
+    StoreError,
+    described,
+)
+from pinfeed.stores.base import Array
+from pinfeed.stores.chunked import ChunkedStore, ChunkLayout
+from pinfeed.stores.formats.arrow_chunk import (
+    RAGGED_ADVICE,
+    nulls_error,
+    ragged_error,
+    rows_of_chunk,
+)
+from pinfeed.stores.formats.row_layout import require_regular
+from pinfeed.stores.paths import Path, local_paths
+
+
+class ParquetStore(ChunkedStore):
+    """Rows of one column of Parquet files, read-only, decoded with pyarrow.
+
+    The column has numbers, booleans, or lists of numbers that all have the same length; the lists
+    may be nested. A chunk of the store is a row group. The memory of some row groups is needed, so
+    write files of rows that are shuffled with small ones: ``row_group_size=10_000``.
+
+    Args:
+        path: A file, a pattern (``"part-*.parquet"``, in sorted order) or a sequence of files.
+            Several files are shards of one store.
+        column: Name of the column. ``ParquetStore.columns(path)`` opens all columns.
+
+    Raises:
+        MissingDependency: If pyarrow is not installed.
+        FileMissing: If a file, or every file of a pattern, is missing.
+        StoreError: If a file is no Parquet file or has no such column, or if the column has no
+            rows, nulls, lists of different lengths, or something else than numbers.
+        ArgumentError: If ``path`` is no path.
+
+    Example::
+
+        store = ParquetStore("train-*.parquet", "embedding")
+        rows = np.empty((2, *store.row_shape), store.dtype)
+        store.gather(np.array([7, 3]), rows)
+    """
+
+    def __init__(self, path: Path | Sequence[Path], column: str) -> None:
+        if not isinstance(column, str):
+            raise ArgumentError(f"column={column!r}; expected the name of a column")
+        self._open(_files(path), column)
+
+    @classmethod
+    def columns(cls, path: Path | Sequence[Path]) -> dict[str, ParquetStore]:
+        """Open every column of Parquet files.
+
+        Args:
+            path: As for the class.
+
+        Returns:
+            A store for each column, by its name.
+
+        Raises:
+            MissingDependency: As for the class.
+            FileMissing: As for the class.
+            StoreError: As for the class, or if two columns have the same name.
+        """
+        files = _files(path)
+        names: list[str] = files[0].metadata.schema.to_arrow_schema().names
+        if len(set(names)) < len(names):
+            raise StoreError(
+                f"{files[0].path}: columns of the same name: {', '.join(names)}; write the file "
+                "with names that differ"
+            )
+        stores = {}
+        for name in names:
+            store = cls.__new__(cls)
+            store._open(files, name)
+            stores[name] = store
+        return stores
+
+    def _open(self, files: Sequence[_ParquetFile], column: str) -> None:
+        self._files = files
+        self._column = column
+        # The file and the row group of each chunk.
+        self._groups = [
+            (number, group)
+            for number, file in enumerate(files)
+            for group in range(file.metadata.num_row_groups)
+            if file.metadata.row_group(group).num_rows
+        ]
+        super().__init__(_layout(files, self._groups, column))
+
+    @property
+    def _is_reopened(self) -> bool:
+        return True
+
+    def _read_chunks(self, start: int, stop: int, out: Array) -> None:
+        first = int(np.searchsorted(self.bounds, start))
+        last = int(np.searchsorted(self.bounds, stop))
+        for chunk in range(first, last):
+            number, group = self._groups[chunk]
+            column = self._files[number].read(group, self._column)
+            begin = int(self.bounds[chunk]) - start
+            for part in column.chunks:
+                rows = rows_of_chunk(part, self.label)
+                if rows.shape[1:] != self.row_shape:
+                    raise ragged_error(self.label, self.row_shape, rows.shape[1:])
+                out[begin : begin + rows.shape[0]] = rows[0 : rows.shape[0]]
+                begin += rows.shape[0]
+
+
+@dataclass(frozen=True)
+class _ParquetFile:
+    """A Parquet file, which is opened for each row group that is read.
+
+    An open file of pyarrow belongs to one thread, and opening one again takes some microseconds.
+    """
+
+    path: str
+    metadata: Any
+    version: tuple[int, ...]
+    """Device, inode, size and time of change of the file."""
+
+    def read(self, group: int, column: str) -> Any:
+        """Decode one column of a row group as a ``pyarrow.ChunkedArray``."""
+        from pyarrow.parquet import ParquetFile
+
+        if _version(self.path) != self.version:
+            raise ReadError(f"{self.path} has changed since it was opened; open it again")
+        with ParquetFile(self.path, metadata=self.metadata) as file:
+            # The name may also be the beginning of the names of other columns.
+            return file.read_row_group(group, columns=[column], use_threads=False)[column]
+
+    def first_row(self, group: int, column: str) -> Any:
+        """Decode the first row of a row group as a ``pyarrow.Array``."""
+        from pyarrow.parquet import ParquetFile
+
+        with ParquetFile(self.path, metadata=self.metadata) as file:
+            batches = file.iter_batches(1, row_groups=[group], columns=[column], use_threads=False)
+            return next(batches)[column]
+
+
+def _version(path: str) -> tuple[int, ...]:
+    status = os.stat(path)
+    return (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+def _files(path: Path | Sequence[Path]) -> list[_ParquetFile]:
+    """Open files and read their metadata.
+
+    Raises:
+        MissingDependency: If pyarrow is not installed.
+        StoreError: If a file is no Parquet file, or its columns differ from those of the first.
+    """
+    try:
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingDependency(
+            'ParquetStore: pyarrow is needed; pip install "pinfeed[parquet]"'
+        ) from None
+    files: list[_ParquetFile] = []
+    for name in map(os.path.abspath, local_paths(path)):
+        if not os.path.exists(name):
+            raise FileMissing(f"{name}: no such file (looked in {os.getcwd()})")
+        require_regular(name)
+        if os.path.isdir(name):
+            raise StoreError(
+                f"{name} is a directory; expected a file, or a pattern such as {name}/*.parquet"
+            )
+        version = _version(name)
+        try:
+            metadata = pyarrow.parquet.read_metadata(name)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise StoreError(
+                f"{name}: pyarrow cannot read it ({described(error)}); expected a Parquet file"
+            ) from error
+        files.append(_ParquetFile(name, metadata, version))
+    return files
+
+
+def _layout(
+    files: Sequence[_ParquetFile], groups: Sequence[tuple[int, int]], column: str
+) -> ChunkLayout:
+    """Return the rows and row groups of a column.
+
+    Raises:
+        StoreError: If its rows cannot be served.
+    """
+    more = f" and {len(files) - 1} more" if len(files) > 1 else ""
+    label = f"{os.path.basename(files[0].path)}{more}[{column!r}]"
+    _check_kinds(files, column, label)
+    if not groups:
+        raise StoreError(f"{label} has no rows; expected at least one")
+    number, group = groups[0]
+    first = rows_of_chunk(files[number].first_row(group, column), label)
+    row_shape = first.shape[1:]
+    leaves = [_leaves_of(file, column) for file in files]
+    counts = []
+    for number, group in groups:
+        found = files[number].metadata.row_group(group)
+        for leaf in leaves[number]:
+            _check_leaf(found.column(leaf), found.num_rows, row_shape, label)
+        counts.append(found.num_rows)
+    bounds = np.array([0, *itertools.accumulate(counts)], np.int64)
+    paths = tuple(file.path for file in files)
+    return ChunkLayout(label, first.dtype, row_shape, bounds, paths)
+
+
+def _check_kinds(files: Sequence[_ParquetFile], column: str, label: str) -> None:
+    """Check that every file has one column of the name, and that all are of the same type."""
+    kinds = []
+    for file in files:
+        schema = file.metadata.schema.to_arrow_schema()
+        n = schema.names.count(column)
+        if n != 1:
+            raise StoreError(
+                f"{file.path} has {n} columns {column!r}; expected one of "
+                f"{', '.join(map(repr, schema.names))}"
+            )
+        kinds.append(schema.field(column).type)
+    for file, kind in zip(files, kinds, strict=True):
+        if kind != kinds[0]:
+            raise StoreError(
+                f"{label}: shards do not match: {files[0].path} has {kinds[0]}, {file.path} {kind}"
+            )
+
+
+def _leaves_of(file: _ParquetFile, column: str) -> list[int]:
+    """Return the numbers of the columns in the file in which the values of a column are."""
+    schema = file.metadata.schema
+    names = schema.to_arrow_schema().names
+
+    def owner(path: str) -> str:
+        # A name may have a dot, which also separates the levels of a path.
+        owners = [name for name in names if path == name or path.startswith(f"{name}.")]
+        return max(owners, key=len, default="")
+
+    return [i for i in range(len(schema)) if owner(schema.column(i).path) == column]
+
+
+def _check_leaf(chunk: Any, n_rows: int, row_shape: tuple[int, ...], label: str) -> None:
+    """Check what the metadata of a row group says, before any of it is decoded.
+
+    Raises:
+        StoreError: If the column has nulls, or lists of different lengths.
+    """
+    if chunk.num_values != n_rows * math.prod(row_shape):
+        mean = chunk.num_values / n_rows
+        raise StoreError(
+            f"{label}: lists of different lengths, or null lists: the first has "
+            f"{math.prod(row_shape)} values, those of a row group {mean:.4g} on average; "
+            f"{RAGGED_ADVICE}"
+        )
+    statistics = chunk.statistics
+    if statistics is not None and statistics.has_null_count and statistics.null_count:
+        raise nulls_error(label)

@@ -1,0 +1,336 @@
+"""RaggedStore: rows of unequal length, as ranges of the items of a store."""
+
+from __future__ import annotations
+
+import functools
+import os
+from typing import Any, Literal, NamedTuple, cast
+
+import numpy as np
+
+from pinfeed.errors import ArgumentError, StoreError
+from pinfeed.rows.lengths import RowLengths
+from pinfeed.rows.orders import Rows
+from pinfeed.rows.runs import Runs
+from pinfeed.stores.array import ArrayStore
+from pinfeed.stores.arrow import ArrowStore
+from pinfeed.stores.arrow_lists import items_and_offsets
+from pinfeed.stores.base import Array, Store, row_nbytes
+from pinfeed.stores.file import MmapStore
+from pinfeed.stores.opened import open_store
+from pinfeed.stores.paths import Path
+from pinfeed.stores.runs import RunGather, RunRows, run_gather
+from pinfeed.validation.arguments import explain_arguments
+from pinfeed.validation.safe_repr import safe_repr
+
+Layout = Literal["offsets", "padded", "jagged"]
+
+_LAYOUTS = ("offsets", "padded", "jagged")
+# Offsets of a file that are read at once.
+_PIECE_ROWS = 1 << 20
+_INDEX_NBYTES = 8
+
+_HINTS = {
+    "data": "the items come first, without a name",
+    "pad_value": "the value of padded elements is padding=",
+    "padding_value": "the value of padded elements is padding=",
+    "lengths": "give offsets: np.concatenate(([0], np.cumsum(lengths)))",
+    "row_splits": "give them as offsets, the second argument",
+}
+
+
+class RaggedParts(NamedTuple):
+    """The two arrays of a batch of ragged rows."""
+
+    items: RunRows
+    """Items that are still to be gathered."""
+    bounds: Rows
+    """Offsets of the rows in the batch, shape (n + 1,); lengths, shape (n,), if it is padded."""
+
+
+class RaggedStore:
+    """Rows of unequal length: row i is ``values[offsets[i]:offsets[i + 1]]``. Read-only.
+
+    It is one source of a ``Feeder`` or of a ``RowDataset``, alone or next to stores with equally
+    many rows. The ``layout`` says what a batch of n rows is:
+
+    ========== =====================================================================================
+    offsets    ``(values, offsets)`` of shape (total, *item_shape) and (n + 1,)
+    padded     ``(values, lengths)`` of shape (n, longest, *item_shape) and (n,)
+    jagged     ``torch.nested`` tensor of layout ``torch.jagged``, on values and offsets
+    ========== =====================================================================================
+
+    Offsets and lengths are int64.
+
+    Args:
+        values: Items of all rows, shape (n_items, *item_shape): a path, a pattern, an array, a CPU
+            tensor or a Store. A file that is opened from a path is closed with this store.
+        offsets: Position of each row in ``values``, and the end of the last row, shape
+            (n_rows + 1,): integers that do not decrease. A path of a .npy file, an array or a CPU
+            tensor. They are copied into memory as int64, 8 bytes per row.
+        layout: Form of the batches.
+        padding: Value of the elements behind the end of a row in a padded batch.
+
+    Raises:
+        StoreError: If a source cannot be read, or offsets decrease or are outside of the values.
+        ArgumentError: If ``layout`` or ``padding`` is invalid.
+
+    Example::
+
+        with RaggedStore("tokens.npy", "offsets.npy", layout="padded") as store:
+            feeder = Feeder({"tokens": store, "label": "labels.npy"}, batch_size=64)
+    """
+
+    @explain_arguments(_HINTS)
+    def __init__(
+        self,
+        values: Any,
+        offsets: Any,
+        *,
+        layout: Layout = "offsets",
+        padding: complex = 0,
+    ) -> None:
+        if layout not in _LAYOUTS:
+            raise ArgumentError(f"layout={layout!r}: expected 'offsets', 'padded' or 'jagged'")
+        if isinstance(values, RaggedStore):
+            raise StoreError("values is a RaggedStore already; expected the items of its rows")
+        self.layout: Layout = layout
+        self._offsets = _read_offsets(offsets)
+        self._is_owner, self.items = _open_items(values)
+        try:
+            _check_offsets(self._offsets, self.items.n_rows)
+            self.padding = _padding(padding, self.items.dtype)
+        except BaseException:
+            self.close()
+            raise
+
+    @classmethod
+    def from_arrow(
+        cls, column: Any, *, layout: Layout = "offsets", padding: complex = 0
+    ) -> RaggedStore:
+        """Return the lists of an Arrow column as ragged rows; the items are not copied.
+
+            store = RaggedStore.from_arrow(dataset.data.column("input_ids"))
+
+        The rows of a Hugging Face dataset that was shuffled or filtered are those of its table;
+        call ``dataset.flatten_indices()`` first.
+
+        Args:
+            column: Column of lists of numbers, without nulls: a pyarrow.ListArray, a
+                LargeListArray, or a ChunkedArray of these.
+            layout: As for the class.
+            padding: As for the class.
+
+        Raises:
+            MissingDependency: If pyarrow is not installed.
+            StoreError: If ``column`` is no column of lists of numbers, has nulls, or has no items.
+            ArgumentError: As for the class.
+        """
+        items, offsets = items_and_offsets(column)
+        return cls(ArrowStore(items, name="from_arrow"), offsets, layout=layout, padding=padding)
+
+    @safe_repr
+    def __repr__(self) -> str:
+        return f"<RaggedStore: {self.n_rows:,} rows of {self.items!r}, {self.layout}>"
+
+    def __enter__(self) -> RaggedStore:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows."""
+        return len(self._offsets) - 1
+
+    @property
+    def n_items(self) -> int:
+        """Number of items of ``values``; rows need not have all of them."""
+        return self.items.n_rows
+
+    @property
+    def item_shape(self) -> tuple[int, ...]:
+        """Shape of one item; ``()`` if an item is a single number."""
+        return self.items.row_shape
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """Dtype of the items."""
+        return self.items.dtype
+
+    @property
+    def writable(self) -> bool:
+        """Whether rows can be written, which is never so."""
+        return False
+
+    @property
+    def offsets(self) -> Rows:
+        """Position of each row in the items, and the end of the last one, shape (n_rows + 1,)."""
+        return self._offsets
+
+    @property
+    def lengths(self) -> Rows:
+        """Number of items of each row, shape (n_rows,), int64; a new array."""
+        return np.diff(self._offsets)
+
+    @property
+    def mean_row_nbytes(self) -> float:
+        """Mean bytes of a row."""
+        return self.table.mean * row_nbytes(self.items)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Host memory of the offsets and of the items' store, in bytes."""
+        return self._offsets.nbytes + self.table.nbytes + self.items.resident_bytes
+
+    @functools.cached_property
+    def table(self) -> RowLengths:
+        """Numbers of rows of each length."""
+        return RowLengths(self.lengths)
+
+    def batch_nbytes(
+        self, n_rows: int, *, repeats: bool, max_elements: int | None = None
+    ) -> tuple[int, int]:
+        """Return the most bytes that the two arrays of a batch may have.
+
+        Args:
+            n_rows: Number of rows of the batch.
+            repeats: Whether the batch may have a row several times.
+            max_elements: Most elements of the batch, with padding; None for no limit.
+        """
+        if self.layout == "padded" or repeats:
+            elements = n_rows * self.table.longest
+        else:
+            elements = self.table.most_elements(n_rows)
+        if max_elements is not None:
+            elements = min(elements, max_elements)
+        bounds = n_rows if self.layout == "padded" else n_rows + 1
+        return elements * row_nbytes(self.items), bounds * _INDEX_NBYTES
+
+    def parts(self, rows: Rows, gather: RunGather, layout: Layout | None = None) -> RaggedParts:
+        """Return the two arrays of a batch, the items still to be gathered.
+
+        Args:
+            rows: Row indices in range, shape (n,); they may repeat.
+            gather: Function that gathers runs of the items.
+            layout: Form of the batch; None is that of the store.
+        """
+        starts = self._offsets[rows]
+        lengths = self._offsets[rows + 1] - starts
+        if (layout or self.layout) == "padded":
+            longest = int(lengths.max()) if len(lengths) else 0
+            runs = Runs(starts, lengths, np.arange(len(rows)) * longest)
+            shape = (len(rows), longest, *self.item_shape)
+            items = RunRows(gather, runs, shape, self.dtype, n_axes=2, padding=self.padding)
+            return RaggedParts(items, lengths)
+        offsets = np.zeros(len(rows) + 1, np.int64)
+        np.cumsum(lengths, out=offsets[1:])
+        runs = Runs(starts, lengths, offsets[:-1])
+        shape = (offsets.item(-1), *self.item_shape)
+        return RaggedParts(RunRows(gather, runs, shape, self.dtype), offsets)
+
+    def read(self, rows: Rows, layout: Layout | None = None) -> tuple[Array, Rows]:
+        """Return the two arrays of a batch, as ``parts``, with the items gathered."""
+        parts = self.parts(rows, run_gather(self.items), layout)
+        out = np.empty(parts.items.shape, parts.items.dtype)
+        for _ in parts.items.read(out):
+            pass
+        return out, parts.bounds
+
+    def batch(self, items: Any, bounds: Any) -> Any:
+        """Return a batch in the form of the layout, made of the tensors of its two arrays."""
+        if self.layout != "jagged":
+            return items, bounds
+        # Imported here, because torch need not be loaded for numpy arrays.
+        from pinfeed.tensors.numpy_torch import jagged
+
+        return jagged(items, bounds)
+
+    def tensors(self, batch: Any) -> tuple[Any, Any]:
+        """Return the tensors that a batch in the form of the layout was made of."""
+        return (batch.values(), batch.offsets()) if self.layout == "jagged" else tuple(batch)
+
+    def close(self) -> None:
+        """Close the file of the items if it was opened here. Further calls do nothing."""
+        if self._is_owner:
+            self.items.close()
+
+
+def _open_items(values: Any) -> tuple[bool, Store]:
+    """Return whether a store of the items was opened here, and the store."""
+    name = "values"
+    if isinstance(values, Store) and not isinstance(values, type):
+        return False, values
+    return True, open_store(values, name)
+
+
+def _read_offsets(offsets: Any) -> Rows:
+    """Return offsets as an array of its own, shape (n_rows + 1,), int64, read-only.
+
+    Raises:
+        StoreError: If they are not a 1-d array of at least two integers.
+    """
+    if isinstance(offsets, (str, os.PathLike)):
+        found = _offsets_of_file(offsets)
+        name = os.fspath(offsets)
+    else:
+        name = "offsets"
+        given = np.asarray(offsets) if isinstance(offsets, list) else offsets
+        found = ArrayStore(given, name=name).array
+    if found.ndim != 1 or found.dtype.kind not in "iu" or len(found) < 2:
+        raise StoreError(
+            f"{name}: shape {found.shape} of {found.dtype}; expected integers of shape "
+            "(n_rows + 1,) for at least one row: the position of each row, and the end of the last"
+        )
+    if found.dtype == np.uint64 and found.max() > np.iinfo(np.int64).max:
+        raise StoreError(f"{name}: offset {found.max()} is too large; expected at most 2**63 - 1")
+    own: Rows = found.astype(np.int64)
+    own.flags.writeable = False
+    return own
+
+
+def _offsets_of_file(path: Path) -> Array:
+    """Read the offsets of a file in pieces, because row indices are needed for each."""
+    with MmapStore(path) as store:
+        found = np.empty((store.n_rows, *store.row_shape), store.dtype)
+        for i in range(0, len(found), _PIECE_ROWS):
+            piece = found[i : i + _PIECE_ROWS]
+            store.gather(np.arange(i, i + len(piece)), piece)
+        return found
+
+
+def _check_offsets(offsets: Rows, n_items: int) -> None:
+    """Raise StoreError unless offsets do not decrease and are in [0, n_items]."""
+    decreases = np.flatnonzero(offsets[1:] < offsets[:-1])
+    if len(decreases):
+        i = int(decreases[0]) + 1
+        raise StoreError(
+            f"offsets[{i}] is {offsets[i]}, and offsets[{i - 1}] is {offsets[i - 1]}; expected "
+            "offsets that do not decrease; give np.concatenate(([0], np.cumsum(lengths)))"
+        )
+    if offsets[0] < 0:
+        raise StoreError(f"offsets[0] is {offsets[0]}; expected at least 0")
+    if offsets[-1] > n_items:
+        i = int(np.searchsorted(offsets, n_items, side="right"))
+        raise StoreError(
+            f"offsets[{i}] is {offsets[i]}, and there are {n_items} items; expected offsets of at "
+            "most the number of items; check that values and offsets belong together"
+        )
+
+
+def _padding(padding: Any, dtype: np.dtype[Any]) -> Any:
+    """Return the padding as a number of a dtype.
+
+    Raises:
+        ArgumentError: If the dtype does not have this number.
+    """
+    number = np.zeros((), dtype)
+    try:
+        number[...] = padding
+        has_it = np.ndim(padding) == 0 and (dtype.kind not in "iub" or bool(number == padding))
+    except (TypeError, ValueError, OverflowError):
+        has_it = False
+    if not has_it:
+        raise ArgumentError(f"padding={padding!r}: expected a number that {dtype} has")
+    return cast(Any, number[()])

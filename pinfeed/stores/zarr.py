@@ -1,0 +1,157 @@
+"""ZarrStore: rows of a Zarr array, by zarr."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, ClassVar
+
+import numpy as np
+
+from pinfeed.errors import (
+    ArgumentError,
+    FileMissing,
+    MissingDependency,
+    StoreError,
+    described,
+)
+from pinfeed.stores.base import Array
+from pinfeed.stores.chunked import ChunkedStore, ChunkLayout, even_bounds
+from pinfeed.stores.paths import has_protocol
+from pinfeed.tensors.dtypes import check_dtype
+
+_N_SHOWN = 8
+
+
+class ZarrStore(ChunkedStore):
+    """Rows of a Zarr array of format 2 or 3, read-only, read with zarr.
+
+    The rows are those of the first axis. In an array with shards, a chunk of the store is a shard.
+    Chunks that were never written have the array's fill value. The array must not change while the
+    store is open.
+
+    Args:
+        source: Path or URL of an array or group, which the store opens, or an open ``zarr.Array``.
+        name: Name of the array in a group, such as ``"train/images"``. By default, ``source`` is
+            the array itself.
+
+    Raises:
+        MissingDependency: If zarr is not installed.
+        FileMissing: If there is no such directory.
+        StoreError: If there is no such array, or if the array has no rows or another type than
+            numbers and booleans.
+        ArgumentError: If ``source`` is neither a path nor an array, or if an array is given
+            together with a name.
+
+    Example::
+
+        store = ZarrStore("images.zarr")
+        rows = np.empty((2, *store.row_shape), store.dtype)
+        store.gather(np.array([7, 3]), rows)
+    """
+
+    _PROCESS_STATE: ClassVar[tuple[str, ...]] = (*ChunkedStore._PROCESS_STATE, "_array")
+
+    def __init__(self, source: Any, name: str | None = None) -> None:
+        zarr = _import_zarr()
+        self._path: str | None = None
+        self._given: Any = None
+        self._name = name
+        if isinstance(source, (str, os.PathLike)):
+            path = os.fspath(source)
+            self._path = path if has_protocol(path) else os.path.abspath(path)
+            array = _open(self._path, name)
+        elif isinstance(source, zarr.Array):
+            if name is not None:
+                raise ArgumentError(f"name={name!r} with an array; leave the name out")
+            self._given = source
+            array = source
+        else:
+            raise ArgumentError(
+                f"ZarrStore: got {type(source).__name__}; expected a path or a zarr.Array"
+            )
+        super().__init__(_layout(array, self._path))
+        self._array = array
+
+    def _init_process_state(self) -> None:
+        super()._init_process_state()
+        # A path is opened again when rows are read.
+        self._array = self._given
+
+    @property
+    def _is_reopened(self) -> bool:
+        return self._path is not None
+
+    def _read_chunks(self, start: int, stop: int, out: Array) -> None:
+        from zarr.buffer.cpu import NDBuffer
+
+        array = self._array
+        if array is None:
+            assert self._path is not None
+            array = _open(self._path, self._name)
+            if _layout(array, self._path) != self._layout:
+                raise StoreError(
+                    f"{self!r}: the array was replaced by one of other rows; open it again"
+                )
+            self._array = array
+        if array.dtype == self._dtype:
+            array.get_basic_selection(slice(start, stop), out=NDBuffer.from_numpy_array(out))
+        else:
+            # The array has the other byte order.
+            out[...] = array[start:stop]
+
+
+def _import_zarr() -> Any:
+    try:
+        import zarr
+        import zarr.buffer
+    except ImportError:
+        raise MissingDependency(
+            'ZarrStore: zarr 3.1 or later is needed; pip install "pinfeed[zarr]"'
+        ) from None
+    return zarr
+
+
+def _open(path: str, name: str | None) -> Any:
+    """Open the array of a path, or of a name in the group of a path."""
+    import zarr
+
+    if not has_protocol(path) and not os.path.exists(path):
+        raise FileMissing(f"{path}: no such Zarr array (looked in {os.getcwd()})")
+    try:
+        found = zarr.open(path, mode="r", path=name)
+    except Exception as error:
+        # zarr and its storages raise errors of many kinds.
+        place = path if name is None else f"{path}, {name!r}"
+        raise StoreError(
+            f"{place}: zarr cannot open it ({described(error)}); expected a Zarr array, or a group "
+            "and the name of an array in it: ZarrStore(path, name)"
+        ) from error
+    if isinstance(found, zarr.Group):
+        names = sorted(found.array_keys())
+        shown = ", ".join(map(repr, names[:_N_SHOWN])) or "none"
+        raise StoreError(
+            f"{path} is a Zarr group; expected one of its arrays: {shown}; give "
+            "ZarrStore(path, name)"
+        )
+    return found
+
+
+def _layout(array: Any, path: str | None) -> ChunkLayout:
+    """Return the rows and chunks of an array.
+
+    Raises:
+        StoreError: If its rows cannot be served.
+    """
+    label = array.path or os.path.basename(path or "") or "a Zarr array"
+    if path is not None and array.path:
+        label = f"{os.path.basename(path)}/{array.path}"
+    if not array.shape:
+        raise StoreError(
+            f"{label} has shape {array.shape}, which has no rows; expected (n_rows, ...)"
+        )
+    dtype = np.dtype(array.dtype)
+    check_dtype(dtype, label)
+    n_rows, *row_shape = array.shape
+    bounds = even_bounds(n_rows, (array.shards or array.chunks)[0])
+    paths = () if path is None else (path,)
+    return ChunkLayout(label, dtype, tuple(row_shape), bounds, paths)
