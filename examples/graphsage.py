@@ -117,7 +117,9 @@ def main(
         fetch = {"x": (path, "n_id"), "y": (labels, lambda batch: batch["seeds"])}
         config = pinfeed.Config(cpu_memory_limit=pinfeed.MiB(limit))
         with pinfeed.wrap_loader(loader, fetch=fetch, config=config, device=DEVICE) as batches:
-            assert train(batches, n_features) == expected
+            losses = train(batches, n_features)
+        # A GPU adds the neighbours of a node in any order, so its losses differ in the last digits.
+        np.testing.assert_allclose(losses, expected, rtol=0 if DEVICE.type == "cpu" else 1e-3)
         print(f"{len(expected)} losses, equal, from {path.stat().st_size >> 20} MiB of features")
 
 

@@ -34,7 +34,7 @@ class Size:
 
 
 SIZES = {
-    "full": Size(20_000, (3, 64, 64), 64, 128, pinfeed.MiB(128), 32, 12),
+    "full": Size(20_000, (3, 64, 64), 64, 128, pinfeed.MiB(128), 24, 8),
     "quick": Size(4000, (3, 32, 32), 64, 64, pinfeed.MiB(64), 20, 10),
     "tiny": Size(300, (3, 8, 8), 16, 32, pinfeed.MiB(64), 6, 3),
 }
