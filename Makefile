@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN = .venv/bin
 SIZE ?= 2GiB
 
-.PHONY: demo word2vec test lint docs pictures package gpu bench rows budget overhead clean
+.PHONY: demo word2vec test lint docs pictures package gpu bench rows programs budget overhead clean
 
 demo: .venv/installed
 	$(BIN)/python examples/demo.py $(if $(NPY),--npy "$(NPY)",--size $(SIZE))
@@ -49,6 +49,10 @@ bench: .venv/peers
 # python -m benchmarks.rows
 rows: .venv/peers
 	$(BIN)/python -m benchmarks.rows --quick
+
+# Compare programs of others with what became of them: results, time and memory.
+programs: .venv/installed
+	$(BIN)/python -m benchmarks.programs --quick
 
 # Compare predicted and measured peaks of training steps, and gradients and peaks of BigBatch.
 budget: .venv/installed

@@ -46,6 +46,11 @@ class Earlier:
         # The process ends with its input.
         self._process.communicate()
 
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
     def call(self, function: str, *arguments: Any) -> Any:
         """Call a function in the process and return its result.
 

@@ -38,6 +38,34 @@ def test_datasets(capsys: pytest.CaptureFixture[str]) -> None:
     assert "source['name']: a column of string" in capsys.readouterr().out
 
 
+def test_graphsage() -> None:
+    example("graphsage").main(n_nodes=1000, n_features=8)
+
+
+# PyG calls a deprecated function when it is imported.
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+def test_graphsage_with_batches_of_pyg() -> None:
+    from torch_geometric.data import Data
+
+    example("graphsage").main(n_nodes=300, n_features=8, make_batch=Data)
+
+
+def test_nanogpt_batches() -> None:
+    example("nanogpt_batches").main(n_tokens=5000, length=32, n_batches=20)
+
+
+def test_forecasting() -> None:
+    example("forecasting").main(n_times=400, n_series=3)
+
+
+def test_token_batches() -> None:
+    example("token_batches").main(n_sequences=200, longest=300)
+
+
+def test_hdf5_images() -> None:
+    example("hdf5_images").main(n_images=500)
+
+
 # StatefulDataLoader calls it.
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
 # The distributed checkpoint is of one process.

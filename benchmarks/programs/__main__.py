@@ -1,0 +1,64 @@
+"""Programs of others as they were written and with pinfeed: equal results, time and memory.
+
+Run it from the root:
+
+    python -m benchmarks.programs                  (all programs)
+    python -m benchmarks.programs --quick          (small sizes, in a minute)
+    python -m benchmarks.programs --only nanogpt   (programs whose name contains this)
+    python -m benchmarks.programs --report         (the table anew, from the results)
+
+Every way of a program runs in a process of its own. The batches of a run and the losses of another
+one are compared first, and must be equal bit for bit. The ways then run in turn, without a training
+step and with one, and the figures are medians of the rounds. The time is that between two batches
+on warm files, with one torch thread. Memory is that of a new process with its worker processes,
+in a run without a training step, at its peak and beyond what it had before: its own, and mapped
+pages of files, which the kernel may drop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from benchmarks.environment import RESULTS, environment, machine, save
+from benchmarks.programs.compare import compare
+from benchmarks.programs.program import NAMES
+from benchmarks.programs.report import table
+
+
+def main() -> None:
+    """Compare the programs, and write the results."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--only", default="", metavar="TEXT")
+    parser.add_argument("--rounds", type=int, help="rounds of each measurement of time")
+    parser.add_argument("--dir", type=Path, help="folder for the files")
+    parser.add_argument("--report", action="store_true", help="write the table from the results")
+    arguments = parser.parse_args()
+    path = RESULTS / f"programs-{machine()}.json"
+    if arguments.report:
+        results = json.loads(path.read_text())["results"]
+        path.with_suffix(".md").write_text(table(results) + "\n")
+        return
+    names = [name for name in NAMES if arguments.only in name]
+    if not names:
+        sys.exit(f"--only {arguments.only!r}: no such program; there are {', '.join(NAMES)}")
+    print(environment(), flush=True)
+    size = "quick" if arguments.quick else "full"
+    results = []
+    for name in names:
+        results.append(compare(name, size, arguments.rounds or 3, arguments.dir))
+        print(table(results[-1:]), flush=True)
+    print(table(results))
+    if not (arguments.quick or arguments.only):
+        path = save("programs", results)
+        path.with_suffix(".md").write_text(table(results) + "\n")
+        print(path)
+
+
+if __name__ == "__main__":
+    main()
