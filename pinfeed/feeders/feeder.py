@@ -26,6 +26,7 @@ from pinfeed.pipeline.sources.store_rows import RowSource
 from pinfeed.pipeline.store_tree import StoreTree
 from pinfeed.rows.batches import RowBatches
 from pinfeed.rows.orders import Order
+from pinfeed.rows.ragged_batches import ElementBatches
 from pinfeed.rows.rank_warnings import note_workers
 from pinfeed.rows.ranks import Ranks
 from pinfeed.validation.arguments import check_flag, explain_arguments, whole_number
@@ -221,6 +222,9 @@ class Feeder(ResumableFeeder):
         """Plan the memory and how each store is read, and return the batches that follow."""
         stores = self._stores.stores
         n_rows = self._stores.n_rows
+        if isinstance(selection.order, ElementBatches):
+            for ragged in self._stores.ragged:
+                selection.order.require_bound(ragged.lengths, repr(ragged))
         request = PlanRequest(
             stores, selection.order, selection.batch_size, selection.config, self._stores.ragged
         )

@@ -26,6 +26,7 @@ from pinfeed.stores import ArrayStore, Store
 from pinfeed.stores.base import row_nbytes
 from pinfeed.stores.opened import open_store
 from pinfeed.stores.ragged import RaggedStore
+from pinfeed.stores.sharded_file import ShardedStore
 from pinfeed.tensors.dtypes import check_dtype
 from pinfeed.tensors.pytree import Rebuild, flatten
 
@@ -167,6 +168,8 @@ class StoreTree:
         if len(given_as_path) > 1:
             kind = type(given_as_path[0]).__name__
             hint = f"; shards of one source are a pattern, 'x-*.npy', or {kind}([...])"
+        if any(isinstance(store, ShardedStore) and store.overlaps for store in self.stores):
+            hint = "; windows of one series get equally many rows from the same span="
         raise StoreError(
             f"sources have unequal numbers of rows: {counts}; expected equally many, one row each "
             f"for a sample{hint}"

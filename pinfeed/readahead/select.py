@@ -104,7 +104,8 @@ def choose(stores: Sequence[Store], order: Any, n_batch_rows: int, free: FreeMem
                     mapped.append(file)
             for item in strategy.items:
                 free = free.without(item)
-            notes.append(f"{file.label}, {human(file.nbytes)}: {reason}")
+            label = store.label if isinstance(store, ChunkedStore) else file.label
+            notes.append(f"{label}, {human(file.nbytes)}: {reason}")
         elif isinstance(store, ArrayStore):
             strategy = DirectReads(store)
         else:

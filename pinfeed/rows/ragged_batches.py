@@ -41,7 +41,7 @@ def element_batches(
     """Return batches of ragged rows with at most ``max_elements`` elements each, for ``rows=``.
 
         store = pinfeed.RaggedStore("tokens.npy", "offsets.npy")
-        batches = pinfeed.rows.ragged_batches(
+        batches = pinfeed.rows.element_batches(
             store.lengths, 16384, order=pinfeed.rows.shuffled(seed=1)
         )
         feeder = pinfeed.Feeder(store, rows=batches)
@@ -162,6 +162,29 @@ class ElementBatches:
         """
         is_bound = len(lengths) == len(self.lengths) and bool((lengths <= self.lengths).all())
         return self.max_elements if is_bound and (self.padded or not padded) else None
+
+    def require_bound(self, lengths: npt.NDArray[Any], name: str) -> None:
+        """Check that the batches of rows of these lengths have at most ``max_elements`` elements.
+
+        Args:
+            lengths: Number of elements of each row, shape (n_rows,).
+            name: Name of the rows in errors.
+
+        Raises:
+            ArgumentError: If there are more or fewer rows, or a row is longer than was said.
+        """
+        advice = f"make element_batches from the lengths of {name}"
+        if len(lengths) != len(self.lengths):
+            raise ArgumentError(
+                f"rows={self!r} has {len(self.lengths):,} lengths, and {name} has {len(lengths):,} "
+                f"rows; expected a length for each row; {advice}"
+            )
+        if len(longer := np.flatnonzero(lengths > self.lengths)):
+            row = longer.item(0)
+            raise ArgumentError(
+                f"rows={self!r} has length {self.lengths[row]:,} for row {row}, which has "
+                f"{lengths[row]:,} elements in {name}; expected at least as many; {advice}"
+            )
 
     def windows(self, epoch: int, start: int) -> tuple[Windows | None, int, int]:
         """Return the windows of an epoch, or None, and the range of positions from ``start`` on."""

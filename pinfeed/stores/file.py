@@ -45,6 +45,21 @@ HINTS = {
 }
 """Advice for arguments that numpy has under these names."""
 
+_WINDOW_HINTS = {
+    **HINTS,
+    **dict.fromkeys(
+        ("window", "window_size", "size", "seq_len", "block_size", "context_length"),
+        "the items of a window are length=",
+    ),
+    **dict.fromkeys(("stride", "hop", "hop_length"), "the distance of windows is step="),
+    **dict.fromkeys(
+        ("horizon", "target_length", "prediction_length"),
+        "give inputs length= and span=, and targets length=, start= and the same span=",
+    ),
+    "shape": "the file has one axis of items; give length= and dtype=",
+    "mode": "windows are read-only, because they may overlap; leave it out",
+}
+
 
 class MmapStore(LocalFileStore):
     """Rows of a .npy file; ``raw``, ``windows`` and ``safetensors`` open other files.
@@ -129,6 +144,7 @@ class MmapStore(LocalFileStore):
         return store
 
     @classmethod
+    @explain_arguments(_WINDOW_HINTS)
     def windows(
         cls,
         path: Path | Sequence[Path],

@@ -166,7 +166,7 @@ def explain_arguments(
         if options is not None:
             signature = with_options(signature, options)
             defaults = defaults_of(options)
-        title = function.__qualname__.split(".")[0]
+        title = function.__qualname__.removesuffix(".__init__")
         check = _ArgumentCheck(title, signature, hints, example)
 
         @functools.wraps(function)
@@ -197,8 +197,8 @@ class _ArgumentCheck:
         self._hints = hints
         self._example = example
         self._n_positional = len(names)
-        self._positional = [name for name in names if name != "self"]
-        self._known = [one.name for one in parameters if one.name != "self"]
+        self._positional = [name for name in names if name not in ("self", "cls")]
+        self._known = [one.name for one in parameters if one.name not in ("self", "cls")]
         self._takes_any_name = any(one.kind is one.VAR_KEYWORD for one in parameters)
 
     def require_known_names(self, given: Mapping[str, Any]) -> None:

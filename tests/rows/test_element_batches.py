@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.ragged import plain_batches
 
-from pinfeed import ArgumentError, Feeder, rows
+from pinfeed import ArgumentError, Feeder, RaggedStore, rows
 from pinfeed.rows import element_batches
 from pinfeed.rows.lengths import RowLengths
 from pinfeed.rows.ragged_batches import ElementBatches
@@ -204,3 +204,13 @@ def test_the_bound_holds_for_shorter_rows_only() -> None:
     assert batches.most_elements(LENGTHS, padded=True) is None
     assert batches.most_elements(LENGTHS + 1, padded=False) is None
     assert element_batches(LENGTHS, 7, padded=True).most_elements(LENGTHS, padded=True) == 7
+
+
+def test_a_feeder_refuses_lengths_below_those_of_its_rows() -> None:
+    store = RaggedStore(np.arange(30), [0, 17, 30])
+    with pytest.raises(ArgumentError, match="has length 3 for row 0, which has 17 elements in"):
+        Feeder(store, rows=element_batches([3, 20], 20))
+    with pytest.raises(ArgumentError, match="has 3 lengths, and .* has 2 rows"):
+        Feeder(store, rows=element_batches([17, 20, 1], 20))
+    with Feeder(store, rows=element_batches([20, 20], 40)) as feeder:
+        assert len(list(feeder)) == 1

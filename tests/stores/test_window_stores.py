@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from numpy.lib.stride_tricks import sliding_window_view
 from support.stores import gathered, saved
 
-from pinfeed import Config, Feeder, KiB, MiB, MmapStore, errors, rows
+from pinfeed import Config, Feeder, KiB, MiB, MmapStore, StoreError, UnknownArgument, errors, rows
 from pinfeed.readahead import FreeMemory, choose
 from pinfeed.readahead.base import DirectReads, ReadStrategy
 from pinfeed.readahead.in_memory import InMemoryCopy
@@ -364,3 +364,19 @@ def test_windows_of_any_two_files_do_not_mix(tmp_path: Path) -> None:
     saved(tmp_path / "1.npy", np.zeros(50, np.float64))
     with pytest.raises(errors.StoreError, match="shards do not match"):
         MmapStore.windows(str(tmp_path / "*.npy"), length=4)
+
+
+def test_arguments_of_other_libraries_are_explained(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(20.0))
+    with pytest.raises(UnknownArgument, match=r"MmapStore\.windows has no argument 'block_size'"):
+        MmapStore.windows(tmp_path / "x.npy", block_size=3)  # type: ignore[call-arg]
+    with pytest.raises(UnknownArgument, match=r"MmapStore\.windows\(path, length=\.\.\.\)"):
+        MmapStore.windows(tmp_path / "x.npy", 3)  # type: ignore[misc]
+
+
+def test_inputs_and_targets_without_a_common_span(tmp_path: Path) -> None:
+    np.save(tmp_path / "x.npy", np.arange(20.0))
+    inputs = MmapStore.windows(tmp_path / "x.npy", length=4)
+    targets = MmapStore.windows(tmp_path / "x.npy", length=2, start=4)
+    with inputs, targets, pytest.raises(StoreError, match="equally many rows from the same span="):
+        Feeder((inputs, targets), batch_size=4)

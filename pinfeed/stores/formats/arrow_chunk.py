@@ -28,7 +28,8 @@ _REFUSED = {
 }
 RAGGED_ADVICE = (
     "give pinfeed.RaggedStore(values, offsets) or RaggedStore.from_arrow(column), pad them to one "
-    "length, or batch them with a collate_fn: pinfeed.wrap_loader(DataLoader(dataset, collate_fn=...))"
+    "length, or batch them with a collate_fn: "
+    "pinfeed.wrap_loader(DataLoader(dataset, collate_fn=...))"
 )
 """Advice for lists of different lengths."""
 _LEAVE_OUT = "or leave the column out (dataset.select_columns, table.select)"
