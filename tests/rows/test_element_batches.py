@@ -210,7 +210,7 @@ def test_a_feeder_refuses_lengths_below_those_of_its_rows() -> None:
     store = RaggedStore(np.arange(30), [0, 17, 30])
     with pytest.raises(ArgumentError, match="has length 3 for row 0, which has 17 elements in"):
         Feeder(store, rows=element_batches([3, 20], 20))
-    with pytest.raises(ArgumentError, match="has 3 lengths, and .* has 2 rows"):
+    with pytest.raises(ArgumentError, match=r"has 3 lengths, and .* has 2 rows"):
         Feeder(store, rows=element_batches([17, 20, 1], 20))
     with Feeder(store, rows=element_batches([20, 20], 40)) as feeder:
         assert len(list(feeder)) == 1
