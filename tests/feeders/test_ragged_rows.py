@@ -296,6 +296,11 @@ def test_the_plan_counts_the_longest_rows() -> None:
     limits = Config(preferred_batch_size=10, gpu_memory_limit=MiB(9), cpu_memory_limit=MiB(32))
     assert batch_nbytes("offsets", config=limits) == about(5000 + 9 * 50)
     assert batch_nbytes("padded", config=limits) == about(10 * 5000)
+    # A rank may have a row twice, because of padding.
+    shared = {"rows": rows.per_rank(rows.shuffled(), rank=0, world_size=3)}
+    assert batch_nbytes("offsets", config=limits, **shared) == about(2 * (5000 + 4 * 50))
+    shared = {"rows": rows.per_rank(rows.shuffled(), rank=0, world_size=3, drop_last=True)}
+    assert batch_nbytes("offsets", config=limits, **shared) == about(5000 + 9 * 50)
     # Without limits, memory grows in steps of a sixteenth.
     assert batch_nbytes("offsets", batch_size=10) == about((5000 + 9 * 50) * 17 / 16)
     assert batch_nbytes("padded", batch_size=10) == about(10 * 5000 * 17 / 16)
