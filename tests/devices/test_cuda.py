@@ -16,7 +16,16 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from pinfeed import ArrayStore, Config, Feeder, MiB, MmapStore, PinnedStore, wrap_loader
+from pinfeed import (
+    ArrayStore,
+    Config,
+    Feeder,
+    MiB,
+    MmapStore,
+    PinnedStore,
+    RaggedStore,
+    wrap_loader,
+)
 from pinfeed.devices import batch_copy
 from pinfeed.devices.cuda import CudaDevice
 from pinfeed.devices.cuda_memory import unlock_on
@@ -340,6 +349,25 @@ def test_rows_for_the_ids_of_a_loader(pinned: bool, depth: int) -> None:
                 np.testing.assert_array_equal(x.cpu().numpy(), rows[expected.numpy()])
                 assert torch.equal(number.cpu(), expected)
                 assert torch.equal(ids.cpu(), expected)
+
+
+@pytest.mark.parametrize("depth", [0, 2])
+@pytest.mark.parametrize("layout", ["offsets", "padded", "jagged"])
+def test_ragged_rows(layout: Any, depth: int) -> None:
+    lengths = np.random.default_rng(0).integers(0, 300, 500)
+    offsets = np.concatenate([[0], lengths.cumsum()])
+    values = np.random.default_rng(1).normal(size=(offsets[-1], 3)).astype(np.float32)
+    store = RaggedStore(values, offsets, layout=layout)
+    options: dict[str, Any] = {"batch_size": 32, "shuffle": True, "depth": depth}
+    with (
+        Feeder((store, lengths), device="cuda", **options) as feeder,
+        Feeder((store, lengths), device="cpu", **options) as expected,
+    ):
+        for (found, n), (wanted, n_wanted) in zip(feeder, expected, strict=True):
+            assert torch.equal(n.cpu(), n_wanted)
+            for one, other in zip(store.tensors(found), store.tensors(wanted), strict=True):
+                assert one.is_cuda
+                assert torch.equal(one.cpu(), other)
 
 
 def test_pinned_store_takes_exactly_what_it_needs_and_gives_it_back() -> None:
