@@ -128,7 +128,6 @@ def test_ranks_share_an_epoch(
     data=st.data(),
 )
 @settings(deadline=None)
-@settings(deadline=None)
 def test_an_epoch_goes_on_with_other_ranks(
     n: int, worlds: list[int], order: Order, uneven: Uneven, data: st.DataObject
 ) -> None:
